@@ -1,0 +1,31 @@
+# Each target does all of its own set-up; the first one run makes .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint bench docs clean
+
+demo: $(INSTALLED)
+	$(BIN)/python train/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf .venv runs dist build
+
+# torch and torchvision in one command: installed apart, pip may pair builds that
+# do not fit ("operator torchvision::nms does not exist") without a warning.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch torchvision
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
+	touch $@

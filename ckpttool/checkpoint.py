@@ -1,0 +1,258 @@
+"""What was read from a file, and finding the model's state in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from .errors import NoState
+from .inert import LEAVES, OrderedDict_, Record, tensor_of
+from .tensor import Source, TensorRef
+
+# Where checkpoints keep the model's state, the likelier first. Copies that an average keeps come last: they
+# are asked for by name.
+STATE_NAMES = (
+    "state_dict",
+    "model_state_dict",
+    "model_state",
+    "model",
+    "net_state_dict",
+    "net",
+    "network",
+    "module",
+    "weights",
+    "params",
+    "generator",
+    "state_dict_ema",
+    "ema_state_dict",
+    "model_ema",
+    "ema_model",
+    "ema",
+)
+
+Path = tuple[str, ...]
+
+
+def dotted(path: Path) -> str:
+    return ".".join(path)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A model's state as a file holds it.
+
+    Attributes:
+        where: dotted path of the state in the file, `""` when the file itself is the state.
+        container: the dict in the checkpoint's tree.
+        tensors: name -> tensor, in the file's order; names as they stand in the file.
+        others: entries that are no tensors (`_extra_state`, counters kept as plain numbers).
+        versions: torch's `_metadata`, module path -> {'version': …}; None where the file has none.
+    """
+
+    where: str
+    container: dict[object, object]
+    tensors: dict[str, TensorRef]
+    others: dict[str, object]
+    versions: Mapping[object, object] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A file that was read: its tree of values, with each tensor as a place in the file.
+
+    Use it as a context manager, or let it go: its file is closed with the last tensor that refers to it.
+
+    Attributes:
+        source: the open file.
+        format: `torch-zip`, `torch-legacy` or `safetensors`.
+        tree: what the file holds, in the values of `inert`.
+        protocol: the pickle protocol it was read under; 2 where there was no pickle.
+        metadata: the text-to-text map of a safetensors header.
+    """
+
+    source: Source
+    format: str
+    tree: object
+    protocol: int = 2
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """The file's name as it was given."""
+        return self.source.path
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return self.source.size
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file; its tensors can't be read after."""
+        self.source.close()
+
+    def tensors(self) -> Iterator[tuple[str, TensorRef]]:
+        """Every tensor of the file with its dotted path, in the file's order."""
+        for path, value in named_leaves(self.tree):
+            tensor = tensor_of(value)
+            if tensor is not None:
+                yield dotted(path), tensor
+
+    def states(self) -> list[Path]:
+        """The paths of everything that could be a model's state, the likeliest first."""
+        return sorted(_candidates(self.tree), key=lambda path: _likelihood(self.tree, path))
+
+    def state(self, where: str | None = None) -> State:
+        """The model's state.
+
+        Args:
+            where: its dotted path; found when None.
+
+        Raises:
+            NoState: there is none, or none at `where`; the hint names those there are.
+        """
+        if where is not None:
+            value = _at(self.tree, where)
+            if not isinstance(value, dict):
+                raise NoState(self.path, f"holds no state named '{where}'", hint=self._where_to_look())
+            return make_state(where, value)
+        found = self.states()
+        if not found:
+            raise NoState(
+                self.path,
+                "holds no dict of tensors, so no model's state",
+                hint=f"look what is in it: ckpttool inspect {self.path}",
+            )
+        value = _follow(self.tree, found[0])
+        assert isinstance(value, dict)
+        return make_state(dotted(found[0]), value)
+
+    def _where_to_look(self) -> str:
+        names = [dotted(path) or '""' for path in self.states()]
+        return f"there are: {', '.join(names)}" if names else f"ckpttool inspect {self.path}"
+
+
+def make_state(where: str, container: dict[object, object]) -> State:
+    """A dict as a state: its tensors apart from what is none."""
+    tensors: dict[str, TensorRef] = {}
+    others: dict[str, object] = {}
+    for name, value in container.items():
+        tensor = tensor_of(value)
+        if tensor is None:
+            others[str(name)] = value
+        else:
+            tensors[str(name)] = tensor
+    versions = None
+    if isinstance(container, OrderedDict_) and isinstance(container.attributes, dict):
+        found = container.attributes.get("_metadata")
+        versions = found if isinstance(found, dict) else None
+    return State(where, container, tensors, others, versions)
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether a value is the state dict of an optimizer."""
+    return isinstance(value, dict) and "param_groups" in value and "state" in value
+
+
+def named_leaves(root: object) -> Iterator[tuple[Path, object]]:
+    """Every leaf with its path: scalars, tensors, names, and records that hold nothing further.
+
+    A container that stands in several places is entered once, at the first.
+    """
+    seen: set[int] = set()
+    stack: list[tuple[Path, object]] = [((), root)]
+    while stack:
+        path, value = stack.pop()
+        if isinstance(value, LEAVES) or tensor_of(value) is not None:
+            yield path, value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            stack.extend((path + (name,), item) for name, item in reversed(list(entries(value))))
+
+
+def entries(value: object) -> Iterator[tuple[str, object]]:
+    """What is directly in a container, under the name a person would use."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield str(key), item
+        if isinstance(value, OrderedDict_) and value.attributes is not None:
+            yield from entries(value.attributes)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for index, item in enumerate(value):
+            yield str(index), item
+    elif isinstance(value, Record):
+        for index, item in enumerate(value.args if isinstance(value.args, tuple) else ()):
+            yield str(index), item
+        yield from enumerate_text(value.elements)
+        for key, item in value.items:
+            yield str(key), item
+        if isinstance(value.state, dict):
+            yield from entries(value.state)
+        elif value.has_state:
+            yield "state", value.state
+
+
+def enumerate_text(values: list[object]) -> Iterator[tuple[str, object]]:
+    for index, item in enumerate(values):
+        yield str(index), item
+
+
+def _candidates(root: object) -> Iterator[Path]:
+    """Dicts by text with a tensor directly inside, down to three levels, outside optimizers."""
+    seen: set[int] = set()
+    level: list[tuple[Path, object]] = [((), root)]
+    for _ in range(4):
+        below: list[tuple[Path, object]] = []
+        for path, value in level:
+            if not isinstance(value, dict) or id(value) in seen or is_optimizer(value):
+                continue
+            seen.add(id(value))
+            if all(isinstance(key, str) for key in value):
+                if any(tensor_of(item) is not None for item in value.values()):
+                    yield path
+                below.extend(((*path, str(key)), item) for key, item in value.items())
+        level = below
+
+
+def _likelihood(root: object, path: Path) -> tuple[int, int, int]:
+    """Smaller is likelier: a known name first, else a file that is mostly tensors, else the most bytes."""
+    value = _follow(root, path)
+    assert isinstance(value, dict)
+    tensors = [tensor for tensor in map(tensor_of, value.values()) if tensor is not None]
+    ranks = [STATE_NAMES.index(name.lower()) for name in path if name.lower() in STATE_NAMES]
+    if ranks:
+        return 0, max(ranks), len(path)
+    if not path and 2 * len(tensors) > len(value):
+        return 1, 0, 0
+    return 2, -sum(tensor.nbytes for tensor in tensors), len(path)
+
+
+def _follow(root: object, path: Path) -> object:
+    value = root
+    for name in path:
+        value = value[name] if isinstance(value, dict) else None
+    return value
+
+
+def _at(root: object, where: str) -> object:
+    """The value at a dotted path; keys may hold dots themselves, so every split is tried."""
+    if where == "":
+        return root
+    if not isinstance(root, dict):
+        return None
+    for key, item in root.items():
+        if key == where:
+            return item
+        if isinstance(key, str) and key and where.startswith(key + "."):
+            found = _at(item, where[len(key) + 1 :])
+            if found is not None:
+                return found
+    return None

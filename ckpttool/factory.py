@@ -1,0 +1,146 @@
+"""Things named on a command line: `torchvision:resnet18`, `file.py:factory`, `package.module:factory(n=10)`.
+
+This is the one place that runs code the user names. Code that a checkpoint names is never run.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from .errors import UsageFault
+
+FORMS = "torchvision:resnet18, path/to/file.py:factory or package.module:factory(num_classes=10)"
+
+
+def build(spec: str, **defaults: object) -> Any:
+    """Calls what a SPEC names and returns what it makes.
+
+    Args:
+        spec: `torchvision:NAME`, `path/to/file.py:NAME` or `package.module:NAME`, with literal keyword
+            arguments in parentheses where it needs them.
+        defaults: keyword arguments for those of these names that it takes and the SPEC does not give.
+
+    Raises:
+        UsageFault: the SPEC is malformed, or what it names can't be found, imported or called; with the
+            user's own error and the place in the user's file.
+    """
+    where, name, arguments = parse(spec)
+    factory = _find(spec, where, name)
+    accepted = _accepted(factory, defaults)
+    try:
+        return factory(**{**accepted, **arguments})
+    except Exception as error:
+        raise UsageFault(
+            f"{spec}: {_in_words(error)}{_place(error)}", hint=_missing_arguments(factory, spec)
+        ) from error
+
+
+def parse(spec: str) -> tuple[str, str, dict[str, object]]:
+    """Splits a SPEC into where, name and keyword arguments. Raises UsageFault."""
+    call, _, rest = spec.partition("(")
+    where, colon, name = call.rpartition(":")
+    if not colon or not where or not name.isidentifier() or (rest and not rest.rstrip().endswith(")")):
+        raise UsageFault(f"'{spec}' does not name a factory", hint=f"forms: {FORMS}")
+    if not rest:
+        return where, name, {}
+    try:
+        tree = ast.parse(f"f({rest}", mode="eval").body
+        assert isinstance(tree, ast.Call) and not tree.args
+        return where, name, {str(k.arg): ast.literal_eval(k.value) for k in tree.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise UsageFault(
+            f"'{spec}' has arguments that are not name=literal", hint=f"for example: {where}:{name}(n=10)"
+        ) from None
+
+
+def _find(spec: str, where: str, name: str) -> Callable[..., Any]:
+    try:
+        if where == "torchvision":
+            module = importlib.import_module("torchvision.models")
+        elif where.endswith(".py"):
+            module = _module_of_file(where)
+        else:
+            module = importlib.import_module(where)
+    except UsageFault:
+        raise
+    except Exception as error:
+        hint = f"forms: {FORMS}" if isinstance(error, ModuleNotFoundError) else None
+        raise UsageFault(f"{spec}: {_in_words(error)}{_place(error)}", hint=hint) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise UsageFault(f"{spec}: '{where}' has no factory '{name}'", hint=_similar(module, name))
+    return found  # type: ignore[no-any-return]
+
+
+def _module_of_file(path: str) -> ModuleType:
+    if not os.path.isfile(path):
+        raise UsageFault(f"{path}: no such file", hint=f"forms: {FORMS}")
+    name = os.path.splitext(os.path.basename(path))[0]
+    spec = importlib.util.spec_from_file_location(f"_ckpttool_user_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickles look their module up by name; imports beside the file are expected to work.
+    sys.modules[spec.name] = module
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _accepted(factory: Callable[..., Any], defaults: dict[str, object]) -> dict[str, object]:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return defaults
+    return {p.name: defaults[p.name] for p in parameters if p.name in defaults}
+
+
+def _missing_arguments(factory: Callable[..., Any], spec: str) -> str | None:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if not needed:
+        return None
+    example = ", ".join(f"{name}=…" for name in needed)
+    return f"it takes arguments: {spec.partition('(')[0]}({example})"
+
+
+def _similar(module: ModuleType, name: str) -> str | None:
+    import difflib
+
+    names = [n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n, None))]
+    close = difflib.get_close_matches(name, names, n=3) or names[:5]
+    return f"it has: {', '.join(close)}" if close else None
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _place(error: Exception) -> str:
+    """The last of the user's own frames: not ours, and not those of installed packages."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and "importlib" not in frame.filename and "site-packages" not in frame.filename
+    ]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""

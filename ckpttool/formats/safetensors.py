@@ -1,0 +1,173 @@
+"""safetensors: a length, a JSON header, and the values of the tensors without gaps.
+
+The writer's bytes are those of `safetensors.torch.save_file`: tensors ordered by type, then by name; compact
+JSON; the header padded with spaces to 8 bytes. The reader holds a file to the format's rules, some of which
+the library lets pass. Format: the README of huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from ..elements import stream
+from ..errors import Damaged, Refused, Unsupported
+from ..tensor import DTYPES, MAX_BYTES, ByteRange, Source, Storage, TensorRef
+from ..transfer import Output
+from ..inert import OrderedDict_
+
+NAME = "safetensors"
+EXTENSIONS = (".safetensors",)
+MAX_HEADER = 100_000_000
+METADATA = "__metadata__"
+
+# The order in which the library lays out types: widest first, and within a width as listed in its source.
+ORDER = (
+    "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
+)
+RANK = {name: rank for rank, name in enumerate(ORDER)}
+BY_NAME = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
+BY_NAME["F8_E8M0"] = DTYPES["float8_e8m0fnu"]  # the format has it; the library's torch part can't save it
+
+
+def sniff(head: bytes) -> bool:
+    return len(head) >= 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER
+
+
+def read(source: Source) -> Checkpoint:
+    """Reads the header.
+
+    Raises:
+        Damaged: a rule of the format is broken.
+        Unsupported: an element type that torch does not have.
+    """
+    size = int.from_bytes(source.read(0, 8), "little")
+    if size > MAX_HEADER or 8 + size > source.size:
+        raise Damaged(source.path, f"is cut short: its header should have {size} bytes")
+    header = _parse(source, source.read(8, size))
+    metadata = _metadata(source, header.pop(METADATA, {}))
+    tensors = OrderedDict_()
+    end = 8 + size
+    for name, entry in sorted(header.items(), key=lambda item: _begin(source, item)):
+        tensor, begin = _tensor(source, name, entry, 8 + size)
+        if begin != end:
+            raise Damaged(source.path, f"tensor '{name}' leaves a gap or overlaps the one before it")
+        tensors[name] = tensor
+        end = begin + tensor.nbytes
+    if end != source.size:
+        raise Damaged(source.path, f"has {source.size - end} bytes that belong to no tensor")
+    return Checkpoint(source, NAME, tensors, metadata=metadata)
+
+
+def _parse(source: Source, raw: bytes) -> dict[str, Any]:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise Damaged(source.path, "its header has one name twice")
+        return made
+
+    try:
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(source.path, f"its header is not JSON: {str(error)[:80]}") from None
+    if raw[:1] != b"{" or not isinstance(header, dict):
+        raise Damaged(source.path, "its header is not a JSON object")
+    return header
+
+
+def _metadata(source: Source, found: object) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise Damaged(source.path, "its __metadata__ is not a map of text to text")
+    return found
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_BYTES
+
+
+def _begin(source: Source, item: tuple[str, Any]) -> tuple[int, int]:
+    """Where a tensor says it lies, once its entry has the right form."""
+    name, entry = item
+    form = isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}
+    if (
+        not form
+        or not isinstance(entry["dtype"], str)
+        or not isinstance(entry["shape"], list)
+        or not isinstance(entry["data_offsets"], list)
+        or len(entry["data_offsets"]) != 2
+        or not all(map(_is_count, entry["shape"] + entry["data_offsets"]))
+    ):
+        raise Damaged(source.path, f"its header has a malformed entry for '{name[:80]}'")
+    begin, end = entry["data_offsets"]
+    return begin, end
+
+
+def _tensor(source: Source, name: str, entry: dict[str, Any], data: int) -> tuple[TensorRef, int]:
+    begin, end = entry["data_offsets"]
+    dtype = BY_NAME.get(entry["dtype"])
+    if dtype is None:
+        raise Unsupported(source.path, f"tensor '{name}' has the type {entry['dtype'][:20]}, unknown to torch")
+    storage = Storage(ByteRange(source, data + begin, end - begin), dtype.storage or "UntypedStorage")
+    tensor = TensorRef.contiguous(storage, dtype, tuple(entry["shape"]))
+    if tensor.nbytes != end - begin:
+        raise Damaged(
+            source.path, f"tensor '{name}' should have {tensor.nbytes} bytes by its shape, has {end - begin}"
+        )
+    return tensor, data + begin
+
+
+def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, str], out: Output) -> None:
+    """Writes tensors; each name gets its own copy of the values.
+
+    Args:
+        path: the file the tensors come from, for messages.
+        tensors: name -> tensor, in any order.
+        metadata: text to text. With more than one entry it is sorted; the library's order is random.
+
+    Raises:
+        Refused: a type, or a name, that the format can't hold.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0]))
+    out.write(_header(path, ordered, metadata))
+    for name, tensor in ordered:
+        if tensor.is_plain:
+            out.copy(tensor.data)
+        else:
+            out.write_all(stream(name, tensor))
+
+
+def _rank(path: str, name: str, tensor: TensorRef) -> int:
+    if name == METADATA:
+        raise Refused(path, f"safetensors can't hold a tensor named '{name}'", hint="write a .pt file instead")
+    if tensor.dtype.safetensors is None:
+        raise Refused(
+            path,
+            f"safetensors can't hold '{name}': it has no type {tensor.dtype.name}",
+            hint="write a .pt file instead, which keeps every type",
+        )
+    return RANK[tensor.dtype.safetensors]
+
+
+def _header(path: str, ordered: list[tuple[str, TensorRef]], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    offset = 0
+    for name, tensor in ordered:
+        end = offset + tensor.nbytes
+        header[name] = {
+            "dtype": tensor.dtype.safetensors,
+            "shape": tensor.shape,
+            "data_offsets": (offset, end),
+        }
+        offset = end
+    try:
+        raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        key = error.object[error.start - 20 : error.end].encode("utf-8", "backslashreplace").decode()
+        raise Refused(path, f"a key is not valid Unicode: …{key}", hint="write a .pt file instead") from None
+    raw += b" " * (-len(raw) % 8)
+    if len(raw) > MAX_HEADER:
+        raise Refused(path, "its names need a header of more than 100 MB", hint="write a .pt file instead")
+    return struct.pack("<Q", len(raw)) + raw

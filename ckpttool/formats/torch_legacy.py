@@ -1,0 +1,86 @@
+"""The format of `torch.save` before torch 1.6: pickles one after another, then the bytes of the storages.
+
+A magic number, a protocol version, facts about the machine, the tree, and the list of storage keys stand as
+five pickles; the storages follow in the order of that list, each as a count of elements (8 bytes,
+little-endian) and its elements. Source: `_legacy_load` in torch's `serialization.py`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+
+from ..checkpoint import Checkpoint
+from ..errors import Damaged
+from ..tensor import ByteRange, Source, Storage
+from .inert_reader import Pickle, PickleFault, read_pickle
+from .torch_pickle import StorageId, read_torch_pickle
+
+NAME = "torch-legacy"
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+MAGIC = b"\x8a\x0a" + MAGIC_NUMBER.to_bytes(10, "little")  # LONG1 and its ten bytes, behind PROTO
+PROTOCOL_VERSION = 1001
+
+
+def sniff(head: bytes) -> bool:
+    return head[:1] == b"\x80" and head[2:14] == MAGIC
+
+
+def read(source: Source) -> Checkpoint:
+    """Reads the tree and finds each storage; no element is touched.
+
+    Raises:
+        Damaged.
+    """
+    try:
+        with mmap.mmap(source.fd, source.size, access=mmap.ACCESS_READ) as mapped:
+            tree, storages, keys = _read_pickles(source, mapped)
+    except PickleFault as fault:
+        raise Damaged(source.path, str(fault)) from None
+    _locate(source, storages, keys.value, keys.end)
+    return Checkpoint(source, NAME, tree.value, protocol=tree.protocol)
+
+
+def _read_pickles(
+    source: Source, mapped: mmap.mmap
+) -> tuple[Pickle, dict[str, tuple[StorageId, Storage]], Pickle]:
+    magic = read_pickle(mapped)
+    version = read_pickle(mapped, magic.end)
+    if version.value != PROTOCOL_VERSION:
+        raise PickleFault(f"has version {str(version.value)[:20]} of the legacy format, not {PROTOCOL_VERSION}")
+    machine = read_pickle(mapped, version.end)
+    facts = machine.value if isinstance(machine.value, dict) else {}
+    byteorder = "little" if facts.get("little_endian", True) else "big"
+    storages: dict[str, tuple[StorageId, Storage]] = {}
+
+    def storage(parsed: StorageId) -> Storage:
+        """Storages are met before it is known where they lie (`_locate`); their size is known."""
+        if parsed.key not in storages:
+            unplaced = ByteRange(source, 0, parsed.nbytes)
+            made = Storage(unplaced, parsed.kind, parsed.location, byteorder=byteorder)
+            storages[parsed.key] = parsed, made
+        elif storages[parsed.key][0].nbytes != parsed.nbytes:
+            raise PickleFault(f"its pickle has two sizes for storage '{parsed.key}'")
+        return storages[parsed.key][1]
+
+    tree = read_torch_pickle(mapped, machine.end, storage)
+    return tree, storages, read_pickle(mapped, tree.end)
+
+
+def _locate(
+    source: Source, storages: dict[str, tuple[StorageId, Storage]], keys: object, position: int
+) -> None:
+    """Sets where each storage's bytes lie. torch leaves memory unfilled where the list and the tree differ."""
+    listed = keys if isinstance(keys, list) and all(isinstance(key, str) for key in keys) else [""]
+    if sorted(listed) != sorted(storages):
+        raise Damaged(source.path, "its list of storages does not match those its tensors refer to")
+    for key in listed:
+        parsed, storage = storages[key]
+        (numel,) = struct.unpack("<q", source.read(position, 8))
+        if numel != parsed.numel:
+            raise Damaged(source.path, f"storage '{key}' has {numel} elements, its tensors say {parsed.numel}")
+        position += 8
+        if position + parsed.nbytes > source.size:
+            raise Damaged(source.path, f"is cut short in storage '{key}'")
+        storage.data = ByteRange(source, position, parsed.nbytes)
+        position += parsed.nbytes

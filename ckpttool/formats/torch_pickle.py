@@ -1,0 +1,231 @@
+"""How torch describes tensors and storages inside a pickle, read and written without torch.
+
+A storage is a persistent id `('storage', class, key, location, numel)`; a tensor is a call of
+`torch._utils._rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`, or of
+`_v3`, which adds the dtype for element types that have no storage class of their own. Source: torch's
+`serialization.py`, `_utils.py` and `storage.py`, 0.4 to 2.15.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..tensor import DTYPES, MAX_BYTES, DType, Storage, TensorRef
+from ..inert import Global, OrderedDict_
+from .inert_reader import Pickle, PickleFault, read_pickle
+from .inert_writer import write_pickle
+
+STORAGE_DTYPES = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage}
+UNTYPED = Global("torch.storage", "UntypedStorage")
+STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
+
+REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
+REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
+REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
+
+
+@dataclass(frozen=True, slots=True)
+class StorageId:
+    """A persistent id, checked. `numel` counts elements of `kind`; `view` is (key, offset, numel)."""
+
+    kind: str
+    key: str
+    location: str
+    numel: int
+    view: tuple[str, int, int] | None = None
+
+    @property
+    def itemsize(self) -> int:
+        return STORAGE_DTYPES[self.kind].itemsize if self.kind in STORAGE_DTYPES else 1
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class StorageView:
+    """A stretch of a storage, in elements, standing for a storage of its own (torch before 0.4)."""
+
+    storage: Storage
+    offset: int
+    numel: int
+
+
+def parse_storage_id(identity: object) -> StorageId:
+    """Checks a persistent id. Raises PickleFault."""
+    if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
+        raise PickleFault(f"its pickle refers to something that is no storage: {str(identity)[:60]}")
+    _, kind, key, location, numel = identity[:5]
+    view = identity[5] if len(identity) == 6 else None
+    if (
+        not isinstance(kind, Global)
+        or kind.module not in STORAGE_MODULES
+        or (kind.name not in STORAGE_DTYPES and kind.name != UNTYPED.name)
+    ):
+        raise PickleFault(f"its pickle has a storage of unknown class {str(kind)[:60]}")
+    if not isinstance(key, str) or not isinstance(location, str) or not _is_count(numel):
+        raise PickleFault("its pickle has a malformed storage")
+    if view is not None and not (
+        isinstance(view, tuple)
+        and len(view) == 3
+        and isinstance(view[0], str)
+        and _is_count(view[1])
+        and _is_count(view[2])
+        and view[1] + view[2] <= numel
+    ):
+        raise PickleFault(f"its pickle has a malformed view of storage '{key}'")
+    return StorageId(kind.name, key, location, numel, view)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_BYTES
+
+
+def read_torch_pickle(
+    data: bytes | mmap.mmap, start: int, storage: Callable[[StorageId], Storage]
+) -> Pickle:
+    """Reads a pickle of torch's: storages as `storage` finds them, tensors as TensorRefs.
+
+    Raises:
+        PickleFault: malformed, or a tensor that does not fit its storage.
+    """
+
+    def persistent_load(identity: object) -> object:
+        if isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module":
+            return identity[1]  # a class beside its source text, in whole pickled models before 1.6
+        parsed = parse_storage_id(identity)
+        found = storage(parsed)
+        if parsed.view is None:
+            return found
+        return StorageView(found, parsed.view[1], parsed.view[2])
+
+    return read_pickle(data, start, persistent_load=persistent_load, reducers=REDUCERS)
+
+
+def _rebuild_v1(args: tuple[Any, ...]) -> TensorRef:
+    if len(args) != 4:
+        raise PickleFault("its pickle has a malformed tensor")
+    return _tensor(*args)
+
+
+def _rebuild_v2(args: tuple[Any, ...]) -> TensorRef | None:
+    if len(args) not in (6, 7) or type(args[4]) is not bool:
+        raise PickleFault("its pickle has a malformed tensor")
+    if args[5]:  # hooks: functions, which no tensor description can keep
+        return None
+    return _tensor(*args[:5], None, *args[6:])
+
+
+def _rebuild_v3(args: tuple[Any, ...]) -> TensorRef | None:
+    if len(args) not in (7, 8) or type(args[4]) is not bool or not isinstance(args[6], Global):
+        raise PickleFault("its pickle has a malformed tensor")
+    if args[5]:
+        return None
+    dtype = DTYPES.get(args[6].name) if args[6].module == "torch" else None
+    if dtype is None:
+        raise PickleFault(f"its pickle has a tensor of unknown dtype {args[6]}")
+    return _tensor(*args[:5], dtype, *args[7:])
+
+
+REDUCERS = {REBUILD_V1: _rebuild_v1, REBUILD_V2: _rebuild_v2, REBUILD_V3: _rebuild_v3}
+
+
+def _tensor(
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    stride: Any,
+    requires_grad: bool = False,
+    dtype: DType | None = None,
+    bits: Any = None,
+) -> TensorRef:
+    """A tensor whose every element lies in its storage. `bits` is torch's {'conj': …, 'neg': …}."""
+    room = 0
+    if isinstance(storage, StorageView):
+        room = (storage.offset + storage.numel) * _itemsize(storage.storage)
+        offset = offset + storage.offset if _is_count(offset) else offset
+        storage = storage.storage
+    elif isinstance(storage, Storage):
+        room = storage.nbytes
+    if not isinstance(storage, Storage):
+        raise PickleFault("its pickle has a tensor without a storage")
+    if not (_is_count(offset) and _are_counts(shape) and _are_counts(stride) and len(shape) == len(stride)):
+        raise PickleFault(f"its pickle has a tensor of malformed size or stride: {str((shape, stride))[:80]}")
+    dtype = dtype or STORAGE_DTYPES.get(storage.kind, DTYPES["uint8"])
+    flags = _lazy_bits(bits, dtype)
+    tensor = TensorRef(storage, dtype, shape, stride, offset, requires_grad, *flags)
+    if tensor.span[1] > room or tensor.nbytes > MAX_BYTES:
+        raise PickleFault(
+            f"its pickle has a tensor of shape {list(shape)} that reaches past its storage of {room} bytes"
+        )
+    return tensor
+
+
+def _itemsize(storage: Storage) -> int:
+    return STORAGE_DTYPES[storage.kind].itemsize if storage.kind in STORAGE_DTYPES else 1
+
+
+def _are_counts(value: Any) -> bool:
+    return type(value) is tuple and all(map(_is_count, value))
+
+
+def _lazy_bits(bits: Any, dtype: DType) -> tuple[bool, bool]:
+    if bits is None or bits == {}:
+        return False, False
+    if not isinstance(bits, dict) or not all(k in ("conj", "neg") and type(v) is bool for k, v in bits.items()):
+        raise PickleFault("its pickle has a tensor with unknown flags")
+    conj, neg = bits.get("conj", False), bits.get("neg", False)
+    if (conj and not dtype.name.startswith("complex")) or (neg and not dtype.name.startswith(SIGNED)):
+        raise PickleFault(f"its pickle has a conjugate or negative view of {dtype.name}")
+    return conj, neg
+
+
+SIGNED = ("float16", "float32", "float64", "bfloat16", "complex")
+
+
+class StorageKeys:
+    """Numbers storages in the order in which they are first referred to, as torch does."""
+
+    def __init__(self) -> None:
+        self.order: list[Storage] = []
+        self._ids: dict[int, tuple[object, ...]] = {}
+
+    def persistent_id(self, storage: Storage) -> tuple[object, ...]:
+        if id(storage) not in self._ids:
+            key = str(len(self.order))
+            self.order.append(storage)
+            kind = UNTYPED if storage.kind == UNTYPED.name else Global("torch", storage.kind)
+            numel = storage.nbytes // _itemsize(storage)
+            self._ids[id(storage)] = ("storage", kind, key, storage.location, numel)
+        return self._ids[id(storage)]
+
+
+def reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
+    """The call that rebuilds a tensor, as torch writes it."""
+    args: tuple[object, ...] = (
+        tensor.storage,
+        tensor.offset,
+        tensor.shape,
+        tensor.stride,
+        tensor.requires_grad,
+        OrderedDict_(),
+    )
+    bits = {name: True for name, on in (("conj", tensor.conj), ("neg", tensor.neg)) if on}
+    typed = STORAGE_DTYPES.get(tensor.storage.kind)
+    if typed is tensor.dtype:
+        return REBUILD_V2, (*args, bits) if bits else args
+    args = (*args, Global("torch", tensor.dtype.name))
+    return REBUILD_V3, (*args, bits) if bits else args
+
+
+def write_torch_pickle(value: object, protocol: int = 2) -> tuple[bytes, list[Storage]]:
+    """The pickle of a value, and its storages in the order of their keys."""
+    keys = StorageKeys()
+    data = write_pickle(
+        value, protocol=protocol, persistent_id=keys.persistent_id, reduce_tensor=reduce_tensor
+    )
+    return data, keys.order

@@ -1,0 +1,194 @@
+"""What a pickle holds, as values that can't do anything.
+
+Python's own plain values (None, bool, int, float, str, bytes, tuple, list, dict, set) stand for themselves.
+Everything else that a pickle can name becomes one of three records: a `Global` for a name, a `Record` for
+what calling that name would have made, and an `OrderedDict_` for the one class that every state dict is.
+None of them imports, calls or hashes what the file says; each keeps all that is needed to write it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .tensor import Storage, TensorRef
+
+MAX_DEPTH = 200
+"""Levels of nesting that can be written. Python's own pickler gives up at some 300; honest files reach 60."""
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A name that the pickle mentions: a class, a function, a dtype. Never imported."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """An object as its pickle describes it.
+
+    Attributes:
+        how: the opcode that would have made it: `reduce` calls `callable(*args)`, `newobj` calls
+            `callable.__new__(callable, *args, **kwargs)`.
+        callable: usually a Global.
+        state: what BUILD would have handed to `__setstate__`; None when there is none.
+        has_state: tells a state of None from no state.
+        elements: what would have been appended, for subclasses of list (and sets).
+        items: what would have been set by key, for subclasses of dict.
+    """
+
+    how: str
+    callable: object
+    args: object = ()
+    kwargs: object = None
+    state: object = None
+    has_state: bool = False
+    elements: list[object] = field(default_factory=list)
+    items: list[tuple[object, object]] = field(default_factory=list)
+
+    @property
+    def type_name(self) -> str:
+        """The name to show: `argparse.Namespace`."""
+        named = self.callable
+        if named == Global("copyreg", "_reconstructor") or named == Global("copy_reg", "_reconstructor"):
+            named = self.args[0] if isinstance(self.args, tuple) and self.args else named
+        return str(named) if isinstance(named, Global) else "object"
+
+
+class OrderedDict_(dict[Any, Any]):
+    """`collections.OrderedDict` as the file has it.
+
+    `attributes` is its instance state, or None: where a state dict keeps `_metadata`.
+    """
+
+    __slots__ = ("attributes",)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.attributes: object = None
+
+
+ORDERED_DICT = Global("collections", "OrderedDict")
+
+# What wraps a tensor without changing its values: the inner tensor stands first.
+PARAMETERS = {
+    Global("torch._utils", "_rebuild_parameter"),
+    Global("torch._utils", "_rebuild_parameter_with_state"),
+}
+
+
+def tensor_of(value: object) -> TensorRef | None:
+    """The tensor that a value is, or that a saved `nn.Parameter` wraps; None when it is no tensor."""
+    if isinstance(value, TensorRef):
+        return value
+    if isinstance(value, Record) and value.callable in PARAMETERS and isinstance(value.args, tuple):
+        inner = value.args[0] if value.args else None
+        return inner if isinstance(inner, TensorRef) else None
+    return None
+
+
+def children(value: object) -> Iterator[object]:
+    """The values directly inside a value."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                yield key
+            yield item
+        if isinstance(value, OrderedDict_) and value.attributes is not None:
+            yield value.attributes
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from value
+    elif isinstance(value, Record):
+        yield from (value.callable, value.args, value.kwargs, value.state)
+        yield from value.elements
+        for key, item in value.items:
+            yield key
+            yield item
+
+
+LEAVES = (str, int, float, bytes, bytearray, complex, type(None), Global, Storage, TensorRef)
+
+
+def walk(root: object) -> Iterator[object]:
+    """Every value of a tree once, however often it is referred to; without recursion."""
+    seen: set[int] = set()
+    stack = [root]
+    while stack:
+        value = stack.pop()
+        yield value
+        if isinstance(value, LEAVES) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        stack.extend(child for child in children(value) if id(child) not in seen)
+
+
+def rebuild(root: object, change: Callable[[object], object]) -> object:
+    """A copy of a tree in which `change` may put another value in place of any container.
+
+    `change(value)` gets each dict, list, tuple, set and Record once and returns it, or what stands for it.
+    Values that stood in several places are one value in the copy too. Leaves are shared with the original.
+
+    Raises:
+        TooDeep: the nesting is deeper than MAX_DEPTH, or a tuple contains itself.
+    """
+    return _Copier(change).copy(root)
+
+
+class TooDeep(ValueError):
+    """A tree is nested deeper than any honest one."""
+
+
+class _Copier:
+    """One copy of a tree: remembers what each container became, so that sharing and cycles survive."""
+
+    def __init__(self, change: Callable[[object], object]) -> None:
+        self.change = change
+        self.done: dict[int, object] = {}
+        self.kept: list[object] = []  # originals live as long as their ids are keys of `done`
+        self.level = 0
+
+    def copy(self, value: object) -> object:
+        if isinstance(value, LEAVES):
+            return value
+        if id(value) in self.done:
+            return self.done[id(value)]
+        if self.level == MAX_DEPTH:
+            raise TooDeep
+        self.level += 1
+        self.kept.append(value)
+        new = self._container(id(value), self.change(value))
+        self.level -= 1
+        return new
+
+    def _container(self, key: int, value: object) -> object:
+        """Mutable containers are entered before their contents, so that a cycle finds them."""
+        if isinstance(value, dict):
+            new = self.done[key] = type(value)()
+            for name, item in value.items():
+                new[self.copy(name)] = self.copy(item)
+            if isinstance(value, OrderedDict_):
+                new.attributes = self.copy(value.attributes)
+        elif isinstance(value, list):
+            new = self.done[key] = []
+            for item in value:
+                new.append(self.copy(item))
+        elif isinstance(value, Record):
+            new = self.done[key] = Record(value.how, value.callable)
+            self._fill(new, value)
+        elif isinstance(value, tuple | set | frozenset):
+            new = self.done[key] = type(value)([self.copy(item) for item in value])
+        else:
+            new = value
+        return new
+
+    def _fill(self, new: Record, old: Record) -> None:
+        new.callable, new.args, new.kwargs = map(self.copy, (old.callable, old.args, old.kwargs))
+        new.state, new.has_state = self.copy(old.state), old.has_state
+        new.elements = list(map(self.copy, old.elements))
+        new.items = [(self.copy(key), self.copy(value)) for key, value in old.items]

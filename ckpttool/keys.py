@@ -1,0 +1,224 @@
+"""Wrapper prefixes on the names of a state: `module.` of DDP, `_orig_mod.` of torch.compile, and their kind.
+
+A renaming is worked out on names alone, refused when two keys would become one, and then applied to all
+that carries the names: the state, torch's `_metadata`, and the parameter names inside optimizers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from .checkpoint import Checkpoint, State, is_optimizer
+from .errors import Collision, NothingToDo
+from .inert import OrderedDict_, rebuild
+from .optimizer import rename_parameters
+
+WRAPPERS = {
+    "module.": "DistributedDataParallel or DataParallel",
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FSDP",
+    "_checkpoint_wrapped_module.": "activation checkpointing",
+    "_forward_module.": "Lightning Fabric",
+}
+"""The prefixes that wrappers put before every key of what they wrap."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """A wrapper's prefix at the front of keys: how many of how many carry it, and who puts it there."""
+
+    prefix: str
+    keys: int
+    of: int
+    wrapper: str
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """New names for the keys of one state.
+
+    Attributes:
+        names: old name -> new name, for every key, in order.
+        rule: the same for any name, `rule("module.conv")`, or for a module's path, which has no prefix left
+            when it is the wrapped module itself.
+        module_rule: old module path -> new module path.
+    """
+
+    names: Mapping[str, str]
+    rule: Callable[[str], str]
+    module_rule: Callable[[str], str]
+
+    @property
+    def renamed(self) -> int:
+        """How many names change."""
+        return sum(old != new for old, new in self.names.items())
+
+
+def found_prefixes(names: Iterable[str]) -> list[FoundPrefix]:
+    """The wrappers' prefixes that keys begin with, nested ones as a chain (`module._orig_mod.`)."""
+    keys = list(names)
+    counts: Counter[str] = Counter()
+    makers: dict[str, str] = {}
+    for name in keys:
+        chain = ""
+        while wrapper := next((w for w in WRAPPERS if name.startswith(w, len(chain))), None):
+            chain += wrapper
+            counts[chain] += 1
+            makers[chain] = WRAPPERS[wrapper]
+    return [FoundPrefix(prefix, n, len(keys), makers[prefix]) for prefix, n in counts.most_common()]
+
+
+def strip_names(
+    names: Iterable[str], prefix: str = "module.", *, repeat: bool = False, anywhere: bool = False
+) -> Renaming:
+    """Takes a prefix off the names that carry it; other names stay as they are.
+
+    Args:
+        names: the keys of a state.
+        prefix: what to take off, with its dot.
+        repeat: until none is left (`module.module.`).
+        anywhere: also inside a name, between whole parts (`0._orig_mod.weight`).
+
+    Raises:
+        Collision: two keys would get one name.
+    """
+
+    def rule(name: str) -> str:
+        while True:
+            short = _without(name, prefix, anywhere)
+            if short == name or not repeat:
+                return short
+            name = short
+
+    return _checked(names, rule)
+
+
+def _without(name: str, prefix: str, anywhere: bool) -> str:
+    if not anywhere:
+        return name.removeprefix(prefix)
+    # A dot in front makes every part begin with one, so that `submodule.` is never taken for `module.`.
+    return ("." + name).replace("." + prefix, ".")[1:]
+
+
+def add_names(names: Iterable[str], prefix: str = "module.") -> Renaming:
+    """Puts a prefix before every name: the inverse of `strip_names`."""
+    return _checked(names, lambda name: prefix + name)
+
+
+def _checked(names: Iterable[str], rule: Callable[[str], str]) -> Renaming:
+    renamed: dict[str, str] = {}
+    owners: dict[str, str] = {}
+    for old in names:
+        new = rule(old)
+        if new in owners:
+            raise Collision(
+                f"'{owners[new]}' and '{old}' would both be named '{new}'",
+                hint="the two differ in the prefix alone: keep them apart, or take one out first",
+            )
+        if not new:
+            raise Collision(f"'{old}' would be left without a name", hint="give a shorter --prefix")
+        owners[new] = old
+        renamed[old] = new
+    # A module's path is a key's without its last part; a dot at the end makes it a prefix of keys.
+    return Renaming(renamed, rule, lambda path: rule(path + ".").removesuffix(".") if path else path)
+
+
+def strip_prefix(
+    checkpoint: Checkpoint,
+    prefix: str = "module.",
+    *,
+    repeat: bool = False,
+    anywhere: bool = False,
+    state: str | None = None,
+) -> tuple[Checkpoint, Renaming]:
+    """A checkpoint without a wrapper's prefix on the keys that carry it.
+
+    Args:
+        prefix, repeat, anywhere: as for `strip_names`.
+        state: dotted path of the model's state; found when None.
+
+    Returns:
+        The new checkpoint, whose tensors are still those of the old file, and what was renamed.
+
+    Raises:
+        NothingToDo: no key carries it; the hint names the prefix that was found.
+        Collision, NoState.
+    """
+    found = checkpoint.state(state)
+    renaming = strip_names(_keys(found), prefix, repeat=repeat, anywhere=anywhere)
+    if not renaming.renamed:
+        raise _nothing(checkpoint, found, prefix)
+    return apply(checkpoint, found, renaming), renaming
+
+
+def add_prefix(
+    checkpoint: Checkpoint, prefix: str = "module.", *, state: str | None = None
+) -> tuple[Checkpoint, Renaming]:
+    """A checkpoint with a prefix before every key, as a wrapper would have saved it.
+
+    Raises:
+        NoState.
+    """
+    found = checkpoint.state(state)
+    renaming = add_names(_keys(found), prefix)
+    root = {"": OrderedDict_({"version": 1})}  # the wrapper's own entry, as every nn.Module has one
+    return apply(checkpoint, found, renaming, new_modules=root), renaming
+
+
+def _keys(state: State) -> list[str]:
+    return [key for key in state.container if isinstance(key, str)]
+
+
+def _nothing(checkpoint: Checkpoint, state: State, prefix: str) -> NothingToDo:
+    where = f" of '{state.where}'" if state.where else ""
+    others = [p for p in found_prefixes(_keys(state)) if p.prefix != prefix]
+    if others:
+        best = others[0]
+        hint = f"{best.keys} of {best.of} keys begin with '{best.prefix}': --prefix {best.prefix}"
+    else:
+        hint = f"the first key is '{next(iter(state.container), '')}'"
+    return NothingToDo(f"{checkpoint.path}: no key{where} begins with '{prefix}'", hint=hint)
+
+
+def apply(
+    checkpoint: Checkpoint,
+    state: State,
+    renaming: Renaming,
+    new_modules: Mapping[object, object] | None = None,
+) -> Checkpoint:
+    """Renames a state's keys, its module versions, and the parameter names of every optimizer in the file.
+
+    Args:
+        new_modules: entries to put first among the module versions.
+    """
+
+    def change(value: object) -> object:
+        if value is state.container:
+            return _rename_state(state, renaming, new_modules or {})
+        if is_optimizer(value):
+            return rename_parameters(value, renaming.names)
+        return value
+
+    return replace(checkpoint, tree=rebuild(checkpoint.tree, change))
+
+
+def _rename_state(
+    state: State, renaming: Renaming, new_modules: Mapping[object, object]
+) -> dict[object, object]:
+    new = type(state.container)(
+        (renaming.names[key] if isinstance(key, str) else key, value) for key, value in state.container.items()
+    )
+    if isinstance(new, OrderedDict_) and isinstance(state.container, OrderedDict_):
+        new.attributes = state.container.attributes
+        if state.versions is not None and isinstance(new.attributes, dict):
+            versions = type(state.versions)(new_modules)  # type: ignore[call-arg]
+            # The wrapped module comes after its wrapper and takes over the path that becomes its own.
+            versions.update((_module(renaming, path), entry) for path, entry in state.versions.items())
+            new.attributes = {**new.attributes, "_metadata": versions}
+    return new
+
+
+def _module(renaming: Renaming, path: object) -> object:
+    return renaming.module_rule(path) if isinstance(path, str) else path

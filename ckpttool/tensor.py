@@ -1,0 +1,243 @@
+"""Where a tensor's bytes lie, and how they are shaped: no values, no torch.
+
+A `Source` is an open file, a `ByteRange` a stretch of it, a `Storage` what torch calls a storage (bytes that
+several tensors may share), and a `TensorRef` a tensor as a view of a storage. All are descriptions: reading
+a checkpoint of any size makes a few hundred bytes a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from .errors import Damaged
+
+MAX_BYTES = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type.
+
+    Attributes:
+        name: torch's name, `float32`.
+        itemsize: bytes an element.
+        storage: the class under which torch pickles it, `FloatStorage`; types younger than torch 2.0 have
+            none and go as `UntypedStorage` beside their dtype.
+        safetensors: the name in a safetensors header, `F32`; None where that format has no such type.
+        part: bytes of the unit that byte order and sign apply to: half an element for complex types.
+    """
+
+    name: str
+    itemsize: int
+    storage: str | None
+    safetensors: str | None
+    part: int
+
+
+def _table() -> dict[str, DType]:
+    rows = [
+        ("float64", 8, "DoubleStorage", "F64"),
+        ("float32", 4, "FloatStorage", "F32"),
+        ("float16", 2, "HalfStorage", "F16"),
+        ("bfloat16", 2, "BFloat16Storage", "BF16"),
+        ("int64", 8, "LongStorage", "I64"),
+        ("int32", 4, "IntStorage", "I32"),
+        ("int16", 2, "ShortStorage", "I16"),
+        ("int8", 1, "CharStorage", "I8"),
+        ("uint8", 1, "ByteStorage", "U8"),
+        ("bool", 1, "BoolStorage", "BOOL"),
+        ("uint64", 8, None, "U64"),
+        ("uint32", 4, None, "U32"),
+        ("uint16", 2, None, "U16"),
+        ("float8_e4m3fn", 1, None, "F8_E4M3"),
+        ("float8_e5m2", 1, None, "F8_E5M2"),
+        ("float8_e4m3fnuz", 1, None, "F8_E4M3FNUZ"),
+        ("float8_e5m2fnuz", 1, None, "F8_E5M2FNUZ"),
+        ("float8_e8m0fnu", 1, None, None),
+        ("complex128", 16, "ComplexDoubleStorage", None),
+        ("complex64", 8, "ComplexFloatStorage", "C64"),
+        ("complex32", 4, None, None),
+        # Quantised and bit types: kept as they are where the format can, understood no further.
+        ("qint8", 1, "QInt8Storage", None),
+        ("quint8", 1, "QUInt8Storage", None),
+        ("qint32", 4, "QInt32Storage", None),
+        ("quint4x2", 1, "QUInt4x2Storage", None),
+        ("quint2x4", 1, "QUInt2x4Storage", None),
+        ("float4_e2m1fn_x2", 1, None, None),
+        ("bits8", 1, None, None),
+        ("bits16", 2, None, None),
+        ("bits1x8", 1, None, None),
+        ("bits2x4", 1, None, None),
+        ("bits4x2", 1, None, None),
+    ]
+    return {
+        name: DType(name, size, storage, st, size // 2 if name.startswith("complex") else size)
+        for name, size, storage, st in rows
+    }
+
+
+DTYPES = _table()
+"""Every known element type by torch's name."""
+
+
+class Source:
+    """A file opened for reading; closed by `close()` or with its last user.
+
+    `path` is for messages only: the descriptor is what is read, whatever happens to the name meanwhile.
+    """
+
+    __slots__ = ("fd", "path", "size")
+
+    def __init__(self, path: str, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        self.size = os.fstat(fd).st_size
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Exactly these bytes. Raises Damaged when the file ends before them."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise Damaged(self.path, f"ends at byte {self.size}, before what it says it holds")
+        pieces = []
+        while nbytes:
+            piece = os.pread(self.fd, nbytes, offset)
+            if not piece:
+                raise Damaged(self.path, "the file became shorter while it was read")
+            pieces.append(piece)
+            offset += len(piece)
+            nbytes -= len(piece)
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """`nbytes` bytes of a file from `offset`."""
+
+    source: Source
+    offset: int
+    nbytes: int
+
+    def read(self) -> bytes:
+        return self.source.read(self.offset, self.nbytes)
+
+    def part(self, start: int, nbytes: int) -> ByteRange:
+        """A stretch of this range; the caller has checked that it lies inside."""
+        return ByteRange(self.source, self.offset + start, nbytes)
+
+    def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
+        """All bytes in order, through one buffer: each chunk is valid until the next is asked for."""
+        done = 0
+        while done < self.nbytes:
+            view = buffer[: min(len(buffer), self.nbytes - done)]
+            filled = 0
+            while filled < len(view):
+                moved = os.preadv(self.source.fd, [view[filled:]], self.offset + done + filled)
+                if not moved:
+                    raise Damaged(self.source.path, "the file became shorter while it was read")
+                filled += moved
+            done += filled
+            yield view
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """Bytes that tensors look at. Two tensors share memory exactly when they have the same Storage object.
+
+    Not changed once a reader has handed it out.
+
+    Attributes:
+        data: where the bytes are.
+        kind: the class under which torch pickles it: `FloatStorage`, `UntypedStorage`, …
+        location: the device it was saved from, `cpu` or `cuda:0`.
+        crc32: CRC-32 of the bytes when the file states one, else None.
+        byteorder: `little` or `big`.
+    """
+
+    data: ByteRange
+    kind: str
+    location: str = "cpu"
+    crc32: int | None = None
+    byteorder: str = "little"
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRef:
+    """A tensor as a view of a storage, in torch's terms. Equal only to itself, like a tensor.
+
+    Attributes:
+        dtype: element type.
+        shape, stride, offset: in elements; the stride of each dimension is ≥ 0.
+        requires_grad: as saved.
+        conj, neg: the lazy bits torch may save: the true values are the conjugate, or the negative, of the
+            stored ones.
+    """
+
+    storage: Storage
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int = 0
+    requires_grad: bool = False
+    conj: bool = False
+    neg: bool = False
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", math.prod(self.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values, whatever the storage holds beside them."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie one after another in row-major order (torch's definition)."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1:
+                if stride != expected and self.numel:
+                    return False
+                expected *= size
+        return True
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the values are one byte range of the file, little-endian, to be copied unseen."""
+        swapped = self.storage.byteorder == "big" and self.dtype.part > 1
+        return self.is_contiguous and not (self.conj or self.neg or swapped)
+
+    @property
+    def data(self) -> ByteRange:
+        """The byte range of the values; only for a contiguous tensor."""
+        return self.storage.data.part(self.offset * self.dtype.itemsize, self.nbytes)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """First byte and end of the bytes looked at, within the storage; (0, 0) when there are none."""
+        if not self.numel:
+            return 0, 0
+        last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return self.offset * self.dtype.itemsize, (last + 1) * self.dtype.itemsize
+
+    @classmethod
+    def contiguous(cls, storage: Storage, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
+        """A tensor that begins with its storage and lies in row-major order."""
+        stride = [1] * len(shape)
+        for i in range(len(shape) - 2, -1, -1):
+            stride[i] = stride[i + 1] * max(shape[i + 1], 1)
+        return cls(storage, dtype, shape, tuple(stride))

@@ -1,0 +1,226 @@
+"""Byte ranges from file to file, by the fastest way the file systems allow, and the commit of a whole file.
+
+A file written here appears complete or not at all: it is built under another name in the same folder,
+flushed to the disk, and renamed over the target. A killed process leaves the old file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import stat
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import BinaryIO
+
+from .errors import Damaged, Unreadable, UsageFault
+from .tensor import ByteRange
+
+BUFFER = 4 << 20
+"""Bytes moved at a time where data must pass through this process."""
+
+COPY = 64 << 20
+"""Bytes asked of the kernel at a time, so that progress shows and a signal is heard."""
+
+# The kernel's ways of saying "not between these two files": another file system, a file
+# system without the call, an old kernel, a sandbox.
+NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM}
+
+Progress = Callable[[int], object]
+
+
+def _ignore(_: int) -> None:
+    pass
+
+
+class Output:
+    """A file being written, front to back or at chosen places.
+
+    `write` takes bytes, `copy` a range of another file without looking at it, `copy_with_crc` the same and
+    returns the CRC-32 of what was moved. All three append at `position`.
+    """
+
+    def __init__(self, file: BinaryIO, progress: Progress = _ignore) -> None:
+        self.fd = file.fileno()
+        self.position = 0
+        self._progress = progress
+        self._buffer: memoryview | None = None
+        self._ways = [self._copy_file_range, self._sendfile, self._buffered]
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.write_at(self.position, data)
+        self.position += len(data)
+
+    def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        while view:
+            done = os.pwrite(self.fd, view, position)
+            position += done
+            view = view[done:]
+
+    def write_all(self, chunks: Iterable[memoryview]) -> int:
+        """Append computed bytes chunk by chunk; returns their CRC-32."""
+        crc = 0
+        for chunk in chunks:
+            crc = zlib.crc32(chunk, crc)
+            self.write(chunk)
+            self._progress(len(chunk))
+        return crc
+
+    def copy(self, range: ByteRange) -> None:
+        """Append a range of another file. Raises Damaged when that file ends early."""
+        done = 0
+        while done < range.nbytes:
+            count = min(COPY, range.nbytes - done)
+            try:
+                moved = self._ways[0](range, done, count)
+            except OSError as error:
+                if error.errno not in NOT_HERE or len(self._ways) == 1:
+                    raise
+                del self._ways[0]  # it would fail for every other range too
+                continue
+            if moved == 0:
+                raise Damaged(range.source.path, "the file became shorter while it was read")
+            done += moved
+            self._progress(moved)
+        self.position += range.nbytes
+
+    def copy_with_crc(self, range: ByteRange) -> int:
+        """Append a range of another file, read once; returns its CRC-32."""
+        return self.write_all(range.chunks(self._reused_buffer()))
+
+    def _copy_file_range(self, range: ByteRange, done: int, count: int) -> int:
+        if not hasattr(os, "copy_file_range"):
+            raise OSError(errno.ENOSYS, "no copy_file_range on this platform")
+        source = range.source.fd
+        return os.copy_file_range(source, self.fd, count, range.offset + done, self.position + done)
+
+    def _sendfile(self, range: ByteRange, done: int, count: int) -> int:
+        if sys.platform != "linux":  # elsewhere sendfile writes to sockets only
+            raise OSError(errno.ENOSYS, "no file-to-file sendfile on this platform")
+        os.lseek(self.fd, self.position + done, os.SEEK_SET)
+        return os.sendfile(self.fd, range.source.fd, range.offset + done, count)
+
+    def _buffered(self, range: ByteRange, done: int, count: int) -> int:
+        buffer = self._reused_buffer()[:count]
+        moved = os.preadv(range.source.fd, [buffer], range.offset + done)
+        self.write_at(self.position + done, buffer[:moved])
+        return moved
+
+    def _reused_buffer(self) -> memoryview:
+        if self._buffer is None:
+            self._buffer = memoryview(bytearray(BUFFER))
+        return self._buffer
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A binary file, open for reading and writing, that becomes `path` when the block ends well.
+
+    The old file stays whole until the last moment; if the block raises, nothing is left behind. A symbolic
+    link stays a link and what it points to is replaced. The new file has the permissions of the old one, or
+    those that the umask gives. `-` is standard output: the file is spooled and then sent there.
+
+    Raises:
+        UsageFault: the folder does not exist or can't be written, or the target is no plain file.
+    """
+    if os.fspath(path) == "-":
+        with tempfile.TemporaryFile() as spool:
+            yield spool
+            spool.flush()
+            spool.seek(0)
+            shutil.copyfileobj(spool, sys.stdout.buffer, BUFFER)
+            sys.stdout.buffer.flush()
+        return
+    target = os.path.realpath(path)
+    _check_target(path, target)
+    folder, name = os.path.split(target)
+    temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(6)}.tmp")
+    try:
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise UsageFault(
+            f"{os.fspath(path)}: can't write there: {error.strerror}", hint="choose another output"
+        ) from error
+    try:
+        with os.fdopen(fd, "w+b") as file:
+            yield file
+            file.flush()
+            _keep_permissions(target, file.fileno())
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    sync_folder(folder)
+
+
+def _check_target(path: str | os.PathLike[str], target: str) -> None:
+    try:
+        mode = os.stat(target).st_mode
+    except FileNotFoundError:
+        if os.fspath(path).endswith(os.sep):
+            raise UsageFault(f"{os.fspath(path)}: is named like a folder", hint="name a file") from None
+        return
+    except OSError as error:
+        raise UsageFault(f"{os.fspath(path)}: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise UsageFault(f"{os.fspath(path)}: is not a plain file, so it can't be replaced")
+
+
+def _keep_permissions(target: str, fd: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.fchmod(fd, stat.S_IMODE(os.stat(target).st_mode))
+
+
+def sync_folder(folder: str) -> None:
+    """Flush a folder's entries, without which a rename may not outlive a power cut."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.EBADF, errno.EROFS}:  # file systems that can't
+            raise
+    finally:
+        os.close(fd)
+
+
+def open_source_descriptor(path: str) -> int:
+    """A read-only descriptor of a plain file; `-` is standard input, spooled when it can't seek.
+
+    Raises:
+        Unreadable: with the reason in words.
+    """
+    if path == "-":
+        return _standard_input()
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise Unreadable(path, _reason(error)) from error
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        what = "a folder" if stat.S_ISDIR(mode) else "no plain file"
+        raise Unreadable(path, f"is {what}", hint="name the checkpoint file")
+    return fd
+
+
+def _standard_input() -> int:
+    if stat.S_ISREG(os.fstat(0).st_mode):
+        return os.dup(0)
+    with tempfile.TemporaryFile() as spool:
+        shutil.copyfileobj(sys.stdin.buffer, spool, BUFFER)
+        spool.flush()
+        return os.dup(spool.fileno())
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    return (error.strerror or str(error)).lower()
