@@ -175,7 +175,7 @@ def named_leaves(root: object) -> Iterator[tuple[Path, object]]:
             yield path, value
         elif id(value) not in seen:
             seen.add(id(value))
-            stack.extend((path + (name,), item) for name, item in reversed(list(entries(value))))
+            stack.extend(((*path, name), item) for name, item in reversed(list(entries(value))))
 
 
 def entries(value: object) -> Iterator[tuple[str, object]]:

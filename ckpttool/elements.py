@@ -11,6 +11,7 @@ import itertools
 import math
 import mmap
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from .errors import Refused
 from .tensor import TensorRef
@@ -19,7 +20,8 @@ CHUNK = 4 << 20
 MAX_EXPANSION = 1 << 30
 """Bytes by which a tensor may outgrow its storage when written out (stride 0 repeats elements for free)."""
 
-FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
+Format = Literal["B", "H", "I", "Q"]
+FORMATS: dict[int, Format] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 FLIP_SIGN = bytes(i ^ 0x80 for i in range(256))
 
 
@@ -67,9 +69,7 @@ def _gather(tensor: TensorRef) -> Iterator[memoryview]:
             yield _copy_block(elements, start, block, stride[len(stride) - len(block) :], width)
 
 
-def _blocks(
-    shape: Sequence[int], stride: Sequence[int], most: int
-) -> Iterator[tuple[int, tuple[int, ...]]]:
+def _blocks(shape: Sequence[int], stride: Sequence[int], most: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Cuts an array into row-major blocks of at most `most` elements: (first element, shape)."""
     cut = len(shape) - 1  # the dimension that is cut into runs of rows; those after it stay whole
     while cut > 0 and math.prod(shape[cut:]) <= most:

@@ -141,6 +141,8 @@ def _place(error: Exception) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and "importlib" not in frame.filename and "site-packages" not in frame.filename
+        if frame.filename != __file__
+        and "importlib" not in frame.filename
+        and "site-packages" not in frame.filename
     ]
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""

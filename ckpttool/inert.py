@@ -169,23 +169,24 @@ class _Copier:
     def _container(self, key: int, value: object) -> object:
         """Mutable containers are entered before their contents, so that a cycle finds them."""
         if isinstance(value, dict):
-            new = self.done[key] = type(value)()
-            for name, item in value.items():
-                new[self.copy(name)] = self.copy(item)
-            if isinstance(value, OrderedDict_):
-                new.attributes = self.copy(value.attributes)
+            made = type(value)()
+            self.done[key] = made
+            made.update((self.copy(name), self.copy(item)) for name, item in value.items())
+            if isinstance(value, OrderedDict_) and isinstance(made, OrderedDict_):
+                made.attributes = self.copy(value.attributes)
         elif isinstance(value, list):
-            new = self.done[key] = []
-            for item in value:
-                new.append(self.copy(item))
+            items: list[object] = []
+            self.done[key] = items
+            items.extend(map(self.copy, value))
         elif isinstance(value, Record):
-            new = self.done[key] = Record(value.how, value.callable)
-            self._fill(new, value)
+            record = Record(value.how, value.callable)
+            self.done[key] = record
+            self._fill(record, value)
         elif isinstance(value, tuple | set | frozenset):
-            new = self.done[key] = type(value)([self.copy(item) for item in value])
+            self.done[key] = type(value)(map(self.copy, value))
         else:
-            new = value
-        return new
+            self.done[key] = value
+        return self.done[key]
 
     def _fill(self, new: Record, old: Record) -> None:
         new.callable, new.args, new.kwargs = map(self.copy, (old.callable, old.args, old.kwargs))

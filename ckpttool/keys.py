@@ -41,14 +41,11 @@ class Renaming:
 
     Attributes:
         names: old name -> new name, for every key, in order.
-        rule: the same for any name, `rule("module.conv")`, or for a module's path, which has no prefix left
-            when it is the wrapped module itself.
-        module_rule: old module path -> new module path.
+        module: old path of a module -> new path; `""` is the root module.
     """
 
     names: Mapping[str, str]
-    rule: Callable[[str], str]
-    module_rule: Callable[[str], str]
+    module: Callable[[str], str]
 
     @property
     def renamed(self) -> int:
@@ -122,7 +119,7 @@ def _checked(names: Iterable[str], rule: Callable[[str], str]) -> Renaming:
         owners[new] = old
         renamed[old] = new
     # A module's path is a key's without its last part; a dot at the end makes it a prefix of keys.
-    return Renaming(renamed, rule, lambda path: rule(path + ".").removesuffix(".") if path else path)
+    return Renaming(renamed, lambda path: rule(path + "." if path else "").removesuffix("."))
 
 
 def strip_prefix(
@@ -163,7 +160,9 @@ def add_prefix(
     """
     found = checkpoint.state(state)
     renaming = add_names(_keys(found), prefix)
-    root = {"": OrderedDict_({"version": 1})}  # the wrapper's own entry, as every nn.Module has one
+    root: dict[object, object] = {
+        "": OrderedDict_({"version": 1})
+    }  # the wrapper's own entry, as every nn.Module has one
     return apply(checkpoint, found, renaming, new_modules=root), renaming
 
 
@@ -208,12 +207,13 @@ def _rename_state(
     state: State, renaming: Renaming, new_modules: Mapping[object, object]
 ) -> dict[object, object]:
     new = type(state.container)(
-        (renaming.names[key] if isinstance(key, str) else key, value) for key, value in state.container.items()
+        (renaming.names[key] if isinstance(key, str) else key, value)
+        for key, value in state.container.items()
     )
     if isinstance(new, OrderedDict_) and isinstance(state.container, OrderedDict_):
         new.attributes = state.container.attributes
         if state.versions is not None and isinstance(new.attributes, dict):
-            versions = type(state.versions)(new_modules)  # type: ignore[call-arg]
+            versions = OrderedDict_(new_modules)
             # The wrapped module comes after its wrapper and takes over the path that becomes its own.
             versions.update((_module(renaming, path), entry) for path, entry in state.versions.items())
             new.attributes = {**new.attributes, "_metadata": versions}
@@ -221,4 +221,4 @@ def _rename_state(
 
 
 def _module(renaming: Renaming, path: object) -> object:
-    return renaming.module_rule(path) if isinstance(path, str) else path
+    return renaming.module(path) if isinstance(path, str) else path

@@ -17,7 +17,7 @@ def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any
         optimizer: a dict with `state` and `param_groups`.
         names: old name -> new name.
     """
-    new = type(optimizer)(optimizer)
+    new: dict[Any, Any] = type(optimizer)(optimizer)
     if isinstance(optimizer["state"], dict):
         state = optimizer["state"]
         new["state"] = type(state)((_new_name(key, names), value) for key, value in state.items())

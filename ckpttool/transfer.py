@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 import stat
 import sys
@@ -118,6 +117,24 @@ class Output:
         return self._buffer
 
 
+class DryOutput(Output):
+    """An output that takes everything and keeps nothing but the size."""
+
+    def __init__(self) -> None:
+        self.position = 0
+        self._progress = _ignore
+
+    def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
+        pass
+
+    def copy(self, range: ByteRange) -> None:
+        self.position += range.nbytes
+
+    def copy_with_crc(self, range: ByteRange) -> int:
+        self.position += range.nbytes
+        return 0
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """A binary file, open for reading and writing, that becomes `path` when the block ends well.
@@ -140,7 +157,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     target = os.path.realpath(path)
     _check_target(path, target)
     folder, name = os.path.split(target)
-    temporary = os.path.join(folder, f".{name[:200]}.{secrets.token_hex(6)}.tmp")
+    temporary = os.path.join(folder, f".{name[:200]}.{os.urandom(6).hex()}.tmp")
     try:
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ..checkpoint import Checkpoint, State
 from ..errors import OutputExists, Unsupported, UsageFault
 from ..tensor import Source
-from ..transfer import Output, Progress, open_source_descriptor, replacing
+from ..transfer import DryOutput, Output, Progress, open_source_descriptor, replacing
 from . import safetensors, torch_legacy, torch_zip
 
-READERS = (torch_zip, torch_legacy, safetensors)
+
+class Format(Protocol):
+    """What one file a format provides: its name, a look at the first 512 bytes, and reading."""
+
+    NAME: str
+
+    def sniff(self, head: bytes) -> bool: ...
+
+    def read(self, source: Source) -> Checkpoint: ...
+
+
+READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors)
+ENDINGS = {
+    **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
+    **dict.fromkeys(torch_zip.EXTENSIONS, torch_zip.NAME),
+}
 
 # Things that stand where a checkpoint should be, by how they begin.
 STRANGERS = (
@@ -69,7 +84,9 @@ def _stranger(name: str, head: bytes) -> Unsupported:
         if head.lstrip()[: len(start)].lower() == start.lower():
             return Unsupported(name, what, hint=hint)
     if head[257:262] == b"ustar":
-        return Unsupported(name, "is a tar archive, torch's format before 0.1.12", hint="save it anew with torch")
+        return Unsupported(
+            name, "is a tar archive, torch's format before 0.1.12", hint="save it anew with torch"
+        )
     if head[:1] == b"\x80":
         return Unsupported(name, "is a pickle, but not one that torch.save wrote")
     return Unsupported(name, "is not a checkpoint in any format known here")
@@ -78,14 +95,13 @@ def _stranger(name: str, head: bytes) -> Unsupported:
 def format_of_output(path: str | os.PathLike[str], default: str | None = None) -> str:
     """The format that a name asks for. Raises UsageFault for a name that tells none."""
     suffix = os.path.splitext(os.fspath(path))[1].lower()
-    for module in (safetensors, torch_zip):
-        if suffix in module.EXTENSIONS:
-            return module.NAME
+    if suffix in ENDINGS:
+        return ENDINGS[suffix]
     if default is not None and os.fspath(path) == "-":
         return default
     raise UsageFault(
         f"{os.fspath(path)}: its ending does not tell the format",
-        hint=f"end it in {', '.join(safetensors.EXTENSIONS + torch_zip.EXTENSIONS)}",
+        hint=f"end it in {', '.join(ENDINGS)}",
     )
 
 
@@ -112,30 +128,42 @@ def save(
         Refused: something that the format can't hold.
         NoState: safetensors was asked for and there is no state.
     """
+    saved = _intent(checkpoint, path, state, force)
+    with replacing(saved.path) as file:
+        out = Output(file, progress) if progress else Output(file)
+        _write(checkpoint, saved, state, out)
+    return replace(saved, nbytes=out.position)
+
+
+def plan(
+    checkpoint: Checkpoint, path: str | os.PathLike[str], *, state: str | None = None, force: bool = False
+) -> Saved:
+    """What `save` would do, without writing: the same answer, exact size included, and the same errors."""
+    saved = _intent(checkpoint, path, state, force)
+    out = DryOutput()
+    _write(checkpoint, saved, state, out)
+    return replace(saved, nbytes=out.position)
+
+
+def _intent(checkpoint: Checkpoint, path: str | os.PathLike[str], state: str | None, force: bool) -> Saved:
     name = os.fspath(path)
-    kind = format_of_output(name, checkpoint.format)
+    kind = format_of_output(
+        name, torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
+    )
     if name != "-" and os.path.lexists(name) and not force:
         raise OutputExists(f"{name}: exists already", hint="write it anyway with --force")
-    if kind == safetensors.NAME:
-        found = checkpoint.state(state)
-        left_out, copied = _left_out(checkpoint, found), _copied(found)
+    if kind == torch_zip.NAME:
+        return Saved(name, kind, 0, (), ())
+    found = checkpoint.state(state)
+    return Saved(name, kind, 0, _left_out(checkpoint, found), _copied(found))
 
-        def write(out: Output) -> None:
-            safetensors.write(checkpoint.path, found.tensors, checkpoint.metadata, out)
+
+def _write(checkpoint: Checkpoint, saved: Saved, state: str | None, out: Output) -> None:
+    if saved.format == safetensors.NAME:
+        tensors = checkpoint.state(state).tensors
+        safetensors.write(checkpoint.path, tensors, checkpoint.metadata, out)
     else:
-        left_out, copied = (), ()
-
-        def write(out: Output) -> None:
-            torch_zip.write(checkpoint, out, name)
-
-    return Saved(name, kind, _commit(name, write, progress), left_out, copied)
-
-
-def _commit(name: str, write: Callable[[Output], None], progress: Progress | None) -> int:
-    with replacing(name) as file:
-        out = Output(file, progress) if progress else Output(file)
-        write(out)
-        return out.position
+        torch_zip.write(checkpoint, out, saved.path)
 
 
 def _left_out(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:

@@ -25,10 +25,11 @@ MAX_DIGITS = 4300
 
 PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global)
 
-_int4 = struct.Struct("<i").unpack_from
-_uint2 = struct.Struct("<H").unpack_from
-_uint4 = struct.Struct("<I").unpack_from
-_uint8 = struct.Struct("<Q").unpack_from
+Unpack = Callable[[bytes | mmap.mmap, int], tuple[int]]
+_int4: Unpack = struct.Struct("<i").unpack_from
+_uint2: Unpack = struct.Struct("<H").unpack_from
+_uint4: Unpack = struct.Struct("<I").unpack_from
+_uint8: Unpack = struct.Struct("<Q").unpack_from
 _double = struct.Struct(">d").unpack_from
 
 Handler = Callable[[int], int]
@@ -514,7 +515,7 @@ class _Machine:
     def make(self, how: str, callable: Any, args: Any, kwargs: Any = None) -> None:
         if type(args) is not tuple or not isinstance(callable, Global | Record):
             _fault("its pickle makes an object from malformed arguments")
-        value = None
+        value: object = None
         if how == "reduce" and isinstance(callable, Global):
             if callable == ORDERED_DICT:
                 value = self.ordered_dict(args)

@@ -10,9 +10,10 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable
 from itertools import islice
+from typing import Any
 
-from ..tensor import Storage, TensorRef
 from ..inert import MAX_DEPTH, ORDERED_DICT, Global, OrderedDict_, Record, TooDeep
+from ..tensor import Storage, TensorRef
 
 BATCH = 1000  # items a SETITEMS or APPENDS, as Python's pickler does
 
@@ -103,7 +104,9 @@ class _Writer:
             self.out += b"J" + struct.pack("<i", value)
         else:
             raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-            self.out += b"\x8a" + bytes([len(raw)]) if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw))
+            self.out += (
+                b"\x8a" + bytes([len(raw)]) if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw))
+            )
             self.out += raw
 
     def save_float(self, value: float) -> None:
@@ -218,14 +221,14 @@ class _Writer:
         self.remember(value)
 
 
-SCALARS = {
+SCALARS: dict[type, Callable[[_Writer, Any], None]] = {
     type(None): _Writer.save_none,
     bool: _Writer.save_bool,
     int: _Writer.save_int,
     float: _Writer.save_float,
 }
 
-SHARED = {
+SHARED: dict[type, Callable[[_Writer, Any], None]] = {
     str: _Writer.save_str,
     bytes: _Writer.save_bytes,
     bytearray: _Writer.save_bytearray,

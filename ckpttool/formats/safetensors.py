@@ -15,9 +15,9 @@ from typing import Any
 from ..checkpoint import Checkpoint
 from ..elements import stream
 from ..errors import Damaged, Refused, Unsupported
+from ..inert import OrderedDict_
 from ..tensor import DTYPES, MAX_BYTES, ByteRange, Source, Storage, TensorRef
 from ..transfer import Output
-from ..inert import OrderedDict_
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
@@ -26,7 +26,8 @@ METADATA = "__metadata__"
 
 # The order in which the library lays out types: widest first, and within a width as listed in its source.
 ORDER = (
-    "U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E4M3 F8_E5M2 I8 U8 BOOL".split()
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
 )
 RANK = {name: rank for rank, name in enumerate(ORDER)}
 BY_NAME = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
@@ -109,7 +110,9 @@ def _tensor(source: Source, name: str, entry: dict[str, Any], data: int) -> tupl
     begin, end = entry["data_offsets"]
     dtype = BY_NAME.get(entry["dtype"])
     if dtype is None:
-        raise Unsupported(source.path, f"tensor '{name}' has the type {entry['dtype'][:20]}, unknown to torch")
+        raise Unsupported(
+            source.path, f"tensor '{name}' has the type {entry['dtype'][:20]}, unknown to torch"
+        )
     storage = Storage(ByteRange(source, data + begin, end - begin), dtype.storage or "UntypedStorage")
     tensor = TensorRef.contiguous(storage, dtype, tuple(entry["shape"]))
     if tensor.nbytes != end - begin:
@@ -141,7 +144,9 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
 
 def _rank(path: str, name: str, tensor: TensorRef) -> int:
     if name == METADATA:
-        raise Refused(path, f"safetensors can't hold a tensor named '{name}'", hint="write a .pt file instead")
+        raise Refused(
+            path, f"safetensors can't hold a tensor named '{name}'", hint="write a .pt file instead"
+        )
     if tensor.dtype.safetensors is None:
         raise Refused(
             path,

@@ -47,7 +47,9 @@ def _read_pickles(
     magic = read_pickle(mapped)
     version = read_pickle(mapped, magic.end)
     if version.value != PROTOCOL_VERSION:
-        raise PickleFault(f"has version {str(version.value)[:20]} of the legacy format, not {PROTOCOL_VERSION}")
+        raise PickleFault(
+            f"has version {str(version.value)[:20]} of the legacy format, not {PROTOCOL_VERSION}"
+        )
     machine = read_pickle(mapped, version.end)
     facts = machine.value if isinstance(machine.value, dict) else {}
     byteorder = "little" if facts.get("little_endian", True) else "big"
@@ -70,7 +72,7 @@ def _read_pickles(
 def _locate(
     source: Source, storages: dict[str, tuple[StorageId, Storage]], keys: object, position: int
 ) -> None:
-    """Sets where each storage's bytes lie. torch leaves memory unfilled where the list and the tree differ."""
+    """Sets where each storage's bytes lie. Where list and tree differ, torch leaves memory unfilled."""
     listed = keys if isinstance(keys, list) and all(isinstance(key, str) for key in keys) else [""]
     if sorted(listed) != sorted(storages):
         raise Damaged(source.path, "its list of storages does not match those its tensors refer to")
@@ -78,7 +80,9 @@ def _locate(
         parsed, storage = storages[key]
         (numel,) = struct.unpack("<q", source.read(position, 8))
         if numel != parsed.numel:
-            raise Damaged(source.path, f"storage '{key}' has {numel} elements, its tensors say {parsed.numel}")
+            raise Damaged(
+                source.path, f"storage '{key}' has {numel} elements, its tensors say {parsed.numel}"
+            )
         position += 8
         if position + parsed.nbytes > source.size:
             raise Damaged(source.path, f"is cut short in storage '{key}'")

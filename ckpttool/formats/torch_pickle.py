@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..tensor import DTYPES, MAX_BYTES, DType, Storage, TensorRef
 from ..inert import Global, OrderedDict_
+from ..tensor import DTYPES, MAX_BYTES, DType, Storage, TensorRef
 from .inert_reader import Pickle, PickleFault, read_pickle
 from .inert_writer import write_pickle
 
@@ -85,9 +85,7 @@ def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= MAX_BYTES
 
 
-def read_torch_pickle(
-    data: bytes | mmap.mmap, start: int, storage: Callable[[StorageId], Storage]
-) -> Pickle:
+def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: Callable[[StorageId], Storage]) -> Pickle:
     """Reads a pickle of torch's: storages as `storage` finds them, tensors as TensorRefs.
 
     Raises:
@@ -109,15 +107,15 @@ def read_torch_pickle(
 def _rebuild_v1(args: tuple[Any, ...]) -> TensorRef:
     if len(args) != 4:
         raise PickleFault("its pickle has a malformed tensor")
-    return _tensor(*args)
+    return _tensor(args, False, None, None)
 
 
 def _rebuild_v2(args: tuple[Any, ...]) -> TensorRef | None:
     if len(args) not in (6, 7) or type(args[4]) is not bool:
         raise PickleFault("its pickle has a malformed tensor")
-    if args[5]:  # hooks: functions, which no tensor description can keep
+    if args[5]:  # hooks: functions, which no description of a tensor can keep
         return None
-    return _tensor(*args[:5], None, *args[6:])
+    return _tensor(args, args[4], None, args[6] if len(args) > 6 else None)
 
 
 def _rebuild_v3(args: tuple[Any, ...]) -> TensorRef | None:
@@ -128,22 +126,21 @@ def _rebuild_v3(args: tuple[Any, ...]) -> TensorRef | None:
     dtype = DTYPES.get(args[6].name) if args[6].module == "torch" else None
     if dtype is None:
         raise PickleFault(f"its pickle has a tensor of unknown dtype {args[6]}")
-    return _tensor(*args[:5], dtype, *args[7:])
+    return _tensor(args, args[4], dtype, args[7] if len(args) > 7 else None)
 
 
 REDUCERS = {REBUILD_V1: _rebuild_v1, REBUILD_V2: _rebuild_v2, REBUILD_V3: _rebuild_v3}
 
 
-def _tensor(
-    storage: Any,
-    offset: Any,
-    shape: Any,
-    stride: Any,
-    requires_grad: bool = False,
-    dtype: DType | None = None,
-    bits: Any = None,
-) -> TensorRef:
-    """A tensor whose every element lies in its storage. `bits` is torch's {'conj': …, 'neg': …}."""
+def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bits: Any) -> TensorRef:
+    """A tensor whose every element lies in its storage.
+
+    Args:
+        args: storage, offset, shape and stride first.
+        dtype: that of the storage when None.
+        bits: torch's {'conj': …, 'neg': …}, or None.
+    """
+    storage, offset, shape, stride = args[:4]
     room = 0
     if isinstance(storage, StorageView):
         room = (storage.offset + storage.numel) * _itemsize(storage.storage)
@@ -176,7 +173,9 @@ def _are_counts(value: Any) -> bool:
 def _lazy_bits(bits: Any, dtype: DType) -> tuple[bool, bool]:
     if bits is None or bits == {}:
         return False, False
-    if not isinstance(bits, dict) or not all(k in ("conj", "neg") and type(v) is bool for k, v in bits.items()):
+    if not isinstance(bits, dict) or not all(
+        k in ("conj", "neg") and type(v) is bool for k, v in bits.items()
+    ):
         raise PickleFault("its pickle has a tensor with unknown flags")
     conj, neg = bits.get("conj", False), bits.get("neg", False)
     if (conj and not dtype.name.startswith("complex")) or (neg and not dtype.name.startswith(SIGNED)):

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 
 from ..checkpoint import Checkpoint
 from ..errors import Damaged, Refused, Unsupported
+from ..inert import TooDeep
 from ..tensor import Source, Storage
 from ..transfer import Output
-from ..inert import TooDeep
 from .inert_reader import PickleFault
 from .torch_pickle import StorageId, read_torch_pickle, write_torch_pickle
 from .zip_archive import STORED, Record, ZipWriter, read_directory

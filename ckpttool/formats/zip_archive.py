@@ -172,7 +172,9 @@ def _payload(
     if header + LOCAL.size > limit:
         raise Damaged(source.path, f"its record '{name}' lies outside the file")
     local = source.read(header, min(LOCAL.size + len(raw_name), limit - header))
-    signature, _, flags, compression, _, _, crc, packed, size, name_size, extra_size = LOCAL.unpack_from(local)
+    signature, _, flags, compression, _, _, crc, packed, size, name_size, extra_size = LOCAL.unpack_from(
+        local
+    )
     if signature != LOCAL_SIGNATURE or local[LOCAL.size :] != raw_name or name_size != len(raw_name):
         raise Damaged(source.path, f"its record '{name}' has another name in its local header")
     same = (flags ^ central[0]) & (ENCRYPTED | DESCRIPTOR) == 0 and compression == central[1]
@@ -181,7 +183,7 @@ def _payload(
         same = same and (mine in (theirs, FULL32) or (mine == 0 and flags & DESCRIPTOR != 0))
     if not same:
         raise Damaged(source.path, f"its record '{name}' has two headers that disagree")
-    return header + LOCAL.size + name_size + extra_size
+    return header + LOCAL.size + int(name_size) + int(extra_size)
 
 
 def _check_overlaps(source: Source, records: dict[str, Record]) -> None:

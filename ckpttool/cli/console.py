@@ -1,0 +1,142 @@
+"""What a command says, and how: the one place that knows about terminals, JSON and exit codes.
+
+Data goes to stdout; progress, hints and errors go to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import click
+
+from ..errors import CkptToolError, Mismatch
+from ..transfer import Progress
+
+BAR_FROM = 64 << 20
+"""Bytes from which a progress bar is worth drawing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Console:
+    """How one command talks.
+
+    Attributes:
+        json: one JSON object on stdout and nothing else there.
+        quiet: nothing but errors.
+        verbose: more than the one line.
+        to_stderr: the output file itself goes to stdout, so words must not.
+    """
+
+    json: bool = False
+    quiet: bool = False
+    verbose: bool = False
+    to_stderr: bool = False
+
+    def result(self, text: str, data: Mapping[str, object]) -> None:
+        """The outcome: words for people, or the object for scripts."""
+        if self.json:
+            click.echo(to_json(data), err=self.to_stderr)
+        elif not self.quiet:
+            click.echo(text, err=self.to_stderr)
+
+    def note(self, text: str) -> None:
+        """Something worth knowing beside the result."""
+        if not (self.quiet or self.json):
+            click.echo(text, err=True)
+
+    def detail(self, text: str) -> None:
+        """Something that only -v shows."""
+        if self.verbose:
+            self.note(text)
+
+    @contextmanager
+    def progress(self, total: int, label: str) -> Iterator[Progress | None]:
+        """A byte bar on stderr, on a terminal only; gives what `save` calls after each piece."""
+        if self.quiet or self.json or total < BAR_FROM or not sys.stderr.isatty():
+            yield None
+            return
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False) as bar:
+            yield bar.update
+
+
+def to_json(data: Mapping[str, object]) -> str:
+    """JSON that every reader takes: no NaN, and text with lone surrogates escaped."""
+    return json.dumps(_finite(data), indent=2, allow_nan=False)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def printable(text: str) -> str:
+    """Text from a file, fit for a terminal: control characters and lone surrogates are spelt out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def show_bytes(count: float) -> str:
+    """A size for people, in units of 1000: `97.8 MB`."""
+    if count < 1000:
+        return f"{count:.0f} bytes"
+    units = ["kB", "MB", "GB", "TB"]
+    while (count := count / 1000) >= 999.5 and len(units) > 1:
+        del units[0]
+    return f"{count:.3g} {units[0]}"
+
+
+def show_names(names: list[str] | tuple[str, ...], most: int = 4) -> str:
+    """The first few names, and how many more."""
+    shown = ", ".join(printable(name) for name in names[:most])
+    return shown + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def fail(error: BaseException, *, as_json: bool) -> int:
+    """Says what went wrong and returns the exit code. Unknown faults are left to the caller."""
+    kind, message, hint, code = describe(error)
+    if as_json:
+        body: dict[str, object] = {"kind": kind, "message": message, "hint": hint}
+        if isinstance(error, Mismatch):
+            body |= mismatch_fields(error)
+        click.echo(to_json({"error": body}))
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {printable(message)}", err=True)
+    if hint:
+        click.echo(f"{click.style('hint:', fg='cyan')} {printable(hint)}", err=True)
+    return code
+
+
+def mismatch_fields(error: Mismatch) -> dict[str, object]:
+    return {
+        "missing": error.missing,
+        "unexpected": error.unexpected,
+        "mismatched": [{"name": n, "file": theirs, "model": mine} for n, theirs, mine in error.mismatched],
+    }
+
+
+def describe(error: BaseException) -> tuple[str, str, str | None, int]:
+    """(kind, message, hint, exit code) of everything that is expected to go wrong."""
+    if isinstance(error, CkptToolError):
+        return error.kind, error.message, error.hint, error.exit_code
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else "ckpttool"
+        return "usage", error.format_message(), f"{command} --help", error.exit_code
+    if isinstance(error, click.ClickException):
+        return "usage", error.format_message(), None, error.exit_code
+    if isinstance(error, MemoryError):
+        return "memory", "not enough memory", None, 3
+    if isinstance(error, OSError):
+        where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        return "system", where + (error.strerror or str(error)).lower(), None, 3
+    raise error

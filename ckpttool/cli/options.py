@@ -1,0 +1,53 @@
+"""Options that several commands share, each defined once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from .console import Console
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+input_argument = click.argument("input", metavar="INPUT", type=click.Path(allow_dash=True))
+output_argument = click.argument("output", metavar="OUTPUT", type=click.Path(allow_dash=True))
+file_argument = click.argument("file", metavar="FILE", type=click.Path(allow_dash=True))
+
+state_option = click.option(
+    "--state",
+    metavar="WHERE",
+    help="Which state to take when the file holds several, dotted for nesting: --state state_dict_ema.",
+)
+force_option = click.option("--force", is_flag=True, help="Replace OUTPUT when it exists.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Nothing but errors.")
+verbose_option = click.option("-v", "--verbose", is_flag=True, help="Every name, not the first few.")
+
+
+def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    def decorate(function: F) -> F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+reading = _all(json_option, quiet_option, verbose_option)
+"""What every command takes."""
+
+writing = _all(input_argument, output_argument, state_option, dry_run_option, force_option, reading)
+"""What every command takes that writes one file from another."""
+
+
+def console(options: dict[str, Any]) -> Console:
+    """The console that a command's options ask for."""
+    return Console(
+        json=options.get("as_json", False),
+        quiet=options.get("quiet", False),
+        verbose=options.get("verbose", False),
+        to_stderr=options.get("output") == "-",
+    )

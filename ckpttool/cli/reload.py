@@ -1,0 +1,121 @@
+"""ckpttool reload"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .console import Console, printable
+
+if TYPE_CHECKING:
+    from ..reload import Reloaded
+
+
+class Shape(click.ParamType):  # type: ignore[type-arg]
+    """Sizes with commas between them."""
+
+    name = "shape"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = value.split(",")
+        if not all(part.strip().isdigit() for part in parts):
+            self.fail(f"'{value}' is not a shape such as 1,3,32,32", param, ctx)
+        return tuple(int(part) for part in parts)
+
+
+@click.command("reload")
+@options.file_argument
+@click.option(
+    "--model",
+    required=True,
+    metavar="SPEC",
+    help="torchvision:resnet18, file.py:factory or pkg.mod:factory(n=10).",
+)
+@click.option(
+    "--input-shape", type=Shape(), metavar="N,…", help="Also run a forward pass on zeros of this shape."
+)
+@options.state_option
+@options.reading
+def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, **given: Any) -> None:
+    """Load FILE strictly into the plain model, in this one process, and say so.
+
+    Nothing distributed is started and nothing that FILE names is run; only --model runs code, yours. Prefixes
+    of wrappers are taken off on the way where the model does not know them.
+
+    \b
+    Example:
+      ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
+    """
+    from .. import factory
+    from ..reload import reload
+
+    console = options.console(given)
+    built = factory.build(model)
+    _require_module(built, model)
+    started = time.perf_counter()
+    loaded = reload(given["file"], built, state=state)
+    seconds = time.perf_counter() - started
+    shape = _forward(built, input_shape, model) if input_shape else None
+    data: dict[str, object] = {
+        "loaded": len(loaded.loaded),
+        "missing": [],
+        "unexpected": [],
+        "mismatched": [],
+        "state": loaded.state,
+        "prefix": loaded.prefix,
+        "added": loaded.added,
+        "seconds": round(seconds, 4),
+    }
+    if shape:
+        data["output_shape"] = shape
+    console.result(_line(console, loaded, model, input_shape, shape, seconds), data)
+
+
+def _require_module(built: object, spec: str) -> None:
+    import torch
+
+    from ..errors import UsageFault
+
+    if not isinstance(built, torch.nn.Module):
+        raise UsageFault(f"{spec}: made a {type(built).__name__}, not a torch.nn.Module")
+
+
+def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
+    """The shape of what the model makes of zeros."""
+    import torch
+
+    from ..errors import CkptToolError
+
+    model.eval()
+    try:
+        with torch.inference_mode():
+            out = model(torch.zeros(shape))
+    except Exception as error:
+        raise CkptToolError(
+            f"{spec}: the forward pass failed on zeros of shape {list(shape)}: {str(error).splitlines()[0]}",
+            hint="the state loads; check --input-shape (batch first)",
+        ) from error
+    return list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+
+
+def _line(
+    console: Console,
+    loaded: Reloaded,
+    spec: str,
+    given: tuple[int, ...] | None,
+    made: list[int] | str | None,
+    seconds: float,
+) -> str:
+    stripped = f" without '{loaded.prefix}'" if loaded.prefix else ""
+    line = (
+        f"loaded {len(loaded.loaded)} of {len(loaded.loaded)} tensors{stripped} into {spec}, strictly, "
+        f"in one process ({printable(loaded.path)}, {seconds:.2f} s)"
+    )
+    if loaded.added:
+        console.note(f"counters that the file lacks, set to 0: {len(loaded.added)} num_batches_tracked")
+    return line + (f"\nforward pass: {list(given)} -> {made}" if given else "")

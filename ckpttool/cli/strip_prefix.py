@@ -1,0 +1,36 @@
+"""ckpttool strip-prefix"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from . import options
+from .rewriting import rewrite
+
+
+@click.command("strip-prefix")
+@options.writing
+@click.option("--prefix", default="module.", show_default=True, help="What to take off, with its dot.")
+@click.option("--repeat", is_flag=True, help="Until none is left: module.module.conv.weight.")
+@click.option("--anywhere", is_flag=True, help="Also inside a name: 0._orig_mod.weight.")
+def command(prefix: str, repeat: bool, anywhere: bool, **given: Any) -> None:
+    """Take a wrapper's prefix off the keys that carry it.
+
+    DistributedDataParallel and DataParallel save every key as `module.…`, torch.compile as `_orig_mod.…`. The
+    prefix is taken from the front of keys only, so `features.module.0.weight` stays whole. A .pt OUTPUT keeps
+    everything else that INPUT holds, its optimizer's parameter names renamed too; .safetensors holds the
+    model's tensors alone, and what is left out is named.
+
+    \b
+    Example:
+      ckpttool strip-prefix last.pt model.safetensors
+    """
+    from ..keys import strip_prefix
+
+    rewrite(
+        given,
+        f"stripped '{prefix}' from",
+        lambda ck: strip_prefix(ck, prefix, repeat=repeat, anywhere=anywhere, state=given["state"]),
+    )
