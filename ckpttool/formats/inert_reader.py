@@ -13,6 +13,7 @@ import mmap
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 from ..inert import ORDERED_DICT, Global, OrderedDict_, Record
@@ -26,13 +27,12 @@ MAX_DIGITS = 4300
 PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global)
 
 Unpack = Callable[[bytes | mmap.mmap, int], tuple[int]]
-_int4: Unpack = struct.Struct("<i").unpack_from
-_uint2: Unpack = struct.Struct("<H").unpack_from
+_uint1: Unpack = struct.Struct("<B").unpack_from
 _uint4: Unpack = struct.Struct("<I").unpack_from
 _uint8: Unpack = struct.Struct("<Q").unpack_from
-_double = struct.Struct(">d").unpack_from
+SIZES = {1: _uint1, 4: _uint4, 8: _uint8}
 
-Handler = Callable[[int], int]
+Operation = Callable[["_Machine", int], int]
 PersistentLoad = Callable[[object], object]
 Reducers = Mapping[Global, Callable[[tuple[Any, ...]], object]]
 
@@ -85,7 +85,7 @@ def _fault(what: str) -> NoReturn:
 
 
 class _Machine:
-    """The stack machine. Each opcode is a method from the position after it to the position of the next."""
+    """The stack machine. An opcode takes the position after it and returns the position of the next."""
 
     def __init__(
         self, data: bytes | mmap.mmap, persistent_load: PersistentLoad | None, reducers: Reducers
@@ -101,16 +101,14 @@ class _Machine:
 
     def run(self, position: int) -> Pickle:
         data = self.data
-        handlers = [self.op_unknown] * 256
-        for code, name in OPCODES.items():
-            handlers[code] = getattr(self, name)
+        handlers = [partial(unknown, self)] * 256
+        for code, operation in OPCODES.items():
+            handlers[code[0]] = partial(operation, self)
         try:
             while True:
                 position = handlers[data[position]](position + 1)
         except _Stop as stop:
             return Pickle(self.stack.pop(), stop.end, self.protocol)
-
-    # What the handlers share.
 
     def take(self, position: int, count: int) -> bytes:
         end = position + count
@@ -129,298 +127,7 @@ class _Machine:
         self.stack = self.below.pop()
         return items
 
-    def key(self, value: Any) -> Any:
-        """A value fit to be a key: of a kind whose hash runs no code and ends in bounded time."""
-        todo, seen = [value], 0
-        while todo:
-            part = todo.pop()
-            seen += 1
-            if isinstance(part, tuple | frozenset):
-                if seen + len(todo) + len(part) > MAX_KEY_PARTS:
-                    _fault("its pickle uses a giant tuple as a key")
-                todo.extend(part)
-            elif isinstance(part, dict | list | set | bytearray):
-                _fault(f"its pickle uses a {type(part).__name__} as a key")
-        return value
-
-    # Flow.
-
-    def op_unknown(self, position: int) -> int:
-        _fault(f"its pickle has an unknown opcode {self.data[position - 1]:#04x} at byte {position - 1}")
-
-    def op_unsupported(self, position: int) -> int:
-        _fault("its pickle refers to something outside the file (extension registry or out-of-band buffer)")
-
-    def op_proto(self, position: int) -> int:
-        if self.data[position] > 5:
-            _fault(f"its pickle has protocol {self.data[position]}, newer than 5")
-        self.protocol = self.data[position]
-        return position + 1
-
-    def op_frame(self, position: int) -> int:
-        _uint8(self.data, position)
-        return position + 8
-
-    def op_stop(self, position: int) -> int:
-        if self.below:
-            _fault("its pickle stops inside a group")
-        raise _Stop(position)
-
-    # Constants.
-
-    def op_none(self, position: int) -> int:
-        self.stack.append(None)
-        return position
-
-    def op_true(self, position: int) -> int:
-        self.stack.append(True)
-        return position
-
-    def op_false(self, position: int) -> int:
-        self.stack.append(False)
-        return position
-
-    def op_binint(self, position: int) -> int:
-        self.stack.append(_int4(self.data, position)[0])
-        return position + 4
-
-    def op_binint1(self, position: int) -> int:
-        self.stack.append(self.data[position])
-        return position + 1
-
-    def op_binint2(self, position: int) -> int:
-        self.stack.append(_uint2(self.data, position)[0])
-        return position + 2
-
-    def op_long1(self, position: int) -> int:
-        count = self.data[position]
-        self.stack.append(int.from_bytes(self.take(position + 1, count), "little", signed=True))
-        return position + 1 + count
-
-    def op_long4(self, position: int) -> int:
-        count = _uint4(self.data, position)[0]
-        self.stack.append(int.from_bytes(self.take(position + 4, count), "little", signed=True))
-        return position + 4 + count
-
-    def op_int(self, position: int) -> int:
-        text, position = self.line(position)
-        booleans = {b"00": False, b"01": True}
-        self.stack.append(booleans[text] if text in booleans else self.number(text.rstrip(b"L")))
-        return position
-
-    def number(self, text: bytes) -> int:
-        digits = text.removeprefix(b"-")
-        if not digits.isdigit() or len(digits) > MAX_DIGITS:
-            _fault("its pickle has a malformed integer")
-        return int(text)
-
-    def op_float(self, position: int) -> int:
-        text, position = self.line(position)
-        try:
-            self.stack.append(float(text))
-        except ValueError:
-            _fault("its pickle has a malformed number")
-        return position
-
-    def op_binfloat(self, position: int) -> int:
-        self.stack.append(_double(self.data, position)[0])
-        return position + 8
-
-    # Text and bytes.
-
-    def op_binunicode(self, position: int) -> int:
-        count = _uint4(self.data, position)[0]
-        return self.push_text(position + 4, count)
-
-    def op_short_binunicode(self, position: int) -> int:
-        return self.push_text(position + 1, self.data[position])
-
-    def op_binunicode8(self, position: int) -> int:
-        return self.push_text(position + 8, _uint8(self.data, position)[0])
-
-    def push_text(self, position: int, count: int) -> int:
-        try:  # Python's pickler writes lone surrogates, as file names may hold them
-            self.stack.append(self.take(position, count).decode("utf-8", "surrogatepass"))
-        except UnicodeDecodeError:
-            _fault("its pickle has text that is not UTF-8")
-        return position + count
-
-    def op_unicode(self, position: int) -> int:
-        text, position = self.line(position)
-        try:
-            self.stack.append(text.decode("raw-unicode-escape"))
-        except UnicodeDecodeError:
-            _fault("its pickle has malformed text")
-        return position
-
-    def op_string(self, position: int) -> int:
-        text, position = self.line(position)
-        if len(text) < 2 or text[:1] != text[-1:] or text[:1] not in (b"'", b'"'):
-            _fault("its pickle has a malformed string")
-        try:
-            self.push_string(codecs.escape_decode(text[1:-1])[0])
-        except ValueError:
-            _fault("its pickle has a malformed string")
-        return position
-
-    def op_binstring(self, position: int) -> int:
-        count = _uint4(self.data, position)[0]
-        self.push_string(self.take(position + 4, count))
-        return position + 4 + count
-
-    def op_short_binstring(self, position: int) -> int:
-        count = self.data[position]
-        self.push_string(self.take(position + 1, count))
-        return position + 1 + count
-
-    def push_string(self, raw: bytes) -> None:
-        """A string of Python 2: text where it is UTF-8, as torch reads it, else its bytes."""
-        try:
-            self.stack.append(raw.decode("utf-8"))
-        except UnicodeDecodeError:
-            self.stack.append(raw)
-
-    def op_binbytes(self, position: int) -> int:
-        count = _uint4(self.data, position)[0]
-        self.stack.append(self.take(position + 4, count))
-        return position + 4 + count
-
-    def op_short_binbytes(self, position: int) -> int:
-        count = self.data[position]
-        self.stack.append(self.take(position + 1, count))
-        return position + 1 + count
-
-    def op_binbytes8(self, position: int) -> int:
-        count = _uint8(self.data, position)[0]
-        self.stack.append(self.take(position + 8, count))
-        return position + 8 + count
-
-    def op_bytearray8(self, position: int) -> int:
-        count = _uint8(self.data, position)[0]
-        self.stack.append(bytearray(self.take(position + 8, count)))
-        return position + 8 + count
-
-    # Stack and memo.
-
-    def op_mark(self, position: int) -> int:
-        self.below.append(self.stack)
-        self.stack = []
-        return position
-
-    def op_pop(self, position: int) -> int:
-        if self.stack:
-            self.stack.pop()
-        else:
-            self.pop_mark()
-        return position
-
-    def op_pop_mark(self, position: int) -> int:
-        self.pop_mark()
-        return position
-
-    def op_dup(self, position: int) -> int:
-        self.stack.append(self.stack[-1])
-        return position
-
-    def get(self, index: int) -> None:
-        try:
-            self.stack.append(self.memo[index])
-        except KeyError:
-            _fault(f"its pickle refers to value {index}, which it has not stored")
-
-    def op_binget(self, position: int) -> int:
-        self.get(self.data[position])
-        return position + 1
-
-    def op_long_binget(self, position: int) -> int:
-        self.get(_uint4(self.data, position)[0])
-        return position + 4
-
-    def op_get(self, position: int) -> int:
-        text, position = self.line(position)
-        self.get(self.number(text))
-        return position
-
-    def op_binput(self, position: int) -> int:
-        self.memo[self.data[position]] = self.stack[-1]
-        return position + 1
-
-    def op_long_binput(self, position: int) -> int:
-        self.memo[_uint4(self.data, position)[0]] = self.stack[-1]
-        return position + 4
-
-    def op_put(self, position: int) -> int:
-        text, position = self.line(position)
-        self.memo[self.number(text)] = self.stack[-1]
-        return position
-
-    def op_memoize(self, position: int) -> int:
-        self.memo[len(self.memo)] = self.stack[-1]
-        return position
-
-    # Containers.
-
-    def op_empty_tuple(self, position: int) -> int:
-        self.stack.append(())
-        return position
-
-    def op_tuple1(self, position: int) -> int:
-        stack = self.stack
-        stack[-1] = (stack[-1],)
-        return position
-
-    def op_tuple2(self, position: int) -> int:
-        stack = self.stack
-        stack[-2:] = [(stack[-2], stack[-1])]
-        return position
-
-    def op_tuple3(self, position: int) -> int:
-        stack = self.stack
-        stack[-3:] = [(stack[-3], stack[-2], stack[-1])]
-        return position
-
-    def op_tuple(self, position: int) -> int:
-        items = self.pop_mark()
-        self.stack.append(tuple(items))
-        return position
-
-    def op_empty_list(self, position: int) -> int:
-        self.stack.append([])
-        return position
-
-    def op_list(self, position: int) -> int:
-        items = self.pop_mark()
-        self.stack.append(items)
-        return position
-
-    def op_empty_dict(self, position: int) -> int:
-        self.stack.append({})
-        return position
-
-    def op_dict(self, position: int) -> int:
-        items = self.pop_mark()
-        self.stack.append({})
-        self.set_items(items)
-        return position
-
-    def op_empty_set(self, position: int) -> int:
-        self.stack.append(set())
-        return position
-
-    def op_frozenset(self, position: int) -> int:
-        items = self.pop_mark()
-        self.stack.append(frozenset(map(self.key, items)))
-        return position
-
-    def op_append(self, position: int) -> int:
-        item = self.stack.pop()
-        self.extend([item])
-        return position
-
-    def op_appends(self, position: int) -> int:
-        items = self.pop_mark()
-        self.extend(items)
-        return position
+    # What opcodes do to the values on the stack.
 
     def extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -431,24 +138,6 @@ class _Machine:
         else:
             _fault(f"its pickle appends to a {type(target).__name__}")
 
-    def op_additems(self, position: int) -> int:
-        items = self.pop_mark()
-        target = self.stack[-1]
-        if type(target) is not set:
-            _fault(f"its pickle adds to a {type(target).__name__}")
-        target.update(map(self.key, items))
-        return position
-
-    def op_setitem(self, position: int) -> int:
-        value, key = self.stack.pop(), self.stack.pop()
-        self.set_items([key, value])
-        return position
-
-    def op_setitems(self, position: int) -> int:
-        items = self.pop_mark()
-        self.set_items(items)
-        return position
-
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         keys, values = items[::2], items[1::2]
@@ -456,174 +145,383 @@ class _Machine:
             _fault("its pickle has a key without a value")
         if isinstance(target, dict):
             for key, value in zip(keys, values, strict=True):
-                target[key if isinstance(key, PLAIN_KEYS) else self.key(key)] = value
+                target[key if isinstance(key, PLAIN_KEYS) else checked_key(key)] = value
         elif type(target) is Record:
             target.items.extend(zip(keys, values, strict=True))
         else:
             _fault(f"its pickle sets items of a {type(target).__name__}")
 
-    # Names and objects.
-
-    def op_global(self, position: int) -> int:
-        module, position = self.line(position)
-        name, position = self.line(position)
-        self.push_global(module, name)
-        return position
-
-    def push_global(self, module: bytes, name: bytes) -> None:
-        try:
-            self.stack.append(Global(module.decode("utf-8"), name.decode("utf-8")))
-        except UnicodeDecodeError:
-            _fault("its pickle has a name that is not UTF-8")
-
-    def op_stack_global(self, position: int) -> int:
-        name, module = self.stack.pop(), self.stack.pop()
-        if type(name) is not str or type(module) is not str:
-            _fault("its pickle has a name that is not text")
-        self.stack.append(Global(module, name))
-        return position
-
-    def op_reduce(self, position: int) -> int:
-        args, callable = self.stack.pop(), self.stack.pop()
-        self.make("reduce", callable, args)
-        return position
-
-    def op_newobj(self, position: int) -> int:
-        args, cls = self.stack.pop(), self.stack.pop()
-        self.make("newobj", cls, args)
-        return position
-
-    def op_newobj_ex(self, position: int) -> int:
-        kwargs, args, cls = self.stack.pop(), self.stack.pop(), self.stack.pop()
-        if type(kwargs) is not dict:
-            _fault("its pickle makes an object from malformed arguments")
-        self.make("newobj", cls, args, kwargs)
-        return position
-
-    def op_inst(self, position: int) -> int:
-        items = self.pop_mark()
-        position = self.op_global(position)
-        self.make("reduce" if items else "newobj", self.stack.pop(), tuple(items))
-        return position
-
-    def op_obj(self, position: int) -> int:
-        items = self.pop_mark()
-        cls, args = items[0], tuple(items[1:])
-        self.make("reduce" if args else "newobj", cls, args)
-        return position
-
     def make(self, how: str, callable: Any, args: Any, kwargs: Any = None) -> None:
+        """What calling a name would have made: a value that is known by that name, or a Record."""
         if type(args) is not tuple or not isinstance(callable, Global | Record):
             _fault("its pickle makes an object from malformed arguments")
         value: object = None
         if how == "reduce" and isinstance(callable, Global):
             if callable == ORDERED_DICT:
-                value = self.ordered_dict(args)
+                value = ordered_dict(args)
             elif callable in self.reducers:
                 value = self.reducers[callable](args)
         self.stack.append(Record(how, callable, args, kwargs) if value is None else value)
 
-    def ordered_dict(self, args: tuple[Any, ...]) -> OrderedDict_ | None:
-        """An OrderedDict: empty, or, in pickles of Python 2, made of a list of pairs."""
-        if not args:
-            return OrderedDict_()
-        pairs = args[0] if len(args) == 1 else None
-        if type(pairs) is not list or not all(type(p) in (list, tuple) and len(p) == 2 for p in pairs):
-            return None
-        return OrderedDict_((self.key(key), value) for key, value in pairs)
-
-    def op_build(self, position: int) -> int:
-        state, target = self.stack.pop(), self.stack[-1]
+    def build(self, state: Any) -> None:
+        target = self.stack[-1]
         if type(target) is OrderedDict_ and target.attributes is None:
             target.attributes = state
         elif type(target) is Record and not target.has_state:
             target.state, target.has_state = state, True
         else:
             _fault(f"its pickle sets the state of a {type(target).__name__}")
-        return position
 
-    def op_persid(self, position: int) -> int:
-        text, position = self.line(position)
-        self.push_persistent(text.decode("ascii", "replace"))
-        return position
+    def refer(self, index: int) -> None:
+        try:
+            self.stack.append(self.memo[index])
+        except KeyError:
+            _fault(f"its pickle refers to value {index}, which it has not stored")
 
-    def op_binpersid(self, position: int) -> int:
-        self.push_persistent(self.stack.pop())
-        return position
-
-    def push_persistent(self, identity: object) -> None:
+    def persistent(self, identity: object) -> None:
         if self.persistent_load is None:
             _fault("its pickle refers to something outside itself")
         self.stack.append(self.persistent_load(identity))
 
 
-OPCODES = {
-    ord("("): "op_mark",
-    ord("."): "op_stop",
-    ord("0"): "op_pop",
-    ord("1"): "op_pop_mark",
-    ord("2"): "op_dup",
-    ord("F"): "op_float",
-    ord("I"): "op_int",
-    ord("J"): "op_binint",
-    ord("K"): "op_binint1",
-    ord("L"): "op_int",
-    ord("M"): "op_binint2",
-    ord("N"): "op_none",
-    ord("P"): "op_persid",
-    ord("Q"): "op_binpersid",
-    ord("R"): "op_reduce",
-    ord("S"): "op_string",
-    ord("T"): "op_binstring",
-    ord("U"): "op_short_binstring",
-    ord("V"): "op_unicode",
-    ord("X"): "op_binunicode",
-    ord("a"): "op_append",
-    ord("b"): "op_build",
-    ord("c"): "op_global",
-    ord("d"): "op_dict",
-    ord("}"): "op_empty_dict",
-    ord("e"): "op_appends",
-    ord("g"): "op_get",
-    ord("h"): "op_binget",
-    ord("i"): "op_inst",
-    ord("j"): "op_long_binget",
-    ord("l"): "op_list",
-    ord("]"): "op_empty_list",
-    ord("o"): "op_obj",
-    ord("p"): "op_put",
-    ord("q"): "op_binput",
-    ord("r"): "op_long_binput",
-    ord("s"): "op_setitem",
-    ord("t"): "op_tuple",
-    ord(")"): "op_empty_tuple",
-    ord("u"): "op_setitems",
-    ord("G"): "op_binfloat",
-    0x80: "op_proto",
-    0x81: "op_newobj",
-    0x82: "op_unsupported",
-    0x83: "op_unsupported",
-    0x84: "op_unsupported",
-    0x85: "op_tuple1",
-    0x86: "op_tuple2",
-    0x87: "op_tuple3",
-    0x88: "op_true",
-    0x89: "op_false",
-    0x8A: "op_long1",
-    0x8B: "op_long4",
-    ord("B"): "op_binbytes",
-    ord("C"): "op_short_binbytes",
-    0x8C: "op_short_binunicode",
-    0x8D: "op_binunicode8",
-    0x8E: "op_binbytes8",
-    0x8F: "op_empty_set",
-    0x90: "op_additems",
-    0x91: "op_frozenset",
-    0x92: "op_newobj_ex",
-    0x93: "op_stack_global",
-    0x94: "op_memoize",
-    0x95: "op_frame",
-    0x96: "op_bytearray8",
-    0x97: "op_unsupported",
-    0x98: "op_unsupported",
+def checked_key(value: Any) -> Any:
+    """A value fit to be a key: of a kind whose hash runs no code and ends in bounded time."""
+    todo, seen = [value], 0
+    while todo:
+        part = todo.pop()
+        seen += 1
+        if isinstance(part, tuple | frozenset):
+            if seen + len(todo) + len(part) > MAX_KEY_PARTS:
+                _fault("its pickle uses a giant tuple as a key")
+            todo.extend(part)
+        elif isinstance(part, dict | list | set | bytearray):
+            _fault(f"its pickle uses a {type(part).__name__} as a key")
+    return value
+
+
+def ordered_dict(args: tuple[Any, ...]) -> OrderedDict_ | None:
+    """An OrderedDict: empty, or, in pickles of Python 2, made of a list of pairs."""
+    if not args:
+        return OrderedDict_()
+    pairs = args[0] if len(args) == 1 else None
+    if type(pairs) is not list or not all(type(p) in (list, tuple) and len(p) == 2 for p in pairs):
+        return None
+    return OrderedDict_((checked_key(key), value) for key, value in pairs)
+
+
+# The opcodes. Those alike but for a width or a constant are made by the four functions that come first.
+
+
+def constant(make: Callable[[], object]) -> Operation:
+    """Pushes a value; a container is a new one each time."""
+
+    def operation(m: _Machine, position: int) -> int:
+        m.stack.append(make())
+        return position
+
+    return operation
+
+
+def number(width: int, read: Callable[[bytes | mmap.mmap, int], tuple[Any]]) -> Operation:
+    """Pushes a number of fixed width."""
+
+    def operation(m: _Machine, position: int) -> int:
+        m.stack.append(read(m.data, position)[0])
+        return position + width
+
+    return operation
+
+
+def sized(width: int, value: Callable[[bytes], object]) -> Operation:
+    """Pushes what `value` makes of bytes that stand behind their count."""
+    read = SIZES[width]
+
+    def operation(m: _Machine, position: int) -> int:
+        count = read(m.data, position)[0]
+        m.stack.append(value(m.take(position + width, count)))
+        return position + width + count
+
+    return operation
+
+
+def line(value: Callable[[bytes], object]) -> Operation:
+    """Pushes what `value` makes of a line of text (protocol 0)."""
+
+    def operation(m: _Machine, position: int) -> int:
+        text, position = m.line(position)
+        m.stack.append(value(text))
+        return position
+
+    return operation
+
+
+def on_top(width: int, act: Callable[[_Machine, int], None]) -> Operation:
+    """Acts with a memo index, which stands as a number or, with width 0, as a line of text."""
+
+    def operation(m: _Machine, position: int) -> int:
+        if width:
+            act(m, SIZES[width](m.data, position)[0])
+            return position + width
+        text, position = m.line(position)
+        act(m, integer(text))
+        return position
+
+    return operation
+
+
+def grouped(act: Callable[[_Machine, list[Any]], None]) -> Operation:
+    """Acts with everything above the last MARK."""
+
+    def operation(m: _Machine, position: int) -> int:
+        items = m.pop_mark()
+        act(m, items)
+        return position
+
+    return operation
+
+
+def popping(count: int, act: Callable[..., None]) -> Operation:
+    """Acts with the topmost values, the lowest of them first."""
+
+    def operation(m: _Machine, position: int) -> int:
+        if len(m.stack) < count:
+            raise IndexError
+        values = m.stack[-count:]
+        del m.stack[-count:]
+        act(m, *values)
+        return position
+
+    return operation
+
+
+def text(raw: bytes) -> str:
+    try:  # Python's pickler writes lone surrogates, as file names may hold them
+        return raw.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        _fault("its pickle has text that is not UTF-8")
+
+
+def escaped_text(raw: bytes) -> str:
+    try:
+        return raw.decode("raw-unicode-escape")
+    except UnicodeDecodeError:
+        _fault("its pickle has malformed text")
+
+
+def string(raw: bytes) -> str | bytes:
+    """A string of Python 2: text where it is UTF-8, as torch reads it, else its bytes."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return raw
+
+
+def quoted_string(raw: bytes) -> str | bytes:
+    if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
+        _fault("its pickle has a malformed string")
+    try:
+        return string(codecs.escape_decode(raw[1:-1])[0])
+    except ValueError:
+        _fault("its pickle has a malformed string")
+
+
+def signed(raw: bytes) -> int:
+    return int.from_bytes(raw, "little", signed=True)
+
+
+def integer(raw: bytes) -> int:
+    digits = raw.removeprefix(b"-")
+    if not digits.isdigit() or len(digits) > MAX_DIGITS:
+        _fault("its pickle has a malformed integer")
+    return int(raw)
+
+
+def integer_or_bool(raw: bytes) -> int:
+    return {b"00": False, b"01": True}[raw] if raw in (b"00", b"01") else integer(raw.removesuffix(b"L"))
+
+
+def real(raw: bytes) -> float:
+    try:
+        return float(raw)
+    except ValueError:
+        _fault("its pickle has a malformed number")
+
+
+def unknown(m: _Machine, position: int) -> int:
+    _fault(f"its pickle has an unknown opcode {m.data[position - 1]:#04x} at byte {position - 1}")
+
+
+def unsupported(m: _Machine, position: int) -> int:
+    _fault("its pickle refers to something outside the file (extension registry or out-of-band buffer)")
+
+
+def proto(m: _Machine, position: int) -> int:
+    m.protocol = m.data[position]
+    if m.protocol > 5:
+        _fault(f"its pickle has protocol {m.protocol}, newer than 5")
+    return position + 1
+
+
+def frame(m: _Machine, position: int) -> int:
+    _uint8(m.data, position)
+    return position + 8
+
+
+def stop(m: _Machine, position: int) -> int:
+    if m.below:
+        _fault("its pickle stops inside a group")
+    raise _Stop(position)
+
+
+def mark(m: _Machine, position: int) -> int:
+    m.below.append(m.stack)
+    m.stack = []
+    return position
+
+
+def pop(m: _Machine, position: int) -> int:
+    if m.stack:
+        m.stack.pop()
+    else:
+        m.pop_mark()
+    return position
+
+
+def put(m: _Machine, index: int) -> None:
+    m.memo[index] = m.stack[-1]
+
+
+def memoize(m: _Machine, position: int) -> int:
+    m.memo[len(m.memo)] = m.stack[-1]
+    return position
+
+
+def duplicate(m: _Machine, position: int) -> int:
+    m.stack.append(m.stack[-1])
+    return position
+
+
+def add_items(m: _Machine, items: list[Any]) -> None:
+    target = m.stack[-1]
+    if type(target) is not set:
+        _fault(f"its pickle adds to a {type(target).__name__}")
+    target.update(map(checked_key, items))
+
+
+def make_dict(m: _Machine, items: list[Any]) -> None:
+    m.stack.append({})
+    m.set_items(items)
+
+
+def global_(m: _Machine, position: int) -> int:
+    module, position = m.line(position)
+    name, position = m.line(position)
+    m.stack.append(Global(text(module), text(name)))
+    return position
+
+
+def stack_global(m: _Machine, module: Any, name: Any) -> None:
+    if type(name) is not str or type(module) is not str:
+        _fault("its pickle has a name that is not text")
+    m.stack.append(Global(module, name))
+
+
+def new_object_ex(m: _Machine, cls: Any, args: Any, kwargs: Any) -> None:
+    if type(kwargs) is not dict:
+        _fault("its pickle makes an object from malformed arguments")
+    m.make("newobj", cls, args, kwargs)
+
+
+def instance(m: _Machine, position: int) -> int:
+    """INST and OBJ make instances of old classes: a call where there are arguments."""
+    items = m.pop_mark()
+    position = global_(m, position)
+    m.make("reduce" if items else "newobj", m.stack.pop(), tuple(items))
+    return position
+
+
+def object_(m: _Machine, items: list[Any]) -> None:
+    m.make("reduce" if len(items) > 1 else "newobj", items[0], tuple(items[1:]))
+
+
+def persistent_line(m: _Machine, position: int) -> int:
+    identity, position = m.line(position)
+    m.persistent(identity.decode("ascii", "replace"))
+    return position
+
+
+OPCODES: dict[bytes, Operation] = {
+    b"\x80": proto,
+    b"\x95": frame,
+    b".": stop,
+    # Constants and numbers.
+    b"N": constant(lambda: None),
+    b"\x88": constant(lambda: True),
+    b"\x89": constant(lambda: False),
+    b")": constant(tuple),
+    b"]": constant(list),
+    b"}": constant(dict),
+    b"\x8f": constant(set),
+    b"J": number(4, struct.Struct("<i").unpack_from),
+    b"K": number(1, _uint1),
+    b"M": number(2, struct.Struct("<H").unpack_from),
+    b"G": number(8, struct.Struct(">d").unpack_from),
+    b"\x8a": sized(1, signed),
+    b"\x8b": sized(4, signed),
+    b"I": line(integer_or_bool),
+    b"L": line(integer_or_bool),
+    b"F": line(real),
+    # Text and bytes.
+    b"\x8c": sized(1, text),
+    b"X": sized(4, text),
+    b"\x8d": sized(8, text),
+    b"V": line(escaped_text),
+    b"U": sized(1, string),
+    b"T": sized(4, string),
+    b"S": line(quoted_string),
+    b"C": sized(1, bytes),
+    b"B": sized(4, bytes),
+    b"\x8e": sized(8, bytes),
+    b"\x96": sized(8, bytearray),
+    # Stack and memo.
+    b"(": mark,
+    b"0": pop,
+    b"1": grouped(lambda m, items: None),
+    b"2": duplicate,
+    b"g": on_top(0, _Machine.refer),
+    b"h": on_top(1, _Machine.refer),
+    b"j": on_top(4, _Machine.refer),
+    b"p": on_top(0, put),
+    b"q": on_top(1, put),
+    b"r": on_top(4, put),
+    b"\x94": memoize,
+    # Containers.
+    b"\x85": popping(1, lambda m, a: m.stack.append((a,))),
+    b"\x86": popping(2, lambda m, a, b: m.stack.append((a, b))),
+    b"\x87": popping(3, lambda m, a, b, c: m.stack.append((a, b, c))),
+    b"t": grouped(lambda m, items: m.stack.append(tuple(items))),
+    b"l": grouped(lambda m, items: m.stack.append(items)),
+    b"d": grouped(make_dict),
+    b"\x91": grouped(lambda m, items: m.stack.append(frozenset(map(checked_key, items)))),
+    b"a": popping(1, lambda m, item: m.extend([item])),
+    b"e": grouped(_Machine.extend),
+    b"s": popping(2, lambda m, key, value: m.set_items([key, value])),
+    b"u": grouped(_Machine.set_items),
+    b"\x90": grouped(add_items),
+    # Names and objects.
+    b"c": global_,
+    b"\x93": popping(2, stack_global),
+    b"R": popping(2, lambda m, callable, args: m.make("reduce", callable, args)),
+    b"\x81": popping(2, lambda m, cls, args: m.make("newobj", cls, args)),
+    b"\x92": popping(3, new_object_ex),
+    b"i": instance,
+    b"o": grouped(object_),
+    b"b": popping(1, _Machine.build),
+    b"P": persistent_line,
+    b"Q": popping(1, _Machine.persistent),
+    b"\x82": unsupported,
+    b"\x83": unsupported,
+    b"\x84": unsupported,
+    b"\x97": unsupported,
+    b"\x98": unsupported,
 }
