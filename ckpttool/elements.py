@@ -11,10 +11,11 @@ import itertools
 import math
 import mmap
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from .errors import Refused
-from .tensor import TensorRef
+from .tensor import Computed, TensorRef
 
 CHUNK = 4 << 20
 MAX_EXPANSION = 1 << 30
@@ -38,7 +39,7 @@ def stream(name: str, tensor: TensorRef) -> Iterator[memoryview]:
     """
     if tensor.nbytes > tensor.storage.nbytes + MAX_EXPANSION:
         raise Refused(
-            tensor.storage.data.source.path,
+            tensor.storage.data.path,
             f"'{name}' repeats {tensor.storage.nbytes} bytes into {tensor.nbytes} by a stride of 0",
             hint="keep it a view by writing a .pt file",
         )
@@ -55,18 +56,28 @@ def _gather(tensor: TensorRef) -> Iterator[memoryview]:
     width, shape, stride = tensor.dtype.itemsize, tensor.shape, tensor.stride
     if width == 16:  # no memoryview format is that wide: such elements go as pairs of 8 bytes
         width, shape, stride = 8, (*shape, 2), (*(2 * s for s in stride), 1)
-    begin, end = tensor.span
-    where = tensor.storage.data.part(begin, end - begin)
-    aligned = where.offset - where.offset % mmap.ALLOCATIONGRANULARITY
-    skip = where.offset - aligned
-    with (
-        mmap.mmap(where.source.fd, skip + where.nbytes, access=mmap.ACCESS_READ, offset=aligned) as mapped,
-        memoryview(mapped) as whole,
-        whole[skip:] as view,
-        view.cast(FORMATS[width]) as elements,
-    ):
+    with _looked_at(tensor) as view, view.cast(FORMATS[width]) as elements:
         for start, block in _blocks(shape, stride, CHUNK // width):
             yield _copy_block(elements, start, block, stride[len(stride) - len(block) :], width)
+
+
+@contextmanager
+def _looked_at(tensor: TensorRef) -> Iterator[memoryview]:
+    """The stretch of the storage that a view looks at: a mapping of the file, or the bytes once made."""
+    begin, end = tensor.span
+    where = tensor.storage.data.part(begin, end - begin)
+    if isinstance(where, Computed):
+        yield memoryview(where.read())
+        return
+    skip = where.offset % mmap.ALLOCATIONGRANULARITY
+    with (
+        mmap.mmap(
+            where.source.fd, skip + where.nbytes, access=mmap.ACCESS_READ, offset=where.offset - skip
+        ) as mapped,
+        memoryview(mapped) as whole,
+        whole[skip:] as view,
+    ):
+        yield view
 
 
 def _blocks(shape: Sequence[int], stride: Sequence[int], most: int) -> Iterator[tuple[int, tuple[int, ...]]]:
@@ -104,11 +115,10 @@ def _copy_block(
 def _resolve(tensor: TensorRef, piece: memoryview) -> memoryview:
     """Byte order first, then the sign bits that the lazy conjugate and negative stand for."""
     part = tensor.dtype.part
-    swap = tensor.storage.byteorder == "big" and part > 1
-    if not (swap or tensor.neg or tensor.conj):
+    if not (tensor.is_swapped or tensor.neg or tensor.conj):
         return piece
     data = bytearray(piece)
-    if swap:
+    if tensor.is_swapped:
         for i in range(part // 2):
             data[i::part], data[part - 1 - i :: part] = data[part - 1 - i :: part], data[i::part]
     if tensor.neg:

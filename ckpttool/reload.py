@@ -10,14 +10,14 @@ import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from . import formats
 from .checkpoint import Checkpoint, State
 from .elements import stream
 from .errors import Collision, FileError, Mismatch, Refused
 from .keys import found_prefixes, strip_names
-from .tensor import DTYPES, TensorRef
+from .tensor import DTYPES, ByteRange, Computed, TensorRef
 
 if TYPE_CHECKING:
     import torch
@@ -235,17 +235,16 @@ def live_tensors(tensors: Mapping[str, TensorRef]) -> dict[str, torch.Tensor]:
     made: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         dtype = _torch_dtype(name, tensor)
-        start = tensor.storage.data.offset
-        swapped = tensor.storage.byteorder == "big" and tensor.dtype.part > 1
+        data = tensor.storage.data
         if not tensor.numel:
             made[name] = torch.empty(tensor.shape, dtype=dtype)
-        elif tensor.conj or tensor.neg or swapped or start % tensor.dtype.part:
+        elif tensor.conj or tensor.neg or tensor.is_swapped or not _mappable(data, tensor):
             raw = b"".join(bytes(chunk) for chunk in stream(name, tensor))
             made[name] = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(tensor.shape)
         else:
             key = id(tensor.storage)
             if key not in storages:
-                storages[key] = _mapped(tensor, maps)
+                storages[key] = _mapped(data, maps)
             empty = torch.empty(0, dtype=dtype)
             made[name] = empty.set_(storages[key], tensor.offset, tensor.shape, tensor.stride)
     return made
@@ -257,16 +256,20 @@ def _torch_dtype(name: str, tensor: TensorRef) -> torch.dtype:
     dtype = getattr(torch, tensor.dtype.name, None)
     if not isinstance(dtype, torch.dtype) or tensor.dtype.name not in DTYPES:
         raise FileError(
-            tensor.storage.data.source.path, f"this torch has no type {tensor.dtype.name}, which '{name}' has"
+            tensor.storage.data.path, f"this torch has no type {tensor.dtype.name}, which '{name}' has"
         )
     return dtype
 
 
-def _mapped(tensor: TensorRef, maps: dict[int, mmap.mmap]) -> torch.UntypedStorage:
+def _mappable(data: ByteRange | Computed, tensor: TensorRef) -> TypeGuard[ByteRange]:
+    """Whether memory may be the file itself: bytes that are there, at an address fit for the elements."""
+    return isinstance(data, ByteRange) and data.offset % tensor.dtype.part == 0
+
+
+def _mapped(data: ByteRange, maps: dict[int, mmap.mmap]) -> torch.UntypedStorage:
     """A storage over a mapping of its file; writing to it changes memory, never the file."""
     import torch
 
-    data = tensor.storage.data
     if id(data.source) not in maps:
         maps[id(data.source)] = mmap.mmap(data.source.fd, 0, access=mmap.ACCESS_COPY)
     whole = torch.frombuffer(maps[id(data.source)], dtype=torch.uint8, count=data.nbytes, offset=data.offset)

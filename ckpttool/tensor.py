@@ -2,14 +2,15 @@
 
 A `Source` is an open file, a `ByteRange` a stretch of it, a `Storage` what torch calls a storage (bytes that
 several tensors may share), and a `TensorRef` a tensor as a view of a storage. All are descriptions: reading
-a checkpoint of any size makes a few hundred bytes a tensor.
+a checkpoint of any size makes a few hundred bytes a tensor. A transform that changes values (another dtype)
+describes them too, as `Computed` bytes that are made when they are written.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from .errors import Damaged
@@ -127,6 +128,11 @@ class ByteRange:
     offset: int
     nbytes: int
 
+    @property
+    def path(self) -> str:
+        """The file, for messages."""
+        return self.source.path
+
     def read(self) -> bytes:
         return self.source.read(self.offset, self.nbytes)
 
@@ -149,6 +155,31 @@ class ByteRange:
             yield view
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """`nbytes` bytes that are made when asked for, always the same.
+
+    Attributes:
+        path: the file they come from, for messages.
+        make: `make(start, nbytes)` gives a stretch of them, in pieces that are valid until the next.
+    """
+
+    path: str
+    nbytes: int
+    make: Callable[[int, int], Iterator[memoryview]]
+
+    def read(self) -> bytes:
+        return b"".join(bytes(piece) for piece in self.make(0, self.nbytes))
+
+    def part(self, start: int, nbytes: int) -> Computed:
+        """A stretch; the caller has checked that it lies inside and cuts no element."""
+        return Computed(self.path, nbytes, lambda at, count: self.make(start + at, count))
+
+    def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
+        """All bytes in order; the buffer is not needed."""
+        return self.make(0, self.nbytes)
+
+
 @dataclass(slots=True, eq=False)
 class Storage:
     """Bytes that tensors look at. Two tensors share memory exactly when they have the same Storage object.
@@ -156,14 +187,14 @@ class Storage:
     Not changed once a reader has handed it out.
 
     Attributes:
-        data: where the bytes are.
+        data: where the bytes are, or how they are made.
         kind: the class under which torch pickles it: `FloatStorage`, `UntypedStorage`, …
         location: the device it was saved from, `cpu` or `cuda:0`.
         crc32: CRC-32 of the bytes when the file states one, else None.
         byteorder: `little` or `big`.
     """
 
-    data: ByteRange
+    data: ByteRange | Computed
     kind: str
     location: str = "cpu"
     crc32: int | None = None
@@ -216,14 +247,19 @@ class TensorRef:
         return True
 
     @property
-    def is_plain(self) -> bool:
-        """Whether the values are one byte range of the file, little-endian, to be copied unseen."""
-        swapped = self.storage.byteorder == "big" and self.dtype.part > 1
-        return self.is_contiguous and not (self.conj or self.neg or swapped)
+    def is_swapped(self) -> bool:
+        """Whether the bytes of an element stand in the file the other way round."""
+        return self.storage.byteorder == "big" and self.dtype.part > 1
 
     @property
-    def data(self) -> ByteRange:
-        """The byte range of the values; only for a contiguous tensor."""
+    def is_plain(self) -> bool:
+        """Whether the values are one byte range of a file, little-endian, to be copied unseen."""
+        lazy = self.conj or self.neg or self.is_swapped or isinstance(self.storage.data, Computed)
+        return self.is_contiguous and not lazy
+
+    @property
+    def data(self) -> ByteRange | Computed:
+        """The bytes of the values as they are stored; only for a contiguous tensor."""
         return self.storage.data.part(self.offset * self.dtype.itemsize, self.nbytes)
 
     @property

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 from .errors import Damaged, Unreadable, UsageFault
-from .tensor import ByteRange
+from .tensor import ByteRange, Computed
 
 BUFFER = 4 << 20
 """Bytes moved at a time where data must pass through this process."""
@@ -89,9 +89,9 @@ class Output:
             self._progress(moved)
         self.position += range.nbytes
 
-    def copy_with_crc(self, range: ByteRange) -> int:
-        """Append a range of another file, read once; returns its CRC-32."""
-        return self.write_all(range.chunks(self._reused_buffer()))
+    def copy_with_crc(self, data: ByteRange | Computed) -> int:
+        """Append bytes from elsewhere, read once; returns their CRC-32."""
+        return self.write_all(data.chunks(self._reused_buffer()))
 
     def _copy_file_range(self, range: ByteRange, done: int, count: int) -> int:
         if not hasattr(os, "copy_file_range"):
@@ -130,8 +130,8 @@ class DryOutput(Output):
     def copy(self, range: ByteRange) -> None:
         self.position += range.nbytes
 
-    def copy_with_crc(self, range: ByteRange) -> int:
-        self.position += range.nbytes
+    def copy_with_crc(self, data: ByteRange | Computed) -> int:
+        self.position += data.nbytes
         return 0
 
 

@@ -136,8 +136,9 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
     ordered = sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0]))
     out.write(_header(path, ordered, metadata))
     for name, tensor in ordered:
-        if tensor.is_plain:
-            out.copy(tensor.data)
+        data = tensor.data if tensor.is_plain else None
+        if isinstance(data, ByteRange):
+            out.copy(data)
         else:
             out.write_all(stream(name, tensor))
 

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 
 from ..errors import Damaged, Unsupported
-from ..tensor import ByteRange, Source
+from ..tensor import ByteRange, Computed, Source
 from ..transfer import Output
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -213,13 +213,13 @@ class ZipWriter:
         crc = self.out.write_all([memoryview(data)])
         self._finish(name, header, len(data), crc)
 
-    def copy(self, name: str, data: ByteRange, crc32: int | None) -> None:
-        """A record that is a range of another file; its bytes are looked at only for a missing CRC."""
+    def copy(self, name: str, data: ByteRange | Computed, crc32: int | None) -> None:
+        """A record of bytes from elsewhere; those of a file are looked at only for a missing CRC."""
         header = self._reserve(name, data.nbytes)
-        if crc32 is None:
-            crc32 = self.out.copy_with_crc(data)
-        else:
+        if isinstance(data, ByteRange) and crc32 is not None:
             self.out.copy(data)
+        else:
+            crc32 = self.out.copy_with_crc(data)
         self._finish(name, header, data.nbytes, crc32)
 
     def close(self) -> None:
