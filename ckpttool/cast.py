@@ -49,7 +49,9 @@ class CastReport:
 def target(name: str) -> DType:
     """The type that `--dtype NAME` asks for. Raises UsageFault."""
     if name not in TARGETS:
-        raise UsageFault(f"--dtype {name}: not a type that can be cast to", hint=f"one of {', '.join(TARGETS)}")
+        raise UsageFault(
+            f"--dtype {name}: not a type that can be cast to", hint=f"one of {', '.join(TARGETS)}"
+        )
     return TARGETS[name]
 
 

@@ -18,6 +18,10 @@ MAX_DEPTH = 200
 """Levels of nesting that can be written. Python's own pickler gives up at some 300; honest files reach 60."""
 
 
+MAX_KEY_PARTS = 1000
+"""Values inside a tuple used as a key: hashing visits each, and a tuple can repeat itself 2^60 times."""
+
+
 @dataclass(frozen=True, slots=True)
 class Global:
     """A name that the pickle mentions: a class, a function, a dtype. Never imported."""
@@ -81,6 +85,25 @@ PARAMETERS = {
     Global("torch._utils", "_rebuild_parameter"),
     Global("torch._utils", "_rebuild_parameter_with_state"),
 }
+
+
+class BadKey(ValueError):
+    """A value that is no key of an honest dict; says what it is."""
+
+
+def checked_key(value: Any) -> Any:
+    """A value fit to be a key: of a kind whose hash runs no code and ends in bounded time."""
+    todo, seen = [value], 0
+    while todo:
+        part = todo.pop()
+        seen += 1
+        if isinstance(part, tuple | frozenset):
+            if seen + len(todo) + len(part) > MAX_KEY_PARTS:
+                raise BadKey("a giant tuple")
+            todo.extend(part)
+        elif isinstance(part, dict | list | set | bytearray):
+            raise BadKey(f"a {type(part).__name__}")
+    return value
 
 
 def tensor_of(value: object) -> TensorRef | None:

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from .errors import Damaged
 
@@ -82,6 +83,12 @@ def _table() -> dict[str, DType]:
 
 DTYPES = _table()
 """Every known element type by torch's name."""
+
+STORAGE_DTYPES = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage}
+"""Element types by the storage class under which torch pickles them."""
+
+SIGNED = ("float16", "float32", "float64", "bfloat16", "complex")
+"""Types that torch's lazy negative may stand on: flipping the sign bit is all it means."""
 
 
 class Source:
@@ -277,3 +284,43 @@ class TensorRef:
         for i in range(len(shape) - 2, -1, -1):
             stride[i] = stride[i + 1] * max(shape[i + 1], 1)
         return cls(storage, dtype, shape, tuple(stride))
+
+
+class BadTensor(ValueError):
+    """A description that fits no tensor; reads on after "a tensor"."""
+
+
+def is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value <= MAX_BYTES
+
+
+def checked_tensor(
+    storage: Storage,
+    dtype: DType,
+    shape: Any,
+    stride: Any,
+    offset: Any,
+    requires_grad: bool = False,
+    conj: bool = False,
+    neg: bool = False,
+    *,
+    room: int | None = None,
+) -> TensorRef:
+    """A tensor as a file describes it, each of whose elements lies in its storage.
+
+    Args:
+        room: bytes of the storage that it may look at; all when None.
+
+    Raises:
+        BadTensor: malformed, negative, overflowing, or reaching past the storage.
+    """
+    room = storage.nbytes if room is None else room
+    counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride)
+    if not counts or not all(map(is_count, (offset, *shape, *stride))):
+        raise BadTensor(f"of malformed size or stride: {str((shape, stride))[:80]}")
+    if (conj and not dtype.name.startswith("complex")) or (neg and not dtype.name.startswith(SIGNED)):
+        raise BadTensor(f"that is a conjugate or negative view of {dtype.name}")
+    tensor = TensorRef(storage, dtype, shape, stride, offset, requires_grad, conj, neg)
+    if tensor.nbytes > MAX_BYTES or tensor.span[1] > room:
+        raise BadTensor(f"of shape {str(list(shape))[:80]} that reaches past its storage of {room} bytes")
+    return tensor

@@ -16,10 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from ..inert import ORDERED_DICT, Global, OrderedDict_, Record
-
-MAX_KEY_PARTS = 1000
-"""Values inside a tuple used as a key: hashing visits each, and a tuple can repeat itself 2^60 times."""
+from ..inert import ORDERED_DICT, BadKey, Global, OrderedDict_, Record, checked_key
 
 MAX_DIGITS = 4300
 """Decimal digits of an integer written as text, Python's own bound."""
@@ -78,6 +75,8 @@ def read_pickle(
         return machine.run(start)
     except (IndexError, struct.error):
         raise PickleFault("its pickle is cut short or malformed") from None
+    except BadKey as fault:
+        raise PickleFault(f"its pickle uses {fault} as a key") from None
 
 
 def _fault(what: str) -> NoReturn:
@@ -182,21 +181,6 @@ class _Machine:
         if self.persistent_load is None:
             _fault("its pickle refers to something outside itself")
         self.stack.append(self.persistent_load(identity))
-
-
-def checked_key(value: Any) -> Any:
-    """A value fit to be a key: of a kind whose hash runs no code and ends in bounded time."""
-    todo, seen = [value], 0
-    while todo:
-        part = todo.pop()
-        seen += 1
-        if isinstance(part, tuple | frozenset):
-            if seen + len(todo) + len(part) > MAX_KEY_PARTS:
-                _fault("its pickle uses a giant tuple as a key")
-            todo.extend(part)
-        elif isinstance(part, dict | list | set | bytearray):
-            _fault(f"its pickle uses a {type(part).__name__} as a key")
-    return value
 
 
 def ordered_dict(args: tuple[Any, ...]) -> OrderedDict_ | None:

@@ -12,17 +12,20 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
+from .. import full
 from ..checkpoint import Checkpoint
 from ..elements import stream
 from ..errors import Damaged, Refused, Unsupported
-from ..inert import OrderedDict_
-from ..tensor import DTYPES, MAX_BYTES, ByteRange, Source, Storage, TensorRef
+from ..inert import OrderedDict_, TooDeep
+from ..tensor import DTYPES, ByteRange, Source, Storage, TensorRef, is_count
 from ..transfer import Output
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 MAX_HEADER = 100_000_000
 METADATA = "__metadata__"
+FULL = "ckpttool.full"
+"""The metadata entry under which a file of `--full` holds all that is no tensor."""
 
 # The order in which the library lays out types: widest first, and within a width as listed in its source.
 ORDER = (
@@ -50,7 +53,7 @@ def read(source: Source) -> Checkpoint:
         raise Damaged(source.path, f"is cut short: its header should have {size} bytes")
     header = _parse(source, source.read(8, size))
     metadata = _metadata(source, header.pop(METADATA, {}))
-    tensors = OrderedDict_()
+    tensors: dict[str, TensorRef] = {}
     end = 8 + size
     for name, entry in sorted(header.items(), key=lambda item: _begin(source, item)):
         tensor, begin = _tensor(source, name, entry, 8 + size)
@@ -60,7 +63,23 @@ def read(source: Source) -> Checkpoint:
         end = begin + tensor.nbytes
     if end != source.size:
         raise Damaged(source.path, f"has {source.size - end} bytes that belong to no tensor")
-    return Checkpoint(source, NAME, tensors, metadata=metadata)
+    return Checkpoint(source, NAME, _tree(source, tensors, metadata), metadata=metadata)
+
+
+def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> object:
+    """The tensors as a state, ties restored; or the whole tree where the file holds one (`--full`)."""
+    text = metadata.pop(FULL, None)
+    if text is not None:
+        try:
+            return full.decode(tensors, text)
+        except full.BadJson as fault:
+            raise Damaged(source.path, f"its metadata entry '{FULL}' {fault}") from None
+    state = OrderedDict_(tensors)
+    for name, kept in list(metadata.items()):
+        if kept in tensors and name not in tensors:  # as safetensors.torch.save_model records ties
+            state[name] = tensors[kept]
+            del metadata[name]
+    return state
 
 
 def _parse(source: Source, raw: bytes) -> dict[str, Any]:
@@ -85,10 +104,6 @@ def _metadata(source: Source, found: object) -> dict[str, str]:
     return found
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_BYTES
-
-
 def _begin(source: Source, item: tuple[str, Any]) -> tuple[int, int]:
     """Where a tensor says it lies, once its entry has the right form."""
     name, entry = item
@@ -99,7 +114,7 @@ def _begin(source: Source, item: tuple[str, Any]) -> tuple[int, int]:
         or not isinstance(entry["shape"], list)
         or not isinstance(entry["data_offsets"], list)
         or len(entry["data_offsets"]) != 2
-        or not all(map(_is_count, entry["shape"] + entry["data_offsets"]))
+        or not all(map(is_count, entry["shape"] + entry["data_offsets"]))
     ):
         raise Damaged(source.path, f"its header has a malformed entry for '{name[:80]}'")
     begin, end = entry["data_offsets"]
@@ -141,6 +156,39 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
             out.copy(data)
         else:
             out.write_all(stream(name, tensor))
+
+
+def write_full(path: str, tree: object, metadata: Mapping[str, str], out: Output) -> None:
+    """Writes a whole tree: its tensors, and the rest as JSON in the metadata.
+
+    Raises:
+        Refused: nested too deeply, or a header of more than 100 MB.
+    """
+    try:
+        flat = full.encode(tree)
+    except TooDeep:
+        raise Refused(path, "its contents are nested too deeply to be written") from None
+    write(path, flat.tensors, {**metadata, FULL: flat.text}, out)
+
+
+def ties(tensors: Mapping[str, TensorRef]) -> dict[str, str]:
+    """Names that are another name for the same tensor: name -> the first name of it."""
+    first: dict[tuple[object, ...], str] = {}
+    tied = {}
+    for name, tensor in tensors.items():
+        same = (
+            id(tensor.storage),
+            tensor.dtype,
+            tensor.offset,
+            tensor.shape,
+            tensor.stride,
+            tensor.conj,
+            tensor.neg,
+        )
+        kept = first.setdefault(same, name)
+        if kept != name and tensor.numel:
+            tied[name] = kept
+    return tied
 
 
 def _rank(path: str, name: str, tensor: TensorRef) -> int:

@@ -14,11 +14,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..inert import Global, OrderedDict_
-from ..tensor import DTYPES, MAX_BYTES, DType, Storage, TensorRef
+from ..tensor import (
+    DTYPES,
+    STORAGE_DTYPES,
+    BadTensor,
+    DType,
+    Storage,
+    TensorRef,
+    checked_tensor,
+    is_count,
+)
 from .inert_reader import Pickle, PickleFault, read_pickle
 from .inert_writer import write_pickle
 
-STORAGE_DTYPES = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage}
 UNTYPED = Global("torch.storage", "UntypedStorage")
 STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 
@@ -67,22 +75,18 @@ def parse_storage_id(identity: object) -> StorageId:
         or (kind.name not in STORAGE_DTYPES and kind.name != UNTYPED.name)
     ):
         raise PickleFault(f"its pickle has a storage of unknown class {str(kind)[:60]}")
-    if not isinstance(key, str) or not isinstance(location, str) or not _is_count(numel):
+    if not isinstance(key, str) or not isinstance(location, str) or not is_count(numel):
         raise PickleFault("its pickle has a malformed storage")
     if view is not None and not (
         isinstance(view, tuple)
         and len(view) == 3
         and isinstance(view[0], str)
-        and _is_count(view[1])
-        and _is_count(view[2])
+        and is_count(view[1])
+        and is_count(view[2])
         and view[1] + view[2] <= numel
     ):
         raise PickleFault(f"its pickle has a malformed view of storage '{key}'")
     return StorageId(kind.name, key, location, numel, view)
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_BYTES
 
 
 def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: Callable[[StorageId], Storage]) -> Pickle:
@@ -144,46 +148,24 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
     room = 0
     if isinstance(storage, StorageView):
         room = (storage.offset + storage.numel) * _itemsize(storage.storage)
-        offset = offset + storage.offset if _is_count(offset) else offset
+        offset = offset + storage.offset if is_count(offset) else offset
         storage = storage.storage
     elif isinstance(storage, Storage):
         room = storage.nbytes
     if not isinstance(storage, Storage):
         raise PickleFault("its pickle has a tensor without a storage")
-    if not (_is_count(offset) and _are_counts(shape) and _are_counts(stride) and len(shape) == len(stride)):
-        raise PickleFault(f"its pickle has a tensor of malformed size or stride: {str((shape, stride))[:80]}")
+    if bits and (not isinstance(bits, dict) or not bits.keys() <= {"conj", "neg"}):
+        raise PickleFault("its pickle has a tensor with unknown flags")
+    conj, neg = (bits.get(flag) is True for flag in ("conj", "neg")) if bits else (False, False)
     dtype = dtype or STORAGE_DTYPES.get(storage.kind, DTYPES["uint8"])
-    flags = _lazy_bits(bits, dtype)
-    tensor = TensorRef(storage, dtype, shape, stride, offset, requires_grad, *flags)
-    if tensor.span[1] > room or tensor.nbytes > MAX_BYTES:
-        raise PickleFault(
-            f"its pickle has a tensor of shape {list(shape)} that reaches past its storage of {room} bytes"
-        )
-    return tensor
+    try:
+        return checked_tensor(storage, dtype, shape, stride, offset, requires_grad, conj, neg, room=room)
+    except BadTensor as fault:
+        raise PickleFault(f"its pickle has a tensor {fault}") from None
 
 
 def _itemsize(storage: Storage) -> int:
     return STORAGE_DTYPES[storage.kind].itemsize if storage.kind in STORAGE_DTYPES else 1
-
-
-def _are_counts(value: Any) -> bool:
-    return type(value) is tuple and all(map(_is_count, value))
-
-
-def _lazy_bits(bits: Any, dtype: DType) -> tuple[bool, bool]:
-    if bits is None or bits == {}:
-        return False, False
-    if not isinstance(bits, dict) or not all(
-        k in ("conj", "neg") and type(v) is bool for k, v in bits.items()
-    ):
-        raise PickleFault("its pickle has a tensor with unknown flags")
-    conj, neg = bits.get("conj", False), bits.get("neg", False)
-    if (conj and not dtype.name.startswith("complex")) or (neg and not dtype.name.startswith(SIGNED)):
-        raise PickleFault(f"its pickle has a conjugate or negative view of {dtype.name}")
-    return conj, neg
-
-
-SIGNED = ("float16", "float32", "float64", "bfloat16", "complex")
 
 
 class StorageKeys:

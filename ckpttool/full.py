@@ -1,0 +1,340 @@
+"""A whole tree as tensors by name and a JSON text for the rest: what a flat format can hold.
+
+`encode` and `decode` are inverse: types, order, sharing of containers, ties and views survive. The JSON is
+made to be read by people too: a dict with text keys is an object; anything JSON lacks is an array that begins
+with a tag: `["tuple", 1, 2]`, `["tensor", "optimizer.state.0.exp_avg"]`, `["record", …]`. The tags are
+listed in docs/full-format.md.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .checkpoint import named_leaves
+from .inert import LEAVES, MAX_DEPTH, Global, OrderedDict_, Record, TooDeep, checked_key, children
+from .tensor import DTYPES, STORAGE_DTYPES, DType, Storage, TensorRef, checked_tensor
+
+VERSION = 1
+SAFE_INTEGER = 2**53
+"""Integers beyond this lose digits in readers of JSON that know doubles alone; they go as hex."""
+
+
+class BadJson(ValueError):
+    """The JSON is not what `encode` writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A tree taken apart: tensors by name, and the text that puts them together again."""
+
+    tensors: dict[str, TensorRef]
+    text: str
+
+
+def encode(tree: object) -> Flat:
+    """Takes a tree apart.
+
+    Raises:
+        TooDeep: nested deeper than MAX_DEPTH.
+    """
+    encoder = _Encoder(tree)
+    node = encoder.node(tree, ())
+    text = json.dumps({"version": VERSION, "tree": node}, ensure_ascii=False, separators=(",", ":"))
+    return Flat(encoder.tensors, text)
+
+
+def decode(tensors: Mapping[str, TensorRef], text: str) -> object:
+    """Puts a tree together again.
+
+    Raises:
+        BadJson: the text is malformed or names a tensor that is not there.
+    """
+    try:
+        document = json.loads(text)
+        version, tree = document["version"], document["tree"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise BadJson("is not JSON of the form {version, tree}") from None
+    if version != VERSION:
+        raise BadJson(f"has version {str(version)[:20]} of the layout, not {VERSION}")
+    try:
+        return _Decoder(tensors).value(tree)
+    except BadJson:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise BadJson(f"is malformed ({type(error).__name__})") from None
+
+
+def _references(tree: object) -> Counter[int]:
+    """How often each container stands in the tree, by id."""
+    counts: Counter[int] = Counter()
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        if not isinstance(value, LEAVES):
+            counts[id(value)] += 1
+            if counts[id(value)] == 1:
+                stack.extend(children(value))
+    return counts
+
+
+class _Encoder:
+    def __init__(self, tree: object) -> None:
+        self.tensors: dict[str, TensorRef] = {}
+        self.counts = _references(tree)
+        self.numbers: dict[int, int] = {}  # containers that stand in several places, by id
+        self.owners: dict[int, tuple[str, TensorRef]] = {}  # what holds a storage's bytes, by its id
+        for path, value in named_leaves(tree):
+            if isinstance(value, TensorRef) and id(value.storage) not in self.owners and _is_whole(value):
+                self.own(path, value)
+        self.level = 0
+
+    def own(self, path: tuple[str, ...], tensor: TensorRef) -> tuple[str, TensorRef]:
+        """Lets a tensor hold the bytes of its storage, under its dotted path."""
+        base = ".".join(path).encode("utf-8", "backslashreplace").decode() or "value"
+        name, number = base, 2
+        while name in self.tensors or name == "__metadata__":  # keys with dots make two paths one name
+            name, number = f"{base}~{number}", number + 1
+        self.tensors[name] = tensor
+        self.owners[id(tensor.storage)] = name, tensor
+        return name, tensor
+
+    def node(self, value: object, path: tuple[str, ...]) -> object:
+        if isinstance(value, TensorRef):
+            return self.tensor(value, path)
+        if isinstance(value, Storage):
+            name, _ = self.owner(value, path)
+            return ["storage", name, value.kind, value.location]
+        if isinstance(value, LEAVES):
+            return _leaf(value)
+        if id(value) in self.numbers:
+            return ["ref", self.numbers[id(value)]]
+        if self.counts[id(value)] == 1:
+            return self.container(value, path)
+        self.numbers[id(value)] = number = len(self.numbers)
+        return ["def", number, self.container(value, path)]
+
+    def container(self, value: object, path: tuple[str, ...]) -> object:
+        if self.level == MAX_DEPTH:
+            raise TooDeep
+        self.level += 1
+        if isinstance(value, OrderedDict_):
+            attributes = [] if value.attributes is None else [self.node(value.attributes, path)]
+            node: object = ["ordered", self.items(value, path), *attributes]
+        elif isinstance(value, dict):
+            node = self.items(value, path)
+        elif isinstance(value, Record):
+            node = ["record", self.record(value, path)]
+        else:
+            assert isinstance(value, list | tuple | set | frozenset)
+            items = [self.node(item, (*path, str(i))) for i, item in enumerate(value)]
+            node = [type(value).__name__, *items]
+        self.level -= 1
+        return node
+
+    def items(self, value: dict[Any, Any], path: tuple[str, ...]) -> object:
+        if all(isinstance(key, str) and _is_text(key) for key in value):
+            return {key: self.node(item, (*path, key)) for key, item in value.items()}
+        return ["dict", *self.pairs(value.items(), path)]
+
+    def pairs(self, items: Iterable[tuple[object, object]], path: tuple[str, ...]) -> list[object]:
+        return [[self.node(key, path), self.node(item, (*path, str(key)))] for key, item in items]
+
+    def record(self, value: Record, path: tuple[str, ...]) -> object:
+        node: dict[str, object] = {
+            "how": value.how,
+            "callable": self.node(value.callable, path),
+            "args": self.node(value.args, path),
+        }
+        if value.kwargs is not None:
+            node["kwargs"] = self.node(value.kwargs, path)
+        if value.has_state:
+            node["state"] = self.node(value.state, path)
+        if value.elements:
+            node["elements"] = [self.node(item, path) for item in value.elements]
+        if value.items:
+            node["items"] = self.pairs(value.items, path)
+        return node
+
+    def tensor(self, value: TensorRef, path: tuple[str, ...]) -> object:
+        """A tensor by name; one that does not hold its storage's bytes, as a view of the one that does."""
+        name, owner = self.owner(value.storage, path)
+        options: dict[str, object] = {}
+        if _layout(value) != _layout(owner):
+            options["view"] = [value.dtype.name, value.offset, value.shape, value.stride]
+        options |= {flag: True for flag in ("requires_grad", "conj", "neg") if getattr(value, flag)}
+        if value.storage.location != "cpu" or value.storage.kind != usual_kind(owner.dtype):
+            options["storage"] = [value.storage.kind, value.storage.location]
+        return ["tensor", name, options] if options else ["tensor", name]
+
+    def owner(self, storage: Storage, path: tuple[str, ...]) -> tuple[str, TensorRef]:
+        """The tensor that holds a storage's bytes: a flat one of its own where no tensor is all of it."""
+        if id(storage) not in self.owners:
+            return self.own((*path, "storage"), flat(storage))
+        return self.owners[id(storage)]
+
+
+def _is_whole(tensor: TensorRef) -> bool:
+    """Whether a tensor is its storage, element for element, in a type that the file can hold."""
+    return (
+        tensor.is_contiguous
+        and not (tensor.conj or tensor.neg)
+        and tensor.nbytes == tensor.storage.nbytes
+        and tensor.dtype.safetensors is not None
+    )
+
+
+def flat(storage: Storage) -> TensorRef:
+    """All elements of a storage, in a type that safetensors has: complex ones as pairs."""
+    dtype = STORAGE_DTYPES.get(storage.kind, DTYPES["uint8"])
+    pairs = {"complex128": DTYPES["float64"], "complex32": DTYPES["float16"]}
+    dtype = pairs.get(dtype.name, dtype if dtype.safetensors else DTYPES["uint8"])
+    return TensorRef(storage, dtype, (storage.nbytes // dtype.itemsize,), (1,))
+
+
+def usual_kind(dtype: DType) -> str:
+    return dtype.storage or "UntypedStorage"
+
+
+def _layout(tensor: TensorRef) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride, tensor.offset
+
+
+def _is_text(value: str) -> bool:
+    return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _leaf(value: object) -> object:
+    """A scalar: as JSON has it, or with a tag."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return value if _is_text(value) else ["str", _base64(value.encode("utf-8", "surrogatepass"))]
+    if isinstance(value, int):
+        return value if abs(value) < SAFE_INTEGER else ["int", hex(value)]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else ["float", struct.pack(">d", value).hex()]
+    if isinstance(value, bytes | bytearray):
+        return [type(value).__name__, _base64(bytes(value))]
+    assert isinstance(value, Global)
+    return ["global", value.module, value.name]
+
+
+def _base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, TensorRef]) -> None:
+        self.tensors = tensors
+        self.storages: dict[str, Storage] = {}
+        self.shared: dict[int, object] = {}
+
+    def value(self, node: Any) -> Any:
+        if isinstance(node, dict):
+            return self.fill_dict({}, node)
+        if isinstance(node, list):
+            tag, *rest = node
+            if tag not in DECODERS:
+                raise BadJson(f"has an unknown tag {str(tag)[:20]!r}")
+            return DECODERS[tag](self, *rest)
+        return node
+
+    def define(self, number: int, node: Any) -> Any:
+        """A container that others refer to: entered before its contents, which may refer to it."""
+        empty = self.empty(node)
+        if empty is None:  # immutable: nothing inside it can refer to it
+            self.shared[number] = self.value(node)
+        else:
+            self.shared[number] = empty
+            self.fill(empty, node)
+        return self.shared[number]
+
+    def empty(self, node: Any) -> Any:
+        if isinstance(node, dict) or node[0] == "dict":
+            return {}
+        made: dict[str, Callable[[], object]] = {
+            "list": list,
+            "ordered": OrderedDict_,
+            "record": lambda: Record("reduce", None),
+        }
+        return made[node[0]]() if node[0] in made else None
+
+    def fill(self, empty: Any, node: Any) -> Any:
+        if isinstance(node, dict) or node[0] == "dict":
+            return self.fill_dict(empty, node)
+        if node[0] == "list":
+            empty.extend(map(self.value, node[1:]))
+            return empty
+        return (
+            self.fill_ordered(empty, *node[1:]) if node[0] == "ordered" else self.fill_record(empty, node[1])
+        )
+
+    def fill_dict(self, new: dict[Any, Any], node: Any) -> dict[Any, Any]:
+        if isinstance(node, dict):
+            new.update((key, self.value(item)) for key, item in node.items())
+        else:
+            new.update((checked_key(self.value(key)), self.value(item)) for key, item in node[1:])
+        return new
+
+    def fill_ordered(self, new: OrderedDict_, items: Any, *attributes: Any) -> OrderedDict_:
+        self.fill_dict(new, items)
+        if attributes:
+            new.attributes = self.value(attributes[0])
+        return new
+
+    def fill_record(self, new: Record, node: dict[str, Any]) -> Record:
+        if node["how"] not in ("reduce", "newobj"):
+            raise BadJson(f"makes an object by {str(node['how'])[:20]!r}")
+        new.how, new.callable, new.args = node["how"], self.value(node["callable"]), self.value(node["args"])
+        new.kwargs = self.value(node.get("kwargs"))
+        new.state, new.has_state = self.value(node.get("state")), "state" in node
+        new.elements = [self.value(item) for item in node.get("elements", ())]
+        new.items = [(self.value(key), self.value(item)) for key, item in node.get("items", ())]
+        return new
+
+    def storage(self, name: str, kind: str | None = None, location: str = "cpu") -> Storage:
+        if name not in self.storages:
+            base = self.tensors[name]
+            kind = kind or usual_kind(base.dtype)
+            if not isinstance(kind, str) or not isinstance(location, str):
+                raise BadJson(f"has a malformed storage for '{name}'")
+            self.storages[name] = Storage(base.storage.data, kind, location)
+        return self.storages[name]
+
+    def tensor(self, name: str, options: Mapping[str, Any] | None = None) -> TensorRef:
+        base, options = self.tensors[name], options or {}
+        storage = self.storage(name, *options.get("storage", ()))
+        dtype, offset, shape, stride = base.dtype, 0, base.shape, base.stride
+        if "view" in options:
+            dtype_name, offset, shape, stride = options["view"]
+            dtype, shape, stride = DTYPES[dtype_name], tuple(shape), tuple(stride)
+        flags = [options.get(flag, False) is True for flag in ("requires_grad", "conj", "neg")]
+        return checked_tensor(storage, dtype, shape, stride, offset, *flags)
+
+
+DECODERS: dict[str, Callable[..., Any]] = {
+    "tensor": _Decoder.tensor,
+    "storage": _Decoder.storage,
+    "def": _Decoder.define,
+    "ref": lambda self, number: self.shared[number],
+    "dict": lambda self, *pairs: self.fill_dict({}, ["dict", *pairs]),
+    "ordered": lambda self, *rest: self.fill_ordered(OrderedDict_(), *rest),
+    "record": lambda self, node: self.fill_record(Record("reduce", None), node),
+    "list": lambda self, *items: [self.value(item) for item in items],
+    "tuple": lambda self, *items: tuple(self.value(item) for item in items),
+    "set": lambda self, *items: {checked_key(self.value(item)) for item in items},
+    "frozenset": lambda self, *items: frozenset(checked_key(self.value(item)) for item in items),
+    "str": lambda self, raw: base64.b64decode(raw).decode("utf-8", "surrogatepass"),
+    "int": lambda self, text: int(text, 16),
+    "float": lambda self, raw: struct.unpack(">d", bytes.fromhex(raw))[0],
+    "bytes": lambda self, raw: base64.b64decode(raw),
+    "bytearray": lambda self, raw: bytearray(base64.b64decode(raw)),
+    "global": lambda self, module, name: Global(module, name),
+}
