@@ -120,7 +120,8 @@ class Checkpoint:
             NoState: there is none, or none at `where`; the hint names those there are.
         """
         if where is not None:
-            value = _at(self.tree, where)
+            container, key = self.find(where)
+            value = self.tree if where == "" else container[key] if container is not None else None
             if not isinstance(value, dict):
                 raise NoState(self.path, f"holds no state named '{where}'", hint=self._where_to_look())
             return make_state(where, value)
@@ -134,6 +135,10 @@ class Checkpoint:
         value = _follow(self.tree, found[0])
         assert isinstance(value, dict)
         return make_state(dotted(found[0]), value)
+
+    def find(self, name: str) -> tuple[dict[object, object] | None, object]:
+        """The dict that holds what a dotted name leads to, and the key there; (None, None) when nothing."""
+        return _find(self.tree, name) or (None, None)
 
     def _where_to_look(self) -> str:
         names = [dotted(path) or '""' for path in self.states()]
@@ -242,17 +247,16 @@ def _follow(root: object, path: Path) -> object:
     return value
 
 
-def _at(root: object, where: str) -> object:
-    """The value at a dotted path; keys may hold dots themselves, so every split is tried."""
-    if where == "":
-        return root
+def _find(root: object, where: str) -> tuple[dict[object, object], object] | None:
+    """The dict and the key that a dotted path leads to; keys may hold dots, so every split is tried."""
     if not isinstance(root, dict):
         return None
     for key, item in root.items():
-        if key == where:
-            return item
-        if isinstance(key, str) and key and where.startswith(key + "."):
-            found = _at(item, where[len(key) + 1 :])
+        name = str(key)
+        if name == where:
+            return root, key
+        if name and where.startswith(name + "."):
+            found = _find(item, where[len(name) + 1 :])
             if found is not None:
                 return found
     return None

@@ -38,33 +38,40 @@ class Flat:
     text: str
 
 
-def encode(tree: object) -> Flat:
+def encode(tree: object, protocol: int = 2) -> Flat:
     """Takes a tree apart.
+
+    Args:
+        protocol: of the pickle it was read from, kept for the way back.
 
     Raises:
         TooDeep: nested deeper than MAX_DEPTH.
     """
     encoder = _Encoder(tree)
     node = encoder.node(tree, ())
-    text = json.dumps({"version": VERSION, "tree": node}, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(
+        {"version": VERSION, "protocol": protocol, "tree": node}, ensure_ascii=False, separators=(",", ":")
+    )
     return Flat(encoder.tensors, text)
 
 
-def decode(tensors: Mapping[str, TensorRef], text: str) -> object:
-    """Puts a tree together again.
+def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
+    """Puts a tree together again; also returns the protocol that was kept with it.
 
     Raises:
         BadJson: the text is malformed or names a tensor that is not there.
     """
     try:
         document = json.loads(text)
-        version, tree = document["version"], document["tree"]
+        version, protocol, tree = (document[key] for key in ("version", "protocol", "tree"))
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise BadJson("is not JSON of the form {version, tree}") from None
+        raise BadJson("is not JSON of the form {version, protocol, tree}") from None
+    if protocol not in range(6):
+        raise BadJson("names no pickle protocol")
     if version != VERSION:
         raise BadJson(f"has version {str(version)[:20]} of the layout, not {VERSION}")
     try:
-        return _Decoder(tensors).value(tree)
+        return _Decoder(tensors).value(tree), protocol
     except BadJson:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

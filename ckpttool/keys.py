@@ -6,12 +6,13 @@ that carries the names: the state, torch's `_metadata`, and the parameter names 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from .checkpoint import Checkpoint, State, is_optimizer
-from .errors import Collision, NothingToDo
+from .errors import Collision, NothingToDo, UsageFault
 from .inert import OrderedDict_, rebuild
 from .optimizer import rename_parameters
 
@@ -37,20 +38,46 @@ class FoundPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """New names for the keys of one state.
-
-    Attributes:
-        names: old name -> new name, for every key, in order.
-        module: old path of a module -> new path; `""` is the root module.
-    """
+    """New names for the keys of one state: old name -> new name for every key, in order."""
 
     names: Mapping[str, str]
-    module: Callable[[str], str]
 
     @property
     def renamed(self) -> int:
         """How many names change."""
         return sum(old != new for old, new in self.names.items())
+
+    def modules(self) -> Callable[[str], str]:
+        """Old path of a module -> new path, as the keys below it tell; `""` is the root module.
+
+        A key and its new name are compared from their ends, part by part: with `module.conv.weight` renamed
+        `conv.weight`, `module.conv` becomes `conv` and `module` the root. A module without keys goes where
+        the nearest one above it went.
+        """
+        paths: dict[str, str] = {}
+        for key, new_key in self.names.items():
+            old, new = _parent(key), _parent(new_key)
+            while old not in paths:
+                paths[old] = new
+                if not old or not new or _last(old) != _last(new):
+                    break
+                old, new = _parent(old), _parent(new)
+
+        def rule(path: str) -> str:
+            above, rest = path, ""
+            while above and above not in paths:
+                above, rest = _parent(above), f".{_last(above)}{rest}"
+            return (paths.get(above, above) + rest).removeprefix(".")
+
+        return rule
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def found_prefixes(names: Iterable[str]) -> list[FoundPrefix]:
@@ -118,8 +145,47 @@ def _checked(names: Iterable[str], rule: Callable[[str], str]) -> Renaming:
             raise Collision(f"'{old}' would be left without a name", hint="give a shorter --prefix")
         owners[new] = old
         renamed[old] = new
-    # A module's path is a key's without its last part; a dot at the end makes it a prefix of keys.
-    return Renaming(renamed, lambda path: rule(path + "." if path else "").removesuffix("."))
+    return Renaming(renamed)
+
+
+def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Renaming:
+    """Applies regular expressions to every name, in order, as `re.sub` does.
+
+    Args:
+        rules: (expression, replacement) pairs.
+
+    Raises:
+        UsageFault: an expression or a replacement is malformed.
+        Collision: two keys would get one name.
+    """
+    try:
+        compiled = [(re.compile(expression), replacement) for expression, replacement in rules]
+
+        def rule(name: str) -> str:
+            for expression, replacement in compiled:
+                name = expression.sub(replacement, name)
+            return name
+
+        return _checked(names, rule)
+    except (re.error, IndexError) as error:
+        raise UsageFault(f"--map: {error}", hint="for example: --map '^backbone\\.=model.'") from None
+
+
+def rename_keys(
+    checkpoint: Checkpoint, rules: Iterable[tuple[str, str]], *, state: str | None = None
+) -> tuple[Checkpoint, Renaming]:
+    """A checkpoint whose keys are renamed by regular expressions.
+
+    Raises:
+        NothingToDo: no key changes.
+        UsageFault, Collision, NoState.
+    """
+    found = checkpoint.state(state)
+    renaming = rename_names(_keys(found), rules)
+    if not renaming.renamed:
+        first = next(iter(found.container), "")
+        raise NothingToDo(f"{checkpoint.path}: no key would change", hint=f"the first key is '{first}'")
+    return apply(checkpoint, found, renaming), renaming
 
 
 def strip_prefix(
@@ -214,11 +280,9 @@ def _rename_state(
         new.attributes = state.container.attributes
         if state.versions is not None and isinstance(new.attributes, dict):
             versions = OrderedDict_(new_modules)
+            module = renaming.modules()
             # The wrapped module comes after its wrapper and takes over the path that becomes its own.
-            versions.update((_module(renaming, path), entry) for path, entry in state.versions.items())
+            for path, entry in state.versions.items():
+                versions[module(path) if isinstance(path, str) else path] = entry
             new.attributes = {**new.attributes, "_metadata": versions}
     return new
-
-
-def _module(renaming: Renaming, path: object) -> object:
-    return renaming.module(path) if isinstance(path, str) else path

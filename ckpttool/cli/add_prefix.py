@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import options
-from .rewriting import rewrite
+from .rewriting import Outcome, renaming_outcome, rewrite
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
 
 
 @click.command("add-prefix")
@@ -24,4 +27,8 @@ def command(prefix: str, **given: Any) -> None:
     """
     from ..keys import add_prefix
 
-    rewrite(given, f"added '{prefix}' to", lambda ck: add_prefix(ck, prefix, state=given["state"]))
+    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        new, renaming = add_prefix(checkpoint, prefix, state=given["state"])
+        return new, renaming_outcome(f"added '{prefix}' to", renaming)
+
+    rewrite(given, transform)

@@ -1,9 +1,10 @@
-"""What the commands have in common that read a file, rename its keys, and write another."""
+"""What the commands have in common that read one file and write another."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from .console import Console, printable, show_bytes, show_names
@@ -11,70 +12,99 @@ from .options import console as console_of
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
-    from ..formats import Saved
+    from ..formats.saving import Choices, Saved
     from ..keys import Renaming
 
-Transform = Callable[["Checkpoint"], tuple["Checkpoint", "Renaming"]]
+
+@dataclass(slots=True)
+class Outcome:
+    """What a transform did, in words and figures.
+
+    Attributes:
+        done: the head of the line: `stripped 'module.' from 3 of 4 keys`.
+        renamed: how many keys changed their name.
+        left_out: names that the transform took out.
+        kept: names that stayed as they were where others changed.
+        where: where the state lies in the new checkpoint, when it moved.
+        notes: what is known once the bytes were written.
+    """
+
+    done: str
+    renamed: int = 0
+    left_out: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    where: str | None = None
+    notes: list[Callable[[], str | None]] = field(default_factory=list)
 
 
-def rewrite(options: dict[str, Any], done: str, transform: Transform) -> None:
-    """Reads, renames, writes and reports.
+Transform = Callable[["Checkpoint"], tuple["Checkpoint", Outcome]]
+
+
+def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
+    """The outcome of a renaming; `done` comes before the count of keys."""
+    kept = tuple(old for old, new in renaming.names.items() if old == new)
+    count = f"{renaming.renamed} of {len(renaming.names)} keys"
+    return Outcome(f"{done} {count}", renaming.renamed, kept=kept)
+
+
+def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> None:
+    """Reads, transforms, writes and reports.
 
     Args:
         options: those of `options.writing`.
-        done: what was done, before "from 3 of 4 keys": `stripped 'module.' from`.
-        transform: the renaming.
+        transform: makes the new checkpoint of the old.
+        choices: further fields of `Choices`.
     """
     from .. import formats
+    from ..formats.saving import Choices, plan, save
 
     started = time.perf_counter()
     console = console_of(options)
+    wanted = Choices(state=options["state"], force=options["force"], **choices)
     with formats.open(options["input"]) as checkpoint:
-        where = checkpoint.state(options["state"]).where
-        renamed, renaming = transform(checkpoint)
-        _say_where(console, checkpoint, where, options["state"])
+        new, outcome = transform(checkpoint)
+        _say_where(console, checkpoint, wanted)
+        if outcome.where is not None:
+            wanted = replace(wanted, state=outcome.where)
         if options["dry_run"]:
-            saved = formats.plan(renamed, options["output"], state=where, force=options["force"])
+            saved = plan(new, options["output"], wanted)
         else:
             with console.progress(checkpoint.nbytes, "writing") as progress:
-                saved = formats.save(
-                    renamed, options["output"], state=where, force=options["force"], progress=progress
-                )
-    seconds = time.perf_counter() - started
-    _report(console, done, renaming, saved, seconds, dry=options["dry_run"])
+                saved = save(new, options["output"], wanted, progress=progress)
+    _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
 
 
-def _say_where(console: Console, checkpoint: Checkpoint, where: str, asked: str | None) -> None:
-    others = [".".join(path) for path in checkpoint.states() if ".".join(path) != where]
-    if asked is None and others:
-        taken = f"'{printable(where)}'" if where else "the file itself"
-        console.note(f"state: {taken}; there are also --state {show_names(others)}")
+def _say_where(console: Console, checkpoint: Checkpoint, wanted: Choices) -> None:
+    """Which state was taken, where there are several to take."""
+    paths = [".".join(path) for path in checkpoint.states()]
+    if wanted.state is None and len(paths) > 1 and not wanted.full:
+        taken = f"'{printable(paths[0])}'" if paths[0] else "the file itself"
+        console.note(f"state: {taken}; there are also --state {show_names(paths[1:])}")
 
 
-def _report(
-    console: Console, done: str, renaming: Renaming, saved: Saved, seconds: float, *, dry: bool
-) -> None:
-    of = len(renaming.names)
+def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
+    for said, names in (
+        ("kept as they were", outcome.kept),
+        ("taken out", outcome.left_out),
+        (f"left out, as {saved.format} holds tensors alone", saved.left_out),
+        ("kept once, the tie in the metadata", saved.tied),
+        ("written for each name, though they share memory", saved.copied),
+    ):
+        if names:
+            console.note(f"{said}: {show_names(names, len(names) if console.verbose else 4)}")
+    for note in outcome.notes:
+        if text := note():
+            console.note(text)
+    verb = f"would have {outcome.done}" if dry else outcome.done
     size = f"{show_bytes(saved.nbytes)}, {seconds:.2f} s"
-    verb = f"would have {done}" if dry else done
-    line = f"{verb} {renaming.renamed} of {of} keys -> {printable(saved.path)} ({size})"
-    if renaming.renamed < of:
-        untouched = [old for old, new in renaming.names.items() if old == new]
-        console.note(f"kept as they were: {_names(console, untouched)}")
-    if saved.left_out:
-        console.note(f"left out, as {saved.format} holds tensors alone: {_names(console, saved.left_out)}")
-    if saved.copied:
-        console.note(f"written once for each name that shares memory: {_names(console, saved.copied)}")
     data = {
         "output": saved.path,
-        "keys": of,
-        "renamed": renaming.renamed,
-        "left_out": saved.left_out,
+        "format": saved.format,
+        "keys": saved.keys,
+        "renamed": outcome.renamed,
+        "left_out": [*outcome.left_out, *saved.left_out],
+        "tied": saved.tied,
         "bytes": saved.nbytes,
         "seconds": round(seconds, 4),
     }
-    console.result(line, data | ({"dry_run": True} if dry else {}))
-
-
-def _names(console: Console, names: list[str] | tuple[str, ...]) -> str:
-    return show_names(names, len(names) if console.verbose else 4)
+    console.result(f"{verb} -> {printable(saved.path)} ({size})", data | ({"dry_run": True} if dry else {}))

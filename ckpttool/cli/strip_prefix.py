@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import options
-from .rewriting import rewrite
+from .rewriting import Outcome, renaming_outcome, rewrite
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
 
 
 @click.command("strip-prefix")
@@ -29,8 +32,10 @@ def command(prefix: str, repeat: bool, anywhere: bool, **given: Any) -> None:
     """
     from ..keys import strip_prefix
 
-    rewrite(
-        given,
-        f"stripped '{prefix}' from",
-        lambda ck: strip_prefix(ck, prefix, repeat=repeat, anywhere=anywhere, state=given["state"]),
-    )
+    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        new, renaming = strip_prefix(
+            checkpoint, prefix, repeat=repeat, anywhere=anywhere, state=given["state"]
+        )
+        return new, renaming_outcome(f"stripped '{prefix}' from", renaming)
+
+    rewrite(given, transform)

@@ -63,10 +63,11 @@ def read(source: Source) -> Checkpoint:
         end = begin + tensor.nbytes
     if end != source.size:
         raise Damaged(source.path, f"has {source.size - end} bytes that belong to no tensor")
-    return Checkpoint(source, NAME, _tree(source, tensors, metadata), metadata=metadata)
+    tree, protocol = _tree(source, tensors, metadata)
+    return Checkpoint(source, NAME, tree, protocol, metadata)
 
 
-def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> object:
+def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> tuple[object, int]:
     """The tensors as a state, ties restored; or the whole tree where the file holds one (`--full`)."""
     text = metadata.pop(FULL, None)
     if text is not None:
@@ -79,7 +80,7 @@ def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str
         if kept in tensors and name not in tensors:  # as safetensors.torch.save_model records ties
             state[name] = tensors[kept]
             del metadata[name]
-    return state
+    return state, 2
 
 
 def _parse(source: Source, raw: bytes) -> dict[str, Any]:
@@ -158,17 +159,17 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
             out.write_all(stream(name, tensor))
 
 
-def write_full(path: str, tree: object, metadata: Mapping[str, str], out: Output) -> None:
+def write_full(checkpoint: Checkpoint, out: Output) -> None:
     """Writes a whole tree: its tensors, and the rest as JSON in the metadata.
 
     Raises:
         Refused: nested too deeply, or a header of more than 100 MB.
     """
     try:
-        flat = full.encode(tree)
+        flat = full.encode(checkpoint.tree, checkpoint.protocol)
     except TooDeep:
-        raise Refused(path, "its contents are nested too deeply to be written") from None
-    write(path, flat.tensors, {**metadata, FULL: flat.text}, out)
+        raise Refused(checkpoint.path, "its contents are nested too deeply to be written") from None
+    write(checkpoint.path, flat.tensors, {**checkpoint.metadata, FULL: flat.text}, out)
 
 
 def ties(tensors: Mapping[str, TensorRef]) -> dict[str, str]:

@@ -1,0 +1,50 @@
+"""ckpttool rename-keys"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .rewriting import Outcome, renaming_outcome, rewrite
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+
+@click.command("rename-keys")
+@options.writing
+@click.option(
+    "--map",
+    "rules",
+    multiple=True,
+    required=True,
+    metavar="REGEX=REPLACEMENT",
+    help="What to rename, as re.sub does; several are applied in order. The first = divides.",
+)
+def command(rules: tuple[str, ...], **given: Any) -> None:
+    """Rename keys by regular expressions.
+
+    Two keys that would get one name are refused; module versions and the optimizer's parameter names follow.
+
+    \b
+    Example:
+      ckpttool rename-keys model.pt renamed.pt --map '^backbone\\.=model.'
+    """
+    from ..keys import rename_keys
+
+    pairs = [_pair(rule) for rule in rules]
+
+    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        new, renaming = rename_keys(checkpoint, pairs, state=given["state"])
+        return new, renaming_outcome("renamed", renaming)
+
+    rewrite(given, transform)
+
+
+def _pair(rule: str) -> tuple[str, str]:
+    expression, equals, replacement = rule.partition("=")
+    if not equals or not expression:
+        raise click.BadParameter(f"'{rule}' is not REGEX=REPLACEMENT", param_hint="--map")
+    return expression, replacement

@@ -1,0 +1,34 @@
+"""ckpttool slim"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .console import show_bytes
+from .rewriting import Outcome, rewrite
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+
+@click.command("slim")
+@options.writing
+def command(**given: Any) -> None:
+    """Write the model's state alone, without bytes that no tensor of it uses.
+
+    Optimizer, counters and arguments stay behind, and so does the rest of a storage that a view was cut from.
+
+    \b
+    Example:
+      ckpttool slim last.pt weights.pt
+    """
+    from ..transforms import slim
+
+    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        new = slim(checkpoint, state=given["state"])
+        return new, Outcome(f"slimmed {show_bytes(checkpoint.nbytes)}", where="")
+
+    rewrite(given, transform)

@@ -1,0 +1,207 @@
+"""Writing a checkpoint: which format a name asks for, what goes into it, and the commit.
+
+The file appears whole or not at all, and only after it was read back and found to have the names, types and
+shapes that were meant.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from .. import formats
+from ..checkpoint import Checkpoint, State
+from ..errors import Damaged, OutputExists, UsageFault
+from ..tensor import Source, TensorRef
+from ..transfer import DryOutput, Output, Progress, replacing
+from . import safetensors, torch_zip
+
+ENDINGS = {
+    **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
+    **dict.fromkeys(torch_zip.EXTENSIONS, torch_zip.NAME),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """What is wanted beside the format.
+
+    Attributes:
+        state: dotted path of the model's state; found when None.
+        full: everything the input holds, also into a format of tensors alone.
+        keep_copies: each name of a tied tensor gets its own values, instead of a record of the tie.
+        to: the format; told by the name when None.
+        force: replace an existing output.
+    """
+
+    state: str | None = None
+    full: bool = False
+    keep_copies: bool = False
+    to: str | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What `save` wrote.
+
+    Attributes:
+        path: the output.
+        format: its format.
+        nbytes: its size.
+        keys: how many names the model's state has in it.
+        left_out: dotted names of what the format can't hold.
+        tied: names kept as another name of a tensor, by a record in the metadata.
+        copied: names that share memory and were written out each for itself.
+    """
+
+    path: str
+    format: str
+    nbytes: int
+    keys: int
+    left_out: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+
+
+def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
+    """The format that a name asks for. Raises UsageFault for a name that tells none."""
+    if to is not None:
+        if to not in ENDINGS.values():
+            raise UsageFault(
+                f"--to {to}: no such format", hint=f"one of {', '.join(dict.fromkeys(ENDINGS.values()))}"
+            )
+        return to
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in ENDINGS:
+        return ENDINGS[suffix]
+    if path == "-":
+        return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
+    raise UsageFault(f"{path}: its ending does not tell the format", hint=f"end it in {', '.join(ENDINGS)}")
+
+
+def save(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    choices: Choices = Choices(),
+    *,
+    progress: Progress | None = None,
+) -> Saved:
+    """Writes a checkpoint; the format follows the name.
+
+    safetensors gets the model's state alone, a `.pt` file everything. Bytes are moved from file to file, so
+    memory stays flat. The input may be the output: its old contents are read until the new file replaces it.
+
+    Args:
+        progress: called with the number of bytes after each piece.
+
+    Raises:
+        OutputExists, UsageFault: nothing was written.
+        Refused: something that the format can't hold.
+        NoState: safetensors was asked for and there is no state.
+        Damaged: what was written does not read back as it was meant; it was removed.
+    """
+    writing = _Writing(checkpoint, os.fspath(path), choices)
+    with replacing(writing.path) as file:
+        out = Output(file, progress) if progress else Output(file)
+        writing.write(out)
+        writing.check(file)
+    return writing.saved(out.position)
+
+
+def plan(checkpoint: Checkpoint, path: str | os.PathLike[str], choices: Choices = Choices()) -> Saved:
+    """What `save` would do, without writing: the same answer, exact size included, and the same errors."""
+    writing = _Writing(checkpoint, os.fspath(path), choices)
+    out = DryOutput()
+    writing.write(out)
+    return writing.saved(out.position)
+
+
+class _Writing:
+    """One output: what goes into it, and what it must read back as."""
+
+    def __init__(self, checkpoint: Checkpoint, path: str, choices: Choices) -> None:
+        self.checkpoint, self.path, self.choices = checkpoint, path, choices
+        self.format = format_of_output(path, checkpoint, choices.to)
+        if path != "-" and os.path.lexists(path) and not choices.force:
+            raise OutputExists(f"{path}: exists already", hint="write it anyway with --force")
+        self.whole = self.format == torch_zip.NAME or choices.full
+        self.state = None if self.whole else checkpoint.state(choices.state)
+        tensors = self.state.tensors if self.state else {}
+        self.ties = {} if choices.keep_copies else safetensors.ties(tensors)
+
+    def write(self, out: Output) -> None:
+        path, metadata = self.checkpoint.path, self.checkpoint.metadata
+        if self.format == torch_zip.NAME:
+            torch_zip.write(self.checkpoint, out, self.path)
+        elif self.state is None:
+            safetensors.write_full(self.checkpoint, out)
+        else:
+            kept = {name: tensor for name, tensor in self.state.tensors.items() if name not in self.ties}
+            safetensors.write(path, kept, {**metadata, **self.ties}, out)
+
+    def check(self, file: BinaryIO) -> None:
+        """Reads the names, types and shapes of what was written, before it may replace anything."""
+        found = formats.read(Source(self.path, os.dup(file.fileno())))
+        if self.state is None:
+            meant, there = dict(self.checkpoint.tensors()), dict(found.tensors())
+        else:
+            meant, there = self.state.tensors, found.state("").tensors
+        if _structure(meant) != _structure(there):
+            raise Damaged(self.path, "does not read back as it was meant, and was not kept")
+
+    def saved(self, nbytes: int) -> Saved:
+        if self.state is None:
+            found = self.checkpoint.states()
+            keys = len(self.checkpoint.state(self.choices.state).tensors) if found else 0
+            return Saved(self.path, self.format, nbytes, keys)
+        left_out = _left_out(self.checkpoint, self.state)
+        copied = tuple(name for name in _copied(self.state) if name not in self.ties)
+        return Saved(
+            self.path, self.format, nbytes, len(self.state.tensors), left_out, tuple(self.ties), copied
+        )
+
+
+def _structure(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[object, ...]]:
+    return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+
+
+def _left_out(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
+    """What a file of the state's tensors alone leaves behind, by the shortest names that say it."""
+    names = [_join(state.where, name) for name in state.others]
+    if state.versions is not None:
+        names.append(_join(state.where, "_metadata"))
+    value, path = checkpoint.tree, ""
+    while value is not state.container and isinstance(value, dict):
+        inside = None
+        for key, item in value.items():
+            here = _join(path, str(key))
+            if item is state.container or state.where.startswith(here + "."):
+                inside = inside or (item, here)
+            else:
+                names.append(here)
+        if inside is None:
+            break
+        value, path = inside
+    return tuple(names)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _copied(state: State) -> tuple[str, ...]:
+    """Names whose bytes stand under another name too: each name gets a copy in a format without sharing."""
+    storages: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in state.tensors.items():
+        storages.setdefault(id(tensor.storage), []).append((*tensor.span, name))
+    copied = set()
+    for spans in storages.values():
+        reached = 0
+        for begin, end, name in sorted(spans, key=lambda span: span[0]):
+            if begin < min(end, reached):
+                copied.add(name)
+            reached = max(reached, end)
+    return tuple(name for name in state.tensors if name in copied)

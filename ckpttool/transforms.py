@@ -1,0 +1,318 @@
+"""Pure changes of a checkpoint: fewer keys, other types, complex numbers apart, the state alone.
+
+Each takes a Checkpoint and gives a new one whose tensors still lie in the old file. Renaming is in `keys`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from .cast import Caster, CastReport
+from .checkpoint import Checkpoint, State
+from .elements import CHUNK, stream
+from .errors import Collision, NothingToDo, Refused
+from .inert import PARAMETERS, OrderedDict_, Record, rebuild, tensor_of
+from .tensor import DTYPES, Computed, DType, Storage, TensorRef
+
+PARTS = {
+    "complex128": DTYPES["float64"],
+    "complex64": DTYPES["float32"],
+    "complex32": DTYPES["float16"],
+}
+WIDEST = 16  # bytes of the widest element: storages are cut at its multiples, so that no type is cut
+WHOLES = {part.name: DTYPES[name] for name, part in PARTS.items()}
+
+
+def replace_state(
+    checkpoint: Checkpoint, state: State, change: Callable[[dict[object, object]], dict[object, object]]
+) -> Checkpoint:
+    """A checkpoint whose state's dict is what `change` makes of it; module versions stay with it."""
+
+    def swap(value: object) -> object:
+        if value is not state.container:
+            return value
+        new = change(state.container)
+        if isinstance(new, OrderedDict_) and isinstance(value, OrderedDict_):
+            new.attributes = value.attributes
+        return new
+
+    return replace(checkpoint, tree=rebuild(checkpoint.tree, swap))
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which keys stayed, and which were left out."""
+
+    kept: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def select(
+    checkpoint: Checkpoint,
+    *,
+    only: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    state: str | None = None,
+) -> tuple[Checkpoint, Selection]:
+    """A checkpoint with fewer keys in its state.
+
+    Args:
+        only: shell patterns (`layer1.*`); a key must fit one of them, when there are any.
+        exclude: shell patterns; a key that fits one is left out.
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        NothingToDo: a pattern fits no key, or no key is left.
+        NoState.
+    """
+    found = checkpoint.state(state)
+    keys = [key for key in found.container if isinstance(key, str)]
+    only, exclude = tuple(only), tuple(exclude)
+    for pattern in (*only, *exclude):
+        if not any(fnmatchcase(key, pattern) for key in keys):
+            raise NothingToDo(
+                f"{checkpoint.path}: no key fits '{pattern}'", hint=f"the first key is '{keys[0]}'"
+            )
+    kept = {key for key in keys if not only or any(fnmatchcase(key, pattern) for pattern in only)}
+    kept -= {key for key in kept if any(fnmatchcase(key, pattern) for pattern in exclude)}
+    if not kept:
+        raise NothingToDo(f"{checkpoint.path}: no key would be left", hint="give fewer patterns")
+    new = replace_state(
+        checkpoint,
+        found,
+        lambda old: type(old)({k: v for k, v in old.items() if k in kept or not isinstance(k, str)}),
+    )
+    return new, Selection(tuple(k for k in keys if k in kept), tuple(k for k in keys if k not in kept))
+
+
+def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tuple[Checkpoint, CastReport]:
+    """A checkpoint with the floating-point tensors of its state in another type.
+
+    Integers, booleans and complex tensors stay. The values are computed when they are written, and the
+    report counts overflows from then on.
+
+    Args:
+        to: float64, float32, float16 or bfloat16.
+
+    Raises:
+        NothingToDo: no tensor would change.
+        NoState.
+    """
+    found = checkpoint.state(state)
+    caster = Caster(to)
+    new = replace_state(checkpoint, found, lambda old: _map_tensors(old, caster.cast))
+    if not caster.report.tensors:
+        raise NothingToDo(
+            f"{checkpoint.path}: no tensor to cast: none is of another float type than {to.name}"
+        )
+    return new, caster.report
+
+
+def _map_tensors(
+    container: dict[object, object], change: Callable[[TensorRef], TensorRef]
+) -> dict[object, object]:
+    """The same dict with each tensor changed, inside a Parameter too."""
+    new: dict[object, object] = type(container)()
+    for key, value in container.items():
+        new[key] = value
+        if isinstance(value, TensorRef):
+            new[key] = change(value)
+        elif isinstance(value, Record) and value.callable in PARAMETERS and isinstance(value.args, tuple):
+            inner = tensor_of(value)
+            if inner is not None:
+                new[key] = replace(value, args=(change(inner), *value.args[1:]))
+    return new
+
+
+def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """A checkpoint with each complex tensor of its state as two real ones, `NAME.real` and `NAME.imag`.
+
+    The parts are views of the complex storage: nothing is computed but the sign of a conjugate.
+
+    Raises:
+        NothingToDo: no tensor is complex.
+        Collision: a part's name is taken.
+        NoState.
+    """
+    found = checkpoint.state(state)
+    names = tuple(name for name, tensor in found.tensors.items() if tensor.dtype.name in PARTS)
+    if not names:
+        raise NothingToDo(f"{checkpoint.path}: no tensor is complex")
+
+    def change(old: dict[object, object]) -> dict[object, object]:
+        new: dict[object, object] = type(old)()
+        for key, value in old.items():
+            tensor = tensor_of(value)
+            parts = {str(key): value} if tensor is None or key not in names else _parts(str(key), tensor)
+            for name, part in parts.items():
+                if name in new or (name != key and name in old):
+                    raise Collision(f"'{key}' would be split into '{name}', which is there already")
+                new[name] = part
+        return new
+
+    return replace_state(checkpoint, found, change), names
+
+
+def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
+    real = replace(
+        tensor,
+        dtype=PARTS[tensor.dtype.name],
+        stride=tuple(2 * step for step in tensor.stride),
+        offset=2 * tensor.offset,
+        conj=False,
+    )
+    imag = replace(real, offset=real.offset + 1, neg=tensor.neg != tensor.conj)
+    return {f"{name}.real": real, f"{name}.imag": imag}
+
+
+def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The inverse of `split_complex`: each pair `NAME.real`, `NAME.imag` as one complex tensor.
+
+    Raises:
+        NothingToDo: there is no such pair of float tensors of one shape.
+        Collision: NAME is there already.
+        NoState.
+    """
+    found = checkpoint.state(state)
+    names = tuple(
+        key.removesuffix(".real")
+        for key, real in found.tensors.items()
+        if key.endswith(".real") and _is_pair(real, found.tensors.get(key.removesuffix(".real") + ".imag"))
+    )
+    if not names:
+        raise NothingToDo(f"{checkpoint.path}: no pair of tensors NAME.real and NAME.imag")
+    for name in names:
+        if name in found.container:
+            raise Collision(
+                f"'{name}.real' and '{name}.imag' would be joined into '{name}', which is there already"
+            )
+
+    def change(old: dict[object, object]) -> dict[object, object]:
+        new: dict[object, object] = type(old)()
+        for key, value in old.items():
+            name = str(key).removesuffix(".real").removesuffix(".imag")
+            if name not in names or name == key:
+                new[key] = value
+            elif str(key).endswith(".real"):
+                new[name] = _whole(name, found.tensors[f"{name}.real"], found.tensors[f"{name}.imag"])
+        return new
+
+    return replace_state(checkpoint, found, change), names
+
+
+def _is_pair(real: TensorRef, imag: TensorRef | None) -> bool:
+    return (
+        imag is not None
+        and real.dtype.name in WHOLES
+        and (real.dtype, real.shape) == (imag.dtype, imag.shape)
+    )
+
+
+def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
+    """A complex tensor whose elements are made of the two parts, element by element."""
+    dtype = WHOLES[real.dtype.name]
+    path = real.storage.data.path
+
+    def make(start: int, nbytes: int) -> Iterator[memoryview]:
+        if start or nbytes != real.numel * dtype.itemsize:
+            raise Refused(path, f"'{name}' can't be joined and cut at once", hint="join first, then the rest")
+        width = real.dtype.itemsize
+        for a, b in _in_step(stream(name, real), stream(name, imag), CHUNK):
+            both = bytearray(len(a) * 2)
+            for i in range(width):
+                both[i :: 2 * width] = a[i::width]
+                both[width + i :: 2 * width] = b[i::width]
+            yield memoryview(both)
+
+    storage = Storage(
+        Computed(path, real.numel * dtype.itemsize, make),
+        dtype.storage or "UntypedStorage",
+        real.storage.location,
+    )
+    return TensorRef.contiguous(storage, dtype, real.shape)
+
+
+def _in_step(
+    left: Iterator[memoryview], right: Iterator[memoryview], size: int
+) -> Iterator[tuple[bytes, bytes]]:
+    """Two streams of the same length in pieces of the same size."""
+    a, b = bytearray(), bytearray()
+    while True:
+        for kept, more in ((a, left), (b, right)):
+            while len(kept) < size and (piece := next(more, None)) is not None:
+                kept += piece
+        if not a:
+            return
+        count = min(len(a), len(b), size)
+        yield bytes(a[:count]), bytes(b[:count])
+        del a[:count], b[:count]
+
+
+def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
+    """A checkpoint without the entries of these dotted names (`optimizer`, `config.lr`).
+
+    Raises:
+        NothingToDo: there is no such entry.
+    """
+    doomed: dict[int, set[object]] = {}
+    for name in names:
+        container, key = checkpoint.find(name)
+        if container is None:
+            raise NothingToDo(
+                f"{checkpoint.path}: holds nothing named '{name}'", hint=f"ckpttool inspect {checkpoint.path}"
+            )
+        doomed.setdefault(id(container), set()).add(key)
+
+    def change(value: object) -> object:
+        if not isinstance(value, dict) or id(value) not in doomed:
+            return value
+        new = type(value)({key: item for key, item in value.items() if key not in doomed[id(value)]})
+        if isinstance(new, OrderedDict_) and isinstance(value, OrderedDict_):
+            new.attributes = value.attributes
+        return new
+
+    return replace(checkpoint, tree=rebuild(checkpoint.tree, change))
+
+
+def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
+    """The model's state alone, without the bytes of storages that no tensor of it looks at.
+
+    Ties and overlapping views stay; module versions stay.
+
+    Raises:
+        NoState.
+    """
+    found = checkpoint.state(state)
+    trim = _Trimmer(found.tensors.values())
+    container = _map_tensors(found.container, trim)
+    if isinstance(container, OrderedDict_) and isinstance(found.container, OrderedDict_):
+        container.attributes = found.container.attributes
+    return replace(checkpoint, tree=container)
+
+
+class _Trimmer:
+    """Cuts storages to what the given tensors look at; tensors that shared one still do."""
+
+    def __init__(self, tensors: Iterable[TensorRef]) -> None:
+        self.spans: dict[int, tuple[int, int]] = {}
+        self.done: dict[int, Storage] = {}
+        for tensor in tensors:
+            begin, end = tensor.span
+            begin -= begin % WIDEST
+            end = min(end + -end % WIDEST, tensor.storage.nbytes)
+            known = self.spans.get(id(tensor.storage), (begin, end))
+            self.spans[id(tensor.storage)] = min(begin, known[0]), max(end, known[1])
+
+    def __call__(self, tensor: TensorRef) -> TensorRef:
+        begin, end = self.spans[id(tensor.storage)]
+        old = tensor.storage
+        if (begin, end) == (0, old.nbytes):
+            return tensor
+        if id(old) not in self.done:
+            self.done[id(old)] = Storage(
+                old.data.part(begin, end - begin), old.kind, old.location, None, old.byteorder
+            )
+        offset = tensor.offset - begin // tensor.dtype.itemsize if tensor.numel else 0
+        return replace(tensor, storage=self.done[id(old)], offset=offset)
