@@ -168,3 +168,12 @@ def _writer(to: DType, report: CastReport) -> Callable[[NDArray[Any], NDArray[An
             report.overflows += int(np.count_nonzero(((out & 0x7FFF) == 0x7F80) & np.isfinite(block)))
 
     return bfloat16 if to.name == "bfloat16" else plain
+
+
+def count_non_finite(name: str, raw: memoryview) -> int:
+    """How many of the elements of a float type are NaN or infinite."""
+    import numpy as np
+
+    values = _reader(DTYPES[name])(np.frombuffer(raw, dtype=_carrier(DTYPES[name])))
+    finite = np.isfinite(values)
+    return 0 if finite.all() else int(finite.size - np.count_nonzero(finite))

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from .errors import NoState
 from .inert import LEAVES, OrderedDict_, Record, tensor_of
-from .tensor import Source, TensorRef
+from .tensor import Source, Storage, TensorRef
 
 # Where checkpoints keep the model's state, the likelier first. Copies that an average keeps come last: they
 # are asked for by name.
@@ -105,6 +105,15 @@ class Checkpoint:
             tensor = tensor_of(value)
             if tensor is not None:
                 yield dotted(path), tensor
+
+    def storages(self) -> Iterator[tuple[str, Storage]]:
+        """Every storage that the tree refers to, with the dotted path of what refers to it; some repeatedly."""
+        for path, value in named_leaves(self.tree):
+            tensor = tensor_of(value)
+            if tensor is not None:
+                yield dotted(path), tensor.storage
+            elif isinstance(value, Storage):
+                yield dotted(path), value
 
     def states(self) -> list[Path]:
         """The paths of everything that could be a model's state, the likeliest first."""

@@ -10,7 +10,7 @@ from types import FrameType
 import click
 
 from .. import __version__
-from . import add_prefix, convert, inspect, reload, rename_keys, slim, strip_prefix
+from . import add_prefix, convert, digest, inspect, reload, rename_keys, slim, strip_prefix, verify
 from .console import fail
 
 
@@ -27,7 +27,7 @@ def group() -> None:
     """
 
 
-for module in (inspect, strip_prefix, add_prefix, rename_keys, convert, slim, reload):
+for module in (inspect, strip_prefix, add_prefix, rename_keys, convert, slim, digest, verify, reload):
     group.add_command(module.command)
 
 

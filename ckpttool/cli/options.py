@@ -22,6 +22,9 @@ state_option = click.option(
 )
 force_option = click.option("--force", is_flag=True, help="Replace OUTPUT when it exists.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+verify_option = click.option(
+    "--verify", is_flag=True, help="Also compare the values written with those read."
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="Nothing but errors.")
 verbose_option = click.option("-v", "--verbose", is_flag=True, help="Every name, not the first few.")
@@ -39,7 +42,9 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 reading = _all(json_option, quiet_option, verbose_option)
 """What every command takes."""
 
-writing = _all(input_argument, output_argument, state_option, dry_run_option, force_option, reading)
+writing = _all(
+    input_argument, output_argument, state_option, verify_option, dry_run_option, force_option, reading
+)
 """What every command takes that writes one file from another."""
 
 

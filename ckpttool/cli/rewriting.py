@@ -60,7 +60,7 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
 
     started = time.perf_counter()
     console = console_of(options)
-    wanted = Choices(state=options["state"], force=options["force"], **choices)
+    wanted = Choices(state=options["state"], verify=options["verify"], force=options["force"], **choices)
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
         _say_where(console, checkpoint, wanted)

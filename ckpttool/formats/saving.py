@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from .. import formats
 from ..checkpoint import Checkpoint, State
+from ..digest import digest
 from ..errors import Damaged, OutputExists, UsageFault
 from ..tensor import Source, TensorRef
 from ..transfer import DryOutput, Output, Progress, replacing
@@ -33,6 +34,7 @@ class Choices:
         full: everything the input holds, also into a format of tensors alone.
         keep_copies: each name of a tied tensor gets its own values, instead of a record of the tie.
         to: the format; told by the name when None.
+        verify: compare the values too before the output counts, not only names, types and shapes.
         force: replace an existing output.
     """
 
@@ -40,6 +42,7 @@ class Choices:
     full: bool = False
     keep_copies: bool = False
     to: str | None = None
+    verify: bool = False
     force: bool = False
 
 
@@ -143,13 +146,14 @@ class _Writing:
             safetensors.write(path, kept, {**metadata, **self.ties}, out)
 
     def check(self, file: BinaryIO) -> None:
-        """Reads the names, types and shapes of what was written, before it may replace anything."""
+        """Reads what was written, before it may replace anything."""
         found = formats.read(Source(self.path, os.dup(file.fileno())))
         if self.state is None:
             meant, there = dict(self.checkpoint.tensors()), dict(found.tensors())
         else:
             meant, there = self.state.tensors, found.state("").tensors
-        if _structure(meant) != _structure(there):
+        same = _structure(meant) == _structure(there)
+        if not same or (self.choices.verify and digest(meant) != digest(there)):
             raise Damaged(self.path, "does not read back as it was meant, and was not kept")
 
     def saved(self, nbytes: int) -> Saved:
