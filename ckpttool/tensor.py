@@ -60,6 +60,7 @@ def _table() -> dict[str, DType]:
         ("complex128", 16, "ComplexDoubleStorage", None),
         ("complex64", 8, "ComplexFloatStorage", "C64"),
         ("complex32", 4, None, None),
+        ("bcomplex32", 4, None, None),
         # Quantised and bit types: kept as they are where the format can, understood no further.
         ("qint8", 1, "QInt8Storage", None),
         ("quint8", 1, "QUInt8Storage", None),
@@ -74,7 +75,7 @@ def _table() -> dict[str, DType]:
         ("bits4x2", 1, None, None),
     ]
     return {
-        name: DType(name, size, storage, st, size // 2 if name.startswith("complex") else size)
+        name: DType(name, size, storage, st, size // 2 if "complex" in name else size)
         for name, size, storage, st in rows
     }
 

@@ -178,12 +178,12 @@ def _lazy_bits(bits: Any, dtype: DType) -> tuple[bool, bool]:
     ):
         raise PickleFault("its pickle has a tensor with unknown flags")
     conj, neg = bits.get("conj", False), bits.get("neg", False)
-    if (conj and not dtype.name.startswith("complex")) or (neg and not dtype.name.startswith(SIGNED)):
+    if (conj and "complex" not in dtype.name) or (neg and not dtype.name.startswith(SIGNED)):
         raise PickleFault(f"its pickle has a conjugate or negative view of {dtype.name}")
     return conj, neg
 
 
-SIGNED = ("float16", "float32", "float64", "bfloat16", "complex")
+SIGNED = ("float16", "float32", "float64", "bfloat16", "complex", "bcomplex")
 
 
 class StorageKeys:
