@@ -1,4 +1,4 @@
-"""What many tests need: the command line run in this process, and the files that lie beside the repository."""
+"""What many tests need: the command line run in this process, and files that lie beside the repository."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from ranks.fixtures import run_ranks
 
 from ckpttool import cli as command_line
+
+__all__ = ["run_ranks"]
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"

@@ -97,7 +97,7 @@ def save(trainer: Trainer, folder: str, names: list[str]) -> None:
 
 
 class Saver:
-    """When something is saved: each `--save-every`, after the last epoch, and when the model is the best yet."""
+    """When something is saved: each `--save-every`, after the last epoch, and for the best model yet."""
 
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder = trainer, folder
@@ -205,17 +205,16 @@ def _flag(name: str, value: Any) -> str:
 
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Puts everything back; raises Refused where the model has changed since."""
+    """Puts everything back. Raises UsageFault where the model is another than the one saved."""
+    saved, own = state["optimizer"], trainer.optimizer.state_dict()
+    if _parameter_names(saved) != _parameter_names(own):
+        raise UsageFault(f"--model {trainer.config.model}: its parameters have other names than those saved")
     try:
         trainer.ddp.load_state_dict(state["model"], strict=True)
-        saved, own = state["optimizer"], trainer.optimizer.state_dict()
-        for one, other in zip(saved["param_groups"], own["param_groups"], strict=True):
-            if one["param_names"] != other["param_names"]:
-                raise ValueError("the optimizer's parameters have other names")
-        trainer.optimizer.load_state_dict(saved)
-    except (RuntimeError, ValueError) as error:
+    except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UsageFault(f"--model {trainer.config.model}: is not as it was saved: {reason}") from error
+    trainer.optimizer.load_state_dict(saved)
     trainer.scheduler.load_state_dict(state["scheduler"])
     progress = dict(state["progress"])
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
@@ -230,6 +229,10 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     random_state.seed_all(seed)
 
 
+def _parameter_names(optimizer: dict[str, Any]) -> list[list[str]]:
+    return [group["param_names"] for group in optimizer["param_groups"]]
+
+
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """What the user should know about this resume: where it is, and why bits may differ."""
     progress, steps = trainer.progress, trainer.plan.steps
@@ -237,9 +240,9 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     remarks = [f"goes on from {path} at {at}"]
     if progress.epoch >= trainer.config.epochs:
         remarks = [f"{path} has {progress.epoch} epochs already: nothing to do (--epochs N trains longer)"]
-    before, now = state["plan"]["world_size"], trainer.place.world_size
-    if before != now:
-        remarks.append(f"saved by {before} ranks, now {now}: the same samples in the same steps")
+    before, after = state["plan"]["world_size"], trainer.place.world_size
+    if before != after:
+        remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps")
     were, are = state["versions"], versions(trainer.place.device)
     changed = [
         f"{name} {were.get(name)} -> {value}" for name, value in are.items() if were.get(name) != value

@@ -11,7 +11,7 @@ from train import launch
 
 # What is usual for each optimizer, where the flag is not given.
 OPTIMIZERS: dict[str, dict[str, float]] = {
-    "sgd": {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4},
+    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
     "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 1e-2},
 }
 
@@ -50,7 +50,7 @@ class TrainConfig(DataConfig):
     """Everything a run is told. The field names are the flags' names."""
 
     model: str = "simple-cnn"
-    epochs: int = 8
+    epochs: int = 10
     batch_size: int = 64
     accumulate: int = 1
     drop_last: bool = False

@@ -156,7 +156,7 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--drop-last", action="store_true", help="leave out the short batch that ends an epoch")
     add("--optimizer", choices=tuple(OPTIMIZERS), default=default.optimizer, help="(sgd)")
-    add("--lr", type=_number(above=0), metavar="X", help="(sgd: 0.05, adamw: 0.001)")
+    add("--lr", type=_number(above=0), metavar="X", help="(sgd: 0.1, adamw: 0.001)")
     add("--momentum", type=_number(least=0, below=1), metavar="X", help="of sgd (0.9)")
     add("--weight-decay", type=_number(least=0), metavar="X", help="(sgd: 0.0001, adamw: 0.01)")
     add(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -137,24 +138,25 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     return 0
 
 
-def run_program(prepare: Callable[[], Job], work: Callable[[Job], None]) -> int:
+def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_json: bool = False) -> int:
     """Runs a program on this rank and returns its exit code; an error on purpose is one line on stderr.
 
     Args:
         prepare: everything that one rank can refuse by itself. It fails on all ranks alike, before any
             process group starts, so rank 0 speaks for all.
         work: what the ranks do together, with what `prepare` returned.
+        as_json: say an error as one JSON object on stdout too.
     """
     try:
         job = prepare()
     except CkptToolError as error:
-        return complain(error, echo=rank() != 0)
+        return complain(error, echo=rank() != 0, as_json=as_json)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     try:
         work(job)
     except CkptToolError as error:
-        return complain(error, echo=_is_echo(error))
+        return complain(error, echo=_is_echo(error), as_json=as_json)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except RuntimeError as error:  # gloo and NCCL say it in words only
@@ -179,12 +181,15 @@ def _failed(message: str) -> CkptToolError:
     return error
 
 
-def complain(error: CkptToolError, *, echo: bool = False) -> int:
+def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False) -> int:
     """Says an error in one line on stderr and returns its exit code."""
     if echo:
         time.sleep(PATIENCE)
     if os.environ.get("CKPTTOOL_DEBUG") == "1":
         traceback.print_exception(error)
+    if as_json:
+        body = {"kind": error.kind, "message": str(error), "hint": error.hint}
+        print(json.dumps({"error": body}, indent=2), flush=True)
     hint = f" ({error.hint})" if error.hint else ""
     print(f"error: {error}{hint}".replace("\n", " "), file=sys.stderr, flush=True)
     return error.exit_code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -62,7 +63,7 @@ class Report:
         self.say(
             f"epoch {epoch:>{len(str(epochs))}}/{epochs}  loss {trained.loss:.4f}  "
             f"train {trained.accuracy:7.2%}  test {tested.accuracy:7.2%} "
-            f"({tested.correct} of {tested.samples})  {seconds:.1f} s{'  best' if best else ''}"
+            f"({tested.correct}/{tested.samples})  {seconds:.1f} s{'  best' if best else ''}"
         )
         self._log(
             {
@@ -80,13 +81,13 @@ class Report:
 
     def end(self) -> None:
         """What is in the folder, and what to do with it."""
-        best = os.path.join(self.folder, BEST)
-        stripped = os.path.join(self.folder, "model.safetensors")
+        config, best = self.trainer.config, os.path.join(self.folder, BEST)
         self.say(f"\nsaved   {os.path.join(self.folder, LAST)}")
-        self.say(f"        {best} ({self.trainer.progress.best:.2%})")
-        self.say(f"next    ckpttool strip-prefix {best} {stripped}")
-        config = self.trainer.config
-        self.say(f"        python train/evaluate.py {stripped} --model {config.model} --data {config.data}")
+        if os.path.exists(best):
+            self.say(f"        {best} ({self.trainer.progress.best:.2%})")
+        self.say("next:")
+        self.say(f"  ckpttool strip-prefix {best} model.safetensors")
+        self.say(f"  python train/evaluate.py model.safetensors {flags_of(config)}")
 
     def say(self, line: str) -> None:
         if self.speaks:
@@ -136,3 +137,14 @@ def recipe(config: TrainConfig) -> str:
     if config.accumulate > 1:
         parts.append(f"{config.accumulate} passes a step")
     return ", ".join([*parts, f"seed {config.seed}"])
+
+
+def flags_of(config: TrainConfig) -> str:
+    """The flags with which an evaluation builds the same model and takes the same samples."""
+    flags = [f"--model {shlex.quote(config.model)}", f"--data {shlex.quote(config.data)}"]
+    for name, values in (("mean", config.mean), ("std", config.std)):
+        if values:
+            flags.append(f"--{name} {','.join(map(str, values))}")
+    if config.resize:
+        flags.append(f"--resize {config.resize}")
+    return " ".join(flags)
