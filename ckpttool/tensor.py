@@ -7,9 +7,8 @@ a checkpoint of any size makes a few hundred bytes a tensor.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from .errors import Damaged
@@ -175,6 +174,19 @@ class Storage:
         return self.data.nbytes
 
 
+def extent(shape: Iterable[int]) -> int:
+    """The product of the sizes that are not 0, or MAX_BYTES + 1 when it is more than any file holds.
+
+    A file may state thousands of sizes of 2^62: their true product would take minutes and have no use.
+    """
+    total = 1
+    for size in shape:
+        total *= size or 1
+        if total > MAX_BYTES:
+            return MAX_BYTES + 1
+    return total
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
     """A tensor as a view of a storage, in torch's terms. Equal only to itself, like a tensor.
@@ -198,7 +210,7 @@ class TensorRef:
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "numel", math.prod(self.shape))
+        object.__setattr__(self, "numel", 0 if 0 in self.shape else extent(self.shape))
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..inert import Global, OrderedDict_
-from ..tensor import DTYPES, MAX_BYTES, DType, Storage, TensorRef
+from ..tensor import DTYPES, MAX_BYTES, DType, Storage, TensorRef, extent
 from .inert_reader import Pickle, PickleFault, read_pickle
 from .inert_writer import write_pickle
 
@@ -153,9 +153,11 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
     if not (_is_count(offset) and _are_counts(shape) and _are_counts(stride) and len(shape) == len(stride)):
         raise PickleFault(f"its pickle has a tensor of malformed size or stride: {str((shape, stride))[:80]}")
     dtype = dtype or STORAGE_DTYPES.get(storage.kind, DTYPES["uint8"])
+    if extent(shape) * dtype.itemsize > MAX_BYTES:
+        raise PickleFault("its pickle has a tensor with a shape larger than any file")
     flags = _lazy_bits(bits, dtype)
     tensor = TensorRef(storage, dtype, shape, stride, offset, requires_grad, *flags)
-    if tensor.span[1] > room or tensor.nbytes > MAX_BYTES:
+    if tensor.span[1] > room:
         raise PickleFault(
             f"its pickle has a tensor of shape {list(shape)} that reaches past its storage of {room} bytes"
         )
