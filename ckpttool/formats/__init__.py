@@ -172,17 +172,10 @@ def _left_out(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
     if state.versions is not None:
         names.append(_join(state.where, "_metadata"))
     value, path = checkpoint.tree, ""
-    while value is not state.container and isinstance(value, dict):
-        inside = None
-        for key, item in value.items():
-            here = _join(path, str(key))
-            if item is state.container or state.where.startswith(here + "."):
-                inside = inside or (item, here)
-            else:
-                names.append(here)
-        if inside is None:
-            break
-        value, path = inside
+    for step in state.path:
+        assert isinstance(value, dict)
+        names.extend(_join(path, str(key)) for key in value if key != step)
+        value, path = value[step], _join(path, step)
     return tuple(names)
 
 
