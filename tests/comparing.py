@@ -1,8 +1,7 @@
-"""Whether two trees that torch loaded are the same: values, types, order, and what shares memory with what."""
+"""Whether two trees that torch loaded are the same: values, types, order, and what shares memory."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -36,7 +35,7 @@ class _Pair:
         elif isinstance(a, np.ndarray | np.generic):
             assert a.dtype == b.dtype and np.array_equal(a, b), where
         elif isinstance(a, float):
-            assert (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+            assert repr(a) == repr(b), f"{where}: {a!r} became {b!r}"  # tells -0.0, takes NaN for NaN
         elif isinstance(a, type | FunctionType | BuiltinFunctionType):
             assert a is b, where
         elif isinstance(a, dict | list | tuple | set | frozenset) or hasattr(a, "__dict__"):

@@ -1,4 +1,4 @@
-"""Files that no library would write: pickles put together opcode by opcode, and the containers around them."""
+"""Files that no library would write: pickles put together opcode by opcode, and containers around them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,12 @@ def call(callable: bytes, *args: bytes) -> bytes:
 
 
 def storage(
-    numel: int = 4, *, kind: str = "FloatStorage", key: str = "0", location: str = "cpu", module: str = "torch"
+    numel: int = 4,
+    *,
+    kind: str = "FloatStorage",
+    key: str = "0",
+    location: str = "cpu",
+    module: str = "torch",
 ) -> bytes:
     identity = (text("storage"), name(module, kind), text(key), text(location), number(numel))
     return tuple_of(*identity) + b"Q"

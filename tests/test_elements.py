@@ -114,7 +114,9 @@ LAZY: dict[str, torch.Tensor] = {
     "negative": numbers(5, dtype=torch.complex64).conj().imag,
     "negative of doubles": numbers(5, dtype=torch.complex128).conj().imag,
     "conjugate of one number": torch.tensor(1 + 2j).conj(),
-    "negative zero and infinity": torch.complex(torch.zeros(2), torch.tensor([0.0, float("inf")])).conj().imag,
+    "negative zero and infinity": torch.complex(torch.zeros(2), torch.tensor([0.0, float("inf")]))
+    .conj()
+    .imag,
 }
 
 

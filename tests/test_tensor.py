@@ -24,10 +24,14 @@ def source(tmp_path: Path) -> Source:
     return source_of(tmp_path / "bytes")
 
 
-def ref(shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, dtype: str = "float32") -> TensorRef:
+def ref(
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0, dtype: str = "float32"
+) -> TensorRef:
     with open(os.devnull, "rb") as nothing:
         source = Source("nothing", os.dup(nothing.fileno()))
-    return TensorRef(Storage(ByteRange(source, 0, 1 << 20), "FloatStorage"), DTYPES[dtype], shape, stride, offset)
+    return TensorRef(
+        Storage(ByteRange(source, 0, 1 << 20), "FloatStorage"), DTYPES[dtype], shape, stride, offset
+    )
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -39,8 +43,12 @@ def test_every_element_type_that_torch_has_is_as_wide_as_there(name: str) -> Non
 
 
 def test_no_element_type_that_torch_saves_is_unknown() -> None:
-    named = {str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    of_a_few_bits = {f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)}  # torch can't save those
+    named = {
+        str(value).removeprefix("torch.") for value in vars(torch).values() if isinstance(value, torch.dtype)
+    }
+    of_a_few_bits = {
+        f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)
+    }  # torch can't save those
     assert not named - of_a_few_bits - DTYPES.keys()
 
 
@@ -69,7 +77,9 @@ def test_contiguity_and_extent_are_those_of_torch(view: tuple[list[int], list[in
 @given(st.lists(st.integers(0, 4), max_size=4))
 def test_a_contiguous_tensor_has_the_strides_that_torch_gives_it(shape: list[int]) -> None:
     storage = ref((), ()).storage
-    assert TensorRef.contiguous(storage, DTYPES["float32"], tuple(shape)).stride == torch.empty(shape).stride()
+    assert (
+        TensorRef.contiguous(storage, DTYPES["float32"], tuple(shape)).stride == torch.empty(shape).stride()
+    )
 
 
 def test_reading_past_the_end_is_refused_and_not_cut(source: Source) -> None:
