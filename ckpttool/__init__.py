@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .checkpoint import State as State
     from .errors import CkptToolError as CkptToolError
     from .formats import open as open
-    from .formats.saving import save as save
+    from .formats import save as save
     from .keys import add_prefix as add_prefix
     from .keys import strip_prefix as strip_prefix
     from .reload import reload as reload
@@ -36,7 +36,7 @@ _HOMES = {
     "add_prefix": "keys",
     "open": "formats",
     "reload": "reload",
-    "save": "formats.saving",
+    "save": "formats",
     "strip_prefix": "keys",
 }
 

@@ -43,18 +43,23 @@ class State:
     """A model's state as a file holds it.
 
     Attributes:
-        where: dotted path of the state in the file, `""` when the file itself is the state.
+        path: the keys that lead to the state in the file; none when the file itself is the state.
         container: the dict in the checkpoint's tree.
         tensors: name -> tensor, in the file's order; names as they stand in the file.
         others: entries that are no tensors (`_extra_state`, counters kept as plain numbers).
         versions: torch's `_metadata`, module path -> {'version': …}; None where the file has none.
     """
 
-    where: str
+    path: Path
     container: dict[object, object]
     tensors: dict[str, TensorRef]
     others: dict[str, object]
     versions: Mapping[object, object] | None
+
+    @property
+    def where(self) -> str:
+        """The dotted path, `""` when the file itself is the state."""
+        return dotted(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,33 +133,36 @@ class Checkpoint:
         Raises:
             NoState: there is none, or none at `where`; the hint names those there are.
         """
-        if where is not None:
-            container, key = self.find(where)
-            value = self.tree if where == "" else container[key] if container is not None else None
-            if not isinstance(value, dict):
-                raise NoState(self.path, f"holds no state named '{where}'", hint=self._where_to_look())
-            return make_state(where, value)
         found = self.states()
-        if not found:
+        if where is None and not found:
             raise NoState(
                 self.path,
                 "holds no dict of tensors, so no model's state",
                 hint=f"look what is in it: ckpttool inspect {self.path}",
             )
-        value = _follow(self.tree, found[0])
-        assert isinstance(value, dict)
-        return make_state(dotted(found[0]), value)
+        # A dotted name may fit several paths; among those that are states the likeliest is meant.
+        path = next((path for path in found if where in (None, dotted(path))), None)
+        if path is None:
+            path = _path_of(self.tree, str(where))
+        value = None if path is None else _follow(self.tree, path)
+        if path is None or not isinstance(value, dict):
+            raise NoState(self.path, f"holds no state named '{where}'", hint=self._where_to_look())
+        if path not in found and not is_state(value):
+            raise NoState(self.path, f"'{where}' is no dict of tensors by name", hint=self._where_to_look())
+        return make_state(path, value)
 
-    def find(self, name: str) -> tuple[dict[object, object] | None, object]:
-        """The dict that holds what a dotted name leads to, and the key there; (None, None) when nothing."""
-        return _find(self.tree, name) or (None, None)
+    def find(self, name: str) -> tuple[dict[object, object], str] | None:
+        """The dict that holds what a dotted name leads to, and the key there; None when nothing does."""
+        path = _path_of(self.tree, name)
+        holder = _follow(self.tree, path[:-1]) if path else None
+        return (holder, path[-1]) if path and isinstance(holder, dict) else None
 
     def _where_to_look(self) -> str:
         names = [dotted(path) or '""' for path in self.states()]
         return f"there are: {', '.join(names)}" if names else f"ckpttool inspect {self.path}"
 
 
-def make_state(where: str, container: dict[object, object]) -> State:
+def make_state(path: Path, container: dict[object, object]) -> State:
     """A dict as a state: its tensors apart from what is none."""
     tensors: dict[str, TensorRef] = {}
     others: dict[str, object] = {}
@@ -168,7 +176,14 @@ def make_state(where: str, container: dict[object, object]) -> State:
     if isinstance(container, OrderedDict_) and isinstance(container.attributes, dict):
         found = container.attributes.get("_metadata")
         versions = found if isinstance(found, dict) else None
-    return State(where, container, tensors, others, versions)
+    return State(path, container, tensors, others, versions)
+
+
+def is_state(value: dict[object, object]) -> bool:
+    """Whether a dict has a tensor directly inside, and text alone for keys."""
+    return any(tensor_of(item) is not None for item in value.values()) and all(
+        isinstance(key, str) for key in value
+    )
 
 
 def is_optimizer(value: object) -> bool:
@@ -220,7 +235,10 @@ def enumerate_text(values: list[object]) -> Iterator[tuple[str, object]]:
 
 
 def _candidates(root: object) -> Iterator[Path]:
-    """Dicts by text with a tensor directly inside, down to three levels, outside optimizers."""
+    """Dicts by text with a tensor directly inside, down to three levels, outside optimizers.
+
+    A file that is one empty dict is the state of a model without parameters.
+    """
     seen: set[int] = set()
     level: list[tuple[Path, object]] = [((), root)]
     for _ in range(4):
@@ -230,7 +248,7 @@ def _candidates(root: object) -> Iterator[Path]:
                 continue
             seen.add(id(value))
             if all(isinstance(key, str) for key in value):
-                if any(tensor_of(item) is not None for item in value.values()):
+                if is_state(value) or (value is root and not value):
                     yield path
                 below.extend(((*path, str(key)), item) for key, item in value.items())
         level = below
@@ -256,16 +274,16 @@ def _follow(root: object, path: Path) -> object:
     return value
 
 
-def _find(root: object, where: str) -> tuple[dict[object, object], object] | None:
-    """The dict and the key that a dotted path leads to; keys may hold dots, so every split is tried."""
-    if not isinstance(root, dict):
-        return None
-    for key, item in root.items():
-        name = str(key)
-        if name == where:
-            return root, key
-        if name and where.startswith(name + "."):
-            found = _find(item, where[len(name) + 1 :])
-            if found is not None:
-                return found
+def _path_of(root: object, where: str) -> Path | None:
+    """The keys behind a dotted path; keys may hold dots themselves, so every split is tried once."""
+    tried: set[tuple[int, str]] = set()
+    stack: list[tuple[Path, object, str]] = [((), root, where + "." if where else "")]
+    while stack:
+        path, value, rest = stack.pop()
+        if not rest:
+            return path
+        if isinstance(value, dict) and (id(value), rest) not in tried:
+            tried.add((id(value), rest))
+            inside = [key for key in value if isinstance(key, str) and rest.startswith(key + ".")]
+            stack.extend(((*path, key), value[key], rest[len(key) + 1 :]) for key in reversed(inside))
     return None

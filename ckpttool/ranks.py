@@ -124,22 +124,25 @@ def compare(values: Mapping[str, Any], when: str = "") -> str:
         RanksDiffer: on every rank, naming the tensor and the ranks that differ from most.
     """
     digests = {name: digest(value) for name, value in values.items()}
-    whole = hashlib.sha256()
-    for name, one in digests.items():
-        whole.update(f"{len(name)}:{name}".encode() + one)
-    if len(set(_digest_of_each_rank(whole.digest()))) > 1:
+    whole = _combined(digests)
+    if len(set(_digest_of_each_rank(whole))) > 1:
         raise _difference(gather(digests), when)
-    return whole.hexdigest()
+    return whole.hex()
+
+
+def digest_all(values: Mapping[str, Any]) -> str:
+    """What `compare` returns for these values, without asking the other ranks."""
+    return _combined({name: digest(value) for name, value in values.items()}).hex()
 
 
 def digest(value: Any) -> bytes:
     """SHA-256 of a tensor's dtype, shape and bytes, whatever its device and strides; or of a plain value."""
     if not isinstance(value, torch.Tensor):
         return hashlib.sha256(repr(value).encode()).digest()
-    data = _as_bytes(value).cpu()
     whole = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
-    # The memory itself, without a copy; torch's own way to a buffer goes through numpy, which may be absent.
-    whole.update((ctypes.c_char * data.numel()).from_address(data.data_ptr()) if data.numel() else b"")
+    data = _as_bytes(value).cpu()
+    if data.numel():
+        whole.update(_memory(data))
     return whole.digest()
 
 
@@ -207,7 +210,7 @@ def _send_bytes(payload: bytes, source: int) -> bytes:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     data = data.to(_device())
     dist.broadcast(data, src=source)
-    return payload if rank() == source else bytes(data.tolist())
+    return payload if rank() == source else _copied(data)
 
 
 def _send(place: _Place, tensor: torch.Tensor | None) -> torch.Tensor:
@@ -228,6 +231,16 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The values as a flat uint8 tensor on their own device, row by row."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return plain.reshape(-1).view(torch.uint8)
+
+
+def _memory(data: torch.Tensor) -> Any:
+    """A buffer over a uint8 tensor's memory. Torch's own way to one needs numpy, which may be absent."""
+    return (ctypes.c_char * data.numel()).from_address(data.data_ptr())
+
+
+def _copied(data: torch.Tensor) -> bytes:
+    local = data.cpu()
+    return bytes(_memory(local)) if local.numel() else b""
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -266,6 +279,13 @@ def _put_back(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
 # ---- who differs ---------------------------------------------------------------------------------------
 
 
+def _combined(digests: Mapping[str, bytes]) -> bytes:
+    whole = hashlib.sha256()
+    for name, one in digests.items():
+        whole.update(f"{len(name)}:{name}".encode() + one)
+    return whole.digest()
+
+
 def _flags(flag: bool) -> list[bool]:
     """Every rank's flag, in rank order."""
     if world_size() == 1:
@@ -282,7 +302,7 @@ def _digest_of_each_rank(own: bytes) -> list[bytes]:
     data = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(_device())
     gathered = [torch.zeros_like(data) for _ in range(world_size())]
     dist.all_gather(gathered, data)
-    return [bytes(one.tolist()) for one in gathered]
+    return [_copied(one) for one in gathered]
 
 
 def _difference(digests: list[dict[str, bytes]], when: str) -> RanksDiffer:
@@ -301,7 +321,7 @@ def _difference(digests: list[dict[str, bytes]], when: str) -> RanksDiffer:
     verb = "hold" if len(wrong) > 1 else "holds"
     return RanksDiffer(
         f"{ranks} {verb} another {differing[0]} than rank {first.index(right)}{_after(when)}{more}",
-        hint="nothing was saved: look for code that changes weights or optimizer on some ranks only",
+        hint="look for code that changes weights, buffers or the optimizer on some ranks only",
     )
 
 

@@ -8,9 +8,8 @@ describes them too, as `Computed` bytes that are made when they are written.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +61,7 @@ def _table() -> dict[str, DType]:
         ("complex128", 16, "ComplexDoubleStorage", None),
         ("complex64", 8, "ComplexFloatStorage", "C64"),
         ("complex32", 4, None, None),
+        ("bcomplex32", 4, None, None),
         # Quantised and bit types: kept as they are where the format can, understood no further.
         ("qint8", 1, "QInt8Storage", None),
         ("quint8", 1, "QUInt8Storage", None),
@@ -76,7 +76,7 @@ def _table() -> dict[str, DType]:
         ("bits4x2", 1, None, None),
     ]
     return {
-        name: DType(name, size, storage, st, size // 2 if name.startswith("complex") else size)
+        name: DType(name, size, storage, st, size // 2 if "complex" in name else size)
         for name, size, storage, st in rows
     }
 
@@ -87,7 +87,7 @@ DTYPES = _table()
 STORAGE_DTYPES = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage}
 """Element types by the storage class under which torch pickles them."""
 
-SIGNED = ("float16", "float32", "float64", "bfloat16", "complex")
+SIGNED = ("float16", "float32", "float64", "bfloat16", "complex", "bcomplex")
 """Types that torch's lazy negative may stand on: flipping the sign bit is all it means."""
 
 
@@ -212,6 +212,19 @@ class Storage:
         return self.data.nbytes
 
 
+def extent(shape: Iterable[int]) -> int:
+    """The product of the sizes that are not 0, or MAX_BYTES + 1 when it is more than any file holds.
+
+    A file may state thousands of sizes of 2^62: their true product would take minutes and have no use.
+    """
+    total = 1
+    for size in shape:
+        total *= size or 1
+        if total > MAX_BYTES:
+            return MAX_BYTES + 1
+    return total
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
     """A tensor as a view of a storage, in torch's terms. Equal only to itself, like a tensor.
@@ -235,7 +248,7 @@ class TensorRef:
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "numel", math.prod(self.shape))
+        object.__setattr__(self, "numel", 0 if 0 in self.shape else extent(self.shape))
 
     @property
     def nbytes(self) -> int:
@@ -318,9 +331,11 @@ def checked_tensor(
     counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride)
     if not counts or not all(map(is_count, (offset, *shape, *stride))):
         raise BadTensor(f"of malformed size or stride: {str((shape, stride))[:80]}")
-    if (conj and not dtype.name.startswith("complex")) or (neg and not dtype.name.startswith(SIGNED)):
+    if (conj and "complex" not in dtype.name) or (neg and not dtype.name.startswith(SIGNED)):
         raise BadTensor(f"that is a conjugate or negative view of {dtype.name}")
+    if extent(shape) * dtype.itemsize > MAX_BYTES:
+        raise BadTensor("of a shape larger than any file")
     tensor = TensorRef(storage, dtype, shape, stride, offset, requires_grad, conj, neg)
-    if tensor.nbytes > MAX_BYTES or tensor.span[1] > room:
+    if tensor.span[1] > room:
         raise BadTensor(f"of shape {str(list(shape))[:80]} that reaches past its storage of {room} bytes")
     return tensor

@@ -258,12 +258,12 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
     """
     doomed: dict[int, set[object]] = {}
     for name in names:
-        container, key = checkpoint.find(name)
-        if container is None:
+        found = checkpoint.find(name)
+        if found is None:
             raise NothingToDo(
                 f"{checkpoint.path}: holds nothing named '{name}'", hint=f"ckpttool inspect {checkpoint.path}"
             )
-        doomed.setdefault(id(container), set()).add(key)
+        doomed.setdefault(id(found[0]), set()).add(found[1])
 
     def change(value: object) -> object:
         if not isinstance(value, dict) or id(value) not in doomed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .console import Console, printable, show_bytes, show_names
@@ -12,7 +12,7 @@ from .options import console as console_of
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
-    from ..formats.saving import Choices, Saved
+    from ..formats import Saved
     from ..keys import Renaming
 
 
@@ -53,31 +53,28 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
     Args:
         options: those of `options.writing`.
         transform: makes the new checkpoint of the old.
-        choices: further fields of `Choices`.
+        choices: further arguments of `formats.save`.
     """
     from .. import formats
-    from ..formats.saving import Choices, plan, save
 
     started = time.perf_counter()
     console = console_of(options)
-    wanted = Choices(state=options["state"], verify=options["verify"], force=options["force"], **choices)
+    choices |= {name: options[name] for name in ("state", "verify", "force", "dry_run")}
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
-        _say_where(console, checkpoint, wanted)
+        if options["state"] is None and not choices.get("full"):
+            _say_where(console, checkpoint)
         if outcome.where is not None:
-            wanted = replace(wanted, state=outcome.where)
-        if options["dry_run"]:
-            saved = plan(new, options["output"], wanted)
-        else:
-            with console.progress(checkpoint.nbytes, "writing") as progress:
-                saved = save(new, options["output"], wanted, progress=progress)
+            choices["state"] = outcome.where
+        with console.progress(checkpoint.nbytes, "writing") as progress:
+            saved = formats.save(new, options["output"], progress=progress, **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
 
 
-def _say_where(console: Console, checkpoint: Checkpoint, wanted: Choices) -> None:
+def _say_where(console: Console, checkpoint: Checkpoint) -> None:
     """Which state was taken, where there are several to take."""
     paths = [".".join(path) for path in checkpoint.states()]
-    if wanted.state is None and len(paths) > 1 and not wanted.full:
+    if len(paths) > 1:
         taken = f"'{printable(paths[0])}'" if paths[0] else "the file itself"
         console.note(f"state: {taken}; there are also --state {show_names(paths[1:])}")
 

@@ -17,7 +17,7 @@ from ..checkpoint import Checkpoint
 from ..elements import stream
 from ..errors import Damaged, Refused, Unsupported
 from ..inert import OrderedDict_, TooDeep
-from ..tensor import DTYPES, ByteRange, Source, Storage, TensorRef, is_count
+from ..tensor import DTYPES, MAX_BYTES, ByteRange, Source, Storage, TensorRef, extent, is_count
 from ..transfer import Output
 
 NAME = "safetensors"
@@ -129,6 +129,8 @@ def _tensor(source: Source, name: str, entry: dict[str, Any], data: int) -> tupl
         raise Unsupported(
             source.path, f"tensor '{name}' has the type {entry['dtype'][:20]}, unknown to torch"
         )
+    if extent(entry["shape"]) * dtype.itemsize > MAX_BYTES:
+        raise Damaged(source.path, f"tensor '{name}' has a shape larger than any file")
     storage = Storage(ByteRange(source, data + begin, end - begin), dtype.storage or "UntypedStorage")
     tensor = TensorRef.contiguous(storage, dtype, tuple(entry["shape"]))
     if tensor.nbytes != end - begin:
@@ -220,7 +222,7 @@ def _header(path: str, ordered: list[tuple[str, TensorRef]], metadata: Mapping[s
     try:
         raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
-        key = error.object[error.start - 20 : error.end].encode("utf-8", "backslashreplace").decode()
+        key = error.object[max(error.start - 20, 0) : error.end].encode("utf-8", "backslashreplace").decode()
         raise Refused(path, f"a key is not valid Unicode: …{key}", hint="write a .pt file instead") from None
     raw += b" " * (-len(raw) % 8)
     if len(raw) > MAX_HEADER:

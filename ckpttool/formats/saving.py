@@ -11,39 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from .. import formats
 from ..checkpoint import Checkpoint, State
 from ..digest import digest
 from ..errors import Damaged, OutputExists, UsageFault
 from ..tensor import Source, TensorRef
 from ..transfer import DryOutput, Output, Progress, replacing
 from . import safetensors, torch_zip
+from .reading import read
 
 ENDINGS = {
     **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
     **dict.fromkeys(torch_zip.EXTENSIONS, torch_zip.NAME),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Choices:
-    """What is wanted beside the format.
-
-    Attributes:
-        state: dotted path of the model's state; found when None.
-        full: everything the input holds, also into a format of tensors alone.
-        keep_copies: each name of a tied tensor gets its own values, instead of a record of the tie.
-        to: the format; told by the name when None.
-        verify: compare the values too before the output counts, not only names, types and shapes.
-        force: replace an existing output.
-    """
-
-    state: str | None = None
-    full: bool = False
-    keep_copies: bool = False
-    to: str | None = None
-    verify: bool = False
-    force: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +67,14 @@ def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
 def save(
     checkpoint: Checkpoint,
     path: str | os.PathLike[str],
-    choices: Choices = Choices(),
     *,
+    state: str | None = None,
+    full: bool = False,
+    keep_copies: bool = False,
+    to: str | None = None,
+    verify: bool = False,
+    force: bool = False,
+    dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Saved:
     """Writes a checkpoint; the format follows the name.
@@ -98,6 +83,13 @@ def save(
     memory stays flat. The input may be the output: its old contents are read until the new file replaces it.
 
     Args:
+        state: dotted path of the model's state; found when None.
+        full: everything the input holds, also into a format of tensors alone.
+        keep_copies: each name of a tied tensor gets its own values, instead of a record of the tie.
+        to: the format; told by the name when None.
+        verify: compare the values too before the output counts, not only names, types and shapes.
+        force: replace an existing output.
+        dry_run: write nothing: the same answer, exact size included, and the same errors.
         progress: called with the number of bytes after each piece.
 
     Raises:
@@ -106,34 +98,31 @@ def save(
         NoState: safetensors was asked for and there is no state.
         Damaged: what was written does not read back as it was meant; it was removed.
     """
-    writing = _Writing(checkpoint, os.fspath(path), choices)
-    with replacing(writing.path) as file:
+    name = os.fspath(path)
+    kind = format_of_output(name, checkpoint, to)
+    if name != "-" and os.path.lexists(name) and not force:
+        raise OutputExists(f"{name}: exists already", hint="write it anyway with --force")
+    writing = _Writing(checkpoint, name, kind, state, full, keep_copies)
+    if dry_run:
+        dry = DryOutput()
+        writing.write(dry)
+        return writing.saved(dry.position)
+    with replacing(name) as file:
         out = Output(file, progress) if progress else Output(file)
         writing.write(out)
-        writing.check(file)
-    return writing.saved(out.position)
-
-
-def plan(checkpoint: Checkpoint, path: str | os.PathLike[str], choices: Choices = Choices()) -> Saved:
-    """What `save` would do, without writing: the same answer, exact size included, and the same errors."""
-    writing = _Writing(checkpoint, os.fspath(path), choices)
-    out = DryOutput()
-    writing.write(out)
+        writing.check(file, values=verify)
     return writing.saved(out.position)
 
 
 class _Writing:
     """One output: what goes into it, and what it must read back as."""
 
-    def __init__(self, checkpoint: Checkpoint, path: str, choices: Choices) -> None:
-        self.checkpoint, self.path, self.choices = checkpoint, path, choices
-        self.format = format_of_output(path, checkpoint, choices.to)
-        if path != "-" and os.path.lexists(path) and not choices.force:
-            raise OutputExists(f"{path}: exists already", hint="write it anyway with --force")
-        self.whole = self.format == torch_zip.NAME or choices.full
-        self.state = None if self.whole else checkpoint.state(choices.state)
-        tensors = self.state.tensors if self.state else {}
-        self.ties = {} if choices.keep_copies else safetensors.ties(tensors)
+    def __init__(
+        self, checkpoint: Checkpoint, path: str, kind: str, state: str | None, full: bool, keep_copies: bool
+    ) -> None:
+        self.checkpoint, self.path, self.format, self.where = checkpoint, path, kind, state
+        self.state = None if kind == torch_zip.NAME or full else checkpoint.state(state)
+        self.ties = {} if keep_copies or self.state is None else safetensors.ties(self.state.tensors)
 
     def write(self, out: Output) -> None:
         path, metadata = self.checkpoint.path, self.checkpoint.metadata
@@ -145,21 +134,21 @@ class _Writing:
             kept = {name: tensor for name, tensor in self.state.tensors.items() if name not in self.ties}
             safetensors.write(path, kept, {**metadata, **self.ties}, out)
 
-    def check(self, file: BinaryIO) -> None:
+    def check(self, file: BinaryIO, *, values: bool) -> None:
         """Reads what was written, before it may replace anything."""
-        found = formats.read(Source(self.path, os.dup(file.fileno())))
+        found = read(Source(self.path, os.dup(file.fileno())))
         if self.state is None:
             meant, there = dict(self.checkpoint.tensors()), dict(found.tensors())
         else:
             meant, there = self.state.tensors, found.state("").tensors
         same = _structure(meant) == _structure(there)
-        if not same or (self.choices.verify and digest(meant) != digest(there)):
+        if not same or (values and digest(meant) != digest(there)):
             raise Damaged(self.path, "does not read back as it was meant, and was not kept")
 
     def saved(self, nbytes: int) -> Saved:
         if self.state is None:
             found = self.checkpoint.states()
-            keys = len(self.checkpoint.state(self.choices.state).tensors) if found else 0
+            keys = len(self.checkpoint.state(self.where).tensors) if found else 0
             return Saved(self.path, self.format, nbytes, keys)
         left_out = _left_out(self.checkpoint, self.state)
         copied = tuple(name for name in _copied(self.state) if name not in self.ties)
@@ -178,17 +167,10 @@ def _left_out(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
     if state.versions is not None:
         names.append(_join(state.where, "_metadata"))
     value, path = checkpoint.tree, ""
-    while value is not state.container and isinstance(value, dict):
-        inside = None
-        for key, item in value.items():
-            here = _join(path, str(key))
-            if item is state.container or state.where.startswith(here + "."):
-                inside = inside or (item, here)
-            else:
-                names.append(here)
-        if inside is None:
-            break
-        value, path = inside
+    for step in state.path:
+        assert isinstance(value, dict)
+        names.extend(_join(path, str(key)) for key in value if key != step)
+        value, path = value[step], _join(path, step)
     return tuple(names)
 
 

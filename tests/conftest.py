@@ -1,0 +1,81 @@
+"""What many tests need: the command line run in this process, and files that lie beside the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from ranks.fixtures import run_ranks
+
+from ckpttool import cli as command_line
+
+__all__ = ["run_ranks"]
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared"
+
+# Deterministic, so that a red run can be repeated; time varies too much on shared machines for a deadline.
+settings.register_profile(
+    "here", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("here")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One run of the command line."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
+    """Runs a command in this process, errors handled as `main` does."""
+
+    def run(*arguments: object) -> Ran:
+        capsys.readouterr()
+        code = command_line._run([str(argument) for argument in arguments])
+        said = capsys.readouterr()
+        return Ran(code, said.out, said.err)
+
+    return run
+
+
+@pytest.fixture
+def process() -> Callable[..., subprocess.CompletedProcess[bytes]]:
+    """Runs `python -m ckpttool` in a process of its own."""
+
+    def run(*arguments: object, env: dict[str, str] | None = None, **given: Any) -> Any:
+        given.setdefault("stdin", subprocess.DEVNULL) if "input" not in given else None
+        given.setdefault("capture_output", "stdout" not in given)
+        return subprocess.run(
+            [sys.executable, "-m", "ckpttool", *map(str, arguments)],
+            env={**os.environ, **(env or {})},
+            timeout=60,
+            **given,
+        )
+
+    return run
+
+
+@pytest.fixture
+def resnet20() -> Path:
+    """A public checkpoint of 2018 in the legacy format, its keys under `module.`."""
+    path = SHARED / "data" / "checkpoints" / "resnet20-12fca82f.th"
+    if not path.exists():
+        pytest.skip(f"needs {path.name} in the folder `shared` beside the repository")
+    return path

@@ -1,0 +1,87 @@
+"""The pool itself: a rank that raises, dies or hangs fails one test, and no other."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from ranks.pool import CaseFailed, Pool
+
+
+def add_ranks(rank: int, world_size: int, more: int) -> int:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([rank + more])
+    dist.all_reduce(total)
+    return int(total.item())
+
+
+def own_pid(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def raise_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("on purpose")
+
+
+def die_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        os._exit(7)
+
+
+def hang_on_one(rank: int, world_size: int) -> None:
+    if rank == 1:
+        time.sleep(60)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = Pool(2)
+    yield pool
+    pool.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_case_runs_on_every_rank_and_its_results_come_back_in_rank_order(pool):
+    assert pool.run(add_ranks, 10) == [21, 21]
+    first, second = pool.run(own_pid)
+    assert first != second
+
+
+def test_ranks_stay_alive_between_cases(pool):
+    assert pool.run(own_pid) == pool.run(own_pid)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (raise_on_one, "rank 1 raised\nTraceback"),
+        (die_on_one, "rank 1 died with exit code 7"),
+        (hang_on_one, "rank 1 did not answer (the case has 1 s)"),
+    ],
+    ids=["raises", "dies", "hangs"],
+)
+def test_a_rank_that_fails_is_named_and_the_next_case_finds_new_ranks(pool, case, said):
+    before = pool.run(own_pid)
+    with pytest.raises(CaseFailed) as failure:
+        pool.run(case, timeout=1 if case is hang_on_one else 30)
+    assert said in str(failure.value)
+    assert "rank 0 returned" in str(failure.value)
+    assert not any(alive(pid) for pid in before)
+    assert pool.run(add_ranks, 0) == [1, 1]
+
+
+def test_the_message_about_a_hung_rank_shows_where_it_hangs(pool):
+    with pytest.raises(CaseFailed, match="in hang_on_one"):
+        pool.run(hang_on_one, timeout=1)

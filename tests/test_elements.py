@@ -1,0 +1,191 @@
+"""The values of tensors that are not one range of bytes, against what torch makes of the same file."""
+
+from __future__ import annotations
+
+import tempfile
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from comparing import values
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpttool
+from ckpttool import elements
+from ckpttool.elements import stream
+from ckpttool.errors import Refused
+from ckpttool.tensor import TensorRef
+
+
+def stored(tensor: torch.Tensor, folder: Path) -> TensorRef:
+    """The tensor as this library sees it in a file of torch's."""
+    torch.save({"t": tensor}, folder / "t.pt")
+    return ckpttool.open(folder / "t.pt").state().tensors["t"]
+
+
+def streamed(ref: TensorRef) -> bytes:
+    return b"".join(bytes(piece) for piece in stream("t", ref))
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    count = torch.Size(shape).numel()
+    if dtype.is_complex:
+        real = torch.arange(count, dtype=torch.float64)
+        return torch.complex(real, -real - 1).to(dtype).reshape(shape)
+    return torch.arange(count).to(dtype).reshape(shape)
+
+
+LAYOUTS: dict[str, torch.Tensor] = {
+    "transposed": numbers(5, 7).t(),
+    "permuted": numbers(3, 4, 5).permute(2, 0, 1),
+    "channels last": numbers(2, 3, 5, 5).contiguous(memory_format=torch.channels_last),
+    "channels last 3d": numbers(2, 3, 2, 4, 4).contiguous(memory_format=torch.channels_last_3d),
+    "every third of a row": numbers(100)[1::3],
+    "a column": numbers(10, 10)[:, 3],
+    "a corner": numbers(10, 10)[2:5, 3:9],
+    "expanded": numbers(1, 5).expand(6, 5),
+    "expanded inside": numbers(4, 1, 3).expand(4, 5, 3),
+    "one number expanded": numbers(1).expand(1000),
+    "overlapping windows": numbers(50).unfold(0, 8, 3),
+    "a diagonal": numbers(9, 9).diagonal(),
+    "a scalar inside": numbers(10)[7],
+    "rows of one": numbers(12)[::4].reshape(3, 1).t(),
+    "the end of a storage": numbers(10)[8:],
+    "many short axes": numbers(2, 2, 2, 2, 2, 2).permute(5, 3, 1, 0, 2, 4),
+}
+
+WIDTHS = [
+    *(torch.uint8, torch.bool, torch.int8, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.uint16),
+    *(torch.int32, torch.float32, torch.int64, torch.float64, torch.complex64, torch.complex128),
+]
+
+
+@pytest.mark.parametrize("chunk", [elements.CHUNK, 16, 48, 256])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_of_every_layout_come_in_row_major_order_whatever_the_chunk(
+    layout: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elements, "CHUNK", chunk)
+    assert streamed(stored(LAYOUTS[layout], tmp_path)) == values(LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("dtype", WIDTHS, ids=str)
+def test_elements_of_every_width_are_gathered(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elements, "CHUNK", 64)
+    tensor = numbers(6, 5, dtype=dtype).t()
+    assert streamed(stored(tensor, tmp_path)) == values(tensor)
+
+
+def test_a_large_tensor_comes_in_pieces(tmp_path: Path) -> None:
+    tensor = numbers(1300, 1000).t()
+    pieces = [len(piece) for piece in stream("t", stored(tensor, tmp_path))]
+    assert sum(pieces) == 5_200_000
+    assert max(pieces) <= elements.CHUNK
+    assert streamed(stored(tensor, tmp_path)) == values(tensor)
+
+
+strided = st.integers(1, 4).flatmap(
+    lambda rank: st.tuples(
+        st.lists(st.integers(1, 4), min_size=rank, max_size=rank),
+        st.lists(st.integers(0, 20), min_size=rank, max_size=rank),
+        st.integers(0, 20),
+    )
+)
+
+
+@given(strided, st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.complex128]))
+def test_any_strided_view_is_read_as_torch_reads_it(
+    view: tuple[list[int], list[int], int], dtype: torch.dtype
+) -> None:
+    tensor = numbers(300, dtype=dtype).as_strided(*view)
+    with tempfile.TemporaryDirectory() as folder:
+        assert streamed(stored(tensor, Path(folder))) == values(tensor)
+
+
+LAZY: dict[str, torch.Tensor] = {
+    "conjugate": numbers(5, dtype=torch.complex64).conj(),
+    "conjugate, transposed": numbers(3, 4, dtype=torch.complex64).mH,
+    "conjugate of doubles": numbers(5, dtype=torch.complex128).conj(),
+    "negative": numbers(5, dtype=torch.complex64).conj().imag,
+    "negative of doubles": numbers(5, dtype=torch.complex128).conj().imag,
+    "conjugate of one number": torch.tensor(1 + 2j).conj(),
+    "negative zero and infinity": torch.complex(torch.zeros(2), torch.tensor([0.0, float("inf")]))
+    .conj()
+    .imag,
+}
+
+
+@pytest.mark.parametrize("chunk", [elements.CHUNK, 16])
+@pytest.mark.parametrize("what", LAZY)
+def test_lazy_conjugates_and_negatives_are_resolved(
+    what: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elements, "CHUNK", chunk)
+    ref = stored(LAZY[what], tmp_path)
+    assert (ref.conj, ref.neg) == (LAZY[what].is_conj(), LAZY[what].is_neg())
+    assert not ref.is_plain
+    assert streamed(ref) == values(LAZY[what])
+
+
+def test_a_small_storage_blown_up_by_stride_0_is_refused_by_name(tmp_path: Path) -> None:
+    ref = stored(torch.zeros(1).expand(1 << 20, 1 << 20), tmp_path)
+    with pytest.raises(Refused, match=r"'t' repeats 4 bytes into 4398046511104") as refusal:
+        streamed(ref)
+    assert ".pt" in str(refusal.value.hint)
+
+
+def test_memory_stays_flat_while_a_strided_tensor_is_read(tmp_path: Path) -> None:
+    ref = stored(numbers(6, 4 << 20).t(), tmp_path)  # 96 MiB
+    tracemalloc.start()
+    for _ in stream("t", ref):
+        pass
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 << 20
+
+
+def big_endian(tensor: torch.Tensor, path: Path) -> Any:
+    """What torch would have written on a big-endian machine: the bytes of each part of an element turned."""
+    import zipfile
+
+    torch.save({"t": tensor}, path.with_suffix(".little"))
+    part = tensor.dtype.itemsize // (2 if tensor.dtype.is_complex else 1)
+    with zipfile.ZipFile(path.with_suffix(".little")) as little, zipfile.ZipFile(path, "w") as big:
+        for record in little.namelist():
+            raw = little.read(record)
+            if record.endswith("/byteorder"):
+                raw = b"big"
+            elif "/data/" in record:
+                raw = b"".join(raw[i : i + part][::-1] for i in range(0, len(raw), part))
+            big.writestr(record, raw)
+    return path
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        numbers(7, dtype=torch.float64),
+        numbers(7, dtype=torch.int16),
+        numbers(7, dtype=torch.bfloat16),
+        numbers(7, dtype=torch.complex64),
+        numbers(3, 4, dtype=torch.complex128).t(),
+        numbers(4, 5).t(),
+        numbers(7, dtype=torch.uint8),
+        numbers(5, dtype=torch.complex64).conj(),
+    ],
+    ids=lambda t: f"{t.dtype} {tuple(t.shape)}",
+)
+def test_a_file_of_a_big_endian_machine_has_the_values_that_torch_finds_in_it(
+    tensor: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elements, "CHUNK", 32)
+    path = big_endian(tensor, tmp_path / "big.pt")
+    theirs = torch.load(path)["t"]
+    assert values(theirs) == values(tensor), "the file is not what this test thinks"
+    ref = ckpttool.open(path).state().tensors["t"]
+    assert streamed(ref) == values(tensor)

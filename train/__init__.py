@@ -1,0 +1,1 @@
+"""An exact data-parallel trainer; `train/main.py` is where to begin."""

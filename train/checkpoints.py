@@ -1,0 +1,254 @@
+"""What is saved, when, and how a run goes on.
+
+A checkpoint is one dict of primitives and tensors, so `torch.load(weights_only=True)` reads it. It holds
+what the next step depends on and nothing else: with it a run goes on as if it had never stopped, bit for
+bit on the same number of ranks. Rank 0 alone writes and reads; the others give and receive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from typing import Any
+
+import torch
+
+import ckpttool
+from ckpttool import ranks
+from ckpttool.errors import Damaged, Refused, Unreadable, UsageFault
+from train import random_state, run_folder
+from train.config import TrainConfig
+from train.engine import Progress, Trainer
+
+# Flags that may differ when a run goes on; any other would make it another training.
+FREE = {
+    *("epochs", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
+    *("out", "save_every", "keep", "resume", "force", "data_root", "download"),
+}
+
+# Its value is compared by what it holds: the same folder may lie elsewhere now.
+COMPARED_BY_CONTENT = {"data"}
+
+
+def capture(trainer: Trainer) -> dict[str, Any]:
+    """All that the next step depends on. A collective: what ranks must share is checked on the way.
+
+    Raises:
+        RanksDiffer: on every rank, if parameters, buffers or optimizer states are not the same on all.
+    """
+    trainer.equalise_buffers()
+    model, optimizer = trainer.ddp.state_dict(), trainer.optimizer.state_dict()
+    digests = {
+        "model": ranks.compare(model, "before saving"),
+        "optimizer": ranks.compare(_named(optimizer), "before saving"),
+    }
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": trainer.scheduler.state_dict(),
+        "progress": dataclasses.asdict(trainer.progress) | {"sums": ranks.gather(trainer.sums.tolist())},
+        "plan": dataclasses.asdict(trainer.plan)
+        | {"world_size": ranks.world_size(), "data": trainer.data.fingerprint},
+        "rng": ranks.gather(random_state.take()),
+        "config": trainer.config.plain(),
+        "digests": digests,
+        "versions": versions(trainer.place.device),
+    }
+
+
+def versions(device: torch.device) -> dict[str, Any]:
+    """What the last bits of a result depend on besides the checkpoint."""
+    return {
+        "ckpttool": ckpttool.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _named(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state, flat: `momentum_buffer of module.conv1.weight` -> tensor."""
+    flat: dict[str, Any] = {}
+    for number, group in enumerate(optimizer["param_groups"]):
+        names = dict(zip(group["params"], group["param_names"], strict=True))
+        flat[f"the optimizer's settings of group {number}"] = sorted(group.items())
+        for index, name in names.items():
+            for kind, value in optimizer["state"].get(index, {}).items():
+                flat[f"{kind} of {name}"] = value
+    return flat
+
+
+# ---- saving --------------------------------------------------------------------------------------------
+
+
+def save(trainer: Trainer, folder: str, names: list[str]) -> None:
+    """Writes one checkpoint under each of these names. If rank 0 can't, every rank fails.
+
+    Raises:
+        RanksDiffer: and nothing is written.
+        FileError: the file could not be written; the old one is as it was.
+    """
+    state = capture(trainer)
+    with ranks.together():
+        if ranks.rank() == 0:
+            run_folder.write(state, folder, names)
+
+
+class Saver:
+    """When something is saved: each `--save-every`, after the last epoch, and for the best model yet."""
+
+    def __init__(self, trainer: Trainer, folder: str) -> None:
+        self.trainer, self.folder = trainer, folder
+
+    def after_step(self) -> None:
+        count, unit = self.trainer.config.save_every
+        if unit == "steps" and self.trainer.progress.global_step % count == 0:
+            self._save([run_folder.LAST])
+
+    def after_epoch(self, *, best: bool) -> None:
+        count, unit = self.trainer.config.save_every
+        epoch = self.trainer.progress.epoch
+        due = (unit == "epochs" and epoch % count == 0) or epoch == self.trainer.config.epochs
+        self._save([run_folder.LAST] * due + [run_folder.BEST] * best)
+
+    def _save(self, names: list[str]) -> None:
+        keep = self.trainer.config.keep
+        if run_folder.LAST in names and keep:
+            names = [*names, run_folder.numbered(self.trainer.progress.global_step)]
+        if names:
+            save(self.trainer, self.folder, names)
+        if keep and ranks.rank() == 0:
+            run_folder.drop_old(self.folder, keep)
+
+
+# ---- going on ------------------------------------------------------------------------------------------
+
+
+def resume(trainer: Trainer, folder: str) -> list[str] | None:
+    """Goes on from the checkpoint that `--resume` names, if there is one. A collective.
+
+    Returns:
+        Remarks for the user; None for a fresh start.
+    Raises:
+        CkptToolError: the file can't be read, or is of another training; on every rank.
+    """
+    config = trainer.config
+    path = ranks.decide(lambda: _find(config, folder))
+    if path is None:
+        return None
+    state = ranks.broadcast(lambda: read_fitting(path, trainer))
+    with ranks.together():
+        restore(trainer, state)
+    return _remarks(trainer, state, path)
+
+
+def _find(config: TrainConfig, folder: str) -> str | None:
+    if config.resume == "auto":
+        path = os.path.join(folder, run_folder.LAST)
+        return path if os.path.exists(path) else None
+    return config.resume
+
+
+def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
+    """The checkpoint, if it is whole and of this training."""
+    state = read(path)
+    _check_same_training(path, state, trainer)
+    return state
+
+
+def read(path: str) -> dict[str, Any]:
+    """A checkpoint of this trainer, compared with the digests in it: torch checks no checksums.
+
+    Raises:
+        Unreadable, Damaged, Refused: with the path and the reason.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise Unreadable(path, (error.strerror or str(error)).lower()) from error
+    except Exception as error:  # torch raises whatever the broken bytes lead it to
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Damaged(path, f"can't be read: {reason}") from error
+    if not isinstance(state, dict) or not {"model", "optimizer", "progress", "digests"} <= state.keys():
+        raise Refused(path, "is no checkpoint of this trainer", hint=f"look into it: ckpttool inspect {path}")
+    found = {
+        "model": ranks.digest_all(state["model"]),
+        "optimizer": ranks.digest_all(_named(state["optimizer"])),
+    }
+    for part, digest in state["digests"].items():
+        if found[part] != digest:
+            raise Damaged(path, f"the {part}'s values are not those that were saved")
+    return state
+
+
+def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
+    now, then = trainer.config.plain(), state["config"]
+    other = [name for name in now if name not in FREE | COMPARED_BY_CONTENT and now[name] != then.get(name)]
+    if other:
+        flags = " ".join(_flag(name, then.get(name)) for name in other)
+        raise UsageFault(f"{path}: is of a training with {flags}", hint="give the same, or start another run")
+    if state["plan"]["data"] != trainer.data.fingerprint:
+        raise UsageFault(
+            f"{path}: is of a training on other samples ({then['data']}: {state['plan']['data']}; now "
+            f"{now['data']}: {trainer.data.fingerprint})",
+            hint="give the same --data, or start another run",
+        )
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool) or value is None:
+        return flag if value else f"no {flag}"
+    return f"{flag} {','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+
+
+def restore(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Puts everything back. Raises UsageFault where the model is another than the one saved."""
+    saved, own = state["optimizer"], trainer.optimizer.state_dict()
+    if _parameter_names(saved) != _parameter_names(own):
+        raise UsageFault(f"--model {trainer.config.model}: its parameters have other names than those saved")
+    try:
+        trainer.ddp.load_state_dict(state["model"], strict=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UsageFault(f"--model {trainer.config.model}: is not as it was saved: {reason}") from error
+    trainer.optimizer.load_state_dict(saved)
+    trainer.scheduler.load_state_dict(state["scheduler"])
+    progress = dict(state["progress"])
+    sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
+    trainer.progress = Progress(**progress)
+    if len(states) == trainer.place.world_size:
+        trainer.sums.copy_(torch.tensor(sums[rank], dtype=torch.float64))
+        random_state.put_back(states[rank])
+        return
+    if rank == 0:  # other ranks than those that saved: the sums are whole in one of them
+        trainer.sums.copy_(torch.tensor(sums, dtype=torch.float64).sum(dim=0))
+    seed = random_state.seed_from(trainer.config.seed, "rank", rank, progress["global_step"])
+    random_state.seed_all(seed)
+
+
+def _parameter_names(optimizer: dict[str, Any]) -> list[list[str]]:
+    return [group["param_names"] for group in optimizer["param_groups"]]
+
+
+def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
+    """What the user should know about this resume: where it is, and why bits may differ."""
+    progress, steps = trainer.progress, trainer.plan.steps
+    at = f"epoch {progress.epoch + 1}, step {progress.step} of {steps}"
+    remarks = [f"goes on from {path} at {at}"]
+    if progress.epoch >= trainer.config.epochs:
+        remarks = [f"{path} has {progress.epoch} epochs already: nothing to do (--epochs N trains longer)"]
+    before, after = state["plan"]["world_size"], trainer.place.world_size
+    if before != after:
+        remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps")
+    were, are = state["versions"], versions(trainer.place.device)
+    changed = [
+        f"{name} {were.get(name)} -> {value}" for name, value in are.items() if were.get(name) != value
+    ]
+    if changed:
+        remarks.append(f"the last bits may differ: {', '.join(changed)}")
+    if state["config"]["epochs"] != trainer.config.epochs and trainer.config.scheduler != "none":
+        remarks.append(f"the learning rate now follows {trainer.config.epochs} epochs")
+    return remarks

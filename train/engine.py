@@ -1,0 +1,237 @@
+"""One epoch of training, one evaluation: the arithmetic of data parallelism.
+
+DDP averages gradients over W ranks. The gradient wanted is that of the mean loss over the N samples of a
+global batch, so each rank's loss is W · Σℓ / N over its own samples: exact for shares of any sizes, where
+the usual mean of each rank's mean is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, default_collate
+
+from ckpttool import ranks
+from train import random_state
+from train.config import TrainConfig
+from train.data import Data, Samples, count
+from train.launch import Place
+from train.optimizers import build_optimizer, build_scheduler
+from train.plan import Plan, Step, evaluation_batches
+
+EVALUATION_BATCH = 128
+"""Test samples in one forward pass. Always the same, so that the same sample gets the same numbers."""
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Progress:
+    """Where a training stands.
+
+    Attributes:
+        epoch: epochs finished.
+        step: optimizer steps done in the running epoch.
+        global_step: optimizer steps done since the beginning.
+        samples: samples consumed since the beginning, by all ranks.
+        best: the best accuracy on the test set so far.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    global_step: int = 0
+    samples: int = 0
+    best: float = -1.0
+
+
+@dataclass(frozen=True)
+class Score:
+    """How often a model was right. `per_class`: (name, correct, samples) of each class."""
+
+    correct: int
+    samples: int
+    loss: float
+    per_class: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.samples if self.samples else 0.0
+
+
+def make_plan(config: TrainConfig, data: Data) -> Plan:
+    return Plan(count(data.train), config.batch_size, config.seed, config.drop_last, config.accumulate)
+
+
+def stand_in(data: Data) -> Batch:
+    """A batch of one sample, for passes whose result does not count."""
+    inputs, labels = default_collate([data.train[0]])
+    return inputs, labels
+
+
+class Trainer:
+    """A model on this rank, wrapped in DDP, with its optimizer and the place in the plan."""
+
+    def __init__(self, config: TrainConfig, data: Data, model: nn.Module, place: Place) -> None:
+        self.config, self.data, self.place = config, data, place
+        self.plan = make_plan(config, data)
+        self.progress = Progress()
+        devices = [place.device] if place.device.type == "cuda" else None
+        self.ddp = DistributedDataParallel(model.to(place.device), device_ids=devices)
+        self.optimizer = build_optimizer(config, self.ddp)
+        self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps)
+        self.sums = self._no_sums()
+        self._stand_in = stand_in(data)[0].to(place.device)
+        self._settle_buckets()
+        random_state.seed_all(random_state.seed_from(config.seed, "rank", place.rank))
+
+    def steps(self) -> Iterator[None]:
+        """Trains what is left of the running epoch, and yields after each optimizer step."""
+        progress, place = self.progress, self.place
+        self.ddp.train()
+        steps = list(self.plan.of_rank(progress.epoch, place.rank, place.world_size, start=progress.step))
+        batches = self._load(steps)
+        for step in steps:
+            self._take(step, batches)
+            progress.step += 1
+            progress.global_step += 1
+            progress.samples += step.global_size
+            yield
+
+    def finish_epoch(self) -> Score:
+        """Ends the running epoch; returns the score on its training samples, as they were met."""
+        loss, correct, samples = ranks.total(self.sums).tolist()
+        self.sums = self._no_sums()
+        self.progress.epoch += 1
+        self.progress.step = 0
+        return Score(int(correct), int(samples), loss / samples)
+
+    def evaluate(self) -> Score:
+        """The score on the test set, of the bare model with rank 0's buffers."""
+        self.equalise_buffers()
+        return evaluate(
+            self.ddp.module, self.data.test, self.data.classes, self.place, workers=self.config.workers
+        )
+
+    def note_best(self, score: Score) -> bool:
+        """Whether this is the best score on the test set so far, which is remembered."""
+        is_best = score.accuracy > self.progress.best
+        if is_best:
+            self.progress.best = score.accuracy
+        return is_best
+
+    def equalise_buffers(self) -> None:
+        """Gives every rank rank 0's buffers, as DDP does before each forward pass.
+
+        Until then they rightly differ: each rank's BatchNorm has met other samples.
+        """
+        apart = getattr(self.ddp, "parameters_to_ignore", ())
+        ranks.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
+
+    def _take(self, step: Step, batches: Iterator[Batch]) -> None:
+        """One optimizer step. All ranks come through backward exactly once with gradients in sync."""
+        if not step.micro_batches:
+            self._pass_standing_in()
+        for number in range(1, len(step.micro_batches) + 1):
+            inputs, labels = (one.to(self.place.device, non_blocking=True) for one in next(batches))
+            in_sync = number == len(step.micro_batches)
+            with contextlib.nullcontext() if in_sync else self.ddp.no_sync():
+                scores = self.ddp(inputs)
+                loss = F.cross_entropy(scores, labels, reduction="sum")
+                (loss * (self.place.world_size / step.global_size)).backward()
+            self.sums[0] += loss.detach()
+            self.sums[1] += (scores.detach().argmax(dim=1) == labels).sum()
+            self.sums[2] += len(labels)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.step()
+
+    def _pass_standing_in(self) -> None:
+        """Takes part in backward with a gradient of zero, for a rank that has no samples.
+
+        A sample stands in for the empty batch, because models fail on those (`view(0, -1)`) and a mean over
+        nothing is NaN. It must not show: normalisation layers are frozen, and buffers are put back.
+        """
+        layers = [m for m in self.ddp.modules() if isinstance(m, _NormBase) and m.training]
+        buffers = [(buffer, buffer.clone()) for buffer in self.ddp.buffers()]
+        for layer in layers:
+            layer.training = False
+        (self.ddp(self._stand_in).sum() * 0).backward()
+        for layer in layers:
+            layer.training = True
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    def _settle_buckets(self) -> None:
+        """Lets DDP choose its buckets now.
+
+        It rebuilds them after the first backward pass, and sums gradients in another order from then on. A
+        run that goes on from a checkpoint would take its first step in the old order, and with three ranks
+        or more it would differ in the last bits from the run that never stopped. So both begin like this.
+        """
+        self.ddp.train()
+        for _ in range(2):
+            self._pass_standing_in()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _load(self, steps: list[Step]) -> Iterator[Batch]:
+        """The micro-batches of these steps, in order."""
+        samples, epoch = self.data.train, self.progress.epoch
+        set_epoch = getattr(samples, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        indices = [micro_batch for step in steps for micro_batch in step.micro_batches]
+        return iter(_loader(samples, indices, self.place, self.config.workers))
+
+    def _no_sums(self) -> torch.Tensor:
+        """This rank's loss, correct answers and samples in the running epoch."""
+        return torch.zeros(3, dtype=torch.float64, device=self.place.device)
+
+
+def evaluate(
+    model: nn.Module, samples: Samples, classes: tuple[str, ...], place: Place, *, workers: int = 0
+) -> Score:
+    """The score of a bare model on a test set; every rank returns that of all ranks.
+
+    Each sample is scored once, in the same batch whatever the number of ranks; losses are summed exactly.
+    """
+    batches = evaluation_batches(count(samples), EVALUATION_BATCH, place.rank, place.world_size)
+    # Each rank fills its places and leaves zeros in the others, so the sum over ranks only collects.
+    losses = torch.zeros(-(-count(samples) // EVALUATION_BATCH), dtype=torch.float64)
+    counts = torch.zeros(len(classes), 2, dtype=torch.int64)
+    was_training = model.training
+    model.eval()
+    with torch.inference_mode():
+        loaded = _loader(samples, [list(batch) for batch in batches.values()], place, workers)
+        for number, (inputs, labels) in zip(batches, loaded, strict=True):
+            scores = model(inputs.to(place.device)).cpu()
+            losses[number] = F.cross_entropy(scores, labels, reduction="none").double().sum()
+            right = scores.argmax(dim=1) == labels
+            counts[:, 0] += torch.bincount(labels[right], minlength=len(classes))
+            counts[:, 1] += torch.bincount(labels, minlength=len(classes))
+    model.train(was_training)
+    losses, counts = ranks.total(losses), ranks.total(counts)
+    correct, seen = counts.sum(dim=0).tolist()
+    assert seen == count(samples), f"{seen} samples were scored of {count(samples)}"
+    per_class = tuple((name, *pair) for name, pair in zip(classes, counts.tolist(), strict=True))
+    return Score(correct, seen, math.fsum(losses.tolist()) / seen, per_class)
+
+
+def _loader(samples: Samples, batches: list[list[int]], place: Place, workers: int) -> DataLoader[Any]:
+    return DataLoader(
+        samples,
+        batch_sampler=batches,
+        num_workers=workers if batches else 0,
+        pin_memory=place.device.type == "cuda",
+        # Without a generator of its own, each pass would draw from the global one and shift dropout.
+        generator=torch.Generator().manual_seed(0),
+    )

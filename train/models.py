@@ -1,0 +1,113 @@
+"""Models by name. Each is a plain module; what trains it on many ranks wraps it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ckpttool import factory
+from ckpttool.errors import UsageFault
+
+NAMES = "simple-cnn, resnet20, torchvision:NAME or file.py:factory"
+
+
+def build(name: str, *, shape: tuple[int, ...], classes: int) -> nn.Module:
+    """The model that `--model` names, for pictures of `shape` (channels, height, width).
+
+    Raises:
+        UsageFault: there is no such model, or what the user's factory raised.
+    """
+    if name in ("simple-cnn", "resnet20"):
+        if len(shape) != 3:
+            raise UsageFault(f"--model {name}: takes pictures, not samples of shape {list(shape)}")
+        if name == "resnet20":
+            return resnet20(num_classes=classes, channels=shape[0])
+        return simple_cnn(num_classes=classes, channels=shape[0], height=shape[1], width=shape[2])
+    if ":" not in name:
+        raise UsageFault(f"--model {name}: no such model", hint=f"one of {NAMES}")
+    made: Any = factory.build(name, num_classes=classes)
+    if not isinstance(made, nn.Module):
+        raise UsageFault(f"--model {name}: made a {type(made).__name__}, not a torch.nn.Module")
+    return made
+
+
+def simple_cnn(num_classes: int = 10, channels: int = 1, height: int = 8, width: int = 8) -> nn.Sequential:
+    """Convolutions that halve the picture until it is small, then one hidden layer. Fits the digits as it is.
+
+    Without BatchNorm, so a batch gives the same gradient however it is divided among ranks.
+    """
+    features: list[nn.Module] = [nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU()]
+    width_of_layer = 32
+    while min(height, width) > 4:
+        wider = min(2 * width_of_layer, 128)
+        features += [nn.Conv2d(width_of_layer, wider, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        width_of_layer, height, width = wider, height // 2, width // 2
+    classifier = nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(width_of_layer * height * width, 64),
+        nn.ReLU(),
+        nn.Linear(64, num_classes),
+    )
+    return nn.Sequential(OrderedDict(features=nn.Sequential(*features), classifier=classifier))
+
+
+class ResNet(nn.Module):
+    """The residual networks for CIFAR of arXiv 1512.03385, section 4.2: 6n + 2 layers, 16, 32 and 64 wide.
+
+    Parameters bear the names of akamaster/pytorch_resnet_cifar10, whose published weights load strictly.
+    """
+
+    def __init__(self, blocks: int, num_classes: int, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.layer1 = _stage(16, 16, blocks, stride=1)
+        self.layer2 = _stage(16, 32, blocks, stride=2)
+        self.layer3 = _stage(32, 64, blocks, stride=2)
+        self.linear = nn.Linear(64, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d | nn.Linear):
+                nn.init.kaiming_normal_(module.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.linear(x.mean(dim=(2, 3)))
+
+
+class Block(nn.Module):
+    """Two convolutions around which the input goes straight."""
+
+    def __init__(self, width_in: int, width_out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width_in, width_out, 3, stride=stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width_out)
+        self.conv2 = nn.Conv2d(width_out, width_out, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width_out)
+        self.stride, self.added = stride, width_out - width_in
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        return F.relu(out + self.shortcut(x))
+
+    def shortcut(self, x: torch.Tensor) -> torch.Tensor:
+        """Option A of the paper: no parameters; every second pixel, and channels of zeros on both sides."""
+        if self.stride == 1 and not self.added:
+            return x
+        half = self.added // 2
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, half, self.added - half))
+
+
+def _stage(width_in: int, width_out: int, blocks: int, stride: int) -> nn.Sequential:
+    first = Block(width_in, width_out, stride)
+    return nn.Sequential(first, *(Block(width_out, width_out, 1) for _ in range(blocks - 1)))
+
+
+def resnet20(num_classes: int = 10, channels: int = 3) -> ResNet:
+    """ResNet-20 for CIFAR, 0.27 million parameters."""
+    return ResNet(3, num_classes, channels)

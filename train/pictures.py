@@ -1,0 +1,120 @@
+"""Folders of pictures: PATH/<class>/<file>."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Dataset
+
+from ckpttool.errors import Damaged, Unreadable, UsageFault
+
+ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Normalisation of pictures in [0, 1]: one number for all channels, or one for each."""
+
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def apply(self, pictures: torch.Tensor) -> torch.Tensor:
+        """Of (..., channels, height, width), in float32 as torchvision's Normalize."""
+        mean = torch.tensor(self.mean, dtype=torch.float32).view(-1, 1, 1)
+        std = torch.tensor(self.std, dtype=torch.float32).view(-1, 1, 1)
+        return (pictures - mean) / std
+
+
+def find_pictures(
+    root: str, classes: Sequence[str] | None = None
+) -> tuple[list[str], list[int], tuple[str, ...]]:
+    """The picture files under `root`, their labels, and the classes, each in order of name.
+
+    Args:
+        classes: those that label the pictures, where another folder has given them.
+    Raises:
+        UsageFault: there are no class folders or no pictures in them, or a class that is not among `classes`.
+    """
+    names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
+    if not names:
+        raise UsageFault(
+            f"{root}: has no folders of pictures, one a class", hint="give folder:PATH with PATH/<class>/*"
+        )
+    labels_of = {name: label for label, name in enumerate(classes or names)}
+    unknown = [name for name in names if name not in labels_of]
+    if unknown:
+        raise UsageFault(f"{os.path.join(root, unknown[0])}: the training data has no such class")
+    files: list[str] = []
+    labels: list[int] = []
+    for name in names:
+        folder = os.path.join(root, name)
+        found = sorted(entry.path for entry in os.scandir(folder) if entry.name.lower().endswith(ENDINGS))
+        files += found
+        labels += [labels_of[name]] * len(found)
+    if not files:
+        raise UsageFault(f"{root}: its folders hold no pictures", hint=f"endings known: {' '.join(ENDINGS)}")
+    return files, labels, tuple(classes or names)
+
+
+class Folder(Dataset[tuple[torch.Tensor, int]]):
+    """Picture files, read as RGB. All of one size, which the first has, unless `resize` makes them so."""
+
+    def __init__(
+        self, files: Sequence[str], labels: Sequence[int], scale: Scale, resize: int | None = None
+    ) -> None:
+        self.files, self.labels, self.scale, self.resize = files, labels, scale, resize
+        if not resize:
+            self._check_sizes()
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return self.scale.apply(self._read(self.files[index])), self.labels[index]
+
+    def _read(self, path: str) -> torch.Tensor:
+        image_kind = _pillow()
+        try:
+            with image_kind.open(path) as opened:
+                picture = opened.convert("RGB")
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if self.resize:
+            picture = picture.resize((self.resize, self.resize), image_kind.Resampling.BILINEAR)
+        data = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
+        return data.view(picture.height, picture.width, 3).permute(2, 0, 1).float().div(255)
+
+    def _check_sizes(self) -> None:
+        """Looks at every file's header: a batch of two sizes would fail hours into a run."""
+        image_kind = _pillow()
+        first: tuple[int, int] | None = None
+        for path in self.files:
+            try:
+                with image_kind.open(path) as opened:
+                    size = opened.size
+            except OSError as error:
+                raise _unreadable(path, error) from error
+            first = first or size
+            if size != first:
+                raise UsageFault(
+                    f"{path}: is {size[0]}×{size[1]}, and {self.files[0]} is {first[0]}×{first[1]}",
+                    hint="--resize N makes all pictures N×N",
+                )
+
+
+def _unreadable(path: str, error: OSError) -> Unreadable | Damaged:
+    if error.errno is not None:
+        return Unreadable(path, (error.strerror or str(error)).lower())
+    return Damaged(path, "is no picture that can be read")
+
+
+def _pillow():  # type: ignore[no-untyped-def]
+    """Pillow's Image, imported when a picture is wanted."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise UsageFault("--data folder: needs Pillow", hint="pip install 'ckpttool[train]'") from None
+    return Image

@@ -1,0 +1,118 @@
+"""What would fail on some rank later, found by each rank alone before any process group starts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from ckpttool.errors import UsageFault
+from train import random_state
+from train.config import TrainConfig
+from train.data import Data, Samples
+from train.engine import make_plan
+from train.plan import Plan
+
+
+def check(config: TrainConfig, data: Data, model: nn.Module, world_size: int) -> None:
+    """Raises UsageFault, naming the flag to change, if the plan, the data and the model do not fit."""
+    plan = make_plan(config, data)
+    _check_plan(config, plan)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageFault(f"--model {config.model}: has no parameters to train")
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        _check_nobody_is_idle(plan, world_size)  # and it can't be tried: it works on GPUs and in groups only
+        return
+    _check_outputs(config.model, _try_training(config.model, data, model, plan, world_size), data)
+
+
+def _check_plan(config: TrainConfig, plan: Plan) -> None:
+    if not plan.steps:
+        raise UsageFault(
+            f"--drop-last: leaves nothing of {plan.samples} samples in batches of {plan.batch_size}",
+            hint=f"give --batch-size {plan.samples} or less",
+        )
+    warmup, steps = config.warmup.in_steps(plan.steps), plan.steps * config.epochs
+    if warmup >= steps:
+        raise UsageFault(f"--warmup {config.warmup}: is {warmup} steps, and the whole training {steps}")
+
+
+def check_evaluation(name: str, data: Data, model: nn.Module) -> None:
+    """Raises UsageFault if the model does not take the test samples, or has fewer outputs than classes."""
+    try:
+        outputs = _dry_run(data.test, model.eval(), 1)
+    except Exception as error:
+        raise _unfit(name, data, error) from error
+    _check_outputs(name, outputs, data)
+
+
+def _try_training(name: str, data: Data, model: nn.Module, plan: Plan, world_size: int) -> tuple[int, ...]:
+    """Runs a copy of the model on the smallest batch that any rank will meet; returns its output's shape."""
+    smallest = min(plan.micro_batch_sizes(world_size) - {0})
+    try:
+        return _dry_run(data.train, copy.deepcopy(model).train(), smallest)
+    except Exception as error:
+        if smallest == 1 and _takes_two(data, model):
+            raise _batch_of_one(name, plan, world_size) from error
+        raise _unfit(name, data, error) from error
+
+
+def _takes_two(data: Data, model: nn.Module) -> bool:
+    try:
+        _dry_run(data.train, copy.deepcopy(model).train(), 2)
+    except Exception:
+        return False
+    return True
+
+
+def _dry_run(samples: Samples, model: nn.Module, batch_size: int) -> tuple[int, ...]:
+    """The shape of what the model, in the mode it is in, gives for so many copies of a sample."""
+    sample, _ = default_collate([samples[0]])
+    with random_state.seeded("dry run"), torch.no_grad():
+        outputs = model(sample.expand(batch_size, *sample.shape[1:]).contiguous())
+    if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (batch_size,) or outputs.dim() != 2:
+        raise TypeError("its output is not one row of class scores a sample")
+    return tuple(outputs.shape)
+
+
+def _unfit(name: str, data: Data, error: Exception) -> UsageFault:
+    shape = "×".join(map(str, data.shape))
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    return UsageFault(f"--model {name}: does not take samples of {shape}, as {data.name} has: {reason}")
+
+
+def _batch_of_one(model: str, plan: Plan, world_size: int) -> UsageFault:
+    whole = dataclasses.replace(plan, drop_last=True)
+    last_only = whole.steps and 1 not in whole.micro_batch_sizes(world_size)
+    size = plan.samples % plan.batch_size if last_only else plan.batch_size
+    ways = [f"another --batch-size than {plan.batch_size}"]
+    if last_only:
+        ways.insert(0, "--drop-last")
+    if plan.accumulate > 1:
+        ways.append(f"a smaller --accumulate than {plan.accumulate}")
+    return UsageFault(
+        f"--batch-size {plan.batch_size}: {'the last' if last_only else 'a'} batch of {size} gives a rank a "
+        f"single sample, and BatchNorm in {model} can't take the statistics of one value",
+        hint=f"give {' or '.join(ways)}",
+    )
+
+
+def _check_outputs(model: str, outputs: tuple[int, ...], data: Data) -> None:
+    """A class without an output would be a label out of bounds."""
+    if outputs[-1] < len(data.classes):
+        raise UsageFault(
+            f"--model {model}: has {outputs[-1]} outputs, and {data.name} {len(data.classes)} classes"
+        )
+
+
+def _check_nobody_is_idle(plan: Plan, world_size: int) -> None:
+    """A rank without samples would stay away from the sums inside SyncBatchNorm, and the others wait."""
+    if 0 in plan.share_sizes(world_size):
+        raise UsageFault(
+            f"--batch-size {plan.batch_size}: the last batch of {plan.samples % plan.batch_size} leaves one "
+            f"of {world_size} ranks without a sample, and the model's SyncBatchNorm needs every rank",
+            hint="give --drop-last or another --batch-size",
+        )

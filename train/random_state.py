@@ -1,0 +1,87 @@
+"""The random state of a rank, taken, put back and seeded: Python's, numpy's where it is used, torch's."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator, Sized
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch.utils.data import Dataset
+
+
+def seed_from(*parts: object) -> int:
+    """A seed of 63 bits that any change of the parts changes wholly."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
+
+
+def seed_all(seed: int, *, gpu: bool = True) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    if gpu and torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
+
+
+def take(*, gpu: bool = True) -> dict[str, Any]:
+    """This process's random state in primitives and tensors, so that `weights_only` loads it."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    if "numpy" in sys.modules:
+        kind, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        numbers = torch.tensor(keys.tolist(), dtype=torch.int64)
+        state["numpy"] = [str(kind), numbers, int(position), int(has_gauss), float(cached)]
+    if gpu and torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def put_back(state: dict[str, Any]) -> None:
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy
+
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys.tolist(), dtype=numpy.uint32), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+@contextmanager
+def seeded(*parts: object) -> Iterator[None]:
+    """A block with random state of its own, on the CPU; what was there before is there again afterwards."""
+    before = take(gpu=False)
+    seed_all(seed_from(*parts), gpu=False)
+    try:
+        yield
+    finally:
+        put_back(before)
+
+
+class Keyed(Dataset[Any]):
+    """A data set whose own randomness depends on (seed, epoch, sample) alone.
+
+    So an augmented sample is the same one on any rank, in any worker process, and after a resume.
+    """
+
+    def __init__(self, samples: Dataset[Any], seed: int) -> None:
+        self.samples, self.seed, self.epoch = samples, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(cast(Sized, self.samples))
+
+    def __getitem__(self, index: int) -> Any:
+        with seeded(self.seed, self.epoch, index):
+            return self.samples[index]

@@ -1,0 +1,150 @@
+"""What rank 0 says during a run, and what it writes into log.jsonl."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ckpttool.transfer import replacing
+from train.config import TrainConfig
+from train.data import Data, count
+from train.engine import Score, Trainer
+from train.plan import deal
+from train.run_folder import BEST, LAST, LOG
+
+
+class Report:
+    """Lines on stdout, a bar on stderr where that is a terminal, and the log. Silent on other ranks."""
+
+    def __init__(self, trainer: Trainer, folder: str) -> None:
+        self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
+
+    def begin(self, remarks: list[str] | None) -> None:
+        """The header, and what a resume needs said."""
+        config, data, plan = self.trainer.config, self.trainer.data, self.trainer.plan
+        world_size, place = self.trainer.place.world_size, self.trainer.place
+        parameters = sum(parameter.numel() for parameter in self.trainer.ddp.parameters())
+        shares = "+".join(str(len(part)) for part in deal(range(config.batch_size), min(world_size, 8)))
+        dealt = f" = {shares}" if 1 < world_size <= 8 else ""
+        self.say(f"model   {config.model}, {parameters:,} parameters")
+        self.say(f"data    {describe(data)}")
+        self.say(f"ranks   {world_size} on {place.device.type} ({place.backend})")
+        self.say(f"batch   {config.batch_size}{dealt}, {plan.steps} steps an epoch")
+        self.say(f"train   {recipe(config)}")
+        self.say(f"out     {self.folder}")
+        for remark in remarks or ():
+            self.say(f"resume  {remark}")
+        self.say("")
+
+    def bar(self, steps: Iterator[None]) -> Iterator[None]:
+        """The same steps, counted on a bar."""
+        progress, total = self.trainer.progress, self.trainer.plan.steps
+        if not (self.speaks and sys.stderr.isatty()):
+            yield from steps
+            return
+        from tqdm import tqdm
+
+        label = f"epoch {progress.epoch + 1}/{self.trainer.config.epochs}"
+        with tqdm(
+            total=total, initial=progress.step, desc=label, unit="step", leave=False, dynamic_ncols=True
+        ) as bar:
+            for step in steps:
+                yield step
+                bar.update()
+
+    def epoch(self, trained: Score, tested: Score, *, seconds: float, lr: float, best: bool) -> None:
+        """One line, and one object in the log."""
+        epoch, epochs = self.trainer.progress.epoch, self.trainer.config.epochs
+        self.say(
+            f"epoch {epoch:>{len(str(epochs))}}/{epochs}  loss {trained.loss:.4f}  "
+            f"train {trained.accuracy:7.2%}  test {tested.accuracy:7.2%} "
+            f"({tested.correct}/{tested.samples})  {seconds:.1f} s{'  best' if best else ''}"
+        )
+        self._log(
+            {
+                "epoch": epoch,
+                "loss": tested.loss,
+                "accuracy": tested.accuracy,
+                "correct": tested.correct,
+                "samples": tested.samples,
+                "seconds": round(seconds, 3),
+                "train_loss": trained.loss,
+                "train_accuracy": trained.accuracy,
+                "lr": lr,
+            }
+        )
+
+    def end(self) -> None:
+        """What is in the folder, and what to do with it."""
+        config, best = self.trainer.config, os.path.join(self.folder, BEST)
+        self.say(f"\nsaved   {os.path.join(self.folder, LAST)}")
+        if os.path.exists(best):
+            self.say(f"        {best} ({self.trainer.progress.best:.2%})")
+        self.say("next:")
+        self.say(f"  ckpttool strip-prefix {best} model.safetensors")
+        self.say(f"  python train/evaluate.py model.safetensors {flags_of(config)}")
+
+    def say(self, line: str) -> None:
+        if self.speaks:
+            print(line, flush=True)
+
+    def forget_after(self, epoch: int) -> None:
+        """Takes out of the log the epochs that will be trained again."""
+        path = os.path.join(self.folder, LOG)
+        if not self.speaks or not os.path.exists(path):
+            return
+        with open(path, "rb") as file:
+            kept = [line for line in file if _epoch_of(line) <= epoch]
+        with replacing(path) as file:
+            file.writelines(kept)
+
+    def _log(self, entry: dict[str, Any]) -> None:
+        if self.speaks:
+            finite = {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in entry.items()
+            }
+            with open(os.path.join(self.folder, LOG), "a") as file:
+                file.write(json.dumps(finite) + "\n")
+
+
+def _epoch_of(line: bytes) -> float:
+    """The epoch of a line of the log; of one that a crash cut off, none that is ever reached."""
+    try:
+        return float(json.loads(line)["epoch"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def describe(data: Data) -> str:
+    shape = "×".join(map(str, data.shape))
+    return (
+        f"{data.name}, {count(data.train):,} training and {count(data.test):,} test samples of {shape}, "
+        f"{len(data.classes)} classes"
+    )
+
+
+def recipe(config: TrainConfig) -> str:
+    """The settings of a training in a few words."""
+    parts = [f"{config.epochs} epochs", f"{config.optimizer} lr {config.lr:g}", config.scheduler]
+    if config.warmup.count:
+        parts.append(f"warmup {config.warmup}")
+    if config.accumulate > 1:
+        parts.append(f"{config.accumulate} passes a step")
+    return ", ".join([*parts, f"seed {config.seed}"])
+
+
+def flags_of(config: TrainConfig) -> str:
+    """The flags with which an evaluation builds the same model and takes the same samples."""
+    flags = [f"--model {shlex.quote(config.model)}", f"--data {shlex.quote(config.data)}"]
+    for name, values in (("mean", config.mean), ("std", config.std)):
+        if values:
+            flags.append(f"--{name} {','.join(map(str, values))}")
+    if config.resize:
+        flags.append(f"--resize {config.resize}")
+    return " ".join(flags)
