@@ -1,9 +1,9 @@
 """A safetensors file whose header alone changes, rewritten where it stands: no payload moves.
 
 A header can't be replaced in one step that no crash divides. So the old one is first saved beside the file,
-in a journal that is on the disk before the first byte changes. `open` finds a journal that a crash left behind
-and reads the old header from it; the next rewriting puts it back. Where the file system can share blocks
-between files (reflink: btrfs, xfs), a clone gets the new header instead and is renamed over the old file.
+in a journal that is on the disk before the first byte changes. `open` finds a journal that a crash left
+behind and reads the old header from it; the next rewriting puts it back. Where the file system can share
+blocks between files (reflink: btrfs, xfs), a clone gets the new header and is renamed over the old file.
 """
 
 from __future__ import annotations
@@ -41,18 +41,25 @@ def surviving_header(source: Source) -> bytes | None:
     return header if len(header) <= source.size else None
 
 
-def lies_as_it_should(source: Source, data: int, tensors: Mapping[str, TensorRef]) -> bool:
-    """Whether these tensors are the whole payload of a file from byte `data`, without gap or overlap."""
-    end = data
-    for tensor in sorted(tensors.values(), key=_place):
-        where = tensor.data if tensor.is_plain else None
-        if not isinstance(where, ByteRange) or where.source is not source or where.offset != end:
-            return False
-        end += where.nbytes
-    return end == source.size
+def payload_start(source: Source, tensors: Mapping[str, TensorRef]) -> int | None:
+    """Where the payload of a file begins that these tensors are, all of it and nothing else; else None."""
+    places = sorted(map(_place, tensors.values()))
+    if not all(
+        t.is_plain and isinstance(t.data, ByteRange) and t.data.source is source for t in tensors.values()
+    ):
+        return None
+    ends = [offset + nbytes for offset, nbytes in places]
+    if [offset for offset, _ in places[1:]] + [source.size] != ends:
+        return None
+    return places[0][0]
+
+
+def by_place(item: tuple[str, TensorRef]) -> tuple[int, int]:
+    return _place(item[1])
 
 
 def _place(tensor: TensorRef) -> tuple[int, int]:
+    """Offset in the file, and size."""
     where = tensor.storage.data
     offset = where.offset if isinstance(where, ByteRange) else 0
     return offset + tensor.offset * tensor.dtype.itemsize, tensor.nbytes

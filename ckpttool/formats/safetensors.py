@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .. import full
@@ -19,6 +19,7 @@ from ..errors import Damaged, Refused, Unsupported
 from ..inert import OrderedDict_, TooDeep
 from ..tensor import DTYPES, MAX_BYTES, ByteRange, Source, Storage, TensorRef, extent, is_count
 from ..transfer import Output
+from .in_place import surviving_header
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
@@ -48,10 +49,11 @@ def read(source: Source) -> Checkpoint:
         Damaged: a rule of the format is broken.
         Unsupported: an element type that torch does not have.
     """
-    size = int.from_bytes(source.read(0, 8), "little")
+    raw = surviving_header(source)
+    size = int.from_bytes(source.read(0, 8), "little") if raw is None else len(raw) - 8
     if size > MAX_HEADER or 8 + size > source.size:
         raise Damaged(source.path, f"is cut short: its header should have {size} bytes")
-    header = _parse(source, source.read(8, size))
+    header = _parse(source, source.read(8, size) if raw is None else raw[8:])
     metadata = _metadata(source, header.pop(METADATA, {}))
     tensors: dict[str, TensorRef] = {}
     end = 8 + size
@@ -152,7 +154,7 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
         Refused: a type, or a name, that the format can't hold.
     """
     ordered = sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0]))
-    out.write(_header(path, ordered, metadata))
+    out.write(header(path, ordered, metadata))
     for name, tensor in ordered:
         data = tensor.data if tensor.is_plain else None
         if isinstance(data, ByteRange):
@@ -208,7 +210,10 @@ def _rank(path: str, name: str, tensor: TensorRef) -> int:
     return RANK[tensor.dtype.safetensors]
 
 
-def _header(path: str, ordered: list[tuple[str, TensorRef]], metadata: Mapping[str, str]) -> bytes:
+def header(
+    path: str, ordered: Iterable[tuple[str, TensorRef]], metadata: Mapping[str, str], fill: int = 0
+) -> bytes:
+    """The length and the JSON of a file whose tensors lie in the given order, `fill` bytes long at least."""
     header: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     offset = 0
     for name, tensor in ordered:
@@ -224,6 +229,7 @@ def _header(path: str, ordered: list[tuple[str, TensorRef]], metadata: Mapping[s
     except UnicodeEncodeError as error:
         key = error.object[max(error.start - 20, 0) : error.end].encode("utf-8", "backslashreplace").decode()
         raise Refused(path, f"a key is not valid Unicode: …{key}", hint="write a .pt file instead") from None
+    raw = raw.ljust(fill - 8)
     raw += b" " * (-len(raw) % 8)
     if len(raw) > MAX_HEADER:
         raise Refused(path, "its names need a header of more than 100 MB", hint="write a .pt file instead")

@@ -16,7 +16,7 @@ from ..digest import digest
 from ..errors import Damaged, OutputExists, UsageFault
 from ..tensor import Source, TensorRef
 from ..transfer import DryOutput, Output, Progress, replacing
-from . import safetensors, torch_zip
+from . import in_place, safetensors, torch_zip
 from .reading import read
 
 ENDINGS = {
@@ -107,6 +107,8 @@ def save(
         dry = DryOutput()
         writing.write(dry)
         return writing.saved(dry.position)
+    if kind == safetensors.NAME and not verify and writing.in_place():
+        return writing.saved(checkpoint.nbytes)
     with replacing(name) as file:
         out = Output(file, progress) if progress else Output(file)
         writing.write(out)
@@ -131,8 +133,32 @@ class _Writing:
         elif self.state is None:
             safetensors.write_full(self.checkpoint, out)
         else:
-            kept = {name: tensor for name, tensor in self.state.tensors.items() if name not in self.ties}
-            safetensors.write(path, kept, {**metadata, **self.ties}, out)
+            safetensors.write(path, self.kept(), {**metadata, **self.ties}, out)
+
+    def kept(self) -> dict[str, TensorRef]:
+        """The tensors that get values of their own in a file of tensors."""
+        assert self.state is not None
+        return {name: tensor for name, tensor in self.state.tensors.items() if name not in self.ties}
+
+    def in_place(self) -> bool:
+        """Rewrites the header alone, where the output is the input and its payload stays as it lies."""
+        source = self.checkpoint.source
+        if self.state is None or self.path == "-" or not _is_same_file(source, self.path):
+            return False
+        survived = in_place.surviving_header(source)
+        if survived is not None:
+            in_place.restore(source.path, survived)
+        kept = self.kept()
+        start = in_place.payload_start(source, kept) if kept else None
+        if start is None:
+            return False
+        ordered = sorted(kept.items(), key=in_place.by_place)
+        metadata = {**self.checkpoint.metadata, **self.ties}
+        header = safetensors.header(source.path, ordered, metadata, fill=start)
+        if len(header) != start:
+            return False
+        in_place.replace_header(source, header)
+        return True
 
     def check(self, file: BinaryIO, *, values: bool) -> None:
         """Reads what was written, before it may replace anything."""
@@ -155,6 +181,13 @@ class _Writing:
         return Saved(
             self.path, self.format, nbytes, len(self.state.tensors), left_out, tuple(self.ties), copied
         )
+
+
+def _is_same_file(source: Source, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(source.fd), os.stat(path))
+    except FileNotFoundError:
+        return False
 
 
 def _structure(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[object, ...]]:
