@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from .errors import NoState
+from .errors import Damaged, NoState
 from .inert import LEAVES, OrderedDict_, Record, tensor_of
+from .modules import BadModules, inside, is_module, named
 from .tensor import Source, Storage, TensorRef
 
 # Where checkpoints keep the model's state, the likelier first. Copies that an average keeps come last: they
@@ -44,10 +45,11 @@ class State:
 
     Attributes:
         path: the keys that lead to the state in the file; none when the file itself is the state.
-        container: the dict in the checkpoint's tree.
+        container: the dict in the checkpoint's tree; of a pickled model, one that was made of it.
         tensors: name -> tensor, in the file's order; names as they stand in the file.
         others: entries that are no tensors (`_extra_state`, counters kept as plain numbers).
         versions: torch's `_metadata`, module path -> {'version': …}; None where the file has none.
+        module: the pickled model that the state was found in; None where it is a dict of its own.
     """
 
     path: Path
@@ -55,25 +57,35 @@ class State:
     tensors: dict[str, TensorRef]
     others: dict[str, object]
     versions: Mapping[object, object] | None
+    module: Record | None = None
 
     @property
     def where(self) -> str:
         """The dotted path, `""` when the file itself is the state."""
         return dotted(self.path)
 
+    @property
+    def anchor(self) -> object:
+        """What stands in the checkpoint's tree for the state: the dict, or the pickled model."""
+        return self.container if self.module is None else self.module
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A file that was read: its tree of values, with each tensor as a place in the file.
+    """A file, or a folder of them, that was read: its tree of values, with each tensor as a place in a file.
 
-    Use it as a context manager, or let it go: its file is closed with the last tensor that refers to it.
+    Use it as a context manager, or let it go: a file is closed with the last tensor that refers to it.
 
     Attributes:
-        source: the open file.
-        format: `torch-zip`, `torch-legacy` or `safetensors`.
+        source: the open file; in a folder the one that tells what is in the others.
+        format: its name, as cli.md lists them: `torch-zip`, `safetensors`, …
         tree: what the file holds, in the values of `inert`.
         protocol: the pickle protocol it was read under; 2 where there was no pickle.
         metadata: the text-to-text map of a safetensors header.
+        shards: the other open files of a folder.
+        unread: what the file holds and the tree can't, in words: the code of a TorchScript archive.
+        opened: pickled objects that a change put a dict of tensors in place of, as `model (package.Class)`: a
+            format that could hold the object must not be given the dict in silence.
     """
 
     source: Source
@@ -81,6 +93,9 @@ class Checkpoint:
     tree: object
     protocol: int = 2
     metadata: Mapping[str, str] = field(default_factory=dict)
+    shards: tuple[Source, ...] = ()
+    unread: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
 
     @property
     def path(self) -> str:
@@ -89,8 +104,8 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
-        return self.source.size
+        """Size of the file, or of all of a folder's that were read."""
+        return self.source.size + sum(shard.size for shard in self.shards)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -101,8 +116,9 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Closes the file; its tensors can't be read after."""
-        self.source.close()
+        """Closes the files; their tensors can't be read after."""
+        for source in (self.source, *self.shards):
+            source.close()
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """Every tensor of the file with its dotted path, in the file's order."""
@@ -112,7 +128,7 @@ class Checkpoint:
                 yield dotted(path), tensor
 
     def storages(self) -> Iterator[tuple[str, Storage]]:
-        """Every storage that the tree refers to, with the dotted path of what refers to it; some repeatedly."""
+        """Every storage that the tree refers to, by the dotted path of what refers to it; some repeatedly."""
         for path, value in named_leaves(self.tree):
             tensor = tensor_of(value)
             if tensor is not None:
@@ -122,7 +138,7 @@ class Checkpoint:
 
     def states(self) -> list[Path]:
         """The paths of everything that could be a model's state, the likeliest first."""
-        return sorted(_candidates(self.tree), key=lambda path: _likelihood(self.tree, path))
+        return sorted(_candidates(self.tree), key=self._likelihood)
 
     def state(self, where: str | None = None) -> State:
         """The model's state.
@@ -145,11 +161,32 @@ class Checkpoint:
         if path is None:
             path = _path_of(self.tree, str(where))
         value = None if path is None else _follow(self.tree, path)
-        if path is None or not isinstance(value, dict):
+        container = self._container(value)
+        if path is None or container is None:
             raise NoState(self.path, f"holds no state named '{where}'", hint=self._where_to_look())
-        if path not in found and not is_state(value):
+        if path not in found and not is_state(container):
             raise NoState(self.path, f"'{where}' is no dict of tensors by name", hint=self._where_to_look())
-        return make_state(path, value)
+        return make_state(path, container, value if isinstance(value, Record) else None)
+
+    def _container(self, value: object) -> dict[object, object] | None:
+        """A state as a dict: itself, or made of a pickled model. Raises Damaged."""
+        if isinstance(value, dict) or not is_module(value):
+            return value if isinstance(value, dict) else None
+        try:
+            return OrderedDict_(named(value))
+        except BadModules as fault:
+            raise Damaged(self.path, str(fault)) from None
+
+    def _likelihood(self, path: Path) -> tuple[int, int, int]:
+        """Smaller is likelier: a known name, else a file that is mostly tensors, else the most bytes."""
+        value = self._container(_follow(self.tree, path)) or {}
+        tensors = [tensor for tensor in map(tensor_of, value.values()) if tensor is not None]
+        ranks = [STATE_NAMES.index(name.lower()) for name in path if name.lower() in STATE_NAMES]
+        if ranks:
+            return 0, max(ranks), len(path)
+        if not path and 2 * len(tensors) > len(value):
+            return 1, 0, 0
+        return 2, -sum(tensor.nbytes for tensor in tensors), len(path)
 
     def find(self, name: str) -> tuple[dict[object, object], str] | None:
         """The dict that holds what a dotted name leads to, and the key there; None when nothing does."""
@@ -162,7 +199,7 @@ class Checkpoint:
         return f"there are: {', '.join(names)}" if names else f"ckpttool inspect {self.path}"
 
 
-def make_state(path: Path, container: dict[object, object]) -> State:
+def make_state(path: Path, container: dict[object, object], module: Record | None = None) -> State:
     """A dict as a state: its tensors apart from what is none."""
     tensors: dict[str, TensorRef] = {}
     others: dict[str, object] = {}
@@ -176,7 +213,7 @@ def make_state(path: Path, container: dict[object, object]) -> State:
     if isinstance(container, OrderedDict_) and isinstance(container.attributes, dict):
         found = container.attributes.get("_metadata")
         versions = found if isinstance(found, dict) else None
-    return State(path, container, tensors, others, versions)
+    return State(path, container, tensors, others, versions, module)
 
 
 def is_state(value: dict[object, object]) -> bool:
@@ -217,6 +254,8 @@ def entries(value: object) -> Iterator[tuple[str, object]]:
     elif isinstance(value, list | tuple | set | frozenset):
         for index, item in enumerate(value):
             yield str(index), item
+    elif is_module(value):
+        yield from inside(value)
     elif isinstance(value, Record):
         for index, item in enumerate(value.args if isinstance(value.args, tuple) else ()):
             yield str(index), item
@@ -235,7 +274,7 @@ def enumerate_text(values: list[object]) -> Iterator[tuple[str, object]]:
 
 
 def _candidates(root: object) -> Iterator[Path]:
-    """Dicts by text with a tensor directly inside, down to three levels, outside optimizers.
+    """Dicts by text with a tensor directly inside, and models, down to three levels, outside optimizers.
 
     A file that is one empty dict is the state of a model without parameters.
     """
@@ -244,27 +283,16 @@ def _candidates(root: object) -> Iterator[Path]:
     for _ in range(4):
         below: list[tuple[Path, object]] = []
         for path, value in level:
-            if not isinstance(value, dict) or id(value) in seen or is_optimizer(value):
+            if id(value) in seen or is_optimizer(value):
                 continue
             seen.add(id(value))
-            if all(isinstance(key, str) for key in value):
+            if is_module(value):
+                yield path
+            if isinstance(value, dict) and all(isinstance(key, str) for key in value):
                 if is_state(value) or (value is root and not value):
                     yield path
                 below.extend(((*path, str(key)), item) for key, item in value.items())
         level = below
-
-
-def _likelihood(root: object, path: Path) -> tuple[int, int, int]:
-    """Smaller is likelier: a known name first, else a file that is mostly tensors, else the most bytes."""
-    value = _follow(root, path)
-    assert isinstance(value, dict)
-    tensors = [tensor for tensor in map(tensor_of, value.values()) if tensor is not None]
-    ranks = [STATE_NAMES.index(name.lower()) for name in path if name.lower() in STATE_NAMES]
-    if ranks:
-        return 0, max(ranks), len(path)
-    if not path and 2 * len(tensors) > len(value):
-        return 1, 0, 0
-    return 2, -sum(tensor.nbytes for tensor in tensors), len(path)
 
 
 def _follow(root: object, path: Path) -> object:

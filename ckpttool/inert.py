@@ -80,10 +80,20 @@ class OrderedDict_(dict[Any, Any]):
 
 ORDERED_DICT = Global("collections", "OrderedDict")
 
+# What a tensor with a type or attributes of its own (nn.Buffer, a subclass) is pickled as: a call on the
+# function that makes a tensor and its arguments. Here the tensor itself stands in their place; the writer
+# writes the two again.
+FROM_TYPE = {
+    Global("torch._tensor", "_rebuild_from_type_v2"),
+    Global("torch._tensor", "_rebuild_from_type"),
+    Global("torch.tensor", "_rebuild_from_type"),
+}
+
 # What wraps a tensor without changing its values: the inner tensor stands first.
 PARAMETERS = {
     Global("torch._utils", "_rebuild_parameter"),
     Global("torch._utils", "_rebuild_parameter_with_state"),
+    *FROM_TYPE,
 }
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Any
+from typing import Any, TypeGuard
 
-from ..inert import MAX_DEPTH, ORDERED_DICT, Global, OrderedDict_, Record, TooDeep
+from ..inert import FROM_TYPE, MAX_DEPTH, ORDERED_DICT, Global, OrderedDict_, Record, TooDeep
 from ..tensor import Storage, TensorRef
 
 BATCH = 1000  # items a SETITEMS or APPENDS, as Python's pickler does
@@ -197,7 +197,7 @@ class _Writer:
 
     def save_record(self, value: Record) -> None:
         if value.how == "reduce":
-            self.call(value.callable, value.args)
+            self.call(value.callable, self.arguments(value))
         elif value.kwargs:
             self.call(Global("copyreg", "__newobj_ex__"), (value.callable, value.args, value.kwargs))
         else:
@@ -211,6 +211,15 @@ class _Writer:
             self.save(value.state)
             self.out += b"b"
 
+    def arguments(self, value: Record) -> object:
+        """What a callable is called with. For a typed tensor that is how it is made, not the tensor."""
+        args = value.args
+        if value.callable in FROM_TYPE and _begins_with_tensor(args):
+            tensor, kind, *rest = args
+            function, how = self.reduce_tensor(tensor)
+            return (function, kind, how, *rest)
+        return args
+
     def save_tensor(self, value: TensorRef) -> None:
         self.call(*self.reduce_tensor(value))
         self.remember(value)
@@ -219,6 +228,10 @@ class _Writer:
         self.save(self.persistent_id(value))
         self.out += b"Q"
         self.remember(value)
+
+
+def _begins_with_tensor(args: object) -> TypeGuard[tuple[Any, ...]]:
+    return isinstance(args, tuple) and len(args) > 1 and isinstance(args[0], TensorRef)
 
 
 SCALARS: dict[type, Callable[[_Writer, Any], None]] = {

@@ -11,9 +11,10 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from ..inert import Global, OrderedDict_
+from ..inert import FROM_TYPE, Global, OrderedDict_, Record
 from ..tensor import (
     DTYPES,
     STORAGE_DTYPES,
@@ -133,7 +134,22 @@ def _rebuild_v3(args: tuple[Any, ...]) -> TensorRef | None:
     return _tensor(args, args[4], dtype, args[7] if len(args) > 7 else None)
 
 
-REDUCERS = {REBUILD_V1: _rebuild_v1, REBUILD_V2: _rebuild_v2, REBUILD_V3: _rebuild_v3}
+REBUILD = {REBUILD_V1: _rebuild_v1, REBUILD_V2: _rebuild_v2, REBUILD_V3: _rebuild_v3}
+
+
+def _rebuild_from_type(name: Global, args: tuple[Any, ...]) -> Record | None:
+    """A tensor of another type or with attributes; None, so a plain Record, where it is not strided."""
+    if len(args) != 4 or not isinstance(args[0], Global) or type(args[2]) is not tuple:
+        return None
+    function, kind, inner, state = args
+    tensor = REBUILD[function](inner) if function in REBUILD else None
+    return None if tensor is None else Record("reduce", name, (tensor, kind, state))
+
+
+REDUCERS: dict[Global, Callable[[tuple[Any, ...]], object]] = {
+    **REBUILD,
+    **{name: partial(_rebuild_from_type, name) for name in FROM_TYPE},
+}
 
 
 def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bits: Any) -> TensorRef:

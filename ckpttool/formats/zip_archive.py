@@ -1,8 +1,9 @@
 """The zip container that torch uses: its directory read strictly, and written.
 
-torch stores records uncompressed, so a record's bytes are a range of the file. Everything that two readers
-of one zip could understand differently is refused: duplicate names, a local header that disagrees with the
-central directory, records that overlap. Format: PKWARE APPNOTE 6.3.
+torch stores records uncompressed, so a record's bytes are a range of the file; those that another tool
+compressed are the business of `inflate`. Everything that two readers of one zip could understand differently
+is refused: duplicate names, a local header that disagrees with the central directory, records that overlap.
+Format: PKWARE APPNOTE 6.3.
 """
 
 from __future__ import annotations
@@ -36,11 +37,21 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record. `crc32` is None where the writer left it out (0, torch's `set_crc32_options(False)`)."""
+    """One record.
+
+    Attributes:
+        header: where its local header begins.
+        data: its bytes as they stand in the file.
+        size: how many they are once inflated.
+        crc32: of the bytes once inflated; None where the writer left it out (0, torch's
+            `set_crc32_options(False)`).
+        compression: STORED, DEFLATED, or another number of the format's.
+    """
 
     name: str
     header: int
     data: ByteRange
+    size: int
     crc32: int | None
     compression: int
 
@@ -130,7 +141,7 @@ def _entry(source: Source, raw: bytes, position: int, limit: int) -> tuple[Recor
     start = _payload(source, name, raw_name, header, limit, (flags, compression, crc, packed, size))
     if start + packed > limit:
         raise Damaged(source.path, f"its record '{name}' runs past the end of the records")
-    return Record(name, header, ByteRange(source, start, packed), crc or None, compression), end
+    return Record(name, header, ByteRange(source, start, packed), size, crc or None, compression), end
 
 
 def _name(source: Source, raw: bytes, attributes: int) -> str:

@@ -1,0 +1,127 @@
+"""What every zip of torch's has: records under one root, a byte order, and storages kept as `data/<key>`.
+
+The root is the stem of the file's name when it was saved; today's name says nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from ..errors import Damaged, Unsupported
+from ..tensor import Source, Storage
+from .inert_reader import Pickle, PickleFault
+from .inflate import Inflated, inflated_bytes
+from .torch_pickle import StorageId, read_torch_pickle
+from .zip_archive import DEFLATED, STORED, Record, read_directory
+
+PICKLE = "/data.pkl"
+
+
+class Archive:
+    """The records of one file, and the storages made of them: one object a key, whoever refers to it."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.records = read_directory(source)
+        self.root = _root(source, self.records)
+        self.byteorder = self._byteorder()
+        self.inflated = Inflated(source)
+        self.storages: dict[str, Storage] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self.root}/{name}" in self.records
+
+    def record(self, name: str) -> Record:
+        """A record by its name under the root. Raises Damaged, or Unsupported for its compression."""
+        record = self.records.get(f"{self.root}/{name}")
+        if record is None:
+            raise Damaged(self.source.path, f"its record '{name}' is missing")
+        if record.compression not in (STORED, DEFLATED):
+            raise Unsupported(
+                self.source.path,
+                f"its record '{name}' is compressed in a way that torch does not read (method "
+                f"{record.compression})",
+                hint="unpack it and zip it again without compression",
+            )
+        return record
+
+    def bytes_of(self, name: str) -> bytes:
+        """A small record, whole, with its checksum looked at."""
+        record = self.record(name)
+        if record.compression == DEFLATED:
+            return inflated_bytes(self.source, record)
+        data = record.data.read()
+        if record.crc32 is not None and zlib.crc32(data) != record.crc32:
+            raise Damaged(self.source.path, f"its record '{name}' does not match its checksum")
+        return data
+
+    def read_pickle(self) -> Pickle:
+        """The tree in `data.pkl`; no storage is touched, unless it is compressed."""
+        try:
+            return read_torch_pickle(self.bytes_of("data.pkl"), 0, self.storage)
+        except PickleFault as fault:
+            raise Damaged(self.source.path, str(fault)) from None
+
+    def storage(self, parsed: StorageId) -> Storage:
+        """The storage of a persistent id."""
+        known = self.storages.get(parsed.key)
+        if known is None:
+            known = self._open(parsed)
+            self.storages[parsed.key] = known
+        if parsed.nbytes != known.nbytes:
+            raise self._two_sizes(parsed, known.nbytes)
+        return known
+
+    def _open(self, parsed: StorageId) -> Storage:
+        record = self.record(f"data/{parsed.key}")
+        if parsed.nbytes != record.size:  # said before anything is inflated
+            raise self._two_sizes(parsed, record.size)
+        data = self.inflated.add(record) if record.compression == DEFLATED else record.data
+        return Storage(data, parsed.kind, parsed.location, record.crc32, self.byteorder)
+
+    def _two_sizes(self, parsed: StorageId, nbytes: int) -> Damaged:
+        return Damaged(
+            self.source.path,
+            f"storage '{parsed.key}' should have {parsed.nbytes} bytes, its record has {nbytes}",
+        )
+
+    def _byteorder(self) -> str:
+        if "byteorder" not in self:
+            return "little"  # before torch 2.1 nothing was said and little was meant
+        order = self.bytes_of("byteorder").decode("ascii", "replace")
+        if order not in ("little", "big"):
+            raise Damaged(self.source.path, f"has the byte order {order[:20]!r}")
+        return order
+
+
+def _root(source: Source, records: dict[str, Record]) -> str:
+    roots = [name.removesuffix(PICKLE) for name in records if name.endswith(PICKLE) and name.count("/") == 1]
+    if len(roots) == 1:
+        return roots[0]
+    if roots:
+        raise Unsupported(source.path, f"holds several files of torch.save: {', '.join(roots)[:80]}")
+    for name, what, hint in STRANGERS:
+        if any(record.endswith(name) for record in records):
+            raise Unsupported(source.path, what, hint=hint)
+    raise Unsupported(source.path, "is a zip archive without a 'data.pkl', so not a file of torch.save")
+
+
+# Other things that are kept in a zip, by the end of a record's name.
+STRANGERS = (
+    (
+        "/archive_format",
+        "is an exported program (torch.export), code and all, not a checkpoint",
+        "load it with torch.export.load and save its state_dict",
+    ),
+    (
+        "/.data/extern_modules",
+        "is a torch.package archive, code and all, not a checkpoint",
+        "load the model with torch.package.PackageImporter and save its state_dict()",
+    ),
+    (
+        "/model.json",
+        "is a TorchScript archive of torch before 1.4, which is not read here",
+        "load it with torch.jit.load and save its state_dict()",
+    ),
+    (".npy", "is a NumPy archive (.npz), another format", None),
+)
