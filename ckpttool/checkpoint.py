@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 from .errors import Damaged, NoState
-from .inert import LEAVES, OrderedDict_, Record, tensor_of
+from .inert import LEAVES, OrderedDict_, Record, rebuild, tensor_of
 from .modules import BadModules, inside, is_module, named
 from .tensor import Source, Storage, TensorRef
 
@@ -167,6 +167,25 @@ class Checkpoint:
         if path not in found and not is_state(container):
             raise NoState(self.path, f"'{where}' is no dict of tensors by name", hint=self._where_to_look())
         return make_state(path, container, value if isinstance(value, Record) else None)
+
+    def changed(self, state: State, change: Callable[[object], object]) -> Checkpoint:
+        """A checkpoint whose tree is a copy as `inert.rebuild` makes it, with the state's dict in its place.
+
+        Args:
+            change: gets each container once, the state's too. Where the state was found in a pickled model
+                the dict takes the model's place, and `opened` says so.
+
+        Raises:
+            TooDeep.
+        """
+
+        def at(value: object) -> object:
+            return change(state.container if value is state.anchor else value)
+
+        opened = self.opened
+        if state.module is not None:
+            opened += (f"{state.where or 'the model'} ({state.module.type_name})",)
+        return replace(self, tree=rebuild(self.tree, at), opened=opened)
 
     def _container(self, value: object) -> dict[object, object] | None:
         """A state as a dict: itself, or made of a pickled model. Raises Damaged."""

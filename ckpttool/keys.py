@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .checkpoint import Checkpoint, State, is_optimizer
 from .errors import Collision, NothingToDo, UsageFault
-from .inert import OrderedDict_, rebuild
+from .inert import OrderedDict_
 from .optimizer import rename_parameters
 
 WRAPPERS = {
@@ -266,7 +266,7 @@ def apply(
             return rename_parameters(value, renaming.names)
         return value
 
-    return replace(checkpoint, tree=rebuild(checkpoint.tree, change))
+    return checkpoint.changed(state, change)
 
 
 def _rename_state(

@@ -10,15 +10,22 @@ Source: `Module.state_dict` and `Module._save_to_state_dict` in torch's `nn/modu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .inert import MAX_DEPTH, Global, Record
+from .inert import FROM_TYPE, MAX_DEPTH, Global, Record, tensor_of
 
 GRAPH_MODULES = {
     Global("torch.fx.graph_module", "reduce_graph_module"),
     Global("torch.fx.graph_module", "reduce_package_graph_module"),
 }
 """torch.fx pickles a model as a call on its attributes, instead of as an object with attributes."""
+
+PLAIN_CLASSES = {
+    Global("torch", "Tensor"),
+    Global("torch._tensor", "Tensor"),
+    Global("torch.nn.parameter", "Buffer"),
+    Global("torch.nn.parameter", "Parameter"),
+}
 
 GROUPS = ("_parameters", "_buffers", "_modules")
 
@@ -81,6 +88,19 @@ def inside(module: object) -> Iterator[tuple[str, object]]:
     yield from ((str(name), item) for name, item in found.items() if name not in GROUPS)
 
 
+def detached(value: object) -> object:
+    """A tensor as it stands in a state dict: no parameter, and no gradient asked for."""
+    tensor = tensor_of(value)
+    if tensor is None or (isinstance(value, Record) and value.callable in FROM_TYPE and _is_subclass(value)):
+        return value
+    return replace(tensor, requires_grad=False) if tensor.requires_grad else tensor
+
+
+def _is_subclass(value: Record) -> bool:
+    """Whether a typed tensor is of a class that it would keep in a state dict."""
+    return isinstance(value.args, tuple) and value.args[1] not in PLAIN_CLASSES
+
+
 def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tuple[str, object]]:
     """The entries of a model's state dict, in its order: a module's own before those of the modules inside.
 
@@ -107,7 +127,7 @@ def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tu
             kept[id(module)] = parts(module)
         found = kept[id(module)]
         for name, item in found.tensors.items():
-            yield prefix + name, item
+            yield prefix + name, detached(item)
         stack.extend(
             (f"{prefix}{name}.", depth + 1, inner) for name, inner in reversed(found.modules.items())
         )

@@ -9,6 +9,7 @@ from .checkpoint import Checkpoint, Path, State, dotted, entries
 from .errors import NoState
 from .inert import PARAMETERS, Global, OrderedDict_, Record, tensor_of, walk
 from .keys import FoundPrefix, found_prefixes
+from .modules import is_module
 from .tensor import DTYPES, TensorRef
 
 MAX_ITEMS = 16
@@ -21,6 +22,7 @@ UNDERSTOOD = {
     "_codecs.encode",
     "collections.OrderedDict",
     "torch.Size",
+    "torch.Tensor",
     "torch.device",
     *(
         f"{module}.{name}"
@@ -147,6 +149,10 @@ def _other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRo
     while stack:
         path, value = stack.pop()
         if tensor_of(value) is not None or id(value) in seen:
+            continue
+        if is_module(value):
+            seen.add(id(value))
+            yield OtherRow(dotted(path), type_name(value))
             continue
         inside = value if isinstance(value, dict) else _attributes(value)
         if inside is None:

@@ -38,7 +38,7 @@ def replace_state(
             new.attributes = value.attributes
         return new
 
-    return replace(checkpoint, tree=rebuild(checkpoint.tree, swap))
+    return checkpoint.changed(state, swap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,7 @@ def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
     container = _map_tensors(found.container, trim)
     if isinstance(container, OrderedDict_) and isinstance(found.container, OrderedDict_):
         container.attributes = found.container.attributes
-    return replace(checkpoint, tree=container)
+    return replace(checkpoint, tree=container, opened=())
 
 
 class _Trimmer:

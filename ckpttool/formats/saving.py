@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from ..checkpoint import Checkpoint, State
 from ..digest import digest
-from ..errors import Damaged, OutputExists, UsageFault
+from ..errors import Damaged, OutputExists, Refused, UsageFault
 from ..tensor import Source, TensorRef
 from ..transfer import DryOutput, Output, Progress, replacing
 from . import in_place, safetensors, torch_zip
@@ -124,6 +124,12 @@ class _Writing:
     ) -> None:
         self.checkpoint, self.path, self.format, self.where = checkpoint, path, kind, state
         self.state = None if kind == torch_zip.NAME or full else checkpoint.state(state)
+        if self.state is None and checkpoint.opened:
+            raise Refused(
+                checkpoint.path,
+                f"{checkpoint.opened[0]} is a pickled object, and its keys can't be changed inside it",
+                hint="write .safetensors, or take the state out of it first: ckpttool slim",
+            )
         self.ties = {} if keep_copies or self.state is None else safetensors.ties(self.state.tensors)
 
     def write(self, out: Output) -> None:
@@ -175,8 +181,8 @@ class _Writing:
         if self.state is None:
             found = self.checkpoint.states()
             keys = len(self.checkpoint.state(self.where).tensors) if found else 0
-            return Saved(self.path, self.format, nbytes, keys)
-        left_out = _left_out(self.checkpoint, self.state)
+            return Saved(self.path, self.format, nbytes, keys, self.checkpoint.unread)
+        left_out = _left_out(self.checkpoint, self.state) + self.checkpoint.unread
         copied = tuple(name for name in _copied(self.state) if name not in self.ties)
         return Saved(
             self.path, self.format, nbytes, len(self.state.tensors), left_out, tuple(self.ties), copied
