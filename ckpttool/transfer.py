@@ -178,6 +178,71 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     sync_folder(folder)
 
 
+@contextlib.contextmanager
+def writing_into(path: str) -> Iterator[BinaryIO]:
+    """A new binary file, flushed to the disk when the block ends: part of a folder that is not yet in place."""
+    with open(path, "x+b") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def replacing_folder(path: str, is_ours: Callable[[str], bool]) -> Iterator[str]:
+    """An empty folder that becomes `path` when the block ends well; else nothing is left of it.
+
+    A folder that is there already is replaced as a whole, if it holds nothing but what `is_ours` knows by
+    name: somebody's other files are never removed.
+
+    Raises:
+        UsageFault: the place can't be written, or holds other files.
+    """
+    target = os.path.realpath(path)
+    _check_folder(path, target, is_ours)
+    parent, name = os.path.split(target)
+    temporary = os.path.join(parent, f".{name[:200]}.{os.urandom(6).hex()}.tmp")
+    try:
+        os.mkdir(temporary)
+    except OSError as error:
+        raise UsageFault(
+            f"{path}: can't write there: {(error.strerror or '').lower()}", hint="choose another output"
+        ) from error
+    try:
+        yield temporary
+        sync_folder(temporary)
+        _swap(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_folder(parent)
+
+
+def _check_folder(path: str, target: str, is_ours: Callable[[str], bool]) -> None:
+    if not os.path.lexists(target):
+        return
+    if not os.path.isdir(target):
+        raise UsageFault(f"{path}: is a file, and the output is a folder", hint="choose another output")
+    others = sorted(name for name in os.listdir(target) if not is_ours(name))
+    if others:
+        raise UsageFault(
+            f"{path}: holds other files too ({', '.join(others[:3])})", hint="choose a new folder as output"
+        )
+
+
+def _swap(new: str, target: str) -> None:
+    """Puts a folder in place of another; the old one ends up under the new one's name."""
+    if not os.path.lexists(target):
+        os.rename(new, target)
+        return
+    aside = new + ".old"
+    os.rename(target, aside)
+    try:
+        os.rename(new, target)
+    except BaseException:
+        os.rename(aside, target)
+        raise
+    os.rename(aside, new)
+
+
 def _check_target(path: str | os.PathLike[str], target: str) -> None:
     try:
         mode = os.stat(target).st_mode
