@@ -15,7 +15,7 @@ from typing import IO
 
 from ..errors import Damaged, Refused
 from ..tensor import ByteRange, Source
-from .zip_archive import Record
+from .zip_directory import Record
 
 MAX_RATIO = 1032
 """The most that deflate can do: 258 bytes in two bits (zlib's technical notes)."""

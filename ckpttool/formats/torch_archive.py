@@ -8,11 +8,12 @@ from __future__ import annotations
 import zlib
 
 from ..errors import Damaged, Unsupported
-from ..tensor import Source, Storage
+from ..tensor import ByteRange, Source, Storage
 from .inert_reader import Pickle, PickleFault
 from .inflate import Inflated, inflated_bytes
 from .torch_pickle import StorageId, read_torch_pickle
-from .zip_archive import DEFLATED, STORED, Record, read_directory
+from .zip_archive import DEFLATED, STORED
+from .zip_directory import Record, read_directory
 
 PICKLE = "/data.pkl"
 
@@ -20,9 +21,10 @@ PICKLE = "/data.pkl"
 class Archive:
     """The records of one file, and the storages made of them: one object a key, whoever refers to it."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, place: ByteRange | None = None) -> None:
+        """Reads the directory of a file, or of the archive that is one stretch of it."""
         self.source = source
-        self.records = read_directory(source)
+        self.records = read_directory(place or ByteRange(source, 0, source.size))
         self.root = _root(source, self.records)
         self.byteorder = self._byteorder()
         self.inflated = Inflated(source)
