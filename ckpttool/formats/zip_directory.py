@@ -1,8 +1,8 @@
 """The directory of a zip, read strictly.
 
-Everything that two readers of one zip could understand differently is refused: duplicate names, a local header
-that disagrees with the central directory, records that overlap. A record is a range of the file; those that
-another tool than torch compressed are the business of `inflate`. Format: PKWARE APPNOTE 6.3.
+Everything that two readers of one zip could understand differently is refused: duplicate names, a local
+header that disagrees with the central directory, records that overlap. A record is a range of the file; those
+that another tool than torch compressed are the business of `inflate`. Format: PKWARE APPNOTE 6.3.
 
 A checkpoint may hold 100,000 records. Their headers are read in the order of the file, a window at a time,
 and the two loops below are written out for speed.
@@ -207,9 +207,7 @@ def _local(place: ByteRange, entries: list[_Entry], limit: int) -> dict[str, Rec
             if named > len(window):
                 _outside(place, name)
         fields = LOCAL.unpack_from(window, begin - LOCAL.size)
-        signature, _, my_flags, my_compression, _, _, my_crc, my_packed, my_size, name_size, extra_size = (
-            fields
-        )
+        signature, _, my_flags, my_compression, _, _, my_crc, my_packed, my_size, name_size, extra = fields
         if signature != LOCAL_SIGNATURE or name_size != len(raw_name) or window[begin:named] != raw_name:
             raise Damaged(place.path, f"its record '{name}' has another name in its local header")
         if (
@@ -218,7 +216,7 @@ def _local(place: ByteRange, entries: list[_Entry], limit: int) -> dict[str, Rec
             or not _agree(my_flags, (my_crc, my_packed, my_size), (crc, packed, size))
         ):
             raise Damaged(place.path, f"its record '{name}' has two headers that disagree")
-        data = header + LOCAL.size + name_size + extra_size
+        data = header + LOCAL.size + name_size + extra
         end, before = data + packed, name
         if end > limit:
             raise Damaged(place.path, f"its record '{name}' runs past the end of the records")
