@@ -1,16 +1,18 @@
 """Element types changed as torch changes them, bit for bit, chunk by chunk and without torch. Imports numpy.
 
 Rounding is to nearest, ties to even. Types narrower than float32 are reached through float32, also from
-float64, because torch does so (c10/util/Half.h, BFloat16.h): a double is rounded twice. A finite value that
-becomes infinite is counted.
+float64, because torch does so (c10/util/Half.h, BFloat16.h): a double is rounded twice. NaN stays NaN, though
+not every bit of it. A finite value that becomes infinite is counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .ahead import cores, in_order
 from .elements import stream
 from .errors import UsageFault
 from .tensor import DTYPES, Computed, DType, Storage, TensorRef
@@ -31,19 +33,50 @@ TARGETS = {
 }
 """What `--dtype` takes. The 8-bit types need a scale for each tensor, which no cast can choose."""
 
-FLOATS = {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
+FLOATS = {
+    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
+}
 """The types that are cast; integers, booleans and complex numbers stay as they are."""
+
+PIECE = 1 << 20
+"""Bytes of the source cast as one job."""
 
 BLOCK = 1 << 16
 """Elements converted at a time, so that the passes over them stay in the processor's cache."""
 
+WORKERS = 4
+"""More threads than these have nothing to do while one writes."""
+
 
 @dataclass(slots=True)
 class CastReport:
-    """What casting did, complete once the bytes were written. `overflows`: finite values now infinite."""
+    """What casting did, complete once the bytes were written.
+
+    Attributes:
+        tensors: how many were cast.
+        counts: finite values that became infinite, by storage and the stretch of it that was cast.
+    """
 
     tensors: int = 0
-    overflows: int = 0
+    counts: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    @property
+    def overflows(self) -> int:
+        """Finite values that became infinite. A stretch that was cast again, to be compared, counts once."""
+        total = reached = 0
+        before = -1
+        for (storage, _, end), count in sorted(self.counts.items(), key=_outer_first):
+            reached = 0 if storage != before else reached
+            if end > reached:
+                total += count
+            before, reached = storage, max(reached, end)
+        return total
+
+
+def _outer_first(item: tuple[tuple[int, int, int], int]) -> tuple[int, int, int]:
+    (storage, begin, end), _ = item
+    return storage, begin, -end
 
 
 def target(name: str) -> DType:
@@ -71,48 +104,88 @@ class Caster:
         self.report.tensors += 1
         key = id(tensor.storage), tensor.dtype.name
         if key not in self._storages:
-            self._storages[key] = self._storage(tensor)
+            self._storages[key] = self._storage(tensor.storage, tensor.dtype)
             self._kept.append(tensor.storage)
         return replace(tensor, storage=self._storages[key], dtype=self.to)
 
-    def _storage(self, tensor: TensorRef) -> Storage:
-        old, size = tensor.storage, tensor.dtype.itemsize
-        count = old.nbytes // size
-        flat = TensorRef(old, tensor.dtype, (count,), (1,))
-        convert = converter(tensor.dtype, self.to, self.report)
+    def _storage(self, old: Storage, dtype: DType) -> Storage:
+        count, number = old.nbytes // dtype.itemsize, len(self._kept)
+        convert = converter(dtype, self.to)
 
         def make(start: int, nbytes: int) -> Iterator[memoryview]:
             first, many = start // self.to.itemsize, nbytes // self.to.itemsize
-            part = replace(flat, shape=(many,), offset=first)
-            for chunk in stream("", part):
-                yield memoryview(convert(chunk)).cast("B")  # type: ignore[arg-type]
+            flat = TensorRef(old, dtype, (many,), (1,), first)
+            jobs = in_order(_jobs(convert, flat), cores(WORKERS))
+            for values in self._counted(number, flat, chain.from_iterable(jobs)):
+                # The order of bytes stays that of the file, in which all storages must agree.
+                yield _bytes(values.byteswap() if old.byteorder == "big" else values)
 
-        data = Computed(old.data.path, count * self.to.itemsize, make)
-        return Storage(data, self.to.storage or "UntypedStorage", old.location)
+        def view(cast: TensorRef) -> Iterator[memoryview]:
+            tensor = replace(cast, storage=old, dtype=dtype)
+            for values in self._counted(number, tensor, map(convert, stream("", tensor))):
+                yield _bytes(values)
+
+        data = Computed(old.data.path, count * self.to.itemsize, make, view)
+        kind = self.to.storage or "UntypedStorage"
+        return Storage(data, kind, old.location, byteorder=old.byteorder)
+
+    def _counted(
+        self, storage: int, tensor: TensorRef, pieces: Iterator[Converted]
+    ) -> Iterator[NDArray[Any]]:
+        overflows = 0
+        for piece in pieces:
+            overflows += piece.overflows
+            yield piece.values
+        if overflows:
+            begin, end = tensor.span
+            self.report.counts[storage, begin, end] = overflows
 
 
-def converter(source: DType, to: DType, report: CastReport) -> Callable[[memoryview], NDArray[Any]]:
-    """A function from the bytes of elements of one type to an array of the other's."""
+def _bytes(values: NDArray[Any]) -> memoryview:
+    return memoryview(values.view("u1"))  # type: ignore[arg-type]
+
+
+def _jobs(convert: Convert, flat: TensorRef) -> Iterator[Callable[[], list[Converted]]]:
+    """The conversion of a row of elements, cut into jobs."""
+    most = PIECE // flat.dtype.itemsize
+    for first in range(0, flat.numel, most):
+        part = replace(flat, shape=(min(most, flat.numel - first),), offset=flat.offset + first)
+        yield lambda part=part: [convert(piece) for piece in stream("", part)]  # type: ignore[misc]
+
+
+class Converted(NamedTuple):
+    """Elements in another type: an array that carries their bits, and how many overflowed."""
+
+    values: NDArray[Any]
+    overflows: int
+
+
+Convert = Callable[[memoryview], Converted]
+
+
+def converter(source: DType, to: DType) -> Convert:
+    """A function from the bytes of elements of one type, little-endian, to those of the other."""
     import numpy as np
 
     read = _reader(source)
-    write = _writer(to, report)
+    write = _to_bfloat16 if to.name == "bfloat16" else _to_ieee
 
-    def convert(raw: memoryview) -> NDArray[Any]:
+    def convert(raw: memoryview) -> Converted:
         whole = np.frombuffer(raw, dtype=_carrier(source))
         out = np.empty(len(whole), dtype=_carrier(to))
+        overflows = 0
         with np.errstate(over="ignore", invalid="ignore"):
             for start in range(0, len(whole), BLOCK):
-                write(read(whole[start : start + BLOCK]), out[start : start + BLOCK])
-        return out
+                block = read(whole[start : start + BLOCK])
+                overflows += write(block, out[start : start + BLOCK])
+        return Converted(out, overflows)
 
     return convert
 
 
 def _carrier(dtype: DType) -> Any:
     """The numpy type whose elements hold the bits: numpy has no bfloat16 and no 8-bit floats."""
-    carriers = {"bfloat16": "<u2", "float8_e4m3fn": "u1", "float8_e5m2": "u1"}
-    return carriers.get(dtype.name, f"<f{dtype.itemsize}")
+    return "<u2" if dtype.name == "bfloat16" else "u1" if dtype.itemsize == 1 else f"<f{dtype.itemsize}"
 
 
 def _reader(source: DType) -> Callable[[NDArray[Any]], NDArray[Any]]:
@@ -121,53 +194,63 @@ def _reader(source: DType) -> Callable[[NDArray[Any]], NDArray[Any]]:
 
     if source.name == "bfloat16":
         return lambda block: (block.astype("<u4") << np.uint32(16)).view("<f4")
-    if source.name.startswith("float8"):
-        table = _table(5 if source.name.endswith("e5m2") else 4)
+    if source.itemsize == 1:
+        table = _table(source.name)
         return lambda block: table[block]
     return lambda block: block
 
 
-def _table(exponent: int) -> NDArray[np.float32]:
-    """The 256 values of an 8-bit float (OCP 8-bit floating point, arXiv 2209.05433)."""
+def _table(name: str) -> NDArray[np.float32]:
+    """The 256 values of an 8-bit float.
+
+    Sources: OCP 8-bit floating point (arXiv 2209.05433), for `fnuz` arXiv 2206.02915, for `e8m0` OCP
+    microscaling formats.
+    """
     import numpy as np
 
     bits = np.arange(256)
-    mantissa, bias = 7 - exponent, 2 ** (exponent - 1) - 1
+    if name == "float8_e8m0fnu":  # an exponent alone
+        return np.where(bits == 255, np.nan, 2.0 ** (bits - 127)).astype("<f4")
+    exponent, one_zero = 5 if "e5m2" in name else 4, name.endswith("uz")
+    mantissa, bias = 7 - exponent, 2 ** (exponent - 1) - (0 if one_zero else 1)
     sign = np.where(bits >> 7, -1.0, 1.0)
     power, fraction = (bits >> mantissa) & (2**exponent - 1), (bits & (2**mantissa - 1)) / 2**mantissa
     value = np.where(power > 0, (1 + fraction) * 2.0 ** (power - bias), fraction * 2.0 ** (1 - bias))
-    if exponent == 5:  # e5m2 has infinities and NaNs as IEEE 754 does
+    if one_zero:  # NaN where the negative zero would be, and no infinity
+        value = np.where(bits == 0x80, np.nan, value)
+    elif exponent == 5:  # infinities and NaNs as IEEE 754 has them
         value = np.where(power == 31, np.where(fraction == 0, np.inf, np.nan), value)
-    else:  # e4m3fn has one NaN and no infinity
+    else:  # one NaN of each sign and no infinity
         value = np.where((bits & 0x7F) == 0x7F, np.nan, value)
     return (sign * value).astype("<f4")
 
 
-def _writer(to: DType, report: CastReport) -> Callable[[NDArray[Any], NDArray[Any]], None]:
-    """From a numpy float into carriers of the wanted type, counting what overflows."""
+def _to_ieee(block: NDArray[Any], out: NDArray[Any]) -> int:
+    """Numpy floats into a narrower or wider IEEE type; returns how many overflowed."""
     import numpy as np
 
-    def plain(block: NDArray[Any], out: NDArray[Any]) -> None:
-        narrow = to.itemsize < block.dtype.itemsize
-        through = block.astype("<f4") if to.itemsize == 2 and block.dtype.itemsize == 8 else block
-        out[:] = through
-        if narrow and not np.isfinite(out).all():
-            report.overflows += int(np.count_nonzero(np.isinf(out) & np.isfinite(block)))
+    out[:] = block.astype("<f4") if out.itemsize == 2 and block.itemsize == 8 else block
+    if out.itemsize >= block.itemsize or np.isfinite(out).all():
+        return 0
+    return int(np.count_nonzero(np.isinf(out) & np.isfinite(block)))
 
-    def bfloat16(block: NDArray[Any], out: NDArray[Any]) -> None:
-        single = block if block.dtype == np.dtype("<f4") else block.astype("<f4")
-        bits = single.view("<u4")
-        rounded = bits >> np.uint32(16)
-        rounded &= np.uint32(1)
-        rounded += np.uint32(0x7FFF)
-        rounded += bits
-        out[:] = rounded.view("<u2")[1::2]
-        # The rounding carries a NaN over into another number; whatever is not finite now is looked at.
-        if ((out & np.uint16(0x7F80)) == 0x7F80).any() or np.isnan(single).any():
-            out[np.isnan(single)] = 0x7FC0
-            report.overflows += int(np.count_nonzero(((out & 0x7FFF) == 0x7F80) & np.isfinite(block)))
 
-    return bfloat16 if to.name == "bfloat16" else plain
+def _to_bfloat16(block: NDArray[Any], out: NDArray[Any]) -> int:
+    """Numpy floats into the upper halves of float32; returns how many overflowed."""
+    import numpy as np
+
+    single = block if block.itemsize == 4 else block.astype("<f4")
+    bits = single.view("<u4")
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    out[:] = rounded.view("<u2")[1::2]
+    # The rounding carries a NaN over into another number; whatever is not finite now is looked at.
+    if not ((out & np.uint16(0x7F80)) == 0x7F80).any() and not np.isnan(single).any():
+        return 0
+    out[np.isnan(single)] = 0x7FC0
+    return int(np.count_nonzero(((out & 0x7FFF) == 0x7F80) & np.isfinite(block)))
 
 
 def count_non_finite(name: str, raw: memoryview) -> int:

@@ -43,8 +43,12 @@ def stream(name: str, tensor: TensorRef) -> Iterator[memoryview]:
             f"'{name}' repeats {tensor.storage.nbytes} bytes into {tensor.nbytes} by a stride of 0",
             hint="keep it a view by writing a .pt file",
         )
+    where = tensor.storage.data
     if tensor.is_contiguous:
-        pieces: Iterator[memoryview] = tensor.data.chunks(memoryview(bytearray(CHUNK)))
+        pieces: Iterator[memoryview] = tensor.data.chunks(memoryview(bytearray(min(CHUNK, tensor.nbytes))))
+    elif isinstance(where, Computed) and where.view is not None:
+        yield from where.view(tensor)
+        return
     else:
         pieces = _gather(tensor)
     for piece in pieces:
@@ -57,7 +61,7 @@ def _gather(tensor: TensorRef) -> Iterator[memoryview]:
     if width == 16:  # no memoryview format is that wide: such elements go as pairs of 8 bytes
         width, shape, stride = 8, (*shape, 2), (*(2 * s for s in stride), 1)
     with _looked_at(tensor) as view, view.cast(FORMATS[width]) as elements:
-        for start, block in _blocks(shape, stride, CHUNK // width):
+        for start, block in blocks(shape, stride, CHUNK // width):
             yield _copy_block(elements, start, block, stride[len(stride) - len(block) :], width)
 
 
@@ -80,7 +84,7 @@ def _looked_at(tensor: TensorRef) -> Iterator[memoryview]:
         yield view
 
 
-def _blocks(shape: Sequence[int], stride: Sequence[int], most: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+def blocks(shape: Sequence[int], stride: Sequence[int], most: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Cuts an array into row-major blocks of at most `most` elements: (first element, shape)."""
     cut = len(shape) - 1  # the dimension that is cut into runs of rows; those after it stay whole
     while cut > 0 and math.prod(shape[cut:]) <= most:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from .errors import Damaged
 
@@ -169,11 +169,14 @@ class Computed:
     Attributes:
         path: the file they come from, for messages.
         make: `make(start, nbytes)` gives a stretch of them, in pieces that are valid until the next.
+        view: gives the true values of a tensor that is a view of them, little-endian, where that takes less
+            memory than all of them; None where it can't.
     """
 
     path: str
     nbytes: int
     make: Callable[[int, int], Iterator[memoryview]]
+    view: Callable[[TensorRef], Iterator[memoryview]] | None = None
 
     def read(self) -> bytes:
         return b"".join(bytes(piece) for piece in self.make(0, self.nbytes))
@@ -303,7 +306,7 @@ class BadTensor(ValueError):
     """A description that fits no tensor; reads on after "a tensor"."""
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= MAX_BYTES
 
 

@@ -13,7 +13,7 @@ from .cast import Caster, CastReport
 from .checkpoint import Checkpoint, State
 from .elements import CHUNK, stream
 from .errors import Collision, NothingToDo, Refused
-from .inert import PARAMETERS, OrderedDict_, Record, rebuild, tensor_of
+from .inert import OrderedDict_, Record, rebuild, tensor_of
 from .tensor import DTYPES, Computed, DType, Storage, TensorRef
 
 PARTS = {
@@ -113,17 +113,22 @@ def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tupl
 def _map_tensors(
     container: dict[object, object], change: Callable[[TensorRef], TensorRef]
 ) -> dict[object, object]:
-    """The same dict with each tensor changed, inside a Parameter too."""
-    new: dict[object, object] = type(container)()
-    for key, value in container.items():
-        new[key] = value
-        if isinstance(value, TensorRef):
-            new[key] = change(value)
-        elif isinstance(value, Record) and value.callable in PARAMETERS and isinstance(value.args, tuple):
-            inner = tensor_of(value)
-            if inner is not None:
-                new[key] = replace(value, args=(change(inner), *value.args[1:]))
-    return new
+    """The same dict with each tensor changed, inside a Parameter too; what is one object stays one."""
+    done: dict[int, object] = {}
+
+    def changed(value: object) -> object:
+        tensor = tensor_of(value)
+        if tensor is None:
+            return value
+        if id(value) not in done:
+            new = change(tensor)
+            if isinstance(value, Record) and isinstance(value.args, tuple):
+                done[id(value)] = replace(value, args=(new, *value.args[1:]))
+            else:
+                done[id(value)] = new
+        return done[id(value)]
+
+    return type(container)({key: changed(value) for key, value in container.items()})
 
 
 def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:

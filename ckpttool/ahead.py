@@ -1,0 +1,47 @@
+"""Work done on several cores while what came before it is being used."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, islice
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def cores(most: int) -> int:
+    """How many cores this process may use, `most` at the most."""
+    if hasattr(os, "sched_getaffinity"):
+        return min(len(os.sched_getaffinity(0)), most)
+    return min(os.cpu_count() or 1, most)
+
+
+def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
+    """What the jobs return, in their order, while the next few are under way.
+
+    Threads gain only where the work is done without Python's lock: reading, hashing, numpy. Memory holds the
+    results of at most `workers` + 1 jobs.
+
+    Args:
+        jobs: taken one after another, as they are needed.
+        workers: threads.
+    """
+    todo = iter(jobs)
+    first = list(islice(todo, 2))
+    if len(first) < 2 or workers < 2:  # nothing to be done beside it
+        yield from (job() for job in chain(first, todo))
+        return
+    pending: deque[Future[T]] = deque()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for job in chain(first, todo):
+            pending.append(pool.submit(job))
+            if len(pending) > workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
