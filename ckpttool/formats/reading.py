@@ -6,23 +6,26 @@ import os
 from typing import Protocol
 
 from ..checkpoint import Checkpoint
-from ..errors import Unsupported
+from ..errors import Unreadable, Unsupported
 from ..tensor import Source
 from ..transfer import open_source_descriptor
-from . import safetensors, torch_legacy, torch_zip
+from . import dcp, safetensors, sharded, torch_legacy, torch_tar, torch_zip
+from .sharding import INDEX
 
 
 class Format(Protocol):
-    """What one file a format provides: its name, a look at the first 512 bytes, and reading."""
-
-    NAME: str
+    """What one file a format provides: a look at the first 512 bytes, and reading."""
 
     def sniff(self, head: bytes) -> bool: ...
 
     def read(self, source: Source) -> Checkpoint: ...
 
 
-READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors)
+READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, dcp, sharded)
+
+# The file that tells what is in a folder, the one to prefer first; other indexes come after these.
+IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
+
 # Things that stand where a checkpoint should be, by how they begin.
 STRANGERS = (
     (b"version https://git-lfs", "is a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
@@ -38,13 +41,36 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     """Reads what a file holds, without its values, torch, or running anything the file names.
 
     Args:
-        path: a `.pt` file of any torch since 0.4 or a `.safetensors` file, whatever its name; `-` is stdin.
+        path: a file that torch or safetensors wrote, whatever its name; the index or the folder of a sharded
+            checkpoint; a DCP folder; `-` is stdin.
 
     Raises:
         Unreadable, Damaged, Unsupported: with the file and the reason.
     """
     name = os.fspath(path)
-    return read(Source(name, open_source_descriptor(name)))
+    telling = os.path.join(name, _telling(name)) if os.path.isdir(name) else name
+    return read(Source(name, open_source_descriptor(telling)))
+
+
+def _telling(folder: str) -> str:
+    """The name of the file that tells what is in a folder. Raises Unreadable."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise Unreadable(folder, (error.strerror or str(error)).lower()) from error
+    indexes: list[str] = [name for name in names if name.endswith(INDEX)]
+    for name in [*IN_FOLDERS, *(indexes if len(indexes) == 1 else [])]:
+        if name in names:
+            return name
+    if indexes:
+        raise Unreadable(
+            folder, "is a folder with several indexes", hint=f"name one: {', '.join(indexes[:4])}"
+        )
+    if any(name.endswith(dcp.METADATA) for name in names):
+        raise Unsupported(folder, "is a DCP checkpoint that each rank saved for itself, without a whole")
+    files = [name for name in names if os.path.isfile(os.path.join(folder, name))]
+    hint = f"name the file: {', '.join(files[:4])}" if files else "name the checkpoint file"
+    raise Unreadable(folder, "is a folder without the index of a checkpoint", hint=hint)
 
 
 def read(source: Source) -> Checkpoint:
@@ -64,10 +90,6 @@ def _stranger(name: str, head: bytes) -> Unsupported:
     for start, what, hint in STRANGERS:
         if head.lstrip()[: len(start)].lower() == start.lower():
             return Unsupported(name, what, hint=hint)
-    if head[257:262] == b"ustar":
-        return Unsupported(
-            name, "is a tar archive, torch's format before 0.1.12", hint="save it anew with torch"
-        )
     if head[:1] == b"\x80":
         return Unsupported(name, "is a pickle, but not one that torch.save wrote")
     return Unsupported(name, "is not a checkpoint in any format known here")

@@ -20,6 +20,7 @@ from ..inert import OrderedDict_, TooDeep
 from ..tensor import DTYPES, MAX_BYTES, ByteRange, Source, Storage, TensorRef, extent, is_count
 from ..transfer import Output
 from .in_place import surviving_header
+from .strict_json import parse_object
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
@@ -86,19 +87,9 @@ def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str
 
 
 def _parse(source: Source, raw: bytes) -> dict[str, Any]:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            raise Damaged(source.path, "its header has one name twice")
-        return made
-
-    try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(source.path, f"its header is not JSON: {str(error)[:80]}") from None
-    if raw[:1] != b"{" or not isinstance(header, dict):
+    if raw[:1] != b"{":
         raise Damaged(source.path, "its header is not a JSON object")
-    return header
+    return parse_object(source.path, raw, "its header")
 
 
 def _metadata(source: Source, found: object) -> dict[str, str]:

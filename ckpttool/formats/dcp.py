@@ -1,0 +1,340 @@
+"""DCP folders, as `torch.distributed.checkpoint` saves them; writing imports torch, reading does not.
+
+`.metadata` is a pickle of dataclasses: which names there are, of what type and size, and which stretch of
+which file holds each of their chunks. Every chunk is a small `torch.save` zip, and so is every value that is
+no tensor. torch's library would run what these pickles name (`pickle.load`, `torch.load(weights_only=False)`)
+and take all values into memory; here they are read as inert values, and a tensor stays a place in a file.
+A tensor that ranks saved in parts is described by its parts, and put together when it is written.
+
+What DCP itself loses is lost before we see it: keys that were numbers are text, empty dicts are gone, ties
+are apart. Source: torch's `distributed/checkpoint`, in it `metadata.py`, `filesystem.py`, `_traverse.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from ..assembly import Part, assembled
+from ..checkpoint import Checkpoint
+from ..errors import Damaged, Refused, Unreadable, Unsupported
+from ..inert import MAX_DEPTH, Global, OrderedDict_, Record, tensor_of
+from ..live import live_tensors
+from ..modules import SETS, detached
+from ..tensor import DTYPES, BadTensor, ByteRange, DType, Source, Storage, TensorRef, is_count
+from ..transfer import open_source_descriptor
+from .inert_reader import PickleFault, read_pickle
+from .torch_archive import Archive
+
+NAME = "dcp"
+METADATA = ".metadata"
+MODULE = "torch.distributed.checkpoint"
+SPARE = 1000
+"""Places of lists that may stay empty, beside as many as 100 for each entry: DCP drops empty items."""
+
+MAX_VALUES = 10_000_000
+"""Values that are written: what stands in several places is written in each, and places can multiply."""
+
+Path = tuple[str | int, ...]
+
+
+def sniff(head: bytes) -> bool:
+    return head[:1] == b"\x80" and MODULE.encode() in head
+
+
+def read(source: Source) -> Checkpoint:
+    """Reads the metadata and the headers of all chunks; no element is touched.
+
+    Args:
+        source: the file `.metadata`; its path, or that of its folder, tells where the others are.
+
+    Raises:
+        Damaged: malformed, a file is missing or cut short, or chunks that are not the whole of a tensor.
+        Unsupported: written through an extension (compression).
+    """
+    try:
+        metadata = _fields(read_pickle(source.read(0, source.size)).value, "Metadata")
+        items = _Items(source, metadata.get("storage_data"))
+        flat = {name: items.value(name, found) for name, found in _names(metadata).items()}
+        tree = _nest(flat, metadata.get("planner_data"))
+    except (PickleFault, BadTensor) as fault:
+        raise Damaged(source.path, str(fault)) from None
+    return Checkpoint(source, NAME, tree, shards=tuple(items.files.values()))
+
+
+# The metadata, as inert records.
+
+
+def _fields(value: object, name: str) -> dict[Any, Any]:
+    """The attributes of a dataclass of DCP's."""
+    if isinstance(value, Record) and isinstance(value.callable, Global):
+        cls = value.callable
+        if cls.name == name and cls.module.startswith(MODULE) and isinstance(value.state, dict):
+            return value.state
+    raise PickleFault(f"its metadata is malformed: it has no {name} where one should be")
+
+
+def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
+    found = metadata.get("state_dict_metadata")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise PickleFault("its metadata is malformed: it has no names")
+    return found
+
+
+def _size(value: object) -> tuple[int, ...]:
+    """A `torch.Size`."""
+    if isinstance(value, Record) and value.callable == Global("torch", "Size"):
+        value = value.args[0] if isinstance(value.args, tuple) and len(value.args) == 1 else None
+    if not isinstance(value, tuple) or not all(map(is_count, value)):
+        raise PickleFault("its metadata is malformed: it has a size that is none")
+    return value
+
+
+def _dtype(properties: object) -> DType:
+    """The element type, first of what `TensorProperties` keeps as a tuple."""
+    state = properties.state if isinstance(properties, Record) else None
+    named = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(named, Global) or named.module != "torch" or named.name not in DTYPES:
+        raise PickleFault(f"its metadata has a tensor of unknown type {str(named)[:40]}")
+    return DTYPES[named.name]
+
+
+class _Items:
+    """Where each chunk and value lies, and reading them."""
+
+    def __init__(self, source: Source, storage_data: object) -> None:
+        self.source = source
+        self.folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
+        self.files: dict[str, Source] = {}
+        self.places: dict[tuple[object, object], ByteRange] = {}
+        if not isinstance(storage_data, dict):
+            raise PickleFault("its metadata does not say where anything is stored")
+        for index, info in storage_data.items():
+            fields = _fields(index, "MetadataIndex")
+            offset = fields.get("offset")
+            key = fields.get("fqn"), None if offset is None else _size(offset)
+            if key in self.places:
+                raise PickleFault(f"its metadata says twice where '{key[0]}' is stored")
+            self.places[key] = self.place(str(key[0]), _fields(info, "_StorageInfo"))
+        self.check_overlaps()
+
+    def place(self, name: str, info: Mapping[str, Any]) -> ByteRange:
+        if info.get("transform_descriptors"):
+            raise Unsupported(
+                self.source.path,
+                f"'{name}' was written through the extension {str(info['transform_descriptors'])[:60]}",
+                hint="load it with torch.distributed.checkpoint and save it without extensions",
+            )
+        file, offset, nbytes = (info.get(field) for field in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or not is_count(offset) or not is_count(nbytes):
+            raise PickleFault(f"its metadata is malformed where it says where '{name}' is stored")
+        source = self.file(file)
+        if offset + nbytes > source.size:
+            raise Damaged(source.path, f"is cut short: it ends before '{name}' does")
+        return ByteRange(source, offset, nbytes)
+
+    def file(self, name: str) -> Source:
+        if name not in self.files:
+            if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name:
+                raise Damaged(self.source.path, f"names a file outside its folder: {name[:80]!r}")
+            path = os.path.join(self.folder, name)
+            try:
+                self.files[name] = Source(path, open_source_descriptor(path))
+            except Unreadable as fault:
+                raise Damaged(
+                    self.source.path,
+                    f"its file '{name}' can't be opened: {fault.reason}",
+                    hint="each rank wrote its own: copy the files of all ranks into one folder",
+                ) from None
+        return self.files[name]
+
+    def check_overlaps(self) -> None:
+        ends: dict[int, int] = {}
+        for place in sorted(self.places.values(), key=lambda place: place.offset):
+            if place.offset < ends.get(place.source.fd, 0):
+                raise Damaged(place.path, f"has two items that overlap at byte {place.offset}")
+            ends[place.source.fd] = place.offset + place.nbytes
+
+    def value(self, name: str, metadata: object) -> object:
+        """A tensor, or what was saved as a value of its own."""
+        if isinstance(metadata, Record) and metadata.callable in BYTES:
+            return self.load(name, None)
+        fields = _fields(metadata, "TensorStorageMetadata")
+        dtype, size = _dtype(fields.get("properties")), _size(fields.get("size"))
+        listed = fields.get("chunks")
+        if not isinstance(listed, list):
+            raise PickleFault(f"its metadata does not say in which chunks '{name}' is stored")
+        chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in listed]
+        parts = [
+            self.part(name, _size(each.get("offsets")), _size(each.get("sizes")), dtype) for each in chunks
+        ]
+        if len(parts) == 1 and parts[0].tensor.shape == size and not any(parts[0].begin):
+            return parts[0].tensor
+        return assembled(name, self.source.path, dtype, size, parts)
+
+    def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: DType) -> Part:
+        """A chunk, and where it stands in its tensor."""
+        tensor = detached(self.load(name, offsets))
+        if not isinstance(tensor, TensorRef) or tensor.dtype is not dtype or tensor.shape != sizes:
+            raise PickleFault(f"a chunk of '{name}' is not what the metadata says of it")
+        if tensor.nbytes > tensor.storage.nbytes:
+            raise PickleFault(f"a chunk of '{name}' repeats its elements")
+        return Part(offsets, tensor)
+
+    def load(self, name: str, offsets: tuple[int, ...] | None) -> object:
+        place = self.places.get((name, offsets))
+        if place is None:
+            raise PickleFault(f"its metadata does not say where '{name}' is stored")
+        return Archive(place.source, place).read_pickle().value
+
+
+BYTES = {Global(f"{MODULE}.metadata", "BytesStorageMetadata")}
+
+
+# The tree, by the paths that the writer kept beside the flat names.
+
+
+def _nest(flat: Mapping[str, object], paths: object) -> dict[str, object]:
+    """What torch's `set_element` builds of the flat names."""
+    known = paths if isinstance(paths, dict) else {}
+    nest = _Nest(SPARE + 100 * len(flat))
+    for name, value in flat.items():
+        nest.set(_path(known.get(name, (name,)), name), value)
+    return nest.root
+
+
+def _path(value: object, name: str) -> Path:
+    if not isinstance(value, tuple) or not value or not isinstance(value[0], str):
+        raise PickleFault(f"its metadata has a malformed path for '{name}'")
+    if not all(type(step) is str or is_count(step) for step in value):
+        raise PickleFault(f"its metadata has a malformed path for '{name}'")
+    return value
+
+
+class _Nest:
+    """Dicts and lists inside each other. `spare` is how many places of lists may stay empty."""
+
+    def __init__(self, spare: int) -> None:
+        self.root: dict[str, object] = {}
+        self.spare = spare
+
+    def set(self, path: Path, value: object) -> None:
+        holder: Any = self.root
+        for step, next_step in pairwise(path):
+            found = self.get(holder, step)
+            if found is None:
+                found = {} if isinstance(next_step, str) else []
+                self.put(holder, step, found)
+            holder = found
+        if self.get(holder, path[-1]) is not None:
+            raise PickleFault(f"its metadata has two values for '{'.'.join(map(str, path))[:80]}'")
+        self.put(holder, path[-1], value)
+
+    def get(self, holder: Any, step: str | int) -> Any:
+        if isinstance(holder, dict) and isinstance(step, str):
+            return holder.get(step)
+        if isinstance(holder, list) and isinstance(step, int):
+            return holder[step] if step < len(holder) else None
+        raise PickleFault("its metadata has paths that contradict each other")
+
+    def put(self, holder: Any, step: Any, value: object) -> None:
+        if isinstance(holder, list):
+            missing = step + 1 - len(holder)
+            self.spare -= max(0, missing - 1)
+            if self.spare < 0:
+                raise PickleFault("its metadata has a list of hardly any items and a giant index")
+            holder.extend([None] * missing)
+        holder[step] = value
+
+
+# Writing.
+
+
+def write(checkpoint: Checkpoint, folder: str) -> None:
+    """Writes the whole tree by torch's own library, its tensors mapped from their files.
+
+    Args:
+        folder: a new or empty one.
+
+    Raises:
+        Refused: the tree holds objects that only their own code could make, or no names to save under.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    if not isinstance(checkpoint.tree, dict):
+        raise Refused(checkpoint.path, "is no dict at the top, as DCP needs", hint="write a .pt file instead")
+    live = _Live(checkpoint)
+    state = {str(key): live.value(item, (str(key),)) for key, item in checkpoint.tree.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch wonders at a save without a process group, and it is meant
+        try:
+            save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+        except ValueError as error:  # two paths that are one when joined with dots
+            raise Refused(checkpoint.path, str(error), hint="write a .pt file instead") from None
+
+
+def lost(tree: object) -> list[str]:
+    """What DCP does not keep, by dotted name: empty dicts, and the module versions of a state dict."""
+    names: list[str] = []
+    seen: set[int] = set()
+    stack: list[tuple[str, object]] = [("", tree)]
+    while stack:
+        name, value = stack.pop()
+        if isinstance(value, dict) and id(value) not in seen:
+            seen.add(id(value))
+            inside = f"{name}." if name else ""
+            names += [] if value else [name]
+            if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
+                names += [f"{inside}{attribute}" for attribute in value.attributes]
+            stack.extend((f"{inside}{key}", item) for key, item in reversed(value.items()))
+    return names
+
+
+class _Live:
+    """Inert values as torch's library takes them: one tensor each, containers as they were."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.path = checkpoint.path
+        tensors = [tensor for _, tensor in checkpoint.tensors()]
+        made = live_tensors({str(number): tensor for number, tensor in enumerate(tensors)})
+        self.made = {id(tensor): made[str(number)] for number, tensor in enumerate(tensors)}
+        self.visits = 0
+
+    def value(self, value: object, path: tuple[str, ...]) -> object:
+        tensor = tensor_of(value)
+        if tensor is not None:
+            return self.made[id(tensor)]
+        self.visits += 1
+        if len(path) > MAX_DEPTH or self.visits > MAX_VALUES:
+            raise Refused(self.path, f"'{'.'.join(path[:4])}…' is nested too deeply, or holds too much")
+        if isinstance(value, dict):
+            items = {key: self.value(item, (*path, str(key))) for key, item in value.items()}
+            return OrderedDict(items) if isinstance(value, OrderedDict_) else items
+        if isinstance(value, list | tuple):
+            return type(value)(self.value(item, (*path, str(i))) for i, item in enumerate(value))
+        if isinstance(value, Global | Record | Storage):
+            return self.known(value, ".".join(path))
+        return value
+
+    def known(self, value: object, name: str) -> object:
+        """The few names and objects that are data: element types, sizes, devices."""
+        import torch
+
+        if isinstance(value, Global) and value.module == "torch" and value.name in DTYPES:
+            return getattr(torch, value.name)
+        plain = value.args if isinstance(value, Record) and isinstance(value.args, tuple) else ()
+        if isinstance(value, Record) and value.callable == Global("torch", "Size"):
+            return torch.Size(_size(value))
+        if isinstance(value, Record) and value.callable in SETS and plain and isinstance(plain[0], list):
+            return set(plain[0])
+        what = value.type_name if isinstance(value, Record) else str(value)
+        raise Refused(
+            self.path,
+            f"'{name}' is an object ({what}), and objects are not made from a file here",
+            hint=f"write a .pt file, which keeps it as it is, or leave it out: --drop {name}",
+        )
