@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 )
 @click.option("--full", is_flag=True, help="Everything, also in safetensors: optimizer, counters, settings.")
 @click.option("--keep-copies", is_flag=True, help="Tied tensors once for each name, in safetensors.")
+@click.option("--shard-size", metavar="SIZE", help="Cut into files of at most 5GB (default), 500MB, 1GiB.")
 @click.option("--to", metavar="FORMAT", help="The format, where OUTPUT's name does not tell it.")
 def command(
     dtype: str | None,
@@ -38,6 +39,7 @@ def command(
     drop: tuple[str, ...],
     full: bool,
     keep_copies: bool,
+    shard_size: str | None,
     to: str | None,
     **given: Any,
 ) -> None:
@@ -52,6 +54,7 @@ def command(
       ckpttool convert last.pt last.safetensors --full
     """
     from .. import cast, transforms
+    from ..formats import sharding
 
     target = cast.target(dtype) if dtype else None
 
@@ -74,7 +77,8 @@ def command(
             outcome.notes.append(lambda: _overflows(report))
         return checkpoint, outcome
 
-    rewrite(given, transform, full=full, keep_copies=keep_copies, to=to)
+    size = sharding.parse_size(shard_size) if shard_size else None
+    rewrite(given, transform, full=full, keep_copies=keep_copies, to=to, shard_size=size)
 
 
 def _overflows(report: Any) -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import BinaryIO
 
 from ..checkpoint import Checkpoint, State
@@ -16,8 +17,12 @@ from ..digest import digest
 from ..errors import Damaged, OutputExists, Refused, UsageFault
 from ..tensor import Source, TensorRef
 from ..transfer import DryOutput, Output, Progress, replacing
-from . import in_place, safetensors, torch_zip
+from . import dcp, folders, in_place, safetensors, sharding, torch_zip
+from .reading import open as open_any
 from .reading import read
+
+WHOLE = (torch_zip.NAME, dcp.NAME)
+"""The formats that take everything a checkpoint holds, not the model's state alone."""
 
 ENDINGS = {
     **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
@@ -51,17 +56,21 @@ class Saved:
 def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
     """The format that a name asks for. Raises UsageFault for a name that tells none."""
     if to is not None:
-        if to not in ENDINGS.values():
-            raise UsageFault(
-                f"--to {to}: no such format", hint=f"one of {', '.join(dict.fromkeys(ENDINGS.values()))}"
-            )
+        known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
+        if to not in known:
+            raise UsageFault(f"--to {to}: no such format", hint=f"one of {', '.join(known)}")
         return to
+    if path.endswith("/") or os.path.isdir(path):
+        return folders.NAMES[0]
     suffix = os.path.splitext(path)[1].lower()
     if suffix in ENDINGS:
         return ENDINGS[suffix]
     if path == "-":
         return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
-    raise UsageFault(f"{path}: its ending does not tell the format", hint=f"end it in {', '.join(ENDINGS)}")
+    raise UsageFault(
+        f"{path}: its ending does not tell the format",
+        hint=f"end it in {', '.join(ENDINGS)}, or in / for a folder of shards",
+    )
 
 
 def save(
@@ -72,6 +81,7 @@ def save(
     full: bool = False,
     keep_copies: bool = False,
     to: str | None = None,
+    shard_size: int | None = None,
     verify: bool = False,
     force: bool = False,
     dry_run: bool = False,
@@ -87,6 +97,7 @@ def save(
         full: everything the input holds, also into a format of tensors alone.
         keep_copies: each name of a tied tensor gets its own values, instead of a record of the tie.
         to: the format; told by the name when None.
+        shard_size: bytes of a shard at most, in the formats that are cut; 5 GB when None.
         verify: compare the values too before the output counts, not only names, types and shapes.
         force: replace an existing output.
         dry_run: write nothing: the same answer, exact size included, and the same errors.
@@ -103,6 +114,19 @@ def save(
     if name != "-" and os.path.lexists(name) and not force:
         raise OutputExists(f"{name}: exists already", hint="write it anyway with --force")
     writing = _Writing(checkpoint, name, kind, state, full, keep_copies)
+    if shard_size is not None and kind not in (sharding.SAFETENSORS, sharding.TORCH):
+        raise UsageFault(
+            "--shard-size: the output is one file", hint="end OUTPUT in / for a folder of shards"
+        )
+    if kind in folders.NAMES:
+        folder = folders.FolderWriting(
+            checkpoint, kind, writing.state, full, writing.ties, shard_size or sharding.DEFAULT_SIZE
+        )
+        return writing.saved(
+            folder.dry()
+            if dry_run
+            else folder.write(name, progress, partial(writing.check_folder, values=verify))
+        )
     if dry_run:
         dry = DryOutput()
         writing.write(dry)
@@ -122,8 +146,9 @@ class _Writing:
     def __init__(
         self, checkpoint: Checkpoint, path: str, kind: str, state: str | None, full: bool, keep_copies: bool
     ) -> None:
-        self.checkpoint, self.path, self.format, self.where = checkpoint, path, kind, state
-        self.state = None if kind == torch_zip.NAME or full else checkpoint.state(state)
+        self.checkpoint, self.path, self.format = checkpoint, path, kind
+        self.where, self.full = state, full
+        self.state = None if kind in WHOLE or full else checkpoint.state(state)
         if self.state is None and checkpoint.opened:
             raise Refused(
                 checkpoint.path,
@@ -167,8 +192,14 @@ class _Writing:
         return True
 
     def check(self, file: BinaryIO, *, values: bool) -> None:
-        """Reads what was written, before it may replace anything."""
-        found = read(Source(self.path, os.dup(file.fileno())))
+        """Reads the file that was written, before it may replace anything."""
+        self._compare(read(Source(self.path, os.dup(file.fileno()))), values)
+
+    def check_folder(self, folder: str, *, values: bool) -> None:
+        """The same of a folder."""
+        self._compare(open_any(folder), values)
+
+    def _compare(self, found: Checkpoint, values: bool) -> None:
         if self.state is None:
             meant, there = dict(self.checkpoint.tensors()), dict(found.tensors())
         else:
@@ -181,7 +212,8 @@ class _Writing:
         if self.state is None:
             found = self.checkpoint.states()
             keys = len(self.checkpoint.state(self.where).tensors) if found else 0
-            return Saved(self.path, self.format, nbytes, keys, self.checkpoint.unread)
+            lost = dcp.lost(self.checkpoint.tree) if self.format == dcp.NAME and not self.full else ()
+            return Saved(self.path, self.format, nbytes, keys, (*lost, *self.checkpoint.unread))
         left_out = _left_out(self.checkpoint, self.state) + self.checkpoint.unread
         copied = tuple(name for name in _copied(self.state) if name not in self.ties)
         return Saved(

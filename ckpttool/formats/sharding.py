@@ -103,4 +103,4 @@ def write(
 def is_of_a_checkpoint(name: str) -> bool:
     """Whether a file of this name belongs to a sharded or DCP checkpoint, and may be replaced with it."""
     shard = re.fullmatch(r".+-\d{5}-of-\d{5}\.(safetensors|bin)", name)
-    return bool(shard) or name.endswith(INDEX) or name == ".metadata" or name.endswith(".distcp")
+    return bool(shard) or name == ".metadata" or name.endswith((INDEX, ".distcp"))

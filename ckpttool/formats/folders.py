@@ -1,0 +1,106 @@
+"""Writing the formats that are folders: shards with an index, and DCP.
+
+The folder appears whole or not at all. With `full`, what is no tensor goes as one JSON text (`full`): into
+the index of shards of safetensors, or into DCP as an entry of that name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from .. import full
+from ..checkpoint import Checkpoint, State
+from ..errors import Refused, UsageFault
+from ..inert import OrderedDict_, TooDeep
+from ..tensor import TensorRef
+from ..transfer import DryOutput, Output, Progress, replacing_folder
+from . import dcp, safetensors, sharding, torch_zip
+
+NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
+TIES = "ckpttool.ties"
+"""The entry of an index's metadata that records which names are another name of a tensor."""
+
+
+class FolderWriting:
+    """One folder: what goes into it.
+
+    Args:
+        state: the model's state; None to write everything that the checkpoint holds.
+        full: keep what DCP itself would lose too.
+        ties: names of the state that are kept as another name of a tensor.
+        shard_size: bytes that a shard may have.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        kind: str,
+        state: State | None,
+        full: bool,
+        ties: Mapping[str, str],
+        shard_size: int,
+    ) -> None:
+        self.checkpoint, self.kind, self.state, self.full = checkpoint, kind, state, full
+        self.ties, self.shard_size = ties, shard_size
+        if state is None and kind == sharding.TORCH:
+            raise UsageFault(
+                f"--full: {kind} holds the model's state alone",
+                hint=f"write a .pt file, or --to {sharding.SAFETENSORS}",
+            )
+
+    def write(self, path: str, progress: Progress | None, check: Callable[[str], None]) -> int:
+        """Writes the folder, lets `check(folder)` look at it, and puts it in place; returns its bytes."""
+        with replacing_folder(path, sharding.is_of_a_checkpoint) as folder:
+            if self.kind == dcp.NAME:
+                dcp.write(self._for_dcp(), folder)
+            else:
+                shards, text = self._shards()
+                sharding.write(folder, self.kind, shards, text, self._write_shard, progress)
+            check(folder)
+            return sum(entry.stat().st_size for entry in os.scandir(folder))
+
+    def dry(self) -> int:
+        """The bytes that `write` would write; of DCP those of the values alone."""
+        if self.kind == dcp.NAME:
+            return sum(tensor.nbytes for _, tensor in self._for_dcp().tensors())
+        shards, text = self._shards()
+        total = len(text.encode())
+        for shard in shards:
+            out = DryOutput()
+            self._write_shard(shard.name, shard.tensors, out)
+            total += out.position
+        return total
+
+    def _for_dcp(self) -> Checkpoint:
+        if not self.full:
+            return self.checkpoint
+        flat = self._flat()
+        return replace(self.checkpoint, tree={**flat.tensors, safetensors.FULL: flat.text})
+
+    def _flat(self) -> full.Flat:
+        try:
+            return full.encode(self.checkpoint.tree, self.checkpoint.protocol)
+        except TooDeep:
+            raise Refused(self.checkpoint.path, "its contents are nested too deeply to be written") from None
+
+    def _shards(self) -> tuple[list[sharding.Shard], str]:
+        """The shards, and the text of their index."""
+        metadata: dict[str, object] = {}
+        if self.state is None:
+            flat = self._flat()
+            tensors: Mapping[str, TensorRef] = flat.tensors
+            metadata[safetensors.FULL] = flat.text
+        else:
+            tensors = {name: t for name, t in self.state.tensors.items() if name not in self.ties}
+            if self.ties:
+                metadata[TIES] = dict(self.ties)
+        shards = sharding.cut(self.kind, tensors, self.shard_size)
+        return shards, sharding.index(shards, metadata)
+
+    def _write_shard(self, name: str, tensors: Mapping[str, TensorRef], out: Output) -> None:
+        if self.kind == sharding.SAFETENSORS:
+            safetensors.write(self.checkpoint.path, tensors, self.checkpoint.metadata, out)
+        else:
+            torch_zip.write(replace(self.checkpoint, tree=OrderedDict_(tensors)), out, name)
