@@ -207,12 +207,6 @@ class Checkpoint:
             return 1, 0, 0
         return 2, -sum(tensor.nbytes for tensor in tensors), len(path)
 
-    def find(self, name: str) -> tuple[dict[object, object], str] | None:
-        """The dict that holds what a dotted name leads to, and the key there; None when nothing does."""
-        path = _path_of(self.tree, name)
-        holder = _follow(self.tree, path[:-1]) if path else None
-        return (holder, path[-1]) if path and isinstance(holder, dict) else None
-
     def _where_to_look(self) -> str:
         names = [dotted(path) or '""' for path in self.states()]
         return f"there are: {', '.join(names)}" if names else f"ckpttool inspect {self.path}"

@@ -254,6 +254,12 @@ class TensorRef:
         object.__setattr__(self, "numel", 0 if 0 in self.shape else extent(self.shape))
 
     @property
+    def view(self) -> tuple[object, ...]:
+        """What two tensors have in common when one is another name for the other."""
+        layout = (self.offset, self.shape, self.stride, self.conj, self.neg)
+        return id(self.storage), self.dtype.name, *layout
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the values, whatever the storage holds beside them."""
         return self.numel * self.dtype.itemsize

@@ -13,7 +13,7 @@ from .cast import Caster, CastReport
 from .checkpoint import Checkpoint, State
 from .elements import CHUNK, stream
 from .errors import Collision, NothingToDo, Refused
-from .inert import OrderedDict_, Record, rebuild, tensor_of
+from .inert import OrderedDict_, Record, rebuild, tensor_of, walk
 from .tensor import DTYPES, Computed, DType, Storage, TensorRef
 
 PARTS = {
@@ -73,7 +73,8 @@ def select(
     for pattern in (*only, *exclude):
         if not any(fnmatchcase(key, pattern) for key in keys):
             raise NothingToDo(
-                f"{checkpoint.path}: no key fits '{pattern}'", hint=f"the first key is '{keys[0]}'"
+                f"{checkpoint.path}: no key fits '{pattern}'",
+                hint=f"the first key is '{next(iter(keys), '')}'",
             )
     kept = {key for key in keys if not only or any(fnmatchcase(key, pattern) for pattern in only)}
     kept -= {key for key in kept if any(fnmatchcase(key, pattern) for pattern in exclude)}
@@ -194,6 +195,8 @@ def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[C
                 f"'{name}.real' and '{name}.imag' would be joined into '{name}', which is there already"
             )
 
+    joined: dict[object, TensorRef] = {}  # pairs that are other names of one pair share what they become
+
     def change(old: dict[object, object]) -> dict[object, object]:
         new: dict[object, object] = type(old)()
         for key, value in old.items():
@@ -201,7 +204,11 @@ def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[C
             if name not in names or name == key:
                 new[key] = value
             elif str(key).endswith(".real"):
-                new[name] = _whole(name, found.tensors[f"{name}.real"], found.tensors[f"{name}.imag"])
+                real, imag = found.tensors[f"{name}.real"], found.tensors[f"{name}.imag"]
+                pair = real.view, imag.view
+                if pair not in joined:
+                    joined[pair] = _as_one(real, imag) or _whole(name, real, imag)
+                new[name] = replace(joined[pair])
         return new
 
     return replace_state(checkpoint, found, change), names
@@ -215,28 +222,42 @@ def _is_pair(real: TensorRef, imag: TensorRef | None) -> bool:
     )
 
 
+def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
+    """The complex tensor whose storage both parts already look at, as `split_complex` makes them."""
+    dtype, old = WHOLES[real.dtype.name], real.storage
+    steps = [step if size > 1 else 0 for size, step in zip(real.shape, real.stride, strict=True)]
+    if replace(imag, offset=real.offset, neg=real.neg).view != real.view or imag.offset != real.offset + 1:
+        return None
+    if any(step % 2 for step in (real.offset, *steps)) or old.nbytes % dtype.itemsize:
+        return None
+    return replace(
+        real,
+        dtype=dtype,
+        stride=tuple(step // 2 for step in real.stride),
+        offset=real.offset // 2,
+        conj=real.neg != imag.neg,
+    )
+
+
 def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
     """A complex tensor whose elements are made of the two parts, element by element."""
-    dtype = WHOLES[real.dtype.name]
-    path = real.storage.data.path
+    dtype, old = WHOLES[real.dtype.name], real.storage
+    path, width = old.data.path, real.dtype.itemsize
 
     def make(start: int, nbytes: int) -> Iterator[memoryview]:
         if start or nbytes != real.numel * dtype.itemsize:
             raise Refused(path, f"'{name}' can't be joined and cut at once", hint="join first, then the rest")
-        width = real.dtype.itemsize
         for a, b in _in_step(stream(name, real), stream(name, imag), CHUNK):
             both = bytearray(len(a) * 2)
             for i in range(width):
-                both[i :: 2 * width] = a[i::width]
-                both[width + i :: 2 * width] = b[i::width]
+                place = width - 1 - i if old.byteorder == "big" else i
+                both[place :: 2 * width] = a[i::width]
+                both[width + place :: 2 * width] = b[i::width]
             yield memoryview(both)
 
-    storage = Storage(
-        Computed(path, real.numel * dtype.itemsize, make),
-        dtype.storage or "UntypedStorage",
-        real.storage.location,
-    )
-    return TensorRef.contiguous(storage, dtype, real.shape)
+    data = Computed(path, real.numel * dtype.itemsize, make)
+    storage = Storage(data, dtype.storage or "UntypedStorage", old.location, byteorder=old.byteorder)
+    return replace(TensorRef.contiguous(storage, dtype, real.shape), requires_grad=real.requires_grad)
 
 
 def _in_step(
@@ -259,11 +280,11 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
     """A checkpoint without the entries of these dotted names (`optimizer`, `config.lr`).
 
     Raises:
-        NothingToDo: there is no such entry.
+        NothingToDo: no dict has such an entry.
     """
     doomed: dict[int, set[object]] = {}
     for name in names:
-        found = checkpoint.find(name)
+        found = _entry(checkpoint.tree, name)
         if found is None:
             raise NothingToDo(
                 f"{checkpoint.path}: holds nothing named '{name}'", hint=f"ckpttool inspect {checkpoint.path}"
@@ -281,6 +302,23 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
     return replace(checkpoint, tree=rebuild(checkpoint.tree, change))
 
 
+def _entry(tree: object, name: str) -> tuple[dict[object, object], object] | None:
+    """The dict and the key that a dotted name leads to; keys may hold dots themselves, or be numbers."""
+    tried: set[tuple[int, str]] = set()
+    stack: list[tuple[object, str]] = [(tree, name)]
+    while stack:
+        value, rest = stack.pop()
+        if (id(value), rest) in tried or not isinstance(value, dict | list | tuple):
+            continue
+        tried.add((id(value), rest))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if str(key) == rest and isinstance(value, dict):
+                return value, key
+            if rest.startswith(f"{key}."):
+                stack.append((item, rest[len(f"{key}.") :]))
+    return None
+
+
 def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
     """The model's state alone, without the bytes of storages that no tensor of it looks at.
 
@@ -290,7 +328,7 @@ def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
         NoState.
     """
     found = checkpoint.state(state)
-    trim = _Trimmer(found.tensors.values())
+    trim = _Trimmer(found)
     container = _map_tensors(found.container, trim)
     if isinstance(container, OrderedDict_) and isinstance(found.container, OrderedDict_):
         container.attributes = found.container.attributes
@@ -298,21 +336,26 @@ def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
 
 
 class _Trimmer:
-    """Cuts storages to what the given tensors look at; tensors that shared one still do."""
+    """Cuts storages to what the tensors of a state look at; tensors that shared one still do."""
 
-    def __init__(self, tensors: Iterable[TensorRef]) -> None:
+    def __init__(self, state: State) -> None:
         self.spans: dict[int, tuple[int, int]] = {}
         self.done: dict[int, Storage] = {}
-        for tensor in tensors:
-            begin, end = tensor.span
-            begin -= begin % WIDEST
-            end = min(end + -end % WIDEST, tensor.storage.nbytes)
-            known = self.spans.get(id(tensor.storage), (begin, end))
-            self.spans[id(tensor.storage)] = min(begin, known[0]), max(end, known[1])
+        for tensor in state.tensors.values():
+            if tensor.numel:
+                begin, end = tensor.span
+                begin -= begin % WIDEST
+                end = min(end + -end % WIDEST, tensor.storage.nbytes)
+                known = self.spans.get(id(tensor.storage), (begin, end))
+                self.spans[id(tensor.storage)] = min(begin, known[0]), max(end, known[1])
+        for value in walk(state.others):  # what lies deeper keeps its storage whole, and its ties
+            if isinstance(value, TensorRef | Storage):
+                old = value if isinstance(value, Storage) else value.storage
+                self.spans[id(old)] = 0, old.nbytes
 
     def __call__(self, tensor: TensorRef) -> TensorRef:
-        begin, end = self.spans[id(tensor.storage)]
         old = tensor.storage
+        begin, end = self.spans.get(id(old), (0, 0))
         if (begin, end) == (0, old.nbytes):
             return tensor
         if id(old) not in self.done:
