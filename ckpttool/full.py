@@ -18,8 +18,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from .checkpoint import named_leaves
+from .errors import Damaged
 from .inert import LEAVES, MAX_DEPTH, Global, OrderedDict_, Record, TooDeep, checked_key, children
 from .tensor import DTYPES, STORAGE_DTYPES, DType, Storage, TensorRef, checked_tensor
+
+ENTRY = "ckpttool.full"
+"""The name under which a file of `--full` keeps the text: in a header's metadata, in an index, or in DCP."""
 
 VERSION = 1
 SAFE_INTEGER = 2**53
@@ -76,6 +80,14 @@ def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise BadJson(f"is malformed ({type(error).__name__})") from None
+
+
+def decode_entry(path: str, state: Mapping[str, object], text: str) -> tuple[object, int]:
+    """The same of a file's own entry. Raises Damaged."""
+    try:
+        return decode({name: value for name, value in state.items() if isinstance(value, TensorRef)}, text)
+    except BadJson as fault:
+        raise Damaged(path, f"its entry '{ENTRY}' {fault}") from None
 
 
 def _references(tree: object) -> Counter[int]:

@@ -180,7 +180,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def writing_into(path: str) -> Iterator[BinaryIO]:
-    """A new binary file, flushed to the disk when the block ends: part of a folder that is not yet in place."""
+    """A new binary file in a folder that is not yet in place, flushed to the disk when the block ends."""
     with open(path, "x+b") as file:
         yield file
         file.flush()

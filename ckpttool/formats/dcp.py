@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from .. import full
 from ..assembly import Part, assembled
 from ..checkpoint import Checkpoint
 from ..errors import Damaged, Refused, Unreadable, Unsupported
@@ -63,7 +64,9 @@ def read(source: Source) -> Checkpoint:
         tree = _nest(flat, metadata.get("planner_data"))
     except (PickleFault, BadTensor) as fault:
         raise Damaged(source.path, str(fault)) from None
-    return Checkpoint(source, NAME, tree, shards=tuple(items.files.values()))
+    text = tree.get(full.ENTRY)
+    whole, protocol = full.decode_entry(source.path, tree, text) if isinstance(text, str) else (tree, 2)
+    return Checkpoint(source, NAME, whole, protocol, shards=tuple(items.files.values()))
 
 
 # The metadata, as inert records.

@@ -19,8 +19,6 @@ from ..transfer import DryOutput, Output, Progress, replacing_folder
 from . import dcp, safetensors, sharding, torch_zip
 
 NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
-TIES = "ckpttool.ties"
-"""The entry of an index's metadata that records which names are another name of a tensor."""
 
 
 class FolderWriting:
@@ -77,7 +75,7 @@ class FolderWriting:
         if not self.full:
             return self.checkpoint
         flat = self._flat()
-        return replace(self.checkpoint, tree={**flat.tensors, safetensors.FULL: flat.text})
+        return replace(self.checkpoint, tree={**flat.tensors, full.ENTRY: flat.text})
 
     def _flat(self) -> full.Flat:
         try:
@@ -91,11 +89,11 @@ class FolderWriting:
         if self.state is None:
             flat = self._flat()
             tensors: Mapping[str, TensorRef] = flat.tensors
-            metadata[safetensors.FULL] = flat.text
+            metadata[full.ENTRY] = flat.text
         else:
             tensors = {name: t for name, t in self.state.tensors.items() if name not in self.ties}
             if self.ties:
-                metadata[TIES] = dict(self.ties)
+                metadata[sharding.TIES] = dict(self.ties)
         shards = sharding.cut(self.kind, tensors, self.shard_size)
         return shards, sharding.index(shards, metadata)
 

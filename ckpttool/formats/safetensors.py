@@ -26,8 +26,6 @@ NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 MAX_HEADER = 100_000_000
 METADATA = "__metadata__"
-FULL = "ckpttool.full"
-"""The metadata entry under which a file of `--full` holds all that is no tensor."""
 
 # The order in which the library lays out types: widest first, and within a width as listed in its source.
 ORDER = (
@@ -72,12 +70,9 @@ def read(source: Source) -> Checkpoint:
 
 def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> tuple[object, int]:
     """The tensors as a state, ties restored; or the whole tree where the file holds one (`--full`)."""
-    text = metadata.pop(FULL, None)
+    text = metadata.pop(full.ENTRY, None)
     if text is not None:
-        try:
-            return full.decode(tensors, text)
-        except full.BadJson as fault:
-            raise Damaged(source.path, f"its metadata entry '{FULL}' {fault}") from None
+        return full.decode_entry(source.path, tensors, text)
     state = OrderedDict_(tensors)
     for name, kept in list(metadata.items()):
         if kept in tensors and name not in tensors:  # as safetensors.torch.save_model records ties
@@ -164,7 +159,7 @@ def write_full(checkpoint: Checkpoint, out: Output) -> None:
         flat = full.encode(checkpoint.tree, checkpoint.protocol)
     except TooDeep:
         raise Refused(checkpoint.path, "its contents are nested too deeply to be written") from None
-    write(checkpoint.path, flat.tensors, {**checkpoint.metadata, FULL: flat.text}, out)
+    write(checkpoint.path, flat.tensors, {**checkpoint.metadata, full.ENTRY: flat.text}, out)
 
 
 def ties(tensors: Mapping[str, TensorRef]) -> dict[str, str]:

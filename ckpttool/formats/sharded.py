@@ -11,13 +11,14 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from .. import full
 from ..checkpoint import Checkpoint
 from ..errors import Damaged, Unreadable, Unsupported
 from ..inert import OrderedDict_
 from ..tensor import Source, TensorRef
 from ..transfer import open_source_descriptor
 from . import safetensors, torch_legacy, torch_zip
-from .sharding import SAFETENSORS, TORCH
+from .sharding import SAFETENSORS, TIES, TORCH
 from .strict_json import parse_object
 
 MAX_INDEX = 100_000_000
@@ -40,7 +41,8 @@ def read(source: Source) -> Checkpoint:
         Damaged: a shard is missing or malformed, or differs from the index; names the shard and the key.
         Unsupported: JSON that is no index.
     """
-    wanted = _wanted(source)
+    index = _parse(source)
+    wanted = _wanted(source, index)
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
     shards = {name: _read_shard(source, folder, name) for name in wanted}
     _check_distinct(source, {name: shard.source for name, (_, shard) in shards.items()})
@@ -51,21 +53,36 @@ def read(source: Source) -> Checkpoint:
     for name, (_, shard) in shards.items():
         _take(source, state, name, _state_of(source, name, shard), wanted)
     checkpoints = [shard for _, shard in shards.values()]
+    protocol = max((shard.protocol for shard in checkpoints), default=2)
+    tree, protocol = _whole(source, index.get("metadata"), state, protocol)
     return Checkpoint(
         source,
         formats.pop() if formats else SAFETENSORS,
-        state,
-        max((shard.protocol for shard in checkpoints), default=2),
+        tree,
+        protocol,
         _common([shard.metadata for shard in checkpoints]),
         tuple(shard.source for shard in checkpoints),
     )
 
 
-def _wanted(source: Source) -> dict[str, set[str]]:
+def _whole(source: Source, facts: object, state: OrderedDict_, protocol: int) -> tuple[object, int]:
+    """The state with the ties that the index records, or the whole tree where it holds one (`--full`)."""
+    facts = facts if isinstance(facts, dict) else {}
+    text, ties = facts.get(full.ENTRY), facts.get(TIES, {})
+    if not isinstance(ties, dict) or not isinstance(text, str | None):
+        raise Damaged(source.path, "its index has malformed metadata")
+    for name, kept in ties.items():
+        if name in state or not isinstance(kept, str) or kept not in state:
+            raise Damaged(source.path, f"its index ties '{name[:80]}' to a tensor that is not there")
+        state[name] = state[kept]
+    if text is None:
+        return state, protocol
+    return full.decode_entry(source.path, state, text)
+
+
+def _wanted(source: Source, index: Mapping[str, Any]) -> dict[str, set[str]]:
     """The names in each shard, as the index says, the shards in the order of their names."""
-    if source.path == "-":
-        raise Unsupported("-", "is the index of a sharded checkpoint, whose shards are not in it")
-    weight_map = _parse(source).get("weight_map")
+    weight_map = index.get("weight_map")
     if weight_map is None:
         raise Unsupported(source.path, "is JSON, but no index of a sharded checkpoint")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -84,6 +101,8 @@ def _wanted(source: Source) -> dict[str, set[str]]:
 
 
 def _parse(source: Source) -> dict[str, Any]:
+    if source.path == "-":
+        raise Unsupported("-", "is the index of a sharded checkpoint, whose shards are not in it")
     if source.size > MAX_INDEX:
         raise Unsupported(source.path, "is too large for the index of a sharded checkpoint")
     return parse_object(source.path, source.read(0, source.size), "its index")

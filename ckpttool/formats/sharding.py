@@ -20,6 +20,9 @@ SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
 STEMS = {SAFETENSORS: ("model", ".safetensors"), TORCH: ("pytorch_model", ".bin")}
 INDEX = ".index.json"
 
+TIES = "ckpttool.ties"
+"""The entry of an index's metadata that records which names are another name of a tensor."""
+
 DEFAULT_SIZE = 5 * 10**9
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
