@@ -11,7 +11,8 @@ from __future__ import annotations
 import codecs
 import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -21,10 +22,16 @@ from ..inert import ORDERED_DICT, Global, OrderedDict_, Record
 MAX_KEY_PARTS = 1000
 """Values inside a tuple used as a key: hashing visits each, and a tuple can repeat itself 2^60 times."""
 
+MAX_KEY_DEPTH = 50
+"""Tuples inside tuples in a key: comparing two of them is recursive."""
+
+MAX_EQUAL_HASHES = 1000
+"""Keys of one dict or set with the same hash; each is compared with all the others."""
+
 MAX_DIGITS = 4300
 """Decimal digits of an integer written as text, Python's own bound."""
 
-PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global)
+PLAIN_KEYS = (str, bytes, type(None), Global)
 
 Unpack = Callable[[bytes | mmap.mmap, int], tuple[int]]
 _uint1: Unpack = struct.Struct("<B").unpack_from
@@ -98,6 +105,8 @@ class _Machine:
         self.below: list[list[Any]] = []  # the stacks under each MARK
         self.memo: dict[int, Any] = {}
         self.protocol = 0
+        self.hashes: Counter[tuple[int, int]] = Counter()
+        self.copied = 0  # pairs taken from lists, which stay in the memo for another turn
 
     def run(self, position: int) -> Pickle:
         data = self.data
@@ -145,7 +154,7 @@ class _Machine:
             _fault("its pickle has a key without a value")
         if isinstance(target, dict):
             for key, value in zip(keys, values, strict=True):
-                target[key if isinstance(key, PLAIN_KEYS) else checked_key(key)] = value
+                target[key if isinstance(key, PLAIN_KEYS) else self.key(key, target)] = value
         elif type(target) is Record:
             target.items.extend(zip(keys, values, strict=True))
         else:
@@ -158,10 +167,37 @@ class _Machine:
         value: object = None
         if how == "reduce" and isinstance(callable, Global):
             if callable == ORDERED_DICT:
-                value = ordered_dict(args)
+                value = self.ordered_dict(args)
             elif callable in self.reducers:
                 value = self.reducers[callable](args)
         self.stack.append(Record(how, callable, args, kwargs) if value is None else value)
+
+    def ordered_dict(self, args: tuple[Any, ...]) -> OrderedDict_ | None:
+        """An OrderedDict: empty, or, in pickles of Python 2, made of a list of pairs."""
+        if not args:
+            return OrderedDict_()
+        pairs = args[0] if len(args) == 1 else None
+        if type(pairs) is not list:
+            return None
+        self.copied += len(pairs)
+        if self.copied > self.size:
+            _fault("its pickle copies a list over and over")
+        if not all(type(p) in (list, tuple) and len(p) == 2 for p in pairs):
+            return None
+        return OrderedDict_((self.key(key, pairs), value) for key, value in pairs)
+
+    def key(self, value: Any, owner: object) -> Any:
+        """A value fit to be a key of `owner`: checked, and not one of very many made to collide."""
+        checked_key(value)
+        if isinstance(value, tuple | frozenset) or (isinstance(value, int) and value.bit_length() > 60):
+            slot = id(owner), hash(value)
+            self.hashes[slot] += 1
+            if self.hashes[slot] > MAX_EQUAL_HASHES:
+                _fault("its pickle has keys that were made to collide")
+        return value
+
+    def keys(self, values: list[Any], owner: object) -> Iterator[Any]:
+        return (self.key(value, owner) for value in values)
 
     def build(self, state: Any) -> None:
         target = self.stack[-1]
@@ -184,29 +220,22 @@ class _Machine:
         self.stack.append(self.persistent_load(identity))
 
 
-def checked_key(value: Any) -> Any:
-    """A value fit to be a key: of a kind whose hash runs no code and ends in bounded time."""
-    todo, seen = [value], 0
-    while todo:
-        part = todo.pop()
-        seen += 1
-        if isinstance(part, tuple | frozenset):
-            if seen + len(todo) + len(part) > MAX_KEY_PARTS:
-                _fault("its pickle uses a giant tuple as a key")
-            todo.extend(part)
-        elif isinstance(part, dict | list | set | bytearray):
-            _fault(f"its pickle uses a {type(part).__name__} as a key")
-    return value
-
-
-def ordered_dict(args: tuple[Any, ...]) -> OrderedDict_ | None:
-    """An OrderedDict: empty, or, in pickles of Python 2, made of a list of pairs."""
-    if not args:
-        return OrderedDict_()
-    pairs = args[0] if len(args) == 1 else None
-    if type(pairs) is not list or not all(type(p) in (list, tuple) and len(p) == 2 for p in pairs):
-        return None
-    return OrderedDict_((checked_key(key), value) for key, value in pairs)
+def checked_key(value: Any) -> None:
+    """Faults unless the value's hash runs no code and ends in bounded time."""
+    level, seen, depth = [value], 0, 0
+    while level:
+        if depth > MAX_KEY_DEPTH:
+            _fault("its pickle uses a deeply nested tuple as a key")
+        inside: list[Any] = []
+        for part in level:
+            if isinstance(part, tuple | frozenset):
+                seen += len(part)
+                if seen > MAX_KEY_PARTS:
+                    _fault("its pickle uses a giant tuple as a key")
+                inside.extend(part)
+            elif isinstance(part, dict | list | set | bytearray):
+                _fault(f"its pickle uses a {type(part).__name__} as a key")
+        level, depth = inside, depth + 1
 
 
 # The opcodes. Those alike but for a width or a constant are made by the four functions that come first.
@@ -405,7 +434,7 @@ def add_items(m: _Machine, items: list[Any]) -> None:
     target = m.stack[-1]
     if type(target) is not set:
         _fault(f"its pickle adds to a {type(target).__name__}")
-    target.update(map(checked_key, items))
+    target.update(m.keys(items, target))
 
 
 def make_dict(m: _Machine, items: list[Any]) -> None:
@@ -502,7 +531,7 @@ OPCODES: dict[bytes, Operation] = {
     b"t": grouped(lambda m, items: m.stack.append(tuple(items))),
     b"l": grouped(lambda m, items: m.stack.append(items)),
     b"d": grouped(make_dict),
-    b"\x91": grouped(lambda m, items: m.stack.append(frozenset(map(checked_key, items)))),
+    b"\x91": grouped(lambda m, items: m.stack.append(frozenset(m.keys(items, items)))),
     b"a": popping(1, lambda m, item: m.extend([item])),
     b"e": grouped(_Machine.extend),
     b"s": popping(2, lambda m, key, value: m.set_items([key, value])),
