@@ -18,6 +18,9 @@ from ..tensor import DTYPES, MAX_BYTES, DType, Storage, TensorRef, extent
 from .inert_reader import Pickle, PickleFault, read_pickle
 from .inert_writer import write_pickle
 
+MAX_AXES = 1000
+"""Dimensions of a tensor; some operations of torch stop at 64."""
+
 STORAGE_DTYPES = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage}
 UNTYPED = Global("torch.storage", "UntypedStorage")
 STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
@@ -169,7 +172,7 @@ def _itemsize(storage: Storage) -> int:
 
 
 def _are_counts(value: Any) -> bool:
-    return type(value) is tuple and all(map(_is_count, value))
+    return type(value) is tuple and len(value) <= MAX_AXES and all(map(_is_count, value))
 
 
 def _lazy_bits(bits: Any, dtype: DType) -> tuple[bool, bool]:
