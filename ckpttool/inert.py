@@ -116,16 +116,17 @@ LEAVES = (str, int, float, bytes, bytearray, complex, type(None), Global, Storag
 
 
 def walk(root: object) -> Iterator[object]:
-    """Every value of a tree once, however often it is referred to; without recursion."""
+    """Every container of a tree once, however often it is referred to, and all leaves; no recursion."""
     seen: set[int] = set()
     stack = [root]
     while stack:
         value = stack.pop()
+        if not isinstance(value, LEAVES):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            stack.extend(children(value))
         yield value
-        if isinstance(value, LEAVES) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        stack.extend(child for child in children(value) if id(child) not in seen)
 
 
 def rebuild(root: object, change: Callable[[object], object]) -> object:
@@ -183,7 +184,8 @@ class _Copier:
             self.done[key] = record
             self._fill(record, value)
         elif isinstance(value, tuple | set | frozenset):
-            self.done[key] = type(value)(map(self.copy, value))
+            made_of = type(value)(map(self.copy, value))
+            self.done.setdefault(key, made_of)  # a tuple inside a list inside it was copied on the way
         else:
             self.done[key] = value
         return self.done[key]
