@@ -14,6 +14,7 @@ from ckpttool.transfer import replacing
 from train.config import TrainConfig
 from train.data import Data, count
 from train.engine import Score, Trainer
+from train.optimizers import learning_rate
 from train.plan import deal
 from train.run_folder import BEST, LAST, LOG
 
@@ -57,9 +58,10 @@ class Report:
                 yield step
                 bar.update()
 
-    def epoch(self, trained: Score, tested: Score, *, seconds: float, lr: float, best: bool) -> None:
+    def epoch(self, trained: Score, tested: Score, *, seconds: float, best: bool) -> None:
         """One line, and one object in the log."""
-        epoch, epochs = self.trainer.progress.epoch, self.trainer.config.epochs
+        config, progress = self.trainer.config, self.trainer.progress
+        epoch, epochs = progress.epoch, config.epochs
         self.say(
             f"epoch {epoch:>{len(str(epochs))}}/{epochs}  loss {trained.loss:.4f}  "
             f"train {trained.accuracy:7.2%}  test {tested.accuracy:7.2%} "
@@ -75,7 +77,7 @@ class Report:
                 "seconds": round(seconds, 3),
                 "train_loss": trained.loss,
                 "train_accuracy": trained.accuracy,
-                "lr": lr,
+                "lr": learning_rate(config, progress.global_step - 1, self.trainer.plan.steps),
             }
         )
 
