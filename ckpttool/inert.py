@@ -112,6 +112,21 @@ def children(value: object) -> Iterator[object]:
             yield item
 
 
+def in_brief(value: object) -> str:
+    """A key or an operand in a few words: to print a value from a file in full may take for ever, or fail."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a large number"
+    if isinstance(value, int | float | type(None) | Global):
+        return str(value)
+    if isinstance(value, bytes):
+        return str(value[:80])
+    if isinstance(value, tuple) and len(value) <= 8 and not any(isinstance(part, tuple) for part in value):
+        return f"({', '.join(in_brief(part)[:80] for part in value)})"
+    return value.type_name if isinstance(value, Record) else type(value).__name__
+
+
 LEAVES = (str, int, float, bytes, bytearray, complex, type(None), Global, Storage, TensorRef)
 
 

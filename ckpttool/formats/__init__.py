@@ -8,6 +8,7 @@ from typing import Protocol
 
 from ..checkpoint import Checkpoint, State
 from ..errors import OutputExists, Unsupported, UsageFault
+from ..inert import in_brief
 from ..tensor import Source
 from ..transfer import DryOutput, Output, Progress, open_source_descriptor, replacing
 from . import safetensors, torch_legacy, torch_zip
@@ -174,7 +175,7 @@ def _left_out(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
     value, path = checkpoint.tree, ""
     for step in state.path:
         assert isinstance(value, dict)
-        names.extend(_join(path, str(key)) for key in value if key != step)
+        names.extend(_join(path, in_brief(key)) for key in value if key != step)
         value, path = value[step], _join(path, step)
     return tuple(names)
 

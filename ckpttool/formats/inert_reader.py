@@ -28,6 +28,9 @@ MAX_KEY_DEPTH = 50
 MAX_EQUAL_HASHES = 1000
 """Keys of one dict or set with the same hash; each is compared with all the others."""
 
+MAX_NAME = 1000
+"""Characters in the name of a class or function, which every object made by it repeats."""
+
 MAX_DIGITS = 4300
 """Decimal digits of an integer written as text, Python's own bound."""
 
@@ -445,13 +448,15 @@ def make_dict(m: _Machine, items: list[Any]) -> None:
 def global_(m: _Machine, position: int) -> int:
     module, position = m.line(position)
     name, position = m.line(position)
-    m.stack.append(Global(text(module), text(name)))
+    stack_global(m, text(module), text(name))
     return position
 
 
 def stack_global(m: _Machine, module: Any, name: Any) -> None:
     if type(name) is not str or type(module) is not str:
         _fault("its pickle has a name that is not text")
+    if len(module) + len(name) > MAX_NAME:
+        _fault(f"its pickle has a name of {len(module) + len(name)} characters")
     m.stack.append(Global(module, name))
 
 

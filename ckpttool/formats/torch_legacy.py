@@ -12,6 +12,7 @@ import struct
 
 from ..checkpoint import Checkpoint
 from ..errors import Damaged
+from ..inert import in_brief
 from ..tensor import ByteRange, Source, Storage
 from .inert_reader import Pickle, PickleFault, read_pickle
 from .torch_pickle import StorageId, read_torch_pickle
@@ -48,7 +49,7 @@ def _read_pickles(
     version = read_pickle(mapped, magic.end)
     if version.value != PROTOCOL_VERSION:
         raise PickleFault(
-            f"has version {str(version.value)[:20]} of the legacy format, not {PROTOCOL_VERSION}"
+            f"has version {in_brief(version.value)[:20]} of the legacy format, not {PROTOCOL_VERSION}"
         )
     machine = read_pickle(mapped, version.end)
     facts = machine.value if isinstance(machine.value, dict) else {}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..inert import Global, OrderedDict_
+from ..inert import Global, OrderedDict_, in_brief
 from ..tensor import DTYPES, MAX_BYTES, DType, Storage, TensorRef, extent
 from .inert_reader import Pickle, PickleFault, read_pickle
 from .inert_writer import write_pickle
@@ -61,7 +61,7 @@ class StorageView:
 def parse_storage_id(identity: object) -> StorageId:
     """Checks a persistent id. Raises PickleFault."""
     if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
-        raise PickleFault(f"its pickle refers to something that is no storage: {str(identity)[:60]}")
+        raise PickleFault(f"its pickle refers to something that is no storage: {in_brief(identity)[:60]}")
     _, kind, key, location, numel = identity[:5]
     view = identity[5] if len(identity) == 6 else None
     if (
@@ -69,7 +69,7 @@ def parse_storage_id(identity: object) -> StorageId:
         or kind.module not in STORAGE_MODULES
         or (kind.name not in STORAGE_DTYPES and kind.name != UNTYPED.name)
     ):
-        raise PickleFault(f"its pickle has a storage of unknown class {str(kind)[:60]}")
+        raise PickleFault(f"its pickle has a storage of unknown class {in_brief(kind)[:60]}")
     if not isinstance(key, str) or not isinstance(location, str) or not _is_count(numel):
         raise PickleFault("its pickle has a malformed storage")
     if view is not None and not (
@@ -154,7 +154,7 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
     if not isinstance(storage, Storage):
         raise PickleFault("its pickle has a tensor without a storage")
     if not (_is_count(offset) and _are_counts(shape) and _are_counts(stride) and len(shape) == len(stride)):
-        raise PickleFault(f"its pickle has a tensor of malformed size or stride: {str((shape, stride))[:80]}")
+        raise PickleFault("its pickle has a tensor of malformed size, stride or offset")
     dtype = dtype or STORAGE_DTYPES.get(storage.kind, DTYPES["uint8"])
     if extent(shape) * dtype.itemsize > MAX_BYTES:
         raise PickleFault("its pickle has a tensor with a shape larger than any file")
@@ -162,7 +162,7 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
     tensor = TensorRef(storage, dtype, shape, stride, offset, requires_grad, *flags)
     if tensor.span[1] > room:
         raise PickleFault(
-            f"its pickle has a tensor of shape {list(shape)} that reaches past its storage of {room} bytes"
+            f"its pickle has a tensor of shape {str(shape)[:80]} that reaches past {room} bytes of storage"
         )
     return tensor
 
