@@ -429,6 +429,7 @@ FAULTS = {
     "a state for a list": b"\x80\x02]Nb.",
     "a state for a number": b"\x80\x02K\x01Nb.",
     "a name of numbers": b"\x80\x04K\x01K\x02\x93.",
+    "a name of 2,000 characters": b"\x80\x02c" + b"a" * 2000 + b"\nb\n.",
     "a name without an end": b"\x80\x02cos\nsystem.",
     "something outside the file": b"\x80\x02U\x01aQ.",
     "something outside, by a line": b"Pabc\n.",
