@@ -43,7 +43,7 @@ def leaves(value: Any) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def saved(run_ranks, tmp_path_factory) -> dict[str, Any]:
-    """A checkpoint saved by two ranks, as `weights_only` reads it, and how the ranks were before and after."""
+    """A checkpoint saved by two ranks, as `weights_only` reads it, and the ranks before and after."""
     folder = tmp_path_factory.mktemp("saved")
     ranks = run_ranks(2, save_after_an_epoch, str(folder), {})
     return {"ranks": ranks, "state": torch.load(folder / "last.pt", weights_only=True), "folder": folder}

@@ -23,14 +23,14 @@ EPOCHS, STEPS = 3, 4
 
 
 class Restless(nn.Module):
-    """Whatever a resume can get wrong: buffers, random numbers, and parameters enough for two buckets."""
+    """Whatever a resume can get wrong: buffers, random numbers, and sums whose order DDP changes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.Linear(10, 400)
-        self.norm = nn.BatchNorm1d(400)
-        self.deep = nn.Linear(400, 900)
-        self.last = nn.Linear(900, 10)
+        self.wide = nn.Linear(10, 60)
+        self.norm = nn.BatchNorm1d(60)
+        self.deep = nn.Linear(60, 70)
+        self.last = nn.Linear(70, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.dropout(self.norm(self.wide(x)).relu(), 0.3, self.training)
