@@ -58,7 +58,7 @@ class State:
     container: dict[object, object]
     tensors: dict[str, TensorRef]
     others: dict[str, object]
-    versions: Mapping[object, object] | None
+    versions: dict[object, object] | None
 
     @property
     def where(self) -> str:

@@ -8,7 +8,7 @@ None of them imports, calls or hashes what the file says; each keeps all that is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,14 @@ class OrderedDict_(dict[Any, Any]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.attributes: object = None
+
+
+def remade(original: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A dict of the same kind and with the same attributes, holding other items."""
+    new = type(original)(items)
+    if isinstance(new, OrderedDict_) and isinstance(original, OrderedDict_):
+        new.attributes = original.attributes
+    return new
 
 
 ORDERED_DICT = Global("collections", "OrderedDict")
