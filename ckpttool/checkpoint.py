@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
-from .errors import Damaged, NoState
-from .inert import LEAVES, OrderedDict_, Record, rebuild, tensor_of
+from .errors import Damaged, NoState, Unsupported
+from .inert import LEAVES, MAX_DEPTH, OrderedDict_, Record, in_brief, rebuild, tensor_of
 from .modules import BadModules, inside, is_module, named
 from .tensor import Source, Storage, TensorRef
 
@@ -31,6 +32,9 @@ STATE_NAMES = (
     "ema_model",
     "ema",
 )
+
+MAX_NAMES = 16 << 20
+"""Characters of all dotted names together that a file may have, whatever its size."""
 
 Path = tuple[str, ...]
 
@@ -56,7 +60,7 @@ class State:
     container: dict[object, object]
     tensors: dict[str, TensorRef]
     others: dict[str, object]
-    versions: Mapping[object, object] | None
+    versions: dict[object, object] | None
     module: Record | None = None
 
     @property
@@ -122,19 +126,30 @@ class Checkpoint:
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
         """Every tensor of the file with its dotted path, in the file's order."""
-        for path, value in named_leaves(self.tree):
+        for path, value in self.named(contents):
             tensor = tensor_of(value)
             if tensor is not None:
                 yield dotted(path), tensor
 
     def storages(self) -> Iterator[tuple[str, Storage]]:
         """Every storage that the tree refers to, by the dotted path of what refers to it; some repeatedly."""
-        for path, value in named_leaves(self.tree):
+        for path, value in self.named(contents):
             tensor = tensor_of(value)
             if tensor is not None:
                 yield dotted(path), tensor.storage
             elif isinstance(value, Storage):
                 yield dotted(path), value
+
+    def named(self, inside: Callable[[object], Iterable[Entry] | None]) -> Iterator[tuple[Path, object]]:
+        """Every value with its path, as `named_values` gives them.
+
+        Raises:
+            Unsupported: the file repeats long names so often that they would fill the memory.
+        """
+        try:
+            yield from named_values(self.tree, inside, MAX_NAMES + 64 * self.nbytes)
+        except TooManyNames:
+            raise Unsupported(self.path, "its names are too long to be told") from None
 
     def states(self) -> list[Path]:
         """The paths of everything that could be a model's state, the likeliest first."""
@@ -154,7 +169,7 @@ class Checkpoint:
             raise NoState(
                 self.path,
                 "holds no dict of tensors, so no model's state",
-                hint=f"look what is in it: ckpttool inspect {self.path}",
+                hint=f"look what is in it: ckpttool inspect {shlex.quote(self.path)}",
             )
         # A dotted name may fit several paths; among those that are states the likeliest is meant.
         path = next((path for path in found if where in (None, dotted(path))), None)
@@ -209,7 +224,9 @@ class Checkpoint:
 
     def _where_to_look(self) -> str:
         names = [dotted(path) or '""' for path in self.states()]
-        return f"there are: {', '.join(names)}" if names else f"ckpttool inspect {self.path}"
+        if not names:
+            return f"look what is in it: ckpttool inspect {shlex.quote(self.path)}"
+        return f"there are: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
 def make_state(path: Path, container: dict[object, object], module: Record | None = None) -> State:
@@ -241,49 +258,75 @@ def is_optimizer(value: object) -> bool:
     return isinstance(value, dict) and "param_groups" in value and "state" in value
 
 
-def named_leaves(root: object) -> Iterator[tuple[Path, object]]:
-    """Every leaf with its path: scalars, tensors, names, and records that hold nothing further.
+Entry = tuple[str | None, object]
 
-    A container that stands in several places is entered once, at the first.
+
+def entries(value: object) -> Iterator[Entry]:
+    """What is directly in a container, under the name a person would use; None where it adds no name."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield in_brief(key), item
+        if isinstance(value, OrderedDict_) and value.attributes is not None:
+            yield None, value.attributes
+    elif isinstance(value, list | tuple | set | frozenset):
+        yield from _numbered(value)
+    elif is_module(value):
+        yield from inside(value)
+    elif isinstance(value, Record):
+        yield from _numbered(value.args if isinstance(value.args, tuple) else ())
+        if value.kwargs:
+            yield None, value.kwargs
+        yield from _numbered(value.elements)
+        for key, item in value.items:
+            yield in_brief(key), item
+        if value.has_state:
+            yield (None if isinstance(value.state, dict) else "state"), value.state
+
+
+def _numbered(values: Iterable[object]) -> Iterator[Entry]:
+    return ((str(index), item) for index, item in enumerate(values))
+
+
+class TooManyNames(ValueError):
+    """A tree repeats long names so often that they would fill the memory."""
+
+
+def named_values(
+    root: object, inside: Callable[[object], Iterable[Entry] | None], room: int
+) -> Iterator[tuple[Path, object]]:
+    """Every value of a tree with its path, in the file's order; a container before what is in it.
+
+    A container that stands in several places is entered once, at the first, and none is entered deeper than
+    any honest file goes.
+
+    Args:
+        inside: what is in a value, by name; None for a value that is not to be entered.
+        room: characters of all paths together.
+
+    Raises:
+        TooManyNames: there is no more room.
     """
     seen: set[int] = set()
     stack: list[tuple[Path, object]] = [((), root)]
     while stack:
         path, value = stack.pop()
-        if isinstance(value, LEAVES) or tensor_of(value) is not None:
-            yield path, value
-        elif id(value) not in seen:
+        found = inside(value)
+        if found is not None:
+            if id(value) in seen:
+                continue
             seen.add(id(value))
-            stack.extend(((*path, name), item) for name, item in reversed(list(entries(value))))
+            if len(path) < MAX_DEPTH:
+                here = [(path if name is None else (*path, name), item) for name, item in found]
+                stack.extend(reversed(here))
+        room -= sum(map(len, path))
+        if room < 0:
+            raise TooManyNames
+        yield path, value
 
 
-def entries(value: object) -> Iterator[tuple[str, object]]:
-    """What is directly in a container, under the name a person would use."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield str(key), item
-        if isinstance(value, OrderedDict_) and value.attributes is not None:
-            yield from entries(value.attributes)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for index, item in enumerate(value):
-            yield str(index), item
-    elif is_module(value):
-        yield from inside(value)
-    elif isinstance(value, Record):
-        for index, item in enumerate(value.args if isinstance(value.args, tuple) else ()):
-            yield str(index), item
-        yield from enumerate_text(value.elements)
-        for key, item in value.items:
-            yield str(key), item
-        if isinstance(value.state, dict):
-            yield from entries(value.state)
-        elif value.has_state:
-            yield "state", value.state
-
-
-def enumerate_text(values: list[object]) -> Iterator[tuple[str, object]]:
-    for index, item in enumerate(values):
-        yield str(index), item
+def contents(value: object) -> Iterable[Entry] | None:
+    """What is in a container, or None for what is shown as one thing: a tensor, a number, a name."""
+    return None if isinstance(value, LEAVES) or tensor_of(value) is not None else entries(value)
 
 
 def _candidates(root: object) -> Iterator[Path]:

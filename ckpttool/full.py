@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checkpoint import named_leaves
+from .checkpoint import contents, named_values
 from .errors import Damaged
 from .inert import LEAVES, MAX_DEPTH, Global, OrderedDict_, Record, TooDeep, checked_key, children
 from .tensor import DTYPES, STORAGE_DTYPES, DType, Storage, TensorRef, checked_tensor
@@ -26,6 +26,9 @@ ENTRY = "ckpttool.full"
 """The name under which a file of `--full` keeps the text: in a header's metadata, in an index, or in DCP."""
 
 VERSION = 1
+MAX_NAMES = 1 << 30
+"""Characters of all names together; a header holds a tenth of it."""
+
 SAFE_INTEGER = 2**53
 """Integers beyond this lose digits in readers of JSON that know doubles alone; they go as hex."""
 
@@ -109,7 +112,7 @@ class _Encoder:
         self.counts = _references(tree)
         self.numbers: dict[int, int] = {}  # containers that stand in several places, by id
         self.owners: dict[int, tuple[str, TensorRef]] = {}  # what holds a storage's bytes, by its id
-        for path, value in named_leaves(tree):
+        for path, value in named_values(tree, contents, MAX_NAMES):
             if isinstance(value, TensorRef) and id(value.storage) not in self.owners and _is_whole(value):
                 self.own(path, value)
         self.level = 0

@@ -8,7 +8,7 @@ None of them imports, calls or hashes what the file says; each keeps all that is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,9 @@ from .tensor import Storage, TensorRef
 MAX_DEPTH = 200
 """Levels of nesting that can be written. Python's own pickler gives up at some 300; honest files reach 60."""
 
+
+MAX_KEY_DEPTH = 50
+"""Tuples inside tuples in a key: comparing two of them is recursive."""
 
 MAX_KEY_PARTS = 1000
 """Values inside a tuple used as a key: hashing visits each, and a tuple can repeat itself 2^60 times."""
@@ -78,6 +81,14 @@ class OrderedDict_(dict[Any, Any]):
         self.attributes: object = None
 
 
+def remade(original: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """A dict of the same kind and with the same attributes, holding other items."""
+    new = type(original)(items)
+    if isinstance(new, OrderedDict_) and isinstance(original, OrderedDict_):
+        new.attributes = original.attributes
+    return new
+
+
 ORDERED_DICT = Global("collections", "OrderedDict")
 
 # What a tensor with a type or attributes of its own (nn.Buffer, a subclass) is pickled as: a call on the
@@ -102,17 +113,21 @@ class BadKey(ValueError):
 
 
 def checked_key(value: Any) -> Any:
-    """A value fit to be a key: of a kind whose hash runs no code and ends in bounded time."""
-    todo, seen = [value], 0
-    while todo:
-        part = todo.pop()
-        seen += 1
-        if isinstance(part, tuple | frozenset):
-            if seen + len(todo) + len(part) > MAX_KEY_PARTS:
-                raise BadKey("a giant tuple")
-            todo.extend(part)
-        elif isinstance(part, dict | list | set | bytearray):
-            raise BadKey(f"a {type(part).__name__}")
+    """A value fit to be a key: of a kind whose hash runs no code and ends in bounded time. Raises BadKey."""
+    level, seen, depth = [value], 0, 0
+    while level:
+        if depth > MAX_KEY_DEPTH:
+            raise BadKey("a deeply nested tuple")
+        inside: list[Any] = []
+        for part in level:
+            if isinstance(part, tuple | frozenset):
+                seen += len(part)
+                if seen > MAX_KEY_PARTS:
+                    raise BadKey("a giant tuple")
+                inside.extend(part)
+            elif isinstance(part, dict | list | set | bytearray):
+                raise BadKey(f"a {type(part).__name__}")
+        level, depth = inside, depth + 1
     return value
 
 
@@ -145,20 +160,36 @@ def children(value: object) -> Iterator[object]:
             yield item
 
 
+def in_brief(value: object) -> str:
+    """A key or an operand in a few words: to print a value from a file in full may take for ever, or fail."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a large number"
+    if isinstance(value, int | float | type(None) | Global):
+        return str(value)
+    if isinstance(value, bytes):
+        return str(value[:80])
+    if isinstance(value, tuple) and len(value) <= 8 and not any(isinstance(part, tuple) for part in value):
+        return f"({', '.join(in_brief(part)[:80] for part in value)})"
+    return value.type_name if isinstance(value, Record) else type(value).__name__
+
+
 LEAVES = (str, int, float, bytes, bytearray, complex, type(None), Global, Storage, TensorRef)
 
 
 def walk(root: object) -> Iterator[object]:
-    """Every value of a tree once, however often it is referred to; without recursion."""
+    """Every container of a tree once, however often it is referred to, and all leaves; no recursion."""
     seen: set[int] = set()
     stack = [root]
     while stack:
         value = stack.pop()
+        if not isinstance(value, LEAVES):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            stack.extend(children(value))
         yield value
-        if isinstance(value, LEAVES) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        stack.extend(child for child in children(value) if id(child) not in seen)
 
 
 def rebuild(root: object, change: Callable[[object], object]) -> object:
@@ -216,7 +247,8 @@ class _Copier:
             self.done[key] = record
             self._fill(record, value)
         elif isinstance(value, tuple | set | frozenset):
-            self.done[key] = type(value)(map(self.copy, value))
+            made_of = type(value)(map(self.copy, value))
+            self.done.setdefault(key, made_of)  # a tuple inside a list inside it was copied on the way
         else:
             self.done[key] = value
         return self.done[key]

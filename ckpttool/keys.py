@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from .checkpoint import Checkpoint, State, is_optimizer
-from .errors import Collision, NothingToDo, UsageFault
-from .inert import OrderedDict_
+from .errors import Collision, NothingToDo, Refused, UsageFault
+from .inert import OrderedDict_, TooDeep, remade
 from .optimizer import rename_parameters
 
 WRAPPERS = {
@@ -24,6 +24,9 @@ WRAPPERS = {
     "_forward_module.": "Lightning Fabric",
 }
 """The prefixes that wrappers put before every key of what they wrap."""
+
+MAX_NESTING = 8
+"""Wrappers inside wrappers that are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +90,10 @@ def found_prefixes(names: Iterable[str]) -> list[FoundPrefix]:
     makers: dict[str, str] = {}
     for name in keys:
         chain = ""
-        while wrapper := next((w for w in WRAPPERS if name.startswith(w, len(chain))), None):
+        for _ in range(MAX_NESTING):
+            wrapper = next((w for w in WRAPPERS if name.startswith(w, len(chain))), None)
+            if wrapper is None:
+                break
             chain += wrapper
             counts[chain] += 1
             makers[chain] = WRAPPERS[wrapper]
@@ -107,31 +113,32 @@ def strip_names(
 
     Raises:
         Collision: two keys would get one name.
+        UsageFault: the prefix is empty, or lacks its dot.
     """
+    _require(prefix)
+    # Also inside a name, but only where a part begins, so that `submodule.` is never taken for `module.`.
+    found = re.compile(rf"(^{'|[.]' if anywhere else ''})({re.escape(prefix)}){'+' if repeat else ''}")
 
     def rule(name: str) -> str:
-        while True:
-            short = _without(name, prefix, anywhere)
-            if short == name or not repeat:
-                return short
+        while (short := found.sub(r"\1", name)) != name and repeat:
             name = short
+        return short
 
-    return _checked(names, rule)
-
-
-def _without(name: str, prefix: str, anywhere: bool) -> str:
-    if not anywhere:
-        return name.removeprefix(prefix)
-    # A dot in front makes every part begin with one, so that `submodule.` is never taken for `module.`.
-    return ("." + name).replace("." + prefix, ".")[1:]
+    return _checked(names, rule, prefix)
 
 
 def add_names(names: Iterable[str], prefix: str = "module.") -> Renaming:
     """Puts a prefix before every name: the inverse of `strip_names`."""
-    return _checked(names, lambda name: prefix + name)
+    _require(prefix)
+    return _checked(names, lambda name: prefix + name, prefix)
 
 
-def _checked(names: Iterable[str], rule: Callable[[str], str]) -> Renaming:
+def _require(prefix: str) -> None:
+    if not prefix:
+        raise UsageFault("the prefix is empty", hint="name it, with its dot: --prefix module.")
+
+
+def _checked(names: Iterable[str], rule: Callable[[str], str], prefix: str) -> Renaming:
     renamed: dict[str, str] = {}
     owners: dict[str, str] = {}
     for old in names:
@@ -143,6 +150,9 @@ def _checked(names: Iterable[str], rule: Callable[[str], str]) -> Renaming:
             )
         if not new:
             raise Collision(f"'{old}' would be left without a name", hint="give a shorter --prefix")
+        if new.startswith(".") and new != old and not prefix.endswith("."):
+            hint = f"with its dot: --prefix {prefix}."
+            raise UsageFault(f"'{prefix}' leaves the dot of '{new}'", hint=hint)
         owners[new] = old
         renamed[old] = new
     return Renaming(renamed)
@@ -166,7 +176,7 @@ def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Rena
                 name = expression.sub(replacement, name)
             return name
 
-        return _checked(names, rule)
+        return _checked(names, rule, ".")
     except (re.error, IndexError) as error:
         raise UsageFault(f"--map: {error}", hint="for example: --map '^backbone\\.=model.'") from None
 
@@ -226,9 +236,7 @@ def add_prefix(
     """
     found = checkpoint.state(state)
     renaming = add_names(_keys(found), prefix)
-    root: dict[object, object] = {
-        "": OrderedDict_({"version": 1})
-    }  # the wrapper's own entry, as every nn.Module has one
+    root: dict[object, object] = {"": {"version": 1}}  # the wrapper's own entry, as every nn.Module has one
     return apply(checkpoint, found, renaming, new_modules=root), renaming
 
 
@@ -266,23 +274,25 @@ def apply(
             return rename_parameters(value, renaming.names)
         return value
 
-    return checkpoint.changed(state, change)
+    try:
+        return checkpoint.changed(state, change)
+    except TooDeep:
+        raise Refused(checkpoint.path, "its contents are nested too deeply to be copied") from None
 
 
 def _rename_state(
     state: State, renaming: Renaming, new_modules: Mapping[object, object]
 ) -> dict[object, object]:
-    new = type(state.container)(
-        (renaming.names[key] if isinstance(key, str) else key, value)
-        for key, value in state.container.items()
+    names = renaming.names
+    new = remade(
+        state.container,
+        ((names[key] if isinstance(key, str) else key, value) for key, value in state.container.items()),
     )
-    if isinstance(new, OrderedDict_) and isinstance(state.container, OrderedDict_):
-        new.attributes = state.container.attributes
-        if state.versions is not None and isinstance(new.attributes, dict):
-            versions = OrderedDict_(new_modules)
-            module = renaming.modules()
-            # The wrapped module comes after its wrapper and takes over the path that becomes its own.
-            for path, entry in state.versions.items():
-                versions[module(path) if isinstance(path, str) else path] = entry
-            new.attributes = {**new.attributes, "_metadata": versions}
+    if isinstance(new, OrderedDict_) and isinstance(new.attributes, dict) and state.versions is not None:
+        versions = remade(state.versions, new_modules.items())
+        module = renaming.modules()
+        # The wrapped module comes after its wrapper and takes over the path that becomes its own.
+        for path, entry in state.versions.items():
+            versions[module(path) if isinstance(path, str) else path] = entry
+        new.attributes = {**new.attributes, "_metadata": versions}
     return new

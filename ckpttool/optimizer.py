@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .inert import remade
+
 
 def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
     """An optimizer's state dict with its parameters renamed; names that are not in `names` stay.
@@ -17,10 +19,10 @@ def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any
         optimizer: a dict with `state` and `param_groups`.
         names: old name -> new name.
     """
-    new: dict[Any, Any] = type(optimizer)(optimizer)
+    new = remade(optimizer, optimizer.items())
     if isinstance(optimizer["state"], dict):
         state = optimizer["state"]
-        new["state"] = type(state)((_new_name(key, names), value) for key, value in state.items())
+        new["state"] = remade(state, ((_new_name(key, names), value) for key, value in state.items()))
     if isinstance(optimizer["param_groups"], list):
         new["param_groups"] = [_rename_group(group, names) for group in optimizer["param_groups"]]
     return new
@@ -29,7 +31,7 @@ def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any
 def _rename_group(group: Any, names: Mapping[str, str]) -> Any:
     if not isinstance(group, dict):
         return group
-    new = type(group)(group)
+    new = remade(group, group.items())
     for field in ("params", "param_names"):  # `params` holds names when the state is keyed by name
         if isinstance(group.get(field), list):
             new[field] = [_new_name(name, names) for name in group[field]]

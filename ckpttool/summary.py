@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .checkpoint import Checkpoint, Path, State, dotted, entries
+from .checkpoint import Checkpoint, Entry, State, dotted, entries
 from .errors import NoState
-from .inert import PARAMETERS, Global, OrderedDict_, Record, tensor_of, walk
+from .inert import MAX_DEPTH, PARAMETERS, Global, OrderedDict_, Record, tensor_of, walk
 from .keys import FoundPrefix, found_prefixes
 from .modules import is_module
 from .tensor import DTYPES, TensorRef
@@ -143,32 +143,25 @@ def _tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
 
 def _other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow]:
     """Everything beside the tensors, as deep as names go; long lists and objects stay closed."""
-    container = state.container if state else None
-    stack: list[tuple[Path, object]] = [((), checkpoint.tree)]
-    seen: set[int] = set()
-    while stack:
-        path, value = stack.pop()
-        if tensor_of(value) is not None or id(value) in seen:
-            continue
+
+    def inside(value: object) -> Iterable[Entry] | None:
+        if state is not None and value is state.container:
+            return state.others.items()  # its module versions are told by torch, not by people
         if is_module(value):
-            seen.add(id(value))
+            return None
+        return entries(value) if isinstance(value, dict) or _attributes(value) is not None else None
+
+    for path, value in checkpoint.named(inside):
+        attributes = None if is_module(value) else _attributes(value)
+        if is_module(value):
             yield OtherRow(dotted(path), type_name(value))
-            continue
-        inside = value if isinstance(value, dict) else _attributes(value)
-        if inside is None:
+        elif attributes is not None:
+            yield OtherRow(dotted(path), type_name(value), size=len(attributes))
+        elif isinstance(value, dict):
+            if path and (not value or len(path) == MAX_DEPTH):
+                yield OtherRow(dotted(path), type_name(value), size=len(value))
+        elif tensor_of(value) is None:
             yield _other(dotted(path), value)
-            continue
-        seen.add(id(value))
-        if isinstance(value, Record) or (path and not inside):
-            yield OtherRow(dotted(path), type_name(value), size=len(inside))
-        named = entries(value) if value is not container else state_extras(state)
-        stack.extend(((*path, name), item) for name, item in reversed(list(named)))
-
-
-def state_extras(state: State | None) -> Iterator[tuple[str, object]]:
-    """What a state holds beside tensors; its module versions are told by torch, not by people."""
-    if state is not None:
-        yield from state.others.items()
 
 
 def _attributes(value: object) -> dict[object, object] | None:
@@ -184,14 +177,14 @@ def _other(name: str, value: object) -> OtherRow:
     return OtherRow(name, type_name(value), plain, plain is not None or value is None, size)
 
 
-def _plain(value: object) -> object:
-    """The value when it is plain and short, else None."""
+def _plain(value: object, levels: int = 2) -> object:
+    """The value when it is plain and short, else None. Lists may hold lists, `levels` deep."""
     if isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() < 4096):
         return value
     if isinstance(value, str):
         return value if len(value) <= 1000 else None
-    if isinstance(value, list | tuple) and len(value) <= MAX_ITEMS:
-        items = [_plain(item) for item in value]
+    if isinstance(value, list | tuple) and len(value) <= MAX_ITEMS and levels:
+        items = [_plain(item, levels - 1) for item in value]
         return items if all(i is not None or v is None for i, v in zip(items, value, strict=True)) else None
     if isinstance(value, Global):
         return str(value)

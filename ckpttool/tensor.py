@@ -17,6 +17,9 @@ from .errors import Damaged
 
 MAX_BYTES = 2**63 - 1
 
+MAX_AXES = 1000
+"""Dimensions of a tensor; some operations of torch stop at 64."""
+
 
 @dataclass(frozen=True, slots=True)
 class DType:
@@ -337,9 +340,9 @@ def checked_tensor(
         BadTensor: malformed, negative, overflowing, or reaching past the storage.
     """
     room = storage.nbytes if room is None else room
-    counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride)
+    counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride) <= MAX_AXES
     if not counts or not all(map(is_count, (offset, *shape, *stride))):
-        raise BadTensor(f"of malformed size or stride: {str((shape, stride))[:80]}")
+        raise BadTensor("of malformed size, stride or offset")
     if (conj and "complex" not in dtype.name) or (neg and not dtype.name.startswith(SIGNED)):
         raise BadTensor(f"that is a conjugate or negative view of {dtype.name}")
     if extent(shape) * dtype.itemsize > MAX_BYTES:

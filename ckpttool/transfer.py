@@ -30,6 +30,8 @@ COPY = 64 << 20
 # system without the call, an old kernel, a sandbox.
 NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM}
 
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 Progress = Callable[[int], object]
 
 
@@ -157,7 +159,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     target = os.path.realpath(path)
     _check_target(path, target)
     folder, name = os.path.split(target)
-    temporary = os.path.join(folder, f".{name[:200]}.{os.urandom(6).hex()}.tmp")
+    begin = os.fsdecode(os.fsencode(name)[:200])  # names have at most 255 bytes, whatever the letters
+    temporary = os.path.join(folder, f".{begin}.{os.urandom(6).hex()}.tmp")
     try:
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -171,9 +174,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             _keep_permissions(target, file.fileno())
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            error.filename = os.fspath(path)  # the calls that meet it know no names
         raise
     sync_folder(folder)
 
@@ -263,7 +268,10 @@ def _keep_permissions(target: str, fd: int) -> None:
 
 def sync_folder(folder: str) -> None:
     """Flush a folder's entries, without which a rename may not outlive a power cut."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except PermissionError:  # it may be written and entered, but not read
+        return
     try:
         os.fsync(fd)
     except OSError as error:
@@ -285,6 +293,8 @@ def open_source_descriptor(path: str) -> int:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
         raise Unreadable(path, _reason(error)) from error
+    except ValueError:
+        raise Unreadable(path, "is no name of a file") from None
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)

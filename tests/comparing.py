@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -32,6 +33,8 @@ class _Pair:
         assert type(a) is type(b), f"{where}: {type(a)} became {type(b)}"
         if isinstance(a, torch.Tensor):
             self.tensors(a, b, where)
+        elif isinstance(a, weakref.ref):
+            self.compare(a(), b(), where)
         elif isinstance(a, np.ndarray | np.generic):
             assert a.dtype == b.dtype and np.array_equal(a, b), where
         elif isinstance(a, float):

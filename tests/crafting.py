@@ -49,15 +49,11 @@ def call(callable: bytes, *args: bytes) -> bytes:
 
 
 def storage(
-    numel: int = 4,
-    *,
-    kind: str = "FloatStorage",
-    key: str = "0",
-    location: str = "cpu",
-    module: str = "torch",
+    numel: int = 4, *, kind: str = "FloatStorage", key: str = "0", module: str = "torch", view: bytes = b""
 ) -> bytes:
-    identity = (text("storage"), name(module, kind), text(key), text(location), number(numel))
-    return tuple_of(*identity) + b"Q"
+    """`view` is the sixth part that the legacy format has: None, or (key, offset, numel)."""
+    identity = (text("storage"), name(module, kind), text(key), text("cpu"), number(numel))
+    return tuple_of(*identity, view) + b"Q"
 
 
 def tensor(

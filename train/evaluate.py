@@ -60,8 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str]) -> EvaluateConfig:
     parser = flags.Parser(
         prog="train/evaluate.py",
+        usage="python train/evaluate.py CKPT --model SPEC [flags]",
         description="Scores a checkpoint on a test set, exactly, on one or many ranks.",
-        epilog="example:\n  python train/evaluate.py runs/first/best.pt --model simple-cnn --data digits\n",
+        epilog="example:\n  python train/evaluate.py runs/first/best.pt --model simple-cnn\n",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="any checkpoint, with or without prefixes")
     parser.add_argument(

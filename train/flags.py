@@ -18,7 +18,7 @@ examples:
   torchrun --nproc-per-node 2 train/main.py
   python train/main.py --spawn 2 --epochs 3 --out runs/first
   python train/main.py --epochs 5 --out runs/first --resume auto
-  python train/main.py --data fake:64 --model resnet20 --epochs 1 --save-every 1steps
+  python train/main.py --data fake:64 --model resnet20 --epochs 1
 """
 
 
@@ -65,6 +65,7 @@ def without(flag: str, arguments: Sequence[str]) -> list[str]:
 def train_parser() -> Parser:
     parser = Parser(
         prog="train/main.py",
+        usage="python train/main.py [flags]",
         description="Trains a model on one or many ranks, exactly.",
         epilog=EXAMPLES,
     )
@@ -139,7 +140,13 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="simple-cnn (the default), resnet20, torchvision:NAME, or file.py:factory",
     )
-    add("--epochs", type=_at_least(1), default=default.epochs, metavar="N", help=f"({default.epochs})")
+    add(
+        "--epochs",
+        type=_at_least(1),
+        default=default.epochs,
+        metavar="N",
+        help=f"how often each sample is met ({default.epochs})",
+    )
     add(
         "--batch-size",
         type=_at_least(1),
@@ -155,29 +162,30 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="take each rank's part of the batch in N passes: the same training in less memory (1)",
     )
     add("--drop-last", action="store_true", help="leave out the short batch that ends an epoch")
-    add("--optimizer", choices=tuple(OPTIMIZERS), default=default.optimizer, help="(sgd)")
-    add("--lr", type=_number(above=0), metavar="X", help="(sgd: 0.1, adamw: 0.001)")
-    add("--momentum", type=_number(least=0, below=1), metavar="X", help="of sgd (0.9)")
-    add("--weight-decay", type=_number(least=0), metavar="X", help="(sgd: 0.0001, adamw: 0.01)")
+    add("--optimizer", choices=tuple(OPTIMIZERS), default=default.optimizer, help="sgd by default")
+    add("--lr", type=_number(above=0), metavar="X", help="learning rate (sgd 0.1, adamw 0.001)")
+    add("--momentum", type=_number(least=0, below=1), metavar="X", help="sgd's (0.9)")
+    add("--weight-decay", type=_number(least=0), metavar="X", help="(sgd 0.0001, adamw 0.01)")
     add(
         "--scheduler",
         choices=("none", "cosine", "step"),
         default=default.scheduler,
-        help="of the learning rate (cosine); step: a tenth after half and after three quarters of the epochs",
+        help="of the learning rate: cosine by default; step takes a tenth of it after half and after three "
+        "quarters of the epochs",
     )
     add(
         "--warmup",
         type=_every(least=0),
         default=default.warmup,
         metavar="N[steps|epochs]",
-        help="raise the learning rate from zero over so many epochs (0)",
+        help="raise the learning rate from zero over so many (0)",
     )
     add(
         "--seed",
         type=_at_least(0),
         default=default.seed,
         metavar="N",
-        help="of the weights and of the order of the samples (0)",
+        help="of weights, dropout and the order of samples (0)",
     )
     add("--deterministic", action="store_true", help="only algorithms that give the same bits each time")
 
@@ -191,7 +199,7 @@ def _add_saving_flags(parser: argparse.ArgumentParser) -> None:
         type=_every(least=1),
         default=default.save_every,
         metavar="N[steps|epochs]",
-        help="write last.pt so often (1epochs)",
+        help="write last.pt so often; epochs if not said (1)",
     )
     add(
         "--keep",

@@ -123,7 +123,7 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     # Its report of a failure is a traceback of this process; the rank that failed has told its own.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
     options = run.parse_args(["--standalone", "--nproc-per-node", str(ranks), script, *arguments])
     try:
         run.run(options)
@@ -152,13 +152,13 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
     except CkptToolError as error:
         return complain(error, echo=rank() != 0, as_json=as_json)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return _interrupted()
     try:
         work(job)
     except CkptToolError as error:
         return complain(error, echo=_is_echo(error), as_json=as_json)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return _interrupted()
     except RuntimeError as error:  # gloo and NCCL say it in words only
         if LOST_PEER.search(str(error)):
             return complain(_failed(f"rank {rank()}: another rank went away"), echo=True)
@@ -166,6 +166,12 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
             return complain(_failed(f"rank {rank()}: no word from another rank within --timeout"))
         raise
     return 0
+
+
+def _interrupted() -> int:
+    if rank() == 0:
+        print("\ninterrupted", file=sys.stderr, flush=True)
+    return 128 + signal.SIGINT
 
 
 def _is_echo(error: CkptToolError) -> bool:

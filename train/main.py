@@ -99,13 +99,12 @@ def train(job: Job) -> None:
 
     while trainer.progress.epoch < config.epochs:
         began = time.monotonic()
-        lr = trainer.scheduler.get_last_lr()[0]
         for _ in report.bar(trainer.steps()):
             saver.after_step()
         trained = trainer.finish_epoch()
         tested = trainer.evaluate()
         best = trainer.note_best(tested)
-        report.epoch(trained, tested, seconds=time.monotonic() - began, lr=lr, best=best)
+        report.epoch(trained, tested, seconds=time.monotonic() - began, best=best)
         saver.after_epoch(best=best)  # after the log: a resume forgets what it will log again
     report.end()
 

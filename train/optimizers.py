@@ -25,6 +25,12 @@ def build_scheduler(config: TrainConfig, optimizer: Optimizer, steps_per_epoch: 
     return LambdaLR(optimizer, lambda step: rate(config.scheduler, step, steps, warmup))
 
 
+def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
+    """The learning rate of one step, by the same rule."""
+    warmup, steps = config.warmup.in_steps(steps_per_epoch), config.epochs * steps_per_epoch
+    return config.lr * rate(config.scheduler, step, steps, warmup)
+
+
 def rate(course: str, step: int, steps: int, warmup: int) -> float:
     """What the learning rate is multiplied with in step `step` (from 0) of `steps`."""
     if step < warmup:

@@ -14,6 +14,7 @@ from ckpttool.transfer import replacing
 from train.config import TrainConfig
 from train.data import Data, count
 from train.engine import Score, Trainer
+from train.optimizers import learning_rate
 from train.plan import deal
 from train.run_folder import BEST, LAST, LOG
 
@@ -32,14 +33,16 @@ class Report:
         shares = "+".join(str(len(part)) for part in deal(range(config.batch_size), min(world_size, 8)))
         dealt = f" = {shares}" if 1 < world_size <= 8 else ""
         self.say(f"model   {config.model}, {parameters:,} parameters")
-        self.say(f"data    {describe(data)}")
+        self.say(f"data    {data.name}")
+        self.say(f"        {describe(data)}")
         self.say(f"ranks   {world_size} on {place.device.type} ({place.backend})")
         self.say(f"batch   {config.batch_size}{dealt}, {plan.steps} steps an epoch")
         self.say(f"train   {recipe(config)}")
         self.say(f"out     {self.folder}")
         for remark in remarks or ():
             self.say(f"resume  {remark}")
-        self.say("")
+        if self.trainer.progress.epoch < config.epochs:
+            self.say("\n  epoch  train loss  correct   test loss  correct               seconds")
 
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
         """The same steps, counted on a bar."""
@@ -57,13 +60,14 @@ class Report:
                 yield step
                 bar.update()
 
-    def epoch(self, trained: Score, tested: Score, *, seconds: float, lr: float, best: bool) -> None:
+    def epoch(self, trained: Score, tested: Score, *, seconds: float, best: bool) -> None:
         """One line, and one object in the log."""
-        epoch, epochs = self.trainer.progress.epoch, self.trainer.config.epochs
+        config, progress = self.trainer.config, self.trainer.progress
+        epoch, epochs = progress.epoch, config.epochs
         self.say(
-            f"epoch {epoch:>{len(str(epochs))}}/{epochs}  loss {trained.loss:.4f}  "
-            f"train {trained.accuracy:7.2%}  test {tested.accuracy:7.2%} "
-            f"({tested.correct}/{tested.samples})  {seconds:.1f} s{'  best' if best else ''}"
+            f"{f'{epoch}/{epochs}':>7}  {trained.loss:10.4f}  {trained.accuracy:7.2%}  "
+            f"{tested.loss:10.4f}  {tested.accuracy:7.2%} {f'({tested.correct}/{tested.samples})':>12}  "
+            f"{seconds:7.1f}{'  best' if best else ''}"
         )
         self._log(
             {
@@ -75,7 +79,7 @@ class Report:
                 "seconds": round(seconds, 3),
                 "train_loss": trained.loss,
                 "train_accuracy": trained.accuracy,
-                "lr": lr,
+                "lr": learning_rate(config, progress.global_step - 1, self.trainer.plan.steps),
             }
         )
 
@@ -87,7 +91,7 @@ class Report:
             self.say(f"        {best} ({self.trainer.progress.best:.2%})")
         self.say("next:")
         self.say(f"  ckpttool strip-prefix {best} model.safetensors")
-        self.say(f"  python train/evaluate.py model.safetensors {flags_of(config)}")
+        self.say(f"  {in_two_lines('python train/evaluate.py model.safetensors', flags_of(config))}")
 
     def say(self, line: str) -> None:
         if self.speaks:
@@ -124,19 +128,29 @@ def _epoch_of(line: bytes) -> float:
 def describe(data: Data) -> str:
     shape = "×".join(map(str, data.shape))
     return (
-        f"{data.name}, {count(data.train):,} training and {count(data.test):,} test samples of {shape}, "
+        f"{count(data.train):,} training and {count(data.test):,} test samples of {shape}, "
         f"{len(data.classes)} classes"
     )
 
 
 def recipe(config: TrainConfig) -> str:
     """The settings of a training in a few words."""
-    parts = [f"{config.epochs} epochs", f"{config.optimizer} lr {config.lr:g}", config.scheduler]
+    parts = [
+        f"{config.epochs} epoch{'s' * (config.epochs != 1)}",
+        f"{config.optimizer} lr {config.lr:g}",
+        config.scheduler,
+    ]
     if config.warmup.count:
         parts.append(f"warmup {config.warmup}")
     if config.accumulate > 1:
         parts.append(f"{config.accumulate} passes a step")
     return ", ".join([*parts, f"seed {config.seed}"])
+
+
+def in_two_lines(command: str, flags: str) -> str:
+    """A command to paste, broken where it would not fit into 80 columns."""
+    break_or_not = " " if len(command) + len(flags) < 78 else " \\\n      "
+    return command + break_or_not + flags
 
 
 def flags_of(config: TrainConfig) -> str:

@@ -63,9 +63,18 @@ def write(state: dict[str, Any], folder: str, names: list[str]) -> None:
             torch.save(state, file)
         for name in names[1:]:
             _give_name(path, os.path.join(folder, name))
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch's zip writer, on a full disk
-        reason = (getattr(error, "strerror", None) or str(error)).splitlines()[0].lower()
-        raise FileError(path, f"could not be written: {reason}", hint="is the disk full?") from error
+    except (OSError, RuntimeError) as error:  # RuntimeError: torch's zip writer, closing a file cut short
+        raise FileError(path, f"could not be written: {_reason(error)}", hint="is the disk full?") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The system's own word, where there is one behind the error."""
+    behind: BaseException | None = error
+    while behind is not None:
+        if isinstance(behind, OSError) and behind.strerror:
+            return behind.strerror.lower()
+        behind = behind.__context__
+    return str(error).splitlines()[0]
 
 
 def _give_name(path: str, other: str) -> None:

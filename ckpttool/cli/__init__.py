@@ -36,7 +36,9 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # keys may hold what the terminal can't show
-    signal.signal(signal.SIGTERM, _terminate)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup sets that
+            signal.signal(number, _terminate)
     sys.exit(_run(sys.argv[1:]))
 
 
@@ -59,5 +61,5 @@ def _run(arguments: list[str]) -> int:
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
-    """SIGTERM unwinds the stack, so that no half-written file stays behind."""
+    """SIGTERM and SIGHUP unwind the stack, so that no half-written file stays behind."""
     sys.exit(128 + signum)

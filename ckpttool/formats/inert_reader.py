@@ -11,17 +11,24 @@ from __future__ import annotations
 import codecs
 import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 from ..inert import ORDERED_DICT, BadKey, Global, OrderedDict_, Record, checked_key
 
+MAX_EQUAL_HASHES = 1000
+"""Keys of one dict or set with the same hash; each is compared with all the others."""
+
+MAX_NAME = 1000
+"""Characters in the name of a class or function, which every object made by it repeats."""
+
 MAX_DIGITS = 4300
 """Decimal digits of an integer written as text, Python's own bound."""
 
-PLAIN_KEYS = (str, int, float, bytes, complex, type(None), Global)
+PLAIN_KEYS = (str, bytes, type(None), Global)
 
 Unpack = Callable[[bytes | mmap.mmap, int], tuple[int]]
 _uint1: Unpack = struct.Struct("<B").unpack_from
@@ -97,6 +104,8 @@ class _Machine:
         self.below: list[list[Any]] = []  # the stacks under each MARK
         self.memo: dict[int, Any] = {}
         self.protocol = 0
+        self.hashes: Counter[tuple[int, int]] = Counter()
+        self.copied = 0  # pairs taken from lists, which stay in the memo for another turn
 
     def run(self, position: int) -> Pickle:
         data = self.data
@@ -144,7 +153,7 @@ class _Machine:
             _fault("its pickle has a key without a value")
         if isinstance(target, dict):
             for key, value in zip(keys, values, strict=True):
-                target[key if isinstance(key, PLAIN_KEYS) else checked_key(key)] = value
+                target[key if isinstance(key, PLAIN_KEYS) else self.key(key, target)] = value
         elif type(target) is Record:
             target.items.extend(zip(keys, values, strict=True))
         else:
@@ -157,10 +166,37 @@ class _Machine:
         value: object = None
         if how == "reduce" and isinstance(callable, Global):
             if callable == ORDERED_DICT:
-                value = ordered_dict(args)
+                value = self.ordered_dict(args)
             elif callable in self.reducers:
                 value = self.reducers[callable](args)
         self.stack.append(Record(how, callable, args, kwargs) if value is None else value)
+
+    def ordered_dict(self, args: tuple[Any, ...]) -> OrderedDict_ | None:
+        """An OrderedDict: empty, or, in pickles of Python 2, made of a list of pairs."""
+        if not args:
+            return OrderedDict_()
+        pairs = args[0] if len(args) == 1 else None
+        if type(pairs) is not list:
+            return None
+        self.copied += len(pairs)
+        if self.copied > self.size:
+            _fault("its pickle copies a list over and over")
+        if not all(type(p) in (list, tuple) and len(p) == 2 for p in pairs):
+            return None
+        return OrderedDict_((self.key(key, pairs), value) for key, value in pairs)
+
+    def key(self, value: Any, owner: object) -> Any:
+        """A value fit to be a key of `owner`: checked, and not one of very many made to collide."""
+        checked_key(value)
+        if isinstance(value, tuple | frozenset) or (isinstance(value, int) and value.bit_length() > 60):
+            slot = id(owner), hash(value)
+            self.hashes[slot] += 1
+            if self.hashes[slot] > MAX_EQUAL_HASHES:
+                _fault("its pickle has keys that were made to collide")
+        return value
+
+    def keys(self, values: list[Any], owner: object) -> Iterator[Any]:
+        return (self.key(value, owner) for value in values)
 
     def build(self, state: Any) -> None:
         target = self.stack[-1]
@@ -181,16 +217,6 @@ class _Machine:
         if self.persistent_load is None:
             _fault("its pickle refers to something outside itself")
         self.stack.append(self.persistent_load(identity))
-
-
-def ordered_dict(args: tuple[Any, ...]) -> OrderedDict_ | None:
-    """An OrderedDict: empty, or, in pickles of Python 2, made of a list of pairs."""
-    if not args:
-        return OrderedDict_()
-    pairs = args[0] if len(args) == 1 else None
-    if type(pairs) is not list or not all(type(p) in (list, tuple) and len(p) == 2 for p in pairs):
-        return None
-    return OrderedDict_((checked_key(key), value) for key, value in pairs)
 
 
 # The opcodes. Those alike but for a width or a constant are made by the four functions that come first.
@@ -389,7 +415,7 @@ def add_items(m: _Machine, items: list[Any]) -> None:
     target = m.stack[-1]
     if type(target) is not set:
         _fault(f"its pickle adds to a {type(target).__name__}")
-    target.update(map(checked_key, items))
+    target.update(m.keys(items, target))
 
 
 def make_dict(m: _Machine, items: list[Any]) -> None:
@@ -400,13 +426,15 @@ def make_dict(m: _Machine, items: list[Any]) -> None:
 def global_(m: _Machine, position: int) -> int:
     module, position = m.line(position)
     name, position = m.line(position)
-    m.stack.append(Global(text(module), text(name)))
+    stack_global(m, text(module), text(name))
     return position
 
 
 def stack_global(m: _Machine, module: Any, name: Any) -> None:
     if type(name) is not str or type(module) is not str:
         _fault("its pickle has a name that is not text")
+    if len(module) + len(name) > MAX_NAME:
+        _fault(f"its pickle has a name of {len(module) + len(name)} characters")
     m.stack.append(Global(module, name))
 
 
@@ -486,7 +514,7 @@ OPCODES: dict[bytes, Operation] = {
     b"t": grouped(lambda m, items: m.stack.append(tuple(items))),
     b"l": grouped(lambda m, items: m.stack.append(items)),
     b"d": grouped(make_dict),
-    b"\x91": grouped(lambda m, items: m.stack.append(frozenset(map(checked_key, items)))),
+    b"\x91": grouped(lambda m, items: m.stack.append(frozenset(m.keys(items, items)))),
     b"a": popping(1, lambda m, item: m.extend([item])),
     b"e": grouped(_Machine.extend),
     b"s": popping(2, lambda m, key, value: m.set_items([key, value])),

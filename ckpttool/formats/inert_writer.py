@@ -146,6 +146,10 @@ class _Writer:
             self.out += b"("
         for item in value:
             self.save(item)
+        if id(value) in self.memo:  # written on the way, as part of a list inside it: take that one
+            self.out += b"1" if len(value) > 3 else b"0" * len(value)
+            self.refer(self.memo[id(value)])
+            return
         self.out += b"t" if len(value) > 3 else bytes([0x84 + len(value)])
         self.remember(value)
 

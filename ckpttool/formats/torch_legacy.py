@@ -1,8 +1,9 @@
 """The format of `torch.save` before torch 1.6: pickles one after another, then the bytes of the storages.
 
 A magic number, a protocol version, facts about the machine, the tree, and the list of storage keys stand as
-five pickles; the storages follow in the order of that list, each as a count of elements (8 bytes,
-little-endian) and its elements. Source: `_legacy_load` in torch's `serialization.py`.
+five pickles; the storages follow in the order of that list, each as a count of elements (8 bytes) and its
+elements, little-endian whatever the facts say of the machine. Source: `_legacy_load` in torch's
+`serialization.py`, `THPStorage_writeFileRaw` in its `csrc`.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ import struct
 
 from ..checkpoint import Checkpoint
 from ..errors import Damaged
+from ..inert import in_brief
 from ..tensor import ByteRange, Source, Storage
 from .inert_reader import Pickle, PickleFault, read_pickle
 from .torch_pickle import StorageId, read_torch_pickle
 
 NAME = "torch-legacy"
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
-MAGIC = b"\x8a\x0a" + MAGIC_NUMBER.to_bytes(10, "little")  # LONG1 and its ten bytes, behind PROTO
+MAGIC = b"\x8a\x0a" + MAGIC_NUMBER.to_bytes(10, "little")  # LONG1 and its ten bytes
 PROTOCOL_VERSION = 1001
 
 
 def sniff(head: bytes) -> bool:
-    return head[:1] == b"\x80" and head[2:14] == MAGIC
+    return head[:1] == b"\x80" and MAGIC in head[2:23]  # from protocol 4 on a FRAME stands between
 
 
 def read(source: Source) -> Checkpoint:
@@ -48,19 +50,16 @@ def _read_pickles(
     version = read_pickle(mapped, magic.end)
     if version.value != PROTOCOL_VERSION:
         raise PickleFault(
-            f"has version {str(version.value)[:20]} of the legacy format, not {PROTOCOL_VERSION}"
+            f"has version {in_brief(version.value)[:20]} of the legacy format, not {PROTOCOL_VERSION}"
         )
     machine = read_pickle(mapped, version.end)
-    facts = machine.value if isinstance(machine.value, dict) else {}
-    byteorder = "little" if facts.get("little_endian", True) else "big"
     storages: dict[str, tuple[StorageId, Storage]] = {}
 
     def storage(parsed: StorageId) -> Storage:
         """Storages are met before it is known where they lie (`_locate`); their size is known."""
         if parsed.key not in storages:
             unplaced = ByteRange(source, 0, parsed.nbytes)
-            made = Storage(unplaced, parsed.kind, parsed.location, byteorder=byteorder)
-            storages[parsed.key] = parsed, made
+            storages[parsed.key] = parsed, Storage(unplaced, parsed.kind, parsed.location)
         elif storages[parsed.key][0].nbytes != parsed.nbytes:
             raise PickleFault(f"its pickle has two sizes for storage '{parsed.key}'")
         return storages[parsed.key][1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..inert import FROM_TYPE, Global, OrderedDict_, Record
+from ..inert import FROM_TYPE, Global, OrderedDict_, Record, in_brief
 from ..tensor import (
     DTYPES,
     STORAGE_DTYPES,
@@ -67,7 +67,7 @@ class StorageView:
 def parse_storage_id(identity: object) -> StorageId:
     """Checks a persistent id. Raises PickleFault."""
     if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
-        raise PickleFault(f"its pickle refers to something that is no storage: {str(identity)[:60]}")
+        raise PickleFault(f"its pickle refers to something that is no storage: {in_brief(identity)[:60]}")
     _, kind, key, location, numel = identity[:5]
     view = identity[5] if len(identity) == 6 else None
     if (
@@ -75,7 +75,7 @@ def parse_storage_id(identity: object) -> StorageId:
         or kind.module not in STORAGE_MODULES
         or (kind.name not in STORAGE_DTYPES and kind.name != UNTYPED.name)
     ):
-        raise PickleFault(f"its pickle has a storage of unknown class {str(kind)[:60]}")
+        raise PickleFault(f"its pickle has a storage of unknown class {in_brief(kind)[:60]}")
     if not isinstance(key, str) or not isinstance(location, str) or not is_count(numel):
         raise PickleFault("its pickle has a malformed storage")
     if view is not None and not (

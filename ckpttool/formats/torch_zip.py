@@ -55,7 +55,7 @@ def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
         raise Refused(checkpoint.path, "its contents are nested too deeply to be written") from None
     except ValueError as error:
         raise Refused(checkpoint.path, str(error)) from None
-    archive = ZipWriter(out, os.path.splitext(os.path.basename(name))[0] or "archive")
+    archive = ZipWriter(out, _root_for(name))
     archive.write("data.pkl", pickle)
     archive.write(".format_version", b"1")
     archive.write(".storage_alignment", b"64")
@@ -65,6 +65,12 @@ def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
     archive.write("version", b"3\n")
     archive.write(".data/serialization_id", _serialization_id(pickle, archive.directory))
     archive.close()
+
+
+def _root_for(name: str) -> str:
+    """The stem of the file's name where every reader takes it as a folder's name; else `archive`."""
+    stem = os.path.splitext(os.path.basename(name))[0]
+    return stem if stem.isascii() and "\\" not in stem and stem.strip(".") else "archive"
 
 
 def _common_byteorder(checkpoint: Checkpoint, storages: list[Storage]) -> str:

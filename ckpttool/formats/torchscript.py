@@ -9,9 +9,9 @@ Source: torch's `csrc/jit/serialization/python_print.cpp` (`__parameters__`, `__
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..checkpoint import Checkpoint, dotted, named_leaves
+from ..checkpoint import Checkpoint
 from ..errors import Damaged, Unsupported
 from ..inert import Global, OrderedDict_, Record, tensor_of
 from ..modules import BadModules, Parts, named
@@ -55,9 +55,9 @@ def read_torchscript(archive: Archive) -> Checkpoint:
         raise _not_plain(
             archive, "weights have no names: it was frozen, which makes them constants of the code"
         )
-    beside = [dotted(path) for path, value in named_leaves(pickle.value) if tensor_of(value) is not None]
-    unread = ("code", *(name for name in beside if name not in state))
-    return Checkpoint(archive.source, NAME, state, pickle.protocol, unread=unread)
+    whole = Checkpoint(archive.source, NAME, pickle.value, pickle.protocol)
+    unread = ("code", *(name for name, _ in whole.tensors() if name not in state))
+    return replace(whole, tree=state, unread=unread)
 
 
 def _not_plain(archive: Archive, what: str) -> Unsupported:

@@ -1,0 +1,110 @@
+"""python -m benchmarks"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import machine, startup, strip_prefix
+from .case import Benchmark, Case, Results
+from .options import parse
+from .process import CommandFailed
+from .readme import put_between_marks
+from .report import as_markdown, as_text
+from .room import choose_folder, in_memory, shortage
+from .sizes import show_size
+from .turns import Say, in_turns
+
+BENCHMARKS = {benchmark.name: benchmark for benchmark in (strip_prefix.BENCHMARK, startup.BENCHMARK)}
+
+
+def main() -> int:
+    options = parse(None, BENCHMARKS)
+    # SIGTERM unwinds the stack as Ctrl-C does, so that gigabytes do not stay behind in memory.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    try:
+        _run(options)
+    except CommandFailed as error:
+        print(f"benchmarks: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("benchmarks: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    """Measures what was asked for, prints each table when it is ready, and all of them as Markdown."""
+    chosen = [BENCHMARKS[name] for name in options.only]
+    # Room for each benchmark in its smallest size is enough: a larger one can be left out.
+    files = max(benchmark.need(min(options.size)).files for benchmark in chosen)
+    folder, remark = (options.folder, "") if options.folder else choose_folder(files)
+    about = _about(folder, options.ready_memory)
+    _say_80(f"{about}; {machine.load()}", remark)
+    tables = []
+    for benchmark, size in [(b, size) for b in chosen for size in (options.size if b.sized else [0])]:
+        lack = shortage(benchmark.need(size), folder)
+        if lack:
+            _say_80(f"{benchmark.name}, {show_size(size)}: left out, {lack}")
+            continue
+        case, results = _measure(benchmark, size, folder, options)
+        print(f"\n{as_text(case, results)}", flush=True)
+        tables.append(as_markdown(case, results))
+    if not tables:
+        return
+    markdown = "\n\n".join([*tables, f"Measured {about}."])
+    print(f"\nThe same in Markdown:\n\n{markdown}")
+    if options.markdown:
+        put_between_marks(options.markdown, markdown)
+
+
+def _about(folder: Path, ready_memory: bool) -> str:
+    """What the numbers hold for: it goes wherever they go."""
+    parts = [machine.date(), machine.versions(), machine.size(folder)]
+    if not in_memory(folder):
+        parts.append("on a disk, which ckpttool alone waits for (fsync)")
+    if ready_memory:
+        parts.append("memory made ready before each run")
+    return "; ".join(parts)
+
+
+def _say_80(*texts: str) -> None:
+    for text in filter(None, texts):
+        print(textwrap.fill(text, 80))
+
+
+def _measure(
+    benchmark: Benchmark, size: int, parent: Path, options: argparse.Namespace
+) -> tuple[Case, Results]:
+    """One benchmark at one size, in a folder of its own that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="ckpttool-bench-", dir=parent) as folder, _progress() as say:
+        say(f"{benchmark.name}: making its files")
+        case = benchmark.set_up(Path(folder), size)
+
+        def tell(text: str) -> None:
+            say(f"{case.title}: {text}")
+
+        return case, in_turns(case, options.rounds, tell, ready=options.ready_memory)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Say]:
+    """Where a long measurement stands: one line on a terminal, gone at the end; else nothing."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    erase = "\r\x1b[K"
+    try:
+        yield lambda text: print(f"{erase}{text}", end="", file=sys.stderr, flush=True)
+    finally:
+        print(erase, end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

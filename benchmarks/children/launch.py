@@ -1,0 +1,19 @@
+"""Runs one command, times it, and prints `exit-status seconds peak` (as the kernel counts them) to stdout.
+
+    python -I -S launch.py COMMAND…
+
+A process of its own between the harness and the command, and as small as Python allows: the kernel counts a
+process's peak memory from before its exec, when it still has the pages of whoever started it.
+"""
+
+import os
+import sys
+import time
+
+command = sys.argv[1:]
+to_nowhere = [(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+begin = time.perf_counter()
+child = os.posix_spawnp(command[0], command, os.environ, file_actions=to_nowhere)
+_, status, usage = os.wait4(child, 0)
+seconds = time.perf_counter() - begin
+print(os.waitstatus_to_exitcode(status), seconds, usage.ru_maxrss)

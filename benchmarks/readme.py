@@ -1,0 +1,28 @@
+"""The measured tables, put between two marks of a Markdown file, so that nobody copies numbers by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
+
+
+def check_marks(file: Path) -> None:
+    """Raises ValueError when a file can't be updated: known before an hour is spent measuring."""
+    try:
+        _split(file)
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}") from error
+
+
+def put_between_marks(file: Path, markdown: str) -> None:
+    before, after = _split(file)
+    file.write_text(f"{before}{BEGIN}\n{markdown}\n{END}{after}", encoding="utf-8")
+
+
+def _split(file: Path) -> tuple[str, str]:
+    before, begin, rest = file.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{file}: has no lines {BEGIN} and {END} to put the tables between")
+    return before, after

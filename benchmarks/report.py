@@ -1,0 +1,100 @@
+"""The results as a table: one for a terminal of 80 columns, and the same in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+from .case import Case, Results, Run
+from .process import smallest_peak
+from .targets import beyond, peak, ratio
+
+Row = tuple[str, ...]
+
+
+def as_text(case: Case, results: Results) -> str:
+    tables = ["\n".join(_ruled(_columns(rows))) for rows in _tables(case, results)]
+    return "\n".join([_title(case, results), "\n\n".join(tables)])
+
+
+def as_markdown(case: Case, results: Results) -> str:
+    tables = ["\n".join(_piped(rows)) for rows in _tables(case, results)]
+    return "\n\n".join([f"**{_title(case, results)}**", *tables])
+
+
+def _tables(case: Case, results: Results) -> list[list[Row]]:
+    """The ways, and the targets where there are any."""
+    tables = [[_header(case), *_rows(case, results)]]
+    if case.targets:
+        tables.append([("target", "limit", "measured", ""), *_verdicts(case, results)])
+    return tables
+
+
+def _title(case: Case, results: Results) -> str:
+    runs = len(results[case.ways[0].name])
+    return f"{case.title} ({runs} run{'s' * (runs != 1)} each, in turns)"
+
+
+def _header(case: Case) -> Row:
+    against = case.ways[0].name
+    compared = f"× {against}" if case.as_ratio else "beyond"
+    return ("way", "seconds", "min–max", compared, "memory")
+
+
+def _rows(case: Case, results: Results) -> list[Row]:
+    first = case.ways[0].name
+    rows: list[Row] = []
+    for way in case.ways:
+        runs = results[way.name]
+        if case.as_ratio:
+            compared = f"{ratio(results, way.name, first):.2f}"
+        else:
+            compared = f"{beyond(results, way.name, first):.3f}"
+        seconds, spread = _seconds(runs)
+        rows.append((way.name, seconds, spread, compared, _memory(peak(results, way.name))))
+    return rows
+
+
+def _seconds(runs: Sequence[Run]) -> tuple[str, str]:
+    """The median, and the fastest and slowest, in the digits that a median of that size deserves."""
+    all_seconds = [run.seconds for run in runs]
+    digits = 3 if median(all_seconds) < 1 else 2
+    low, high = min(all_seconds), max(all_seconds)
+    return f"{median(all_seconds):.{digits}f}", f"{low:.{digits}f}–{high:.{digits}f}"
+
+
+def _memory(count: int) -> str:
+    # Near the launcher's own size it is the launcher that was seen, a page more or less.
+    hidden = count < 1.1 * smallest_peak()
+    return f"{'< ' * hidden}{count / 1e6:.0f} MB"
+
+
+def _verdicts(case: Case, results: Results) -> list[Row]:
+    return [
+        (
+            target.text,
+            f"{'≥' if target.at_least else '≤'} {target.show(target.limit)}",
+            target.show(target.measure(results)),
+            "met" if target.met(results) else "MISSED",
+        )
+        for target in case.targets
+    ]
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    """The first column to the left, the numbers to the right, two spaces between."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return lines
+
+
+def _ruled(lines: list[str]) -> list[str]:
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def _piped(rows: Sequence[Row]) -> list[str]:
+    alignment = ("---", *("---:" for _ in rows[0][1:]))
+    return ["| " + " | ".join(row) + " |" for row in [rows[0], alignment, *rows[1:]]]

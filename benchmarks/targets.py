@@ -1,0 +1,51 @@
+"""What the numbers of a way become, compared pair by pair: each run with the other way's run of its round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+from .case import Results, Target
+from .sizes import show_size
+
+
+def ratio(results: Results, way: str, against: str) -> float:
+    """The median of the per-round ratios of seconds: a busy round falls on both and cancels out."""
+    return _paired(results, way, against, lambda ours, theirs: ours / theirs)
+
+
+def beyond(results: Results, way: str, against: str) -> float:
+    """The median of the per-round differences, in seconds."""
+    return _paired(results, way, against, lambda ours, theirs: ours - theirs)
+
+
+def peak(results: Results, way: str) -> int:
+    """The largest of all rounds, in bytes."""
+    return max(run.peak for run in results[way])
+
+
+def _paired(results: Results, way: str, against: str, compare: Callable[[float, float], float]) -> float:
+    pairs = zip(results[way], results[against], strict=True)
+    return median(compare(ours.seconds, theirs.seconds) for ours, theirs in pairs)
+
+
+def at_most_times(way: str, against: str, limit: float) -> Target:
+    """No slower than `limit` times another way."""
+    return Target(f"{way} / {against}", lambda r: ratio(r, way, against), limit, "{:.2f} ×".format)
+
+
+def at_least_times_faster(way: str, against: str, limit: float) -> Target:
+    """The other way takes at least `limit` times as long."""
+    return Target(
+        f"{against} / {way}", lambda r: ratio(r, against, way), limit, "{:.2f} ×".format, at_least=True
+    )
+
+
+def at_most_beyond(way: str, against: str, limit: float) -> Target:
+    """At most that many seconds longer than another way."""
+    return Target(f"{way}, beyond {against}", lambda r: beyond(r, way, against), limit, "{:.3f} s".format)
+
+
+def peak_at_most(way: str, limit: int) -> Target:
+    """At most that many bytes of memory, whatever the size."""
+    return Target(f"{way}, memory", lambda r: float(peak(r, way)), limit, show_size)

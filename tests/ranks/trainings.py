@@ -1,0 +1,47 @@
+"""Small trainings for tests, built in the same way on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from train.config import TrainConfig
+from train.data import Data
+from train.engine import Trainer
+from train.launch import Place
+
+
+def place(rank: int, world_size: int) -> Place:
+    return Place(rank, world_size, "gloo", torch.device("cpu"))
+
+
+def tensors(
+    shape: tuple[int, ...], samples: int, *, tests: int = 10, dtype: torch.dtype = torch.float32
+) -> Data:
+    """Random samples of ten classes, the same ones each time."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.rand(samples + tests, *shape, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(10, (samples + tests,), generator=generator)
+    train = TensorDataset(inputs[:samples], labels[:samples])
+    test = TensorDataset(inputs[samples:], labels[samples:])
+    return Data("tensors", train, test, tuple("0123456789"), shape, f"tensors {samples}")
+
+
+def seeded(make: Any, seed: int = 3) -> nn.Module:
+    """The module that `make` makes, with the same weights each time."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def trainer(rank: int, world_size: int, data: Data, model: nn.Module, **settings: Any) -> Trainer:
+    config = TrainConfig(**{"scheduler": "none", **settings})
+    return Trainer(config, data, model, place(rank, world_size))
+
+
+def finish_epoch(trainer: Trainer) -> Any:
+    for _ in trainer.steps():
+        pass
+    return trainer.finish_epoch()

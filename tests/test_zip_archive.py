@@ -1,0 +1,341 @@
+"""The zip container: Python's and torch's are read, ambiguous ones refused; unzip takes what is written."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import struct
+import subprocess
+import tempfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpttool.errors import Damaged, Unsupported
+from ckpttool.formats import zip_archive
+from ckpttool.formats.zip_archive import ZipWriter
+from ckpttool.formats.zip_directory import read_directory
+from ckpttool.tensor import ByteRange, Source
+from ckpttool.transfer import Output
+
+
+def source_of(path: Path) -> Source:
+    return Source(str(path), os.open(path, os.O_RDONLY))
+
+
+def zipped(path: Path, records: dict[str, bytes], **given: Any) -> Path:
+    with zipfile.ZipFile(path, "w", **given) as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    return path
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {name: record.data.read() for name, record in read_directory(source_of(path)).items()}
+
+
+RECORDS = {"r/data.pkl": b"pickle", "r/data/0": bytes(range(256)), "r/empty": b"", "r/ключ": b"unicode"}
+
+# Reading.
+
+
+def test_a_zip_of_python_is_read(tmp_path: Path) -> None:
+    assert contents(zipped(tmp_path / "z", RECORDS)) == RECORDS
+
+
+def test_a_zip_of_torch_is_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
+    with zipfile.ZipFile(tmp_path / "f.pt") as theirs:
+        assert contents(tmp_path / "f.pt") == {name: theirs.read(name) for name in theirs.namelist()}
+
+
+def test_a_zip_written_to_a_pipe_keeps_its_sizes_behind_the_records(tmp_path: Path) -> None:
+    class Pipe(io.RawIOBase):
+        def __init__(self) -> None:
+            self.out = bytearray()
+
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: Any) -> int:
+            self.out += bytes(data)
+            return len(data)
+
+    pipe = Pipe()
+    with zipfile.ZipFile(pipe, "w") as archive:  # type: ignore[arg-type]
+        archive.writestr("r/a", b"123")
+    (tmp_path / "z").write_bytes(pipe.out)
+    assert contents(tmp_path / "z") == {"r/a": b"123"}
+
+
+def test_zip64_fields_are_read_where_they_stand(tmp_path: Path) -> None:
+    with (
+        zipfile.ZipFile(tmp_path / "z", "w") as archive,
+        archive.open("r/a", "w", force_zip64=True) as record,
+    ):
+        record.write(b"123")
+    assert contents(tmp_path / "z") == {"r/a": b"123"}
+
+
+def test_a_comment_at_the_end_is_no_harm(tmp_path: Path) -> None:
+    zipped(tmp_path / "z", RECORDS)
+    with zipfile.ZipFile(tmp_path / "z", "a") as archive:
+        archive.comment = b"a comment of somebody's"
+    assert contents(tmp_path / "z") == RECORDS
+
+
+def test_a_crc_of_0_means_that_none_was_computed(tmp_path: Path) -> None:
+    old = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
+    finally:
+        torch.serialization.set_crc32_options(old)
+    records = read_directory(source_of(tmp_path / "f.pt"))
+    assert records["f/data/0"].crc32 is None
+
+
+# Reading what two readers could understand differently.
+
+LOCAL, CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
+
+
+def patched(path: Path, signature: bytes, offset: int, raw: bytes, which: int = 0) -> Path:
+    """Changes bytes at an offset of the which-th header with this signature."""
+    data = bytearray(path.read_bytes())
+    at = -1
+    for _ in range(which + 1):
+        at = data.index(signature, at + 1)
+    data[at + offset : at + offset + len(raw)] = raw
+    path.write_bytes(data)
+    return path
+
+
+def short(value: int) -> bytes:
+    return struct.pack("<H", value)
+
+
+def word(value: int) -> bytes:
+    return struct.pack("<I", value)
+
+
+DISAGREEMENTS = {
+    "signature of the local header": (LOCAL, 0, b"PK\x07\x08"),
+    "flags of the local header": (LOCAL, 6, short(1)),
+    "compression of the local header": (LOCAL, 8, short(8)),
+    "checksum of the local header": (LOCAL, 14, word(1)),
+    "size of the local header": (LOCAL, 22, word(5)),
+    "packed size of the local header": (LOCAL, 18, word(5)),
+    "name of the local header": (LOCAL, 30, b"x"),
+    "length of the name of the local header": (LOCAL, 26, short(5)),
+    "extra field of the local header past the end": (LOCAL, 28, short(0xFFFF)),
+    "signature in the directory": (CENTRAL, 0, b"PK\x07\x08"),
+    "size in the directory": (CENTRAL, 24, word(5)),
+    "both sizes in the directory": (CENTRAL, 20, word(5) * 2),
+    "giant sizes in the directory": (CENTRAL, 20, word(0x7FFFFFFF) * 2),
+    "sizes said to be elsewhere": (CENTRAL, 20, word(0xFFFFFFFF) * 2),
+    "compression in the directory": (CENTRAL, 10, short(8)),
+    "place in the directory": (CENTRAL, 42, word(1)),
+    "place past the end": (CENTRAL, 42, word(0x7FFFFFFF)),
+    "name past the end": (CENTRAL, 28, short(0xFFFF)),
+    "a symbolic link": (CENTRAL, 38, word(0o120777 << 16)),
+    "count of entries": (b"PK\x05\x06", 8, short(9) * 2),
+    "fewer entries": (b"PK\x05\x06", 8, short(1) * 2),
+    "size of the directory": (b"PK\x05\x06", 12, word(7)),
+    "place of the directory": (b"PK\x05\x06", 16, word(7)),
+    "a comment that is not there": (b"PK\x05\x06", 20, short(7)),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_headers_that_disagree_or_lie_are_damaged(what: str, tmp_path: Path) -> None:
+    signature, offset, raw = DISAGREEMENTS[what]
+    path = patched(
+        zipped(tmp_path / "z", {"r/data.pkl": b"pickle", "r/data/0": b"12345"}), signature, offset, raw
+    )
+    with pytest.raises(Damaged):
+        read_directory(source_of(path))
+
+
+@pytest.mark.parametrize(
+    "signature, offset, raw, reason",
+    [
+        (CENTRAL, 8, short(1), "encrypted"),
+        (b"PK\x05\x06", 4, short(1), "split"),
+        (b"PK\x05\x06", 8, short(1), "split"),
+    ],
+)
+def test_zips_of_another_kind_are_unsupported(
+    signature: bytes, offset: int, raw: bytes, reason: str, tmp_path: Path
+) -> None:
+    path = patched(
+        zipped(tmp_path / "z", {"r/data.pkl": b"pickle", "r/data/0": b"12345"}), signature, offset, raw
+    )
+    with pytest.raises(Unsupported, match=reason):
+        read_directory(source_of(path))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("again", ["r/data/0", "R/DATA/0", "r/Data/0"])
+def test_a_record_that_stands_twice_is_damaged_whatever_the_case(again: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "z", "w") as archive:
+        archive.writestr("r/data/0", b"1")
+        archive.writestr(again, b"2")
+    with pytest.raises(Damaged, match="twice"):
+        read_directory(source_of(tmp_path / "z"))
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../up", "r/../../up", "r\\data", "r/..", ".."])
+def test_names_that_leave_the_archive_are_damaged(name: str, tmp_path: Path) -> None:
+    with pytest.raises(Damaged, match="leaves the archive"):
+        read_directory(source_of(zipped(tmp_path / "z", {name: b"1"})))
+
+
+def test_a_name_that_is_no_utf_8_is_damaged(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "z", {"r/aé": b"1"})
+    path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xff"))
+    with pytest.raises(Damaged, match="not UTF-8"):
+        read_directory(source_of(path))
+
+
+def test_records_that_overlap_are_damaged(tmp_path: Path) -> None:
+    """Two entries of the directory for the same bytes, as in a zip bomb."""
+    path = zipped(tmp_path / "z", {"r/a": b"1", "r/b": b"1"})
+    data = bytearray(path.read_bytes())
+    first = data.index(CENTRAL)
+    second = data.index(CENTRAL, first + 1)
+    data[second + 42 : second + 46] = data[first + 42 : first + 46]
+    data[second + 46 : second + 49] = b"r/A"  # in another name, or the names would clash before
+    path.write_bytes(data)
+    with pytest.raises(Damaged):
+        read_directory(source_of(path))
+
+
+def test_a_record_inside_another_is_damaged(tmp_path: Path) -> None:
+    inner = zipped(tmp_path / "inner", {"r/b": b"1"}).read_bytes()
+    path = zipped(tmp_path / "z", {"r/a": inner, "r/b": b"1"})
+    data = bytearray(path.read_bytes())
+    at = data.rindex(CENTRAL)
+    data[at + 42 : at + 46] = word(data.index(LOCAL, 4))
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match="overlap"):
+        read_directory(source_of(path))
+
+
+def test_a_deflated_record_is_listed_with_its_compression(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "z", {"r/a": bytes(1000)}, compression=zipfile.ZIP_DEFLATED)
+    assert read_directory(source_of(path))["r/a"].compression == zipfile.ZIP_DEFLATED
+
+
+@given(st.binary(min_size=1, max_size=8), st.integers(0, 500))
+def test_a_zip_changed_anywhere_is_read_within_the_file_or_refused(noise: bytes, where: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = zipped(Path(folder) / "z", RECORDS)
+        data = bytearray(path.read_bytes())
+        data[where : where + len(noise)] = noise
+        path.write_bytes(data)
+        source = source_of(path)
+        try:
+            records = read_directory(source)
+        except (Damaged, Unsupported):
+            return
+        for record in records.values():
+            assert 0 <= record.data.offset <= record.data.offset + record.data.nbytes <= source.size
+
+
+# Writing.
+
+
+def written(path: Path, records: dict[str, bytes], root: str = "root") -> Path:
+    with open(path, "w+b") as file:
+        archive = ZipWriter(Output(file), root)
+        for name, data in records.items():
+            archive.write(name, data)
+        archive.close()
+    return path
+
+
+def assert_whole(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    if shutil.which("unzip"):
+        tested = subprocess.run(["unzip", "-t", "-q", path], capture_output=True, check=False)
+        assert tested.returncode == 0, tested.stdout
+
+
+def test_what_is_written_is_whole_to_python_and_to_unzip(tmp_path: Path) -> None:
+    records = {"data.pkl": b"pickle", "data/0": bytes(range(256)), "empty": b""}
+    path = written(tmp_path / "z", records)
+    assert_whole(path)
+    assert contents(path) == {f"root/{name}": data for name, data in records.items()}
+
+
+def test_every_payload_starts_on_64_bytes(tmp_path: Path) -> None:
+    records = {"n" * length: b"x" * length for length in range(1, 130)}
+    found = read_directory(source_of(written(tmp_path / "z", records)))
+    assert len(found) == len(records)
+    assert {record.data.offset % 64 for record in found.values()} == {0}
+
+
+def test_no_records_are_an_empty_zip(tmp_path: Path) -> None:
+    path = written(tmp_path / "z", {})
+    assert zipfile.ZipFile(path).namelist() == []
+    assert contents(path) == {}
+
+
+def test_the_directory_of_more_than_65535_records_is_wide(tmp_path: Path) -> None:
+    path = written(tmp_path / "z", {str(i): b"" for i in range(66_000)})
+    assert len(zipfile.ZipFile(path).namelist()) == 66_000
+    assert len(read_directory(source_of(path))) == 66_000
+
+
+def test_a_range_is_copied_with_the_checksum_that_is_known_or_found(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(range(100)))
+    whole = ByteRange(source_of(tmp_path / "source"), 10, 50)
+    with open(tmp_path / "z", "w+b") as file:
+        archive = ZipWriter(Output(file), "r")
+        archive.copy("known", whole, zlib.crc32(bytes(range(10, 60))))
+        archive.copy("found", whole, None)
+        archive.close()
+    assert_whole(tmp_path / "z")
+    assert contents(tmp_path / "z") == {"r/known": bytes(range(10, 60)), "r/found": bytes(range(10, 60))}
+
+
+def test_records_past_4_gib_are_written_and_read(tmp_path: Path) -> None:
+    """A sparse record of 4.5 GiB, and one behind it whose place needs 64 bits."""
+    size = (9 << 30) // 2
+    path = tmp_path / "z"
+    with open(path, "w+b") as file:
+        out = Output(file)
+        archive = ZipWriter(out, "r")
+        header = archive._reserve("large", size)
+        out.position += size  # a hole; its checksum is not the point here
+        archive._finish("large", header, size, 0)
+        archive.write("after", b"behind")
+        archive.close()
+    records = read_directory(source_of(path))
+    assert records["r/large"].data.nbytes == size
+    assert records["r/after"].data.read() == b"behind"
+    with zipfile.ZipFile(path) as theirs:
+        assert theirs.getinfo("r/large").file_size == size
+        assert theirs.read("r/after") == b"behind"
+    assert records["r/large"].data.offset % zip_archive.ALIGNMENT == 0
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20), st.binary(), max_size=5
+    )
+)
+def test_any_records_are_read_back_by_python(records: dict[str, bytes]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder) / "z", records)
+        with zipfile.ZipFile(path) as archive:
+            assert [archive.read(info) for info in archive.infolist()] == list(records.values())
