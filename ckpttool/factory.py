@@ -6,18 +6,23 @@ This is the one place that runs code the user names. Code that a checkpoint name
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 from .errors import UsageFault
 
+INSTALLED = sysconfig.get_path("stdlib")
+FORM = re.compile(r"(?P<where>.+?):(?P<name>\w+)(?P<call>\(.*\))?", re.DOTALL)
 FORMS = "torchvision:resnet18, path/to/file.py:factory or package.module:factory(num_classes=10)"
 
 
@@ -34,32 +39,53 @@ def build(spec: str, **defaults: object) -> Any:
             user's own error and the place in the user's file.
     """
     where, name, arguments = parse(spec)
-    factory = _find(spec, where, name)
-    accepted = _accepted(factory, defaults)
-    try:
-        return factory(**{**accepted, **arguments})
-    except Exception as error:
-        raise UsageFault(
-            f"{spec}: {_in_words(error)}{_place(error)}", hint=_missing_arguments(factory, spec)
-        ) from error
+    with _importable(os.path.dirname(os.path.abspath(where)) if where.endswith(".py") else os.getcwd()):
+        factory = _find(spec, where, name)
+        accepted = _accepted(factory, defaults)
+        try:
+            return factory(**{**accepted, **arguments})
+        except (Exception, SystemExit) as error:
+            raise UsageFault(
+                f"{spec}: {_in_words(error)}{_place(error)}", hint=_missing_arguments(factory, spec)
+            ) from error
 
 
 def parse(spec: str) -> tuple[str, str, dict[str, object]]:
     """Splits a SPEC into where, name and keyword arguments. Raises UsageFault."""
-    call, _, rest = spec.partition("(")
-    where, colon, name = call.rpartition(":")
-    if not colon or not where or not name.isidentifier() or (rest and not rest.rstrip().endswith(")")):
+    parts = FORM.fullmatch(spec)
+    if parts is None or not parts["name"].isidentifier():
         raise UsageFault(f"'{spec}' does not name a factory", hint=f"forms: {FORMS}")
-    if not rest:
-        return where, name, {}
+    where, name = parts["where"], parts["name"]
     try:
-        tree = ast.parse(f"f({rest}", mode="eval").body
-        assert isinstance(tree, ast.Call) and not tree.args
-        return where, name, {str(k.arg): ast.literal_eval(k.value) for k in tree.keywords}
-    except (SyntaxError, ValueError, AssertionError):
+        return where, name, _arguments(parts["call"] or "()")
+    except (SyntaxError, ValueError):
         raise UsageFault(
             f"'{spec}' has arguments that are not name=literal", hint=f"for example: {where}:{name}(n=10)"
         ) from None
+
+
+def _arguments(call: str) -> dict[str, object]:
+    """`(n=10)` as a dict. Raises SyntaxError or ValueError for anything but literals by name."""
+    tree = ast.parse(f"f{call}", mode="eval").body
+    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
+        raise ValueError(call)
+    arguments: dict[str, object] = {}
+    for keyword in tree.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise ValueError(call)
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return arguments
+
+
+@contextlib.contextmanager
+def _importable(folder: str) -> Iterator[None]:
+    """Imports from a folder work, as they would for `python -m` there, or for a script in it."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the user's code may have changed the path itself
+            sys.path.remove(folder)
 
 
 def _find(spec: str, where: str, name: str) -> Callable[..., Any]:
@@ -72,7 +98,7 @@ def _find(spec: str, where: str, name: str) -> Callable[..., Any]:
             module = importlib.import_module(where)
     except UsageFault:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         hint = f"forms: {FORMS}" if isinstance(error, ModuleNotFoundError) else None
         raise UsageFault(f"{spec}: {_in_words(error)}{_place(error)}", hint=hint) from error
     found = getattr(module, name, None)
@@ -88,13 +114,8 @@ def _module_of_file(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"_ckpttool_user_{name}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickles look their module up by name; imports beside the file are expected to work.
-    sys.modules[spec.name] = module
-    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
+    sys.modules[spec.name] = module  # dataclasses and pickles look their module up by name
+    spec.loader.exec_module(module)
     return module
 
 
@@ -132,17 +153,18 @@ def _similar(module: ModuleType, name: str) -> str | None:
     return f"it has: {', '.join(close)}" if close else None
 
 
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]
+def _in_words(error: BaseException) -> str:
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
-def _place(error: Exception) -> str:
-    """The last of the user's own frames: not ours, and not those of installed packages."""
+def _place(error: BaseException) -> str:
+    """The last of the user's own frames: not ours, and not those of Python and of installed packages."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename != __file__
-        and "importlib" not in frame.filename
+        and not frame.filename.startswith(("<", INSTALLED))
         and "site-packages" not in frame.filename
     ]
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""

@@ -194,7 +194,10 @@ def _plain(value: object, levels: int = 2) -> object:
 def type_name(value: object) -> str:
     """What a person would call the type of an inert value."""
     if isinstance(value, Record):
-        return value.type_name
+        name = value.type_name
+        if name == "_codecs.encode":
+            return "bytes"  # as protocol 2 has them
+        return name.rpartition(".")[2] if name in UNDERSTOOD else name
     if isinstance(value, OrderedDict_):
         return "OrderedDict"
     if isinstance(value, TensorRef):

@@ -31,10 +31,11 @@ class Restless(nn.Module):
         self.norm = nn.BatchNorm1d(60)
         self.deep = nn.Linear(60, 70)
         self.last = nn.Linear(70, 10)
+        self.phase = nn.Parameter(torch.ones(10, dtype=torch.complex64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = torch.dropout(self.norm(self.wide(x)).relu(), 0.3, self.training)
-        return self.last(self.deep(x).relu())
+        return self.last(self.deep(x).relu()) * self.phase.abs()
 
 
 def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], samples: int = 44) -> Any:
@@ -179,6 +180,26 @@ def test_a_checkpoint_of_another_training_is_refused_naming_the_flags(
     assert first.endswith("2")
     assert second.startswith("RankFailed")
     assert second.endswith("2")
+
+
+def test_a_resume_from_elsewhere_does_not_overwrite_the_run_in_the_folder(run_ranks, tmp_path):
+    for name in ("a", "b"):
+        run_ranks(1, run, str(tmp_path / name), {"epochs": 1})
+    before = (tmp_path / "b" / "last.pt").read_bytes()
+    elsewhere = {"epochs": 2, "resume": str(tmp_path / "a" / "last.pt")}
+    (said,) = run_ranks(1, run, str(tmp_path / "b"), elsewhere)
+    assert "holds a run already" in said
+    assert (tmp_path / "b" / "last.pt").read_bytes() == before
+
+
+def test_a_run_that_goes_back_keeps_the_checkpoints_it_writes_last(run_ranks, tmp_path):
+    run_ranks(1, run, str(tmp_path), {"keep": 2, "epochs": 2})
+    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000007.pt", "step-000008.pt"]
+    os.replace(tmp_path / "step-000007.pt", tmp_path / "early.pt")
+    state = torch.load(tmp_path / "early.pt", weights_only=True)
+    run_ranks(1, run, str(tmp_path), {"resume": str(tmp_path / "early.pt"), "keep": 1, "epochs": 2})
+    assert [p.name for p in tmp_path.glob("step-*")] == ["step-000008.pt"]
+    assert state["progress"]["global_step"] == 7
 
 
 def test_a_damaged_checkpoint_stops_every_rank_with_exit_code_3(run_ranks, tmp_path):

@@ -193,8 +193,11 @@ def _folder(config: DataConfig, path: str) -> tuple[Samples, Samples, tuple[str,
 def load_test(config: DataConfig) -> Data:
     """For evaluation: as `load`, but a folder with one level of classes is the test set itself."""
     path = config.data.removeprefix("folder:")
-    if path == config.data or os.path.isdir(os.path.join(path, "test")) or not os.path.isdir(path):
+    inner = [os.path.isdir(os.path.join(path, part)) for part in ("train", "test")]
+    if path == config.data or all(inner) or not os.path.isdir(path):
         return load(config)
+    if inner[1]:
+        path = os.path.join(path, "test")
     files, labels, classes = find_pictures(path)
     samples = Folder(files, labels, _scale(config, channels=3), config.resize)
     return Data(config.data, samples, samples, classes, tuple(samples[0][0].shape), _fingerprint(path, files))

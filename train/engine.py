@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -226,11 +227,17 @@ def evaluate(
     return Score(correct, seen, math.fsum(losses.tolist()) / seen, per_class)
 
 
+def _worker_start() -> str | None:
+    """Forked where that is safe: then data sets out of a user's file need not be picklable."""
+    return "fork" if sys.platform == "linux" else None
+
+
 def _loader(samples: Samples, batches: list[list[int]], place: Place, workers: int) -> DataLoader[Any]:
     return DataLoader(
         samples,
         batch_sampler=batches,
-        num_workers=workers if batches else 0,
+        num_workers=workers,
+        multiprocessing_context=_worker_start() if workers else None,
         pin_memory=place.device.type == "cuda",
         # Without a generator of its own, each pass would draw from the global one and shift dropout.
         generator=torch.Generator().manual_seed(0),

@@ -105,7 +105,10 @@ def process_group(place: Place, timeout: float) -> Iterator[None]:
     if not started_by_torchrun():
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
-        dist.init_process_group(place.backend, **options)
+        try:
+            dist.init_process_group(place.backend, **options)
+        except (RuntimeError, ValueError) as error:
+            raise _failed(f"rank {place.rank} did not find the others: {error}") from error
         yield
     finally:
         if dist.is_initialized():

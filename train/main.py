@@ -95,7 +95,6 @@ def train(job: Job) -> None:
     saver = checkpoints.Saver(trainer, folder)
     report = Report(trainer, folder)
     report.begin(remarks)
-    report.forget_after(trainer.progress.epoch)
 
     while trainer.progress.epoch < config.epochs:
         began = time.monotonic()

@@ -52,12 +52,21 @@ def check_evaluation(name: str, data: Data, model: nn.Module) -> None:
 def _try_training(name: str, data: Data, model: nn.Module, plan: Plan, world_size: int) -> tuple[int, ...]:
     """Runs a copy of the model on the smallest batch that any rank will meet; returns its output's shape."""
     smallest = min(plan.micro_batch_sizes(world_size) - {0})
+    copied = copy.deepcopy(model).train()
     try:
-        return _dry_run(data.train, copy.deepcopy(model).train(), smallest)
+        outputs = _dry_run(data.train, copied, smallest, backward=True)
     except Exception as error:
         if smallest == 1 and _takes_two(data, model):
             raise _batch_of_one(name, plan, world_size) from error
         raise _unfit(name, data, error) from error
+    idle = [
+        n for n, parameter in copied.named_parameters() if parameter.requires_grad and parameter.grad is None
+    ]
+    if idle:
+        raise UsageFault(
+            f"--model {name}: its parameter {idle[0]} has no part in its output, and DDP waits for it"
+        )
+    return outputs
 
 
 def _takes_two(data: Data, model: nn.Module) -> bool:
@@ -68,13 +77,17 @@ def _takes_two(data: Data, model: nn.Module) -> bool:
     return True
 
 
-def _dry_run(samples: Samples, model: nn.Module, batch_size: int) -> tuple[int, ...]:
+def _dry_run(
+    samples: Samples, model: nn.Module, batch_size: int, *, backward: bool = False
+) -> tuple[int, ...]:
     """The shape of what the model, in the mode it is in, gives for so many copies of a sample."""
     sample, _ = default_collate([samples[0]])
-    with random_state.seeded("dry run"), torch.no_grad():
+    with random_state.seeded("dry run"), torch.set_grad_enabled(backward):
         outputs = model(sample.expand(batch_size, *sample.shape[1:]).contiguous())
     if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (batch_size,) or outputs.dim() != 2:
         raise TypeError("its output is not one row of class scores a sample")
+    if backward:
+        outputs.sum().backward()
     return tuple(outputs.shape)
 
 

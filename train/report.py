@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import shlex
 import sys
 from collections.abc import Iterator
-from typing import Any
 
-from ckpttool.transfer import replacing
 from train.config import TrainConfig
 from train.data import Data, count
 from train.engine import Score, Trainer
 from train.optimizers import learning_rate
 from train.plan import deal
-from train.run_folder import BEST, LAST, LOG
+from train.run_folder import BEST, LAST, append_to_log, cut_log
 
 
 class Report:
@@ -26,17 +22,17 @@ class Report:
         self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
 
     def begin(self, remarks: list[str] | None) -> None:
-        """The header, and what a resume needs said."""
+        """The header, and what a resume needs said; the log forgets what will be trained again."""
+        if self.speaks:
+            cut_log(self.folder, self.trainer.progress.epoch)
         config, data, plan = self.trainer.config, self.trainer.data, self.trainer.plan
-        world_size, place = self.trainer.place.world_size, self.trainer.place
+        place = self.trainer.place
         parameters = sum(parameter.numel() for parameter in self.trainer.ddp.parameters())
-        shares = "+".join(str(len(part)) for part in deal(range(config.batch_size), min(world_size, 8)))
-        dealt = f" = {shares}" if 1 < world_size <= 8 else ""
         self.say(f"model   {config.model}, {parameters:,} parameters")
         self.say(f"data    {data.name}")
         self.say(f"        {describe(data)}")
-        self.say(f"ranks   {world_size} on {place.device.type} ({place.backend})")
-        self.say(f"batch   {config.batch_size}{dealt}, {plan.steps} steps an epoch")
+        self.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
+        self.say(f"batch   {shares(config.batch_size, place.world_size)}, {plan.steps} steps an epoch")
         self.say(f"train   {recipe(config)}")
         self.say(f"out     {self.folder}")
         for remark in remarks or ():
@@ -69,19 +65,19 @@ class Report:
             f"{tested.loss:10.4f}  {tested.accuracy:7.2%} {f'({tested.correct}/{tested.samples})':>12}  "
             f"{seconds:7.1f}{'  best' if best else ''}"
         )
-        self._log(
-            {
-                "epoch": epoch,
-                "loss": tested.loss,
-                "accuracy": tested.accuracy,
-                "correct": tested.correct,
-                "samples": tested.samples,
-                "seconds": round(seconds, 3),
-                "train_loss": trained.loss,
-                "train_accuracy": trained.accuracy,
-                "lr": learning_rate(config, progress.global_step - 1, self.trainer.plan.steps),
-            }
-        )
+        entry = {
+            "epoch": epoch,
+            "loss": tested.loss,
+            "accuracy": tested.accuracy,
+            "correct": tested.correct,
+            "samples": tested.samples,
+            "seconds": round(seconds, 3),
+            "train_loss": trained.loss,
+            "train_accuracy": trained.accuracy,
+            "lr": learning_rate(config, progress.global_step - 1, self.trainer.plan.steps),
+        }
+        if self.speaks:
+            append_to_log(self.folder, entry)
 
     def end(self) -> None:
         """What is in the folder, and what to do with it."""
@@ -97,33 +93,6 @@ class Report:
         if self.speaks:
             print(line, flush=True)
 
-    def forget_after(self, epoch: int) -> None:
-        """Takes out of the log the epochs that will be trained again."""
-        path = os.path.join(self.folder, LOG)
-        if not self.speaks or not os.path.exists(path):
-            return
-        with open(path, "rb") as file:
-            kept = [line for line in file if _epoch_of(line) <= epoch]
-        with replacing(path) as file:
-            file.writelines(kept)
-
-    def _log(self, entry: dict[str, Any]) -> None:
-        if self.speaks:
-            finite = {
-                key: None if isinstance(value, float) and not math.isfinite(value) else value
-                for key, value in entry.items()
-            }
-            with open(os.path.join(self.folder, LOG), "a") as file:
-                file.write(json.dumps(finite) + "\n")
-
-
-def _epoch_of(line: bytes) -> float:
-    """The epoch of a line of the log; of one that a crash cut off, none that is ever reached."""
-    try:
-        return float(json.loads(line)["epoch"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
 
 def describe(data: Data) -> str:
     shape = "×".join(map(str, data.shape))
@@ -131,6 +100,13 @@ def describe(data: Data) -> str:
         f"{count(data.train):,} training and {count(data.test):,} test samples of {shape}, "
         f"{len(data.classes)} classes"
     )
+
+
+def shares(batch_size: int, world_size: int) -> str:
+    """The global batch and, where there are not too many ranks, what each takes of it: `64 = 32+32`."""
+    if not 1 < world_size <= 8:
+        return str(batch_size)
+    return f"{batch_size} = {'+'.join(str(len(part)) for part in deal(range(batch_size), world_size))}"
 
 
 def recipe(config: TrainConfig) -> str:

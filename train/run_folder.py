@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,8 +28,7 @@ def choose(config: TrainConfig, now: str) -> str:
         UsageFault: it holds a run already and nothing says what to do with that, or it can't be made.
     """
     folder = config.out or _unused(os.path.join("runs", now))
-    found = os.path.join(folder, LAST)
-    if os.path.exists(found) and not config.resume and not config.force:
+    if os.path.exists(os.path.join(folder, LAST)) and not config.force and not _goes_on_in(folder, config):
         raise UsageFault(
             f"{folder}: holds a run already",
             hint="--resume auto goes on with it, --force overwrites it, --out names another folder",
@@ -38,6 +40,13 @@ def choose(config: TrainConfig, now: str) -> str:
     except OSError as error:
         raise UsageFault(f"--out {folder}: {(error.strerror or str(error)).lower()}") from error
     return folder
+
+
+def _goes_on_in(folder: str, config: TrainConfig) -> bool:
+    """Whether the run resumed is the one in the folder, and not one that would overwrite it."""
+    if config.resume in (None, "auto"):
+        return config.resume == "auto"
+    return os.path.realpath(os.path.dirname(config.resume)) == os.path.realpath(folder)
 
 
 def _unused(folder: str) -> str:
@@ -58,11 +67,47 @@ def _clear(folder: str) -> None:
 def write(state: dict[str, Any], folder: str, names: list[str]) -> None:
     """Writes one checkpoint under each of these names, atomically. Raises FileError."""
     path = os.path.join(folder, names[0])
-    try:
+    with _failing_in_words(path):
         with replacing(path) as file:
             torch.save(state, file)
         for name in names[1:]:
             _give_name(path, os.path.join(folder, name))
+
+
+def append_to_log(folder: str, entry: dict[str, Any]) -> None:
+    """One JSON object in a line; numbers that JSON does not have become null. Raises FileError."""
+    path = os.path.join(folder, LOG)
+    lost = {
+        key: None for key, value in entry.items() if isinstance(value, float) and not math.isfinite(value)
+    }
+    with _failing_in_words(path), open(path, "a") as file:
+        file.write(json.dumps(entry | lost) + "\n")
+
+
+def cut_log(folder: str, epoch: int) -> None:
+    """Takes out of the log what comes after an epoch, because it will be trained again."""
+    path = os.path.join(folder, LOG)
+    if not os.path.exists(path):
+        return
+    with _failing_in_words(path):
+        with open(path, "rb") as file:
+            kept = [line for line in file if _epoch_of(line) <= epoch]
+        with replacing(path) as file:
+            file.writelines(kept)
+
+
+def _epoch_of(line: bytes) -> float:
+    """The epoch of a line of the log; of one that a crash cut off, none that is ever reached."""
+    try:
+        return float(json.loads(line)["epoch"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+@contextlib.contextmanager
+def _failing_in_words(path: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, RuntimeError) as error:  # RuntimeError: torch's zip writer, closing a file cut short
         raise FileError(path, f"could not be written: {_reason(error)}", hint="is the disk full?") from error
 
@@ -96,8 +141,11 @@ def numbered(global_step: int) -> str:
 
 
 def drop_old(folder: str, keep: int) -> None:
-    """Removes all numbered checkpoints but the last `keep`."""
-    found = [name for name in os.listdir(folder) if NUMBERED.fullmatch(name)]
-    found.sort(key=lambda name: int(NUMBERED.fullmatch(name)[1]))  # type: ignore[index]
-    for name in found[: len(found) - keep]:
-        os.unlink(os.path.join(folder, name))
+    """Removes all numbered checkpoints but the last `keep` written.
+
+    By time, not by number: a run that went back to an early step writes small numbers last.
+    """
+    found = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
+    found.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name))
+    for entry in found[: len(found) - keep]:
+        os.unlink(entry.path)
