@@ -12,7 +12,7 @@ from crafting import call, dict_of, list_of, name, number, program, storage, ten
 
 import ckpttool
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.errors import NoState, Unreadable, Unsupported
+from ckpttool.errors import Damaged, NoState, Unreadable, Unsupported
 
 ONE = torch.ones(1)
 MANY = torch.ones(100)
@@ -133,7 +133,7 @@ def test_every_tensor_of_the_file_is_listed_with_its_place(opened: Any) -> None:
 
 def test_tensors_inside_objects_are_listed(opened: Any) -> None:
     names = [name for name, _ in opened(torch.nn.Sequential(torch.nn.Linear(1, 1))).tensors()]
-    assert names == ["_modules.0._parameters.weight", "_modules.0._parameters.bias"]
+    assert names == ["0.weight", "0.bias"]
 
 
 def test_a_container_that_stands_twice_is_listed_at_its_first_place(opened: Any) -> None:
@@ -254,7 +254,7 @@ def test_a_tar_is_named(tmp_path: Path) -> None:
 
     with tarfile.open(tmp_path / "f.tar", "w") as archive:
         archive.add(__file__, "storages")
-    with pytest.raises(Unsupported, match="is a tar archive"):
+    with pytest.raises(Damaged, match="is a tar archive without"):
         ckpttool.open(tmp_path / "f.tar")
 
 
