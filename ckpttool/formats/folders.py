@@ -12,13 +12,25 @@ from dataclasses import replace
 
 from .. import full
 from ..checkpoint import Checkpoint, State
-from ..errors import Refused, UsageFault
-from ..inert import OrderedDict_, TooDeep
+from ..errors import UsageFault
+from ..inert import OrderedDict_
 from ..tensor import TensorRef
 from ..transfer import DryOutput, Output, Progress, replacing_folder
 from . import dcp, safetensors, sharding, torch_zip
 
 NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
+
+
+def without_models(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint with a dict of tensors where its state was a pickled model, which DCP can't hold."""
+    state = checkpoint.state() if checkpoint.states() else None
+    return checkpoint if state is None or state.module is None else checkpoint.changed(state, lambda v: v)
+
+
+def lost_in_dcp(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What DCP does not keep, by dotted name; of a pickled model its class."""
+    whole = without_models(checkpoint)
+    return (*dcp.lost(whole.tree), *whole.opened)
 
 
 class FolderWriting:
@@ -73,15 +85,12 @@ class FolderWriting:
 
     def _for_dcp(self) -> Checkpoint:
         if not self.full:
-            return self.checkpoint
+            return without_models(self.checkpoint)
         flat = self._flat()
         return replace(self.checkpoint, tree={**flat.tensors, full.ENTRY: flat.text})
 
     def _flat(self) -> full.Flat:
-        try:
-            return full.encode(self.checkpoint.tree, self.checkpoint.protocol)
-        except TooDeep:
-            raise Refused(self.checkpoint.path, "its contents are nested too deeply to be written") from None
+        return full.encode_entry(self.checkpoint.path, self.checkpoint.tree, self.checkpoint.protocol)
 
     def _shards(self) -> tuple[list[sharding.Shard], str]:
         """The shards, and the text of their index."""

@@ -212,7 +212,7 @@ class _Writing:
         if self.state is None:
             found = self.checkpoint.states()
             keys = len(self.checkpoint.state(self.where).tensors) if found else 0
-            lost = dcp.lost(self.checkpoint.tree) if self.format == dcp.NAME and not self.full else ()
+            lost = folders.lost_in_dcp(self.checkpoint) if self.format == dcp.NAME and not self.full else ()
             return Saved(self.path, self.format, nbytes, keys, (*lost, *self.checkpoint.unread))
         left_out = _left_out(self.checkpoint, self.state) + self.checkpoint.unread
         copied = tuple(name for name in _copied(self.state) if name not in self.ties)
