@@ -82,6 +82,13 @@ class NothingToDo(CkptToolError):
     exit_code = 1
 
 
+class CheckFailed(CkptToolError):
+    """What was loaded does not do what it should."""
+
+    kind = "check-failed"
+    exit_code = 1
+
+
 class Mismatch(CkptToolError):
     """A state does not fit a model. `missing`, `unexpected`: names; `mismatched`: (name, file, model)."""
 

@@ -7,6 +7,7 @@ wrappers put there. What does not fit is said by name and shape before a single 
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from . import formats
 from .checkpoint import Checkpoint, State
 from .errors import Collision, Mismatch, Refused
-from .keys import found_prefixes, strip_names
+from .keys import WRAPPERS, found_prefixes, strip_names
 from .live import live_tensors
 from .tensor import TensorRef
 
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     import torch
 
 COUNTER = "num_batches_tracked"
-"""BatchNorm's counter: torch adds it to states from before version 2 of the module, which lack it."""
+"""BatchNorm's counter: torch adds it to states from before version 2 of the module."""
+
+OWN = "n_averaged"
+"""What AveragedModel keeps beside the model it wraps: it goes with the prefix."""
 
 SHOWN = 3
 """Names of a kind that an error shows; the rest are counted."""
@@ -37,7 +41,7 @@ class Reloaded:
         state: dotted path of the state in it.
         prefix: the wrappers' prefix that was taken off on the way, or `""`.
         loaded: names of the model that were given values.
-        added: counters that the file lacks and torch starts at zero.
+        added: BatchNorm's counters that the file lacks; they stay as the model has them.
     """
 
     path: str
@@ -62,17 +66,30 @@ def reload(path: str | os.PathLike[str], model: torch.nn.Module, *, state: str |
     """
     with formats.open(path) as checkpoint:
         found = checkpoint.state(state)
-        expected = _expected(model)
+        expected: dict[str, Any] = dict(model.state_dict())
         prefix, names = fitting_names(found, expected)
-        added = _check(checkpoint, found, names, expected)
+        extras = {old.removeprefix(prefix): value for old, value in found.others.items()}
+        versions = _versions(found, prefix)
+        added = _check(checkpoint, found, names, extras, expected, _without_counters(model, versions))
         values: dict[str, Any] = dict(live_tensors({new: found.tensors[old] for old, new in names.items()}))
-        values.update(_extras(checkpoint, found, prefix, expected))
-        model.load_state_dict(_with_versions(found, prefix, values), strict=True)
+        values.update(_plain_extras(checkpoint, extras, expected))
+        _load(checkpoint, model, values, versions)
     return Reloaded(checkpoint.path, checkpoint.format, found.where, prefix, tuple(values), added)
 
 
-def _expected(model: torch.nn.Module) -> dict[str, Any]:
-    return dict(model.state_dict())
+def _load(
+    checkpoint: Checkpoint, model: torch.nn.Module, values: dict[str, Any], versions: dict[str, Any] | None
+) -> None:
+    from collections import OrderedDict
+
+    loaded: OrderedDict[str, Any] = OrderedDict(values)
+    if versions is not None:
+        loaded._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    try:
+        model.load_state_dict(loaded, strict=True)
+    except RuntimeError as error:  # a module with rules of its own, for what names and shapes do not show
+        reason = f"the model refused the state, perhaps half-way: {' '.join(str(error).split())[:300]}"
+        raise Mismatch(f"{checkpoint.path}: {reason}") from error
 
 
 def fitting_names(state: State, expected: Mapping[str, object]) -> tuple[str, dict[str, str]]:
@@ -88,7 +105,7 @@ def fitting_names(state: State, expected: Mapping[str, object]) -> tuple[str, di
         except Collision:
             continue
         if _fit(names, expected) > _fit(best[1], expected):
-            best = found.prefix, names
+            best = found.prefix, {old: new for old, new in names.items() if new in expected or new != OWN}
     return best
 
 
@@ -97,18 +114,23 @@ def _fit(names: Mapping[str, str], expected: Mapping[str, object]) -> int:
 
 
 def _check(
-    checkpoint: Checkpoint, state: State, names: Mapping[str, str], expected: Mapping[str, Any]
+    checkpoint: Checkpoint,
+    state: State,
+    names: Mapping[str, str],
+    extras: Mapping[str, object],
+    expected: Mapping[str, Any],
+    without_counters: set[str],
 ) -> tuple[str, ...]:
     """Raises Mismatch unless a strict load will succeed; returns the counters that torch will add."""
     given = {new: state.tensors[old] for old, new in names.items()}
-    absent = [name for name in expected if name not in given and name not in state.others]
-    added = tuple(n for n in absent if n.endswith(COUNTER) and _before_counters(state))
+    absent = [n for n in expected if n not in given and not (n in extras and _shape(expected[n]) is None)]
+    added = tuple(name for name in absent if name in without_counters)
     missing = tuple(name for name in absent if name not in added)
     unexpected = tuple(name for name in given if name not in expected)
     mismatched = tuple(
-        (name, str(list(tensor.shape)), str(list(expected[name].shape)))
+        (name, *differs)
         for name, tensor in given.items()
-        if name in expected and tensor.shape != tuple(expected[name].shape)
+        if name in expected and (differs := _differs(tensor, expected[name]))
     )
     if missing or unexpected or mismatched:
         raise Mismatch(
@@ -121,11 +143,38 @@ def _check(
     return added
 
 
-def _before_counters(state: State) -> bool:
-    """Whether no module of the file is of a version that knows the counter (2, since torch 0.4.1)."""
-    versions = state.versions or {}
-    entries = [entry.get("version") for entry in versions.values() if isinstance(entry, dict)]
-    return not any(name.endswith(COUNTER) for name in state.tensors) and 2 not in entries
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """None for what is no tensor (`_extra_state`) and for a parameter that takes its shape from the file."""
+    import torch
+
+    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+        return None
+    return tuple(value.shape)
+
+
+def _differs(tensor: TensorRef, target: Any) -> tuple[str, str] | None:
+    """What a tensor of the file and its place in the model are, when the one can't be copied to the other."""
+    shape = _shape(target)
+    if shape is None:
+        return None
+    if tensor.shape != shape:
+        return str(list(tensor.shape)), str(list(shape))
+    if "complex" in tensor.dtype.name and not target.is_complex():  # torch would drop the imaginary part
+        return tensor.dtype.name, str(target.dtype).removeprefix("torch.")
+    return None
+
+
+def _without_counters(model: torch.nn.Module, versions: Mapping[str, Any] | None) -> set[str]:
+    """The counters that torch adds itself: of norms saved before version 2, or without a version."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    names = set()
+    for path, module in model.named_modules():
+        if isinstance(module, _NormBase):
+            version = (versions or {}).get(path, {}).get("version")
+            if version is None or version < 2:
+                names.add(f"{path}.{COUNTER}" if path else COUNTER)
+    return names
 
 
 def _in_words(
@@ -141,7 +190,7 @@ def _in_words(
         parts.append(f"{len(unexpected)} unexpected ({_some(unexpected)})")
     if mismatched:
         shapes = [f"{name} {theirs} in the file, {mine} in the model" for name, theirs, mine in mismatched]
-        parts.append(f"{len(mismatched)} of another shape ({_some(tuple(shapes))})")
+        parts.append(f"{len(mismatched)} of another shape or type ({_some(tuple(shapes))})")
     return f"{checkpoint.path}: does not fit the model: {'; '.join(parts)}"
 
 
@@ -162,17 +211,19 @@ def _hint(
         return (
             "the names fit, the sizes do not: build the model in the file's size, as in SPEC(num_classes=N)"
         )
+    path = shlex.quote(checkpoint.path)
+    output = shlex.quote(os.path.splitext(checkpoint.path)[0] + ".fitting.pt")
     for longer, shorter, command in ((given, expected, "strip-prefix"), (expected, given, "add-prefix")):
         prefix = _leading(longer, shorter)
         if prefix:
-            output = os.path.splitext(checkpoint.path)[0] + ".fitting.pt"
-            return f"ckpttool {command} {checkpoint.path} {output} --prefix {prefix}"
+            return f"ckpttool {command} {path} {output} --prefix {shlex.quote(prefix)}"
+    for wrapper in WRAPPERS:
+        if any("." + wrapper in name for name in given.keys() - expected.keys()):
+            return f"ckpttool strip-prefix {path} {output} --prefix {wrapper} --anywhere"
     others = [".".join(path) for path in checkpoint.states() if ".".join(path) != state.where]
     if others:
-        return (
-            f"the state was taken from '{state.where}'; there are also: --state {' , --state '.join(others)}"
-        )
-    return f"compare the names and shapes: ckpttool inspect {checkpoint.path}"
+        return f"the state was taken from '{state.where}'; another one: --state {shlex.quote(others[0])}"
+    return f"compare the names and shapes: ckpttool inspect {path}"
 
 
 def _leading(longer: Mapping[str, object], shorter: Mapping[str, object]) -> str:
@@ -186,30 +237,24 @@ def _leading(longer: Mapping[str, object], shorter: Mapping[str, object]) -> str
     return ""
 
 
-def _extras(
-    checkpoint: Checkpoint, state: State, prefix: str, expected: Mapping[str, object]
+def _plain_extras(
+    checkpoint: Checkpoint, extras: Mapping[str, object], expected: Mapping[str, object]
 ) -> dict[str, object]:
     """Entries that are no tensors (`_extra_state`), where the model asks for them and they are plain."""
-    extras: dict[str, object] = {}
-    for old, value in state.others.items():
-        name = old.removeprefix(prefix)
-        if name not in expected:
-            continue
-        if not isinstance(value, str | int | float | bytes | type(None)):
-            raise Refused(checkpoint.path, f"'{old}' is an object, and objects are not made from a file here")
-        extras[name] = value
-    return extras
+    for name, value in extras.items():
+        if name in expected and not isinstance(value, str | int | float | bytes | type(None)):
+            raise Refused(
+                checkpoint.path, f"'{name}' is an object, and objects are not made from a file here"
+            )
+    return {name: value for name, value in extras.items() if name in expected}
 
 
-def _with_versions(state: State, prefix: str, values: dict[str, Any]) -> dict[str, Any]:
-    """A state dict with the `_metadata` by which modules recognise states of older versions."""
-    from collections import OrderedDict
-
-    loaded: OrderedDict[str, Any] = OrderedDict(values)
-    if state.versions is not None:
-        versions: OrderedDict[str, Any] = OrderedDict()
-        for path, entry in state.versions.items():
-            if isinstance(path, str) and isinstance(entry, dict):
-                versions[(path + ".").removeprefix(prefix).removesuffix(".")] = dict(entry)
-        loaded._metadata = versions  # type: ignore[attr-defined]
-    return loaded
+def _versions(state: State, prefix: str) -> dict[str, Any] | None:
+    """The `_metadata` by which modules recognise states of older versions, under the model's own paths."""
+    if state.versions is None:
+        return None
+    return {
+        (path + ".").removeprefix(prefix).removesuffix("."): dict(entry)
+        for path, entry in state.versions.items()
+        if isinstance(path, str) and isinstance(entry, dict)
+    }

@@ -198,6 +198,5 @@ if __name__ == "__main__":
 
     before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
     with tempfile.TemporaryDirectory() as temporary:
-        README.write_text(
-            f"{before}{BEGIN}{table(Path(temporary))}{END}{rest.partition(END)[2]}", encoding="utf-8"
-        )
+        middle = f"{BEGIN}{table(Path(temporary))}{END}"
+    README.write_text(before + middle + rest.partition(END)[2], encoding="utf-8")

@@ -12,7 +12,7 @@ import torch
 from ranks import trainings
 from torch import nn
 
-from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
+from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from train import checkpoints, models, run_folder
 from train.config import Every, TrainConfig
 
@@ -204,6 +204,32 @@ def test_best_stays_as_it_was_when_last_goes_on(run_ranks, tmp_path):
         torch.load(tmp_path / n, weights_only=True)["progress"]["epoch"] for n in ("best.pt", "last.pt")
     ]
     assert epochs == [1, 2]
+
+
+def test_the_numbered_checkpoints_kept_are_those_written_last_also_when_a_run_went_back(tmp_path):
+    for second, number in enumerate((7, 8, 4, 5)):
+        path = tmp_path / run_folder.numbered(number)
+        path.touch()
+        os.utime(path, (second, second))
+    run_folder.drop_old(str(tmp_path), keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-000004.pt", "step-000005.pt"]
+
+
+def test_a_log_that_cant_be_written_is_a_failure_with_its_path(tmp_path):
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(FileError, match=r"log\.jsonl: could not be written"):
+        run_folder.append_to_log(str(tmp_path), {"epoch": 1})
+
+
+def test_the_log_is_json_even_when_the_loss_is_not_a_number(tmp_path):
+    run_folder.append_to_log(str(tmp_path), {"epoch": 1, "loss": float("nan"), "lr": 0.5})
+    assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 1, "loss": null, "lr": 0.5}\n'
+
+
+def test_the_log_forgets_later_epochs_and_a_line_that_a_crash_cut_off(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n{"epo')
+    run_folder.cut_log(str(tmp_path), 2)
+    assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 1}\n{"epoch": 2}\n'
 
 
 def test_where_there_are_no_links_the_second_file_is_a_copy(tmp_path, monkeypatch):

@@ -123,6 +123,44 @@ def test_a_model_that_does_not_fit_the_data_is_refused_with_its_own_reason(capsy
     assert "channels" in said
 
 
+OWN = """
+from torch import nn
+
+class Idle(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.used, self.idle = nn.Linear(3072, num_classes), nn.Linear(2, 2)
+    def forward(self, x):
+        return self.used(x.flatten(1))
+
+def idle(num_classes):
+    return Idle(num_classes)
+
+def synchronised(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes), nn.SyncBatchNorm(num_classes))
+
+def frozen(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes)).requires_grad_(False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("idle", "parameter idle.weight has no part in the output"),
+        ("synchronised", "the last batch of 1 leaves one of 2 ranks without a sample"),
+        ("frozen", "has no parameters to train"),
+    ],
+)
+def test_models_that_ddp_would_stumble_over_are_refused(tmp_path, capsys, monkeypatch, name, said):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "own.py").write_text(OWN)
+    arguments = ["--data", "fake:9", "--batch-size", "4", "--model", f"{tmp_path}/own.py:{name}"]
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_model_with_fewer_outputs_than_classes_is_refused(capsys):
     model = "torchvision:squeezenet1_1(num_classes=3)"
     assert main(["--data", "fake:8", "--batch-size", "8", "--model", model]) == 2

@@ -161,6 +161,11 @@ def test_a_folder_with_one_level_of_classes_is_divided_for_training_and_whole_fo
     assert labels(data.load_test(DataConfig(data=f"folder:{tmp_path}")).test) == [0] * 10 + [1] * 5
 
 
+def test_a_folder_with_a_test_part_alone_can_be_evaluated(tmp_path):
+    make_folder(tmp_path / "test", {"cat": 2, "dog": 1})
+    assert labels(data.load_test(DataConfig(data=f"folder:{tmp_path}")).test) == [0, 0, 1]
+
+
 def test_pictures_are_read_as_rgb_and_normalised_as_torchvision_does(tmp_path):
     from torchvision import transforms
 

@@ -211,6 +211,58 @@ def test_a_rank_that_only_echoes_waits_for_the_one_that_speaks(monkeypatch, erro
     assert bool(slept) == waits
 
 
+def test_ranks_that_do_not_find_each_other_say_so(monkeypatch, tmp_path, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert main.main([*TINY, "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 0 did not find the others: ")
+    assert "MASTER_PORT" in said
+    assert said.count("\n") == 1
+
+
+# ---- what must not matter ------------------------------------------------------------------------------
+
+OWN_DATA = """
+import random, torch
+from torch.utils.data import Dataset
+
+class Augmented(Dataset):
+    classes = list("ab")
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return torch.rand(1, 8, 8) + random.random(), index % 2
+
+def pair():
+    return Augmented(), Augmented()
+"""
+
+
+def test_worker_processes_change_nothing(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    saved = []
+    for workers in ("0", "2"):
+        out = tmp_path / workers
+        flags = ["--epochs", "2", "--batch-size", "4", "--workers", workers, "--out", str(out)]
+        assert main.main(["--data", f"{tmp_path}/own.py:pair", *flags]) == 0
+        saved.append(torch.load(out / "last.pt", weights_only=True)["model"])
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+def test_deterministic_sets_what_torch_asks_for(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(main, "train", lambda job: None)
+    try:
+        assert main.main([*TINY, "--deterministic", "--out", str(tmp_path)]) == 0
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
 # ---- places --------------------------------------------------------------------------------------------
 
 

@@ -192,16 +192,6 @@ def test_a_resume_from_elsewhere_does_not_overwrite_the_run_in_the_folder(run_ra
     assert (tmp_path / "b" / "last.pt").read_bytes() == before
 
 
-def test_a_run_that_goes_back_keeps_the_checkpoints_it_writes_last(run_ranks, tmp_path):
-    run_ranks(1, run, str(tmp_path), {"keep": 2, "epochs": 2})
-    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-000007.pt", "step-000008.pt"]
-    os.replace(tmp_path / "step-000007.pt", tmp_path / "early.pt")
-    state = torch.load(tmp_path / "early.pt", weights_only=True)
-    run_ranks(1, run, str(tmp_path), {"resume": str(tmp_path / "early.pt"), "keep": 1, "epochs": 2})
-    assert [p.name for p in tmp_path.glob("step-*")] == ["step-000008.pt"]
-    assert state["progress"]["global_step"] == 7
-
-
 def test_a_damaged_checkpoint_stops_every_rank_with_exit_code_3(run_ranks, tmp_path):
     (tmp_path / "cut.pt").write_bytes(b"PK\3\4 and no more")
     first, second = run_ranks(2, run, str(tmp_path / "on"), {"resume": str(tmp_path / "cut.pt")})

@@ -59,12 +59,11 @@ def _try_training(name: str, data: Data, model: nn.Module, plan: Plan, world_siz
         if smallest == 1 and _takes_two(data, model):
             raise _batch_of_one(name, plan, world_size) from error
         raise _unfit(name, data, error) from error
-    idle = [
-        n for n, parameter in copied.named_parameters() if parameter.requires_grad and parameter.grad is None
-    ]
+    idle = [n for n, p in copied.named_parameters() if p.requires_grad and p.grad is None]
     if idle:
         raise UsageFault(
-            f"--model {name}: its parameter {idle[0]} has no part in its output, and DDP waits for it"
+            f"--model {name}: parameter {idle[0]} has no part in the output, and DDP waits for its gradient",
+            hint="give it requires_grad=False, or take it out",
         )
     return outputs
 

@@ -77,11 +77,13 @@ def write(state: dict[str, Any], folder: str, names: list[str]) -> None:
 def append_to_log(folder: str, entry: dict[str, Any]) -> None:
     """One JSON object in a line; numbers that JSON does not have become null. Raises FileError."""
     path = os.path.join(folder, LOG)
-    lost = {
-        key: None for key, value in entry.items() if isinstance(value, float) and not math.isfinite(value)
-    }
+    known = {key: value if _is_finite(value) else None for key, value in entry.items()}
     with _failing_in_words(path), open(path, "a") as file:
-        file.write(json.dumps(entry | lost) + "\n")
+        file.write(json.dumps(known) + "\n")
+
+
+def _is_finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def cut_log(folder: str, epoch: int) -> None:

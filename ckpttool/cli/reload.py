@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import Console, printable
+from .console import Console, printable, show_names
 
 if TYPE_CHECKING:
     from ..reload import Reloaded
@@ -23,7 +23,7 @@ class Shape(click.ParamType):  # type: ignore[type-arg]
         if isinstance(value, tuple):
             return value
         parts = value.split(",")
-        if not all(part.strip().isdigit() for part in parts):
+        if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
             self.fail(f"'{value}' is not a shape such as 1,3,32,32", param, ctx)
         return tuple(int(part) for part in parts)
 
@@ -89,15 +89,17 @@ def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
     """The shape of what the model makes of zeros."""
     import torch
 
-    from ..errors import CkptToolError
+    from ..errors import CheckFailed
 
     model.eval()
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     try:
         with torch.inference_mode():
-            out = model(torch.zeros(shape))
+            out = model(torch.zeros(shape, dtype=dtype))
     except Exception as error:
-        raise CkptToolError(
-            f"{spec}: the forward pass failed on zeros of shape {list(shape)}: {str(error).splitlines()[0]}",
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckFailed(
+            f"{spec}: the forward pass failed on zeros of shape {list(shape)}: {reason}",
             hint="the state loads; check --input-shape (batch first)",
         ) from error
     return list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
@@ -117,5 +119,5 @@ def _line(
         f"in one process ({printable(loaded.path)}, {seconds:.2f} s)"
     )
     if loaded.added:
-        console.note(f"counters that the file lacks, set to 0: {len(loaded.added)} num_batches_tracked")
+        console.note(f"kept as the model has them, as the file lacks them: {show_names(loaded.added)}")
     return line + (f"\nforward pass: {list(given)} -> {made}" if given else "")
