@@ -24,7 +24,7 @@ class Archive:
     def __init__(self, source: Source, place: ByteRange | None = None) -> None:
         """Reads the directory of a file, or of the archive that is one stretch of it."""
         self.source = source
-        self.records = read_directory(place or ByteRange(source, 0, source.size))
+        self.records = read_directory(source, place)
         self.root = _root(source, self.records)
         self.byteorder = self._byteorder()
         self.inflated = Inflated(source)

@@ -14,7 +14,7 @@ import struct
 from typing import NamedTuple, NoReturn
 
 from ..errors import Damaged, Unsupported
-from ..tensor import ByteRange
+from ..tensor import ByteRange, Source
 from .zip_archive import (
     CENTRAL,
     CENTRAL_SIGNATURE,
@@ -69,13 +69,17 @@ class _Entry(NamedTuple):
     size: int
 
 
-def read_directory(place: ByteRange) -> dict[str, Record]:
-    """Every record by name, of the zip that is this stretch of a file.
+def read_directory(source: Source, place: ByteRange | None = None) -> dict[str, Record]:
+    """Every record of a zip by name.
+
+    Args:
+        place: the stretch of the file that is the zip; all of it when None.
 
     Raises:
         Damaged: truncated, inconsistent or ambiguous.
         Unsupported: encrypted, or split into volumes.
     """
+    place = place or ByteRange(source, 0, source.size)
     count, size, offset = _find_directory(place)
     entries = _central(place, count, place.part(offset, size).read())
     return _local(place, sorted(entries), offset)
