@@ -17,9 +17,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .checkpoint import contents, named_values
-from .errors import Damaged
-from .inert import LEAVES, MAX_DEPTH, Global, OrderedDict_, Record, TooDeep, checked_key, children
+from .checkpoint import TooManyNames, contents, dotted, named_values
+from .errors import Damaged, Refused
+from .inert import (
+    LEAVES,
+    MAX_DEPTH,
+    Global,
+    OrderedDict_,
+    Record,
+    TooDeep,
+    checked_key,
+    children,
+    in_brief,
+    tensor_of,
+)
 from .tensor import DTYPES, STORAGE_DTYPES, DType, Storage, TensorRef, checked_tensor
 
 ENTRY = "ckpttool.full"
@@ -37,6 +48,14 @@ class BadJson(ValueError):
     """The JSON is not what `encode` writes."""
 
 
+class Unholdable(ValueError):
+    """A value that has no form in JSON. `name`: its dotted path; `what`: its type."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"'{name}', a {what}")
+        self.name, self.what = name, what
+
+
 @dataclass(frozen=True, slots=True)
 class Flat:
     """A tree taken apart: tensors by name, and the text that puts them together again."""
@@ -52,13 +71,15 @@ def encode(tree: object, protocol: int = 2) -> Flat:
         protocol: of the pickle it was read from, kept for the way back.
 
     Raises:
-        TooDeep: nested deeper than MAX_DEPTH.
+        TooDeep: nested deeper than MAX_DEPTH, or than Python can follow.
+        Unholdable: a value that no pickle holds.
     """
     encoder = _Encoder(tree)
-    node = encoder.node(tree, ())
-    text = json.dumps(
-        {"version": VERSION, "protocol": protocol, "tree": node}, ensure_ascii=False, separators=(",", ":")
-    )
+    try:
+        document = {"version": VERSION, "protocol": protocol, "tree": encoder.node(tree, ())}
+        text = json.dumps(document, ensure_ascii=False, separators=(",", ":"))
+    except RecursionError:
+        raise TooDeep from None
     return Flat(encoder.tensors, text)
 
 
@@ -73,7 +94,7 @@ def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
         version, protocol, tree = (document[key] for key in ("version", "protocol", "tree"))
     except (ValueError, LookupError, TypeError, RecursionError):
         raise BadJson("is not JSON of the form {version, protocol, tree}") from None
-    if protocol not in range(6):
+    if type(protocol) is not int or protocol not in range(6):
         raise BadJson("names no pickle protocol")
     if version != VERSION:
         raise BadJson(f"has version {str(version)[:20]} of the layout, not {VERSION}")
@@ -81,8 +102,22 @@ def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
         return _Decoder(tensors).value(tree), protocol
     except BadJson:
         raise
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise BadJson(f"is malformed ({type(error).__name__})") from None
+
+
+def encode_entry(path: str, tree: object, protocol: int) -> Flat:
+    """The same as `encode` for a file. Raises Refused."""
+    try:
+        return encode(tree, protocol)
+    except TooDeep:
+        raise Refused(path, "its contents are nested too deeply to be written") from None
+    except TooManyNames:
+        raise Refused(path, "its names are too long to be written") from None
+    except Unholdable as fault:
+        raise Refused(
+            path, f"JSON can't hold {fault}", hint=f"leave it out, or what it is in: --drop {fault.name}"
+        ) from None
 
 
 def decode_entry(path: str, state: Mapping[str, object], text: str) -> tuple[object, int]:
@@ -93,13 +128,20 @@ def decode_entry(path: str, state: Mapping[str, object], text: str) -> tuple[obj
         raise Damaged(path, f"its entry '{ENTRY}' {fault}") from None
 
 
+def _is_shared_by_identity(value: object) -> bool:
+    """Whether it matters that a value in two places is one value: not for what can't change."""
+    return isinstance(value, TensorRef | bytearray) or not (
+        isinstance(value, LEAVES) or value == () or value == frozenset()
+    )
+
+
 def _references(tree: object) -> Counter[int]:
-    """How often each container stands in the tree, by id."""
+    """How often each value that can be shared stands in the tree, by id."""
     counts: Counter[int] = Counter()
     stack = [tree]
     while stack:
         value = stack.pop()
-        if not isinstance(value, LEAVES):
+        if _is_shared_by_identity(value):
             counts[id(value)] += 1
             if counts[id(value)] == 1:
                 stack.extend(children(value))
@@ -110,11 +152,14 @@ class _Encoder:
     def __init__(self, tree: object) -> None:
         self.tensors: dict[str, TensorRef] = {}
         self.counts = _references(tree)
-        self.numbers: dict[int, int] = {}  # containers that stand in several places, by id
+        self.numbers: dict[int, int] = {}  # what others may refer to, by id
+        self.referred: set[int] = set()
+        self.unfinished = 0  # tuples that are being taken apart, and may stand inside themselves
         self.owners: dict[int, tuple[str, TensorRef]] = {}  # what holds a storage's bytes, by its id
         for path, value in named_values(tree, contents, MAX_NAMES):
-            if isinstance(value, TensorRef) and id(value.storage) not in self.owners and _is_whole(value):
-                self.own(path, value)
+            tensor = tensor_of(value)
+            if tensor is not None and id(tensor.storage) not in self.owners and _is_whole(tensor):
+                self.own(path, tensor)
         self.level = 0
 
     def own(self, path: tuple[str, ...], tensor: TensorRef) -> tuple[str, TensorRef]:
@@ -128,37 +173,59 @@ class _Encoder:
         return name, tensor
 
     def node(self, value: object, path: tuple[str, ...]) -> object:
+        if self.level == MAX_DEPTH:
+            raise TooDeep
+        self.level += 1
+        made = self.maybe_shared(value, path)
+        self.level -= 1
+        return made
+
+    def maybe_shared(self, value: object, path: tuple[str, ...]) -> object:
+        """A value that stands in several places: whole in the first of them, a reference in the others."""
+        if id(value) in self.numbers:
+            self.referred.add(self.numbers[id(value)])
+            return ["ref", self.numbers[id(value)]]
+        several = self.counts[id(value)] > 1
+        if isinstance(value, dict | list | Record) and (several or self.unfinished):
+            number = self.number(value)  # before what is in it, which may refer to it
+            node = self.plain(value, path)
+            return ["def", number, node] if several or number in self.referred else node
+        if not several:
+            return self.plain(value, path)
+        self.unfinished += 1
+        node = self.plain(value, path)
+        self.unfinished -= 1
+        if id(value) in self.numbers:  # a tuple that a list inside it holds: it was made there
+            return ["after", node, ["ref", self.numbers[id(value)]]]
+        return ["def", self.number(value), node]
+
+    def number(self, value: object) -> int:
+        self.numbers[id(value)] = len(self.numbers)
+        return self.numbers[id(value)]
+
+    def plain(self, value: object, path: tuple[str, ...]) -> object:
         if isinstance(value, TensorRef):
             return self.tensor(value, path)
         if isinstance(value, Storage):
             name, _ = self.owner(value, path)
-            return ["storage", name, value.kind, value.location]
-        if isinstance(value, LEAVES):
-            return _leaf(value)
-        if id(value) in self.numbers:
-            return ["ref", self.numbers[id(value)]]
-        if self.counts[id(value)] == 1:
-            return self.container(value, path)
-        self.numbers[id(value)] = number = len(self.numbers)
-        return ["def", number, self.container(value, path)]
-
-    def container(self, value: object, path: tuple[str, ...]) -> object:
-        if self.level == MAX_DEPTH:
-            raise TooDeep
-        self.level += 1
+            return ["storage", name, value.kind, _text(value.location)]
         if isinstance(value, OrderedDict_):
-            attributes = [] if value.attributes is None else [self.node(value.attributes, path)]
-            node: object = ["ordered", self.items(value, path), *attributes]
-        elif isinstance(value, dict):
-            node = self.items(value, path)
-        elif isinstance(value, Record):
-            node = ["record", self.record(value, path)]
-        else:
-            assert isinstance(value, list | tuple | set | frozenset)
-            items = [self.node(item, (*path, str(i))) for i, item in enumerate(value)]
-            node = [type(value).__name__, *items]
-        self.level -= 1
-        return node
+            items = self.items(value, path)  # before the attributes: a reader meets them so
+            return [
+                "ordered",
+                items,
+                *([] if value.attributes is None else [self.node(value.attributes, path)]),
+            ]
+        if isinstance(value, dict):
+            return self.items(value, path)
+        if isinstance(value, Record):
+            return ["record", self.record(value, path)]
+        if isinstance(value, list | tuple | set | frozenset):
+            return [
+                type(value).__name__,
+                *(self.node(item, (*path, str(i))) for i, item in enumerate(value)),
+            ]
+        return _leaf(value, path)
 
     def items(self, value: dict[Any, Any], path: tuple[str, ...]) -> object:
         if all(isinstance(key, str) and _is_text(key) for key in value):
@@ -166,7 +233,7 @@ class _Encoder:
         return ["dict", *self.pairs(value.items(), path)]
 
     def pairs(self, items: Iterable[tuple[object, object]], path: tuple[str, ...]) -> list[object]:
-        return [[self.node(key, path), self.node(item, (*path, str(key)))] for key, item in items]
+        return [[self.node(key, path), self.node(item, (*path, in_brief(key)))] for key, item in items]
 
     def record(self, value: Record, path: tuple[str, ...]) -> object:
         node: dict[str, object] = {
@@ -186,19 +253,22 @@ class _Encoder:
 
     def tensor(self, value: TensorRef, path: tuple[str, ...]) -> object:
         """A tensor by name; one that does not hold its storage's bytes, as a view of the one that does."""
-        name, owner = self.owner(value.storage, path)
+        name, owner = self.owner(value.storage, path, value.dtype)
         options: dict[str, object] = {}
-        if _layout(value) != _layout(owner):
+        whole = TensorRef.contiguous(owner.storage, owner.dtype, owner.shape)  # as a reader finds it
+        if _layout(value) != _layout(whole):
             options["view"] = [value.dtype.name, value.offset, value.shape, value.stride]
         options |= {flag: True for flag in ("requires_grad", "conj", "neg") if getattr(value, flag)}
         if value.storage.location != "cpu" or value.storage.kind != usual_kind(owner.dtype):
-            options["storage"] = [value.storage.kind, value.storage.location]
+            options["storage"] = [value.storage.kind, _text(value.storage.location)]
         return ["tensor", name, options] if options else ["tensor", name]
 
-    def owner(self, storage: Storage, path: tuple[str, ...]) -> tuple[str, TensorRef]:
+    def owner(
+        self, storage: Storage, path: tuple[str, ...], dtype: DType | None = None
+    ) -> tuple[str, TensorRef]:
         """The tensor that holds a storage's bytes: a flat one of its own where no tensor is all of it."""
         if id(storage) not in self.owners:
-            return self.own((*path, "storage"), flat(storage))
+            return self.own((*path, "storage"), flat(storage, dtype))
         return self.owners[id(storage)]
 
 
@@ -212,11 +282,17 @@ def _is_whole(tensor: TensorRef) -> bool:
     )
 
 
-def flat(storage: Storage) -> TensorRef:
-    """All elements of a storage, in a type that safetensors has: complex ones as pairs."""
-    dtype = STORAGE_DTYPES.get(storage.kind, DTYPES["uint8"])
+def flat(storage: Storage, dtype: DType | None = None) -> TensorRef:
+    """All elements of a storage, in a type that safetensors has: complex ones as pairs.
+
+    Args:
+        dtype: of a tensor that looks at it, for storages that have no type of their own.
+    """
+    dtype = STORAGE_DTYPES.get(storage.kind, dtype or DTYPES["uint8"])
     pairs = {"complex128": DTYPES["float64"], "complex32": DTYPES["float16"]}
-    dtype = pairs.get(dtype.name, dtype if dtype.safetensors else DTYPES["uint8"])
+    dtype = pairs.get(dtype.name, dtype)
+    if dtype.safetensors is None or storage.nbytes % dtype.itemsize:
+        dtype = DTYPES["uint8"]
     return TensorRef(storage, dtype, (storage.nbytes // dtype.itemsize,), (1,))
 
 
@@ -232,20 +308,26 @@ def _is_text(value: str) -> bool:
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
-def _leaf(value: object) -> object:
+def _text(value: str) -> object:
+    """Text as JSON has it; text that is not Unicode (lone surrogates) with a tag."""
+    return value if _is_text(value) else ["str", _base64(value.encode("utf-8", "surrogatepass"))]
+
+
+def _leaf(value: object, path: tuple[str, ...]) -> object:
     """A scalar: as JSON has it, or with a tag."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return value if _is_text(value) else ["str", _base64(value.encode("utf-8", "surrogatepass"))]
+        return _text(value)
     if isinstance(value, int):
         return value if abs(value) < SAFE_INTEGER else ["int", hex(value)]
     if isinstance(value, float):
         return value if math.isfinite(value) else ["float", struct.pack(">d", value).hex()]
     if isinstance(value, bytes | bytearray):
         return [type(value).__name__, _base64(bytes(value))]
-    assert isinstance(value, Global)
-    return ["global", value.module, value.name]
+    if isinstance(value, Global):
+        return ["global", _text(value.module), _text(value.name)]
+    raise Unholdable(dotted(path), type(value).__name__)
 
 
 def _base64(raw: bytes) -> str:
@@ -268,10 +350,16 @@ class _Decoder:
             return DECODERS[tag](self, *rest)
         return node
 
+    def text(self, node: Any) -> str:
+        found = self.value(node)
+        if not isinstance(found, str):
+            raise BadJson("names something by what is no text")
+        return found
+
     def define(self, number: int, node: Any) -> Any:
         """A container that others refer to: entered before its contents, which may refer to it."""
         empty = self.empty(node)
-        if empty is None:  # immutable: nothing inside it can refer to it
+        if empty is None:  # immutable: what is in it can't refer to it
             self.shared[number] = self.value(node)
         else:
             self.shared[number] = empty
@@ -321,13 +409,14 @@ class _Decoder:
         new.items = [(self.value(key), self.value(item)) for key, item in node.get("items", ())]
         return new
 
-    def storage(self, name: str, kind: str | None = None, location: str = "cpu") -> Storage:
+    def storage(self, name: str, kind: str | None = None, location: Any = "cpu") -> Storage:
         if name not in self.storages:
-            base = self.tensors[name]
+            base, where = self.tensors[name], self.text(location)
             kind = kind or usual_kind(base.dtype)
-            if not isinstance(kind, str) or not isinstance(location, str):
+            itemsize = STORAGE_DTYPES[kind].itemsize if kind != "UntypedStorage" else 1
+            if base.nbytes % itemsize:
                 raise BadJson(f"has a malformed storage for '{name}'")
-            self.storages[name] = Storage(base.storage.data, kind, location)
+            self.storages[name] = Storage(base.storage.data, kind, where)
         return self.storages[name]
 
     def tensor(self, name: str, options: Mapping[str, Any] | None = None) -> TensorRef:
@@ -346,6 +435,7 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "storage": _Decoder.storage,
     "def": _Decoder.define,
     "ref": lambda self, number: self.shared[number],
+    "after": lambda self, first, then: (self.value(first), self.value(then))[1],
     "dict": lambda self, *pairs: self.fill_dict({}, ["dict", *pairs]),
     "ordered": lambda self, *rest: self.fill_ordered(OrderedDict_(), *rest),
     "record": lambda self, node: self.fill_record(Record("reduce", None), node),
@@ -358,5 +448,5 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "float": lambda self, raw: struct.unpack(">d", bytes.fromhex(raw))[0],
     "bytes": lambda self, raw: base64.b64decode(raw),
     "bytearray": lambda self, raw: bytearray(base64.b64decode(raw)),
-    "global": lambda self, module, name: Global(module, name),
+    "global": lambda self, module, name: Global(self.text(module), self.text(name)),
 }

@@ -16,7 +16,7 @@ from .. import full
 from ..checkpoint import Checkpoint
 from ..elements import stream
 from ..errors import Damaged, Refused, Unsupported
-from ..inert import OrderedDict_, TooDeep
+from ..inert import OrderedDict_
 from ..tensor import DTYPES, MAX_BYTES, ByteRange, Source, Storage, TensorRef, extent, is_count
 from ..transfer import Output
 from .in_place import surviving_header
@@ -155,10 +155,7 @@ def write_full(checkpoint: Checkpoint, out: Output) -> None:
     Raises:
         Refused: nested too deeply, or a header of more than 100 MB.
     """
-    try:
-        flat = full.encode(checkpoint.tree, checkpoint.protocol)
-    except TooDeep:
-        raise Refused(checkpoint.path, "its contents are nested too deeply to be written") from None
+    flat = full.encode_entry(checkpoint.path, checkpoint.tree, checkpoint.protocol)
     write(checkpoint.path, flat.tensors, {**checkpoint.metadata, full.ENTRY: flat.text}, out)
 
 
