@@ -13,10 +13,12 @@ class Run:
 
     Attributes:
         seconds: by the wall clock.
+        cpu: seconds of processor; fewer than `seconds` where it waited, for a disk or a busy machine.
         peak: largest resident memory in bytes, pages of mapped files included.
     """
 
     seconds: float
+    cpu: float
     peak: int
 
 

@@ -50,7 +50,7 @@ def timed(command: Sequence[str | Path]) -> Run:
             raise
         if not answer or int(answer[0]) != 0:
             raise CommandFailed(_reason(command, int(answer[0]) if answer else None, errors.fileno()))
-    return Run(seconds=float(answer[1]), peak=int(answer[2]) * PEAK_UNIT)
+    return Run(seconds=float(answer[1]), cpu=float(answer[2]), peak=int(answer[3]) * PEAK_UNIT)
 
 
 @functools.cache

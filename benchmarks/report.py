@@ -38,7 +38,7 @@ def _title(case: Case, results: Results) -> str:
 def _header(case: Case) -> Row:
     against = case.ways[0].name
     compared = f"× {against}" if case.as_ratio else "beyond"
-    return ("way", "seconds", "min–max", compared, "memory")
+    return ("way", "seconds", "min–max", "cpu", compared, "memory")
 
 
 def _rows(case: Case, results: Results) -> list[Row]:
@@ -47,20 +47,26 @@ def _rows(case: Case, results: Results) -> list[Row]:
     for way in case.ways:
         runs = results[way.name]
         if case.as_ratio:
-            compared = f"{ratio(results, way.name, first):.2f}"
+            compared = _three_digits(ratio(results, way.name, first))
         else:
             compared = f"{beyond(results, way.name, first):.3f}"
-        seconds, spread = _seconds(runs)
-        rows.append((way.name, seconds, spread, compared, _memory(peak(results, way.name))))
+        memory = _memory(peak(results, way.name))
+        rows.append((way.name, *_seconds(runs), compared, memory))
     return rows
 
 
-def _seconds(runs: Sequence[Run]) -> tuple[str, str]:
-    """The median, and the fastest and slowest, in the digits that a median of that size deserves."""
-    all_seconds = [run.seconds for run in runs]
-    digits = 3 if median(all_seconds) < 1 else 2
-    low, high = min(all_seconds), max(all_seconds)
-    return f"{median(all_seconds):.{digits}f}", f"{low:.{digits}f}–{high:.{digits}f}"
+def _seconds(runs: Sequence[Run]) -> Row:
+    """The median, the fastest and the slowest, and the median of processor time."""
+    walls = [run.seconds for run in runs]
+    middle, low, high = median(walls), min(walls), max(walls)
+    digits = 3 if middle < 1 else 2
+    cpu = median(run.cpu for run in runs)
+    return (f"{middle:.{digits}f}", f"{low:.{digits}f}–{high:.{digits}f}", f"{cpu:.{digits}f}")
+
+
+def _three_digits(number: float) -> str:
+    digits = 2 if number < 10 else 1 if number < 100 else 0
+    return f"{number:.{digits}f}"
 
 
 def _memory(count: int) -> str:
@@ -92,7 +98,7 @@ def _columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _ruled(lines: list[str]) -> list[str]:
-    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+    return [lines[0].rstrip(), "-" * len(lines[0]), *lines[1:]]
 
 
 def _piped(rows: Sequence[Row]) -> list[str]:

@@ -5,49 +5,35 @@
     with ckpttool.open("last.pt") as checkpoint:        # no torch, nothing executed, nothing loaded
         state = checkpoint.state()                      # names, dtypes, shapes
         print(state.where, len(state.tensors))
+        tensors = state.load()                          # torch tensors, mapped from the file
     ckpttool.reload("last.pt", model)                   # strictly, into a plain torch module
 
-The public names are loaded when they are first used, so that `import ckpttool` costs nothing.
+A change makes a new checkpoint, whose tensors still lie in the old file until it is saved:
+
+    with ckpttool.open("last.pt") as checkpoint:
+        plain, renaming = ckpttool.strip_prefix(checkpoint)
+        ckpttool.save(plain, "model.safetensors")
+
+Importing this package imports neither torch nor numpy; what needs them does so when it is called.
 """
-
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoint as Checkpoint
-    from .checkpoint import State as State
-    from .errors import CkptToolError as CkptToolError
-    from .formats import open as open
-    from .formats import save as save
-    from .keys import add_prefix as add_prefix
-    from .keys import strip_prefix as strip_prefix
-    from .reload import reload as reload
-    from .tensor import TensorRef as TensorRef
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Checkpoint": "checkpoint",
-    "CkptToolError": "errors",
-    "State": "checkpoint",
-    "TensorRef": "tensor",
-    "add_prefix": "keys",
-    "open": "formats",
-    "reload": "reload",
-    "save": "formats",
-    "strip_prefix": "keys",
-}
-
-__all__ = [*_HOMES, "__version__"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'ckpttool' has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+from .checkpoint import Checkpoint as Checkpoint
+from .checkpoint import State as State
+from .digest import digest as digest
+from .errors import CkptToolError as CkptToolError
+from .formats import open as open
+from .formats import save as save
+from .keys import add_prefix as add_prefix
+from .keys import rename_keys as rename_keys
+from .keys import strip_prefix as strip_prefix
+from .reload import reload as reload
+from .tensor import TensorRef as TensorRef
+from .transforms import cast as cast
+from .transforms import drop as drop
+from .transforms import join_complex as join_complex
+from .transforms import select as select
+from .transforms import slim as slim
+from .transforms import split_complex as split_complex
+from .verify import verify as verify

@@ -6,11 +6,15 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from .errors import Damaged, NoState, Unsupported
 from .inert import LEAVES, MAX_DEPTH, OrderedDict_, Record, in_brief, rebuild, tensor_of
 from .modules import BadModules, inside, is_module, named
 from .tensor import Source, Storage, TensorRef
+
+if TYPE_CHECKING:
+    import torch
 
 # Where checkpoints keep the model's state, the likelier first. Copies that an average keeps come last: they
 # are asked for by name.
@@ -67,6 +71,19 @@ class State:
     def where(self) -> str:
         """The dotted path, `""` when the file itself is the state."""
         return dotted(self.path)
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """The tensors as torch tensors on the CPU, mapped from the file: nothing is read until it is used.
+
+        Writing to them changes memory, never the file. Names that share memory in the file share it here.
+        Imports torch.
+
+        Raises:
+            Unsupported: an element type that this torch does not have.
+        """
+        from .live import live_tensors
+
+        return live_tensors(self.tensors)
 
     @property
     def anchor(self) -> object:

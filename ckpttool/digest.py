@@ -10,11 +10,14 @@ import hashlib
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from .elements import stream
 from .tensor import ByteRange, TensorRef
 from .transfer import Progress
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 VERSION = b"ckpttool digest 1\n"
 PIECE = 16 << 20
@@ -51,6 +54,8 @@ def tensor_digests(
 
     Pieces are hashed on all cores, some tensors ahead of the one that is waited for.
     """
+    from concurrent.futures import ThreadPoolExecutor  # 10 ms that no other command should pay
+
     ahead: deque[tuple[str, list[Future[bytes]]]] = deque()
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for name in sorted(tensors, key=lambda name: name.encode("utf-8", "surrogatepass")):
@@ -103,6 +108,8 @@ def _computed_pieces(name: str, tensor: TensorRef) -> Iterator[Future[bytes]]:
 
 
 def _done(value: bytes) -> Future[bytes]:
+    from concurrent.futures import Future
+
     future: Future[bytes] = Future()
     future.set_result(value)
     return future

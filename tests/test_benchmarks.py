@@ -129,8 +129,8 @@ def test_without_a_large_enough_tmpfs_a_temporary_folder_is_taken_and_said():
 def test_ratios_are_taken_within_a_round():
     # The second round was three times slower for both, the third for neither.
     results = {
-        "cp": [Run(1.0, 0), Run(3.0, 0), Run(1.0, 0)],
-        "tool": [Run(1.1, 0), Run(3.3, 0), Run(1.2, 0)],
+        "cp": [Run(seconds, 0, 0) for seconds in (1.0, 3.0, 1.0)],
+        "tool": [Run(seconds, 0, 0) for seconds in (1.1, 3.3, 1.2)],
     }
     assert ratio(results, "tool", "cp") == pytest.approx(1.1)
     assert beyond(results, "tool", "cp") == pytest.approx(0.2)

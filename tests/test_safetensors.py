@@ -17,7 +17,7 @@ from crafting import safetensors_file
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, load_model, save_file, save_model
 
 import ckpttool
 from ckpttool import elements
@@ -29,10 +29,10 @@ from ckpttool.tensor import DTYPES
 F = torch.float32
 
 
-def converted(state: Mapping[str, Any], folder: Path) -> bytes:
+def converted(state: Mapping[str, Any], folder: Path, **given: Any) -> bytes:
     """What this library makes of a `.pt` file of these tensors."""
     torch.save(dict(state), folder / "in.pt")
-    ckpttool.save(ckpttool.open(folder / "in.pt"), folder / "out.safetensors", force=True)
+    ckpttool.save(ckpttool.open(folder / "in.pt"), folder / "out.safetensors", force=True, **given)
     return (folder / "out.safetensors").read_bytes()
 
 
@@ -152,7 +152,7 @@ def test_views_are_written_out_with_the_values_they_show(
 ) -> None:
     monkeypatch.setattr(elements, "CHUNK", chunk)
     state = {name: tensor.detach() for name, tensor in VIEWS[what].items()}
-    converted(state, tmp_path)
+    converted(state, tmp_path, keep_copies=True)
     loaded = load_file(tmp_path / "out.safetensors")
     assert loaded.keys() == state.keys()
     for name, tensor in state.items():
@@ -162,8 +162,32 @@ def test_views_are_written_out_with_the_values_they_show(
 
 def test_what_was_written_out_for_each_of_its_names_is_said(tmp_path: Path) -> None:
     torch.save(tied() | {"own": torch.ones(2)}, tmp_path / "in.pt")
-    saved = ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.safetensors")
-    assert saved.copied == ("head", "row", "flat", "turned")
+    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    saved = ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+    assert (saved.tied, saved.copied) == (("head",), ("row", "flat", "turned"))
+    saved = ckpttool.save(checkpoint, tmp_path / "copies.safetensors", keep_copies=True)
+    assert (saved.tied, saved.copied) == ((), ("head", "row", "flat", "turned"))
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
+        self.head.weight = self.embed.weight
+
+
+def test_a_tie_is_recorded_as_the_library_records_it_for_models(tmp_path: Path) -> None:
+    original, model = Tied(), Tied()
+    save_model(original, str(tmp_path / "oracle"))
+    assert converted(original.state_dict(), tmp_path) == (tmp_path / "oracle").read_bytes()
+    load_model(model, tmp_path / "out.safetensors")
+    assert torch.equal(model.head.weight, original.embed.weight)
+
+
+def test_a_tie_that_was_recorded_is_one_tensor_again(tmp_path: Path) -> None:
+    converted(Tied().state_dict(), tmp_path)
+    found = ckpttool.open(tmp_path / "out.safetensors").state().tensors
+    assert found["head.weight"].storage is found["embed.weight"].storage
 
 
 def test_parts_of_one_storage_that_do_not_overlap_are_no_copies(tmp_path: Path) -> None:

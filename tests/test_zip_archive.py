@@ -26,8 +26,9 @@ from ckpttool.tensor import ByteRange, Source
 from ckpttool.transfer import Output
 
 
-def source_of(path: Path) -> Source:
-    return Source(str(path), os.open(path, os.O_RDONLY))
+def place_of(path: Path) -> ByteRange:
+    source = Source(str(path), os.open(path, os.O_RDONLY))
+    return ByteRange(source, 0, source.size)
 
 
 def zipped(path: Path, records: dict[str, bytes], **given: Any) -> Path:
@@ -38,7 +39,7 @@ def zipped(path: Path, records: dict[str, bytes], **given: Any) -> Path:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {name: record.data.read() for name, record in read_directory(source_of(path)).items()}
+    return {name: record.data.read() for name, record in read_directory(place_of(path)).items()}
 
 
 RECORDS = {"r/data.pkl": b"pickle", "r/data/0": bytes(range(256)), "r/empty": b"", "r/ключ": b"unicode"}
@@ -98,7 +99,7 @@ def test_a_crc_of_0_means_that_none_was_computed(tmp_path: Path) -> None:
         torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
     finally:
         torch.serialization.set_crc32_options(old)
-    records = read_directory(source_of(tmp_path / "f.pt"))
+    records = read_directory(place_of(tmp_path / "f.pt"))
     assert records["f/data/0"].crc32 is None
 
 
@@ -161,7 +162,7 @@ def test_headers_that_disagree_or_lie_are_damaged(what: str, tmp_path: Path) -> 
         zipped(tmp_path / "z", {"r/data.pkl": b"pickle", "r/data/0": b"12345"}), signature, offset, raw
     )
     with pytest.raises(Damaged):
-        read_directory(source_of(path))
+        read_directory(place_of(path))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,7 @@ def test_zips_of_another_kind_are_unsupported(
         zipped(tmp_path / "z", {"r/data.pkl": b"pickle", "r/data/0": b"12345"}), signature, offset, raw
     )
     with pytest.raises(Unsupported, match=reason):
-        read_directory(source_of(path))
+        read_directory(place_of(path))
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -189,20 +190,20 @@ def test_a_record_that_stands_twice_is_damaged_whatever_the_case(again: str, tmp
         archive.writestr("r/data/0", b"1")
         archive.writestr(again, b"2")
     with pytest.raises(Damaged, match="twice"):
-        read_directory(source_of(tmp_path / "z"))
+        read_directory(place_of(tmp_path / "z"))
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "r/../../up", "r\\data", "r/..", ".."])
 def test_names_that_leave_the_archive_are_damaged(name: str, tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="leaves the archive"):
-        read_directory(source_of(zipped(tmp_path / "z", {name: b"1"})))
+        read_directory(place_of(zipped(tmp_path / "z", {name: b"1"})))
 
 
 def test_a_name_that_is_no_utf_8_is_damaged(tmp_path: Path) -> None:
     path = zipped(tmp_path / "z", {"r/aé": b"1"})
     path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xff"))
     with pytest.raises(Damaged, match="not UTF-8"):
-        read_directory(source_of(path))
+        read_directory(place_of(path))
 
 
 def test_records_that_overlap_are_damaged(tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_records_that_overlap_are_damaged(tmp_path: Path) -> None:
     data[second + 46 : second + 49] = b"r/A"  # in another name, or the names would clash before
     path.write_bytes(data)
     with pytest.raises(Damaged):
-        read_directory(source_of(path))
+        read_directory(place_of(path))
 
 
 def test_a_record_inside_another_is_damaged(tmp_path: Path) -> None:
@@ -226,12 +227,12 @@ def test_a_record_inside_another_is_damaged(tmp_path: Path) -> None:
     data[at + 42 : at + 46] = word(data.index(LOCAL, 4))
     path.write_bytes(data)
     with pytest.raises(Damaged, match="overlap"):
-        read_directory(source_of(path))
+        read_directory(place_of(path))
 
 
 def test_a_deflated_record_is_listed_with_its_compression(tmp_path: Path) -> None:
     path = zipped(tmp_path / "z", {"r/a": bytes(1000)}, compression=zipfile.ZIP_DEFLATED)
-    assert read_directory(source_of(path))["r/a"].compression == zipfile.ZIP_DEFLATED
+    assert read_directory(place_of(path))["r/a"].compression == zipfile.ZIP_DEFLATED
 
 
 @given(st.binary(min_size=1, max_size=8), st.integers(0, 500))
@@ -241,13 +242,13 @@ def test_a_zip_changed_anywhere_is_read_within_the_file_or_refused(noise: bytes,
         data = bytearray(path.read_bytes())
         data[where : where + len(noise)] = noise
         path.write_bytes(data)
-        source = source_of(path)
+        place = place_of(path)
         try:
-            records = read_directory(source)
+            records = read_directory(place)
         except (Damaged, Unsupported):
             return
         for record in records.values():
-            assert 0 <= record.data.offset <= record.data.offset + record.data.nbytes <= source.size
+            assert 0 <= record.data.offset <= record.data.offset + record.data.nbytes <= place.nbytes
 
 
 # Writing.
@@ -279,7 +280,7 @@ def test_what_is_written_is_whole_to_python_and_to_unzip(tmp_path: Path) -> None
 
 def test_every_payload_starts_on_64_bytes(tmp_path: Path) -> None:
     records = {"n" * length: b"x" * length for length in range(1, 130)}
-    found = read_directory(source_of(written(tmp_path / "z", records)))
+    found = read_directory(place_of(written(tmp_path / "z", records)))
     assert len(found) == len(records)
     assert {record.data.offset % 64 for record in found.values()} == {0}
 
@@ -293,12 +294,12 @@ def test_no_records_are_an_empty_zip(tmp_path: Path) -> None:
 def test_the_directory_of_more_than_65535_records_is_wide(tmp_path: Path) -> None:
     path = written(tmp_path / "z", {str(i): b"" for i in range(66_000)})
     assert len(zipfile.ZipFile(path).namelist()) == 66_000
-    assert len(read_directory(source_of(path))) == 66_000
+    assert len(read_directory(place_of(path))) == 66_000
 
 
 def test_a_range_is_copied_with_the_checksum_that_is_known_or_found(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(bytes(range(100)))
-    whole = ByteRange(source_of(tmp_path / "source"), 10, 50)
+    whole = place_of(tmp_path / "source").part(10, 50)
     with open(tmp_path / "z", "w+b") as file:
         archive = ZipWriter(Output(file), "r")
         archive.copy("known", whole, zlib.crc32(bytes(range(10, 60))))
@@ -320,7 +321,7 @@ def test_records_past_4_gib_are_written_and_read(tmp_path: Path) -> None:
         archive._finish("large", header, size, 0)
         archive.write("after", b"behind")
         archive.close()
-    records = read_directory(source_of(path))
+    records = read_directory(place_of(path))
     assert records["r/large"].data.nbytes == size
     assert records["r/after"].data.read() == b"behind"
     with zipfile.ZipFile(path) as theirs:

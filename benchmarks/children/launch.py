@@ -1,4 +1,4 @@
-"""Runs one command, times it, and prints `exit-status seconds peak` (as the kernel counts them) to stdout.
+"""Runs one command, times it, and prints `exit-status seconds cpu-seconds peak` to stdout.
 
     python -I -S launch.py COMMAND…
 
@@ -16,4 +16,4 @@ begin = time.perf_counter()
 child = os.posix_spawnp(command[0], command, os.environ, file_actions=to_nowhere)
 _, status, usage = os.wait4(child, 0)
 seconds = time.perf_counter() - begin
-print(os.waitstatus_to_exitcode(status), seconds, usage.ru_maxrss)
+print(os.waitstatus_to_exitcode(status), seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -14,7 +15,22 @@ from . import add_prefix, convert, digest, inspect, reload, rename_keys, slim, s
 from .console import fail
 
 
+class ReaderGone(Exception):
+    """Whoever read our output has stopped (`| head`)."""
+
+
+class Commands(click.Group):
+    """The group of all commands. click itself would take a broken pipe for success."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            raise ReaderGone from error
+
+
 @click.group(
+    cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 done; 1 differs, a check failed, nothing to do; 2 usage; 3 unreadable or refused.",
 )
@@ -44,14 +60,17 @@ def main() -> None:
 
 def _run(arguments: list[str]) -> int:
     try:
+        if not arguments:
+            group(["--help"], prog_name="ckpttool", standalone_mode=False)
+            return 2
         return group(arguments, prog_name="ckpttool", standalone_mode=False) or 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 130
-    except BrokenPipeError:
-        # The reader has gone (`| head`): what is left in the buffer must not be tried again at exit.
+    except ReaderGone:
+        # What is left in the buffer must not be tried again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:

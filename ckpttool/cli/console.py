@@ -111,10 +111,15 @@ def fail(error: BaseException, *, as_json: bool) -> int:
         if isinstance(error, Mismatch):
             body |= mismatch_fields(error)
         click.echo(to_json({"error": body}))
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {printable(message)}", err=True)
+    click.echo(f"{_coloured('error:', 'red')} {printable(message)}", err=True)
     if hint:
-        click.echo(f"{click.style('hint:', fg='cyan')} {printable(hint)}", err=True)
+        click.echo(f"{_coloured('hint:', 'cyan')} {printable(hint)}", err=True)
     return code
+
+
+def _coloured(word: str, colour: str) -> str:
+    """For terminals (click strips it elsewhere), unless https://no-color.org asks for none."""
+    return word if os.environ.get("NO_COLOR") else click.style(word, fg=colour, bold=True)
 
 
 def mismatch_fields(error: Mismatch) -> dict[str, object]:

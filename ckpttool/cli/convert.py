@@ -53,10 +53,11 @@ def command(
       ckpttool convert model.bin model.safetensors --dtype bf16
       ckpttool convert last.pt last.safetensors --full
     """
-    from .. import cast, transforms
+    from .. import transforms
+    from ..cast import target as cast_target
     from ..formats import sharding
 
-    target = cast.target(dtype) if dtype else None
+    target = cast_target(dtype) if dtype else None
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         outcome = Outcome(f"converted {checkpoint.format}")
