@@ -51,6 +51,8 @@ def read_torchscript(archive: Archive) -> Checkpoint:
     for name, value in state.items():
         if tensor_of(value) is None:
             raise _not_plain(archive, f"'{name}' is {_what(value)}, no plain tensor")
+    if not state and "constants/0" not in archive:
+        raise Unsupported(archive.source.path, "is a TorchScript archive without weights, code alone")
     if not state:
         raise _not_plain(
             archive, "weights have no names: it was frozen, which makes them constants of the code"
