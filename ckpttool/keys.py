@@ -54,15 +54,16 @@ class Renaming:
         """Old path of a module -> new path, as the keys below it tell; `""` is the root module.
 
         A key and its new name are compared from their ends, part by part: with `module.conv.weight` renamed
-        `conv.weight`, `module.conv` becomes `conv` and `module` the root. A module without keys goes where
-        the nearest one above it went.
+        `conv.weight`, `module.conv` becomes `conv` and `module` the root. Where the number of parts differs,
+        only as far as they are alike. A module without keys goes where the nearest one above it went.
         """
         paths: dict[str, str] = {}
         for key, new_key in self.names.items():
             old, new = _parent(key), _parent(new_key)
+            same_depth = key.count(".") == new_key.count(".")
             while old not in paths:
                 paths[old] = new
-                if not old or not new or _last(old) != _last(new):
+                if not old or not new or not (same_depth or _last(old) == _last(new)):
                     break
                 old, new = _parent(old), _parent(new)
 
@@ -124,13 +125,13 @@ def strip_names(
             name = short
         return short
 
-    return _checked(names, rule, prefix)
+    return _checked(names, rule, PREFIXES, prefix)
 
 
 def add_names(names: Iterable[str], prefix: str = "module.") -> Renaming:
     """Puts a prefix before every name: the inverse of `strip_names`."""
     _require(prefix)
-    return _checked(names, lambda name: prefix + name, prefix)
+    return _checked(names, lambda name: prefix + name, PREFIXES, prefix)
 
 
 def _require(prefix: str) -> None:
@@ -138,7 +139,23 @@ def _require(prefix: str) -> None:
         raise UsageFault("the prefix is empty", hint="name it, with its dot: --prefix module.")
 
 
-def _checked(names: Iterable[str], rule: Callable[[str], str], prefix: str) -> Renaming:
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What to do where two keys would get one name, or one would get none."""
+
+    same: str
+    none: str
+
+
+PREFIXES = Hints(
+    "the two differ in the prefix alone: keep them apart, or take one out first", "give a shorter --prefix"
+)
+MAPS = Hints(
+    "give a --map that keeps them apart, or take one out first", "give a --map that leaves something"
+)
+
+
+def _checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints, prefix: str = ".") -> Renaming:
     renamed: dict[str, str] = {}
     owners: dict[str, str] = {}
     for old in names:
@@ -146,10 +163,10 @@ def _checked(names: Iterable[str], rule: Callable[[str], str], prefix: str) -> R
         if new in owners:
             raise Collision(
                 f"'{owners[new]}' and '{old}' would both be named '{new}'",
-                hint="the two differ in the prefix alone: keep them apart, or take one out first",
+                hint=hints.same,
             )
         if not new:
-            raise Collision(f"'{old}' would be left without a name", hint="give a shorter --prefix")
+            raise Collision(f"'{old}' would be left without a name", hint=hints.none)
         if new.startswith(".") and new != old and not prefix.endswith("."):
             hint = f"with its dot: --prefix {prefix}."
             raise UsageFault(f"'{prefix}' leaves the dot of '{new}'", hint=hint)
@@ -176,8 +193,8 @@ def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Rena
                 name = expression.sub(replacement, name)
             return name
 
-        return _checked(names, rule, ".")
-    except (re.error, IndexError) as error:
+        return _checked(names, rule, MAPS)
+    except (re.error, IndexError, OverflowError, RecursionError) as error:
         raise UsageFault(f"--map: {error}", hint="for example: --map '^backbone\\.=model.'") from None
 
 

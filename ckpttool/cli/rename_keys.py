@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     multiple=True,
     required=True,
     metavar="REGEX=REPLACEMENT",
-    help="What to rename, as re.sub does; several are applied in order. The first = divides.",
+    help="What to rename, as re.sub does; several are applied in order.",
 )
 def command(rules: tuple[str, ...], **given: Any) -> None:
     """Rename keys by regular expressions.
@@ -44,7 +45,17 @@ def command(rules: tuple[str, ...], **given: Any) -> None:
 
 
 def _pair(rule: str) -> tuple[str, str]:
-    expression, equals, replacement = rule.partition("=")
-    if not equals or not expression:
-        raise click.BadParameter(f"'{rule}' is not REGEX=REPLACEMENT", param_hint="--map")
-    return expression, replacement
+    """A rule in two, at the first = before which a whole expression stands: `(?=a)b=c` has another one."""
+    for equals in re.finditer("=", rule):
+        expression, replacement = rule[: equals.start()], rule[equals.end() :]
+        if expression and _is_whole(expression):
+            return expression, replacement
+    raise click.BadParameter(f"'{rule}' is not REGEX=REPLACEMENT", param_hint="--map")
+
+
+def _is_whole(expression: str) -> bool:
+    try:
+        re.compile(expression)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return True
