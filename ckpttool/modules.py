@@ -27,6 +27,9 @@ PLAIN_CLASSES = {
     Global("torch.nn.parameter", "Parameter"),
 }
 
+COMPILED = Global("torch._dynamo.eval_frame", "OptimizedModule")
+"""torch.compile's wrapper is pickled as a call on the model inside."""
+
 SETS = {Global("__builtin__", "set"), Global("builtins", "set")}
 
 GROUPS = ("_parameters", "_buffers", "_modules")
@@ -53,6 +56,8 @@ def attributes(value: object) -> dict[object, object] | None:
     if not isinstance(value, Record):
         return None
     found = value.state
+    if value.callable == COMPILED and isinstance(value.args, tuple) and value.args:
+        found = {"_parameters": {}, "_buffers": {}, "_modules": {"_orig_mod": value.args[0]}}
     if value.callable in GRAPH_MODULES and isinstance(value.args, tuple) and value.args:
         found = value.args[0]
     if isinstance(found, dict) and all(isinstance(found.get(name), dict) for name in GROUPS):

@@ -97,9 +97,7 @@ def test_what_a_checkpoint_can_not_hold_is_named(tmp_path: Path) -> None:
 
 def test_a_frozen_model_has_no_state_and_is_named_so(tmp_path: Path) -> None:
     torch.jit.freeze(scripted().eval()).save(str(tmp_path / "frozen.pt"))
-    with pytest.raises(
-        Unsupported, match="TorchScript archive whose weights have no names: it was"
-    ) as refusal:
+    with pytest.raises(Unsupported, match="whose weights have no names: it was frozen") as refusal:
         ckpttool.open(tmp_path / "frozen.pt")
     assert "torch.jit.load" in str(refusal.value.hint)
 
