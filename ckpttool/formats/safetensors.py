@@ -19,13 +19,14 @@ from ..errors import Damaged, Refused, Unsupported
 from ..inert import OrderedDict_
 from ..tensor import DTYPES, MAX_BYTES, ByteRange, Source, Storage, TensorRef, extent, is_count
 from ..transfer import Output
-from .in_place import surviving_header
+from .in_place import MAX_HEADER, read_header
 from .strict_json import parse_object
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
-MAX_HEADER = 100_000_000
 METADATA = "__metadata__"
+RESERVED = ("format", full.ENTRY)
+"""Metadata with a meaning of its own, whatever tensors there are: never another name of a tensor."""
 
 # The order in which the library lays out types: widest first, and within a width as listed in its source.
 ORDER = (
@@ -48,16 +49,17 @@ def read(source: Source) -> Checkpoint:
         Damaged: a rule of the format is broken.
         Unsupported: an element type that torch does not have.
     """
-    raw = surviving_header(source)
-    size = int.from_bytes(source.read(0, 8), "little") if raw is None else len(raw) - 8
-    if size > MAX_HEADER or 8 + size > source.size:
-        raise Damaged(source.path, f"is cut short: its header should have {size} bytes")
-    header = _parse(source, source.read(8, size) if raw is None else raw[8:])
+    return described(source, read_header(source))
+
+
+def described(source: Source, raw: bytes) -> Checkpoint:
+    """What a header, its length included, says of a file. Raises as `read` does."""
+    header = _parse(source, raw[8:])
     metadata = _metadata(source, header.pop(METADATA, {}))
     tensors: dict[str, TensorRef] = {}
-    end = 8 + size
+    end = len(raw)
     for name, entry in sorted(header.items(), key=lambda item: _begin(source, item)):
-        tensor, begin = _tensor(source, name, entry, 8 + size)
+        tensor, begin = _tensor(source, name, entry, len(raw))
         if begin != end:
             raise Damaged(source.path, f"tensor '{name}' leaves a gap or overlaps the one before it")
         tensors[name] = tensor
@@ -69,13 +71,16 @@ def read(source: Source) -> Checkpoint:
 
 
 def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> tuple[object, int]:
-    """The tensors as a state, ties restored; or the whole tree where the file holds one (`--full`)."""
+    """The tensors as a state, ties restored; or the whole tree where the file holds one (`--full`).
+
+    Ties are recorded as safetensors.torch.save_model does: the other name, and the name that is kept.
+    """
     text = metadata.pop(full.ENTRY, None)
     if text is not None:
         return full.decode_entry(source.path, tensors, text)
     state = OrderedDict_(tensors)
     for name, kept in list(metadata.items()):
-        if kept in tensors and name not in tensors:  # as safetensors.torch.save_model records ties
+        if kept in tensors and name not in tensors and name not in RESERVED:
             state[name] = tensors[kept]
             del metadata[name]
     return state, 2
@@ -159,22 +164,17 @@ def write_full(checkpoint: Checkpoint, out: Output) -> None:
     write(checkpoint.path, flat.tensors, {**checkpoint.metadata, full.ENTRY: flat.text}, out)
 
 
-def ties(tensors: Mapping[str, TensorRef]) -> dict[str, str]:
-    """Names that are another name for the same tensor: name -> the first name of it."""
+def ties(tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]) -> dict[str, str]:
+    """Names that are another name for the same tensor: name -> the first name of it.
+
+    Args:
+        metadata: what goes into the header beside the ties; a name that is taken there is left alone.
+    """
     first: dict[tuple[object, ...], str] = {}
     tied = {}
     for name, tensor in tensors.items():
-        same = (
-            id(tensor.storage),
-            tensor.dtype,
-            tensor.offset,
-            tensor.shape,
-            tensor.stride,
-            tensor.conj,
-            tensor.neg,
-        )
-        kept = first.setdefault(same, name)
-        if kept != name and tensor.numel:
+        kept = first.setdefault(tensor.view, name)
+        if kept != name and tensor.numel and name not in metadata and name not in RESERVED:
             tied[name] = kept
     return tied
 

@@ -127,16 +127,21 @@ def save(
             if dry_run
             else folder.write(name, progress, partial(writing.check_folder, values=verify))
         )
+    header = writing.header_in_place()
     if dry_run:
         dry = DryOutput()
         writing.write(dry)
-        return writing.saved(dry.position)
-    if kind == safetensors.NAME and not verify and writing.in_place():
-        return writing.saved(checkpoint.nbytes)
+        return writing.saved(dry.position if header is None else checkpoint.nbytes)
+    if header is not None:
+        writing.compare(safetensors.described(checkpoint.source, header), values=verify)
+        if in_place.replace_header(checkpoint.source, header):
+            return writing.saved(checkpoint.nbytes)
     with replacing(name) as file:
         out = Output(file, progress) if progress else Output(file)
         writing.write(out)
         writing.check(file, values=verify)
+    if name != "-":
+        in_place.forget(name)
     return writing.saved(out.position)
 
 
@@ -155,7 +160,9 @@ class _Writing:
                 f"{checkpoint.opened[0]} is a pickled object, and its keys can't be changed inside it",
                 hint="write .safetensors, or take the state out of it first: ckpttool slim",
             )
-        self.ties = {} if keep_copies or self.state is None else safetensors.ties(self.state.tensors)
+        self.ties: dict[str, str] = {}
+        if self.state is not None and not keep_copies:
+            self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
 
     def write(self, out: Output) -> None:
         path, metadata = self.checkpoint.path, self.checkpoint.metadata
@@ -171,35 +178,29 @@ class _Writing:
         assert self.state is not None
         return {name: tensor for name, tensor in self.state.tensors.items() if name not in self.ties}
 
-    def in_place(self) -> bool:
-        """Rewrites the header alone, where the output is the input and its payload stays as it lies."""
+    def header_in_place(self) -> bytes | None:
+        """The header to write over the old one, where the output is the input and its payload may stay."""
         source = self.checkpoint.source
-        if self.state is None or self.path == "-" or not _is_same_file(source, self.path):
-            return False
-        survived = in_place.surviving_header(source)
-        if survived is not None:
-            in_place.restore(source.path, survived)
+        if self.format != safetensors.NAME or self.state is None or not _is_same_file(source, self.path):
+            return None
         kept = self.kept()
         start = in_place.payload_start(source, kept) if kept else None
         if start is None:
-            return False
+            return None
         ordered = sorted(kept.items(), key=in_place.by_place)
         metadata = {**self.checkpoint.metadata, **self.ties}
         header = safetensors.header(source.path, ordered, metadata, fill=start)
-        if len(header) != start:
-            return False
-        in_place.replace_header(source, header)
-        return True
+        return header if len(header) == start else None
 
     def check(self, file: BinaryIO, *, values: bool) -> None:
         """Reads the file that was written, before it may replace anything."""
-        self._compare(read(Source(self.path, os.dup(file.fileno()))), values)
+        self.compare(read(Source(self.path, os.dup(file.fileno()))), values)
 
     def check_folder(self, folder: str, *, values: bool) -> None:
         """The same of a folder."""
-        self._compare(open_any(folder), values)
+        self.compare(open_any(folder), values)
 
-    def _compare(self, found: Checkpoint, values: bool) -> None:
+    def compare(self, found: Checkpoint, values: bool) -> None:
         if self.state is None:
             meant, there = dict(self.checkpoint.tensors()), dict(found.tensors())
         else:
@@ -222,6 +223,8 @@ class _Writing:
 
 
 def _is_same_file(source: Source, path: str) -> bool:
+    if path == "-":
+        return False
     try:
         return os.path.samestat(os.fstat(source.fd), os.stat(path))
     except FileNotFoundError:
