@@ -169,31 +169,102 @@ def test_what_was_written_out_for_each_of_its_names_is_said(tmp_path: Path) -> N
     assert (saved.tied, saved.copied) == ((), ("head", "row", "flat", "turned"))
 
 
-class Tied(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)
-        self.head.weight = self.embed.weight
-
-
-def test_a_tie_is_recorded_as_the_library_records_it_for_models(tmp_path: Path) -> None:
-    original, model = Tied(), Tied()
-    save_model(original, str(tmp_path / "oracle"))
-    assert converted(original.state_dict(), tmp_path) == (tmp_path / "oracle").read_bytes()
-    load_model(model, tmp_path / "out.safetensors")
-    assert torch.equal(model.head.weight, original.embed.weight)
-
-
-def test_a_tie_that_was_recorded_is_one_tensor_again(tmp_path: Path) -> None:
-    converted(Tied().state_dict(), tmp_path)
-    found = ckpttool.open(tmp_path / "out.safetensors").state().tensors
-    assert found["head.weight"].storage is found["embed.weight"].storage
-
-
 def test_parts_of_one_storage_that_do_not_overlap_are_no_copies(tmp_path: Path) -> None:
     whole = torch.arange(10)
     torch.save({"a": whole[:5], "b": whole[5:], "empty": whole[3:3]}, tmp_path / "in.pt")
     assert ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.safetensors").copied == ()
+
+
+# Ties.
+
+
+class Tied(torch.nn.Module):
+    """A language model's two ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_tie_is_kept_once_and_recorded_as_save_model_does(tmp_path: Path) -> None:
+    model = Tied()
+    save_model(model, str(tmp_path / "oracle"))
+    assert converted(model.state_dict(), tmp_path) == (tmp_path / "oracle").read_bytes()
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert file.metadata() == {"head.weight": "embed.weight"}
+        assert list(file.keys()) == ["embed.weight"]
+
+
+def test_a_tied_model_is_loaded_by_load_model(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    torch.save(model.state_dict(), tmp_path / "in.pt")
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.safetensors")
+    assert load_model(other, tmp_path / "out.safetensors") == (set(), [])
+    assert torch.equal(other.head.weight, model.embed.weight)
+    assert other.head.weight is other.embed.weight
+
+
+@pytest.mark.parametrize("writer", ["this library", "save_model"])
+def test_ties_are_ties_again_on_the_way_back(writer: str, tmp_path: Path) -> None:
+    model = Tied()
+    if writer == "save_model":
+        save_model(model, tmp_path / "f.safetensors")
+    else:
+        torch.save(model.state_dict(), tmp_path / "in.pt")
+        ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "f.safetensors")
+    checkpoint = ckpttool.open(tmp_path / "f.safetensors")
+    assert set(checkpoint.state().tensors) == {"embed.weight", "head.weight"}
+    assert "head.weight" not in checkpoint.metadata
+    ckpttool.save(checkpoint, tmp_path / "back.pt")
+    loaded = torch.load(tmp_path / "back.pt")
+    assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    assert (tmp_path / "back.pt").stat().st_size < 2_000
+    Tied().load_state_dict(loaded)
+
+
+def test_a_tie_goes_on_from_safetensors_to_safetensors(tmp_path: Path) -> None:
+    save_model(Tied(), tmp_path / "a.safetensors", metadata={"who": "me"})
+    saved = ckpttool.save(ckpttool.open(tmp_path / "a.safetensors"), tmp_path / "b.safetensors")
+    assert saved.tied == ("head.weight",)
+    with safe_open(tmp_path / "b.safetensors", "pt") as file:
+        assert file.metadata() == {"head.weight": "embed.weight", "who": "me"}
+
+
+def test_only_the_same_view_of_the_same_storage_is_a_tie(tmp_path: Path) -> None:
+    base = torch.arange(4, dtype=F).reshape(2, 2)
+    state = {"a": base, "same values": base.clone(), "turned": base.t(), "flat": base.view(4), "row": base[0]}
+    converted(state, tmp_path)
+    assert load_file(tmp_path / "out.safetensors").keys() == state.keys()
+
+
+def test_empty_tensors_are_written_each_for_itself(tmp_path: Path) -> None:
+    none = torch.empty(0, 3)
+    converted({"a": none, "b": none}, tmp_path)
+    assert set(load_file(tmp_path / "out.safetensors")) == {"a", "b"}
+
+
+def test_a_tie_whose_name_the_metadata_needs_is_written_out(tmp_path: Path) -> None:
+    """`format` tells which library the tensors are for; transformers reads nothing without it."""
+    weight = torch.ones(2, 2)
+    metadata = {"format": "pt", "who": "me"}
+    assert (
+        safetensors.ties(described({"w": weight, "format": weight, "who": weight}, tmp_path), metadata) == {}
+    )
+    assert safetensors.ties(described({"w": weight, "v": weight}, tmp_path), metadata) == {"v": "w"}
+
+
+def described(state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, Any]:
+    torch.save(dict(state), folder / "described.pt")
+    return ckpttool.open(folder / "described.pt").state().tensors
+
+
+def test_a_tensor_that_is_named_like_the_format_makes_no_tie_of_it(tmp_path: Path) -> None:
+    save_file({"pt": torch.ones(1)}, tmp_path / "f", metadata={"format": "pt"})
+    checkpoint = ckpttool.open(tmp_path / "f")
+    assert list(checkpoint.state().tensors) == ["pt"]
+    assert checkpoint.metadata == {"format": "pt"}
 
 
 @pytest.mark.filterwarnings("ignore:.*support is experimental")
