@@ -266,6 +266,7 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
     Raises:
         Refused: the tree holds objects that only their own code could make, or no names to save under.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -277,8 +278,12 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
         warnings.simplefilter("ignore")  # torch wonders at a save without a process group, and it is meant
         try:
             save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
-        except ValueError as error:  # two paths that are one when joined with dots
-            raise Refused(checkpoint.path, str(error), hint="write a .pt file instead") from None
+        except CheckpointException as failed:
+            fault = next(fault for fault, _ in failed.failures.values())
+            if not isinstance(fault, ValueError):
+                raise fault from None
+            # Two paths that are one when they are joined with dots.
+            raise Refused(checkpoint.path, str(fault), hint="write a .pt file instead") from None
 
 
 def lost(tree: object) -> list[str]:
