@@ -155,7 +155,10 @@ class _Writing:
                 f"{checkpoint.opened[0]} is a pickled object, and its keys can't be changed inside it",
                 hint="write .safetensors, or take the state out of it first: ckpttool slim",
             )
-        self.ties = {} if keep_copies or self.state is None else safetensors.ties(self.state.tensors)
+        shares = kind == sharding.TORCH  # a pickle keeps ties by itself
+        self.ties = (
+            {} if keep_copies or shares or self.state is None else safetensors.ties(self.state.tensors)
+        )
 
     def write(self, out: Output) -> None:
         path, metadata = self.checkpoint.path, self.checkpoint.metadata
@@ -210,12 +213,15 @@ class _Writing:
 
     def saved(self, nbytes: int) -> Saved:
         if self.state is None:
-            found = self.checkpoint.states()
-            keys = len(self.checkpoint.state(self.where).tensors) if found else 0
-            lost = folders.lost_in_dcp(self.checkpoint) if self.format == dcp.NAME and not self.full else ()
-            return Saved(self.path, self.format, nbytes, keys, (*lost, *self.checkpoint.unread))
+            state = self.checkpoint.state(self.where) if self.checkpoint.states() else None
+            keys = len(state.tensors) if state else 0
+            if self.format != dcp.NAME or self.full:
+                return Saved(self.path, self.format, nbytes, keys, self.checkpoint.unread)
+            lost = (*folders.lost_in_dcp(self.checkpoint), *self.checkpoint.unread)
+            return Saved(self.path, self.format, nbytes, keys, lost, copied=_copied(state) if state else ())
         left_out = _left_out(self.checkpoint, self.state) + self.checkpoint.unread
-        copied = tuple(name for name in _copied(self.state) if name not in self.ties)
+        apart = () if self.format == sharding.TORCH else _copied(self.state)
+        copied = tuple(name for name in apart if name not in self.ties)
         return Saved(
             self.path, self.format, nbytes, len(self.state.tensors), left_out, tuple(self.ties), copied
         )
