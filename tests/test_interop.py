@@ -133,9 +133,14 @@ def test_a_checkpoint_of_lightning_goes_everywhere_and_back(tmp_path: Path) -> N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = lightning.Trainer(
-            max_steps=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            default_root_dir=tmp_path, enable_checkpointing=False,
-        )  # fmt: skip
+            max_steps=2,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=tmp_path,
+            enable_checkpointing=False,
+        )
         trainer.fit(Module(4), torch.utils.data.DataLoader(torch.randn(8, 4)))
         trainer.save_checkpoint(tmp_path / "l.ckpt")
     expected = torch.load(tmp_path / "l.ckpt", weights_only=False)
