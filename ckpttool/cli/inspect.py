@@ -111,4 +111,4 @@ def _value(row: OtherRow) -> str:
     if row.has_value:
         text = row.value if isinstance(row.value, str) else str(row.value)
         return printable(text)[:200] if text else "''"
-    return f"{row.type}" + (f" of {row.size}" if row.size is not None else "")
+    return printable(row.type) + (f" of {row.size}" if row.size is not None else "")
