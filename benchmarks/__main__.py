@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import machine, startup, strip_prefix
+from . import convert, looking, machine, startup, strip_prefix
 from .case import Benchmark, Case, Results
 from .options import parse
 from .process import CommandFailed
@@ -21,7 +21,15 @@ from .room import choose_folder, in_memory, shortage
 from .sizes import show_size
 from .turns import Say, in_turns
 
-BENCHMARKS = {benchmark.name: benchmark for benchmark in (strip_prefix.BENCHMARK, startup.BENCHMARK)}
+BENCHMARKS = {
+    benchmark.name: benchmark
+    for benchmark in (
+        strip_prefix.BENCHMARK,
+        *convert.BENCHMARKS,
+        *looking.BENCHMARKS,
+        startup.BENCHMARK,
+    )
+}
 
 
 def main() -> int:

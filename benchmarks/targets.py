@@ -46,6 +46,13 @@ def at_most_beyond(way: str, against: str, limit: float) -> Target:
     return Target(f"{way}, beyond {against}", lambda r: beyond(r, way, against), limit, "{:.3f} s".format)
 
 
+def at_most_seconds(way: str, limit: float) -> Target:
+    """At most that many seconds by itself, start included."""
+    return Target(
+        f"{way}, seconds", lambda r: median(run.seconds for run in r[way]), limit, "{:.2f} s".format
+    )
+
+
 def peak_at_most(way: str, limit: int) -> Target:
     """At most that many bytes of memory, whatever the size."""
     return Target(f"{way}, memory", lambda r: float(peak(r, way)), limit, show_size)

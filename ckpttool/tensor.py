@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
 
 from .errors import Damaged
 
 MAX_BYTES = 2**63 - 1
 
-MAX_AXES = 1000
+MAX_AXES = 64
 """Dimensions of a tensor; some operations of torch stop at 64."""
 
 
@@ -130,8 +130,7 @@ class Source:
         self.close()
 
 
-@dataclass(frozen=True, slots=True)
-class ByteRange:
+class ByteRange(NamedTuple):
     """`nbytes` bytes of a file from `offset`."""
 
     source: Source
@@ -251,10 +250,11 @@ class TensorRef:
     requires_grad: bool = False
     conj: bool = False
     neg: bool = False
-    numel: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "numel", 0 if 0 in self.shape else extent(self.shape))
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return 0 if 0 in self.shape else extent(self.shape)
 
     @property
     def view(self) -> tuple[object, ...]:
@@ -341,8 +341,9 @@ def checked_tensor(
     """
     room = storage.nbytes if room is None else room
     counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride) <= MAX_AXES
-    if not counts or not all(map(is_count, (offset, *shape, *stride))):
-        raise BadTensor("of malformed size, stride or offset")
+    for number in (offset, *shape, *stride) if counts else (None,):
+        if type(number) is not int or not 0 <= number <= MAX_BYTES:
+            raise BadTensor("of malformed size, stride or offset")
     if (conj and "complex" not in dtype.name) or (neg and not dtype.name.startswith(SIGNED)):
         raise BadTensor(f"that is a conjugate or negative view of {dtype.name}")
     if extent(shape) * dtype.itemsize > MAX_BYTES:

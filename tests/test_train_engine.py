@@ -137,6 +137,31 @@ def test_a_model_that_cant_take_empty_batches_or_zeros_trains_with_idle_ranks(ru
     assert run_ranks(4, train_delicate) == [True] * 4
 
 
+class Counting(nn.Module):
+    """Counts the samples it meets in a buffer, as layers with statistics of their own do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+        self.register_buffer("met", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.met += len(x)
+        return self.linear(x)
+
+
+def count_samples_met(rank: int, world_size: int) -> Any:
+    data, model = trainings.tensors((10,), 6), trainings.seeded(Counting)
+    trainings.finish_epoch(trainings.trainer(rank, world_size, data, model, batch_size=4))
+    return model.met.item()
+
+
+def test_passes_that_stand_in_for_nothing_leave_no_trace_in_any_buffer(run_ranks):
+    # Two steps on each of the first two ranks; the others met rank 0's count before the second, and had no
+    # sample in it.
+    assert run_ranks(4, count_samples_met) == [2, 2, 1, 1]
+
+
 # ---- what is counted -----------------------------------------------------------------------------------
 
 
@@ -211,6 +236,30 @@ def train_without_randomness(rank: int, world_size: int) -> Any:
 
 def test_loading_data_draws_nothing_from_the_global_random_state(run_ranks):
     assert run_ranks(1, train_without_randomness) == [True]
+
+
+class Recorder(torch.utils.data.TensorDataset):
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def epochs_told_to_the_data(rank: int, world_size: int) -> Any:
+    from dataclasses import replace
+
+    data = trainings.tensors((10,), 6)
+    recorder = Recorder(*data.train.tensors)
+    trainer = trainings.trainer(rank, world_size, replace(data, train=recorder), nn.Linear(10, 10))
+    for _ in range(3):
+        trainings.finish_epoch(trainer)
+    return recorder.epochs
+
+
+def test_data_that_changes_with_the_epoch_is_told_it(run_ranks):
+    assert run_ranks(1, epochs_told_to_the_data) == [[0, 1, 2]]
 
 
 def draw_dropout(rank: int, world_size: int) -> Any:

@@ -126,6 +126,20 @@ def test_auto_goes_on_in_the_same_folder_and_logs_no_epoch_twice(run_ranks, tmp_
     assert log(parts) == log(tmp_path / "whole")
 
 
+def resume_auto_where_only_rank_0_sees_the_folder(rank: int, world_size: int, folder: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(os.path, "exists", lambda _: False)
+        return run(rank, world_size, folder, {"resume": "auto", "epochs": 2})
+
+
+def test_rank_0_alone_decides_whether_there_is_something_to_go_on_from(run_ranks, tmp_path):
+    run_ranks(2, run, str(tmp_path), {"epochs": 1})
+    said, _ = run_ranks(2, resume_auto_where_only_rank_0_sees_the_folder, str(tmp_path))
+    assert "goes on from" in said
+    assert [entry["epoch"] for entry in log(tmp_path)] == [1, 2]
+
+
 def test_auto_without_a_checkpoint_begins_anew(run_ranks, tmp_path):
     said, _ = run_ranks(2, run, str(tmp_path), {"resume": "auto", "epochs": 1})
     assert "resume" not in said
@@ -153,7 +167,9 @@ def test_a_run_can_go_on_on_another_number_of_ranks_in_the_middle_of_an_epoch(
     final = torch.load(tmp_path / "on" / "last.pt", weights_only=True)
     assert final["progress"]["samples"] == EPOCHS * 44
     assert final["plan"]["world_size"] == after
-    # Two epochs are left, and the first of them was met in part before: still each sample counts once.
+    # Two epochs are left, and the first of them was met in part before: its sums are taken along.
+    sums = torch.load(tmp_path / "on" / "step-000007.pt", weights_only=True)["progress"]["sums"]
+    assert sum(samples for _, _, samples in sums) == 36
     assert [entry["epoch"] for entry in log(tmp_path / "on")] == [2, 3]
 
 

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from ckpttool.errors import UsageFault
-from train import random_state
 from train.config import TrainConfig
 from train.data import Data, Samples
 from train.engine import make_plan
@@ -81,7 +80,7 @@ def _dry_run(
 ) -> tuple[int, ...]:
     """The shape of what the model, in the mode it is in, gives for so many copies of a sample."""
     sample, _ = default_collate([samples[0]])
-    with random_state.seeded("dry run"), torch.set_grad_enabled(backward):
+    with torch.set_grad_enabled(backward):
         outputs = model(sample.expand(batch_size, *sample.shape[1:]).contiguous())
     if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (batch_size,) or outputs.dim() != 2:
         raise TypeError("its output is not one row of class scores a sample")

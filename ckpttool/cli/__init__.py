@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ for module in (inspect, strip_prefix, add_prefix, rename_keys, convert, slim, di
 
 def main() -> None:
     """The entry point: runs a command and turns every expected failure into one line and an exit code."""
+    gc.disable()  # a command is over before garbage in cycles could matter, and a search visits every tensor
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # keys may hold what the terminal can't show

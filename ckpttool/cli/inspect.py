@@ -33,7 +33,9 @@ def command(file: str, state: str | None, **given: Any) -> None:
     console = options.console(given)
     with formats.open(file) as checkpoint:
         summary = summarize(checkpoint, state)
-    console.result("\n".join(_page(summary)), _fields(summary))
+    # Of a hundred thousand tensors either form takes a while; only one is shown.
+    text = "" if console.json else "\n".join(_page(summary))
+    console.result(text, _fields(summary) if console.json else {})
 
 
 def _fields(summary: Summary) -> dict[str, object]:
@@ -111,4 +113,4 @@ def _value(row: OtherRow) -> str:
     if row.has_value:
         text = row.value if isinstance(row.value, str) else str(row.value)
         return printable(text)[:200] if text else "''"
-    return f"{row.type}" + (f" of {row.size}" if row.size is not None else "")
+    return printable(row.type) + (f" of {row.size}" if row.size is not None else "")

@@ -36,6 +36,8 @@ _uint4: Unpack = struct.Struct("<I").unpack_from
 _uint8: Unpack = struct.Struct("<Q").unpack_from
 SIZES = {1: _uint1, 4: _uint4, 8: _uint8}
 
+MARK, TUPLE, TUPLE1, EMPTY_TUPLE, BININT1, BINGET, BINPUT, LONG_BINPUT = b"(t\x85)Khqr"
+
 Operation = Callable[["_Machine", int], int]
 PersistentLoad = Callable[[object], object]
 Reducers = Mapping[Global, Callable[[tuple[Any, ...]], object]]
@@ -99,7 +101,10 @@ class _Machine:
         self.data = data
         self.size = len(data)
         self.persistent_load = persistent_load
-        self.reducers = reducers
+        # A name that has a reducer is one object wherever it stands, so that it is known at a glance.
+        self.known = {(name.module, name.name): name for name in (*reducers, ORDERED_DICT)}
+        self.reducers = {id(name): reducer for name, reducer in reducers.items()}
+        self.reducers[id(ORDERED_DICT)] = self.ordered_dict
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks under each MARK
         self.memo: dict[int, Any] = {}
@@ -108,15 +113,49 @@ class _Machine:
         self.copied = 0  # pairs taken from lists, which stay in the memo for another turn
 
     def run(self, position: int) -> Pickle:
-        data = self.data
         handlers = [partial(unknown, self)] * 256
         for code, operation in OPCODES.items():
             handlers[code[0]] = partial(operation, self)
         try:
-            while True:
-                position = handlers[data[position]](position + 1)
+            self._loop(position, handlers)
         except _Stop as stop:
             return Pickle(self.stack.pop(), stop.end, self.protocol)
+
+    def _loop(self, position: int, handlers: list[partial[int]]) -> NoReturn:
+        """Runs opcode after opcode; the eight that make up most of a state dict are carried out in place."""
+        data, memo, below, stack = self.data, self.memo, self.below, self.stack
+        while True:
+            code = data[position]
+            if code == LONG_BINPUT:
+                memo[_uint4(data, position + 1)[0]] = stack[-1]
+                position += 5
+            elif code == BINGET and data[position + 1] in memo:
+                stack.append(memo[data[position + 1]])
+                position += 2
+            elif code == BININT1:
+                stack.append(data[position + 1])
+                position += 2
+            elif code == BINPUT:
+                memo[data[position + 1]] = stack[-1]
+                position += 2
+            elif code == MARK:
+                below.append(stack)
+                stack = self.stack = []
+                position += 1
+            elif code == TUPLE:
+                items = tuple(stack)
+                stack = self.stack = below.pop()
+                stack.append(items)
+                position += 1
+            elif code == TUPLE1:
+                stack[-1] = (stack[-1],)
+                position += 1
+            elif code == EMPTY_TUPLE:
+                stack.append(())
+                position += 1
+            else:
+                position = handlers[code](position + 1)
+                stack = self.stack
 
     def take(self, position: int, count: int) -> bytes:
         end = position + count
@@ -161,14 +200,10 @@ class _Machine:
 
     def make(self, how: str, callable: Any, args: Any, kwargs: Any = None) -> None:
         """What calling a name would have made: a value that is known by that name, or a Record."""
-        if type(args) is not tuple or not isinstance(callable, Global | Record):
+        if type(args) is not tuple or type(callable) not in (Global, Record):
             _fault("its pickle makes an object from malformed arguments")
-        value: object = None
-        if how == "reduce" and isinstance(callable, Global):
-            if callable == ORDERED_DICT:
-                value = self.ordered_dict(args)
-            elif callable in self.reducers:
-                value = self.reducers[callable](args)
+        reducer = self.reducers.get(id(callable)) if how == "reduce" else None
+        value = reducer(args) if reducer else None
         self.stack.append(Record(how, callable, args, kwargs) if value is None else value)
 
     def ordered_dict(self, args: tuple[Any, ...]) -> OrderedDict_ | None:
@@ -435,7 +470,7 @@ def stack_global(m: _Machine, module: Any, name: Any) -> None:
         _fault("its pickle has a name that is not text")
     if len(module) + len(name) > MAX_NAME:
         _fault(f"its pickle has a name of {len(module) + len(name)} characters")
-    m.stack.append(Global(module, name))
+    m.stack.append(m.known.get((module, name)) or Global(module, name))
 
 
 def new_object_ex(m: _Machine, cls: Any, args: Any, kwargs: Any) -> None:

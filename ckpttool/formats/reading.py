@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from ..checkpoint import Checkpoint
@@ -82,8 +85,21 @@ def read(source: Source) -> Checkpoint:
         )
     for reader in READERS:
         if reader.sniff(head):
-            return reader.read(source)
+            with _collector_paused():
+                return reader.read(source)
     raise _stranger(source.path, head)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Spares the search for garbage among the objects of a large file, all of which are in use."""
+    was_running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_running:
+            gc.enable()
 
 
 def _stranger(name: str, head: bytes) -> Unsupported:

@@ -161,7 +161,8 @@ class _Writing:
                 hint="write .safetensors, or take the state out of it first: ckpttool slim",
             )
         self.ties: dict[str, str] = {}
-        if self.state is not None and not keep_copies:
+        shares = kind == sharding.TORCH  # a pickle keeps ties by itself
+        if self.state is not None and not (keep_copies or shares):
             self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
 
     def write(self, out: Output) -> None:
@@ -211,12 +212,15 @@ class _Writing:
 
     def saved(self, nbytes: int) -> Saved:
         if self.state is None:
-            found = self.checkpoint.states()
-            keys = len(self.checkpoint.state(self.where).tensors) if found else 0
-            lost = folders.lost_in_dcp(self.checkpoint) if self.format == dcp.NAME and not self.full else ()
-            return Saved(self.path, self.format, nbytes, keys, (*lost, *self.checkpoint.unread))
+            state = self.checkpoint.state(self.where) if self.checkpoint.states() else None
+            keys = len(state.tensors) if state else 0
+            if self.format != dcp.NAME or self.full:
+                return Saved(self.path, self.format, nbytes, keys, self.checkpoint.unread)
+            lost = (*folders.lost_in_dcp(self.checkpoint), *self.checkpoint.unread)
+            return Saved(self.path, self.format, nbytes, keys, lost, copied=_copied(state) if state else ())
         left_out = _left_out(self.checkpoint, self.state) + self.checkpoint.unread
-        copied = tuple(name for name in _copied(self.state) if name not in self.ties)
+        apart = () if self.format == sharding.TORCH else _copied(self.state)
+        copied = tuple(name for name in apart if name not in self.ties)
         return Saved(
             self.path, self.format, nbytes, len(self.state.tensors), left_out, tuple(self.ties), copied
         )

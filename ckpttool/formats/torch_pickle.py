@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..inert import FROM_TYPE, Global, OrderedDict_, Record, in_brief
 from ..tensor import (
@@ -36,8 +36,7 @@ REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 
 
-@dataclass(frozen=True, slots=True)
-class StorageId:
+class StorageId(NamedTuple):
     """A persistent id, checked. `numel` counts elements of `kind`; `view` is (key, offset, numel)."""
 
     kind: str

@@ -1,0 +1,119 @@
+"""From each format to each other: a conversion should cost what copying the source costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from .case import Benchmark, Case, Need, Way
+from .commands import make_checkpoint, tool
+from .process import timed
+from .sizes import show_size
+from .targets import at_most_beyond, at_most_times, peak_at_most
+
+PEAK = 64_000_000
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One way to write the source anew: the command's words, the output's name, and how slow it may be."""
+
+    words: tuple[str, ...]
+    output: str
+    limit: float
+
+
+FROM_TORCH = {
+    "strip-prefix, .pt to .pt": Conversion(("strip-prefix",), "out.pt", 1.15),
+    "convert to shards": Conversion(("convert", "--shard-size", "1GB"), "shards/", 1.2),
+    "convert --dtype bf16": Conversion(("convert", "--dtype", "bf16"), "bf16.safetensors", 1.0),
+}
+FROM_SAFETENSORS = {
+    "strip-prefix, .safetensors to .safetensors": Conversion(("strip-prefix",), "out.safetensors", 1.1),
+    "convert, .safetensors to .pt": Conversion(("convert",), "out.pt", 1.5),
+}
+FROM_SHARDS = {"convert, shards to .safetensors": Conversion(("convert",), "out.safetensors", 1.2)}
+
+
+def from_torch(folder: Path, size: int) -> Path:
+    make_checkpoint(folder / "in.pt", size)
+    return folder / "in.pt"
+
+
+def from_safetensors(folder: Path, size: int) -> Path:
+    return _through(folder, size, folder / "in.safetensors")
+
+
+def from_shards(folder: Path, size: int) -> Path:
+    return _through(folder, size, folder / "in", "--to", "safetensors-sharded", "--shard-size", "1GB")
+
+
+def _through(folder: Path, size: int, source: Path, *options: str) -> Path:
+    """The source in another format than torch writes."""
+    torch_file = from_torch(folder, size)
+    timed(tool("convert", "-q", torch_file, source, *options))
+    torch_file.unlink()
+    return source
+
+
+def set_up(
+    title: str,
+    make_source: Callable[[Path, int], Path],
+    conversions: Mapping[str, Conversion],
+    folder: Path,
+    size: int,
+) -> Case:
+    source = make_source(folder, size)
+    ways = [Way("cp", ["cp", "-r", source, folder / "copy"], folder / "copy")]
+    for name, conversion in conversions.items():
+        command, *options = conversion.words
+        # A trailing slash asks for a folder, which Path would drop.
+        written = f"{folder}/{conversion.output}"
+        ways.append(Way(name, tool(command, source, written, *options), Path(written)))
+    targets = [at_most_times(name, "cp", c.limit) for name, c in conversions.items()]
+    targets += [peak_at_most(name, PEAK) for name in conversions]
+    return Case(f"{title}, {show_size(size)}", ways, targets, memory=2 * size)
+
+
+HELP, IN_PLACE = "ckpttool --help", "strip-prefix, OUTPUT is INPUT"
+
+
+def set_up_in_place(folder: Path, size: int) -> Case:
+    """The header of a large file, rewritten where it stands: the same as starting the tool, nearly."""
+    file = from_safetensors(folder, size)
+    undo = tool("add-prefix", "-q", "--force", file, file)
+    used = [False]
+
+    def with_prefix() -> None:
+        if used[0]:
+            timed(undo)
+        used[0] = True
+
+    return Case(
+        f"in place, .safetensors of {show_size(size)}",
+        [
+            Way(HELP, tool("--help")),
+            Way(IN_PLACE, tool("strip-prefix", "--force", file, file), before=with_prefix),
+        ],
+        [at_most_beyond(IN_PLACE, HELP, 0.02), peak_at_most(IN_PLACE, PEAK)],
+        as_ratio=False,
+    )
+
+
+def need(size: int) -> Need:
+    return Need(files=2 * size, memory=PEAK)
+
+
+BENCHMARKS = [
+    Benchmark("from-pt", True, need, partial(set_up, "from .pt", from_torch, FROM_TORCH)),
+    Benchmark(
+        "from-safetensors",
+        True,
+        need,
+        partial(set_up, "from .safetensors", from_safetensors, FROM_SAFETENSORS),
+    ),
+    Benchmark("from-shards", True, need, partial(set_up, "from shards", from_shards, FROM_SHARDS)),
+    Benchmark("in-place", True, need, set_up_in_place),
+]

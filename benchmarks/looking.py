@@ -1,0 +1,45 @@
+"""What only looks at a file: a list of very many tensors, and a digest of very many bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .case import Benchmark, Case, Need, Way
+from .commands import PYTHON, make_checkpoint, tool
+from .sizes import show_size
+from .targets import at_least_times_faster, at_most_seconds, peak_at_most
+
+NOTHING, INSPECT = "python -c pass", "ckpttool inspect"
+SHA, DIGEST, VERIFY = "sha256sum", "ckpttool digest", "ckpttool verify"
+TENSORS = 100_000
+
+
+def set_up_inspect(folder: Path, size: int) -> Case:
+    source = folder / "many.pt"
+    make_checkpoint(source, 16 * TENSORS, TENSORS)
+    return Case(
+        f"inspect of {TENSORS:,} tensors",
+        [Way(NOTHING, [PYTHON, "-c", "pass"]), Way(INSPECT, tool("inspect", source))],
+        [at_most_seconds(INSPECT, 1.0)],
+        as_ratio=False,
+    )
+
+
+def set_up_digest(folder: Path, size: int) -> Case:
+    source = folder / "in.pt"
+    make_checkpoint(source, size)
+    return Case(
+        f"digest, {show_size(size)}",
+        [
+            Way(SHA, ["sha256sum", source]),
+            Way(DIGEST, tool("digest", source)),
+            Way(VERIFY, tool("verify", source)),
+        ],
+        [at_least_times_faster(DIGEST, SHA, 0.8), peak_at_most(DIGEST, 64_000_000)],
+    )
+
+
+BENCHMARKS = [
+    Benchmark("inspect", False, lambda size: Need(100_000_000, 400_000_000), set_up_inspect),
+    Benchmark("digest", True, lambda size: Need(size, 64_000_000), set_up_digest),
+]

@@ -1,0 +1,230 @@
+"""Who may call whom: read from the imports, and from commands that run where torch can't be imported."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import save_file
+
+PACKAGE = ROOT / "ckpttool"
+ROOMS = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+TRAIN = sorted((ROOT / "train").glob("*.py"))
+
+
+@dataclass(frozen=True)
+class Imported:
+    """One import: the full name of the module, and whether it happens only when a function is called."""
+
+    module: str
+    later: bool
+
+    @property
+    def top(self) -> str:
+        return self.module.partition(".")[0]
+
+
+class _Imports(ast.NodeVisitor):
+    def __init__(self, package: str) -> None:
+        self.package = package.split(".")
+        self.found: list[Imported] = []
+        self.depth = 0
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.depth += 1
+        self.generic_visit(node)
+        self.depth -= 1
+
+    def visit_If(self, node: ast.If) -> None:
+        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
+            self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found += [Imported(name.name, self.depth > 0) for name in node.names]
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        base = self.package[: len(self.package) - node.level + 1] if node.level else []
+        if node.module:
+            self.found.append(Imported(".".join([*base, node.module]), self.depth > 0))
+        else:  # from . import options, formats
+            self.found += [Imported(".".join([*base, name.name]), self.depth > 0) for name in node.names]
+
+
+@cache
+def tree_of(room: Path) -> ast.Module:
+    return ast.parse((PACKAGE / room).read_text())
+
+
+@cache
+def imports(room: Path) -> list[Imported]:
+    visitor = _Imports(".".join(["ckpttool", *room.parts[:-1]]))
+    visitor.visit(tree_of(room))
+    return visitor.found
+
+
+def node(name: str) -> str:
+    """A room of the library, or one of the two folders as a whole."""
+    parts = name.split(".")[1:]
+    return "" if not parts else parts[0]
+
+
+def calls(room: Path) -> Iterator[ast.Call]:
+    return (item for item in ast.walk(tree_of(room)) if isinstance(item, ast.Call))
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+def test_only_the_command_line_knows_click_and_tqdm(room: Path) -> None:
+    if room.parts[0] != "cli":
+        assert not {found.top for found in imports(room)} & {"click", "tqdm"}
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+def test_torch_is_imported_when_it_is_needed_or_the_first_line_says_so(room: Path) -> None:
+    at_once = [found for found in imports(room) if found.top in ("torch", "torchvision") and not found.later]
+    first_line = str(ast.get_docstring(tree_of(room))).splitlines()[0]
+    assert not at_once or "torch" in first_line.lower()
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+def test_numpy_and_safetensors_are_never_imported_at_once(room: Path) -> None:
+    at_once = {found.top for found in imports(room) if not found.later}
+    assert not at_once & {"numpy", "safetensors"}
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+def test_the_library_knows_nothing_of_the_trainer(room: Path) -> None:
+    assert "train" not in {found.top for found in imports(room)}
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+def test_the_library_knows_nothing_of_the_command_line(room: Path) -> None:
+    if room.parts[0] != "cli" and room.name != "__main__.py":
+        assert "cli" not in {node(found.module) for found in imports(room) if found.top == "ckpttool"}
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=str)
+def test_the_library_returns_values_and_never_prints(room: Path) -> None:
+    names = {call.func.id for call in calls(room) if isinstance(call.func, ast.Name)}
+    assert "print" not in names
+    assert "input" not in names
+
+
+GROUND = {"errors", "tensor", "transfer", "elements", "inert"}
+
+
+def test_the_ground_rests_on_nothing_above_it() -> None:
+    for name in GROUND:
+        found = {node(i.module) for i in imports(Path(f"{name}.py")) if i.top == "ckpttool"}
+        assert found <= GROUND, name
+
+
+def test_no_two_rooms_call_each_other_in_a_circle() -> None:
+    """The folders count as one room each: command line, library, formats, ground."""
+    graph: dict[str, set[str]] = {}
+    for room in ROOMS:
+        if room.name != "__init__.py" or len(room.parts) > 1:
+            here = room.parts[0].removesuffix(".py")
+            above = {node(i.module) for i in imports(room) if i.top == "ckpttool"} - {here, ""}
+            graph.setdefault(here, set()).update(name for name in above if not name.startswith("__"))
+    order = list(TopologicalSorter(graph).static_order())
+    assert order.index("errors") < order.index("formats") < order.index("cli")
+
+
+@pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.name)
+def test_no_file_of_the_trainer_bears_the_name_of_a_standard_module(path: Path) -> None:
+    """`torchrun train/main.py` puts that folder first on the path."""
+    assert path.stem not in sys.stdlib_module_names
+
+
+def test_the_wheel_ships_the_library_alone() -> None:
+    if sys.version_info < (3, 11):
+        pytest.skip("tomllib is of Python 3.11")
+    import tomllib
+
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert build["targets"]["wheel"]["packages"] == ["ckpttool"]
+
+
+# Where torch can't be imported.
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """An environment in which importing torch, numpy or safetensors fails."""
+    for name in ("torch", "numpy", "safetensors", "torchvision"):
+        (tmp_path / "stubs" / name).mkdir(parents=True)
+        (tmp_path / "stubs" / name / "__init__.py").write_text(f"raise ImportError('{name} was imported')")
+    return os.environ | {"PYTHONPATH": str(tmp_path / "stubs")}
+
+
+def run(env: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ckpttool", *map(str, arguments)]
+    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_stubs_do_hide_torch(without_torch: dict[str, str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", "import torch"], env=without_torch, capture_output=True, check=False
+    )
+    assert b"torch was imported" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["--help", "--version", "inspect --help", "strip-prefix --help", "reload --help"]
+)
+def test_help_needs_no_torch(command: str, without_torch: dict[str, str]) -> None:
+    assert run(without_torch, *command.split()).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_the_torch_free_commands_read_and_write_every_file_without_it(
+    kind: str, ending: str, without_torch: dict[str, str], tmp_path: Path
+) -> None:
+    state = {"module.a": torch.arange(6).reshape(2, 3).t(), "module.b": torch.ones(2, dtype=torch.bfloat16)}
+    if kind == "safetensors":
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "in")
+    else:
+        torch.save({"model": state}, tmp_path / "in", _use_new_zipfile_serialization=kind == "zip")
+    for command in (
+        ["inspect", tmp_path / "in"],
+        ["inspect", tmp_path / "in", "--json"],
+        ["strip-prefix", tmp_path / "in", tmp_path / f"plain{ending}"],
+        ["add-prefix", tmp_path / f"plain{ending}", tmp_path / f"again{ending}"],
+        ["strip-prefix", tmp_path / "in", tmp_path / f"dry{ending}", "--dry-run", "--json"],
+    ):
+        ran = run(without_torch, *command)
+        assert ran.returncode == 0, ran.stderr
+
+
+def test_importing_the_library_imports_neither_torch_nor_the_command_line() -> None:
+    script = (
+        "import sys, ckpttool; print([n for n in ('torch', 'numpy', 'click', 'tqdm') if n in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["open", "save", "reload", "strip_prefix", "add_prefix"])
+def test_a_public_name_is_the_function_also_when_the_module_of_that_name_was_imported(name: str) -> None:
+    import ckpttool
+    import ckpttool.reload
+
+    assert isinstance(getattr(ckpttool, name), FunctionType)
+
+
+def test_a_name_that_is_not_public_is_not_there() -> None:
+    import ckpttool
+
+    assert not hasattr(ckpttool, "no_such_name")

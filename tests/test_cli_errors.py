@@ -1,0 +1,316 @@
+"""What goes wrong on the command line: one line, an exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import torch
+from conftest import Ran
+from crafting import call, dict_of, name, storage, tensor, text, torch_zip
+from safetensors.torch import save_file
+
+import ckpttool
+from ckpttool import cli as command_line
+from ckpttool import errors
+from ckpttool.cli import console
+
+COMMANDS = {"inspect": 1, "strip-prefix": 2, "add-prefix": 2, "reload": 1}
+
+
+def assert_one_line(ran: Ran, code: int, *words: object) -> None:
+    """An error as people should see it: the line, perhaps a hint, and nothing else."""
+    lines = ran.err.splitlines()
+    assert ran.code == code, ran.err
+    assert lines[0].startswith("error: ")
+    assert all(line.startswith("hint: ") for line in lines[1:]), ran.err
+    assert len(lines) <= 2
+    assert len(lines[0]) < 600
+    for word in words:
+        assert str(word) in ran.err
+    assert "\x1b" not in ran.err
+    assert ran.out == ""
+
+
+def arguments(command: str, path: object, out: object) -> list[object]:
+    more = [out] if COMMANDS[command] == 2 else []
+    return [command, path, *more, *(["--model", "torch.nn:Identity"] if command == "reload" else [])]
+
+
+def missing(folder: Path) -> Path:
+    return folder / "missing.pt"
+
+
+def a_folder(folder: Path) -> Path:
+    return folder
+
+
+def content(raw: bytes) -> Any:
+    def write(folder: Path) -> Path:
+        (folder / "in.pt").write_bytes(raw)
+        return folder / "in.pt"
+
+    return write
+
+
+def cut(suffix: str, legacy: bool = False) -> Any:
+    def write(folder: Path) -> Path:
+        path = folder / f"in{suffix}"
+        if suffix == ".safetensors":
+            save_file({"module.a": torch.ones(100)}, path)
+        else:
+            torch.save({"module.a": torch.ones(100)}, path, _use_new_zipfile_serialization=not legacy)
+        path.write_bytes(path.read_bytes()[:-100])
+        return path
+
+    return write
+
+
+UNREADABLE: dict[str, tuple[Any, str]] = {
+    "missing": (missing, "missing.pt: no such file"),
+    "a folder": (a_folder, "is a folder"),
+    "empty": (content(b""), "in.pt: is empty"),
+    "text": (content(b"hello"), "in.pt: is not a checkpoint"),
+    "a page": (content(b"<!doctype html>"), "HTML page"),
+    "an LFS pointer": (content(b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
+    "a plain pickle": (content(b"\x80\x02}."), "not one that torch.save wrote"),
+    "a zip cut short": (cut(".pt"), "in.pt: is cut short"),
+    "a legacy file cut short": (cut(".pth", legacy=True), "is cut short in storage"),
+    "safetensors cut short": (cut(".safetensors"), "in.safetensors:"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_an_input_that_can_t_be_read_is_one_line_and_exit_3(
+    what: str, command: str, cli: Any, tmp_path: Path
+) -> None:
+    make, words = UNREADABLE[what]
+    path = make(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert_one_line(cli(*arguments(command, path, tmp_path / "out.pt")), 3, path, words)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_with_json_the_error_is_one_object_on_stdout_and_the_line_on_stderr(
+    command: str, cli: Any, tmp_path: Path
+) -> None:
+    ran = cli(*arguments(command, tmp_path / "missing.pt", tmp_path / "out.pt"), "--json")
+    assert ran.code == 3
+    assert ran.json == {
+        "error": {"kind": "unreadable", "message": f"{tmp_path}/missing.pt: no such file", "hint": None}
+    }
+    assert ran.err == f"error: {tmp_path}/missing.pt: no such file\n"
+
+
+def test_quiet_is_not_silent_about_errors(cli: Any, tmp_path: Path) -> None:
+    assert_one_line(cli("inspect", tmp_path / "missing.pt", "-q"), 3, "no such file")
+
+
+USAGE: dict[str, list[str]] = {
+    "no such command": ["frobnicate"],
+    "no such option": ["inspect", "x.pt", "--frobnicate"],
+    "too few arguments": ["strip-prefix", "x.pt"],
+    "too many arguments": ["inspect", "x.pt", "y.pt"],
+    "a value missing": ["strip-prefix", "x.pt", "y.pt", "--prefix"],
+    "an option missing": ["reload", "x.pt"],
+    "a malformed shape": ["reload", "x.pt", "--model", "m:f", "--input-shape", "1,a"],
+    "a shape of other digits": ["reload", "x.pt", "--model", "m:f", "--input-shape", "1,²"],
+    "an empty shape": ["reload", "x.pt", "--model", "m:f", "--input-shape", ""],
+}
+
+
+@pytest.mark.parametrize("what", USAGE)
+def test_a_wrong_call_is_one_line_and_exit_2(what: str, cli: Any) -> None:
+    ran = cli(*USAGE[what])
+    assert_one_line(ran, 2)
+    assert "--help" in ran.err
+
+
+@pytest.mark.parametrize("what", USAGE)
+def test_a_wrong_call_with_json_is_an_object_too(what: str, cli: Any) -> None:
+    ran = cli(*USAGE[what], "--json") if what != "a value missing" else cli("inspect", "--json")
+    assert (ran.code, ran.json["error"]["kind"]) == (2, "usage")
+
+
+def test_no_command_at_all_shows_the_help_and_exits_2(cli: Any) -> None:
+    ran = cli()
+    assert (ran.code, ran.err) == (2, "")
+    assert ran.out.startswith("Usage: ckpttool")
+    assert "strip-prefix" in ran.out
+
+
+REFUSED_OUTPUTS = {
+    "a name without ending": ("out", "does not tell the format"),
+    "an ending of nobody": ("out.xyz", "does not tell the format"),
+    "a folder that is not there": ("missing/out.pt", "No such file or directory"),
+    "a folder": ("folder.pt", "exists already"),
+    "an existing file": ("old.pt", "--force"),
+}
+
+
+@pytest.mark.parametrize("command", ["strip-prefix", "add-prefix"])
+@pytest.mark.parametrize("what", REFUSED_OUTPUTS)
+def test_an_output_that_can_t_be_is_exit_2(what: str, command: str, cli: Any, tmp_path: Path) -> None:
+    torch.save({"module.a": torch.ones(1)}, tmp_path / "in.pt")
+    (tmp_path / "folder.pt").mkdir()
+    (tmp_path / "old.pt").write_bytes(b"old")
+    out, words = REFUSED_OUTPUTS[what]
+    before = sorted(tmp_path.rglob("*"))
+    assert_one_line(cli(command, tmp_path / "in.pt", tmp_path / out), 2, tmp_path / out, words)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "old.pt").read_bytes() == b"old"
+
+
+def test_a_folder_with_other_files_is_not_replaced_even_by_force(cli: Any, tmp_path: Path) -> None:
+    torch.save({"module.a": torch.ones(1)}, tmp_path / "in.pt")
+    (tmp_path / "folder.pt").mkdir()
+    (tmp_path / "folder.pt" / "diary.txt").write_text("dear diary")
+    ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "folder.pt", "--force")
+    assert_one_line(ran, 2, "holds other files too (diary.txt)")
+    assert (tmp_path / "folder.pt" / "diary.txt").read_text() == "dear diary"
+
+
+def test_a_full_disk_is_one_line_with_the_file_and_leaves_nothing(process: Any, tmp_path: Path) -> None:
+    torch.save({"module.a": torch.ones(1 << 18)}, tmp_path / "in.pt")
+    limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999)); "
+    limited += "from ckpttool.cli import main; main()"
+    command = [
+        sys.executable,
+        "-c",
+        limited,
+        "strip-prefix",
+        tmp_path / "in.pt",
+        tmp_path / "out.safetensors",
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert_one_line(Ran(ran.returncode, ran.stdout, ran.stderr), 3, "out.safetensors: file too large")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+
+
+def test_keys_in_messages_can_t_steer_the_terminal(cli: Any, tmp_path: Path) -> None:
+    key = "\x1b[31m\x07\n\r\u202e\ud800"
+    torch.save({key: torch.ones(1), "module." + key: torch.ones(1)}, tmp_path / "in.pt")
+    ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt")
+    assert_one_line(ran, 3, r"\x1b[31m\x07\n\r\u202e\ud800")
+
+
+def test_names_of_files_in_messages_can_t_either(cli: Any, tmp_path: Path) -> None:
+    assert_one_line(cli("inspect", tmp_path / "\x1b[31m\nmissing"), 3, r"\x1b[31m\nmissing: no such file")
+
+
+def test_a_name_of_a_file_that_is_no_unicode_is_told(process: Any, tmp_path: Path) -> None:
+    ran = process("inspect", os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt"), "--json")
+    assert ran.returncode == 3
+    assert json.loads(ran.stdout)["error"]["kind"] == "unreadable"
+
+
+def test_a_fault_of_this_program_is_not_hidden(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(command_line, "group", broken)
+    with pytest.raises(AssertionError, match="a bug"):
+        cli("inspect", "x")
+
+
+def test_the_whole_traceback_is_shown_when_asked_for(process: Any, tmp_path: Path) -> None:
+    ran = process("inspect", tmp_path / "missing.pt", env={"CKPTTOOL_DEBUG": "1"})
+    assert b"Traceback" in ran.stderr
+    assert b"Unreadable" in ran.stderr
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (MemoryError(), 3),
+        (OSError(28, "No space left on device", "out.pt"), 3),
+        (errors.CkptToolError("x"), 3),
+        (errors.Damaged("f", "x"), 3),
+        (errors.NothingToDo("x"), 1),
+        (errors.Mismatch("x"), 1),
+        (errors.UsageFault("x"), 2),
+        (errors.OutputExists("x"), 2),
+        (errors.Collision("x"), 3),
+        (click.UsageError("x"), 2),
+    ],
+    ids=repr,
+)
+def test_every_expected_error_has_its_exit_code(error: BaseException, code: int, capsys: Any) -> None:
+    assert console.fail(error, as_json=False) == code
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_every_error_of_the_library_is_told_apart_by_its_kind() -> None:
+    def family(cls: type) -> list[type]:
+        return [cls, *(sub for child in cls.__subclasses__() for sub in family(child))]
+
+    kinds = [cls.kind for cls in family(errors.CkptToolError) if cls is not errors.FileError]  # type: ignore[attr-defined]
+    assert len(kinds) == len(set(kinds))
+
+
+def test_an_interrupt_is_told_and_exits_130(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ckpttool.formats, "open", interrupted)
+    ran = cli("inspect", "x")
+    assert (ran.code, ran.err.strip()) == (130, "interrupted")
+
+
+def on_a_terminal(env: dict[str, str], *arguments: object) -> bytes:
+    """What a command writes to a terminal on stderr."""
+    here, there = pty.openpty()
+    command = [sys.executable, "-m", "ckpttool", *map(str, arguments)]
+    with subprocess.Popen(command, stderr=there, stdout=subprocess.DEVNULL, env=os.environ | env) as running:
+        running.wait(30)
+    os.close(there)
+    said = os.read(here, 10_000)
+    os.close(here)
+    return said
+
+
+def test_colour_is_for_terminals_that_did_not_say_no(tmp_path: Path) -> None:
+    os.environ.pop("NO_COLOR", None)
+    assert b"\x1b[" in on_a_terminal({}, "inspect", tmp_path / "missing.pt")
+    assert b"\x1b[" not in on_a_terminal({"NO_COLOR": "1"}, "inspect", tmp_path / "missing.pt")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["inspect", "in.pt"], ["strip-prefix", "in.pt", "-"]], ids=lambda a: a[0]
+)
+def test_a_reader_that_goes_away_ends_the_command_quietly(arguments: list[str], tmp_path: Path) -> None:
+    torch.save({"module.a": torch.ones(1)}, tmp_path / "in.pt")
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ckpttool", *arguments]
+    ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (141, b"")
+
+
+def test_code_that_a_pickle_names_is_not_run_by_any_command(cli: Any, tmp_path: Path) -> None:
+    canary = tmp_path / "CANARY"
+    body = dict_of(
+        {
+            "module.a": tensor(storage(1), (1,)),
+            "x": call(name("os", "system"), text(f"touch {canary}")),
+            "y": call(name("builtins", "exec"), text(f"open({str(canary)!r}, 'w')")),
+        }
+    )
+    path = torch_zip(tmp_path / "in.pt", body, {"0": bytes(4)})
+    ran = cli("inspect", path, "--json")
+    assert (ran.code, ran.json["unknown"]) == (0, ["builtins.exec", "os.system"])
+    ran = cli("strip-prefix", path, tmp_path / "out.safetensors", "--json")
+    assert (ran.code, ran.json["left_out"]) == (0, ["x", "y"])
+    assert cli("add-prefix", path, tmp_path / "out.pt").code == 0
+    assert cli("reload", path, "--model", "torch.nn:Identity").code == 1
+    assert not canary.exists()

@@ -1,0 +1,92 @@
+"""Every command says how it is used, by an example that works when pasted."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckpttool import __version__
+from ckpttool.cli import group
+
+
+def prepare(folder: Path, example: str) -> None:
+    """The files that examples speak of."""
+    net: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    if "torchvision:resnet18" in example:
+        net = pytest.importorskip("torchvision").models.resnet18()
+    optimizer = torch.optim.SGD(net.named_parameters(), 0.1).state_dict()
+    wrapped = {f"module.{key}": value for key, value in net.state_dict().items()}
+    torch.save({"model": wrapped, "optimizer": optimizer, "epoch": 1}, folder / "last.pt")
+    torch.save({f"backbone.{key}": value for key, value in net.state_dict().items()}, folder / "model.pt")
+    torch.save(net.state_dict(), folder / "model.bin")
+    save_file(net.state_dict(), folder / "model.safetensors")
+
+
+# Examples whose outcome depends on the files.
+CODES = {"ckpttool verify model.safetensors --against last.pt": 1}  # the keys of last.pt have a prefix
+
+READERS = ("inspect", "digest", "verify", "diff", "reload", "doctor")
+
+
+def help_of(name: str) -> str:
+    return inspect.cleandoc(str(group.commands[name].help))
+
+
+def examples() -> list[str]:
+    texts = [help_of(name).partition("\b\nExample")[2] for name in group.commands]
+    return [line for text in texts for line in re.findall(r"^  (ckpttool .+)$", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("name", group.commands)
+def test_the_help_of_every_command_ends_in_an_example(name: str, cli: Any) -> None:
+    assert help_of(name).splitlines()[-1].startswith(f"  ckpttool {name} ")
+    ran = cli(name, "--help")
+    assert (ran.code, ran.err) == (0, "")
+    assert f"Usage: ckpttool {name}" in ran.out
+
+
+@pytest.mark.parametrize("example", examples())
+def test_the_example_works_when_pasted(
+    example: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path, example)
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(example)[1:]
+    if words[0] not in READERS:  # an example writes a file that is not there yet
+        (tmp_path / words[2]).unlink(missing_ok=True)
+    ran = cli(*words)
+    assert ran.code == CODES.get(example, 0), ran.err
+    assert ran.out
+
+
+def test_the_help_of_the_tool_lists_every_command(cli: Any) -> None:
+    for flag in ("--help", "-h"):
+        ran = cli(flag)
+        assert ran.code == 0
+        assert all(f"  {name} " in ran.out for name in group.commands)
+        assert "Exit codes: 0 done" in ran.out
+
+
+def test_the_version_is_told(cli: Any) -> None:
+    assert cli("--version").out == f"ckpttool {__version__}\n"
+
+
+@pytest.mark.parametrize("name", group.commands)
+def test_every_option_is_explained(name: str) -> None:
+    for parameter in group.commands[name].params:
+        assert parameter.param_type_name == "argument" or parameter.help  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", group.commands)
+def test_shared_flags_are_there_and_mean_the_same(name: str) -> None:
+    flags = {flag for parameter in group.commands[name].params for flag in parameter.opts}
+    assert flags >= {"--json", "--quiet", "-q", "--verbose", "-v"}
+    if "OUTPUT" in {parameter.human_readable_name for parameter in group.commands[name].params}:
+        assert flags >= {"--dry-run", "--force", "--state"}
