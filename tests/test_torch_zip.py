@@ -21,11 +21,10 @@ from crafting import dict_of, list_of, number, storage, tensor, text, torch_zip,
 from hypothesis import given
 from hypothesis import strategies as st
 from test_elements import LAYOUTS, LAZY, big_endian, numbers
-from test_zip_archive import assert_whole, place_of
+from test_zip_archive import assert_whole, directory, place_of
 
 import ckpttool
 from ckpttool.errors import Damaged, Refused, Unsupported
-from ckpttool.formats.zip_directory import read_directory
 from ckpttool.tensor import DTYPES
 
 
@@ -205,7 +204,7 @@ def test_a_storage_is_written_once_however_many_tensors_look_at_it(tmp_path: Pat
 
 def test_storages_start_on_64_bytes_as_torch_leaves_them(tmp_path: Path) -> None:
     through({str(i): torch.rand(i + 1) for i in range(20)}, tmp_path)
-    records = read_directory(place_of(tmp_path / "out.pt"))
+    records = directory(place_of(tmp_path / "out.pt"))
     assert {r.data.offset % 64 for name, r in records.items() if "/data/" in name} == {0}
 
 

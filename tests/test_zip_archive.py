@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import Damaged, Unsupported
 from ckpttool.formats import zip_archive
-from ckpttool.formats.zip_archive import ZipWriter
+from ckpttool.formats.zip_archive import Record, ZipWriter
 from ckpttool.formats.zip_directory import read_directory
 from ckpttool.tensor import ByteRange, Source
 from ckpttool.transfer import Output
@@ -31,6 +31,10 @@ def place_of(path: Path) -> ByteRange:
     return ByteRange(source, 0, source.size)
 
 
+def directory(place: ByteRange) -> dict[str, Record]:
+    return read_directory(place.source, place)
+
+
 def zipped(path: Path, records: dict[str, bytes], **given: Any) -> Path:
     with zipfile.ZipFile(path, "w", **given) as archive:
         for name, data in records.items():
@@ -39,7 +43,7 @@ def zipped(path: Path, records: dict[str, bytes], **given: Any) -> Path:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    return {name: record.data.read() for name, record in read_directory(place_of(path)).items()}
+    return {name: record.data.read() for name, record in directory(place_of(path)).items()}
 
 
 RECORDS = {"r/data.pkl": b"pickle", "r/data/0": bytes(range(256)), "r/empty": b"", "r/ключ": b"unicode"}
@@ -99,7 +103,7 @@ def test_a_crc_of_0_means_that_none_was_computed(tmp_path: Path) -> None:
         torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
     finally:
         torch.serialization.set_crc32_options(old)
-    records = read_directory(place_of(tmp_path / "f.pt"))
+    records = directory(place_of(tmp_path / "f.pt"))
     assert records["f/data/0"].crc32 is None
 
 
@@ -162,7 +166,7 @@ def test_headers_that_disagree_or_lie_are_damaged(what: str, tmp_path: Path) -> 
         zipped(tmp_path / "z", {"r/data.pkl": b"pickle", "r/data/0": b"12345"}), signature, offset, raw
     )
     with pytest.raises(Damaged):
-        read_directory(place_of(path))
+        directory(place_of(path))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +184,7 @@ def test_zips_of_another_kind_are_unsupported(
         zipped(tmp_path / "z", {"r/data.pkl": b"pickle", "r/data/0": b"12345"}), signature, offset, raw
     )
     with pytest.raises(Unsupported, match=reason):
-        read_directory(place_of(path))
+        directory(place_of(path))
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -190,20 +194,20 @@ def test_a_record_that_stands_twice_is_damaged_whatever_the_case(again: str, tmp
         archive.writestr("r/data/0", b"1")
         archive.writestr(again, b"2")
     with pytest.raises(Damaged, match="twice"):
-        read_directory(place_of(tmp_path / "z"))
+        directory(place_of(tmp_path / "z"))
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "r/../../up", "r\\data", "r/..", ".."])
 def test_names_that_leave_the_archive_are_damaged(name: str, tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="leaves the archive"):
-        read_directory(place_of(zipped(tmp_path / "z", {name: b"1"})))
+        directory(place_of(zipped(tmp_path / "z", {name: b"1"})))
 
 
 def test_a_name_that_is_no_utf_8_is_damaged(tmp_path: Path) -> None:
     path = zipped(tmp_path / "z", {"r/aé": b"1"})
     path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xff"))
     with pytest.raises(Damaged, match="not UTF-8"):
-        read_directory(place_of(path))
+        directory(place_of(path))
 
 
 def test_records_that_overlap_are_damaged(tmp_path: Path) -> None:
@@ -216,7 +220,7 @@ def test_records_that_overlap_are_damaged(tmp_path: Path) -> None:
     data[second + 46 : second + 49] = b"r/A"  # in another name, or the names would clash before
     path.write_bytes(data)
     with pytest.raises(Damaged):
-        read_directory(place_of(path))
+        directory(place_of(path))
 
 
 def test_a_record_inside_another_is_damaged(tmp_path: Path) -> None:
@@ -227,12 +231,12 @@ def test_a_record_inside_another_is_damaged(tmp_path: Path) -> None:
     data[at + 42 : at + 46] = word(data.index(LOCAL, 4))
     path.write_bytes(data)
     with pytest.raises(Damaged, match="overlap"):
-        read_directory(place_of(path))
+        directory(place_of(path))
 
 
 def test_a_deflated_record_is_listed_with_its_compression(tmp_path: Path) -> None:
     path = zipped(tmp_path / "z", {"r/a": bytes(1000)}, compression=zipfile.ZIP_DEFLATED)
-    assert read_directory(place_of(path))["r/a"].compression == zipfile.ZIP_DEFLATED
+    assert directory(place_of(path))["r/a"].compression == zipfile.ZIP_DEFLATED
 
 
 @given(st.binary(min_size=1, max_size=8), st.integers(0, 500))
@@ -244,7 +248,7 @@ def test_a_zip_changed_anywhere_is_read_within_the_file_or_refused(noise: bytes,
         path.write_bytes(data)
         place = place_of(path)
         try:
-            records = read_directory(place)
+            records = directory(place)
         except (Damaged, Unsupported):
             return
         for record in records.values():
@@ -280,7 +284,7 @@ def test_what_is_written_is_whole_to_python_and_to_unzip(tmp_path: Path) -> None
 
 def test_every_payload_starts_on_64_bytes(tmp_path: Path) -> None:
     records = {"n" * length: b"x" * length for length in range(1, 130)}
-    found = read_directory(place_of(written(tmp_path / "z", records)))
+    found = directory(place_of(written(tmp_path / "z", records)))
     assert len(found) == len(records)
     assert {record.data.offset % 64 for record in found.values()} == {0}
 
@@ -294,7 +298,7 @@ def test_no_records_are_an_empty_zip(tmp_path: Path) -> None:
 def test_the_directory_of_more_than_65535_records_is_wide(tmp_path: Path) -> None:
     path = written(tmp_path / "z", {str(i): b"" for i in range(66_000)})
     assert len(zipfile.ZipFile(path).namelist()) == 66_000
-    assert len(read_directory(place_of(path))) == 66_000
+    assert len(directory(place_of(path))) == 66_000
 
 
 def test_a_range_is_copied_with_the_checksum_that_is_known_or_found(tmp_path: Path) -> None:
@@ -321,7 +325,7 @@ def test_records_past_4_gib_are_written_and_read(tmp_path: Path) -> None:
         archive._finish("large", header, size, 0)
         archive.write("after", b"behind")
         archive.close()
-    records = read_directory(place_of(path))
+    records = directory(place_of(path))
     assert records["r/large"].data.nbytes == size
     assert records["r/after"].data.read() == b"behind"
     with zipfile.ZipFile(path) as theirs:
