@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 from ckpttool.errors import Damaged, Unsupported
 from ckpttool.formats import zip_archive
-from ckpttool.formats.zip_archive import Record, ZipWriter
-from ckpttool.formats.zip_directory import read_directory
+from ckpttool.formats.zip_archive import ZipWriter
+from ckpttool.formats.zip_directory import Record, read_directory
 from ckpttool.tensor import ByteRange, Source
 from ckpttool.transfer import Output
 
