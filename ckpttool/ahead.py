@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain, islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 
@@ -34,6 +36,8 @@ def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
     if len(first) < 2 or workers < 2:  # nothing to be done beside it
         yield from (job() for job in chain(first, todo))
         return
+    from concurrent.futures import ThreadPoolExecutor
+
     pending: deque[Future[T]] = deque()
     pool = ThreadPoolExecutor(workers)
     try:

@@ -7,17 +7,14 @@ several cores can.
 from __future__ import annotations
 
 import hashlib
-import os
-from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
 
+from .ahead import cores, in_order
 from .elements import stream
 from .tensor import ByteRange, TensorRef
 from .transfer import Progress
-
-if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
 
 VERSION = b"ckpttool digest 1\n"
 PIECE = 16 << 20
@@ -26,13 +23,18 @@ PIECE = 16 << 20
 READ = 1 << 20
 """Bytes read at a time: few enough to be hashed from the processor's cache."""
 
+MANY = 1000
+"""Small tensors hashed as one job at most."""
+
+WORKERS = 8
+
 
 def digest(tensors: Mapping[str, TensorRef], progress: Progress | None = None) -> str:
     """The digest of tensors by name, as 64 hexadecimal digits.
 
     Args:
         tensors: name -> tensor, in any order and layout.
-        progress: called with the number of bytes after each tensor.
+        progress: called with the number of bytes after each piece.
 
     Raises:
         Damaged: a file ends early.
@@ -52,64 +54,73 @@ def tensor_digests(
 ) -> Iterator[tuple[str, bytes]]:
     """The digest of each tensor's values, as hexadecimal digits, in the order of names.
 
-    Pieces are hashed on all cores, some tensors ahead of the one that is waited for.
+    Pieces are hashed on several cores, some tensors ahead of the one that is waited for.
     """
-    from concurrent.futures import ThreadPoolExecutor  # 10 ms that no other command should pay
-
-    ahead: deque[tuple[str, list[Future[bytes]]]] = deque()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        for name in sorted(tensors, key=lambda name: name.encode("utf-8", "surrogatepass")):
-            ahead.append((name, list(_pieces(pool, name, tensors[name]))))
-            while sum(len(pieces) for _, pieces in ahead) > 16:
-                yield _finished(*ahead.popleft(), tensors, progress)
-        while ahead:
-            yield _finished(*ahead.popleft(), tensors, progress)
-
-
-def _finished(
-    name: str, pieces: list[Future[bytes]], tensors: Mapping[str, TensorRef], progress: Progress | None
-) -> tuple[str, bytes]:
-    value = hashlib.sha256(b"".join(piece.result() for piece in pieces)).hexdigest().encode()
-    if progress:
-        progress(tensors[name].nbytes)
-    return name, value
+    names = sorted(tensors, key=lambda name: name.encode("utf-8", "surrogatepass"))
+    pieces = hashlib.sha256()
+    for done in in_order(_jobs({name: tensors[name] for name in names}), cores(WORKERS)):
+        for name, digests, nbytes, is_last in done:
+            pieces.update(digests)
+            if progress and nbytes:
+                progress(nbytes)
+            if is_last:
+                yield name, pieces.hexdigest().encode()
+                pieces = hashlib.sha256()
 
 
-def _pieces(pool: ThreadPoolExecutor, name: str, tensor: TensorRef) -> Iterator[Future[bytes]]:
-    """The hash of each piece of a tensor's values, under way."""
-    data = tensor.data if tensor.is_plain else None
-    if isinstance(data, ByteRange):
-        for start in range(0, data.nbytes, PIECE):
-            yield pool.submit(_hash, data.part(start, min(PIECE, data.nbytes - start)))
-    else:
-        yield from _computed_pieces(name, tensor)
+class _Piece(NamedTuple):
+    """What was hashed of a tensor: the digests of some of its pieces, one after another."""
+
+    name: str
+    digests: bytes
+    nbytes: int
+    is_last: bool
 
 
-def _hash(data: ByteRange) -> bytes:
+def _jobs(tensors: Mapping[str, TensorRef]) -> Iterator[Callable[[], list[_Piece]]]:
+    """The pieces of large tensors each for itself; small ones together, for a thread costs time too."""
+    small: list[tuple[str, ByteRange]] = []
+    held = 0
+    for name, tensor in tensors.items():
+        data = tensor.data if tensor.is_plain else None
+        fits = isinstance(data, ByteRange) and data.nbytes <= PIECE
+        if small and (not fits or held >= READ or len(small) == MANY):
+            yield partial(_hash_all, small)
+            small, held = [], 0
+        if isinstance(data, ByteRange) and fits:
+            small.append((name, data))
+            held += data.nbytes
+        elif isinstance(data, ByteRange):
+            for start in range(0, data.nbytes, PIECE):
+                part = data.part(start, min(PIECE, data.nbytes - start))
+                yield partial(_hash_part, name, part, start + PIECE >= data.nbytes)
+        else:  # values that must be made are one stream, which is read here
+            yield partial(list, [_hash_stream(name, tensor)])
+    if small:
+        yield partial(_hash_all, small)
+
+
+def _hash_all(small: list[tuple[str, ByteRange]]) -> list[_Piece]:
+    return [piece for name, data in small for piece in _hash_part(name, data, is_last=True)]
+
+
+def _hash_part(name: str, data: ByteRange, is_last: bool) -> list[_Piece]:
     value = hashlib.sha256()
     for chunk in data.chunks(memoryview(bytearray(min(READ, data.nbytes)))):
         value.update(chunk)
-    return value.digest()
+    return [_Piece(name, value.digest() if data.nbytes else b"", data.nbytes, is_last)]
 
 
-def _computed_pieces(name: str, tensor: TensorRef) -> Iterator[Future[bytes]]:
-    """The same of values that must be made: one stream, cut where the pieces end."""
-    value, room = hashlib.sha256(), PIECE
+def _hash_stream(name: str, tensor: TensorRef) -> _Piece:
+    """All pieces of a stream, cut where they end."""
+    digests, value, room = b"", hashlib.sha256(), PIECE
     for chunk in stream(name, tensor):
         rest = chunk
         while rest:
             value.update(rest[:room])
             rest, room = rest[room:], room - min(room, len(rest))
             if not room:
-                yield _done(value.digest())
-                value, room = hashlib.sha256(), PIECE
+                digests, value, room = digests + value.digest(), hashlib.sha256(), PIECE
     if room < PIECE:
-        yield _done(value.digest())
-
-
-def _done(value: bytes) -> Future[bytes]:
-    from concurrent.futures import Future
-
-    future: Future[bytes] = Future()
-    future.set_result(value)
-    return future
+        digests += value.digest()
+    return _Piece(name, digests, tensor.nbytes, True)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .cast import FLOATS, count_non_finite
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, State
 from .digest import tensor_digests
 from .elements import stream
-from .tensor import ByteRange, Computed, Storage, TensorRef
+from .errors import NoState
+from .formats import torch_zip, torchscript
+from .formats.sharding import TORCH
+from .formats.torch_archive import is_intact
+from .formats.zip_directory import read_directory
+from .tensor import ByteRange, Computed, Source, TensorRef
 from .transfer import BUFFER, Progress
+
+ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)
+"""The formats that are zips, or made of them."""
 
 PARTS_OF_COMPLEX = {"complex64": "float32", "complex128": "float64", "complex32": "float16"}
 
@@ -30,7 +38,8 @@ class Verified:
     """What a look at every byte found.
 
     Attributes:
-        checked_bytes: bytes that were read and compared with a checksum, or at least read.
+        checked_bytes: bytes that were read and compared with a checksum, or at least read: of storages and,
+            in a zip, of all other records.
         unsummed: storages whose bytes no checksum covers.
         non_finite: tensor -> number of values that are NaN or infinite.
         problems: what makes the file not right.
@@ -58,58 +67,104 @@ def verify(
 
     Args:
         against: a file whose state must have the same names, types, shapes and values.
-        state: dotted path of the model's state in both; found when None.
+        state: dotted path of the model's state, in both or in one of them; found when None.
         finite: NaN and infinity are problems; else they are only counted.
 
     Raises:
         Damaged: a file ends early.
         NoState: there is nothing to compare.
     """
-    problems: list[Problem] = []
-    checked = unsummed = 0
-    buffer = memoryview(bytearray(BUFFER))
-    for name, storage in _storages(checkpoint):
-        crc = _crc(storage.data, buffer, progress)
-        checked += storage.nbytes
-        if storage.crc32 is None:
-            unsummed += 1
-        elif crc != storage.crc32:
-            problems.append(Problem("checksum", name, "its bytes do not match their checksum"))
+    sums = _Checksums(progress)
+    sums.check_storages(checkpoint)
+    if checkpoint.format in ZIPS:
+        for source in (checkpoint.source, *checkpoint.shards):
+            sums.check_records(source)
+    problems = sums.problems
     non_finite = dict(_non_finite(checkpoint))
     if finite:
         problems += [
             Problem("non-finite", n, f"{count} values are NaN or infinite") for n, count in non_finite.items()
         ]
     if against is not None:
-        problems += differences(checkpoint.state(state).tensors, against.state(state).tensors)
-    return Verified(checked, unsummed, non_finite, tuple(problems))
+        problems += differences(*(found.tensors for found in _states(checkpoint, against, state)))
+    return Verified(sums.checked, sums.unsummed, non_finite, tuple(problems))
 
 
-def _storages(checkpoint: Checkpoint) -> Iterator[tuple[str, Storage]]:
-    """Each storage once, under the name of the first tensor that looks at it."""
-    seen: set[int] = set()
-    for name, value in checkpoint.storages():
-        if id(value) not in seen:
-            seen.add(id(value))
-            yield name, value
+class _Checksums:
+    """What a look at every checksum found, and which bytes it has seen."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress = progress
+        self.problems: list[Problem] = []
+        self.checked = self.unsummed = 0
+        self.seen: set[tuple[int, int]] = set()
+        self.buffer = memoryview(bytearray(BUFFER))
+
+    def check_storages(self, checkpoint: Checkpoint) -> None:
+        """Each storage once, under the name of the first tensor that looks at it."""
+        done: set[int] = set()
+        for name, storage in checkpoint.storages():
+            if id(storage) in done or not storage.nbytes:
+                continue
+            done.add(id(storage))
+            crc = self.crc(storage.data)
+            self.checked += storage.nbytes
+            if storage.crc32 is None:
+                self.unsummed += 1
+            elif crc != storage.crc32:
+                self.problems.append(Problem("checksum", name, "its bytes do not match their checksum"))
+
+    def check_records(self, source: Source) -> None:
+        """Everything else in a zip: the pickle, code, and storages that no tensor looks at."""
+        if source.read(0, 4) != b"PK\x03\x04":
+            return
+        for record in read_directory(source).values():
+            if (id(source), record.data.offset) in self.seen:
+                continue
+            self.checked += record.size
+            if is_intact(source, record) is False:
+                where = f"record {record.name}"
+                self.problems.append(Problem("checksum", where, "its bytes do not match their checksum"))
+
+    def crc(self, data: ByteRange | Computed) -> int:
+        crc = 0
+        for chunk in data.chunks(self.buffer):
+            crc = zlib.crc32(chunk, crc)
+            if self.progress:
+                self.progress(len(chunk))
+        if isinstance(data, ByteRange):
+            self.seen.add((id(data.source), data.offset))
+        return crc
 
 
-def _crc(data: ByteRange | Computed, buffer: memoryview, progress: Progress | None) -> int:
-    crc = 0
-    for chunk in data.chunks(buffer):
-        crc = zlib.crc32(chunk, crc)
-        if progress:
-            progress(len(chunk))
-    return crc
+def _states(checkpoint: Checkpoint, against: Checkpoint, where: str | None) -> Iterator[State]:
+    """The states to compare; one file may have just the state that stands at `where` in the other."""
+    both = checkpoint, against
+    has = [where is not None and _has(each, where) for each in both]
+    for each, here in zip(both, has, strict=True):
+        yield each.state(where if here or not any(has) else None)
+
+
+def _has(checkpoint: Checkpoint, where: str) -> bool:
+    try:
+        checkpoint.state(where)
+    except NoState:
+        return False
+    return True
 
 
 def _non_finite(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:
     for name, tensor in checkpoint.tensors():
         kind = PARTS_OF_COMPLEX.get(tensor.dtype.name, tensor.dtype.name)
         if kind in FLOATS:
-            count = sum(count_non_finite(kind, chunk) for chunk in stream(name, tensor))
+            # What a stride of 0 repeats is counted once and multiplied: it may be more than fits anywhere.
+            once = tuple(
+                n if step else min(n, 1) for n, step in zip(tensor.shape, tensor.stride, strict=True)
+            )
+            single = replace(tensor, shape=once)
+            count = sum(count_non_finite(kind, chunk) for chunk in stream(name, single))
             if count:
-                yield name, count
+                yield name, count * (tensor.numel // single.numel)
 
 
 def differences(mine: Mapping[str, TensorRef], theirs: Mapping[str, TensorRef]) -> list[Problem]:

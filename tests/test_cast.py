@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool import cast, elements, transforms
-from ckpttool.cast import converter, count_non_finite
+from ckpttool import elements, transforms
+from ckpttool.cast import CastReport, converter, count_non_finite, target
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import NothingToDo, UsageFault
 from ckpttool.tensor import DTYPES
 
+module = import_module("ckpttool.cast")
 TARGETS = ["float64", "float32", "float16", "bfloat16"]
 EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
 SOURCES = [*TARGETS, *(name for name in EIGHT_BITS if hasattr(torch, name))]
@@ -100,11 +102,11 @@ def test_what_is_not_finite_is_counted_as_torch_counts_it(source: str) -> None:
 # Whole checkpoints.
 
 
-def cast_file(path: Path, to: str) -> tuple[Checkpoint, cast.CastReport]:
-    return transforms.cast(ckpttool.open(path), cast.target(to))
+def cast_file(path: Path, to: str) -> tuple[Checkpoint, CastReport]:
+    return transforms.cast(ckpttool.open(path), target(to))
 
 
-def written(path: Path, to: str, out: Path) -> cast.CastReport:
+def written(path: Path, to: str, out: Path) -> CastReport:
     new, report = cast_file(path, to)
     ckpttool.save(new, out, force=True)
     return report
@@ -251,8 +253,8 @@ def test_a_storage_is_cast_in_the_type_of_each_tensor_that_looks_at_it(tmp_path:
 def test_a_tensor_of_many_pieces_is_cast_whole_and_in_order(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cast, "PIECE", 1 << 10)
-    monkeypatch.setattr(cast, "cores", lambda most: workers)
+    monkeypatch.setattr(module, "PIECE", 1 << 10)
+    monkeypatch.setattr(module, "cores", lambda most: workers)
     long = torch.randn(100_003)
     torch.save({"t": long, "part": long[5:90_000]}, tmp_path / "in.pt")
     for ending in (".pt", ".safetensors"):
@@ -267,7 +269,7 @@ def test_a_tensor_of_many_pieces_is_cast_whole_and_in_order(
 def test_values_that_overflow_are_counted_once(
     ending: str, verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cast, "PIECE", 16)
+    monkeypatch.setattr(module, "PIECE", 16)
     big = torch.tensor([1e5, 1.0, -1e5, float("inf"), float("nan"), 65519.0, 65520.0, 3.0])
     torch.save({"a": big, "row": big[:4], "turned": big.view(2, 4).t(), "b": big.clone()}, tmp_path / "in.pt")
     new, report = cast_file(tmp_path / "in.pt", "fp16")
@@ -276,7 +278,7 @@ def test_values_that_overflow_are_counted_once(
 
 
 def test_overlapping_stretches_are_counted_each_for_itself_as_each_is_written() -> None:
-    report = cast.CastReport()
+    report = CastReport()
     report.counts = {(0, 0, 8): 2, (0, 4, 12): 2, (0, 4, 8): 1, (1, 0, 4): 1, (0, 20, 24): 5}
     assert report.overflows == 10
 
@@ -290,7 +292,7 @@ def test_where_nothing_is_of_another_float_type_there_is_nothing_to_do(tmp_path:
 @pytest.mark.parametrize("wanted", ["int8", "fp8", "float8_e4m3fn", "complex64", "", "BF16"])
 def test_a_type_that_can_not_be_cast_to_is_a_usage_fault(wanted: str) -> None:
     with pytest.raises(UsageFault, match=f"--dtype {wanted}: not a type") as fault:
-        cast.target(wanted)
+        target(wanted)
     assert "bf16" in str(fault.value.hint)
 
 

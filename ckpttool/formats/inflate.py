@@ -44,7 +44,7 @@ def inflated_bytes(source: Source, record: Record) -> bytes:
             f"its record '{record.name}' would grow from {record.data.nbytes} to {record.size} bytes",
             hint="no honest file does: if you trust it, unpack it and zip it again without compression",
         )
-    return b"".join(_inflate(source, record))
+    return b"".join(inflated(source, record))
 
 
 class Inflated:
@@ -69,7 +69,7 @@ class Inflated:
                 f"its compressed records would grow from {self.archive.size} bytes to more than {start}",
                 hint="if you trust it, unpack it and zip it again without compression",
             )
-        for piece in _inflate(self.archive, record):
+        for piece in inflated(self.archive, record):
             target.size += _write(target.fd, piece, target.size)
         return ByteRange(target, start, record.size)
 
@@ -90,8 +90,12 @@ def _write(fd: int, data: bytes, position: int) -> int:
     return len(data)
 
 
-def _inflate(source: Source, record: Record) -> Iterator[bytes]:
-    """The contents piece by piece; the faults that only the end shows are raised there."""
+def inflated(source: Source, record: Record) -> Iterator[bytes]:
+    """The contents of a compressed record, piece by piece.
+
+    Raises:
+        Damaged: its size or its checksum are wrong; some faults show at the end alone.
+    """
     if record.size > MAX_RATIO * record.data.nbytes:
         raise Damaged(source.path, f"its record '{record.name}' states a size that deflate can't reach")
     stream = zlib.decompressobj(-zlib.MAX_WBITS)

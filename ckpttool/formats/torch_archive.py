@@ -9,8 +9,9 @@ import zlib
 
 from ..errors import Damaged, Unsupported
 from ..tensor import ByteRange, Source, Storage
+from ..transfer import BUFFER
 from .inert_reader import Pickle, PickleFault
-from .inflate import Inflated, inflated_bytes
+from .inflate import Inflated, inflated, inflated_bytes
 from .torch_pickle import StorageId, read_torch_pickle
 from .zip_archive import DEFLATED, STORED
 from .zip_directory import Record, read_directory
@@ -94,6 +95,23 @@ class Archive:
         if order not in ("little", "big"):
             raise Damaged(self.source.path, f"has the byte order {order[:20]!r}")
         return order
+
+
+def is_intact(source: Source, record: Record) -> bool | None:
+    """Whether a record's bytes have the checksum that the directory states; None where it states none."""
+    if record.crc32 is None:
+        return None
+    try:
+        if record.compression == DEFLATED:
+            for _ in inflated(source, record):
+                pass
+            return True
+    except Damaged:
+        return False
+    crc = 0
+    for chunk in record.data.chunks(memoryview(bytearray(min(BUFFER, record.data.nbytes)))):
+        crc = zlib.crc32(chunk, crc)
+    return crc == record.crc32
 
 
 def _root(source: Source, records: dict[str, Record]) -> str:
