@@ -200,6 +200,16 @@ class Checkpoint:
             raise NoState(self.path, f"'{where}' is no dict of tensors by name", hint=self._where_to_look())
         return make_state(path, container, value if isinstance(value, Record) else None)
 
+    def outside(self, state: State) -> tuple[str, ...]:
+        """What there is beside a state, by the shortest dotted names that say it."""
+        names: list[str] = []
+        value, path = self.tree, ""
+        for step in state.path:
+            assert isinstance(value, dict)
+            names.extend(f"{path}{in_brief(key)}" for key in value if key != step)
+            value, path = value[step], f"{path}{step}."
+        return tuple(names)
+
     def changed(self, state: State, change: Callable[[object], object]) -> Checkpoint:
         """A checkpoint whose tree is a copy as `inert.rebuild` makes it, with the state's dict in its place.
 

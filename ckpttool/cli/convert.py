@@ -75,12 +75,8 @@ def command(
         if target:
             checkpoint, report = transforms.cast(checkpoint, target, state=where)
             outcome.done += f", {report.tensors} tensors cast to {target.name}"
-            outcome.notes.append(lambda: _overflows(report))
+            outcome.casting = report
         return checkpoint, outcome
 
     size = sharding.parse_size(shard_size) if shard_size else None
     rewrite(given, transform, full=full, keep_copies=keep_copies, to=to, shard_size=size)
-
-
-def _overflows(report: Any) -> str | None:
-    return f"{report.overflows} values became infinite" if report.overflows else None

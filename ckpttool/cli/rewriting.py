@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .console import Console, printable, show_bytes, show_names
 from .options import console as console_of
 
 if TYPE_CHECKING:
+    from ..cast import CastReport
     from ..checkpoint import Checkpoint
     from ..formats import Saved
     from ..keys import Renaming
@@ -26,7 +27,7 @@ class Outcome:
         left_out: names that the transform took out.
         kept: names that stayed as they were where others changed.
         where: where the state lies in the new checkpoint, when it moved.
-        notes: what is known once the bytes were written.
+        casting: what the cast did, complete once the bytes were written.
     """
 
     done: str
@@ -34,7 +35,7 @@ class Outcome:
     left_out: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     where: str | None = None
-    notes: list[Callable[[], str | None]] = field(default_factory=list)
+    casting: CastReport | None = None
 
 
 Transform = Callable[["Checkpoint"], tuple["Checkpoint", Outcome]]
@@ -89,12 +90,9 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
     ):
         if names:
             console.note(f"{said}: {show_names(names, len(names) if console.verbose else 4)}")
-    for note in outcome.notes:
-        if text := note():
-            console.note(text)
     verb = f"would have {outcome.done}" if dry else outcome.done
     size = f"{show_bytes(saved.nbytes)}, {seconds:.2f} s"
-    data = {
+    data: dict[str, object] = {
         "output": saved.path,
         "format": saved.format,
         "keys": saved.keys,
@@ -104,4 +102,10 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "bytes": saved.nbytes,
         "seconds": round(seconds, 4),
     }
-    console.result(f"{verb} -> {printable(saved.path)} ({size})", data | ({"dry_run": True} if dry else {}))
+    if dry:
+        data["dry_run"] = True
+    elif outcome.casting is not None:
+        data["overflows"] = overflows = outcome.casting.overflows
+        if overflows:
+            console.note(f"{overflows} finite value{'s' * (overflows > 1)} became infinite")
+    console.result(f"{verb} -> {printable(saved.path)} ({size})", data)

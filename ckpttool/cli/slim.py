@@ -28,7 +28,9 @@ def command(**given: Any) -> None:
     from ..transforms import slim
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        found = checkpoint.state(given["state"])
         new = slim(checkpoint, state=given["state"])
-        return new, Outcome(f"slimmed {show_bytes(checkpoint.nbytes)}", where="")
+        done = f"slimmed {show_bytes(checkpoint.nbytes)}"
+        return new, Outcome(done, left_out=checkpoint.outside(found), where="")
 
     rewrite(given, transform)

@@ -151,7 +151,7 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
         if isinstance(data, ByteRange):
             out.copy(data)
         else:
-            out.write_all(stream(name, tensor))
+            out.write_all(stream(name, tensor), tensor.nbytes)
 
 
 def write_full(checkpoint: Checkpoint, out: Output) -> None:

@@ -241,19 +241,9 @@ def _structure(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[object, ...]
 
 def _left_out(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
     """What a file of the state's tensors alone leaves behind, by the shortest names that say it."""
-    names = [_join(state.where, name) for name in state.others]
-    if state.versions is not None:
-        names.append(_join(state.where, "_metadata"))
-    value, path = checkpoint.tree, ""
-    for step in state.path:
-        assert isinstance(value, dict)
-        names.extend(_join(path, str(key)) for key in value if key != step)
-        value, path = value[step], _join(path, step)
-    return tuple(names)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+    inside = [*state.others, *(["_metadata"] if state.versions is not None else [])]
+    where = f"{state.where}." if state.path else ""
+    return (*(where + name for name in inside), *checkpoint.outside(state))
 
 
 def _copied(state: State) -> tuple[str, ...]:

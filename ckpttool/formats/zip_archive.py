@@ -46,7 +46,7 @@ class ZipWriter:
     def write(self, name: str, data: bytes) -> None:
         """A record of bytes in memory."""
         header = self._reserve(name, len(data))
-        crc = self.out.write_all([memoryview(data)])
+        crc = self.out.write_all([memoryview(data)], len(data))
         self._finish(name, header, len(data), crc)
 
     def copy(self, name: str, data: ByteRange | Computed, crc32: int | None) -> None:
