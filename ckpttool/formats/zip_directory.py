@@ -11,7 +11,7 @@ and the two loops below are written out for speed.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from ..errors import Damaged, Unsupported
 from ..tensor import ByteRange, Source
@@ -34,39 +34,42 @@ from .zip_archive import (
     ZIP64_EXTRA,
 )
 
+# The fields that are looked at; what lies between them (versions, times, disks) is passed over.
+CENTRAL_ENTRY = struct.Struct("<I4xHH4xIIIHHH4xII")
+LOCAL_HEADER = struct.Struct("<I2xHH4xIIIHH")
+assert (CENTRAL_ENTRY.size, LOCAL_HEADER.size) == (CENTRAL.size, LOCAL.size)
+
 WINDOW = 1 << 15
 """Bytes read at a time for local headers: more than one, where records are small."""
 
 
 class Record(NamedTuple):
-    """One record.
+    """One record: `nbytes` bytes of the file from `offset`.
 
     Attributes:
-        data: its bytes as they stand in the file.
-        size: how many they are once inflated.
+        size: how many bytes they are once inflated.
         crc32: of the bytes once inflated; None where the writer left it out (0, torch's
             `set_crc32_options(False)`).
         compression: STORED, DEFLATED, or another number of the format's.
     """
 
     name: str
-    data: ByteRange
+    source: Source
+    offset: int
+    nbytes: int
     size: int
     crc32: int | None
     compression: int
 
+    @property
+    def data(self) -> ByteRange:
+        """Its bytes as they stand in the file."""
+        return ByteRange(self.source, self.offset, self.nbytes)
 
-class _Entry(NamedTuple):
-    """What the central directory says of a record; sorts by where its local header begins."""
 
-    header: int
-    raw_name: bytes
-    name: str
-    flags: int
-    compression: int
-    crc: int
-    packed: int
-    size: int
+_Entry = tuple[int, bytes, str, int, int, int, int, int]
+"""What the central directory says of a record: where its local header begins, the name as bytes and as text,
+flags, compression, checksum, bytes in the file, and bytes once inflated. Sorts in the order of the file."""
 
 
 def read_directory(source: Source, place: ByteRange | None = None) -> dict[str, Record]:
@@ -130,32 +133,30 @@ def _central(place: ByteRange, count: int, raw: bytes) -> list[_Entry]:
     """The entries of the central directory, which is `raw`: as many as were promised, each name once."""
     entries: list[_Entry] = []
     seen: set[str] = set()
-    end = 0
+    unpack, fixed, size_of_all, end = CENTRAL_ENTRY.unpack_from, CENTRAL_ENTRY.size, len(raw), 0
     for _ in range(count):
-        begin = end + CENTRAL.size
-        if begin > len(raw):
+        begin = end + fixed
+        if begin > size_of_all:
             raise Damaged(place.path, "its zip directory ends early")
-        fields = CENTRAL.unpack_from(raw, end)
-        signature, _, _, flags, compression, _, _, crc, packed, size, name_size = fields[:11]
-        extra_size, comment_size, _, _, attributes, header = fields[11:]
-        raw_name = raw[begin : begin + name_size]
-        end = begin + name_size + extra_size + comment_size
-        if signature != CENTRAL_SIGNATURE or end > len(raw):
+        signature, flags, method, crc, packed, size, named, extra, noted, attributes, at = unpack(raw, end)
+        end = begin + named + extra + noted
+        if signature != CENTRAL_SIGNATURE or end > size_of_all:
             raise Damaged(place.path, "its zip directory is malformed")
+        raw_name = raw[begin : begin + named]
         name = _name(place, raw_name, attributes)
-        if packed == FULL32 or size == FULL32 or header == FULL32:
-            extra = raw[begin + name_size : begin + name_size + extra_size]
-            size, packed, header = _widen(place, name, extra, size, packed, header)
+        if packed == FULL32 or size == FULL32 or at == FULL32:
+            wide = raw[begin + named : begin + named + extra]
+            size, packed, at = _widen(place, name, wide, size, packed, at)
         if flags & ENCRYPTED:
             raise Unsupported(place.path, f"its record '{name}' is encrypted")
-        if compression == STORED and packed != size:
+        if packed != size and method == STORED:
             raise Damaged(place.path, f"its record '{name}' has two sizes")
         folded = name.lower()  # torch finds records without regard to case
         if folded in seen:
             raise Damaged(place.path, f"holds the record '{name}' twice")
         seen.add(folded)
-        entries.append(_Entry(header, raw_name, name, flags, compression, crc, packed, size))
-    if end != len(raw):
+        entries.append((at, raw_name, name, flags, method, crc, packed, size))
+    if end != size_of_all:
         raise Damaged(place.path, "its zip directory is longer than its entries")
     return entries
 
@@ -198,44 +199,36 @@ def _local(place: ByteRange, entries: list[_Entry], limit: int) -> dict[str, Rec
         limit: where the directory begins, and all records must have ended.
     """
     records: dict[str, Record] = {}
+    unpack, fixed, source, base = LOCAL_HEADER.unpack_from, LOCAL_HEADER.size, place.source, place.offset
     window, start, end, before = b"", 0, 0, ""
-    source, base = place.source, place.offset
-    for entry in entries:
-        header, raw_name, name, flags, compression, crc, packed, size = entry
+    for header, raw_name, name, flags, method, crc, packed, size in entries:
         if header < end:
             raise Damaged(place.path, f"its records '{before}' and '{name}' overlap")
-        begin, named = header - start + LOCAL.size, header - start + LOCAL.size + len(raw_name)
+        at = header - start
+        named = at + fixed + len(raw_name)
         if named > len(window):
-            window, start = source.read(base + header, max(0, min(WINDOW, limit - header))), header
-            begin, named = LOCAL.size, LOCAL.size + len(raw_name)
+            window = source.read(base + header, max(0, min(WINDOW, limit - header)))
+            start, at, named = header, 0, fixed + len(raw_name)
             if named > len(window):
-                _outside(place, name)
-        fields = LOCAL.unpack_from(window, begin - LOCAL.size)
-        signature, _, my_flags, my_compression, _, _, my_crc, my_packed, my_size, name_size, extra = fields
-        if signature != LOCAL_SIGNATURE or name_size != len(raw_name) or window[begin:named] != raw_name:
+                raise Damaged(place.path, f"its record '{name}' lies outside the file")
+        *mine, name_size, extra_size = unpack(window, at)
+        if mine[0] != LOCAL_SIGNATURE or window[at + fixed : named] != raw_name or name_size != len(raw_name):
             raise Damaged(place.path, f"its record '{name}' has another name in its local header")
-        if (
-            my_compression != compression
-            or (my_flags ^ flags) & (ENCRYPTED | DESCRIPTOR)
-            or not _agree(my_flags, (my_crc, my_packed, my_size), (crc, packed, size))
-        ):
+        usual = [flags, method, 0, 0, 0] if flags & DESCRIPTOR else [flags, method, crc, packed, size]
+        if mine[1:] != usual and not _agree(mine, flags, method, crc, packed, size):
             raise Damaged(place.path, f"its record '{name}' has two headers that disagree")
-        data = header + LOCAL.size + name_size + extra
+        data = header + fixed + name_size + extra_size
         end, before = data + packed, name
         if end > limit:
             raise Damaged(place.path, f"its record '{name}' runs past the end of the records")
-        records[name] = Record(name, ByteRange(source, base + data, packed), size, crc or None, compression)
+        records[name] = Record(name, source, base + data, packed, size, crc or None, method)
     return records
 
 
-def _outside(place: ByteRange, name: str) -> NoReturn:
-    raise Damaged(place.path, f"its record '{name}' lies outside the file")
-
-
-def _agree(flags: int, mine: tuple[int, int, int], theirs: tuple[int, int, int]) -> bool:
-    """Whether a local header's checksum and sizes are those of the directory."""
-    if mine == theirs:
-        return True
+def _agree(mine: list[int], flags: int, method: int, *theirs: int) -> bool:
+    """Whether a local header that is not the same as the directory's entry means the same."""
+    if (mine[1] ^ flags) & (ENCRYPTED | DESCRIPTOR) or mine[2] != method:
+        return False
     # With a descriptor the three stand behind the record, and may be 0 here; FULL32 refers to ZIP64.
     behind = flags & DESCRIPTOR
-    return all(m in (t, FULL32) or (m == 0 and behind) for m, t in zip(mine, theirs, strict=True))
+    return all(m in (t, FULL32) or (m == 0 and behind) for m, t in zip(mine[3:], theirs, strict=True))
