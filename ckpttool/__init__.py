@@ -21,7 +21,6 @@ __version__ = "0.1.0"
 
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import State as State
-from .digest import digest as digest
 from .errors import CkptToolError as CkptToolError
 from .formats import open as open
 from .formats import save as save
@@ -30,10 +29,8 @@ from .keys import rename_keys as rename_keys
 from .keys import strip_prefix as strip_prefix
 from .reload import reload as reload
 from .tensor import TensorRef as TensorRef
-from .transforms import cast as cast
 from .transforms import drop as drop
 from .transforms import join_complex as join_complex
 from .transforms import select as select
 from .transforms import slim as slim
 from .transforms import split_complex as split_complex
-from .verify import verify as verify

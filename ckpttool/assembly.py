@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from operator import add, lt, sub
 
 from .elements import CHUNK, blocks, stream
-from .tensor import MAX_BYTES, BadTensor, Computed, DType, Storage, TensorRef
+from .tensor import MAX_BYTES, BadTensor, Computed, DType, Storage, TensorRef, extent
 
 MAX_CUTS = 8
 """Dimensions along which a tensor may be cut; device meshes have three or four."""
@@ -41,7 +41,7 @@ def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[
         BadTensor: the parts are not the whole, each element once.
     """
     parts = [part for part in parts if part.tensor.numel]
-    if math.prod(shape) * dtype.itemsize > MAX_BYTES or not _tile(shape, parts):
+    if extent(shape) * dtype.itemsize > MAX_BYTES or not _tile(shape, parts):
         raise BadTensor(f"'{name}' of shape {str(list(shape))[:80]} whose chunks are not the whole of it")
     whole = _Whole(name, dtype.itemsize, shape, parts)
     data = Computed(path, math.prod(shape) * dtype.itemsize, whole.make)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
 from .elements import stream
-from .errors import FileError
+from .errors import Unsupported
 from .tensor import DTYPES, ByteRange, Computed, TensorRef
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _torch_dtype(name: str, tensor: TensorRef) -> torch.dtype:
 
     dtype = getattr(torch, tensor.dtype.name, None)
     if not isinstance(dtype, torch.dtype) or tensor.dtype.name not in DTYPES:
-        raise FileError(
+        raise Unsupported(
             tensor.storage.data.path, f"this torch has no type {tensor.dtype.name}, which '{name}' has"
         )
     return dtype

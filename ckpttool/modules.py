@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from .inert import FROM_TYPE, MAX_DEPTH, Global, Record, tensor_of
+from .inert import FROM_TYPE, MAX_DEPTH, Global, Record, in_brief, tensor_of
 
 GRAPH_MODULES = {
     Global("torch.fx.graph_module", "reduce_graph_module"),
@@ -34,9 +34,10 @@ SETS = {Global("__builtin__", "set"), Global("builtins", "set")}
 
 GROUPS = ("_parameters", "_buffers", "_modules")
 
-MAX_TEXT = 100_000_000
-"""Characters of all names together, and 100 more for each: a shared module is named on every way to it, and
-ways can multiply. A safetensors header may be no longer either."""
+MAX_TEXT = 2_000_000
+MAX_REPEATS = 64
+"""Characters of all names together, and 100 more for each: so many, or so many times those that the modules
+have if each is named once. A shared module is named on every way to it, and ways can multiply."""
 
 
 class BadModules(ValueError):
@@ -90,7 +91,7 @@ def _members(value: object) -> Collection[object]:
 
 def _present(items: object) -> dict[str, object]:
     pairs: Mapping[object, object] = items if isinstance(items, dict) else {}
-    return {str(name): item for name, item in pairs.items() if item is not None}
+    return {in_brief(name): item for name, item in pairs.items() if item is not None}
 
 
 def inside(module: object) -> Iterator[tuple[str, object]]:
@@ -98,7 +99,7 @@ def inside(module: object) -> Iterator[tuple[str, object]]:
     found = attributes(module) or {}
     for group in GROUPS:
         yield from _present(found.get(group)).items()
-    yield from ((str(name), item) for name, item in found.items() if name not in GROUPS)
+    yield from ((in_brief(name), item) for name, item in found.items() if name not in GROUPS)
 
 
 def detached(value: object) -> object:
@@ -127,7 +128,7 @@ def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tu
         BadModules: a module inside itself, or shared in more ways than can be named.
     """
     kept: dict[int, Parts] = {}
-    text = 0
+    text, once = 0, 0
     above: list[int] = []  # the modules that enclose the one at hand, outermost first
     stack: list[tuple[str, int, object]] = [("", 0, root)]
     while stack:
@@ -136,7 +137,8 @@ def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tu
         if id(module) in above or depth > MAX_DEPTH:
             raise BadModules(f"its module '{prefix[:80]}' stands inside itself, or too deep")
         above.append(id(module))
-        if id(module) not in kept:
+        new = id(module) not in kept
+        if new:
             kept[id(module)] = parts(module)
         found = kept[id(module)]
         for name, item in found.tensors.items():
@@ -144,6 +146,7 @@ def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tu
         stack.extend(
             (f"{prefix}{name}.", depth + 1, inner) for name, inner in reversed(found.modules.items())
         )
-        text += sum(100 + len(prefix) + len(name) for name in (*found.tensors, *found.modules))
-        if text > MAX_TEXT:
+        here = sum(100 + len(prefix) + len(name) for name in (*found.tensors, *found.modules))
+        text, once = text + here, once + here * new
+        if text > max(MAX_TEXT, MAX_REPEATS * once):
             raise BadModules("its modules stand inside each other in too many ways")

@@ -166,6 +166,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         UsageFault: the folder does not exist or can't be written, or the target is no plain file.
     """
     if os.fspath(path) == "-":
+        if sys.stdout.isatty():
+            raise UsageFault("-: standard output is a terminal", hint="redirect it, or name a file")
         with tempfile.TemporaryFile() as spool:
             yield spool
             spool.flush()
@@ -176,8 +178,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     target = os.path.realpath(path)
     _check_target(path, target)
     folder, name = os.path.split(target)
-    begin = os.fsdecode(os.fsencode(name)[:200])  # names have at most 255 bytes, whatever the letters
-    temporary = os.path.join(folder, f".{begin}.{os.urandom(6).hex()}.tmp")
+    temporary = _beside(folder, name)
     try:
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -198,6 +199,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             error.filename = os.fspath(path)  # the calls that meet it know no names
         raise
     sync_folder(folder)
+
+
+def _beside(folder: str, name: str) -> str:
+    begin = os.fsdecode(os.fsencode(name)[:200])  # names have at most 255 bytes, whatever the letters
+    return os.path.join(folder, f".{begin}.{os.urandom(6).hex()}.tmp")
 
 
 @contextlib.contextmanager
@@ -222,7 +228,7 @@ def replacing_folder(path: str, is_ours: Callable[[str], bool]) -> Iterator[str]
     target = os.path.realpath(path)
     _check_folder(path, target, is_ours)
     parent, name = os.path.split(target)
-    temporary = os.path.join(parent, f".{name[:200]}.{os.urandom(6).hex()}.tmp")
+    temporary = _beside(parent, name)
     try:
         os.mkdir(temporary)
     except OSError as error:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
 import struct
 import subprocess
 import sys
+import tarfile
 import textwrap
 import zipfile
 from collections.abc import Callable, Iterator
@@ -23,6 +25,7 @@ from crafting import (
     list_of,
     name,
     number,
+    program,
     safetensors_file,
     storage,
     tensor,
@@ -157,6 +160,50 @@ def shared_shape(path: Path) -> None:
     torch_zip(path, b"](" + first + again * 5000 + b"e", BYTES)
 
 
+def module(parameters: bytes, inside: bytes = b"}") -> bytes:
+    """A pickled nn.Module; the opcodes of its parameters, and of the modules inside it."""
+    parts = {"_parameters": parameters, "_buffers": b"}", "_modules": inside}
+    return name("m", "Net") + b")\x81" + dict_of(parts) + b"b"
+
+
+def doubled_modules(path: Path) -> None:
+    """Each module holds the one before twice: 2^60 ways to name one parameter."""
+    body = module(dict_of({"w": TENSOR}))
+    for index in range(60):
+        kept = b"q" + bytes([index + 10])
+        twice = b"h" + bytes([index + 10])
+        body += kept + b"0" + module(b"}", dict_of({"a": twice, "b": twice}))
+    torch_zip(path, body, BYTES)
+
+
+def nested_modules(path: Path) -> None:
+    body = (
+        name("m", "Net")
+        + b")\x81}("
+        + text("_parameters")
+        + b"}"
+        + text("_buffers")
+        + b"}"
+        + text("_modules")
+        + b"}"
+        + text("x")
+    ) * 20_000
+    torch_zip(path, body + b"N" + b"sub" * 20_000, BYTES)
+
+
+def tar(
+    storages: bytes, tensors: bytes = b"\x80\x02K\x00.", tree: bytes = b"\x80\x02}."
+) -> Callable[[Path], object]:
+    def write(path: Path) -> None:
+        with tarfile.open(path, "w") as archive:
+            for member, raw in (("storages", storages), ("tensors", tensors), ("pickle", tree)):
+                info = tarfile.TarInfo(member)
+                info.size = len(raw)
+                archive.addfile(info, io.BytesIO(raw))
+
+    return write
+
+
 ATTACKS: dict[str, Callable[[Path], object]] = {
     "a memo index of 2^31": in_zip(b"Nr\xff\xff\xff\x7f"),
     "a list that contains itself": in_zip(b"]q\x00h\x00a"),
@@ -205,6 +252,33 @@ ATTACKS: dict[str, Callable[[Path], object]] = {
         + b"q\x01"
         + b"0h\x01h\x00\x85R" * 9999
         + b"l"
+    ),
+    "modules doubled 60 times": doubled_modules,
+    "20,000 modules in modules": nested_modules,
+    "a module that contains itself": alone(
+        name("m", "Net")
+        + b")\x81q\x00"
+        + dict_of({"_parameters": b"}", "_buffers": b"}", "_modules": dict_of({"x": b"h\x00"})})
+        + b"b"
+    ),
+    "a module with an object of doubled lists for a name": alone(
+        module(b"}" + call(name("m", "C"), DOUBLED) + TENSOR + b"s"), BYTES
+    ),
+    "a module with a large number for a name": alone(
+        module(b"}" + number(10**10_000) + TENSOR + b"s"), BYTES
+    ),
+    "tar: a doubled list for a count": tar(program(DOUBLED)),
+    "tar: a doubled list for a key": tar(
+        program(b"K\x01")
+        + program(b"(" + DOUBLED + text("cpu") + name("torch", "FloatStorage") + b"t")
+        + bytes(8)
+    ),
+    "tar: a doubled list for a class": tar(
+        program(b"K\x01") + program(b"(K\x01" + text("cpu") + DOUBLED + b"t") + bytes(8)
+    ),
+    "tar: a large number for a count": tar(program(number(10**10_000))),
+    "tar: a doubled list for an identity": tar(
+        program(b"K\x00") + program(b"]"), tree=program(DOUBLED + b"Q")
     ),
     "legacy: a storage of 2^60 bytes": lambda path: torch_legacy(
         path, dict_of({"a": tensor(storage(2**58), (1,))}), {"0": (2**58, b"abcd")}

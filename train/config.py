@@ -19,14 +19,14 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 class Every(NamedTuple):
     """So many steps, or so many epochs."""
 
-    count: int
+    number: int
     unit: str
 
     def __str__(self) -> str:
-        return f"{self.count}{self.unit}"
+        return f"{self.number}{self.unit}"
 
     def in_steps(self, steps_per_epoch: int) -> int:
-        return self.count * (steps_per_epoch if self.unit == "epochs" else 1)
+        return self.number * (steps_per_epoch if self.unit == "epochs" else 1)
 
 
 NO_WARMUP = Every(0, "epochs")

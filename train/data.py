@@ -262,7 +262,8 @@ def _classes(samples: Any, name: str) -> tuple[str, ...]:
 def _split(samples: Samples, labels: Sequence[int]) -> tuple[Samples, Samples]:
     """The same division every time, with the same share of each class in both parts."""
     seen: defaultdict[int, int] = defaultdict(int)
-    train, test = [], []
+    train: list[int] = []
+    test: list[int] = []
     for index, label in enumerate(labels):
         seen[label] += 1
         (train if seen[label] % HELD_OUT else test).append(index)

@@ -72,12 +72,6 @@ def make_plan(config: TrainConfig, data: Data) -> Plan:
     return Plan(count(data.train), config.batch_size, config.seed, config.drop_last, config.accumulate)
 
 
-def stand_in(data: Data) -> Batch:
-    """A batch of one sample, for passes whose result does not count."""
-    inputs, labels = default_collate([data.train[0]])
-    return inputs, labels
-
-
 class Trainer:
     """A model on this rank, wrapped in DDP, with its optimizer and the place in the plan."""
 
@@ -90,7 +84,7 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.ddp)
         self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps)
         self.sums = self._no_sums()
-        self._stand_in = stand_in(data)[0].to(place.device)
+        self._stand_in = default_collate([data.train[0]])[0].to(place.device)
         self._settle_buckets()
         random_state.seed_all(random_state.seed_from(config.seed, "rank", place.rank))
 
@@ -123,8 +117,8 @@ class Trainer:
         )
 
     def note_best(self, score: Score) -> bool:
-        """Whether this is the best score on the test set so far, which is remembered."""
-        is_best = score.accuracy > self.progress.best
+        """Whether this is the best score on the test set so far, which is remembered. NaN never is."""
+        is_best = math.isfinite(score.loss) and score.accuracy > self.progress.best
         if is_best:
             self.progress.best = score.accuracy
         return is_best

@@ -105,6 +105,7 @@ def evaluate(job: Job) -> Score:
     from train import engine
 
     config, model = job.config, job.model
+    ranks.compare({"--data": (job.data.fingerprint, job.data.classes)}, "before evaluating")
     ranks.decide(lambda: reload(config.checkpoint, model, state=config.state).loaded)
     model.to(job.place.device)
     ranks.broadcast_into(model.state_dict().values())

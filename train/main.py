@@ -1,6 +1,6 @@
 """Trains a model with DistributedDataParallel, on one process or many, exactly.
 
-    torchrun --nproc-per-node 2 train/main.py        # two ranks; the digits, a small CNN, half a minute
+    torchrun --nproc-per-node 2 train/main.py        # two ranks: the digits, a small CNN, ten seconds
     torchrun --nproc-per-node 2 -m train.main        # the same
     python train/main.py --spawn 2                   # the same, without torchrun
     python train/main.py                             # one rank, and the same training
@@ -89,6 +89,8 @@ def train(job: Job) -> None:
     from train.report import Report
 
     config = job.config
+    # Each rank has loaded its own copy: were they different, samples would be met twice, or never.
+    ranks.compare({"--data": (job.data.fingerprint, job.data.classes)}, "before training")
     folder = ranks.decide(lambda: run_folder.choose(config, time.strftime("%Y%m%d-%H%M%S")))
     trainer = Trainer(config, job.data, job.model, job.place)
     remarks = checkpoints.resume(trainer, folder)

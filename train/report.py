@@ -116,7 +116,7 @@ def recipe(config: TrainConfig) -> str:
         f"{config.optimizer} lr {config.lr:g}",
         config.scheduler,
     ]
-    if config.warmup.count:
+    if config.warmup.number:
         parts.append(f"warmup {config.warmup}")
     if config.accumulate > 1:
         parts.append(f"{config.accumulate} passes a step")

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 @click.command("verify")
 @options.file_argument
 @click.option(
-    "--against", metavar="OTHER", type=click.Path(), help="Also: same contents as OTHER, in any format."
+    "--against",
+    metavar="OTHER",
+    type=click.Path(),
+    help="Also: the model's state is that of OTHER.",
 )
 @click.option("--finite", is_flag=True, help="NaN and infinity are errors.")
 @options.state_option
@@ -49,12 +52,14 @@ def command(file: str, against: str | None, finite: bool, state: str | None, **g
 def _report(console: Console, file: str, format: str, against: str | None, found: Verified) -> None:
     for problem in found.problems[: None if console.verbose else 10]:
         console.note(f"{problem.kind}: {printable(problem.name)}: {problem.message}")
+    if len(found.problems) > 10 and not console.verbose:
+        console.note(f"and {len(found.problems) - 10} more (-v shows all)")
     if found.non_finite:
         total = sum(found.non_finite.values())
         console.note(f"{total} values are NaN or infinite, in {show_names(tuple(found.non_finite))}")
     if found.unsummed:
         console.note(f"{found.unsummed} tensors have no checksum, as {format} files may")
-    same = f", same contents as {printable(against)}" if against and found.ok else ""
+    same = f", same model state as {printable(against)}" if against and found.ok else ""
     verdict = f"ok{same}" if found.ok else f"{len(found.problems)} problems"
     data = {
         "ok": found.ok,

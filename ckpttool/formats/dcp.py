@@ -23,10 +23,10 @@ from .. import full
 from ..assembly import Part, assembled
 from ..checkpoint import Checkpoint
 from ..errors import Damaged, Refused, Unreadable, Unsupported
-from ..inert import MAX_DEPTH, Global, OrderedDict_, Record, tensor_of
+from ..inert import MAX_DEPTH, Global, OrderedDict_, Record, in_brief, tensor_of
 from ..live import live_tensors
 from ..modules import SETS, detached
-from ..tensor import DTYPES, BadTensor, ByteRange, DType, Source, Storage, TensorRef, is_count
+from ..tensor import DTYPES, MAX_AXES, BadTensor, ByteRange, DType, Source, Storage, TensorRef, is_count
 from ..transfer import open_source_descriptor
 from .inert_reader import PickleFault, read_pickle
 from .torch_archive import Archive
@@ -92,7 +92,7 @@ def _size(value: object) -> tuple[int, ...]:
     """A `torch.Size`."""
     if isinstance(value, Record) and value.callable == Global("torch", "Size"):
         value = value.args[0] if isinstance(value.args, tuple) and len(value.args) == 1 else None
-    if not isinstance(value, tuple) or not all(map(is_count, value)):
+    if not isinstance(value, tuple) or len(value) > MAX_AXES or not all(map(is_count, value)):
         raise PickleFault("its metadata is malformed: it has a size that is none")
     return value
 
@@ -102,7 +102,7 @@ def _dtype(properties: object) -> DType:
     state = properties.state if isinstance(properties, Record) else None
     named = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(named, Global) or named.module != "torch" or named.name not in DTYPES:
-        raise PickleFault(f"its metadata has a tensor of unknown type {str(named)[:40]}")
+        raise PickleFault(f"its metadata has a tensor of unknown type {in_brief(named)[:40]}")
     return DTYPES[named.name]
 
 
@@ -119,17 +119,20 @@ class _Items:
         for index, info in storage_data.items():
             fields = _fields(index, "MetadataIndex")
             offset = fields.get("offset")
-            key = fields.get("fqn"), None if offset is None else _size(offset)
+            name = fields.get("fqn")
+            if not isinstance(name, str):
+                raise PickleFault("its metadata is malformed: it has a name that is no text")
+            key = name, None if offset is None else _size(offset)
             if key in self.places:
-                raise PickleFault(f"its metadata says twice where '{key[0]}' is stored")
-            self.places[key] = self.place(str(key[0]), _fields(info, "_StorageInfo"))
+                raise PickleFault(f"its metadata says twice where '{name}' is stored")
+            self.places[key] = self.place(name, _fields(info, "_StorageInfo"))
         self.check_overlaps()
 
     def place(self, name: str, info: Mapping[str, Any]) -> ByteRange:
         if info.get("transform_descriptors"):
             raise Unsupported(
                 self.source.path,
-                f"'{name}' was written through the extension {str(info['transform_descriptors'])[:60]}",
+                f"'{name}' was written through the extension {in_brief(info['transform_descriptors'])[:60]}",
                 hint="load it with torch.distributed.checkpoint and save it without extensions",
             )
         file, offset, nbytes = (info.get(field) for field in ("relative_path", "offset", "length"))

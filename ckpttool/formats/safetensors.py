@@ -64,7 +64,9 @@ def described(source: Source, raw: bytes) -> Checkpoint:
             raise Damaged(source.path, f"tensor '{name}' leaves a gap or overlaps the one before it")
         tensors[name] = tensor
         end = begin + tensor.nbytes
-    if end != source.size:
+    if end > source.size:
+        raise Damaged(source.path, f"is cut short: {end - source.size} bytes are missing")
+    if end < source.size:
         raise Damaged(source.path, f"has {source.size - end} bytes that belong to no tensor")
     tree, protocol = _tree(source, tensors, metadata)
     return Checkpoint(source, NAME, tree, protocol, metadata)

@@ -118,6 +118,8 @@ def save(
         raise UsageFault(
             "--shard-size: the output is one file", hint="end OUTPUT in / for a folder of shards"
         )
+    if kind in folders.NAMES and name == "-":
+        raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
     if kind in folders.NAMES:
         folder = folders.FolderWriting(
             checkpoint, kind, writing.state, full, writing.ties, shard_size or sharding.DEFAULT_SIZE
@@ -214,9 +216,12 @@ class _Writing:
         if self.state is None:
             state = self.checkpoint.state(self.where) if self.checkpoint.states() else None
             keys = len(state.tensors) if state else 0
+            lost = self.checkpoint.unread
+            if self.format in WHOLE:  # which have no place for the text of a safetensors header
+                lost += tuple(f"metadata '{name}'" for name in self.checkpoint.metadata)
             if self.format != dcp.NAME or self.full:
-                return Saved(self.path, self.format, nbytes, keys, self.checkpoint.unread)
-            lost = (*folders.lost_in_dcp(self.checkpoint), *self.checkpoint.unread)
+                return Saved(self.path, self.format, nbytes, keys, lost)
+            lost = (*folders.lost_in_dcp(self.checkpoint), *lost)
             return Saved(self.path, self.format, nbytes, keys, lost, copied=_copied(state) if state else ())
         left_out = _left_out(self.checkpoint, self.state) + self.checkpoint.unread
         apart = () if self.format == sharding.TORCH else _copied(self.state)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..errors import Damaged
-from ..inert import Global
+from ..inert import Global, in_brief
 from ..tensor import (
     STORAGE_DTYPES,
     BadTensor,
@@ -104,7 +104,7 @@ class _Member:
         """How many entries follow, as a pickle; each takes several bytes."""
         found = self.pickle().value
         if not is_count(found) or not isinstance(found, int) or found > self.end - self.position:
-            raise PickleFault(f"counts {str(found)[:20]} entries, more than it can hold")
+            raise PickleFault(f"counts {in_brief(found)[:20]} entries, more than it can hold")
         return found
 
     def numbers(self, form: str) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ def _read_storages(member: _Member) -> Objects:
     for _ in range(member.count()):
         key, location, kind = _triple(member, "storage")
         if not isinstance(location, str) or not isinstance(kind, Global) or kind.name not in STORAGE_DTYPES:
-            raise PickleFault(f"has a storage of unknown class {str(kind)[:60]}")
+            raise PickleFault(f"has a storage of unknown class {in_brief(kind)[:60]}")
         (numel,) = member.numbers("<q")
         data = member.take(numel * STORAGE_DTYPES[kind.name].itemsize)
         _put(found, key, Storage(data, kind.name, location))
@@ -183,7 +183,7 @@ def _triple(member: _Member, what: str) -> tuple[object, object, object]:
 
 def _put(found: Objects, key: object, value: Storage | StorageView | TensorRef) -> None:
     if type(key) is not int or key in found:
-        raise PickleFault(f"has the key {str(key)[:20]} twice, or one that is no number")
+        raise PickleFault(f"has the key {in_brief(key)[:20]} twice, or one that is no number")
     found[key] = value
 
 
