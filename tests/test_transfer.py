@@ -22,7 +22,7 @@ import pytest
 from ckpttool import transfer
 from ckpttool.errors import CkptToolError, Damaged, Unreadable, UsageFault
 from ckpttool.tensor import ByteRange, Source
-from ckpttool.transfer import DryOutput, Output, open_source_descriptor, replacing
+from ckpttool.transfer import DryOutput, Output, open_source_descriptor, replacing, replacing_folder
 
 CONTENT = bytes(i * 7 % 251 for i in range(300_000))
 
@@ -260,6 +260,15 @@ def test_a_name_as_long_as_the_file_system_takes_is_written(letter: str, length:
     with replacing(tmp_path / name) as file:
         file.write(b"x")
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("letter", ["a", "鍵"])
+def test_a_folder_may_have_a_name_as_long_as_a_file(letter: str, tmp_path: Path) -> None:
+    name = letter * (255 // len(letter.encode()))
+    for _ in range(2):
+        with replacing_folder(str(tmp_path / name), lambda name: name == "f") as folder:
+            (Path(folder) / "f").write_bytes(b"x")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [name, f"{name}/f"]
 
 
 def test_an_output_where_there_is_no_folder_is_refused(tmp_path: Path) -> None:

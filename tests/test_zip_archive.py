@@ -97,6 +97,8 @@ def test_a_comment_at_the_end_is_no_harm(tmp_path: Path) -> None:
 
 
 def test_a_crc_of_0_means_that_none_was_computed(tmp_path: Path) -> None:
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        pytest.skip("this torch always writes checksums")
     old = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
