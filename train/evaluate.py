@@ -136,4 +136,4 @@ def in_words(job: Job, score: Score) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launch.leave(main())

@@ -111,4 +111,4 @@ def train(job: Job) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    launch.leave(main())
