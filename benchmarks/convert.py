@@ -26,15 +26,15 @@ class Conversion:
 
 
 FROM_TORCH = {
-    "strip-prefix, .pt to .pt": Conversion(("strip-prefix",), "out.pt", 1.15),
-    "convert to shards": Conversion(("convert", "--shard-size", "1GB"), "shards/", 1.2),
-    "convert --dtype bf16": Conversion(("convert", "--dtype", "bf16"), "bf16.safetensors", 1.0),
+    ".pt to .pt": Conversion(("strip-prefix",), "out.pt", 1.15),
+    ".pt to shards": Conversion(("convert", "--shard-size", "1GB"), "shards/", 1.2),
+    ".pt, --dtype bf16": Conversion(("convert", "--dtype", "bf16"), "bf16.safetensors", 1.0),
 }
 FROM_SAFETENSORS = {
-    "strip-prefix, .safetensors to .safetensors": Conversion(("strip-prefix",), "out.safetensors", 1.1),
-    "convert, .safetensors to .pt": Conversion(("convert",), "out.pt", 1.5),
+    ".safetensors to the same": Conversion(("strip-prefix",), "out.safetensors", 1.1),
+    ".safetensors to .pt": Conversion(("convert",), "out.pt", 1.5),
 }
-FROM_SHARDS = {"convert, shards to .safetensors": Conversion(("convert",), "out.safetensors", 1.2)}
+FROM_SHARDS = {"shards to .safetensors": Conversion(("convert",), "out.safetensors", 1.2)}
 
 
 def from_torch(folder: Path, size: int) -> Path:
@@ -77,7 +77,7 @@ def set_up(
     return Case(f"{title}, {show_size(size)}", ways, targets, memory=2 * size)
 
 
-HELP, IN_PLACE = "ckpttool --help", "strip-prefix, OUTPUT is INPUT"
+HELP, IN_PLACE = "ckpttool --help", "strip-prefix in place"
 
 
 def set_up_in_place(folder: Path, size: int) -> Case:
