@@ -45,6 +45,11 @@ PIECE = 1 << 20
 BLOCK = 1 << 16
 """Elements converted at a time, so that the passes over them stay in the processor's cache."""
 
+# The least magnitudes that are rounded to infinity: half a step above the largest number of the type.
+MAX_FLOAT = float.fromhex("0x1.ffffffp127")
+MAX_HALF = 65520.0
+MAX_BFLOAT16 = float.fromhex("0x1.ffp127")
+
 WORKERS = 4
 """More threads than these have nothing to do while one writes."""
 
@@ -229,8 +234,9 @@ def _to_ieee(block: NDArray[Any], out: NDArray[Any]) -> int:
     """Numpy floats into a narrower or wider IEEE type; returns how many overflowed."""
     import numpy as np
 
-    out[:] = block.astype("<f4") if out.itemsize == 2 and block.itemsize == 8 else block
-    if out.itemsize >= block.itemsize or np.isfinite(out).all():
+    through = block.astype("<f4") if out.itemsize == 2 and block.itemsize == 8 else block
+    out[:] = through
+    if out.itemsize >= block.itemsize or _all_below(through, MAX_HALF if out.itemsize == 2 else MAX_FLOAT):
         return 0
     return int(np.count_nonzero(np.isinf(out) & np.isfinite(block)))
 
@@ -243,14 +249,19 @@ def _to_bfloat16(block: NDArray[Any], out: NDArray[Any]) -> int:
     bits = single.view("<u4")
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
-    rounded += np.uint32(0x7FFF)
     rounded += bits
-    out[:] = rounded.view("<u2")[1::2]
-    # The rounding carries a NaN over into another number; whatever is not finite now is looked at.
-    if not ((out & np.uint16(0x7F80)) == 0x7F80).any() and not np.isnan(single).any():
+    rounded += np.uint32(0x7FFF)
+    rounded >>= np.uint32(16)
+    out[:] = rounded
+    if _all_below(single, MAX_BFLOAT16):
         return 0
-    out[np.isnan(single)] = 0x7FC0
+    out[np.isnan(single)] = 0x7FC0  # the rounding carries some NaNs over into other numbers
     return int(np.count_nonzero(((out & 0x7FFF) == 0x7F80) & np.isfinite(block)))
+
+
+def _all_below(block: NDArray[Any], limit: float) -> bool:
+    """Whether all magnitudes are below a limit; NaN is not. Two passes that make no array."""
+    return bool(-limit < block.min() and block.max() < limit)
 
 
 def count_non_finite(name: str, raw: memoryview) -> int:

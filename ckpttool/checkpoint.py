@@ -371,10 +371,10 @@ def _candidates(root: object) -> Iterator[Path]:
             seen.add(id(value))
             if is_module(value):
                 yield path
-            if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+            if isinstance(value, dict):
                 if is_state(value) or (value is root and not value):
                     yield path
-                below.extend(((*path, str(key)), item) for key, item in value.items())
+                below.extend(((*path, key), item) for key, item in value.items() if isinstance(key, str))
         level = below
 
 

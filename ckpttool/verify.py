@@ -83,7 +83,8 @@ def verify(
     non_finite = dict(_non_finite(checkpoint))
     if finite:
         problems += [
-            Problem("non-finite", n, f"{count} values are NaN or infinite") for n, count in non_finite.items()
+            Problem("non-finite", name, f"{count} of its values are NaN or infinite")
+            for name, count in non_finite.items()
         ]
     if against is not None:
         problems += differences(*(found.tensors for found in _states(checkpoint, against, state)))

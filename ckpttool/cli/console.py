@@ -97,6 +97,11 @@ def show_bytes(count: float) -> str:
     return f"{count:.3g} {units[0]}"
 
 
+def counted(count: int, one: str, more: str) -> str:
+    """`1 value is`, `2 values are`."""
+    return f"{count} {one if count == 1 else more}"
+
+
 def show_names(names: list[str] | tuple[str, ...], most: int = 4) -> str:
     """The first few names, and how many more."""
     shown = ", ".join(printable(name) for name in names[:most])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
+from .console import counted
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -71,10 +72,11 @@ def command(
         if complex_:
             change = transforms.split_complex if complex_ == "split" else transforms.join_complex
             checkpoint, names = change(checkpoint, state=where)
-            outcome.done += f", {len(names)} complex tensors {complex_}"
+            done = "split" if complex_ == "split" else "joined"
+            outcome.done += f", {counted(len(names), 'complex tensor', 'complex tensors')} {done}"
         if target:
             checkpoint, report = transforms.cast(checkpoint, target, state=where)
-            outcome.done += f", {report.tensors} tensors cast to {target.name}"
+            outcome.done += f", {counted(report.tensors, 'tensor', 'tensors')} cast to {target.name}"
             outcome.casting = report
         return checkpoint, outcome
 

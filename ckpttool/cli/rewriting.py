@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .console import Console, printable, show_bytes, show_names
+from .console import Console, counted, printable, show_bytes, show_names
 from .options import console as console_of
 
 if TYPE_CHECKING:
@@ -107,5 +107,5 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
     elif outcome.casting is not None:
         data["overflows"] = overflows = outcome.casting.overflows
         if overflows:
-            console.note(f"{overflows} finite value{'s' * (overflows > 1)} became infinite")
+            console.note(f"{counted(overflows, 'finite value', 'finite values')} became infinite")
     console.result(f"{verb} -> {printable(saved.path)} ({size})", data)

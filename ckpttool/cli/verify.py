@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import Console, printable, show_bytes, show_names
+from .console import Console, counted, printable, show_bytes, show_names
 
 if TYPE_CHECKING:
     from ..verify import Verified
@@ -50,17 +50,19 @@ def command(file: str, against: str | None, finite: bool, state: str | None, **g
 
 
 def _report(console: Console, file: str, format: str, against: str | None, found: Verified) -> None:
-    for problem in found.problems[: None if console.verbose else 10]:
+    shown = found.problems[: None if console.verbose else 10]
+    for problem in shown:
         console.note(f"{problem.kind}: {printable(problem.name)}: {problem.message}")
-    if len(found.problems) > 10 and not console.verbose:
-        console.note(f"and {len(found.problems) - 10} more (-v shows all)")
+    if len(found.problems) > len(shown):
+        console.note(f"and {len(found.problems) - len(shown)} more: -v shows them")
     if found.non_finite:
-        total = sum(found.non_finite.values())
-        console.note(f"{total} values are NaN or infinite, in {show_names(tuple(found.non_finite))}")
+        total = counted(sum(found.non_finite.values()), "value is", "values are")
+        console.note(f"{total} NaN or infinite, in {show_names(tuple(found.non_finite))}")
     if found.unsummed:
-        console.note(f"{found.unsummed} tensors have no checksum, as {format} files may")
+        lack = counted(found.unsummed, "tensor has", "tensors have")
+        console.note(f"{lack} no checksum, as {format} files may")
     same = f", same model state as {printable(against)}" if against and found.ok else ""
-    verdict = f"ok{same}" if found.ok else f"{len(found.problems)} problems"
+    verdict = f"ok{same}" if found.ok else counted(len(found.problems), "problem", "problems")
     data = {
         "ok": found.ok,
         "checked_bytes": found.checked_bytes,
