@@ -129,10 +129,12 @@ class _Items:
         self.check_overlaps()
 
     def place(self, name: str, info: Mapping[str, Any]) -> ByteRange:
-        if info.get("transform_descriptors"):
+        extensions = info.get("transform_descriptors")
+        if extensions:
+            known = extensions if isinstance(extensions, list) else [extensions]
             raise Unsupported(
                 self.source.path,
-                f"'{name}' was written through the extension {in_brief(info['transform_descriptors'])[:60]}",
+                f"'{name}' was written through the extension {', '.join(map(in_brief, known[:3]))[:60]}",
                 hint="load it with torch.distributed.checkpoint and save it without extensions",
             )
         file, offset, nbytes = (info.get(field) for field in ("relative_path", "offset", "length"))
