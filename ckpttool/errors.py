@@ -50,9 +50,6 @@ class Damaged(FileError):
 
     kind = "damaged"
 
-    def __init__(self, path: str | os.PathLike[str], reason: str, *, hint: str | None = None) -> None:
-        super().__init__(path, reason, hint=hint or "get the file again, or take an older copy of it")
-
 
 class Unsupported(FileError):
     """The file is whole but not something that can be read or written here."""

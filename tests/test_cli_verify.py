@@ -97,7 +97,7 @@ def test_against_a_file_of_another_format(path: Path, cli: Cli) -> None:
     save_file(STATE, path.parent / "same.safetensors")
     ran = cli("verify", path, "--against", path.parent / "same.safetensors")
     assert ran.code == 0
-    assert f"ok, same contents as {path.parent / 'same.safetensors'} (" in ran.out
+    assert f"ok, same model state as {path.parent / 'same.safetensors'} (" in ran.out
 
 
 def test_differences_are_exit_1_by_name(path: Path, cli: Cli) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import struct
 import zipfile
@@ -108,11 +109,13 @@ def test_the_inflated_bytes_leave_no_file_behind(tmp_path: Path, monkeypatch: py
     path = deflated(tmp_path / "in.pt")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    gc.collect()  # what earlier tests left open
     before = len(os.listdir("/proc/self/fd"))
     with ckpttool.open(path) as checkpoint:
         assert list((tmp_path / "temporary").iterdir()) == []
         checkpoint.state().tensors["a"].storage.data.read()
     del checkpoint
+    gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -64,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def prepare(config: TrainConfig) -> Job:
     """Finds out whether the training is possible, on this rank alone."""
+    import torch._dynamo  # noqa: F401  DDP does; done inside a process group, it never lets go of the group
+
     from train import data, models, preflight, random_state
 
     place = launch.find_place(config.backend)
