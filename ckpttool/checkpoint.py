@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .errors import Damaged, NoState, Unsupported
-from .inert import LEAVES, MAX_DEPTH, OrderedDict_, Record, in_brief, rebuild, tensor_of
+from .errors import Damaged, NoState, Refused, Unsupported
+from .inert import LEAVES, MAX_DEPTH, OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
 from .modules import BadModules, inside, is_module, named
 from .tensor import Source, Storage, TensorRef
 
@@ -218,7 +218,7 @@ class Checkpoint:
                 the dict takes the model's place, and `opened` says so.
 
         Raises:
-            TooDeep.
+            Refused: nested too deeply to be copied.
         """
 
         def at(value: object) -> object:
@@ -227,7 +227,14 @@ class Checkpoint:
         opened = self.opened
         if state.module is not None:
             opened += (f"{state.where or 'the model'} ({state.module.type_name})",)
-        return replace(self, tree=rebuild(self.tree, at), opened=opened)
+        return replace(self.rebuilt(at), opened=opened)
+
+    def rebuilt(self, change: Callable[[object], object]) -> Checkpoint:
+        """A checkpoint whose tree is a copy as `inert.rebuild` makes it. Raises Refused."""
+        try:
+            return replace(self, tree=rebuild(self.tree, change))
+        except (TooDeep, RecursionError):
+            raise Refused(self.path, "its contents are nested too deeply to be copied") from None
 
     def _container(self, value: object) -> dict[object, object] | None:
         """A state as a dict: itself, or made of a pickled model. Raises Damaged."""

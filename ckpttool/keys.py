@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from .checkpoint import Checkpoint, State, is_optimizer
-from .errors import Collision, NothingToDo, Refused, UsageFault
-from .inert import OrderedDict_, TooDeep, remade
+from .errors import Collision, NothingToDo, UsageFault
+from .inert import OrderedDict_, remade
 from .optimizer import rename_parameters
 
 WRAPPERS = {
@@ -291,10 +291,7 @@ def apply(
             return rename_parameters(value, renaming.names)
         return value
 
-    try:
-        return checkpoint.changed(state, change)
-    except TooDeep:
-        raise Refused(checkpoint.path, "its contents are nested too deeply to be copied") from None
+    return checkpoint.changed(state, change)
 
 
 def _rename_state(

@@ -13,7 +13,7 @@ from .cast import Caster, CastReport
 from .checkpoint import Checkpoint, State
 from .elements import CHUNK, stream
 from .errors import Collision, NothingToDo, Refused
-from .inert import OrderedDict_, Record, rebuild, tensor_of, walk
+from .inert import OrderedDict_, Record, tensor_of, walk
 from .tensor import DTYPES, Computed, DType, Storage, TensorRef
 
 PARTS = {
@@ -299,7 +299,7 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
             new.attributes = value.attributes
         return new
 
-    return replace(checkpoint, tree=rebuild(checkpoint.tree, change))
+    return checkpoint.rebuilt(change)
 
 
 def _entry(tree: object, name: str) -> tuple[dict[object, object], object] | None:

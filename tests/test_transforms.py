@@ -20,6 +20,7 @@ import ckpttool
 from ckpttool import elements, transforms
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import Collision, NoState, NothingToDo, Refused
+from ckpttool.tensor import DTYPES
 
 
 def opened(value: Any, folder: Path) -> Checkpoint:
@@ -442,3 +443,26 @@ def test_a_state_that_is_not_there_is_no_state(tmp_path: Path) -> None:
     for change in (transforms.select, transforms.slim, transforms.split_complex, transforms.join_complex):
         with pytest.raises(NoState, match="no state named 'ema'"):
             change(checkpoint, state="ema")
+
+
+def test_a_file_nested_too_deep_to_copy_is_refused_by_every_change(tmp_path: Path) -> None:
+    nested: Any = []
+    for _ in range(250):
+        nested = [nested]
+    state = {"w": numbers(2), "z": complex_numbers(2), "a.real": numbers(1), "a.imag": numbers(1)}
+    checkpoint = opened({"model": state, "deep": nested, "epoch": 1}, tmp_path)
+    for change in (
+        lambda: transforms.select(checkpoint, only=["w"]),
+        lambda: transforms.cast(checkpoint, DTYPES["float16"]),
+        lambda: transforms.split_complex(checkpoint),
+        lambda: transforms.join_complex(checkpoint),
+        lambda: transforms.drop(checkpoint, ["epoch"]),
+    ):
+        with pytest.raises(Refused, match="nested too deeply"):
+            change()
+    assert list(loaded(transforms.slim(checkpoint), tmp_path)) == list(state)
+    assert list(loaded(transforms.drop(transforms.slim(checkpoint), ["z"]), tmp_path)) == [
+        "w",
+        "a.real",
+        "a.imag",
+    ]
