@@ -70,26 +70,68 @@ def reload(path: str | os.PathLike[str], model: torch.nn.Module, *, state: str |
         prefix, names = fitting_names(found, expected)
         extras = {old.removeprefix(prefix): value for old, value in found.others.items()}
         versions = _versions(found, prefix)
-        added = _check(checkpoint, found, names, extras, expected, _without_counters(model, versions))
         values: dict[str, Any] = dict(live_tensors({new: found.tensors[old] for old, new in names.items()}))
+        added: tuple[str, ...] = ()
+        if not _takes_by_own_rules(model, values, versions):
+            added = _check(checkpoint, found, names, extras, expected, _without_counters(model, versions))
         values.update(_plain_extras(checkpoint, extras, expected))
-        _load(checkpoint, model, values, versions)
+        try:
+            model.load_state_dict(_with_versions(values, versions), strict=True)
+        except RuntimeError as error:
+            reason = f"the model refused the state: {' '.join(str(error).split())[:300]}"
+            raise Mismatch(f"{checkpoint.path}: {reason}") from error
     return Reloaded(checkpoint.path, checkpoint.format, found.where, prefix, tuple(values), added)
 
 
-def _load(
-    checkpoint: Checkpoint, model: torch.nn.Module, values: dict[str, Any], versions: dict[str, Any] | None
-) -> None:
+def _with_versions(values: dict[str, Any], versions: dict[str, Any] | None) -> dict[str, Any]:
+    """A state dict as torch makes it, with the `_metadata` that modules look at."""
     from collections import OrderedDict
 
     loaded: OrderedDict[str, Any] = OrderedDict(values)
     if versions is not None:
         loaded._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    try:
-        model.load_state_dict(loaded, strict=True)
-    except RuntimeError as error:  # a module with rules of its own, for what names and shapes do not show
-        reason = f"the model refused the state, perhaps half-way: {' '.join(str(error).split())[:300]}"
-        raise Mismatch(f"{checkpoint.path}: {reason}") from error
+    return loaded
+
+
+def _takes_by_own_rules(
+    model: torch.nn.Module, values: dict[str, Any], versions: dict[str, Any] | None
+) -> bool:
+    """Whether modules that load in a way of their own take a state whose names may not be theirs.
+
+    Weight norms rename what older torch called `weight_g`. It is tried on a copy that has no memory.
+    """
+    import copy
+    import warnings
+
+    import torch
+
+    if not any(map(_has_own_rules, model.modules())):
+        return False
+    without_memory = {
+        id(tensor): torch.nn.Parameter(tensor.to("meta"), requires_grad=tensor.requires_grad)
+        if isinstance(tensor, torch.nn.Parameter)
+        else tensor.to("meta")
+        for tensor in (*model.parameters(), *model.buffers())
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that nothing is copied to where there is no memory
+        try:
+            trial = copy.deepcopy(model, without_memory)
+            trial.load_state_dict(_with_versions(values, versions), strict=True)
+        except Exception:  # whatever it is, the check that follows says what is wrong
+            return False
+    return True
+
+
+def _has_own_rules(module: torch.nn.Module) -> bool:
+    import torch
+    from torch.nn.modules.batchnorm import _NormBase
+
+    own = type(module)._load_from_state_dict not in (
+        torch.nn.Module._load_from_state_dict,
+        _NormBase._load_from_state_dict,
+    )
+    return own or bool(module._load_state_dict_pre_hooks)
 
 
 def fitting_names(state: State, expected: Mapping[str, object]) -> tuple[str, dict[str, str]]:
