@@ -148,6 +148,27 @@ def test_a_number_where_a_tensor_belongs_is_missing(tmp_path: Path) -> None:
     assert wrong.missing == ("bias",)
 
 
+def weight_normed() -> torch.nn.Module:
+    return torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 2))
+
+
+def test_names_that_the_model_s_own_modules_translate_are_taken(tmp_path: Path) -> None:
+    """Weight norm was kept as weight_g and weight_v before torch 2.0."""
+    original, model = weight_normed(), weight_normed()
+    old = {
+        "bias": original.bias,
+        "weight_g": original.parametrizations.weight.original0,  # type: ignore[union-attr]
+        "weight_v": original.parametrizations.weight.original1,  # type: ignore[union-attr]
+    }
+    reload(saved({f"module.{key}": value for key, value in old.items()}, tmp_path / "f.pt"), model)
+    assert_same(original.state_dict(), model.state_dict())
+
+
+def test_a_model_with_translations_is_still_loaded_strictly(tmp_path: Path) -> None:
+    wrong = mismatch(saved({"weight_g": torch.ones(2, 1)}, tmp_path / "f.pt"), weight_normed())
+    assert "bias" in wrong.missing
+
+
 class Stubborn(torch.nn.Linear):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         rest[3].append("the module says no")
