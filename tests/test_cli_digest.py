@@ -11,6 +11,7 @@ from conftest import Ran
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.digest import digest
 
 Cli = Callable[..., Ran]
 
@@ -19,7 +20,7 @@ STATE = {"w": torch.arange(12.0).reshape(3, 4), "n": torch.tensor(7)}
 
 def expected(path: Path, state: str | None = None) -> str:
     with ckpttool.open(path) as checkpoint:
-        return ckpttool.digest(checkpoint.state(state).tensors)
+        return digest(checkpoint.state(state).tensors)
 
 
 def test_the_line_is_the_digest_and_the_name_as_sha256sum_prints_them(cli: Cli, tmp_path: Path) -> None:
