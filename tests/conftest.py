@@ -26,7 +26,8 @@ SHARED = ROOT.parent / "shared"
 settings.register_profile(
     "here", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("here")
+settings.register_profile("wide", settings.get_profile("here"), derandomize=False, max_examples=2000)
+settings.load_profile("here")  # another by `pytest --hypothesis-profile wide`
 
 
 @dataclass(frozen=True)
