@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckpttool import __version__
-from ckpttool.cli import group
+from ckpttool.cli import SECTIONS, group
 
 
 def prepare(folder: Path, example: str) -> None:
@@ -74,8 +75,41 @@ def test_the_help_of_the_tool_lists_every_command(cli: Any) -> None:
         assert "Exit codes: 0 done" in ran.out
 
 
-def test_the_version_is_told(cli: Any) -> None:
-    assert cli("--version").out == f"ckpttool {__version__}\n"
+def test_the_help_of_the_tool_gives_each_command_one_line_that_fits_80_columns(process: Any) -> None:
+    lines = process("--help", env={"COLUMNS": "80"}).stdout.decode().splitlines()
+    assert max(map(len, lines)) <= 80
+    for modules in SECTIONS.values():
+        for module, line in modules.items():
+            assert re.fullmatch(r"[A-Z][^…]+[^.…]", line), "a phrase, without a dot at its end"
+            widest = max(map(len, group.commands))
+            assert f"  {module.command.name:{widest}}  {line}" in lines, f"too long: {line}"
+
+
+def test_commands_are_shown_in_the_order_of_their_use(cli: Any) -> None:
+    names = [module.command.name for modules in SECTIONS.values() for module in modules]
+    assert list(group.commands) == names
+    shown = re.findall(r"^  ([a-z]+(?:-[a-z]+)*)  ", cli("--help").out, re.MULTILINE)
+    assert shown == names
+
+
+def test_the_versions_are_told_without_an_import(process: Any) -> None:
+    said = process("--version").stdout.decode()
+    assert said.splitlines()[0] == f"ckpttool {__version__}"
+    assert f"torch {metadata.version('torch')}" in said
+
+
+@pytest.mark.parametrize("typed, meant", [("strip-prefx", "strip-prefix"), ("strip", "strip-prefix")])
+def test_a_command_that_is_misspelt_is_answered_by_those_like_it(typed: str, meant: str, cli: Any) -> None:
+    ran = cli(typed)
+    assert ran.code == 2
+    assert f"there is no command '{typed}'; did you mean {meant}" in ran.err
+
+
+def test_a_shell_can_ask_for_completions(process: Any) -> None:
+    script = process(env={"_CKPTTOOL_COMPLETE": "bash_source"}).stdout.decode()
+    assert "complete -o nosort -F" in script
+    asked = {"_CKPTTOOL_COMPLETE": "bash_complete", "COMP_WORDS": "ckpttool conv", "COMP_CWORD": "1"}
+    assert "plain,convert" in process(env=asked).stdout.decode().splitlines()
 
 
 @pytest.mark.parametrize("name", group.commands)

@@ -6,7 +6,8 @@ import gc
 import os
 import signal
 import sys
-from types import FrameType
+from collections.abc import Iterable
+from types import FrameType, ModuleType
 from typing import Any
 
 import click
@@ -14,6 +15,37 @@ import click
 from .. import __version__
 from . import add_prefix, convert, digest, inspect, reload, rename_keys, slim, strip_prefix, verify
 from .console import fail
+
+EPILOG = """\
+\b
+Exit codes: 0 done, or same; 1 differs, a check failed, nothing to do;
+2 usage; 3 unreadable, damaged or refused.
+`ckpttool COMMAND --help` ends in an example. Completion of commands, options
+and files: eval "$(_CKPTTOOL_COMPLETE=bash_source ckpttool)", or zsh_source.
+"""
+
+SECTIONS: dict[str, dict[ModuleType, str]] = {
+    "Look": {
+        inspect: "Show what is in a file, without running any of it",
+        digest: "One SHA-256 for a model, the same in every format",
+    },
+    "Rename": {
+        strip_prefix: "Take a wrapper's prefix off the keys",
+        add_prefix: "Put a wrapper's prefix before every key",
+        rename_keys: "Rename keys by regular expressions",
+    },
+    "Convert": {
+        convert: "Write another format, or other element types",
+        slim: "Write the model's state alone, and no unused bytes",
+    },
+    "Check": {
+        verify: "Read every byte: structure, checksums, NaN, infinity",
+    },
+    "Load": {
+        reload: "Load strictly into a plain model, in one process",
+    },
+}
+"""Every command, in the order and with the line in which `ckpttool --help` shows it."""
 
 
 class ReaderGone(Exception):
@@ -29,13 +61,65 @@ class Commands(click.Group):
         except BrokenPipeError as error:
             raise ReaderGone from error
 
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in our order; click sorts them
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name in self.commands or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        raise click.UsageError(f"there is no command '{name}'{_meant(name, self.commands)}", ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The table above, in columns that are the same for all sections."""
+        widest = max(map(len, self.commands))
+        for title, modules in SECTIONS.items():
+            with formatter.section(title):
+                rows = [(f"{module.command.name:{widest}}", line) for module, line in modules.items()]
+                formatter.write_dl(rows)
+
+
+def _meant(name: str, known: Iterable[str]) -> str:
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, known, cutoff=0.5)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def _show_versions(ctx: click.Context, option: click.Parameter, asked: bool) -> None:
+    """Ours, and those that a report of a fault should name; nothing is imported to know them."""
+    if not asked or ctx.resilient_parsing:
+        return
+    click.echo(f"ckpttool {__version__}")
+    others = [_installed(name) for name in ("torch", "safetensors", "click")]
+    click.echo(f"Python {sys.version.split()[0]}, {', '.join(others)}")
+    ctx.exit()
+
+
+def _installed(name: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"no {name}"
+
 
 @click.group(
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 done; 1 differs, a check failed, nothing to do; 2 usage; 3 unreadable or refused.",
+    epilog=EPILOG,
 )
-@click.version_option(__version__, prog_name="ckpttool", message="%(prog)s %(version)s")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_versions,
+    help="Show the versions of this tool and of what it uses.",
+)
 def group() -> None:
     """A workbench for PyTorch checkpoints.
 
@@ -44,8 +128,9 @@ def group() -> None:
     """
 
 
-for module in (inspect, strip_prefix, add_prefix, rename_keys, convert, slim, digest, verify, reload):
-    group.add_command(module.command)
+for section in SECTIONS.values():
+    for module in section:
+        group.add_command(module.command)
 
 
 def main() -> None:
