@@ -9,42 +9,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .errors import Damaged, NoState, Refused, Unsupported
-from .inert import LEAVES, MAX_DEPTH, OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
-from .modules import BadModules, inside, is_module, named
+from .inert import OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
+from .modules import BadModules, is_module, named
+from .naming import MAX_NAMES, Entry, Path, TooManyNames, contents, dotted, named_values
+from .states import candidates, follow, is_state, likelihood, path_of
 from .tensor import Source, Storage, TensorRef
 
 if TYPE_CHECKING:
     import torch
-
-# Where checkpoints keep the model's state, the likelier first. Copies that an average keeps come last: they
-# are asked for by name.
-STATE_NAMES = (
-    "state_dict",
-    "model_state_dict",
-    "model_state",
-    "model",
-    "net_state_dict",
-    "net",
-    "network",
-    "module",
-    "weights",
-    "params",
-    "generator",
-    "state_dict_ema",
-    "ema_state_dict",
-    "model_ema",
-    "ema_model",
-    "ema",
-)
-
-MAX_NAMES = 16 << 20
-"""Characters of all dotted names together that a file may have, whatever its size."""
-
-Path = tuple[str, ...]
-
-
-def dotted(path: Path) -> str:
-    return ".".join(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +142,7 @@ class Checkpoint:
 
     def states(self) -> list[Path]:
         """The paths of everything that could be a model's state, the likeliest first."""
-        return sorted(_candidates(self.tree), key=self._likelihood)
+        return sorted(candidates(self.tree), key=self._likelihood)
 
     def state(self, where: str | None = None) -> State:
         """The model's state.
@@ -191,8 +163,8 @@ class Checkpoint:
         # A dotted name may fit several paths; among those that are states the likeliest is meant.
         path = next((path for path in found if where in (None, dotted(path))), None)
         if path is None:
-            path = _path_of(self.tree, str(where))
-        value = None if path is None else _follow(self.tree, path)
+            path = path_of(self.tree, str(where))
+        value = None if path is None else follow(self.tree, path)
         container = self._container(value)
         if path is None or container is None:
             raise NoState(self.path, f"holds no state named '{where}'", hint=self._where_to_look())
@@ -246,15 +218,7 @@ class Checkpoint:
             raise Damaged(self.path, str(fault)) from None
 
     def _likelihood(self, path: Path) -> tuple[int, int, int]:
-        """Smaller is likelier: a known name, else a file that is mostly tensors, else the most bytes."""
-        value = self._container(_follow(self.tree, path)) or {}
-        tensors = [tensor for tensor in map(tensor_of, value.values()) if tensor is not None]
-        ranks = [STATE_NAMES.index(name.lower()) for name in path if name.lower() in STATE_NAMES]
-        if ranks:
-            return 0, max(ranks), len(path)
-        if not path and 2 * len(tensors) > len(value):
-            return 1, 0, 0
-        return 2, -sum(tensor.nbytes for tensor in tensors), len(path)
+        return likelihood(path, lambda: self._container(follow(self.tree, path)) or {})
 
     def _where_to_look(self) -> str:
         names = [dotted(path) or '""' for path in self.states()]
@@ -278,130 +242,3 @@ def make_state(path: Path, container: dict[object, object], module: Record | Non
         found = container.attributes.get("_metadata")
         versions = found if isinstance(found, dict) else None
     return State(path, container, tensors, others, versions, module)
-
-
-def is_state(value: dict[object, object]) -> bool:
-    """Whether a dict has a tensor directly inside, and text alone for keys."""
-    return any(tensor_of(item) is not None for item in value.values()) and all(
-        isinstance(key, str) for key in value
-    )
-
-
-def is_optimizer(value: object) -> bool:
-    """Whether a value is the state dict of an optimizer."""
-    return isinstance(value, dict) and "param_groups" in value and "state" in value
-
-
-Entry = tuple[str | None, object]
-
-
-def entries(value: object) -> Iterator[Entry]:
-    """What is directly in a container, under the name a person would use; None where it adds no name."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield in_brief(key), item
-        if isinstance(value, OrderedDict_) and value.attributes is not None:
-            yield None, value.attributes
-    elif isinstance(value, list | tuple | set | frozenset):
-        yield from _numbered(value)
-    elif is_module(value):
-        yield from inside(value)
-    elif isinstance(value, Record):
-        yield from _numbered(value.args if isinstance(value.args, tuple) else ())
-        if value.kwargs:
-            yield None, value.kwargs
-        yield from _numbered(value.elements)
-        for key, item in value.items:
-            yield in_brief(key), item
-        if value.has_state:
-            yield (None if isinstance(value.state, dict) else "state"), value.state
-
-
-def _numbered(values: Iterable[object]) -> Iterator[Entry]:
-    return ((str(index), item) for index, item in enumerate(values))
-
-
-class TooManyNames(ValueError):
-    """A tree repeats long names so often that they would fill the memory."""
-
-
-def named_values(
-    root: object, inside: Callable[[object], Iterable[Entry] | None], room: int
-) -> Iterator[tuple[Path, object]]:
-    """Every value of a tree with its path, in the file's order; a container before what is in it.
-
-    A container that stands in several places is entered once, at the first, and none is entered deeper than
-    any honest file goes.
-
-    Args:
-        inside: what is in a value, by name; None for a value that is not to be entered.
-        room: characters of all paths together.
-
-    Raises:
-        TooManyNames: there is no more room.
-    """
-    seen: set[int] = set()
-    stack: list[tuple[Path, object]] = [((), root)]
-    while stack:
-        path, value = stack.pop()
-        found = inside(value)
-        if found is not None:
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            if len(path) < MAX_DEPTH:
-                here = [(path if name is None else (*path, name), item) for name, item in found]
-                stack.extend(reversed(here))
-        room -= sum(map(len, path))
-        if room < 0:
-            raise TooManyNames
-        yield path, value
-
-
-def contents(value: object) -> Iterable[Entry] | None:
-    """What is in a container, or None for what is shown as one thing: a tensor, a number, a name."""
-    return None if isinstance(value, LEAVES) or tensor_of(value) is not None else entries(value)
-
-
-def _candidates(root: object) -> Iterator[Path]:
-    """Dicts by text with a tensor directly inside, and models, down to three levels, outside optimizers.
-
-    A file that is one empty dict is the state of a model without parameters.
-    """
-    seen: set[int] = set()
-    level: list[tuple[Path, object]] = [((), root)]
-    for _ in range(4):
-        below: list[tuple[Path, object]] = []
-        for path, value in level:
-            if id(value) in seen or is_optimizer(value):
-                continue
-            seen.add(id(value))
-            if is_module(value):
-                yield path
-            if isinstance(value, dict):
-                if is_state(value) or (value is root and not value):
-                    yield path
-                below.extend(((*path, key), item) for key, item in value.items() if isinstance(key, str))
-        level = below
-
-
-def _follow(root: object, path: Path) -> object:
-    value = root
-    for name in path:
-        value = value[name] if isinstance(value, dict) else None
-    return value
-
-
-def _path_of(root: object, where: str) -> Path | None:
-    """The keys behind a dotted path; keys may hold dots themselves, so every split is tried once."""
-    tried: set[tuple[int, str]] = set()
-    stack: list[tuple[Path, object, str]] = [((), root, where + "." if where else "")]
-    while stack:
-        path, value, rest = stack.pop()
-        if not rest:
-            return path
-        if isinstance(value, dict) and (id(value), rest) not in tried:
-            tried.add((id(value), rest))
-            inside = [key for key in value if isinstance(key, str) and rest.startswith(key + ".")]
-            stack.extend(((*path, key), value[key], rest[len(key) + 1 :]) for key in reversed(inside))
-    return None

@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from .checkpoint import Checkpoint, State, is_optimizer
+from .checkpoint import Checkpoint, State
 from .errors import Collision, NothingToDo, UsageFault
 from .inert import OrderedDict_, remade
 from .optimizer import rename_parameters
+from .states import is_optimizer
 
 WRAPPERS = {
     "module.": "DistributedDataParallel or DataParallel",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .checkpoint import Checkpoint, Entry, State, dotted, entries
+from .checkpoint import Checkpoint, State
 from .errors import NoState
 from .inert import MAX_DEPTH, PARAMETERS, Global, OrderedDict_, Record, tensor_of, walk
 from .keys import FoundPrefix, found_prefixes
 from .modules import is_module
+from .naming import Entry, dotted, entries
 from .tensor import DTYPES, TensorRef
 
 MAX_ITEMS = 16

@@ -1,0 +1,106 @@
+"""Where in a tree a model's state may be: dicts of tensors by name, and pickled models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from .inert import Record, tensor_of
+from .modules import is_module
+from .naming import Path
+
+# Where checkpoints keep the model's state, the likelier first. Copies that an average keeps come last: they
+# are asked for by name.
+STATE_NAMES = (
+    "state_dict",
+    "model_state_dict",
+    "model_state",
+    "model",
+    "net_state_dict",
+    "net",
+    "network",
+    "module",
+    "weights",
+    "params",
+    "generator",
+    "state_dict_ema",
+    "ema_state_dict",
+    "model_ema",
+    "ema_model",
+    "ema",
+)
+
+LEVELS = 4
+"""How deep a state may stand: the file itself, and three levels below."""
+
+
+def is_state(value: dict[object, object]) -> bool:
+    """Whether a dict has a tensor directly inside, and text alone for keys."""
+    return any(tensor_of(item) is not None for item in value.values()) and all(
+        isinstance(key, str) for key in value
+    )
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether a value is the state dict of an optimizer."""
+    return isinstance(value, dict) and "param_groups" in value and "state" in value
+
+
+def candidates(root: object) -> Iterator[Path]:
+    """Dicts by text with a tensor directly inside, and models, down to three levels, outside optimizers.
+
+    A file that is one empty dict is the state of a model without parameters.
+    """
+    seen: set[int] = set()
+    level: list[tuple[Path, object]] = [((), root)]
+    for _ in range(LEVELS):
+        below: list[tuple[Path, object]] = []
+        for path, value in level:
+            if id(value) in seen or is_optimizer(value):
+                continue
+            seen.add(id(value))
+            if is_module(value):
+                yield path
+            if isinstance(value, dict):
+                if is_state(value) or (value is root and not value):
+                    yield path
+                below.extend(
+                    ((*path, key), item)
+                    for key, item in value.items()
+                    if isinstance(item, dict | Record) and isinstance(key, str)
+                )
+        level = below
+
+
+def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> tuple[int, int, int]:
+    """Smaller is likelier: a known name, else a file that is mostly tensors, else the most bytes."""
+    ranks = [STATE_NAMES.index(name.lower()) for name in path if name.lower() in STATE_NAMES]
+    if ranks:
+        return 0, max(ranks), len(path)
+    value = container()
+    tensors = [tensor for tensor in map(tensor_of, value.values()) if tensor is not None]
+    if not path and 2 * len(tensors) > len(value):
+        return 1, 0, 0
+    return 2, -sum(tensor.nbytes for tensor in tensors), len(path)
+
+
+def follow(root: object, path: Path) -> object:
+    """The value at a path; None where there is none."""
+    value = root
+    for name in path:
+        value = value[name] if isinstance(value, dict) else None
+    return value
+
+
+def path_of(root: object, where: str) -> Path | None:
+    """The keys behind a dotted path; keys may hold dots themselves, so every split is tried once."""
+    tried: set[tuple[int, str]] = set()
+    stack: list[tuple[Path, object, str]] = [((), root, where + "." if where else "")]
+    while stack:
+        path, value, rest = stack.pop()
+        if not rest:
+            return path
+        if isinstance(value, dict) and (id(value), rest) not in tried:
+            tried.add((id(value), rest))
+            inside = [key for key in value if isinstance(key, str) and rest.startswith(key + ".")]
+            stack.extend(((*path, key), value[key], rest[len(key) + 1 :]) for key in reversed(inside))
+    return None
