@@ -19,6 +19,11 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 
+# What the program says of itself: its help, and the table of formats. Tests fail when either is stale.
+docs: $(INSTALLED)
+	$(BIN)/python tests/test_cli_reference.py
+	$(BIN)/python tests/test_format_table.py
+
 clean:
 	rm -rf .venv runs dist build
 

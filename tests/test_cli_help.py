@@ -9,12 +9,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpttool import __version__
+from ckpttool import __version__, cast
 from ckpttool.cli import SECTIONS, group
+from ckpttool.cli.convert import FORMATS
+from ckpttool.formats import folders, saving
 
 
 def prepare(folder: Path, example: str) -> None:
@@ -32,8 +35,6 @@ def prepare(folder: Path, example: str) -> None:
 
 # Examples whose outcome depends on the files.
 CODES = {"ckpttool verify model.safetensors --against last.pt": 1}  # the keys of last.pt have a prefix
-
-READERS = ("inspect", "digest", "verify", "diff", "reload", "doctor")
 
 
 def help_of(name: str) -> str:
@@ -60,8 +61,9 @@ def test_the_example_works_when_pasted(
     prepare(tmp_path, example)
     monkeypatch.chdir(tmp_path)
     words = shlex.split(example)[1:]
-    if words[0] not in READERS:  # an example writes a file that is not there yet
-        (tmp_path / words[2]).unlink(missing_ok=True)
+    with group.commands[words[0]].make_context(words[0], words[1:]) as parsed:
+        if output := parsed.params.get("output"):  # an example writes a file that is not there yet
+            (tmp_path / output).unlink(missing_ok=True)
     ran = cli(*words)
     assert ran.code == CODES.get(example, 0), ran.err
     assert ran.out
@@ -113,9 +115,21 @@ def test_a_shell_can_ask_for_completions(process: Any) -> None:
 
 
 @pytest.mark.parametrize("name", group.commands)
-def test_every_option_is_explained(name: str) -> None:
-    for parameter in group.commands[name].params:
-        assert parameter.param_type_name == "argument" or parameter.help  # type: ignore[attr-defined]
+def test_every_option_is_explained_in_sentences(name: str) -> None:
+    for option in group.commands[name].params:
+        if isinstance(option, click.Option):
+            said = (option.help or "").partition("  [default")[0]
+            assert re.fullmatch(r"[A-Za-z-].*\.", said), f"{name} {option.opts[0]}: {said}"
+            assert len(said) < 160, f"{name} {option.opts[0]}: what is longer belongs above the options"
+
+
+def test_convert_lists_the_formats_that_can_be_written_and_the_types(cli: Any) -> None:
+    said = " ".join(cli("convert", "--help").out.split())
+    assert set(FORMATS) == {*saving.ENDINGS.values(), *folders.NAMES}
+    assert f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}." in said
+    offered = re.search(r"--dtype TYPE .*? to (.*?) --only", said)
+    assert offered and set(re.findall(r"\b\w+\d+\b|half", offered[1])) <= set(cast.TARGETS)
+    assert {"bf16", "fp16", "fp32", "fp64"} <= set(re.findall(r"\w+", offered[1]))
 
 
 @pytest.mark.parametrize("name", group.commands)

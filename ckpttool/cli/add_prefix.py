@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 @click.command("add-prefix")
+@click.option("--prefix", default="module.", show_default=True, help="What to put before keys, dot included.")
 @options.writing
-@click.option("--prefix", default="module.", show_default=True, help="What to put before every key.")
 def command(prefix: str, **given: Any) -> None:
     """Put a wrapper's prefix before every key: the inverse of strip-prefix.
 

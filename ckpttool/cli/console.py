@@ -9,7 +9,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -29,7 +29,7 @@ class Console:
     Attributes:
         json: one JSON object on stdout and nothing else there.
         quiet: nothing but errors.
-        verbose: more than the one line.
+        verbose: every name, where else the first few are said.
         to_stderr: the output file itself goes to stdout, so words must not.
     """
 
@@ -50,10 +50,9 @@ class Console:
         if not (self.quiet or self.json):
             click.echo(text, err=True)
 
-    def detail(self, text: str) -> None:
-        """Something that only -v shows."""
-        if self.verbose:
-            self.note(text)
+    def names(self, names: Sequence[str]) -> str:
+        """Names in a row: the first few, or with -v all of them."""
+        return show_names(names, len(names) if self.verbose else 4)
 
     @contextmanager
     def progress(self, total: int, label: str) -> Iterator[Progress | None]:
@@ -102,7 +101,7 @@ def counted(count: int, one: str, more: str) -> str:
     return f"{count} {one if count == 1 else more}"
 
 
-def show_names(names: list[str] | tuple[str, ...], most: int = 4) -> str:
+def show_names(names: Sequence[str], most: int = 4) -> str:
     """The first few names, and how many more."""
     shown = ", ".join(printable(name) for name in names[:most])
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")

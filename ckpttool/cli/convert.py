@@ -13,25 +13,46 @@ from .rewriting import Outcome, rewrite
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
 
+FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "dcp")
+
 
 @click.command("convert")
-@options.writing
-@click.option("--dtype", metavar="TYPE", help="Cast float tensors: bf16, fp16, fp32 or fp64.")
-@click.option("--only", multiple=True, metavar="GLOB", help="Only keys that fit, as 'layer1.*'. Repeatable.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Not the keys that fit. Repeatable.")
+@click.option(
+    "--to",
+    type=click.Choice(FORMATS),
+    metavar="FORMAT",
+    help=f"Write FORMAT whatever OUTPUT's name is: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
+)
+@click.option(
+    "--full", is_flag=True, help="Keep everything, also in safetensors: optimizer, counters, settings."
+)
+@click.option(
+    "--dtype",
+    metavar="TYPE",
+    help="Cast floating-point tensors to bf16, fp16, fp32 or fp64 (or bfloat16, float16, half, …).",
+)
+@click.option(
+    "--only", multiple=True, metavar="GLOB", help="Keep only the keys that fit, as 'layer1.*'. Repeatable."
+)
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out the keys that fit. Repeatable.")
+@click.option(
+    "--drop", multiple=True, metavar="NAME", help="Leave out what stands there, as optimizer. Repeatable."
+)
 @click.option(
     "--complex",
     "complex_",
     type=click.Choice(["split", "join"]),
-    help="Complex tensors as pairs NAME.real, NAME.imag, or such pairs as complex tensors.",
+    help="Write complex tensors as pairs NAME.real and NAME.imag, or such pairs as complex tensors.",
 )
 @click.option(
-    "--drop", multiple=True, metavar="NAME", help="Leave out what stands there: optimizer. Repeatable."
+    "--keep-copies", is_flag=True, help="Write tied tensors once for each name, where the format has no ties."
 )
-@click.option("--full", is_flag=True, help="Everything, also in safetensors: optimizer, counters, settings.")
-@click.option("--keep-copies", is_flag=True, help="Tied tensors once for each name, in safetensors.")
-@click.option("--shard-size", metavar="SIZE", help="Cut into files of at most 5GB (default), 500MB, 1GiB.")
-@click.option("--to", metavar="FORMAT", help="The format, where OUTPUT's name does not tell it.")
+@click.option(
+    "--shard-size",
+    metavar="SIZE",
+    help="Cut a folder's files at this size, as 500MB or 1GiB.  [default: 5GB]",
+)
+@options.writing
 def command(
     dtype: str | None,
     only: tuple[str, ...],
@@ -47,12 +68,14 @@ def command(
     """Write a checkpoint in another format, whole, without running anything in it.
 
     A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
-    --full, everything; a .pt made of that again is what it was before.
+    --full, everything; a .pt made of that again is what it was before. A name that ends in / is a folder of
+    shards. What a format can't hold is named.
 
     \b
     Examples:
       ckpttool convert model.bin model.safetensors --dtype bf16
       ckpttool convert last.pt last.safetensors --full
+      ckpttool convert model.safetensors shards/ --shard-size 500MB
     """
     from .. import transforms
     from ..cast import target as cast_target

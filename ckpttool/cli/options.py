@@ -18,16 +18,18 @@ file_argument = click.argument("file", metavar="FILE", type=click.Path(allow_das
 state_option = click.option(
     "--state",
     metavar="WHERE",
-    help="Which state to take when the file holds several, dotted for nesting: --state state_dict_ema.",
+    help="Which state to take where the file holds several, dotted for nesting, as in model.ema.",
 )
 force_option = click.option("--force", is_flag=True, help="Replace OUTPUT when it exists.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 verify_option = click.option(
     "--verify", is_flag=True, help="Also compare the values written with those read."
 )
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout.")
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="Nothing but errors.")
-verbose_option = click.option("-v", "--verbose", is_flag=True, help="Every name, not the first few.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, errors too."
+)
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
+verbose_option = click.option("-v", "--verbose", is_flag=True, help="Show every name, not the first few.")
 
 
 def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 @click.command("rename-keys")
-@options.writing
 @click.option(
     "--map",
     "rules",
     multiple=True,
     required=True,
     metavar="REGEX=REPLACEMENT",
-    help="What to rename, as re.sub does; several are applied in order.",
+    help="What to rename, as re.sub does. Repeatable; applied in order.",
 )
+@options.writing
 def command(rules: tuple[str, ...], **given: Any) -> None:
     """Rename keys by regular expressions.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .console import Console, counted, printable, show_bytes, show_names
+from .console import Console, counted, printable, show_bytes
 from .options import console as console_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class Outcome:
 
     Attributes:
         done: the head of the line: `stripped 'module.' from 3 of 4 keys`.
-        renamed: how many keys changed their name.
+        renamed: the keys that changed their name, and what they are called now.
         left_out: names that the transform took out.
         kept: names that stayed as they were where others changed.
         where: where the state lies in the new checkpoint, when it moved.
@@ -31,7 +31,7 @@ class Outcome:
     """
 
     done: str
-    renamed: int = 0
+    renamed: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     where: str | None = None
@@ -43,9 +43,9 @@ Transform = Callable[["Checkpoint"], tuple["Checkpoint", Outcome]]
 
 def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
     """The outcome of a renaming; `done` comes before the count of keys."""
+    renamed = {old: new for old, new in renaming.names.items() if old != new}
     kept = tuple(old for old, new in renaming.names.items() if old == new)
-    count = f"{renaming.renamed} of {len(renaming.names)} keys"
-    return Outcome(f"{done} {count}", renaming.renamed, kept=kept)
+    return Outcome(f"{done} {renaming.renamed} of {len(renaming.names)} keys", renamed, kept=kept)
 
 
 def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> None:
@@ -77,10 +77,13 @@ def _say_where(console: Console, checkpoint: Checkpoint) -> None:
     paths = [".".join(path) for path in checkpoint.states()]
     if len(paths) > 1:
         taken = f"'{printable(paths[0])}'" if paths[0] else "the file itself"
-        console.note(f"state: {taken}; there are also --state {show_names(paths[1:])}")
+        console.note(f"state: {taken}; there are also --state {console.names(paths[1:])}")
 
 
 def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
+    if console.verbose:
+        for old, new in outcome.renamed.items():
+            console.note(f"{printable(old)} -> {printable(new)}")
     for said, names in (
         ("kept as they were", outcome.kept),
         ("taken out", outcome.left_out),
@@ -89,14 +92,14 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         ("written for each name, though they share memory", saved.copied),
     ):
         if names:
-            console.note(f"{said}: {show_names(names, len(names) if console.verbose else 4)}")
+            console.note(f"{said}: {console.names(names)}")
     verb = f"would have {outcome.done}" if dry else outcome.done
     size = f"{show_bytes(saved.nbytes)}, {seconds:.2f} s"
     data: dict[str, object] = {
         "output": saved.path,
         "format": saved.format,
         "keys": saved.keys,
-        "renamed": outcome.renamed,
+        "renamed": len(outcome.renamed),
         "left_out": [*outcome.left_out, *saved.left_out],
         "tied": saved.tied,
         "bytes": saved.nbytes,

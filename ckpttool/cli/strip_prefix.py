@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 @click.command("strip-prefix")
+@click.option("--prefix", default="module.", show_default=True, help="What to take off, dot included.")
+@click.option("--repeat", is_flag=True, help="Go on until none is left, as in module.module.conv.weight.")
+@click.option("--anywhere", is_flag=True, help="Take it also inside a name, as in 0._orig_mod.weight.")
 @options.writing
-@click.option("--prefix", default="module.", show_default=True, help="What to take off, with its dot.")
-@click.option("--repeat", is_flag=True, help="Until none is left: module.module.conv.weight.")
-@click.option("--anywhere", is_flag=True, help="Also inside a name: 0._orig_mod.weight.")
 def command(prefix: str, repeat: bool, anywhere: bool, **given: Any) -> None:
     """Take a wrapper's prefix off the keys that carry it.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import Console, counted, printable, show_bytes, show_names
+from .console import Console, counted, printable, show_bytes
 
 if TYPE_CHECKING:
     from ..verify import Verified
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     "--against",
     metavar="OTHER",
     type=click.Path(),
-    help="Also: the model's state is that of OTHER.",
+    help="Also compare the model's state with that of OTHER, whatever its format.",
 )
-@click.option("--finite", is_flag=True, help="NaN and infinity are errors.")
+@click.option("--finite", is_flag=True, help="Count NaN and infinity as problems.")
 @options.state_option
 @options.reading
 def command(file: str, against: str | None, finite: bool, state: str | None, **given: Any) -> int:
@@ -57,7 +57,7 @@ def _report(console: Console, file: str, format: str, against: str | None, found
         console.note(f"and {len(found.problems) - len(shown)} more: -v shows them")
     if found.non_finite:
         total = counted(sum(found.non_finite.values()), "value is", "values are")
-        console.note(f"{total} NaN or infinite, in {show_names(tuple(found.non_finite))}")
+        console.note(f"{total} NaN or infinite, in {console.names(tuple(found.non_finite))}")
     if found.unsummed:
         lack = counted(found.unsummed, "tensor has", "tensors have")
         console.note(f"{lack} no checksum, as {format} files may")

@@ -1,0 +1,60 @@
+"""What -q, -v and --json promise, the same for every command that rewrites a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """Seven keys with a prefix, seven without, and seven things beside the model."""
+    model = {f"module.a{i}": torch.full((2,), float("nan")) for i in range(7)}
+    model |= {f"b{i}": torch.ones(2) for i in range(7)}
+    torch.save({"model": model, **{f"beside{i}": i for i in range(7)}}, tmp_path / "in.pt")
+    return tmp_path / "in.pt"
+
+
+def test_a_few_names_are_said_and_the_rest_counted(many: Path, cli: Any, tmp_path: Path) -> None:
+    said = cli("strip-prefix", many, tmp_path / "out.safetensors").err
+    assert "kept as they were: b0, b1, b2, b3 and 3 more" in said
+    assert "beside0, beside1, beside2, beside3 and 3 more" in said
+    assert "module.a0" not in said
+
+
+def test_verbose_says_every_name(many: Path, cli: Any, tmp_path: Path) -> None:
+    ran = cli("strip-prefix", many, tmp_path / "out.safetensors", "-v")
+    assert "more" not in ran.err
+    for i in range(7):
+        assert f"module.a{i} -> a{i}\n" in ran.err
+        assert f"b{i}" in ran.err and f"beside{i}" in ran.err
+    assert len(ran.out.splitlines()) == 1
+
+
+def test_verbose_with_dry_run_shows_what_a_renaming_would_do(many: Path, cli: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    ran = cli("rename-keys", many, out, "--map", r"^b(\d)=c.\1", "--dry-run", "-v")
+    assert "b0 -> c.0\n" in ran.err and "b6 -> c.6\n" in ran.err
+    assert ran.out.startswith("would have renamed 7 of 14 keys")
+    assert not out.exists()
+
+
+def test_verbose_says_every_tensor_that_is_not_finite(many: Path, cli: Any) -> None:
+    assert "model.module.a3 and 3 more" in cli("verify", many).err
+    assert "model.module.a6" in cli("verify", many, "-v").err
+
+
+@pytest.mark.parametrize("command", ["strip-prefix", "convert", "slim"])
+def test_quiet_says_nothing(command: str, many: Path, cli: Any, tmp_path: Path) -> None:
+    ran = cli(command, many, tmp_path / "out.safetensors", "-q")
+    assert (ran.code, ran.out, ran.err) == (0, "", "")
+
+
+def test_json_is_alone_on_stdout_and_stderr_is_empty(many: Path, cli: Any, tmp_path: Path) -> None:
+    ran = cli("strip-prefix", many, tmp_path / "out.safetensors", "--json", "-v")
+    assert (ran.code, ran.err) == (0, "")
+    assert (ran.json["keys"], ran.json["renamed"]) == (14, 7)
+    assert ran.json["left_out"] == [f"beside{i}" for i in range(7)]
