@@ -1,12 +1,7 @@
-"""Byte ranges from file to file, by the fastest way the file systems allow, and the commit of a whole file.
-
-A file written here appears complete or not at all: it is built under another name in the same folder,
-flushed to the disk, and renamed over the target. A killed process leaves the old file.
-"""
+"""Byte ranges from file to file, by the fastest way the file systems allow."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import shutil
@@ -18,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 from .ahead import cores, in_order
-from .errors import Damaged, Unreadable, UsageFault
+from .errors import Damaged, Unreadable
 from .tensor import ByteRange, Computed
 
 BUFFER = 4 << 20
@@ -33,8 +28,6 @@ COPY = 64 << 20
 # The kernel's ways of saying "not between these two files": another file system, a file
 # system without the call, an old kernel, a sandbox.
 NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM}
-
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 Progress = Callable[[int], object]
 
@@ -152,156 +145,6 @@ class DryOutput(Output):
         next(iter(chunks), None)  # what is refused is refused here too
         self.position += nbytes
         return 0
-
-
-@contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A binary file, open for reading and writing, that becomes `path` when the block ends well.
-
-    The old file stays whole until the last moment; if the block raises, nothing is left behind. A symbolic
-    link stays a link and what it points to is replaced. The new file has the permissions of the old one, or
-    those that the umask gives. `-` is standard output: the file is spooled and then sent there.
-
-    Raises:
-        UsageFault: the folder does not exist or can't be written, or the target is no plain file.
-    """
-    if os.fspath(path) == "-":
-        if sys.stdout.isatty():
-            raise UsageFault("-: standard output is a terminal", hint="redirect it, or name a file")
-        with tempfile.TemporaryFile() as spool:
-            yield spool
-            spool.flush()
-            spool.seek(0)
-            shutil.copyfileobj(spool, sys.stdout.buffer, BUFFER)
-            sys.stdout.buffer.flush()
-        return
-    target = os.path.realpath(path)
-    _check_target(path, target)
-    folder, name = os.path.split(target)
-    temporary = _beside(folder, name)
-    try:
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        raise UsageFault(
-            f"{os.fspath(path)}: can't write there: {error.strerror}", hint="choose another output"
-        ) from error
-    try:
-        with os.fdopen(fd, "w+b") as file:
-            yield file
-            file.flush()
-            _keep_permissions(target, file.fileno())
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            error.filename = os.fspath(path)  # the calls that meet it know no names
-        raise
-    sync_folder(folder)
-
-
-def _beside(folder: str, name: str) -> str:
-    begin = os.fsdecode(os.fsencode(name)[:200])  # names have at most 255 bytes, whatever the letters
-    return os.path.join(folder, f".{begin}.{os.urandom(6).hex()}.tmp")
-
-
-@contextlib.contextmanager
-def writing_into(path: str) -> Iterator[BinaryIO]:
-    """A new binary file in a folder that is not yet in place, flushed to the disk when the block ends."""
-    with open(path, "x+b") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def replacing_folder(path: str, is_ours: Callable[[str], bool]) -> Iterator[str]:
-    """An empty folder that becomes `path` when the block ends well; else nothing is left of it.
-
-    A folder that is there already is replaced as a whole, if it holds nothing but what `is_ours` knows by
-    name: somebody's other files are never removed.
-
-    Raises:
-        UsageFault: the place can't be written, or holds other files.
-    """
-    target = os.path.realpath(path)
-    _check_folder(path, target, is_ours)
-    parent, name = os.path.split(target)
-    temporary = _beside(parent, name)
-    try:
-        os.mkdir(temporary)
-    except OSError as error:
-        raise UsageFault(
-            f"{path}: can't write there: {(error.strerror or '').lower()}", hint="choose another output"
-        ) from error
-    try:
-        yield temporary
-        sync_folder(temporary)
-        _swap(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    sync_folder(parent)
-
-
-def _check_folder(path: str, target: str, is_ours: Callable[[str], bool]) -> None:
-    if not os.path.lexists(target):
-        return
-    if not os.path.isdir(target):
-        raise UsageFault(f"{path}: is a file, and the output is a folder", hint="choose another output")
-    others = sorted(name for name in os.listdir(target) if not is_ours(name))
-    if others:
-        raise UsageFault(
-            f"{path}: holds other files too ({', '.join(others[:3])})", hint="choose a new folder as output"
-        )
-
-
-def _swap(new: str, target: str) -> None:
-    """Puts a folder in place of another; the old one ends up under the new one's name."""
-    if not os.path.lexists(target):
-        os.rename(new, target)
-        return
-    aside = new + ".old"
-    os.rename(target, aside)
-    try:
-        os.rename(new, target)
-    except BaseException:
-        os.rename(aside, target)
-        raise
-    os.rename(aside, new)
-
-
-def _check_target(path: str | os.PathLike[str], target: str) -> None:
-    try:
-        mode = os.stat(target).st_mode
-    except FileNotFoundError:
-        if os.fspath(path).endswith(os.sep):
-            raise UsageFault(f"{os.fspath(path)}: is named like a folder", hint="name a file") from None
-        return
-    except OSError as error:
-        raise UsageFault(f"{os.fspath(path)}: {error.strerror}") from error
-    if not stat.S_ISREG(mode):
-        raise UsageFault(f"{os.fspath(path)}: is not a plain file, so it can't be replaced")
-
-
-def _keep_permissions(target: str, fd: int) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.fchmod(fd, stat.S_IMODE(os.stat(target).st_mode))
-
-
-def sync_folder(folder: str) -> None:
-    """Flush a folder's entries, without which a rename may not outlive a power cut."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # it may be written and entered, but not read
-        return
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.EBADF, errno.EROFS}:  # file systems that can't
-            raise
-    finally:
-        os.close(fd)
 
 
 def open_source_descriptor(path: str) -> int:

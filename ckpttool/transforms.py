@@ -5,24 +5,18 @@ Each takes a Checkpoint and gives a new one whose tensors still lie in the old f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
+from . import complex_parts
 from .cast import Caster, CastReport
 from .checkpoint import Checkpoint, State
-from .elements import CHUNK, stream
-from .errors import Collision, NothingToDo, Refused
+from .errors import NothingToDo
 from .inert import OrderedDict_, Record, tensor_of, walk
-from .tensor import DTYPES, Computed, DType, Storage, TensorRef
+from .tensor import DType, Storage, TensorRef
 
-PARTS = {
-    "complex128": DTYPES["float64"],
-    "complex64": DTYPES["float32"],
-    "complex32": DTYPES["float16"],
-}
 WIDEST = 16  # bytes of the widest element: storages are cut at its multiples, so that no type is cut
-WHOLES = {part.name: DTYPES[name] for name, part in PARTS.items()}
 
 
 def replace_state(
@@ -143,34 +137,10 @@ def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[
         NoState.
     """
     found = checkpoint.state(state)
-    names = tuple(name for name, tensor in found.tensors.items() if tensor.dtype.name in PARTS)
+    names = tuple(name for name, tensor in found.tensors.items() if tensor.dtype.name in complex_parts.PARTS)
     if not names:
         raise NothingToDo(f"{checkpoint.path}: no tensor is complex")
-
-    def change(old: dict[object, object]) -> dict[object, object]:
-        new: dict[object, object] = type(old)()
-        for key, value in old.items():
-            tensor = tensor_of(value)
-            parts = {str(key): value} if tensor is None or key not in names else _parts(str(key), tensor)
-            for name, part in parts.items():
-                if name in new or (name != key and name in old):
-                    raise Collision(f"'{key}' would be split into '{name}', which is there already")
-                new[name] = part
-        return new
-
-    return replace_state(checkpoint, found, change), names
-
-
-def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
-    real = replace(
-        tensor,
-        dtype=PARTS[tensor.dtype.name],
-        stride=tuple(2 * step for step in tensor.stride),
-        offset=2 * tensor.offset,
-        conj=False,
-    )
-    imag = replace(real, offset=real.offset + 1, neg=tensor.neg != tensor.conj)
-    return {f"{name}.real": real, f"{name}.imag": imag}
+    return replace_state(checkpoint, found, lambda old: complex_parts.split(old, names)), names
 
 
 def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -182,98 +152,11 @@ def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[C
         NoState.
     """
     found = checkpoint.state(state)
-    names = tuple(
-        key.removesuffix(".real")
-        for key, real in found.tensors.items()
-        if key.endswith(".real") and _is_pair(real, found.tensors.get(key.removesuffix(".real") + ".imag"))
-    )
+    names = complex_parts.pairs(found.tensors)
     if not names:
         raise NothingToDo(f"{checkpoint.path}: no pair of tensors NAME.real and NAME.imag")
-    for name in names:
-        if name in found.container:
-            raise Collision(
-                f"'{name}.real' and '{name}.imag' would be joined into '{name}', which is there already"
-            )
-
-    joined: dict[object, TensorRef] = {}  # pairs that are other names of one pair share what they become
-
-    def change(old: dict[object, object]) -> dict[object, object]:
-        new: dict[object, object] = type(old)()
-        for key, value in old.items():
-            name = str(key).removesuffix(".real").removesuffix(".imag")
-            if name not in names or name == key:
-                new[key] = value
-            elif str(key).endswith(".real"):
-                real, imag = found.tensors[f"{name}.real"], found.tensors[f"{name}.imag"]
-                pair = real.view, imag.view
-                if pair not in joined:
-                    joined[pair] = _as_one(real, imag) or _whole(name, real, imag)
-                new[name] = replace(joined[pair])
-        return new
-
-    return replace_state(checkpoint, found, change), names
-
-
-def _is_pair(real: TensorRef, imag: TensorRef | None) -> bool:
-    return (
-        imag is not None
-        and real.dtype.name in WHOLES
-        and (real.dtype, real.shape) == (imag.dtype, imag.shape)
-    )
-
-
-def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
-    """The complex tensor whose storage both parts already look at, as `split_complex` makes them."""
-    dtype, old = WHOLES[real.dtype.name], real.storage
-    steps = [step if size > 1 else 0 for size, step in zip(real.shape, real.stride, strict=True)]
-    if replace(imag, offset=real.offset, neg=real.neg).view != real.view or imag.offset != real.offset + 1:
-        return None
-    if any(step % 2 for step in (real.offset, *steps)) or old.nbytes % dtype.itemsize:
-        return None
-    return replace(
-        real,
-        dtype=dtype,
-        stride=tuple(step // 2 for step in real.stride),
-        offset=real.offset // 2,
-        conj=real.neg != imag.neg,
-    )
-
-
-def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
-    """A complex tensor whose elements are made of the two parts, element by element."""
-    dtype, old = WHOLES[real.dtype.name], real.storage
-    path, width = old.data.path, real.dtype.itemsize
-
-    def make(start: int, nbytes: int) -> Iterator[memoryview]:
-        if start or nbytes != real.numel * dtype.itemsize:
-            raise Refused(path, f"'{name}' can't be joined and cut at once", hint="join first, then the rest")
-        for a, b in _in_step(stream(name, real), stream(name, imag), CHUNK):
-            both = bytearray(len(a) * 2)
-            for i in range(width):
-                place = width - 1 - i if old.byteorder == "big" else i
-                both[place :: 2 * width] = a[i::width]
-                both[width + place :: 2 * width] = b[i::width]
-            yield memoryview(both)
-
-    data = Computed(path, real.numel * dtype.itemsize, make)
-    storage = Storage(data, dtype.storage or "UntypedStorage", old.location, byteorder=old.byteorder)
-    return replace(TensorRef.contiguous(storage, dtype, real.shape), requires_grad=real.requires_grad)
-
-
-def _in_step(
-    left: Iterator[memoryview], right: Iterator[memoryview], size: int
-) -> Iterator[tuple[bytes, bytes]]:
-    """Two streams of the same length in pieces of the same size."""
-    a, b = bytearray(), bytearray()
-    while True:
-        for kept, more in ((a, left), (b, right)):
-            while len(kept) < size and (piece := next(more, None)) is not None:
-                kept += piece
-        if not a:
-            return
-        count = min(len(a), len(b), size)
-        yield bytes(a[:count]), bytes(b[:count])
-        del a[:count], b[:count]
+    new = replace_state(checkpoint, found, lambda old: complex_parts.join(old, found.tensors, names))
+    return new, names
 
 
 def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from graphlib import TopologicalSorter
 from pathlib import Path
 from types import FunctionType
 
@@ -129,16 +129,56 @@ def test_the_ground_rests_on_nothing_above_it() -> None:
         assert found <= GROUND, name
 
 
-def test_no_two_rooms_call_each_other_in_a_circle() -> None:
-    """The folders count as one room each: command line, library, formats, ground."""
-    graph: dict[str, set[str]] = {}
-    for room in ROOMS:
-        if room.name != "__init__.py" or len(room.parts) > 1:
-            here = room.parts[0].removesuffix(".py")
-            above = {node(i.module) for i in imports(room) if i.top == "ckpttool"} - {here, ""}
-            graph.setdefault(here, set()).update(name for name in above if not name.startswith("__"))
-    order = list(TopologicalSorter(graph).static_order())
-    assert order.index("errors") < order.index("formats") < order.index("cli")
+# The page: every room stands in one of its two tables, and imports only from those above it.
+
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+FOLDERS = {"formats", "cli"}
+
+
+def rows(text: str) -> list[str]:
+    """The rooms that a table names in its first column, in order, as modules: `formats`, `torch_zip`."""
+    first = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return [name.strip("/").removesuffix(".py") for cell in first for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def order() -> list[str]:
+    """All rooms from the ground up, those of `formats/` in the place of that folder."""
+    text = PAGE.partition("## Rooms")[2].partition("## Who may call whom")[0]
+    whole, _, inside = text.partition("Inside `formats/`")
+    found = rows(whole)
+    at = found.index("formats")
+    return [*found[:at], *(f"formats.{name}" for name in rows(inside)), "formats", *found[at + 1 :]]
+
+
+def place(module: str) -> str:
+    """A module as the page names it: a room of the library or of `formats/`; the command line is one."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[:2]) if parts[:1] == ["formats"] else "".join(parts[:1])
+
+
+def named_rooms() -> dict[str, Path]:
+    """Every file that the page has to name, under its name there."""
+    inner = [room for room in ROOMS if room.name not in ("__init__.py", "__main__.py")]
+    return {place(".".join(["ckpttool", *room.with_suffix("").parts])): room for room in inner}
+
+
+def test_every_room_stands_in_the_table_of_the_page_once_and_nothing_else_does() -> None:
+    found = [name for name in order() if name not in FOLDERS | {"train"}]
+    assert sorted(found) == sorted(set(named_rooms()) - FOLDERS)
+
+
+@pytest.mark.parametrize("name", [name for name in named_rooms() if name not in FOLDERS])
+def test_a_room_imports_only_from_those_above_it_in_the_table(name: str) -> None:
+    above = order()[: order().index(name)]
+    used = {place(i.module) for i in imports(named_rooms()[name]) if i.top == "ckpttool"} - {"", name}
+    assert used <= set(above), f"{name} imports from below: {sorted(used - set(above))}"
+
+
+def test_the_order_can_tell_a_room_that_imports_from_below() -> None:
+    """Else the test above could not fail."""
+    assert order().index("errors") < order().index("formats.torch_zip") < order().index("cli")
+    assert place("ckpttool.formats.dcp.NAME") == "formats.dcp"
+    assert [place(m) for m in ("ckpttool", "ckpttool.cli.inspect", "ckpttool.keys")] == ["", "cli", "keys"]
 
 
 @pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.name)

@@ -27,7 +27,7 @@ import ckpttool
 from ckpttool import assembly
 from ckpttool.elements import stream
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, Unsupported
-from ckpttool.formats import dcp as ours
+from ckpttool.formats import dcp_writing as ours
 from ckpttool.live import live_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch wonders at a save without a process group

@@ -17,7 +17,7 @@ from torch import nn
 import ckpttool
 from ckpttool.checkpoint import State
 from ckpttool.errors import CkptToolError, Damaged, Refused
-from ckpttool.formats import dcp
+from ckpttool.formats import dcp_writing as dcp
 from ckpttool.live import live_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool import elements, transforms
+from ckpttool import complex_parts, elements, transforms
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import Collision, NoState, NothingToDo, Refused
 from ckpttool.tensor import DTYPES
@@ -162,7 +162,7 @@ def test_parts_that_went_through_safetensors_are_joined_by_value(
     dtype: torch.dtype, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(elements, "CHUNK", chunk)
-    monkeypatch.setattr(transforms, "CHUNK", chunk)
+    monkeypatch.setattr(complex_parts, "CHUNK", chunk)
     state = layouts(dtype)
     split, _ = transforms.split_complex(opened(state, tmp_path))
     ckpttool.save(split, tmp_path / "split.safetensors")

@@ -1,4 +1,4 @@
-"""DCP folders, as `torch.distributed.checkpoint` saves them; writing imports torch, reading does not.
+"""DCP folders, as `torch.distributed.checkpoint` saves them, read without torch.
 
 `.metadata` is a pickle of dataclasses: which names there are, of what type and size, and which stretch of
 which file holds each of their chunks. Every chunk is a small `torch.save` zip, and so is every value that is
@@ -13,8 +13,6 @@ are apart. Source: torch's `distributed/checkpoint`, in it `metadata.py`, `files
 from __future__ import annotations
 
 import os
-import warnings
-from collections import OrderedDict
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -22,11 +20,10 @@ from typing import Any
 from .. import full
 from ..assembly import Part, assembled
 from ..checkpoint import Checkpoint
-from ..errors import Damaged, Refused, Unreadable, Unsupported
-from ..inert import MAX_DEPTH, Global, OrderedDict_, Record, in_brief, tensor_of
-from ..live import live_tensors
-from ..modules import SETS, detached
-from ..tensor import DTYPES, MAX_AXES, BadTensor, ByteRange, DType, Source, Storage, TensorRef, is_count
+from ..errors import Damaged, Unreadable, Unsupported
+from ..inert import Global, Record, in_brief
+from ..modules import detached
+from ..tensor import DTYPES, MAX_AXES, BadTensor, ByteRange, DType, Source, TensorRef, is_count
 from ..transfer import open_source_descriptor
 from .inert_reader import PickleFault, read_pickle
 from .torch_archive import Archive
@@ -36,9 +33,6 @@ METADATA = ".metadata"
 MODULE = "torch.distributed.checkpoint"
 SPARE = 1000
 """Places of lists that may stay empty, beside as many as 100 for each entry: DCP drops empty items."""
-
-MAX_VALUES = 10_000_000
-"""Values that are written: what stands in several places is written in each, and places can multiply."""
 
 Path = tuple[str | int, ...]
 
@@ -88,7 +82,7 @@ def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
     return found
 
 
-def _size(value: object) -> tuple[int, ...]:
+def torch_size(value: object) -> tuple[int, ...]:
     """A `torch.Size`."""
     if isinstance(value, Record) and value.callable == Global("torch", "Size"):
         value = value.args[0] if isinstance(value.args, tuple) and len(value.args) == 1 else None
@@ -122,7 +116,7 @@ class _Items:
             name = fields.get("fqn")
             if not isinstance(name, str):
                 raise PickleFault("its metadata is malformed: it has a name that is no text")
-            key = name, None if offset is None else _size(offset)
+            key = name, None if offset is None else torch_size(offset)
             if key in self.places:
                 raise PickleFault(f"its metadata says twice where '{name}' is stored")
             self.places[key] = self.place(name, _fields(info, "_StorageInfo"))
@@ -172,13 +166,14 @@ class _Items:
         if isinstance(metadata, Record) and metadata.callable in BYTES:
             return self.load(name, None)
         fields = _fields(metadata, "TensorStorageMetadata")
-        dtype, size = _dtype(fields.get("properties")), _size(fields.get("size"))
+        dtype, size = _dtype(fields.get("properties")), torch_size(fields.get("size"))
         listed = fields.get("chunks")
         if not isinstance(listed, list):
             raise PickleFault(f"its metadata does not say in which chunks '{name}' is stored")
         chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in listed]
         parts = [
-            self.part(name, _size(each.get("offsets")), _size(each.get("sizes")), dtype) for each in chunks
+            self.part(name, torch_size(each.get("offsets")), torch_size(each.get("sizes")), dtype)
+            for each in chunks
         ]
         if len(parts) == 1 and parts[0].tensor.shape == size and not any(parts[0].begin):
             return parts[0].tensor
@@ -257,97 +252,3 @@ class _Nest:
                 raise PickleFault("its metadata has a list of hardly any items and a giant index")
             holder.extend([None] * missing)
         holder[step] = value
-
-
-# Writing.
-
-
-def write(checkpoint: Checkpoint, folder: str) -> None:
-    """Writes the whole tree by torch's own library, its tensors mapped from their files.
-
-    Args:
-        folder: a new or empty one.
-
-    Raises:
-        Refused: the tree holds objects that only their own code could make, or no names to save under.
-    """
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    if not isinstance(checkpoint.tree, dict):
-        raise Refused(checkpoint.path, "is no dict at the top, as DCP needs", hint="write a .pt file instead")
-    live = _Live(checkpoint)
-    state = {str(key): live.value(item, (str(key),)) for key, item in checkpoint.tree.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch wonders at a save without a process group, and it is meant
-        try:
-            save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
-        except CheckpointException as failed:
-            fault = next(fault for fault, _ in failed.failures.values())
-            if not isinstance(fault, ValueError):
-                raise fault from None
-            # Two paths that are one when they are joined with dots.
-            raise Refused(checkpoint.path, str(fault), hint="write a .pt file instead") from None
-
-
-def lost(tree: object) -> list[str]:
-    """What DCP does not keep, by dotted name: empty dicts, and the module versions of a state dict."""
-    names: list[str] = []
-    seen: set[int] = set()
-    stack: list[tuple[str, object]] = [("", tree)]
-    while stack:
-        name, value = stack.pop()
-        if isinstance(value, dict) and id(value) not in seen:
-            seen.add(id(value))
-            inside = f"{name}." if name else ""
-            names += [] if value else [name]
-            if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
-                names += [f"{inside}{attribute}" for attribute in value.attributes]
-            stack.extend((f"{inside}{key}", item) for key, item in reversed(value.items()))
-    return names
-
-
-class _Live:
-    """Inert values as torch's library takes them: one tensor each, containers as they were."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.path = checkpoint.path
-        tensors = [tensor for _, tensor in checkpoint.tensors()]
-        made = live_tensors({str(number): tensor for number, tensor in enumerate(tensors)})
-        self.made = {id(tensor): made[str(number)] for number, tensor in enumerate(tensors)}
-        self.visits = 0
-
-    def value(self, value: object, path: tuple[str, ...]) -> object:
-        tensor = tensor_of(value)
-        if tensor is not None:
-            return self.made[id(tensor)]
-        self.visits += 1
-        if len(path) > MAX_DEPTH or self.visits > MAX_VALUES:
-            raise Refused(self.path, f"'{'.'.join(path[:4])}…' is nested too deeply, or holds too much")
-        if isinstance(value, dict):
-            items = {key: self.value(item, (*path, str(key))) for key, item in value.items()}
-            return OrderedDict(items) if isinstance(value, OrderedDict_) else items
-        if isinstance(value, list | tuple):
-            return type(value)(self.value(item, (*path, str(i))) for i, item in enumerate(value))
-        if isinstance(value, Global | Record | Storage):
-            return self.known(value, ".".join(path))
-        return value
-
-    def known(self, value: object, name: str) -> object:
-        """The few names and objects that are data: element types, sizes, devices."""
-        import torch
-
-        if isinstance(value, Global) and value.module == "torch" and value.name in DTYPES:
-            return getattr(torch, value.name)
-        plain = value.args if isinstance(value, Record) and isinstance(value.args, tuple) else ()
-        if isinstance(value, Record) and value.callable == Global("torch", "Size"):
-            return torch.Size(_size(value))
-        if isinstance(value, Record) and value.callable in SETS and plain and isinstance(plain[0], list):
-            return set(plain[0])
-        what = value.type_name if isinstance(value, Record) else str(value)
-        raise Refused(
-            self.path,
-            f"'{name}' is an object ({what}), and objects are not made from a file here",
-            hint=f"write a .pt file, which keeps it as it is, or leave it out: --drop {name}",
-        )

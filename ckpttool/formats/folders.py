@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from .. import full
 from ..checkpoint import Checkpoint, State
+from ..commit import replacing_folder
 from ..errors import UsageFault
 from ..inert import OrderedDict_
 from ..tensor import TensorRef
-from ..transfer import DryOutput, Output, Progress, replacing_folder
-from . import dcp, safetensors, sharding, torch_zip
+from ..transfer import DryOutput, Output, Progress
+from . import dcp, dcp_writing, safetensors, sharding, torch_zip
 
 NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
 
@@ -30,7 +31,7 @@ def without_models(checkpoint: Checkpoint) -> Checkpoint:
 def lost_in_dcp(checkpoint: Checkpoint) -> tuple[str, ...]:
     """What DCP does not keep, by dotted name; of a pickled model its class."""
     whole = without_models(checkpoint)
-    return (*dcp.lost(whole.tree), *whole.opened)
+    return (*dcp_writing.lost(whole.tree), *whole.opened)
 
 
 class FolderWriting:
@@ -64,7 +65,7 @@ class FolderWriting:
         """Writes the folder, lets `check(folder)` look at it, and puts it in place; returns its bytes."""
         with replacing_folder(path, sharding.is_of_a_checkpoint) as folder:
             if self.kind == dcp.NAME:
-                dcp.write(self._for_dcp(), folder)
+                dcp_writing.write(self._for_dcp(), folder)
             else:
                 shards, text = self._shards()
                 sharding.write(folder, self.kind, shards, text, self._write_shard, progress)

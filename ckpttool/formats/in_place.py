@@ -18,9 +18,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..commit import replacing, sync_folder
 from ..errors import Damaged, UsageFault
 from ..tensor import ByteRange, Source, TensorRef
-from ..transfer import replacing, sync_folder
 
 MAGIC = b"ckpttool journal 1\n"
 MAX_HEADER = 100_000_000

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from ..checkpoint import Checkpoint
-from ..errors import Unreadable, Unsupported
+from ..commit import set_aside
+from ..errors import Damaged, Unreadable, Unsupported
 from ..tensor import Source
 from ..transfer import open_source_descriptor
 from . import dcp, safetensors, sharded, torch_legacy, torch_tar, torch_zip
@@ -28,6 +30,9 @@ READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, 
 
 # The file that tells what is in a folder, the one to prefer first; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+MAX_REPLACED = 1000
+"""Times that a folder may be replaced while it is read."""
 
 # Things that stand where a checkpoint should be, by how they begin.
 STRANGERS = (
@@ -51,8 +56,58 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         Unreadable, Damaged, Unsupported: with the file and the reason.
     """
     name = os.fspath(path)
-    telling = os.path.join(name, _telling(name)) if os.path.isdir(name) else name
-    return read(Source(name, open_source_descriptor(telling)))
+    if os.path.isdir(name):
+        return _open_in(name, name)
+    if os.path.basename(name) == dcp.METADATA or name.endswith(INDEX):
+        return _open_in(name, os.path.dirname(name) or ".")
+    kept = set_aside(name)
+    if kept:
+        raise Unreadable(
+            name,
+            "its replacing was cut off, and its old contents still lie beside it",
+            hint=f"put them back: mv {shlex.quote(kept)} {shlex.quote(name)}",
+        )
+    return read(Source(name, open_source_descriptor(name)))
+
+
+def _open_in(name: str, folder: str) -> Checkpoint:
+    """Opens what lies in several files of one folder: all of them from the same one, if it is replaced."""
+    for _ in range(MAX_REPLACED):
+        with _held(folder) as is_still_there:
+            try:
+                telling = os.path.join(name, _telling(name)) if os.path.isdir(name) else name
+                checkpoint = read(Source(name, open_source_descriptor(telling)))
+            except (Damaged, Unreadable, Unsupported):
+                if is_still_there():
+                    raise
+                continue
+            if is_still_there():
+                return checkpoint
+            checkpoint.close()
+    raise Unreadable(name, "is replaced all the time by somebody else")
+
+
+@contextmanager
+def _held(folder: str) -> Iterator[Callable[[], bool]]:
+    """Tells whether a folder is still the one that it was; held open, its number can't go to another."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (
+        OSError
+    ):  # the error that reading meets says more; without permission to list it there is no telling
+        yield lambda: True
+        return
+
+    def is_still_there() -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(folder))
+        except FileNotFoundError:
+            return False
+
+    try:
+        yield is_still_there
+    finally:
+        os.close(fd)
 
 
 def _telling(folder: str) -> str:

@@ -13,10 +13,11 @@ from functools import partial
 from typing import BinaryIO
 
 from ..checkpoint import Checkpoint, State
+from ..commit import replacing
 from ..digest import digest
 from ..errors import Damaged, OutputExists, Refused, UsageFault
 from ..tensor import Source, TensorRef
-from ..transfer import DryOutput, Output, Progress, replacing
+from ..transfer import DryOutput, Output, Progress
 from . import dcp, folders, in_place, safetensors, sharding, torch_zip
 from .reading import open as open_any
 from .reading import read

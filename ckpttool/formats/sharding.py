@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ..commit import writing_into
 from ..errors import UsageFault
 from ..tensor import TensorRef
-from ..transfer import Output, Progress, writing_into
+from ..transfer import Output, Progress
 
 SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
 STEMS = {SAFETENSORS: ("model", ".safetensors"), TORCH: ("pytorch_model", ".bin")}

@@ -1,0 +1,137 @@
+"""Complex tensors as pairs of real ones, `NAME.real` and `NAME.imag`, and such pairs as complex tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+
+from .elements import CHUNK, stream
+from .errors import Collision, Refused
+from .inert import tensor_of
+from .tensor import DTYPES, Computed, Storage, TensorRef
+
+PARTS = {
+    "complex128": DTYPES["float64"],
+    "complex64": DTYPES["float32"],
+    "complex32": DTYPES["float16"],
+}
+WHOLES = {part.name: DTYPES[name] for name, part in PARTS.items()}
+
+Container = dict[object, object]
+
+
+def split(old: Container, names: Collection[str]) -> Container:
+    """A state with each of these tensors as two, which are views of its storage. Raises Collision."""
+    new: Container = type(old)()
+    for key, value in old.items():
+        tensor = tensor_of(value)
+        parts = {str(key): value} if tensor is None or key not in names else _parts(str(key), tensor)
+        for name, part in parts.items():
+            if name in new or (name != key and name in old):
+                raise Collision(f"'{key}' would be split into '{name}', which is there already")
+            new[name] = part
+    return new
+
+
+def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
+    real = replace(
+        tensor,
+        dtype=PARTS[tensor.dtype.name],
+        stride=tuple(2 * step for step in tensor.stride),
+        offset=2 * tensor.offset,
+        conj=False,
+    )
+    imag = replace(real, offset=real.offset + 1, neg=tensor.neg != tensor.conj)
+    return {f"{name}.real": real, f"{name}.imag": imag}
+
+
+def pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
+    """The names of which there are both parts, of one float type and one shape."""
+    return tuple(
+        key.removesuffix(".real")
+        for key, real in tensors.items()
+        if key.endswith(".real") and _is_pair(real, tensors.get(key.removesuffix(".real") + ".imag"))
+    )
+
+
+def join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[str]) -> Container:
+    """A state with each of these pairs as one complex tensor. Raises Collision."""
+    joined: dict[object, TensorRef] = {}  # pairs that are other names of one pair share what they become
+    new: Container = type(old)()
+    for name in names:
+        if name in old:
+            both = f"'{name}.real' and '{name}.imag'"
+            raise Collision(f"{both} would be joined into '{name}', which is there already")
+    for key, value in old.items():
+        name = str(key).removesuffix(".real").removesuffix(".imag")
+        if name not in names or name == key:
+            new[key] = value
+        elif str(key).endswith(".real"):
+            real, imag = tensors[f"{name}.real"], tensors[f"{name}.imag"]
+            pair = real.view, imag.view
+            if pair not in joined:
+                joined[pair] = _as_one(real, imag) or _whole(name, real, imag)
+            new[name] = replace(joined[pair])
+    return new
+
+
+def _is_pair(real: TensorRef, imag: TensorRef | None) -> bool:
+    return (
+        imag is not None
+        and real.dtype.name in WHOLES
+        and (real.dtype, real.shape) == (imag.dtype, imag.shape)
+    )
+
+
+def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
+    """The complex tensor whose storage both parts already look at, as `split_complex` makes them."""
+    dtype, old = WHOLES[real.dtype.name], real.storage
+    steps = [step if size > 1 else 0 for size, step in zip(real.shape, real.stride, strict=True)]
+    if replace(imag, offset=real.offset, neg=real.neg).view != real.view or imag.offset != real.offset + 1:
+        return None
+    if any(step % 2 for step in (real.offset, *steps)) or old.nbytes % dtype.itemsize:
+        return None
+    return replace(
+        real,
+        dtype=dtype,
+        stride=tuple(step // 2 for step in real.stride),
+        offset=real.offset // 2,
+        conj=real.neg != imag.neg,
+    )
+
+
+def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
+    """A complex tensor whose elements are made of the two parts, element by element."""
+    dtype, old = WHOLES[real.dtype.name], real.storage
+    path, width = old.data.path, real.dtype.itemsize
+
+    def make(start: int, nbytes: int) -> Iterator[memoryview]:
+        if start or nbytes != real.numel * dtype.itemsize:
+            raise Refused(path, f"'{name}' can't be joined and cut at once", hint="join first, then the rest")
+        for a, b in _in_step(stream(name, real), stream(name, imag), CHUNK):
+            both = bytearray(len(a) * 2)
+            for i in range(width):
+                place = width - 1 - i if old.byteorder == "big" else i
+                both[place :: 2 * width] = a[i::width]
+                both[width + place :: 2 * width] = b[i::width]
+            yield memoryview(both)
+
+    data = Computed(path, real.numel * dtype.itemsize, make)
+    storage = Storage(data, dtype.storage or "UntypedStorage", old.location, byteorder=old.byteorder)
+    return replace(TensorRef.contiguous(storage, dtype, real.shape), requires_grad=real.requires_grad)
+
+
+def _in_step(
+    left: Iterator[memoryview], right: Iterator[memoryview], size: int
+) -> Iterator[tuple[bytes, bytes]]:
+    """Two streams of the same length in pieces of the same size."""
+    a, b = bytearray(), bytearray()
+    while True:
+        for kept, more in ((a, left), (b, right)):
+            while len(kept) < size and (piece := next(more, None)) is not None:
+                kept += piece
+        if not a:
+            return
+        count = min(len(a), len(b), size)
+        yield bytes(a[:count]), bytes(b[:count])
+        del a[:count], b[:count]

@@ -1,0 +1,158 @@
+"""A whole tree put together again from tensors and JSON that may mean to mislead; nothing it names is run."""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .full_encoding import VERSION, usual_kind
+from .inert import Global, OrderedDict_, Record, checked_key
+from .tensor import DTYPES, STORAGE_DTYPES, Storage, TensorRef, checked_tensor
+
+
+class BadJson(ValueError):
+    """The JSON is not what `encode` writes."""
+
+
+def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
+    """Puts a tree together again; also returns the protocol that was kept with it.
+
+    Raises:
+        BadJson: the text is malformed or names a tensor that is not there.
+    """
+    try:
+        document = json.loads(text)
+        version, protocol, tree = (document[key] for key in ("version", "protocol", "tree"))
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise BadJson("is not JSON of the form {version, protocol, tree}") from None
+    if type(protocol) is not int or protocol not in range(6):
+        raise BadJson("names no pickle protocol")
+    if version != VERSION:
+        raise BadJson(f"has version {str(version)[:20]} of the layout, not {VERSION}")
+    try:
+        return _Decoder(tensors).value(tree), protocol
+    except BadJson:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
+        raise BadJson(f"is malformed ({type(error).__name__})") from None
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, TensorRef]) -> None:
+        self.tensors = tensors
+        self.storages: dict[str, Storage] = {}
+        self.shared: dict[int, object] = {}
+
+    def value(self, node: Any) -> Any:
+        if isinstance(node, dict):
+            return self.fill_dict({}, node)
+        if isinstance(node, list):
+            tag, *rest = node
+            if tag not in DECODERS:
+                raise BadJson(f"has an unknown tag {str(tag)[:20]!r}")
+            return DECODERS[tag](self, *rest)
+        return node
+
+    def text(self, node: Any) -> str:
+        found = self.value(node)
+        if not isinstance(found, str):
+            raise BadJson("names something by what is no text")
+        return found
+
+    def define(self, number: int, node: Any) -> Any:
+        """A container that others refer to: entered before its contents, which may refer to it."""
+        empty = self.empty(node)
+        if empty is None:  # immutable: what is in it can't refer to it
+            self.shared[number] = self.value(node)
+        else:
+            self.shared[number] = empty
+            self.fill(empty, node)
+        return self.shared[number]
+
+    def empty(self, node: Any) -> Any:
+        if isinstance(node, dict) or node[0] == "dict":
+            return {}
+        made: dict[str, Callable[[], object]] = {
+            "list": list,
+            "ordered": OrderedDict_,
+            "record": lambda: Record("reduce", None),
+        }
+        return made[node[0]]() if node[0] in made else None
+
+    def fill(self, empty: Any, node: Any) -> Any:
+        if isinstance(node, dict) or node[0] == "dict":
+            return self.fill_dict(empty, node)
+        if node[0] == "list":
+            empty.extend(map(self.value, node[1:]))
+            return empty
+        return (
+            self.fill_ordered(empty, *node[1:]) if node[0] == "ordered" else self.fill_record(empty, node[1])
+        )
+
+    def fill_dict(self, new: dict[Any, Any], node: Any) -> dict[Any, Any]:
+        if isinstance(node, dict):
+            new.update((key, self.value(item)) for key, item in node.items())
+        else:
+            new.update((checked_key(self.value(key)), self.value(item)) for key, item in node[1:])
+        return new
+
+    def fill_ordered(self, new: OrderedDict_, items: Any, *attributes: Any) -> OrderedDict_:
+        self.fill_dict(new, items)
+        if attributes:
+            new.attributes = self.value(attributes[0])
+        return new
+
+    def fill_record(self, new: Record, node: dict[str, Any]) -> Record:
+        if node["how"] not in ("reduce", "newobj"):
+            raise BadJson(f"makes an object by {str(node['how'])[:20]!r}")
+        new.how, new.callable, new.args = node["how"], self.value(node["callable"]), self.value(node["args"])
+        new.kwargs = self.value(node.get("kwargs"))
+        new.state, new.has_state = self.value(node.get("state")), "state" in node
+        new.elements = [self.value(item) for item in node.get("elements", ())]
+        new.items = [(self.value(key), self.value(item)) for key, item in node.get("items", ())]
+        return new
+
+    def storage(self, name: str, kind: str | None = None, location: Any = "cpu") -> Storage:
+        if name not in self.storages:
+            base, where = self.tensors[name], self.text(location)
+            kind = kind or usual_kind(base.dtype)
+            itemsize = STORAGE_DTYPES[kind].itemsize if kind != "UntypedStorage" else 1
+            if base.nbytes % itemsize:
+                raise BadJson(f"has a malformed storage for '{name}'")
+            self.storages[name] = Storage(base.storage.data, kind, where)
+        return self.storages[name]
+
+    def tensor(self, name: str, options: Mapping[str, Any] | None = None) -> TensorRef:
+        base, options = self.tensors[name], options or {}
+        storage = self.storage(name, *options.get("storage", ()))
+        dtype, offset, shape, stride = base.dtype, 0, base.shape, base.stride
+        if "view" in options:
+            dtype_name, offset, shape, stride = options["view"]
+            dtype, shape, stride = DTYPES[dtype_name], tuple(shape), tuple(stride)
+        flags = [options.get(flag, False) is True for flag in ("requires_grad", "conj", "neg")]
+        return checked_tensor(storage, dtype, shape, stride, offset, *flags)
+
+
+DECODERS: dict[str, Callable[..., Any]] = {
+    "tensor": _Decoder.tensor,
+    "storage": _Decoder.storage,
+    "def": _Decoder.define,
+    "ref": lambda self, number: self.shared[number],
+    "after": lambda self, first, then: (self.value(first), self.value(then))[1],
+    "dict": lambda self, *pairs: self.fill_dict({}, ["dict", *pairs]),
+    "ordered": lambda self, *rest: self.fill_ordered(OrderedDict_(), *rest),
+    "record": lambda self, node: self.fill_record(Record("reduce", None), node),
+    "list": lambda self, *items: [self.value(item) for item in items],
+    "tuple": lambda self, *items: tuple(self.value(item) for item in items),
+    "set": lambda self, *items: {checked_key(self.value(item)) for item in items},
+    "frozenset": lambda self, *items: frozenset(checked_key(self.value(item)) for item in items),
+    "str": lambda self, raw: base64.b64decode(raw).decode("utf-8", "surrogatepass"),
+    "int": lambda self, text: int(text, 16),
+    "float": lambda self, raw: struct.unpack(">d", bytes.fromhex(raw))[0],
+    "bytes": lambda self, raw: base64.b64decode(raw),
+    "bytearray": lambda self, raw: bytearray(base64.b64decode(raw)),
+    "global": lambda self, module, name: Global(self.text(module), self.text(name)),
+}
