@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from .errors import Damaged, NoState, Refused, Unsupported
 from .inert import OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
 from .modules import BadModules, is_module, named
-from .naming import MAX_NAMES, Entry, Path, TooManyNames, contents, dotted, named_values
+from .naming import MAX_NAMES, Entry, Path, TooManyNames, contents, named_values
+from .naming import dotted as dotted
 from .states import candidates, follow, is_state, likelihood, path_of
+from .states import is_optimizer as is_optimizer
 from .tensor import Source, Storage, TensorRef
 
 if TYPE_CHECKING:
