@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shlex
 import shutil
 import stat
 import sys
@@ -82,6 +83,13 @@ def _replacing(path: str) -> Iterator[BinaryIO]:
             error.filename = path  # the calls that meet it know no names
         raise
     sync_folder(folder)
+
+
+def require_folder(path: str) -> None:
+    """Raises UsageFault where an output's folder is not there: known before any work is done."""
+    folder = os.path.dirname(path.rstrip(os.sep))
+    if folder and not os.path.lexists(folder):
+        raise UsageFault(f"{path}: there is no folder {folder}", hint=f"mkdir -p {shlex.quote(folder)}")
 
 
 def _not_there(path: str, error: OSError) -> UsageFault:

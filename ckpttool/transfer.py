@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
 from .ahead import cores, in_order
-from .errors import Damaged, Unreadable
+from .errors import Damaged, Unreadable, no_such_file
 from .tensor import ByteRange, Computed
 
 BUFFER = 4 << 20
@@ -157,8 +157,10 @@ def open_source_descriptor(path: str) -> int:
         return _standard_input()
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise no_such_file(path) from None
     except OSError as error:
-        raise Unreadable(path, _reason(error)) from error
+        raise Unreadable(path, (error.strerror or str(error)).lower()) from error
     except ValueError:
         raise Unreadable(path, "is no name of a file") from None
     mode = os.fstat(fd).st_mode
@@ -176,9 +178,3 @@ def _standard_input() -> int:
         shutil.copyfileobj(sys.stdin.buffer, spool, BUFFER)
         spool.flush()
         return os.dup(spool.fileno())
-
-
-def _reason(error: OSError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "no such file"
-    return (error.strerror or str(error)).lower()

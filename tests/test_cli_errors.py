@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -105,10 +107,9 @@ def test_with_json_the_error_is_one_object_on_stdout_and_the_line_on_stderr(
 ) -> None:
     ran = cli(*arguments(command, tmp_path / "missing.pt", tmp_path / "out.pt"), "--json")
     assert ran.code == 3
-    assert ran.json == {
-        "error": {"kind": "unreadable", "message": f"{tmp_path}/missing.pt: no such file", "hint": None}
-    }
-    assert ran.err == f"error: {tmp_path}/missing.pt: no such file\n"
+    message, hint = f"{tmp_path}/missing.pt: no such file", f"look what is there: ls {tmp_path}"
+    assert ran.json == {"error": {"kind": "unreadable", "message": message, "hint": hint}}
+    assert ran.err == f"error: {message}\nhint: {hint}\n"
 
 
 def test_quiet_is_not_silent_about_errors(cli: Any, tmp_path: Path) -> None:
@@ -151,7 +152,7 @@ def test_no_command_at_all_shows_the_help_and_exits_2(cli: Any) -> None:
 REFUSED_OUTPUTS = {
     "a name without ending": ("out", "does not tell the format"),
     "an ending of nobody": ("out.xyz", "does not tell the format"),
-    "a folder that is not there": ("missing/out.pt", "No such file or directory"),
+    "a folder that is not there": ("missing/out.pt", "there is no folder"),
     "a folder": ("folder.pt", "exists already"),
     "an existing file": ("old.pt", "--force"),
 }
@@ -168,6 +169,106 @@ def test_an_output_that_can_t_be_is_exit_2(what: str, command: str, cli: Any, tm
     assert_one_line(cli(command, tmp_path / "in.pt", tmp_path / out), 2, tmp_path / out, words)
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "old.pt").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--force"])
+def test_an_output_in_a_folder_that_is_not_there_is_answered_by_the_command_that_makes_it(
+    flag: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"module.a": torch.ones(1)}, "in.pt")
+    for out in ("no dir/deep/x.pt", "no dir/deep/shards/"):
+        ran = cli("strip-prefix", "in.pt", out, flag)
+        assert_one_line(ran, 2, f"error: {out}: there is no folder no dir/deep\nhint: mkdir -p 'no dir/deep'")
+    assert os.listdir() == ["in.pt"]
+
+
+NEAR = {
+    "a letter amiss": ("runs/last.pth", "did you mean runs/last.pt?"),
+    "another name": ("runs/epoch9.ckpt", "the folder runs has best.safetensors, last.pt"),
+    "no folder": ("nosuch/deep/last.pt", "there is no folder nosuch"),
+    "no folder in a folder": ("runs/7/last.pt", "there is no folder runs/7"),
+    "nothing like it": ("empty/last.pt", "look what is there: ls empty"),
+    "here": ("last", "look what is there: ls ."),
+}
+
+
+@pytest.mark.parametrize("what", NEAR)
+def test_a_file_that_is_not_there_is_answered_by_what_is(
+    what: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for made in ("runs/last.pt", "runs/best.safetensors", "runs/notes.txt", "empty/x"):
+        Path(made).parent.mkdir(exist_ok=True)
+        Path(made).touch()
+    path, hint = NEAR[what]
+    assert_one_line(cli("inspect", path), 3, f"error: {path}: no such file\nhint: {hint}\n")
+    assert_one_line(cli("verify", "runs/last.pt", "--against", path), 3)
+
+
+def test_a_folder_that_is_no_checkpoint_is_told_what_was_expected(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    Path("runs/LICENSE").touch()
+    hint = "hint: expected in it: *.index.json (shards) or .metadata (DCP)"
+    assert cli("inspect", "runs").err.endswith(f"{hint}\n")
+    Path("runs/last.pt").touch()
+    assert cli("inspect", "runs").err.endswith(f"{hint}; or name one file: runs/last.pt\n")
+
+
+def test_a_state_that_is_not_there_is_answered_by_those_there_are(cli: Any, tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(1)}
+    torch.save({"model": tensors, "ema": {"net": dict(tensors)}}, tmp_path / "in.pt")
+    for command in (["inspect"], ["digest"], ["slim"]):
+        out = [tmp_path / "out.pt"] if command == ["slim"] else []
+        ran = cli(*command, tmp_path / "in.pt", *out, "--state", "nosuch")
+        assert_one_line(ran, 3, "holds no state named 'nosuch'", "hint: there are: model, ema.net")
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_the_output_may_be_the_input(suffix: str, cli: Any, tmp_path: Path) -> None:
+    path = tmp_path / f"in{suffix}"
+    (save_file if suffix == ".safetensors" else torch.save)({"module.a": torch.ones(1)}, path)
+    ran = cli("strip-prefix", path, path)
+    assert_one_line(ran, 2, "exists already", "--force")
+    assert cli("strip-prefix", path, path, "--force").code == 0
+    assert [row["name"] for row in cli("inspect", path, "--json").json["tensors"]] == ["a"]
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+
+
+def test_files_come_from_stdin_and_go_to_stdout(process: Any, tmp_path: Path) -> None:
+    torch.save({"module.a": torch.ones(3)}, tmp_path / "in.pt")
+    raw = (tmp_path / "in.pt").read_bytes()
+    ran = process("strip-prefix", "-", "-", input=raw)
+    assert ran.returncode == 0
+    assert torch.load(io.BytesIO(ran.stdout))["a"].tolist() == [1, 1, 1]
+    assert ran.stderr.startswith(b"stripped 'module.' from 1 of 1 keys -> - (")
+    assert b"-: torch-zip" in process("inspect", "-", input=raw).stdout
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_command_that_is_stopped_says_no_more_than_that_and_leaves_nothing(
+    number: int, code: int, tmp_path: Path
+) -> None:
+    slow = f"""
+import os, sys
+from ckpttool import cli, transfer
+whole = transfer.Output.copy
+def copy(self, range):
+    whole(self, range)
+    os.kill(os.getpid(), {int(number)})  # in the middle of writing
+transfer.Output.copy = copy
+sys.argv = ["ckpttool", "convert", "in.pt", "out.pt"]
+cli.main()
+"""
+    torch.save({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "in.pt")
+    command = [sys.executable, "-c", slow]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == code
+    assert ran.stderr.split() == (["interrupted"] if number == signal.SIGINT else [])
+    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
 
 
 def test_a_folder_with_other_files_is_not_replaced_even_by_force(cli: Any, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..checkpoint import Checkpoint
 from ..commit import set_aside
-from ..errors import Damaged, Unreadable, Unsupported
+from ..errors import Damaged, Unreadable, Unsupported, checkpoints_among
 from ..tensor import Source
 from ..transfer import open_source_descriptor
 from . import dcp, safetensors, sharded, torch_legacy, torch_tar, torch_zip
@@ -126,9 +126,13 @@ def _telling(folder: str) -> str:
         )
     if any(name.endswith(dcp.METADATA) for name in names):
         raise Unsupported(folder, "is a DCP checkpoint that each rank saved for itself, without a whole")
-    files = [name for name in names if os.path.isfile(os.path.join(folder, name))]
-    hint = f"name the file: {', '.join(files[:4])}" if files else "name the checkpoint file"
-    raise Unreadable(folder, "is a folder without the index of a checkpoint", hint=hint)
+    files = [os.path.join(folder, name) for name in checkpoints_among(names)]
+    meant = f"; or name one file: {', '.join(files[:4])}" if files else ""
+    raise Unreadable(
+        folder,
+        "is a folder without the index of a checkpoint",
+        hint=f"expected in it: *{INDEX} (shards) or {dcp.METADATA} (DCP){meant}",
+    )
 
 
 def read(source: Source) -> Checkpoint:
