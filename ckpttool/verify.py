@@ -69,6 +69,8 @@ def verify(
         against: a file whose state must have the same names, types, shapes and values.
         state: dotted path of the model's state, in both or in one of them; found when None.
         finite: NaN and infinity are problems; else they are only counted.
+        progress: called with the number of bytes after each piece. All bytes are read twice, for checksums
+            and as numbers, and once more to compare them.
 
     Raises:
         Damaged: a file ends early.
@@ -80,14 +82,15 @@ def verify(
         for source in (checkpoint.source, *checkpoint.shards):
             sums.check_records(source)
     problems = sums.problems
-    non_finite = dict(_non_finite(checkpoint))
+    non_finite = dict(_non_finite(checkpoint, progress))
     if finite:
         problems += [
             Problem("non-finite", name, f"{count} of its values are NaN or infinite")
             for name, count in non_finite.items()
         ]
     if against is not None:
-        problems += differences(*(found.tensors for found in _states(checkpoint, against, state)))
+        mine, theirs = (found.tensors for found in _states(checkpoint, against, state))
+        problems += differences(mine, theirs, progress)
     return Verified(sums.checked, sums.unsummed, non_finite, tuple(problems))
 
 
@@ -154,7 +157,7 @@ def _has(checkpoint: Checkpoint, where: str) -> bool:
     return True
 
 
-def _non_finite(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:
+def _non_finite(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[tuple[str, int]]:
     for name, tensor in checkpoint.tensors():
         kind = PARTS_OF_COMPLEX.get(tensor.dtype.name, tensor.dtype.name)
         if kind in FLOATS:
@@ -164,11 +167,15 @@ def _non_finite(checkpoint: Checkpoint) -> Iterator[tuple[str, int]]:
             )
             single = replace(tensor, shape=once)
             count = sum(count_non_finite(kind, chunk) for chunk in stream(name, single))
+            if progress:
+                progress(single.nbytes)
             if count:
                 yield name, count * (tensor.numel // single.numel)
 
 
-def differences(mine: Mapping[str, TensorRef], theirs: Mapping[str, TensorRef]) -> list[Problem]:
+def differences(
+    mine: Mapping[str, TensorRef], theirs: Mapping[str, TensorRef], progress: Progress | None = None
+) -> list[Problem]:
     """How two states differ, by name: names, types, shapes, values."""
     problems = [Problem("only-here", name, "is not in the other file") for name in mine if name not in theirs]
     problems += [
@@ -184,6 +191,7 @@ def differences(mine: Mapping[str, TensorRef], theirs: Mapping[str, TensorRef]) 
         else:
             there = f"{other.dtype.name} {list(other.shape)}"
             problems.append(Problem("form", name, f"{tensor.dtype.name} {list(tensor.shape)}, there {there}"))
-    both = zip(tensor_digests(alike), tensor_digests({name: theirs[name] for name in alike}), strict=True)
+    others = {name: theirs[name] for name in alike}
+    both = zip(tensor_digests(alike, progress), tensor_digests(others, progress), strict=True)
     problems += [Problem("values", name, "has other values") for (name, a), (_, b) in both if a != b]
     return problems

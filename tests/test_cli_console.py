@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from ckpttool import cli as command_line
+from ckpttool.cli import console
 
 
 @pytest.fixture
@@ -58,3 +62,50 @@ def test_json_is_alone_on_stdout_and_stderr_is_empty(many: Path, cli: Any, tmp_p
     assert (ran.code, ran.err) == (0, "")
     assert (ran.json["keys"], ran.json["renamed"]) == (14, 7)
     assert ran.json["left_out"] == [f"beside{i}" for i in range(7)]
+
+
+class Terminal(io.StringIO):
+    """Something that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal in place of stderr from here on, and bars however small the work."""
+    terminal = Terminal()
+    monkeypatch.setattr(console.sys, "stderr", terminal)
+    monkeypatch.setattr(console, "BAR_FROM", 1)
+    return terminal
+
+
+@pytest.mark.parametrize("command", ["strip-prefix", "convert", "slim", "verify", "digest"])
+def test_long_work_shows_its_bytes_on_a_terminal(
+    command: str, many: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stderr = on_a_terminal(monkeypatch)
+    out = [] if command in ("verify", "digest") else [str(tmp_path / "out.pt")]
+    assert command_line._run([command, str(many), *out]) == 0
+    assert "%|" in stderr.getvalue() and "B/s]" in stderr.getvalue()
+
+
+@pytest.mark.parametrize("flag", ["--json", "--quiet"])
+def test_where_nothing_else_is_wanted_there_is_no_bar(
+    flag: str, many: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stderr = on_a_terminal(monkeypatch)
+    assert command_line._run(["verify", str(many), flag]) == 0
+    assert stderr.getvalue() == ""
+
+
+def test_a_bar_keeps_its_shape_when_the_work_was_underestimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = on_a_terminal(monkeypatch)
+    with console.Console().progress(100, "reading") as progress:
+        assert progress is not None
+        for _ in range(3):
+            progress(60)
+    assert "180" not in stderr.getvalue()
+
+
+def test_where_there_is_no_terminal_there_is_no_bar(many: Path, process: Any) -> None:
+    assert b"%|" not in process("verify", many).stderr

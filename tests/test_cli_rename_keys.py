@@ -68,6 +68,11 @@ def test_what_is_no_rule_is_exit_2(rule: str, path: Path, cli: Cli) -> None:
     assert not (path.parent / "out.pt").exists()
 
 
+def test_the_fault_of_an_expression_is_told(path: Path, cli: Cli) -> None:
+    ran = cli("rename-keys", path, path.parent / "out.pt", "--map", "(a=x")
+    assert "'(a=x' is not REGEX=REPLACEMENT: missing ), unterminated subpattern at position 0" in ran.err
+
+
 @pytest.mark.parametrize("rule", [r"head=\1", r"(head)=\g<x>", r"head=\q"])
 def test_a_malformed_replacement_is_exit_2(rule: str, path: Path, cli: Cli) -> None:
     ran = cli("rename-keys", path, path.parent / "out.pt", "--map", rule)

@@ -159,10 +159,15 @@ def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path) -> None:
         verify(checkpoint)
 
 
-def test_progress_counts_the_bytes(tmp_path: Path) -> None:
+def test_progress_counts_the_bytes_of_every_pass(tmp_path: Path) -> None:
+    state = {"a": torch.ones(100), "n": torch.ones(30, dtype=torch.int64)}
     moved: list[int] = []
-    verify(opened(STATE, tmp_path), progress=moved.append)
-    assert sum(moved) == base.nbytes + 8 + 6
+    checkpoint = opened(state, tmp_path)
+    verify(checkpoint, progress=moved.append)
+    assert sum(moved) == (400 + 240) + 400  # checksums, and the numbers that could be NaN
+    moved.clear()
+    verify(checkpoint, against=checkpoint, progress=moved.append)
+    assert sum(moved) == (400 + 240) + 400 + 2 * (400 + 240)
 
 
 # What is not finite.

@@ -12,11 +12,15 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import CkptToolError, Mismatch
 from ..transfer import Progress
+
+if TYPE_CHECKING:
+    from ..fit import Fit
 
 BAR_FROM = 64 << 20
 """Bytes from which a progress bar is worth drawing."""
@@ -56,14 +60,18 @@ class Console:
 
     @contextmanager
     def progress(self, total: int, label: str) -> Iterator[Progress | None]:
-        """A byte bar on stderr, on a terminal only; gives what `save` calls after each piece."""
+        """A byte bar on stderr, on a terminal only; gives what `save` calls after each piece.
+
+        Args:
+            total: bytes of the work, or about so many.
+        """
         if self.quiet or self.json or total < BAR_FROM or not sys.stderr.isatty():
             yield None
             return
         from tqdm import tqdm
 
         with tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False) as bar:
-            yield bar.update
+            yield lambda count: bar.update(min(count, total - bar.n))  # past its end it would lose its shape
 
 
 def to_json(data: Mapping[str, object]) -> str:
@@ -126,7 +134,7 @@ def _coloured(word: str, colour: str) -> str:
     return word if os.environ.get("NO_COLOR") else click.style(word, fg=colour, bold=True)
 
 
-def mismatch_fields(error: Mismatch) -> dict[str, object]:
+def mismatch_fields(error: Mismatch | Fit) -> dict[str, object]:
     return {
         "missing": error.missing,
         "unexpected": error.unexpected,

@@ -46,16 +46,20 @@ def command(rules: tuple[str, ...], **given: Any) -> None:
 
 def _pair(rule: str) -> tuple[str, str]:
     """A rule in two, at the first = before which a whole expression stands: `(?=a)b=c` has another one."""
+    reason = ""
     for equals in re.finditer("=", rule):
         expression, replacement = rule[: equals.start()], rule[equals.end() :]
-        if expression and _is_whole(expression):
+        fault = _fault(expression) if expression else "the expression is empty"
+        if fault is None:
             return expression, replacement
-    raise click.BadParameter(f"'{rule}' is not REGEX=REPLACEMENT", param_hint="--map")
+        reason = reason or f": {fault}"
+    raise click.BadParameter(f"'{rule}' is not REGEX=REPLACEMENT{reason}", param_hint="--map")
 
 
-def _is_whole(expression: str) -> bool:
+def _fault(expression: str) -> str | None:
+    """Why something is no regular expression."""
     try:
         re.compile(expression)
-    except (re.error, OverflowError, RecursionError):
-        return False
-    return True
+    except (re.error, OverflowError, RecursionError) as error:
+        return str(error)
+    return None

@@ -43,7 +43,8 @@ def command(file: str, against: str | None, finite: bool, state: str | None, **g
     with ExitStack() as stack:
         checkpoint = stack.enter_context(formats.open(file))
         other = stack.enter_context(formats.open(against)) if against else None
-        with console.progress(checkpoint.nbytes, "reading") as progress:
+        passes = 2 * checkpoint.nbytes + (checkpoint.nbytes + other.nbytes if other else 0)
+        with console.progress(passes, "reading") as progress:
             found = verify(checkpoint, against=other, state=state, finite=finite, progress=progress)
         _report(console, file, checkpoint.format, against, found)
     return 0 if found.ok else 1
