@@ -81,6 +81,7 @@ class Checkpoint:
         unread: what the file holds and the tree can't, in words: the code of a TorchScript archive.
         opened: pickled objects that a change put a dict of tensors in place of, as `model (package.Class)`: a
             format that could hold the object must not be given the dict in silence.
+        full: a format of tensors alone held a whole checkpoint (`--full`); what is made of it holds one again.
     """
 
     source: Source
@@ -91,6 +92,7 @@ class Checkpoint:
     shards: tuple[Source, ...] = ()
     unread: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
+    full: bool = False
 
     @property
     def path(self) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from .full_encoding import VERSION, usual_kind
-from .inert import Global, OrderedDict_, Record, checked_key
+from .inert import BadKey, Global, OrderedDict_, Record, checked_key
 from .tensor import DTYPES, STORAGE_DTYPES, Storage, TensorRef, checked_tensor
+
+MAX_EQUAL_HASHES = 1000
+"""Keys of one dict or set with the same hash."""
 
 
 class BadJson(ValueError):
@@ -24,8 +28,10 @@ def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
         BadJson: the text is malformed or names a tensor that is not there.
     """
     try:
-        document = json.loads(text)
+        document = json.loads(text, object_pairs_hook=_once, parse_constant=_no_json)
         version, protocol, tree = (document[key] for key in ("version", "protocol", "tree"))
+    except BadJson:
+        raise
     except (ValueError, LookupError, TypeError, RecursionError):
         raise BadJson("is not JSON of the form {version, protocol, tree}") from None
     if type(protocol) is not int or protocol not in range(6):
@@ -38,6 +44,33 @@ def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise BadJson(f"is malformed ({type(error).__name__})") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise BadJson("has one name twice in a dict")
+    return made
+
+
+def _no_json(literal: str) -> Any:
+    raise BadJson(f"holds {literal}, which is not JSON")
+
+
+def distinct_keys(values: Iterable[Any]) -> Iterator[Any]:
+    """The keys of one dict or the elements of one set, each checked as `checked_key` does.
+
+    Raises:
+        BadKey: also for very many that were made to collide: each is compared with all the others.
+    """
+    hashes: Counter[int] = Counter()
+    for value in values:
+        checked_key(value)
+        if isinstance(value, tuple | frozenset) or (isinstance(value, int) and value.bit_length() > 60):
+            hashes[hash(value)] += 1
+            if hashes[hash(value)] > MAX_EQUAL_HASHES:
+                raise BadKey("one of many keys that were made to collide")
+        yield value
 
 
 class _Decoder:
@@ -64,6 +97,8 @@ class _Decoder:
 
     def define(self, number: int, node: Any) -> Any:
         """A container that others refer to: entered before its contents, which may refer to it."""
+        if type(number) is not int or number in self.shared:
+            raise BadJson(f"defines {str(number)[:20]!r} twice, or it is no number")
         empty = self.empty(node)
         if empty is None:  # immutable: what is in it can't refer to it
             self.shared[number] = self.value(node)
@@ -96,8 +131,19 @@ class _Decoder:
         if isinstance(node, dict):
             new.update((key, self.value(item)) for key, item in node.items())
         else:
-            new.update((checked_key(self.value(key)), self.value(item)) for key, item in node[1:])
+            pairs = node[1:]
+            keys = distinct_keys(self.value(key) for key, _ in pairs)
+            new.update((key, self.value(item)) for key, (_, item) in zip(keys, pairs, strict=True))
+            if len(new) != len(pairs):
+                raise BadJson("has one key twice in a dict")
         return new
+
+    def elements(self, nodes: tuple[Any, ...], kind: Callable[[Iterable[Any]], Any]) -> Any:
+        """A set or frozenset."""
+        made = kind(distinct_keys(map(self.value, nodes)))
+        if len(made) != len(nodes):
+            raise BadJson("has one element twice in a set")
+        return made
 
     def fill_ordered(self, new: OrderedDict_, items: Any, *attributes: Any) -> OrderedDict_:
         self.fill_dict(new, items)
@@ -147,8 +193,8 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "record": lambda self, node: self.fill_record(Record("reduce", None), node),
     "list": lambda self, *items: [self.value(item) for item in items],
     "tuple": lambda self, *items: tuple(self.value(item) for item in items),
-    "set": lambda self, *items: {checked_key(self.value(item)) for item in items},
-    "frozenset": lambda self, *items: frozenset(checked_key(self.value(item)) for item in items),
+    "set": lambda self, *items: self.elements(items, set),
+    "frozenset": lambda self, *items: self.elements(items, frozenset),
     "str": lambda self, raw: base64.b64decode(raw).decode("utf-8", "surrogatepass"),
     "int": lambda self, text: int(text, 16),
     "float": lambda self, raw: struct.unpack(">d", bytes.fromhex(raw))[0],

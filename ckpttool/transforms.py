@@ -215,7 +215,7 @@ def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
     container = _map_tensors(found.container, trim)
     if isinstance(container, OrderedDict_) and isinstance(found.container, OrderedDict_):
         container.attributes = found.container.attributes
-    return replace(checkpoint, tree=container, opened=())
+    return replace(checkpoint, tree=container, opened=(), full=False)
 
 
 class _Trimmer:

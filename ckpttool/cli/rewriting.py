@@ -87,9 +87,10 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
     for said, names in (
         ("kept as they were", outcome.kept),
         ("taken out", outcome.left_out),
-        (f"left out, as {saved.format} holds tensors alone", saved.left_out),
+        (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
         ("kept once, the tie in the metadata", saved.tied),
         ("written for each name, though they share memory", saved.copied),
+        ("code that its pickle now names, and that loading it without weights_only runs", saved.mentions),
     ):
         if names:
             console.note(f"{said}: {console.names(names)}")

@@ -2,5 +2,5 @@
 
 from .reading import open as open
 from .reading import read as read
-from .saving import Saved as Saved
+from .saved import Saved as Saved
 from .saving import save as save

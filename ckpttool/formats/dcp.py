@@ -12,6 +12,7 @@ are apart. Source: torch's `distributed/checkpoint`, in it `metadata.py`, `files
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Mapping
 from itertools import pairwise
@@ -34,6 +35,9 @@ MODULE = "torch.distributed.checkpoint"
 SPARE = 1000
 """Places of lists that may stay empty, beside as many as 100 for each entry: DCP drops empty items."""
 
+MAX_METADATA = 1 << 30
+"""Bytes of `.metadata`; a million chunks take a third of it."""
+
 Path = tuple[str | int, ...]
 
 
@@ -51,16 +55,20 @@ def read(source: Source) -> Checkpoint:
         Damaged: malformed, a file is missing or cut short, or chunks that are not the whole of a tensor.
         Unsupported: written through an extension (compression).
     """
+    if source.size > MAX_METADATA:
+        raise Unsupported(source.path, "has metadata of more than 1 GB")
     try:
-        metadata = _fields(read_pickle(source.read(0, source.size)).value, "Metadata")
+        with mmap.mmap(source.fd, source.size, access=mmap.ACCESS_READ) as mapped:
+            metadata = _fields(read_pickle(mapped).value, "Metadata")
         items = _Items(source, metadata.get("storage_data"))
         flat = {name: items.value(name, found) for name, found in _names(metadata).items()}
         tree = _nest(flat, metadata.get("planner_data"))
     except (PickleFault, BadTensor) as fault:
         raise Damaged(source.path, str(fault)) from None
     text = tree.get(full.ENTRY)
+    is_full = isinstance(text, str)
     whole, protocol = full.decode_entry(source.path, tree, text) if isinstance(text, str) else (tree, 2)
-    return Checkpoint(source, NAME, whole, protocol, shards=tuple(items.files.values()))
+    return Checkpoint(source, NAME, whole, protocol, shards=tuple(items.files.values()), full=is_full)
 
 
 # The metadata, as inert records.

@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from ..checkpoint import Checkpoint
 from ..errors import Refused
-from ..inert import MAX_DEPTH, Global, OrderedDict_, Record, tensor_of
+from ..inert import MAX_DEPTH, Global, OrderedDict_, Record, in_brief, tensor_of, walk
 from ..live import live_tensors
 from ..modules import SETS
 from ..tensor import DTYPES, Storage
@@ -47,20 +47,33 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
 
 
 def lost(tree: object) -> list[str]:
-    """What DCP does not keep, by dotted name: empty dicts, and the module versions of a state dict."""
+    """What DCP does not keep, in words that begin with a dotted name: empty dicts, the module versions of a
+    state dict, and the type of keys that are no text.
+    """
     names: list[str] = []
     seen: set[int] = set()
     stack: list[tuple[str, object]] = [("", tree)]
     while stack:
         name, value = stack.pop()
-        if isinstance(value, dict) and id(value) not in seen:
-            seen.add(id(value))
-            inside = f"{name}." if name else ""
-            names += [] if value else [name]
-            if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
-                names += [f"{inside}{attribute}" for attribute in value.attributes]
-            stack.extend((f"{inside}{key}", item) for key, item in reversed(value.items()))
+        if not isinstance(value, dict | list) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        inside = f"{name}." if name else ""
+        if isinstance(value, list):
+            apart = enumerate(value) if _is_taken_apart(value) else ()
+            stack.extend(reversed([(f"{inside}{number}", item) for number, item in apart]))
+            continue
+        names += [] if value else [name]
+        names += [] if all(isinstance(key, str) for key in value) else [f"{name} (keys that are no text)"]
+        if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
+            names += [f"{inside}{attribute}" for attribute in value.attributes]
+        stack.extend((f"{inside}{in_brief(key)}", item) for key, item in reversed(value.items()))
     return names
+
+
+def _is_taken_apart(value: list[object]) -> bool:
+    """Whether DCP gives the items of a list names of their own, as it does where a tensor is inside."""
+    return any(tensor_of(inner) is not None for inner in walk(value))
 
 
 class _Live:

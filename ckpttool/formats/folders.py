@@ -13,7 +13,6 @@ from dataclasses import replace
 from .. import full
 from ..checkpoint import Checkpoint, State
 from ..commit import replacing_folder
-from ..errors import UsageFault
 from ..inert import OrderedDict_
 from ..tensor import TensorRef
 from ..transfer import DryOutput, Output, Progress
@@ -55,11 +54,6 @@ class FolderWriting:
     ) -> None:
         self.checkpoint, self.kind, self.state, self.full = checkpoint, kind, state, full
         self.ties, self.shard_size = ties, shard_size
-        if state is None and kind == sharding.TORCH:
-            raise UsageFault(
-                f"--full: {kind} holds the model's state alone",
-                hint=f"write a .pt file, or --to {sharding.SAFETENSORS}",
-            )
 
     def write(self, path: str, progress: Progress | None, check: Callable[[str], None]) -> int:
         """Writes the folder, lets `check(folder)` look at it, and puts it in place; returns its bytes."""

@@ -68,8 +68,9 @@ def described(source: Source, raw: bytes) -> Checkpoint:
         raise Damaged(source.path, f"is cut short: {end - source.size} bytes are missing")
     if end < source.size:
         raise Damaged(source.path, f"has {source.size - end} bytes that belong to no tensor")
+    is_full = full.ENTRY in metadata
     tree, protocol = _tree(source, tensors, metadata)
-    return Checkpoint(source, NAME, tree, protocol, metadata)
+    return Checkpoint(source, NAME, tree, protocol, metadata, full=is_full)
 
 
 def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> tuple[object, int]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
-from ..checkpoint import Checkpoint, State
-from ..commit import replacing
+from ..checkpoint import Checkpoint
+from ..commit import replacing, require_folder
 from ..digest import digest
 from ..errors import Damaged, OutputExists, Refused, UsageFault
 from ..tensor import Source, TensorRef
@@ -21,6 +20,7 @@ from ..transfer import DryOutput, Output, Progress
 from . import dcp, folders, in_place, safetensors, sharding, torch_zip
 from .reading import open as open_any
 from .reading import read
+from .saved import PICKLES, Saved, saved_state, saved_whole
 
 WHOLE = (torch_zip.NAME, dcp.NAME)
 """The formats that take everything a checkpoint holds, not the model's state alone."""
@@ -31,35 +31,12 @@ ENDINGS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What `save` wrote.
-
-    Attributes:
-        path: the output.
-        format: its format.
-        nbytes: its size.
-        keys: how many names the model's state has in it.
-        left_out: dotted names of what the format can't hold.
-        tied: names kept as another name of a tensor, by a record in the metadata.
-        copied: names that share memory and were written out each for itself.
-    """
-
-    path: str
-    format: str
-    nbytes: int
-    keys: int
-    left_out: tuple[str, ...] = ()
-    tied: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
-
-
 def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
     """The format that a name asks for. Raises UsageFault for a name that tells none."""
     if to is not None:
         known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
         if to not in known:
-            raise UsageFault(f"--to {to}: no such format", hint=f"one of {', '.join(known)}")
+            raise UsageFault(f"no format is called '{to}'", hint=f"one of {', '.join(known)}")
         return to
     if path.endswith("/") or os.path.isdir(path):
         return folders.NAMES[0]
@@ -79,7 +56,7 @@ def save(
     path: str | os.PathLike[str],
     *,
     state: str | None = None,
-    full: bool = False,
+    full: bool | None = None,
     keep_copies: bool = False,
     to: str | None = None,
     shard_size: int | None = None,
@@ -95,7 +72,8 @@ def save(
 
     Args:
         state: dotted path of the model's state; found when None.
-        full: everything the input holds, also into a format of tensors alone.
+        full: everything the input holds, also into a format of tensors alone; None: where the input is such
+            a file already.
         keep_copies: each name of a tied tensor gets its own values, instead of a record of the tie.
         to: the format; told by the name when None.
         shard_size: bytes of a shard at most, in the formats that are cut; 5 GB when None.
@@ -114,38 +92,42 @@ def save(
     kind = format_of_output(name, checkpoint, to)
     if name != "-" and os.path.lexists(name) and not force:
         raise OutputExists(f"{name}: exists already", hint="write it anyway with --force")
-    writing = _Writing(checkpoint, name, kind, state, full, keep_copies)
-    if shard_size is not None and kind not in (sharding.SAFETENSORS, sharding.TORCH):
-        raise UsageFault(
-            "--shard-size: the output is one file", hint="end OUTPUT in / for a folder of shards"
-        )
-    if kind in folders.NAMES and name == "-":
-        raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
+    require_folder(name)
+    _check_choices(name, kind, state, full, keep_copies, shard_size)
+    whole = kind not in PICKLES and (checkpoint.full if full is None else full)
+    writing = _Writing(checkpoint, name, kind, state, whole, keep_copies)
     if kind in folders.NAMES:
-        folder = folders.FolderWriting(
-            checkpoint, kind, writing.state, full, writing.ties, shard_size or sharding.DEFAULT_SIZE
+        return writing.saved(writing.folder(shard_size, verify, dry_run, progress))
+    return writing.saved(writing.dry() if dry_run else writing.file(verify, progress))
+
+
+def _check_choices(
+    path: str, kind: str, state: str | None, full: bool | None, keep_copies: bool, shard_size: int | None
+) -> None:
+    """Raises UsageFault for what contradicts itself, or would do nothing."""
+    if full and state is not None:
+        raise UsageFault(
+            f"{path}: gets everything that is there, and one state of it was named ('{state}')",
+            hint="leave out --full or --state",
         )
-        return writing.saved(
-            folder.dry()
-            if dry_run
-            else folder.write(name, progress, partial(writing.check_folder, values=verify))
+    if full and kind == sharding.TORCH:
+        raise UsageFault(
+            f"{path}: {kind} holds the model's state alone",
+            hint=f"write a .pt file, or shards of safetensors: --to {sharding.SAFETENSORS}",
         )
-    header = writing.header_in_place()
-    if dry_run:
-        dry = DryOutput()
-        writing.write(dry)
-        return writing.saved(dry.position if header is None else checkpoint.nbytes)
-    if header is not None:
-        writing.compare(safetensors.described(checkpoint.source, header), values=verify)
-        if in_place.replace_header(checkpoint.source, header):
-            return writing.saved(checkpoint.nbytes)
-    with replacing(name) as file:
-        out = Output(file, progress) if progress else Output(file)
-        writing.write(out)
-        writing.check(file, values=verify)
-    if name != "-":
-        in_place.forget(name)
-    return writing.saved(out.position)
+    if keep_copies and (full or kind in PICKLES):
+        raise UsageFault(
+            f"{path}: keeps what is tied as one tensor, and copies were asked for",
+            hint="leave out --keep-copies, or write safetensors without --full",
+        )
+    if shard_size is not None and kind not in (sharding.SAFETENSORS, sharding.TORCH):
+        what = "is one folder that is not cut" if kind in folders.NAMES else "is one file"
+        raise UsageFault(
+            f"{path}: {what}, and a size of shards was given",
+            hint="end OUTPUT in / for a folder of shards, or leave out --shard-size",
+        )
+    if kind in folders.NAMES and path == "-":
+        raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
 
 
 class _Writing:
@@ -167,6 +149,35 @@ class _Writing:
         shares = kind == sharding.TORCH  # a pickle keeps ties by itself
         if self.state is not None and not (keep_copies or shares):
             self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
+
+    def folder(self, shard_size: int | None, verify: bool, dry_run: bool, progress: Progress | None) -> int:
+        """Writes a folder; returns its bytes."""
+        size = shard_size or sharding.DEFAULT_SIZE
+        folder = folders.FolderWriting(self.checkpoint, self.format, self.state, self.full, self.ties, size)
+        if dry_run:
+            return folder.dry()
+        return folder.write(self.path, progress, partial(self.check_folder, values=verify))
+
+    def dry(self) -> int:
+        """The bytes that `file` would write, and the same errors."""
+        out = DryOutput()
+        self.write(out)
+        return out.position if self.header_in_place() is None else self.checkpoint.nbytes
+
+    def file(self, verify: bool, progress: Progress | None) -> int:
+        """Writes a file, or its header alone where that will do; returns its bytes."""
+        header = self.header_in_place()
+        if header is not None:
+            self.compare(safetensors.described(self.checkpoint.source, header), values=verify)
+            if in_place.replace_header(self.checkpoint.source, header):
+                return self.checkpoint.nbytes
+        with replacing(self.path) as file:
+            out = Output(file, progress) if progress else Output(file)
+            self.write(out)
+            self.check(file, values=verify)
+        if self.path != "-":
+            in_place.forget(self.path)
+        return out.position
 
     def write(self, out: Output) -> None:
         path, metadata = self.checkpoint.path, self.checkpoint.metadata
@@ -214,22 +225,10 @@ class _Writing:
             raise Damaged(self.path, "does not read back as it was meant, and was not kept")
 
     def saved(self, nbytes: int) -> Saved:
-        if self.state is None:
-            state = self.checkpoint.state(self.where) if self.checkpoint.states() else None
-            keys = len(state.tensors) if state else 0
-            lost = self.checkpoint.unread
-            if self.format in WHOLE:  # which have no place for the text of a safetensors header
-                lost += tuple(f"metadata '{name}'" for name in self.checkpoint.metadata)
-            if self.format != dcp.NAME or self.full:
-                return Saved(self.path, self.format, nbytes, keys, lost)
-            lost = (*folders.lost_in_dcp(self.checkpoint), *lost)
-            return Saved(self.path, self.format, nbytes, keys, lost, copied=_copied(state) if state else ())
-        left_out = _left_out(self.checkpoint, self.state) + self.checkpoint.unread
-        apart = () if self.format == sharding.TORCH else _copied(self.state)
-        copied = tuple(name for name in apart if name not in self.ties)
-        return Saved(
-            self.path, self.format, nbytes, len(self.state.tensors), left_out, tuple(self.ties), copied
-        )
+        if self.state is not None:
+            return saved_state(self.checkpoint, self.path, self.format, nbytes, self.state, self.ties)
+        state = self.checkpoint.state(self.where) if self.checkpoint.states() else None
+        return saved_whole(self.checkpoint, self.path, self.format, nbytes, state, full=self.full)
 
 
 def _is_same_file(source: Source, path: str) -> bool:
@@ -243,25 +242,3 @@ def _is_same_file(source: Source, path: str) -> bool:
 
 def _structure(tensors: Mapping[str, TensorRef]) -> dict[str, tuple[object, ...]]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-
-
-def _left_out(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
-    """What a file of the state's tensors alone leaves behind, by the shortest names that say it."""
-    inside = [*state.others, *(["_metadata"] if state.versions is not None else [])]
-    where = f"{state.where}." if state.path else ""
-    return (*(where + name for name in inside), *checkpoint.outside(state))
-
-
-def _copied(state: State) -> tuple[str, ...]:
-    """Names whose bytes stand under another name too: each name gets a copy in a format without sharing."""
-    storages: dict[int, list[tuple[int, int, str]]] = {}
-    for name, tensor in state.tensors.items():
-        storages.setdefault(id(tensor.storage), []).append((*tensor.span, name))
-    copied = set()
-    for spans in storages.values():
-        reached = 0
-        for begin, end, name in sorted(spans, key=lambda span: span[0]):
-            if begin < min(end, reached):
-                copied.add(name)
-            reached = max(reached, end)
-    return tuple(name for name in state.tensors if name in copied)

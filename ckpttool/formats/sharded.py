@@ -24,6 +24,9 @@ from .strict_json import parse_object
 MAX_INDEX = 100_000_000
 """Bytes of an index; as many as a safetensors header may have."""
 
+KNOWN_FACTS = {"total_size", "total_parameters", full.ENTRY, TIES}
+"""What an index's metadata may hold that is counted anew, or read here."""
+
 SHARD_FORMATS = ((safetensors, SAFETENSORS), (torch_zip, TORCH), (torch_legacy, TORCH))
 
 
@@ -54,20 +57,38 @@ def read(source: Source) -> Checkpoint:
         _take(source, state, name, _state_of(source, name, shard), wanted)
     checkpoints = [shard for _, shard in shards.values()]
     protocol = max((shard.protocol for shard in checkpoints), default=2)
-    tree, protocol = _whole(source, index.get("metadata"), state, protocol)
+    facts = _facts(source, index)
+    tree, protocol = _whole(source, facts, state, protocol)
+    maps = {name: shard.metadata for name, (_, shard) in shards.items()}
+    common = _common(maps)
+    apart = [(name, key) for name, found in maps.items() for key in found if key not in common]
     return Checkpoint(
         source,
         formats.pop() if formats else SAFETENSORS,
         tree,
         protocol,
-        _common([shard.metadata for shard in checkpoints]),
+        common,
         tuple(shard.source for shard in checkpoints),
+        unread=(
+            *(f"metadata '{key}' of the shard '{name}'" for name, key in apart),
+            *(f"metadata '{key}' of the index" for key in facts if key not in KNOWN_FACTS),
+        ),
+        full=full.ENTRY in facts,
     )
 
 
-def _whole(source: Source, facts: object, state: OrderedDict_, protocol: int) -> tuple[object, int]:
+def _facts(source: Source, index: Mapping[str, Any]) -> dict[str, Any]:
+    """What the index says of the whole; absent or `null` it says nothing."""
+    facts = index.get("metadata")
+    if not isinstance(facts, dict | None):
+        raise Damaged(source.path, "its index has malformed metadata")
+    return facts or {}
+
+
+def _whole(
+    source: Source, facts: Mapping[str, Any], state: OrderedDict_, protocol: int
+) -> tuple[object, int]:
     """The state with the ties that the index records, or the whole tree where it holds one (`--full`)."""
-    facts = facts if isinstance(facts, dict) else {}
     text, ties = facts.get(full.ENTRY), facts.get(TIES, {})
     if not isinstance(ties, dict) or not isinstance(text, str | None):
         raise Damaged(source.path, "its index has malformed metadata")
@@ -162,7 +183,7 @@ def _take(
         state[key] = value
 
 
-def _common(maps: list[Mapping[str, str]]) -> dict[str, str]:
+def _common(maps: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """What all shards say of themselves."""
-    first = maps[0] if maps else {}
-    return {key: value for key, value in first.items() if all(m.get(key) == value for m in maps)}
+    first = next(iter(maps.values()), {})
+    return {key: value for key, value in first.items() if all(m.get(key) == value for m in maps.values())}

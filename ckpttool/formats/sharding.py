@@ -46,7 +46,7 @@ def parse_size(text: str) -> int:
         or found[2].upper() not in UNITS
         or not (size := int(float(found[1]) * UNITS[found[2].upper()]))
     ):
-        raise UsageFault(f"--shard-size {text}: not a size", hint="for example 5GB, 500MB or 1GiB")
+        raise UsageFault(f"'{text}' is no size of a shard", hint="for example 5GB, 500MB or 1GiB")
     return size
 
 
