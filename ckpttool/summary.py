@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from .checkpoint import Checkpoint, State
+from .checkpoint import Checkpoint
 from .errors import NoState
-from .inert import MAX_DEPTH, PARAMETERS, Global, OrderedDict_, Record, tensor_of, walk
+from .inert import in_brief
 from .keys import FoundPrefix, found_prefixes
-from .modules import is_module
-from .naming import Entry, dotted, entries
-from .tensor import DTYPES, TensorRef
+from .naming import dotted
+from .other_values import OtherRow as OtherRow
+from .other_values import other_rows
+from .other_values import unknown_names as unknown_names
+from .outline import Branch, outline
+from .states import is_optimizer
+from .tensor import Storage, TensorRef
+from .training import OptimizerRow, SchedulerRow, describe_optimizer, describe_scheduler
 
-MAX_ITEMS = 16
-"""A list of at most so many plain values is shown as it is."""
-
-# Names that honest files mention and that are understood, or are plain data: no reason to be wary.
-UNDERSTOOD = {
-    *(str(name) for name in PARAMETERS),
-    *(f"torch.{name}" for name in DTYPES),
-    "_codecs.encode",
-    "collections.OrderedDict",
-    "torch.Size",
-    "torch.Tensor",
-    "torch.device",
-    *(
-        f"{module}.{name}"
-        for module in ("builtins", "__builtin__")
-        for name in ("set", "frozenset", "complex", "bytes", "bytearray", "slice", "range")
-    ),
-}
-
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""BatchNorm's statistics: in the state, but no parameters."""
+MAX_OPTIMIZERS = 16
+"""In a list so many are looked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRow:
+class TensorRow(NamedTuple):
     """A tensor by its dotted path in the file. `shared_with`: the first name that looks at the same bytes."""
 
     name: str
@@ -48,14 +35,16 @@ class TensorRow:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherRow:
-    """Something that is no tensor. `value` is set when it is plain and short; `size` counts what is in it."""
+class Kinds:
+    """Some tensors: how many of each element type and device, and their bytes; what is tied counts once."""
 
-    name: str
-    type: str
-    value: object = None
-    has_value: bool = False
-    size: int | None = None
+    dtypes: Mapping[str, int]
+    devices: Mapping[str, int]
+    nbytes: int
+
+    @property
+    def count(self) -> int:
+        return sum(self.dtypes.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +53,14 @@ class Summary:
 
     Attributes:
         state: dotted path of the model's state, `""` for the file itself, None when there is none.
+        model: the class of the pickled model that the state was found in; None where it is a dict.
         other_states: further dicts of tensors that could be meant.
         keys: number of tensors in the state.
         parameters: number of elements in the state's tensors, without BatchNorm's statistics.
+        modules: the state's modules as a tree.
+        ties: names in the state that are one tensor.
+        here, beside: the tensors of the state, and all the others.
+        unused: bytes of storages that no tensor looks at.
         unknown: names that the file's pickle mentions and that are not understood here; never imported.
     """
 
@@ -74,11 +68,19 @@ class Summary:
     format: str
     nbytes: int
     state: str | None
+    model: str | None
     other_states: tuple[str, ...]
     keys: int
     parameters: int
     prefixes: tuple[FoundPrefix, ...]
+    modules: Branch
+    ties: tuple[tuple[str, ...], ...]
+    here: Kinds
+    beside: Kinds
+    unused: int
     tensors: tuple[TensorRow, ...]
+    optimizers: tuple[OptimizerRow, ...]
+    schedulers: tuple[SchedulerRow, ...]
     other: tuple[OtherRow, ...]
     unknown: tuple[str, ...]
     metadata: dict[str, str]
@@ -93,116 +95,115 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     Raises:
         NoState: `state` was given and is not there.
     """
+    states = checkpoint.states()
     try:
         found = checkpoint.state(state)
     except NoState:
         if state is not None:
             raise
         found = None
-    others = [dotted(path) for path in checkpoint.states()]
+    others = [dotted(path) for path in states]
+    tensors = found.tensors if found else {}
+    modules = outline(tensors)
+    everything = list(checkpoint.tensors())
+    mine = {id(tensor.storage) for tensor in tensors.values()}
+    beside = [tensor for _, tensor in everything if id(tensor.storage) not in mine]
+    optimizers, schedulers = _training_rows(checkpoint.tree)
     return Summary(
         path=checkpoint.path,
         format=checkpoint.format,
         nbytes=checkpoint.nbytes,
         state=found.where if found else None,
+        model=found.module.type_name if found and found.module else None,
         other_states=tuple(name for name in others if found is None or name != found.where),
-        keys=len(found.tensors) if found else 0,
-        parameters=count_parameters(found) if found else 0,
-        prefixes=tuple(found_prefixes(found.tensors)) if found else (),
-        tensors=tuple(_tensor_rows(checkpoint)),
-        other=tuple(_other_rows(checkpoint, found)),
+        keys=len(tensors),
+        parameters=modules.parameters,
+        prefixes=tuple(found_prefixes(tensors)),
+        modules=modules,
+        ties=tuple(_ties(tensors)),
+        here=_kinds(tensors.values()),
+        beside=_kinds(beside),
+        unused=_unused([tensor for _, tensor in everything]),
+        tensors=tuple(_tensor_rows(everything)),
+        optimizers=optimizers,
+        schedulers=schedulers,
+        other=tuple(other_rows(checkpoint, found)),
         unknown=tuple(unknown_names(checkpoint.tree)),
         metadata=dict(checkpoint.metadata),
     )
 
 
-def count_parameters(state: State) -> int:
-    """Elements of the tensors, each storage's once, without BatchNorm's statistics."""
-    counted: set[tuple[int, int, tuple[int, ...]]] = set()
-    total = 0
-    for name, tensor in state.tensors.items():
-        key = (id(tensor.storage), tensor.offset, tensor.shape)
-        if not name.endswith(BUFFERS) and key not in counted:
-            counted.add(key)
-            total += tensor.numel
-    return total
+def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
+    """Names that are one tensor: other views of one storage are none."""
+    storages: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        storages.setdefault(id(tensor.storage), []).append(name)
+    for sharing in storages.values():
+        if len(sharing) > 1:
+            views: dict[object, list[str]] = {}
+            for name in sharing:
+                views.setdefault(tensors[name].view, []).append(name)
+            yield from (tuple(v) for v in views.values() if len(v) > 1 and tensors[v[0]].numel)
 
 
-def unknown_names(tree: object) -> list[str]:
-    """Every name in the tree that is not understood, sorted."""
-    names = {str(value) for value in walk(tree) if isinstance(value, Global)}
-    return sorted(names - UNDERSTOOD)
+def _kinds(tensors: Iterable[TensorRef]) -> Kinds:
+    dtypes: Counter[str] = Counter()
+    devices: Counter[str] = Counter()
+    views: set[tuple[object, ...]] = set()
+    nbytes = 0
+    for tensor in tensors:
+        dtypes[tensor.dtype.name] += 1
+        devices[tensor.storage.location] += 1
+        view = (id(tensor.storage), tensor.offset, tensor.shape)
+        if view not in views:
+            views.add(view)
+            nbytes += tensor.nbytes
+    return Kinds(dict(dtypes.most_common()), dict(devices.most_common()), nbytes)
 
 
-def _tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
+def _unused(tensors: Iterable[TensorRef]) -> int:
+    """Bytes of storages that none of the tensors looks at, gaps between the elements of a view aside."""
+    spans: dict[int, tuple[Storage, list[tuple[int, int]]]] = {}
+    for tensor in tensors:
+        spans.setdefault(id(tensor.storage), (tensor.storage, []))[1].append(tensor.span)
+    unused = 0
+    for storage, looked_at in spans.values():
+        end = 0
+        for begin, stop in sorted(looked_at):
+            unused += max(begin - end, 0)
+            end = max(end, stop)
+        unused += storage.nbytes - end
+    return unused
+
+
+def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[SchedulerRow, ...]]:
+    """Optimizers and schedulers among what a file holds at the top, or in lists and dicts at the top."""
+    optimizers: list[OptimizerRow] = []
+    schedulers: list[SchedulerRow] = []
+    level: list[tuple[str, object]] = [("", tree)]
+    for _ in range(3):
+        below: list[tuple[str, object]] = []
+        for name, value in level:
+            scheduler = describe_scheduler(name, value)
+            if isinstance(value, dict) and is_optimizer(value):
+                optimizers.append(describe_optimizer(name, value))
+            elif scheduler is not None:
+                schedulers.append(scheduler)
+            elif isinstance(value, dict | list):
+                entries_ = value.items() if isinstance(value, dict) else enumerate(value[:MAX_OPTIMIZERS])
+                below += [
+                    (f"{name}.{in_brief(key)}" if name else in_brief(key), item)
+                    for key, item in entries_
+                    if isinstance(item, dict | list)
+                ]
+        level = below
+    return tuple(optimizers), tuple(schedulers)
+
+
+def _tensor_rows(tensors: Iterable[tuple[str, TensorRef]]) -> Iterator[TensorRow]:
     first: dict[int, str] = {}
-    for name, tensor in checkpoint.tensors():
+    for name, tensor in tensors:
         owner = first.setdefault(id(tensor.storage), name)
-        shared = owner if owner != name and tensor.numel else None
-        yield TensorRow(name, tensor.dtype.name, tensor.shape, tensor.nbytes, shared)
-
-
-def _other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow]:
-    """Everything beside the tensors, as deep as names go; long lists and objects stay closed."""
-
-    def inside(value: object) -> Iterable[Entry] | None:
-        if state is not None and value is state.container:
-            return state.others.items()  # its module versions are told by torch, not by people
-        if is_module(value):
-            return None
-        return entries(value) if isinstance(value, dict) or _attributes(value) is not None else None
-
-    for path, value in checkpoint.named(inside):
-        attributes = None if is_module(value) else _attributes(value)
-        if is_module(value):
-            yield OtherRow(dotted(path), type_name(value))
-        elif attributes is not None:
-            yield OtherRow(dotted(path), type_name(value), size=len(attributes))
-        elif isinstance(value, dict):
-            if path and (not value or len(path) == MAX_DEPTH):
-                yield OtherRow(dotted(path), type_name(value), size=len(value))
-        elif tensor_of(value) is None:
-            yield _other(dotted(path), value)
-
-
-def _attributes(value: object) -> dict[object, object] | None:
-    """The attributes of an object that was pickled with a dict of them (argparse.Namespace and its like)."""
-    if isinstance(value, Record) and isinstance(value.state, dict) and not value.elements and not value.items:
-        return value.state if all(isinstance(key, str) for key in value.state) else None
-    return None
-
-
-def _other(name: str, value: object) -> OtherRow:
-    plain = _plain(value)
-    size = len(value) if isinstance(value, list | tuple | set | frozenset | bytes) else None
-    return OtherRow(name, type_name(value), plain, plain is not None or value is None, size)
-
-
-def _plain(value: object, levels: int = 2) -> object:
-    """The value when it is plain and short, else None. Lists may hold lists, `levels` deep."""
-    if isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() < 4096):
-        return value
-    if isinstance(value, str):
-        return value if len(value) <= 1000 else None
-    if isinstance(value, list | tuple) and len(value) <= MAX_ITEMS and levels:
-        items = [_plain(item, levels - 1) for item in value]
-        return items if all(i is not None or v is None for i, v in zip(items, value, strict=True)) else None
-    if isinstance(value, Global):
-        return str(value)
-    return None
-
-
-def type_name(value: object) -> str:
-    """What a person would call the type of an inert value."""
-    if isinstance(value, Record):
-        name = value.type_name
-        if name == "_codecs.encode":
-            return "bytes"  # as protocol 2 has them
-        return name.rpartition(".")[2] if name in UNDERSTOOD else name
-    if isinstance(value, OrderedDict_):
-        return "OrderedDict"
-    if isinstance(value, TensorRef):
-        return "Tensor"
-    if isinstance(value, Global):
-        return "dtype" if str(value).removeprefix("torch.") in DTYPES else "name"
-    return type(value).__name__
+        nbytes = tensor.nbytes
+        shared = owner if owner is not name and nbytes else None
+        yield TensorRow(name, tensor.dtype.name, tensor.shape, nbytes, shared)

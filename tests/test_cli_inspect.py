@@ -31,19 +31,40 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "last.pt"
 
 
-def test_the_page_tells_format_state_prefix_tensors_and_the_rest(checkpoint: Path, cli: Any) -> None:
+def test_the_page_tells_format_state_prefix_modules_and_the_rest(checkpoint: Path, cli: Any) -> None:
     ran = cli("inspect", checkpoint)
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
     assert lines[0].startswith(f"{checkpoint}: torch-zip, ")
     assert "  state       'model': 3 tensors, 7 parameters" in lines
+    assert "  dtypes      2 float32, 1 int64" in lines
     assert "  also        --state ema" in lines
-    assert "  prefix      'module.' on 2 of 3 keys (DistributedDataParallel or DataParallel)" in lines
+    assert "  tied        module.fc.weight = module.head.weight" in lines
     assert "  unknown     argparse.Namespace (kept inert, never imported)" in lines
-    assert "model.module.fc.weight    float32     2×3  24 bytes" in lines
-    assert any(line.endswith("shares model.module.fc.weight") for line in lines)
-    assert any(line.split() == ["epoch", "3"] for line in lines)
-    assert any(line.split() == ["args.lr", "0.1"] for line in lines)
+    assert any(line.startswith("  prefix      'module.' on 2 of 3 keys") for line in lines)
+    rows = [line.split() for line in lines]
+    assert ["fc", "6", "24", "bytes", "weight", "2×3"] in rows
+    assert ["head", "0", "0", "bytes", "weight", "2×3"] in rows
+    assert ["n", "1", "8", "bytes", "scalar", "int64"] in rows
+    assert ["epoch", "3"] in rows
+    assert ["args.lr", "0.1"] in rows
+
+
+def test_one_line_a_tensor_for_grep_and_cut(checkpoint: Path, cli: Any) -> None:
+    assert cli("inspect", checkpoint, "--tensors").out.splitlines() == [
+        "model.module.fc.weight\tfloat32\t[2,3]\t24\t",
+        "model.module.head.weight\tfloat32\t[2,3]\t24\tmodel.module.fc.weight",
+        "model.n\tint64\t[]\t8\t",
+        "ema.x\tfloat32\t[1]\t4\t",
+    ]
+
+
+def test_values_are_looked_at_when_asked(checkpoint: Path, cli: Any) -> None:
+    rows = [line.split() for line in cli("inspect", checkpoint, "--stats").out.splitlines()]
+    assert rows[0] == ["tensor", "dtype", "shape", "min", "max", "mean", "std", "not", "finite"]
+    assert rows[1] == ["model.module.fc.weight", "float32", "2×3", "1", "1", "1", "0", "0"]
+    found = cli("inspect", checkpoint, "--stats", "--json").json["tensors"]
+    assert found[2]["stats"] == {"minimum": 1, "maximum": 1, "mean": 1.0, "deviation": 0.0, "non_finite": 0}
 
 
 def test_json_has_the_fields_that_scripts_rely_on(checkpoint: Path, cli: Any) -> None:

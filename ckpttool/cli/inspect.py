@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import gc
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from . import options
-from .console import printable, show_bytes, show_names
+from .console import Console
 
 if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+    from ..stats import Stats
     from ..summary import OtherRow, Summary, TensorRow
 
 
 @click.command("inspect")
 @options.file_argument
+@click.option("--depth", type=click.IntRange(1), metavar="N", help="Show modules N levels deep.")
+@click.option("--tensors", "listed", is_flag=True, help="One line a tensor: name, dtype, shape, bytes.")
+@click.option("--stats", "measured", is_flag=True, help="Read every value: extremes, mean, deviation, NaN.")
 @options.state_option
 @options.reading
-def command(file: str, state: str | None, **given: Any) -> None:
+def command(
+    file: str, depth: int | None, listed: bool, measured: bool, state: str | None, **given: Any
+) -> None:
     """Show what is in FILE, without loading it or running anything it names.
+
+    Modules are shown as a tree, as deep as a screen has room for; alike ones that follow each other stand in
+    one line, with the sums of all.
 
     \b
     Example:
@@ -29,16 +42,61 @@ def command(file: str, state: str | None, **given: Any) -> None:
     """
     from .. import formats
     from ..summary import summarize
+    from .inspect_page import page, stats_table, tensor_lines
 
     console = options.console(given)
-    with formats.open(file) as checkpoint:
+    with _without_collector(), formats.open(file) as checkpoint:
         summary = summarize(checkpoint, state)
-    # Of a hundred thousand tensors either form takes a while; only one is shown.
-    text = "" if console.json else "\n".join(_page(summary))
-    console.result(text, _fields(summary) if console.json else {})
+        stats = _measure(console, checkpoint) if measured else {}
+        if console.json:
+            console.result("", _fields(summary, stats))
+            return
+        width = _width()
+        if listed:
+            lines = tensor_lines(summary.tensors, aligned=width is not None)
+        elif measured:
+            lines = stats_table(summary.tensors, stats, width)
+        else:
+            lines = page(summary, depth, width, _lines(), everything=console.verbose)
+        text = "\n".join(lines)
+    console.result(text, {})
 
 
-def _fields(summary: Summary) -> dict[str, object]:
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Describing a hundred thousand tensors makes a million objects and no cycle among them."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _width() -> int | None:
+    """Columns of the terminal; None where the page goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def _lines() -> int:
+    """Modules that there is room for beside the facts."""
+    return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
+
+
+def _measure(console: Console, checkpoint: Checkpoint) -> Mapping[str, Stats | None]:
+    from ..stats import measure
+
+    found: dict[str, Stats | None] = {}
+    with console.progress(checkpoint.nbytes, "reading") as progress:
+        for name, tensor in checkpoint.tensors():
+            found[name] = measure(name, tensor)
+            if progress:
+                progress(tensor.nbytes)
+    return found
+
+
+def _fields(summary: Summary, stats: Mapping[str, Stats | None]) -> dict[str, object]:
     return {
         "path": summary.path,
         "format": summary.format,
@@ -48,11 +106,25 @@ def _fields(summary: Summary) -> dict[str, object]:
         "keys": summary.keys,
         "parameters": summary.parameters,
         "prefixes": [asdict(prefix) for prefix in summary.prefixes],
-        "tensors": [asdict(row) for row in summary.tensors],
+        "dtypes": summary.here.dtypes,
+        "devices": summary.here.devices,
+        "ties": summary.ties,
+        "unused_bytes": summary.unused,
+        "optimizers": [asdict(row) for row in summary.optimizers],
+        "schedulers": [asdict(row) for row in summary.schedulers],
+        "tensors": [_tensor_fields(row, stats) for row in summary.tensors],
         "other": [_other_fields(row) for row in summary.other],
         "unknown": summary.unknown,
         "metadata": summary.metadata,
     }
+
+
+def _tensor_fields(row: TensorRow, stats: Mapping[str, Stats | None]) -> dict[str, object]:
+    fields = row._asdict()
+    if row.name in stats:
+        found = stats[row.name]
+        fields["stats"] = asdict(found) if found else None
+    return fields
 
 
 def _other_fields(row: OtherRow) -> dict[str, object]:
@@ -62,55 +134,3 @@ def _other_fields(row: OtherRow) -> dict[str, object]:
     if row.size is not None:
         fields["size"] = row.size
     return fields
-
-
-def _page(summary: Summary) -> Iterator[str]:
-    yield f"{printable(summary.path)}: {summary.format}, {show_bytes(summary.nbytes)}"
-    yield from (f"  {line}" for line in _facts(summary))
-    if summary.tensors:
-        yield ""
-        yield from _table(summary.tensors)
-    if summary.other:
-        yield ""
-        yield "other contents"
-        width = min(max(len(printable(row.name)) for row in summary.other), 48)
-        yield from (f"  {printable(row.name):{width}}  {_value(row)}" for row in summary.other)
-
-
-def _facts(summary: Summary) -> Iterator[str]:
-    if summary.state is None:
-        yield "state       none: no dict of tensors in it"
-    else:
-        where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
-        dtypes = Counter(row.dtype for row in summary.tensors)
-        kinds = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.most_common())
-        yield f"state       {where}: {summary.keys} tensors, {summary.parameters:,} parameters"
-        yield f"dtypes      {kinds or 'none'}"
-    for name in summary.other_states:
-        yield f"also        --state {printable(name) or repr('')}"
-    for found in summary.prefixes:
-        yield f"prefix      '{found.prefix}' on {found.keys} of {found.of} keys ({found.wrapper})"
-    for name, value in summary.metadata.items():
-        yield f"metadata    {printable(name)}: {printable(value)[:200]}"
-    if summary.unknown:
-        yield f"unknown     {show_names(summary.unknown, 6)} (kept inert, never imported)"
-
-
-def _table(rows: tuple[TensorRow, ...]) -> Iterator[str]:
-    cells = [(printable(r.name), r.dtype, _shape(r.shape), show_bytes(r.nbytes)) for r in rows]
-    widths = [max(len(cell[i]) for cell in cells) for i in range(4)]
-    for (name, dtype, shape, size), row in zip(cells, rows, strict=True):
-        shared = f"  shares {printable(row.shared_with)}" if row.shared_with else ""
-        line = f"{name:{widths[0]}}  {dtype:{widths[1]}}  {shape:>{widths[2]}}  {size:>{widths[3]}}{shared}"
-        yield line.rstrip()
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return "×".join(map(str, shape)) or "scalar"
-
-
-def _value(row: OtherRow) -> str:
-    if row.has_value:
-        text = row.value if isinstance(row.value, str) else str(row.value)
-        return printable(text)[:200] if text else "''"
-    return printable(row.type) + (f" of {row.size}" if row.size is not None else "")

@@ -1,0 +1,248 @@
+"""The page that `inspect` prints: what is in a file, for a person who looks at it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..outline import shape_in_words, tensors_in_words
+from ..training import in_words
+from .console import counted, printable, show_bytes, show_names
+
+if TYPE_CHECKING:
+    from ..keys import FoundPrefix
+    from ..outline import Branch
+    from ..stats import Stats
+    from ..summary import Kinds, OtherRow, Summary, TensorRow
+
+MAX_LINES = 200
+"""Modules, where one level alone has more than a person reads; `-v` shows them all."""
+
+MAX_OTHERS = 12
+"""Values shown below one name; `-v` shows them all."""
+
+INDENT = 14
+"""Columns before a fact: two, and the widest label."""
+
+
+def page(
+    summary: Summary, depth: int | None, width: int | None, lines: int, *, everything: bool
+) -> Iterator[str]:
+    """The lines of the page.
+
+    Args:
+        depth: levels of modules; as many as fit on `lines` lines when None.
+        width: columns to keep to; any when None.
+        everything: every name, not the first few.
+    """
+    yield f"{printable(summary.path)}: {summary.format}, {show_bytes(summary.nbytes)}"
+    for label, fact in _facts(summary, everything):
+        yield from _folded(f"  {label:{INDENT - 2}}{fact}".rstrip(), width)
+    if summary.keys:
+        yield ""
+        yield from _tree(summary, depth or summary.modules.depth_within(lines), width, everything)
+    other = list(_others(summary, everything))
+    if other:
+        yield ""
+        yield "other contents"
+        names = min(max(len(name) for name, _ in other), 48)
+        yield from (_cut(f"  {name:{names}}  {value}".rstrip(), width) for name, value in other)
+
+
+def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
+    most = 1_000_000 if everything else 6
+    if summary.state is None:
+        yield "state", "none: no dict of tensors in it"
+    else:
+        where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
+        whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
+        tensors = counted(summary.keys, "tensor", "tensors")
+        yield "state", f"{where}{whole}: {tensors}, {summary.parameters:,} parameters"
+        yield "dtypes", _dtypes(summary.here)
+        if set(summary.here.devices) - {"cpu"}:
+            yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
+    for name in summary.other_states:
+        yield "also", f"--state {printable(name) or repr('')}"
+    for found in summary.prefixes:
+        yield "prefix", _prefix(found)
+    for names in summary.ties[:most]:
+        yield "tied", " = ".join(map(printable, names))
+    if len(summary.ties) > most:
+        yield "", f"and {len(summary.ties) - most} more"
+    yield from _training(summary)
+    yield from _bytes(summary)
+    for key, value in summary.metadata.items():
+        yield "metadata", f"{printable(key)}: {printable(value)[:200]}"
+    if summary.unknown:
+        yield "unknown", f"{show_names(summary.unknown, most)} (kept inert, never imported)"
+
+
+def _dtypes(kinds: Kinds) -> str:
+    return ", ".join(f"{count} {dtype}" for dtype, count in kinds.dtypes.items()) or "none"
+
+
+def _prefix(found: FoundPrefix) -> str:
+    return f"'{found.prefix}' on {found.keys} of {found.of} keys ({found.wrapper})"
+
+
+def _training(summary: Summary) -> Iterator[tuple[str, str]]:
+    for row in summary.optimizers:
+        kind = row.kind or "of a kind that is not known"
+        state = f"state of {row.with_state} of {counted(row.parameters, 'parameter', 'parameters')}"
+        kept = f": {show_names(row.per_parameter)}" if row.per_parameter else ""
+        size = f", {show_bytes(row.nbytes)}" if row.nbytes else ""
+        where = f"'{printable(row.name)}'" if row.name else "the file itself"
+        yield "optimizer", f"{where}: {kind}, {state}{size}{kept}"
+        for settings in row.settings[:MAX_OTHERS]:
+            yield "", printable("; ".join(in_words(settings)))
+    for scheduler in summary.schedulers:
+        rate = scheduler.last_lr
+        rates = ", ".join(map(str, rate)) if isinstance(rate, list | tuple) else rate
+        last = "" if scheduler.last_epoch is None else f", at {scheduler.last_epoch}"
+        now = "" if rates is None else f", lr {rates}"
+        yield "scheduler", printable(f"'{scheduler.name}': {scheduler.kind}{last}{now}")
+
+
+def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Where the bytes of the file go, when it is not into the state alone."""
+    optimizers = sum(row.nbytes for row in summary.optimizers)
+    others = summary.beside.nbytes - optimizers
+    rest = summary.nbytes - summary.here.nbytes - summary.beside.nbytes - summary.unused
+    parts = [
+        ("state", summary.here.nbytes),
+        ("optimizers" if len(summary.optimizers) > 1 else "optimizer", optimizers),
+        ("other tensors", others),
+        ("unused", summary.unused),
+        ("all else", rest),
+    ]
+    if summary.unused > max(0, others, optimizers) or summary.beside.nbytes:
+        share = max(summary.nbytes, 1)
+        yield "bytes", ", ".join(f"{n} {show_bytes(c)} ({c / share:.0%})" for n, c in parts if c > 0)
+    if summary.unused:
+        yield (
+            "unused",
+            f"{show_bytes(summary.unused)} of storages that no tensor looks at: slim leaves them out",
+        )
+
+
+def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> Iterator[str]:
+    usual = next(iter(summary.here.dtypes), "")
+    lines = list(summary.modules.lines(depth))
+    shown = lines if everything else lines[:MAX_LINES]
+    where = printable(summary.state or "")
+    names = [_module(level, branch, where) for level, branch in shown]
+    first = max(map(len, names))
+    if width:
+        first = min(first, max(24, width // 2))
+    counts = [f"{branch.parameters:,}" for _, branch in shown]
+    sizes = [show_bytes(branch.nbytes) for _, branch in shown]
+    second, third = max(len("parameters"), *map(len, counts)), max(map(len, sizes))
+    yield _cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
+    deepest = max(level for level, _ in lines)
+    for name, count, size, (level, branch) in zip(names, counts, sizes, shown, strict=True):
+        inside = _inside(branch, usual, closed=level == deepest)
+        yield _cut(
+            f"{_cut(name, first):{first}}  {count:>{second}}  {size:>{third}}  {inside}".rstrip(), width
+        )
+    if len(lines) > len(shown):
+        yield f"and {len(lines) - len(shown):,} more: -v shows them all"
+
+
+def _module(level: int, branch: Branch, where: str) -> str:
+    name = printable(branch.name)
+    if not level:
+        name = f"{where}.{name}" if where and name else where or name or "the file itself"
+    copies = f"  {branch.copies} ×" if branch.copies > 1 else ""
+    return "  " * level + name + copies
+
+
+def _inside(branch: Branch, usual: str, *, closed: bool) -> str:
+    """What the line of a module says of what is in it."""
+    if branch.branches:
+        return counted(branch.count, "tensor", "tensors") if closed else ""
+    return printable(tensors_in_words(branch, usual, MAX_OTHERS))
+
+
+def _others(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
+    """Everything else by name, the contents of optimizers and schedulers aside, as the facts tell them."""
+    rows = [*(row.name for row in summary.optimizers), *(row.name for row in summary.schedulers)]
+    told = tuple(f"{name}." for name in rows if name)
+    shown: dict[str, int] = {}
+    for row in summary.other:
+        group = row.name.partition(".")[0]
+        if not everything and row.name.startswith(told):
+            continue
+        shown[group] = shown.get(group, 0) + 1
+        if everything or shown[group] <= MAX_OTHERS:
+            yield printable(row.name), _value(row)
+    for group, count in shown.items():
+        if count > MAX_OTHERS and not everything:
+            yield f"{printable(group)}.…", f"{count - MAX_OTHERS:,} more: -v shows them all"
+
+
+def _value(row: OtherRow) -> str:
+    if row.has_value:
+        text = row.value if isinstance(row.value, str) else str(row.value)
+        return printable(text)[:200] if text else "''"
+    return printable(row.type) + (f" of {row.size}" if row.size is not None else "")
+
+
+def tensor_lines(rows: Iterable[TensorRow], *, aligned: bool) -> Iterator[str]:
+    """One line a tensor: name, dtype, shape, bytes, and the name it shares memory with.
+
+    Args:
+        aligned: columns for the eye; else tabs, for grep, cut and awk.
+    """
+    cells = [
+        (
+            *(printable(row.name), row.dtype, f"[{','.join(map(str, row.shape))}]", str(row.nbytes)),
+            printable(row.shared_with or ""),
+        )
+        for row in rows
+    ]
+    if not aligned:
+        return map("\t".join, cells)
+    return _aligned(cells, left=(0, 1, 4))
+
+
+def stats_table(
+    rows: Sequence[TensorRow], stats: Mapping[str, Stats | None], width: int | None
+) -> Iterator[str]:
+    """One line a tensor: what values it has."""
+    cells: list[Sequence[str]] = [("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")]
+    for row in rows:
+        found = stats.get(row.name)
+        numbers: list[float | int | None] = [None] * 4
+        if found:
+            numbers = [found.minimum, found.maximum, found.mean, found.deviation]
+        last = str(found.non_finite) if found else "-"
+        shape = shape_in_words(row.shape)
+        cells.append((printable(row.name), row.dtype, shape, *map(_number, numbers), last))
+    if len(cells) > 1:
+        yield from (_cut(line, width) for line in _aligned(cells, left=(0, 1)))
+
+
+def _number(value: float | int | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _aligned(cells: Sequence[Sequence[str]], left: tuple[int, ...]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = (f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row))
+        yield "  ".join(padded).rstrip()
+
+
+def _cut(line: str, width: int | None) -> str:
+    return line if width is None or len(line) <= width else line[: max(width - 1, 1)] + "…"
+
+
+def _folded(line: str, width: int | None) -> list[str]:
+    """A fact on as many lines as the width asks for."""
+    if width is None or len(line) <= width:
+        return [line]
+    parts = textwrap.wrap(line[INDENT:], max(width - INDENT, 20), break_on_hyphens=False)
+    return [(" " * INDENT if i else line[:INDENT]) + part for i, part in enumerate(parts)]

@@ -1,0 +1,114 @@
+"""What in a checkpoint is no tensor, in rows of name, type and value; and the names it mentions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from .checkpoint import Checkpoint, State
+from .inert import MAX_DEPTH, PARAMETERS, Global, OrderedDict_, Record, tensor_of, walk
+from .modules import is_module
+from .naming import Entry, dotted, entries
+from .tensor import DTYPES, TensorRef
+
+MAX_ITEMS = 16
+"""A list of at most so many plain values is shown as it is."""
+
+# Names that honest files mention and that are understood, or are plain data: no reason to be wary.
+UNDERSTOOD = {
+    *(str(name) for name in PARAMETERS),
+    *(f"torch.{name}" for name in DTYPES),
+    "_codecs.encode",
+    "collections.OrderedDict",
+    "torch.Size",
+    "torch.Tensor",
+    "torch.device",
+    *(
+        f"{module}.{name}"
+        for module in ("builtins", "__builtin__")
+        for name in ("set", "frozenset", "complex", "bytes", "bytearray", "slice", "range")
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OtherRow:
+    """Something that is no tensor. `value` is set when it is plain and short; `size` counts what is in it."""
+
+    name: str
+    type: str
+    value: object = None
+    has_value: bool = False
+    size: int | None = None
+
+
+def unknown_names(tree: object) -> list[str]:
+    """Every name in the tree that is not understood, sorted."""
+    names = {str(value) for value in walk(tree) if isinstance(value, Global)}
+    return sorted(names - UNDERSTOOD)
+
+
+def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow]:
+    """Everything beside the tensors, as deep as names go; long lists and objects stay closed."""
+
+    def inside(value: object) -> Iterable[Entry] | None:
+        if state is not None and value is state.container:
+            return state.others.items()  # its module versions are told by torch, not by people
+        if is_module(value):
+            return None
+        return entries(value) if isinstance(value, dict) or _attributes(value) is not None else None
+
+    for path, value in checkpoint.named(inside):
+        attributes = None if is_module(value) else _attributes(value)
+        if is_module(value):
+            yield OtherRow(dotted(path), type_name(value))
+        elif attributes is not None:
+            yield OtherRow(dotted(path), type_name(value), size=len(attributes))
+        elif isinstance(value, dict):
+            if path and (not value or len(path) == MAX_DEPTH):
+                yield OtherRow(dotted(path), type_name(value), size=len(value))
+        elif tensor_of(value) is None:
+            yield _other(dotted(path), value)
+
+
+def _attributes(value: object) -> dict[object, object] | None:
+    """The attributes of an object that was pickled with a dict of them (argparse.Namespace and its like)."""
+    if isinstance(value, Record) and isinstance(value.state, dict) and not value.elements and not value.items:
+        return value.state if all(isinstance(key, str) for key in value.state) else None
+    return None
+
+
+def _other(name: str, value: object) -> OtherRow:
+    plain = _plain(value)
+    size = len(value) if isinstance(value, list | tuple | set | frozenset | bytes) else None
+    return OtherRow(name, type_name(value), plain, plain is not None or value is None, size)
+
+
+def _plain(value: object, levels: int = 2) -> object:
+    """The value when it is plain and short, else None. Lists may hold lists, `levels` deep."""
+    if isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() < 4096):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= 1000 else None
+    if isinstance(value, list | tuple) and len(value) <= MAX_ITEMS and levels:
+        items = [_plain(item, levels - 1) for item in value]
+        return items if all(i is not None or v is None for i, v in zip(items, value, strict=True)) else None
+    if isinstance(value, Global):
+        return str(value)
+    return None
+
+
+def type_name(value: object) -> str:
+    """What a person would call the type of an inert value."""
+    if isinstance(value, Record):
+        name = value.type_name
+        if name == "_codecs.encode":
+            return "bytes"  # as protocol 2 has them
+        return name.rpartition(".")[2] if name in UNDERSTOOD else name
+    if isinstance(value, OrderedDict_):
+        return "OrderedDict"
+    if isinstance(value, TensorRef):
+        return "Tensor"
+    if isinstance(value, Global):
+        return "dtype" if str(value).removeprefix("torch.") in DTYPES else "name"
+    return type(value).__name__

@@ -1,0 +1,215 @@
+"""A state's modules as a tree, with repeated blocks folded into one line.
+
+The tree is that of the names alone: `layers.0.attn.weight` is a tensor `weight` in a module `layers.0.attn`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from .tensor import TensorRef
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""BatchNorm's statistics: in the state, but no parameters."""
+
+MAX_LEVELS = 60
+"""Levels that are told apart; honest models have some 15."""
+
+NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A module, or a row of alike ones, or a tensor that stands beside modules.
+
+    Attributes:
+        name: its path below the branch above; `layers.0-11` is a row of twelve.
+        copies: how many alike ones it stands for, within one of the branch above.
+        parameters, nbytes: of all of them, in every copy of what encloses them. What is tied counts once.
+        count: tensors in all of them.
+        tensors: its own, by name (`""` for a branch that is a tensor); of the first, where there are copies.
+        branches: what is inside, in the order of the state.
+    """
+
+    name: str
+    copies: int
+    parameters: int
+    nbytes: int
+    count: int
+    tensors: tuple[tuple[str, TensorRef], ...] = ()
+    branches: tuple[Branch, ...] = ()
+
+    def lines(self, depth: int) -> Iterator[tuple[int, Branch]]:
+        """It and what is inside, `depth` levels deep, each with its level."""
+        stack = [(0, self)]
+        while stack:
+            level, branch = stack.pop()
+            yield level, branch
+            if level < depth:
+                stack.extend((level + 1, inner) for inner in reversed(branch.branches))
+
+    def depth_within(self, lines: int) -> int:
+        """The most levels, and at least one, that are told in so many lines."""
+        depth, level, count = 0, [self], 1
+        while level := [inner for branch in level for inner in branch.branches]:
+            count += len(level)
+            if count > lines and depth:
+                break
+            depth += 1
+        return depth
+
+
+class _Form(NamedTuple):
+    """What alike tensors have in common, and what one of them counts for. One object for each form."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    tied: bool
+    parameters: int
+    nbytes: int
+
+
+_Entry = tuple[str, TensorRef, _Form]
+
+
+def outline(tensors: Mapping[str, TensorRef]) -> Branch:
+    """The tree of a state's modules.
+
+    Args:
+        tensors: name -> tensor, in the state's order.
+    """
+    return _branch("", _entries(tensors), 0, 1, 1, MAX_LEVELS)
+
+
+def _entries(tensors: Mapping[str, TensorRef]) -> list[_Entry]:
+    counted: set[tuple[object, ...]] = set()
+    forms: dict[tuple[object, ...], _Form] = {}
+    entries: list[_Entry] = []
+    for name, tensor in tensors.items():
+        view = (id(tensor.storage), tensor.offset, tensor.shape)
+        tied = view in counted
+        counted.add(view)
+        key = (tensor.dtype.name, tensor.shape, tied, name.endswith(BUFFERS))
+        form = forms.get(key)
+        if form is None:
+            numel = 0 if tied else tensor.numel
+            parameters = 0 if key[-1] else numel
+            nbytes = numel * tensor.dtype.itemsize
+            form = forms[key] = _Form(tensor.dtype.name, tensor.shape, tied, parameters, nbytes)
+        entries.append((name, tensor, form))
+    return entries
+
+
+def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: int, levels: int) -> Branch:
+    """One module.
+
+    Args:
+        entries: all the tensors in it.
+        start: where in their names the part begins that is below it.
+        times: in how many copies of what encloses them its copies stand.
+        levels: how many more are told apart.
+    """
+    own, modules = _parted(entries, start) if levels else (entries, {})
+    times *= copies
+    inside = [
+        _branch(_label(row), modules[row[0]], start + len(row[0]) + 1, len(row), times, levels - 1)
+        for row in _rows(modules, start)
+    ]
+    if inside and own:  # tensors beside modules get lines of their own, before them
+        inside[:0] = [_leaf(entry, start, times) for entry in own]
+        own = []
+    if len(inside) == 1 and copies == 1:  # nothing to tell of the module around it
+        only = inside[0]
+        return replace(only, name=f"{name}.{only.name}" if name else only.name)
+    parameters = times * sum(form.parameters for _, _, form in entries)
+    nbytes = times * sum(form.nbytes for _, _, form in entries)
+    tensors = tuple((key[start:], tensor) for key, tensor, _ in own)
+    return Branch(name, copies, parameters, nbytes, len(entries) * times, tensors, tuple(inside))
+
+
+def _parted(entries: list[_Entry], start: int) -> tuple[list[_Entry], dict[str, list[_Entry]]]:
+    """A module's own tensors, and those of each module inside it."""
+    own: list[_Entry] = []
+    modules: dict[str, list[_Entry]] = {}
+    module, here = ".", own  # the part of the name before, with its dot: most tensors follow their like
+    for entry in entries:
+        name = entry[0]
+        if not name.startswith(module, start):
+            end = name.find(".", start)
+            if end < 0:
+                own.append(entry)
+                continue
+            module = name[start : end + 1]
+            here = modules.setdefault(module[:-1], [])
+        here.append(entry)
+    return own, modules
+
+
+def _leaf(entry: _Entry, start: int, times: int) -> Branch:
+    name, tensor, form = entry
+    return Branch(name[start:], 1, form.parameters * times, form.nbytes * times, times, (("", tensor),))
+
+
+def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]]:
+    """Modules by name, each with those that follow it, are numbered on from it, and are like it."""
+    names: Iterable[str] = modules
+    if all(name.isdecimal() for name in modules):  # safetensors has 10 before 2
+        names = sorted(modules, key=lambda name: (len(name), name))
+    row: list[str] = []
+    kind: _Kind = [], []
+    for name in names:
+        if not (row and _follows(row[-1], name) and _kind(modules[name], start + len(name)) == kind):
+            if row:
+                yield row
+            row, kind = [], _kind(modules[name], start + len(name))
+        row.append(name)
+    if row:
+        yield row
+
+
+_Kind = tuple[list[_Form], list[str]]
+
+
+def _kind(entries: list[_Entry], start: int) -> _Kind:
+    """What two modules have in common that are alike: names, types and shapes of tensors, in their order."""
+    return [form for _, _, form in entries], [name[start:] for name, _, _ in entries]
+
+
+def _follows(name: str, other: str) -> bool:
+    first, second = NUMBERED.fullmatch(name), NUMBERED.fullmatch(other)
+    if not first or not second:
+        return False
+    return first[1] == second[1] and int(first[2]) + 1 == int(second[2])
+
+
+def _label(row: list[str]) -> str:
+    last = NUMBERED.fullmatch(row[-1])
+    return row[0] if len(row) == 1 or not last else f"{row[0]}-{last[2]}"
+
+
+def tensors_in_words(branch: Branch, usual: str, most: int) -> str:
+    """Its own tensors by name and shape: `weight 16×3×3×3; bias 16`.
+
+    Args:
+        usual: the element type that goes without saying.
+        most: how many are named.
+    """
+    groups: list[tuple[list[str], str]] = []
+    for name, tensor in branch.tensors[:most]:
+        form = shape_in_words(tensor.shape)
+        if tensor.dtype.name != usual:
+            form += f" {tensor.dtype.name}"
+        if groups and groups[-1][1] == form:
+            groups[-1][0].append(name)
+        else:
+            groups.append(([name], form))
+    more = len(branch.tensors) - most
+    words = [f"{', '.join(names)} {form}".strip() for names, form in groups]
+    return "; ".join(words + [f"{more:,} more"] * (more > 0))
+
+
+def shape_in_words(shape: Iterable[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
