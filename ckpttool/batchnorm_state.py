@@ -1,0 +1,300 @@
+"""BatchNorm in the states of files: for synchronised layers, and for plain ones again.
+
+`BatchNorm2d` and `SyncBatchNorm` have the same keys, so weights and statistics stay where they are. What a
+change of kind needs is small: the counter that files from before torch 0.4.1 and other frameworks lack, the
+version that torch's `_metadata` gives to layers with a counter, and a record of the kind (1d, 2d, 3d), which
+a synchronised layer forgets.
+
+The record stands beside the version, `_metadata["bn1"] = {"version": 2, "kind": "BatchNorm2d"}`, where
+`torch.load` and `load_state_dict` pass over it; in a safetensors file, which has no `_metadata`, as JSON in
+the header's text under `batchnorm.kinds`.
+Source: `_NormBase._load_from_state_dict` in torch's `nn/modules/batchnorm.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from .cast import FLOATS
+from .checkpoint import Checkpoint, State
+from .errors import NothingToDo, Refused, UsageFault
+from .inert import OrderedDict_, remade, tensor_of
+from .keys import WRAPPERS
+from .tensor import DTYPES, Computed, Storage, TensorRef
+
+MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
+OF_BATCHNORM = {"weight", "bias", MEAN, VARIANCE, COUNTER}
+"""All that a BatchNorm layer keeps."""
+
+KINDS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+VERSION = 2
+"""Of layers with a counter."""
+
+KIND = "kind"
+TEXT = "batchnorm.kinds"
+"""Where the kinds are recorded: in a layer's entry of `_metadata`, or in the text of a safetensors header."""
+
+Target = Literal["sync", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a conversion did.
+
+    Attributes:
+        layers: the paths of all BatchNorm layers of the state; `""` is the model itself.
+        added: the keys of counters that were added.
+        versioned: the layers whose version was set.
+        recorded: layer -> kind, of those whose kind is now recorded.
+        restored: layer -> kind, of those whose record was taken off.
+    """
+
+    layers: tuple[str, ...]
+    added: tuple[str, ...] = ()
+    versioned: tuple[str, ...] = ()
+    recorded: Mapping[str, str] = field(default_factory=dict)
+    restored: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def changes(self) -> int:
+        """How many things are another than before."""
+        return len(self.added) + len(self.versioned) + len(self.recorded) + len(self.restored)
+
+
+def convert(
+    checkpoint: Checkpoint,
+    to: Target,
+    *,
+    kinds: Mapping[str, str] | None = None,
+    exclude: Iterable[str] = (),
+    as_text: bool | None = None,
+    state: str | None = None,
+) -> tuple[Checkpoint, Report]:
+    """A checkpoint whose BatchNorm layers are fit for synchronised layers, or for plain ones again.
+
+    Both ways, a layer without a counter gets one: an int64 scalar of 0, as torch gives it when it loads such
+    a state. It matters to layers with `momentum=None` alone, whose next batch would then replace what they
+    have. A layer whose version in `_metadata` is older gets version 2. To `sync`, kinds are recorded, as far
+    as they are known; to `plain`, the records are taken off, so that the way back is exact. No weight and no
+    statistic is touched. A state that is a plain dict becomes an OrderedDict where something is recorded.
+
+    InstanceNorm with running statistics keeps exactly what BatchNorm keeps: by its state alone it is taken
+    for it. With `kinds`, which name every BatchNorm of a model, it is refused.
+
+    Args:
+        to: `sync` or `plain`.
+        kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, as `batchnorm.kinds(model)` gives them;
+            prefixes of wrappers in the file's paths are looked through.
+        exclude: shell patterns for the paths of layers to leave alone.
+        as_text: record kinds in the text of a safetensors header; None for where the input has its own.
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        NothingToDo: no layer is BatchNorm, or none would change.
+        Refused: a layer with running statistics is not BatchNorm; names it.
+        UsageFault: no such target or kind.
+        NoState.
+    """
+    if to not in ("sync", "plain"):
+        raise UsageFault(f"--to {to}: no such kind of BatchNorm", hint="sync or plain")
+    found = checkpoint.state(state)
+    layers = find(checkpoint.path, found, exclude)
+    if not layers:
+        raise _none(checkpoint, found)
+    known = recorded_kinds(checkpoint, found)
+    wanted = {**known, **_given(checkpoint.path, layers, kinds)} if to == "sync" else {}
+    if as_text is None:
+        as_text = checkpoint.format.startswith("safetensors") and not checkpoint.full
+    report = Report(
+        tuple(layers),
+        tuple(_key(path, COUNTER) for path in layers if _key(path, COUNTER) not in found.container),
+        tuple(path for path in layers if _is_old(found, path)),
+        {path: kind for path, kind in wanted.items() if known.get(path) != kind},
+        {path: kind for path, kind in known.items() if path not in wanted},
+    )
+    if not report.changes:
+        raise _fits_both(checkpoint, to)
+    entries = _versions(found, report, {} if as_text else wanted)
+    new = checkpoint.changed(
+        found, lambda value: _converted(found, report, entries) if value is found.container else value
+    )
+    return replace(new, metadata=_text(checkpoint.metadata, wanted if as_text else {})), report
+
+
+def find(path: str, state: State, exclude: Iterable[str] = ()) -> list[str]:
+    """The paths of the BatchNorm layers of a state, in its order.
+
+    A layer is BatchNorm when it holds a `running_mean` and a `running_var` of one float type and one length,
+    and beside them nothing that BatchNorm has not.
+
+    Args:
+        path: the file, for messages.
+        exclude: shell patterns for the paths of layers to pass over.
+
+    Raises:
+        Refused: a layer has running statistics and is not BatchNorm.
+    """
+    members: dict[str, set[str]] = {}
+    for key in state.container:
+        if isinstance(key, str):
+            layer, _, name = key.rpartition(".")
+            members.setdefault(layer, set()).add(name)
+    patterns = tuple(exclude)
+    layers = []
+    for layer, names in members.items():
+        if not names & {MEAN, VARIANCE} or any(fnmatchcase(layer, pattern) for pattern in patterns):
+            continue
+        fault = _fault(state, layer, names)
+        if fault:
+            raise Refused(
+                path,
+                f"'{layer or 'the model itself'}' is not BatchNorm: {fault}",
+                hint=f"leave it alone: --exclude {shlex.quote(layer)}",
+            )
+        layers.append(layer)
+    return layers
+
+
+def _fault(state: State, layer: str, names: Collection[str]) -> str | None:
+    """Why a layer with running statistics is none of BatchNorm's; None when it may be."""
+    there = {name: state.tensors.get(_key(layer, name)) for name in names}
+    mean, variance = there.get(MEAN), there.get(VARIANCE)
+    if mean is None or variance is None:
+        return f"it has no '{VARIANCE if mean is not None else MEAN}'"
+    if mean.dtype.name not in FLOATS or mean.dtype is not variance.dtype:
+        return f"its statistics are of {mean.dtype.name} and {variance.dtype.name}"
+    if len(mean.shape) != 1:
+        return f"its '{MEAN}' has the shape {list(mean.shape)}"
+    for name in (VARIANCE, "weight", "bias"):
+        tensor = there.get(name)
+        if tensor is not None and tensor.shape != mean.shape:
+            return f"its '{name}' has the shape {list(tensor.shape)}, and '{MEAN}' {list(mean.shape)}"
+    more = sorted(set(names) - OF_BATCHNORM)
+    return f"it also holds '{more[0]}'" if more else None
+
+
+def recorded_kinds(checkpoint: Checkpoint, state: State) -> dict[str, str]:
+    """Layer -> kind, as a conversion has recorded it in a file; what is no record of ours is passed over."""
+    found: dict[object, object] = {}
+    try:
+        text = json.loads(checkpoint.metadata.get(TEXT, "{}"))
+    except (ValueError, RecursionError):
+        text = None
+    if isinstance(text, dict):
+        found.update(text)
+    for path, entry in (state.versions or {}).items():
+        if isinstance(entry, dict) and KIND in entry:
+            found[path] = entry[KIND]
+    return {path: str(kind) for path, kind in found.items() if isinstance(path, str) and kind in KINDS}
+
+
+def _given(path: str, layers: Iterable[str], kinds: Mapping[str, str] | None) -> dict[str, str]:
+    """The kinds that were given, for the layers of the file."""
+    if kinds is None:
+        return {}
+    for name, kind in kinds.items():
+        if kind not in KINDS:
+            raise UsageFault(f"'{name}' is of the kind {kind}", hint=f"one of {', '.join(KINDS)}")
+    given = {}
+    for layer in layers:
+        inner = ".".join(part for part in layer.split(".") if f"{part}." not in WRAPPERS)
+        name = layer if layer in kinds else inner
+        if name not in kinds:
+            raise Refused(
+                path,
+                f"'{layer or 'the model itself'}' is no BatchNorm1d, 2d or 3d in the model",
+                hint=f"leave it alone: --exclude {shlex.quote(layer)}",
+            )
+        given[layer] = kinds[name]
+    return given
+
+
+def _key(layer: str, name: str) -> str:
+    return f"{layer}.{name}" if layer else name
+
+
+def _is_old(state: State, layer: str) -> bool:
+    """Whether `_metadata` gives a layer the version of layers without a counter; it may not name it."""
+    entry = (state.versions or {}).get(layer)
+    version = entry.get("version") if isinstance(entry, dict) else None
+    return isinstance(version, int) and version < VERSION
+
+
+def _versions(state: State, report: Report, kinds: Mapping[str, str]) -> dict[object, object] | None:
+    """The `_metadata` after a conversion; None where there is to be none.
+
+    An entry that says nothing any more was made for a record, and goes with it; so does the whole.
+    """
+    if state.versions is None and not kinds:
+        return None
+    old = OrderedDict_() if state.versions is None else state.versions
+    new = remade(old, old.items())
+    for layer in (*report.versioned, *kinds, *report.restored):
+        before = new.get(layer)
+        entry = dict(before) if isinstance(before, dict) else {}
+        if layer in report.versioned:
+            entry["version"] = VERSION
+        entry.pop(KIND, None)
+        if layer in kinds:
+            entry[KIND] = kinds[layer]
+        new[layer] = entry
+        if not entry:
+            del new[layer]
+    return new if new or not old else None
+
+
+def _converted(state: State, report: Report, versions: dict[object, object] | None) -> dict[object, object]:
+    """The state's dict after a conversion: each new counter behind its layer's variance."""
+    new = remade(state.container, _entries(state.container, set(report.added)))
+    if versions is not None and not isinstance(new, OrderedDict_):
+        new = OrderedDict_(new.items())  # a plain dict has no place for `_metadata`
+    if isinstance(new, OrderedDict_) and (versions is not None or state.versions is not None):
+        attributes = dict(new.attributes) if isinstance(new.attributes, dict) else {}
+        attributes.pop("_metadata", None)
+        if versions is not None:
+            attributes["_metadata"] = versions
+        new.attributes = attributes or None
+    return new
+
+
+def _entries(container: Mapping[object, object], added: set[str]) -> Iterator[tuple[object, object]]:
+    for key, value in container.items():
+        yield key, value
+        layer, _, name = str(key).rpartition(".")
+        tensor = tensor_of(value)
+        if name == VARIANCE and tensor is not None and (counter := _key(layer, COUNTER)) in added:
+            yield counter, zero(tensor.storage)
+
+
+def zero(beside: Storage) -> TensorRef:
+    """An int64 scalar of 0 with a storage of its own, from the file and for the device of another storage."""
+    data = Computed(beside.data.path, 8, lambda start, count: iter([memoryview(bytes(count))]))
+    storage = Storage(data, "LongStorage", beside.location, byteorder=beside.byteorder)
+    return TensorRef.contiguous(storage, DTYPES["int64"], ())
+
+
+def _text(metadata: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, str]:
+    """The text of a safetensors header with these kinds recorded, or without a record."""
+    new = {name: value for name, value in metadata.items() if name != TEXT}
+    return {**new, TEXT: json.dumps(dict(kinds), sort_keys=True)} if kinds else new
+
+
+def _none(checkpoint: Checkpoint, state: State) -> NothingToDo:
+    where = f" in '{state.where}'" if state.where else ""
+    return NothingToDo(
+        f"{checkpoint.path}: there is no BatchNorm{where}: no '{MEAN}' beside a '{VARIANCE}'",
+        hint=f"look what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
+    )
+
+
+def _fits_both(checkpoint: Checkpoint, to: Target) -> NothingToDo:
+    hint = "it can be loaded as it is"
+    if to == "sync":
+        hint += "; --model SPEC records which layers are 1d, 2d and 3d"
+    same = "plain and synchronised BatchNorm keep the same, and nothing is lacking"
+    return NothingToDo(f"{checkpoint.path}: {same}", hint=hint)
