@@ -172,7 +172,7 @@ def test_folders_are_read_back_too(to: str, tmp_path: Path, monkeypatch: pytest.
     from ckpttool.formats import saving
 
     checkpoint = ckpttool.open(saved(STATE, tmp_path))
-    monkeypatch.setattr(saving, "digest", lambda tensors: str(id(tensors)))
+    monkeypatch.setattr(saving, "digest", lambda tensors, _: str(id(tensors)))
     with pytest.raises(Damaged, match="does not read back as it was meant"):
         ckpttool.save(checkpoint, tmp_path / "out", to=to, verify=True)
     assert os.listdir(tmp_path) == ["in.pt"]

@@ -58,6 +58,11 @@ class Console:
         """Names in a row: the first few, or with -v all of them."""
         return show_names(names, len(names) if self.verbose else 4)
 
+    @property
+    def draws(self) -> bool:
+        """Whether there is a terminal to draw a bar on."""
+        return not (self.quiet or self.json) and sys.stderr.isatty()
+
     @contextmanager
     def progress(self, total: int, label: str) -> Iterator[Progress | None]:
         """A byte bar on stderr, on a terminal only; gives what `save` calls after each piece.
@@ -65,7 +70,7 @@ class Console:
         Args:
             total: bytes of the work, or about so many.
         """
-        if self.quiet or self.json or total < BAR_FROM or not sys.stderr.isatty():
+        if total < BAR_FROM or not self.draws:
             yield None
             return
         from tqdm import tqdm

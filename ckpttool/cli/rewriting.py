@@ -28,6 +28,7 @@ class Outcome:
         kept: names that stayed as they were where others changed.
         where: where the state lies in the new checkpoint, when it moved.
         casting: what the cast did, complete once the bytes were written.
+        fields: what a command's JSON has beside the fields of all.
     """
 
     done: str
@@ -36,6 +37,7 @@ class Outcome:
     kept: tuple[str, ...] = ()
     where: str | None = None
     casting: CastReport | None = None
+    fields: Mapping[str, object] = field(default_factory=dict)
 
 
 Transform = Callable[["Checkpoint"], tuple["Checkpoint", Outcome]]
@@ -67,9 +69,17 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
             _say_where(console, checkpoint)
         if outcome.where is not None:
             choices["state"] = outcome.where
-        with console.progress(checkpoint.nbytes, "writing") as progress:
+        with console.progress(_work(new, options) if console.draws else 0, "writing") as progress:
             saved = formats.save(new, options["output"], progress=progress, **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
+
+
+def _work(new: Checkpoint, options: dict[str, Any]) -> int:
+    """Bytes to be written; to verify, what was read and what was written are read again."""
+    if options["dry_run"]:
+        return 0
+    sizes = {id(storage): storage.nbytes for _, storage in new.storages()}
+    return sum(sizes.values()) * (3 if options["verify"] else 1)
 
 
 def _say_where(console: Console, checkpoint: Checkpoint) -> None:
@@ -105,6 +115,7 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "tied": saved.tied,
         "bytes": saved.nbytes,
         "seconds": round(seconds, 4),
+        **outcome.fields,
     }
     if dry:
         data["dry_run"] = True

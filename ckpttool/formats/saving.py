@@ -80,7 +80,8 @@ def save(
         verify: compare the values too before the output counts, not only names, types and shapes.
         force: replace an existing output.
         dry_run: write nothing: the same answer, exact size included, and the same errors.
-        progress: called with the number of bytes after each piece.
+        progress: called with the number of bytes after each piece; to verify, what was read and what was
+            written are read once more.
 
     Raises:
         OutputExists, UsageFault: nothing was written.
@@ -156,7 +157,7 @@ class _Writing:
         folder = folders.FolderWriting(self.checkpoint, self.format, self.state, self.full, self.ties, size)
         if dry_run:
             return folder.dry()
-        return folder.write(self.path, progress, partial(self.check_folder, values=verify))
+        return folder.write(self.path, progress, partial(self.check_folder, values=verify, progress=progress))
 
     def dry(self) -> int:
         """The bytes that `file` would write, and the same errors."""
@@ -168,13 +169,13 @@ class _Writing:
         """Writes a file, or its header alone where that will do; returns its bytes."""
         header = self.header_in_place()
         if header is not None:
-            self.compare(safetensors.described(self.checkpoint.source, header), values=verify)
+            self.compare(safetensors.described(self.checkpoint.source, header), verify, progress)
             if in_place.replace_header(self.checkpoint.source, header):
                 return self.checkpoint.nbytes
         with replacing(self.path) as file:
             out = Output(file, progress) if progress else Output(file)
             self.write(out)
-            self.check(file, values=verify)
+            self.check(file, values=verify, progress=progress)
         if self.path != "-":
             in_place.forget(self.path)
         return out.position
@@ -207,21 +208,21 @@ class _Writing:
         header = safetensors.header(source.path, ordered, metadata, fill=start)
         return header if len(header) == start else None
 
-    def check(self, file: BinaryIO, *, values: bool) -> None:
+    def check(self, file: BinaryIO, *, values: bool, progress: Progress | None) -> None:
         """Reads the file that was written, before it may replace anything."""
-        self.compare(read(Source(self.path, os.dup(file.fileno()))), values)
+        self.compare(read(Source(self.path, os.dup(file.fileno()))), values, progress)
 
-    def check_folder(self, folder: str, *, values: bool) -> None:
+    def check_folder(self, folder: str, *, values: bool, progress: Progress | None) -> None:
         """The same of a folder."""
-        self.compare(open_any(folder), values)
+        self.compare(open_any(folder), values, progress)
 
-    def compare(self, found: Checkpoint, values: bool) -> None:
+    def compare(self, found: Checkpoint, values: bool, progress: Progress | None) -> None:
         if self.state is None:
             meant, there = dict(self.checkpoint.tensors()), dict(found.tensors())
         else:
             meant, there = self.state.tensors, found.state("").tensors
         same = _structure(meant) == _structure(there)
-        if not same or (values and digest(meant) != digest(there)):
+        if not same or (values and digest(meant, progress) != digest(there, progress)):
             raise Damaged(self.path, "does not read back as it was meant, and was not kept")
 
     def saved(self, nbytes: int) -> Saved:
