@@ -172,12 +172,12 @@ def converter(source: DType, to: DType) -> Convert:
     """A function from the bytes of elements of one type, little-endian, to those of the other."""
     import numpy as np
 
-    read = _reader(source)
+    read = reader(source)
     write = _to_bfloat16 if to.name == "bfloat16" else _to_ieee
 
     def convert(raw: memoryview) -> Converted:
-        whole = np.frombuffer(raw, dtype=_carrier(source))
-        out = np.empty(len(whole), dtype=_carrier(to))
+        whole = np.frombuffer(raw, dtype=carrier(source))
+        out = np.empty(len(whole), dtype=carrier(to))
         overflows = 0
         with np.errstate(over="ignore", invalid="ignore"):
             for start in range(0, len(whole), BLOCK):
@@ -188,12 +188,12 @@ def converter(source: DType, to: DType) -> Convert:
     return convert
 
 
-def _carrier(dtype: DType) -> Any:
+def carrier(dtype: DType) -> Any:
     """The numpy type whose elements hold the bits: numpy has no bfloat16 and no 8-bit floats."""
     return "<u2" if dtype.name == "bfloat16" else "u1" if dtype.itemsize == 1 else f"<f{dtype.itemsize}"
 
 
-def _reader(source: DType) -> Callable[[NDArray[Any]], NDArray[Any]]:
+def reader(source: DType) -> Callable[[NDArray[Any]], NDArray[Any]]:
     """From carrier to a numpy float that holds every value of the type."""
     import numpy as np
 
@@ -268,6 +268,6 @@ def count_non_finite(name: str, raw: memoryview) -> int:
     """How many of the elements of a float type are NaN or infinite."""
     import numpy as np
 
-    values = _reader(DTYPES[name])(np.frombuffer(raw, dtype=_carrier(DTYPES[name])))
+    values = reader(DTYPES[name])(np.frombuffer(raw, dtype=carrier(DTYPES[name])))
     finite = np.isfinite(values)
     return 0 if finite.all() else int(finite.size - np.count_nonzero(finite))

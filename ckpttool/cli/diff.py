@@ -1,0 +1,188 @@
+"""ckpttool diff"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .console import Console, counted, printable
+
+if TYPE_CHECKING:
+    from ..compare import Change, Comparison
+    from ..distances import Distance
+
+MANY_STEPS = 9999
+"""More steps than these are not told."""
+
+
+@click.command("diff")
+@click.argument("a", metavar="A", type=click.Path(allow_dash=True))
+@click.argument("b", metavar="B", type=click.Path())
+@click.option(
+    "--rtol", type=click.FloatRange(min=0), metavar="X", help="Tolerate differences up to X times |b|."
+)
+@click.option("--atol", type=click.FloatRange(min=0), metavar="X", help="Tolerate differences up to X.")
+@click.option("--ignore-prefix", is_flag=True, help="Match names that differ by wrappers' prefixes alone.")
+@click.option("--model-only", is_flag=True, help="Compare the model's states, not what is beside them.")
+@click.option(
+    "--sort",
+    type=click.Choice(["name", "size"]),
+    help="Order the lines by name, or by the largest difference, instead of as they stand in A.",
+)
+@options.state_option
+@options.reading
+def command(
+    a: str,
+    b: str,
+    rtol: float | None,
+    atol: float | None,
+    ignore_prefix: bool,
+    model_only: bool,
+    sort: str | None,
+    state: str | None,
+    **given: Any,
+) -> int:
+    """Say what differs between two checkpoints of any formats, by name and by value. Exit 1 when they differ.
+
+    One line for each difference: - is only in A, + only in B, ~ is in both. Everything is compared, the
+    optimizer and the epoch too, unless one of the formats holds tensors alone; with --state only the states.
+
+    Without a tolerance values are the same when their bits are, so -0.0 is not 0.0. With --rtol, --atol or
+    both they are the same when |a - b| <= atol + rtol * |b|, as in torch.allclose; NaN is the same as NaN in
+    its place, and tensors of different types are compared by value. Relative differences are those to B.
+
+    \b
+    Examples:
+      ckpttool diff model.bin model.safetensors --atol 1e-6
+      ckpttool diff last.pt model.safetensors --ignore-prefix
+    """
+    from .. import formats
+    from ..alike import Tolerance
+    from ..compare import compare
+
+    console = options.console(given)
+    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
+    with ExitStack() as stack:
+        mine, theirs = (stack.enter_context(formats.open(path)) for path in (a, b))
+        with console.progress(mine.nbytes, "comparing") as progress:
+            found = compare(
+                mine,
+                theirs,
+                tolerance=tolerance,
+                state=state,
+                model_only=model_only,
+                ignore_prefix=ignore_prefix,
+                progress=progress,
+            )
+    _report(console, a, b, found, sort)
+    return 0 if found.same else 1
+
+
+def _report(console: Console, a: str, b: str, found: Comparison, sort: str | None) -> None:
+    changed = sorted(found.changed, key=_by_size) if sort == "size" else list(found.changed)
+    lines = [*_lines(found, changed)]
+    if sort == "name":
+        lines.sort(key=lambda line: line[0])
+    for names, file in ((found.aside_a, b), (found.aside_b, a)):
+        if names:
+            console.note(f"not compared, as {printable(file)} holds tensors alone: {console.names(names)}")
+    if found.matched_without_prefix:
+        more = counted(found.matched_without_prefix, "name is", "names are")
+        console.note(f"{more} in both files but for a wrapper's prefix: --ignore-prefix")
+    data = {
+        "same": found.same,
+        "only_a": found.only_a,
+        "only_b": found.only_b,
+        "changed": [_fields(change) for change in changed],
+        "tensors": found.tensors,
+        "not_compared": [*found.aside_a, *found.aside_b],
+    }
+    text = "".join(f"{mark} {printable(name)}{more}\n" for name, mark, more in lines)
+    console.result(text + _verdict(printable(a), printable(b), found), data)
+
+
+def _lines(found: Comparison, changed: list[Change]) -> Iterator[tuple[str, str, str]]:
+    """(name, mark, what differs) of each line."""
+    yield from ((change.name, "~", f"  {_in_words(change)}") for change in changed)
+    yield from ((name, "-", "") for name in found.only_a)
+    yield from ((name, "+", "") for name in found.only_b)
+
+
+def _in_words(change: Change) -> str:
+    if change.distance is None:
+        return printable(f"{change.a} -> {change.b}")
+    types = change.a if change.a == change.b else f"{change.a} -> {change.b}"
+    return f"{types}: {_how_far(change.distance, change.index)}"
+
+
+def _how_far(found: Distance, index: tuple[int, ...] | None) -> str:
+    text = f"{found.differ} of {counted(found.of, 'differs', 'differ')}"
+    if found.nans:
+        text += f", {found.nans} by NaN on one side"
+    if found.max_abs == 0:
+        text += " by bits alone (NaN, or the sign of zero)"
+    elif found.max_abs is not None:
+        text += f", by up to {_number(found.max_abs)}{_in_proportion(found)}"
+    place = f", at {list(index)}" if index else ""
+    return text + place + ("" if found.a is None else f": {_from_to(found.a, found.b)}")
+
+
+def _in_proportion(found: Distance) -> str:
+    """Relative to B and in steps of the type, where these say something: not beside 0, nor far apart."""
+    parts = []
+    if found.max_rel is not None and math.isfinite(found.max_rel):
+        parts.append(f"relative {found.max_rel:.3g}")
+    if found.max_ulp is not None and found.max_ulp <= MANY_STEPS:
+        parts.append(f"{found.max_ulp} ulp")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _number(value: float | int) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _from_to(a: complex, b: complex | None) -> str:
+    """Both numbers, in as many digits as tell them apart."""
+    for digits in (6, 9, 17):
+        shown = [str(value) if isinstance(value, int) else f"{value:.{digits}g}" for value in (a, b)]
+        if shown[0] != shown[1]:
+            break
+    return " -> ".join(shown)
+
+
+def _by_size(change: Change) -> tuple[int, float]:
+    """What has no distance at all first, then NaN, then the largest difference."""
+    found = change.distance
+    if found is None or found.max_abs is None:
+        return (0, 0.0) if found is None else (1, 0.0)
+    return (1 if found.nans else 2), -min(float(found.max_abs), math.inf)
+
+
+def _fields(change: Change) -> dict[str, object]:
+    data: dict[str, object] = {"name": change.name, "why": change.why, "a": change.a, "b": change.b}
+    found = change.distance
+    if found is not None:
+        data |= {"differ": found.differ, "of": found.of, "nans": found.nans, "index": change.index}
+        data |= {"max_abs": found.max_abs, "max_rel": found.max_rel, "max_ulp": found.max_ulp}
+    return data
+
+
+def _verdict(a: str, b: str, found: Comparison) -> str:
+    compared = counted(found.tensors, "tensor", "tensors")
+    if found.same:
+        return f"{a} and {b} are the same ({compared} compared)"
+    parts = [
+        f"{len(names)} {what}"
+        for names, what in (
+            (found.changed, "changed"),
+            (found.only_a, f"only in {a}"),
+            (found.only_b, f"only in {b}"),
+        )
+        if names
+    ]
+    return f"{a} and {b} differ: {', '.join(parts)} ({compared} compared)"
