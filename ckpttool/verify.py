@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from .cast import FLOATS, count_non_finite
 from .checkpoint import Checkpoint, State
 from .digest import tensor_digests
 from .elements import stream
-from .errors import NoState
+from .errors import Collision, NoState
 from .formats import torch_zip, torchscript
 from .formats.sharding import TORCH
 from .formats.torch_archive import is_intact
 from .formats.zip_directory import read_directory
+from .inert import OrderedDict_, Record, in_brief, tensor_of
+from .keys import found_prefixes, strip_names
+from .naming import Entry, contents, dotted
 from .tensor import ByteRange, Computed, Source, TensorRef
 from .transfer import BUFFER, Progress
 
@@ -43,12 +47,17 @@ class Verified:
         unsummed: storages whose bytes no checksum covers.
         non_finite: tensor -> number of values that are NaN or infinite.
         problems: what makes the file not right.
+        compared: what was compared with another file: `state`, or `everything` where both hold more than a
+            model's state; None when there was no other file.
+        hint: the next thing to do about the problems; None when there is none.
     """
 
     checked_bytes: int
     unsummed: int
     non_finite: Mapping[str, int]
     problems: tuple[Problem, ...]
+    compared: str | None = None
+    hint: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -66,7 +75,8 @@ def verify(
     """Reads a file whole. Its structure was held to the format's rules when it was opened.
 
     Args:
-        against: a file whose state must have the same names, types, shapes and values.
+        against: a file whose state must have the same names, types, shapes and values; where both files hold
+            more than that, and no state is named, so must everything else but module versions.
         state: dotted path of the model's state, in both or in one of them; found when None.
         finite: NaN and infinity are problems; else they are only counted.
         progress: called with the number of bytes after each piece. All bytes are read twice, for checksums
@@ -88,10 +98,18 @@ def verify(
             Problem("non-finite", name, f"{count} of its values are NaN or infinite")
             for name, count in non_finite.items()
         ]
-    if against is not None:
-        mine, theirs = (found.tensors for found in _states(checkpoint, against, state))
-        problems += differences(mine, theirs, progress)
-    return Verified(sums.checked, sums.unsummed, non_finite, tuple(problems))
+    if against is None:
+        return Verified(sums.checked, sums.unsummed, non_finite, tuple(problems))
+    mine, theirs = _states(checkpoint, against, state)
+    whole = state is None and _holds_more(checkpoint, mine) and _holds_more(against, theirs)
+    if whole:
+        problems += differences(dict(checkpoint.tensors()), dict(against.tensors()), progress)
+        problems += other_differences(_others(checkpoint), _others(against))
+    else:
+        problems += differences(mine.tensors, theirs.tensors, progress)
+    hint = _hint(checkpoint, mine, theirs) or _hint(against, theirs, mine) if problems else None
+    compared = "everything" if whole else "state"
+    return Verified(sums.checked, sums.unsummed, non_finite, tuple(problems), compared, hint)
 
 
 class _Checksums:
@@ -155,6 +173,62 @@ def _has(checkpoint: Checkpoint, where: str) -> bool:
     except NoState:
         return False
     return True
+
+
+def _holds_more(checkpoint: Checkpoint, state: State) -> bool:
+    return bool(state.others or checkpoint.outside(state))
+
+
+def _hint(checkpoint: Checkpoint, state: State, other: State) -> str | None:
+    """The command that makes the names of a state those of another one, where a wrapper's prefix will do."""
+    for found in found_prefixes(state.tensors):
+        try:
+            plain = strip_names(state.tensors, found.prefix).names.values()
+        except Collision:
+            continue
+        if set(plain) == set(other.tensors):
+            path = shlex.quote(checkpoint.path)
+            return (
+                f"the names differ in '{found.prefix}' alone; take it off, and compare again: "
+                f"ckpttool strip-prefix {path} plain.safetensors --prefix {found.prefix}"
+            )
+    return None
+
+
+def _others(checkpoint: Checkpoint) -> dict[str, list[object]]:
+    """Everything that is neither tensor nor container by its dotted path; of an object, what it is called."""
+    found: dict[str, list[object]] = {}
+    for path, value in checkpoint.named(_but_versions):
+        if isinstance(value, Record) and tensor_of(value) is None:
+            found.setdefault(dotted(path), []).append(("object", value.type_name))
+        elif isinstance(value, set | frozenset):
+            found.setdefault(dotted(path), []).append(sorted(map(in_brief, value)))
+        elif tensor_of(value) is None and not isinstance(value, dict | list | tuple):
+            found.setdefault(dotted(path), []).append(repr(value) if isinstance(value, float) else value)
+    return found
+
+
+def _but_versions(value: object) -> Iterable[Entry] | None:
+    """What is in a container, without torch's notes on a state dict, which not every format keeps."""
+    inside = None if isinstance(value, set | frozenset) else contents(value)
+    if inside is None or not isinstance(value, OrderedDict_):
+        return inside
+    return [(name, item) for name, item in inside if name is not None]
+
+
+def other_differences(mine: Mapping[str, list[object]], theirs: Mapping[str, list[object]]) -> list[Problem]:
+    """How what is no tensor differs, by name: numbers also by their type, and -0.0 from 0.0."""
+    both = [*mine, *(name for name in theirs if name not in mine)]
+    problems = []
+    for name in both:
+        if name not in theirs:
+            problems.append(Problem("only-here", name, "is not in the other file"))
+        elif name not in mine:
+            problems.append(Problem("only-there", name, "is only in the other file"))
+        elif [(type(v), v) for v in mine[name]] != [(type(v), v) for v in theirs[name]]:
+            here, there = (in_brief(values[name][0])[:40] for values in (mine, theirs))
+            problems.append(Problem("values", name, f"{here}, there {there}"))
+    return problems
 
 
 def _non_finite(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[tuple[str, int]]:

@@ -367,6 +367,7 @@ LIES: dict[str, tuple[object, bytes]] = {
     "shape of truth values": (entry(shape=[True, 2]), b"ab"),
     "shape null": (entry(shape=None), b"ab"),
     "offsets of text": (entry(data_offsets="02"), b"ab"),
+    "offsets of fractions": (entry(data_offsets=[0, 2.0]), b"ab"),
     "one offset": (entry(data_offsets=[0]), b"ab"),
     "three offsets": (entry(data_offsets=[0, 2, 2]), b"ab"),
     "dtype a number": (entry(dtype=8), b"ab"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -304,3 +305,62 @@ def test_a_file_without_a_state_can_be_looked_at_but_not_compared(tmp_path: Path
     assert verify(checkpoint).ok
     with pytest.raises(NoState):
         verify(checkpoint, against=opened(STATE, tmp_path, "other.pt"))
+
+
+# Where both hold more than a state, everything is compared.
+
+TRAINING = {
+    "model": OrderedDict({"w": base}),
+    "optimizer": {"state": {0: {"m": base + 1}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+    "epoch": 3,
+    "seen": {"a", "b"},
+}
+
+
+def change_momentum(tree: dict[str, Any]) -> None:
+    tree["optimizer"]["state"][0]["m"] = base + 2
+
+
+TRAINING_DIFFERENCES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[tuple[str, str]]]] = {
+    "nothing": (lambda tree: None, []),
+    "a counter": (lambda tree: tree.update(epoch=4), [("values", "epoch")]),
+    "a number's type": (lambda tree: tree.update(epoch=3.0), [("values", "epoch")]),
+    "a counter less": (lambda tree: tree.pop("epoch"), [("only-here", "epoch")]),
+    "an entry more": (lambda tree: tree.update(best=0.5), [("only-there", "best")]),
+    "a momentum": (change_momentum, [("values", "optimizer.state.0.m")]),
+    "a setting": (
+        lambda tree: tree["optimizer"]["param_groups"][0].update(betas=(0.9, 0.9)),
+        [("values", "optimizer.param_groups.0.betas.1")],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TRAINING_DIFFERENCES)
+@pytest.mark.parametrize("format", ["out.pt", "out.safetensors"])
+def test_two_training_checkpoints_are_compared_whole(format: str, what: str, tmp_path: Path) -> None:
+    change, wanted = TRAINING_DIFFERENCES[what]
+    checkpoint = opened(TRAINING, tmp_path)
+    other = torch.load(tmp_path / "in.pt")
+    change(other)
+    ckpttool.save(opened(other, tmp_path, "other.pt"), tmp_path / format, full=True)
+    found = verify(checkpoint, against=ckpttool.open(tmp_path / format))
+    assert (found.compared, problems(found)) == ("everything", wanted)
+
+
+def test_a_named_state_and_a_file_of_a_state_alone_are_compared_as_states(tmp_path: Path) -> None:
+    checkpoint = opened(TRAINING, tmp_path)
+    other = opened({**TRAINING, "epoch": 4}, tmp_path, "other.pt")
+    alone = opened(TRAINING["model"], tmp_path, "alone.pt")
+    assert verify(checkpoint, against=other, state="model").compared == "state"
+    assert verify(checkpoint, against=other, state="model").ok
+    assert verify(checkpoint, against=alone).ok
+
+
+def test_names_that_differ_in_a_prefix_alone_come_with_the_command_that_takes_it_off(tmp_path: Path) -> None:
+    plain = opened({"w": base, "b": base + 1}, tmp_path, "plain one.pt")
+    wrapped = opened({"module.w": base, "module.b": base + 1}, tmp_path, "a b.pt")
+    command = f"ckpttool strip-prefix '{tmp_path}/a b.pt' plain.safetensors --prefix module."
+    assert str(verify(plain, against=wrapped).hint).endswith(command)
+    assert str(verify(wrapped, against=plain).hint).endswith(command)
+    assert verify(plain, against=opened({"module.w": base}, tmp_path)).hint is None
+    assert verify(plain, against=plain).hint is None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     "--against",
     metavar="OTHER",
     type=click.Path(),
-    help="Also compare the model's state with that of OTHER, whatever its format.",
+    help="Also compare the contents with those of OTHER, whatever its format.",
 )
 @click.option("--finite", is_flag=True, help="Count NaN and infinity as problems.")
 @options.state_option
@@ -62,7 +62,10 @@ def _report(console: Console, file: str, format: str, against: str | None, found
     if found.unsummed:
         lack = counted(found.unsummed, "tensor has", "tensors have")
         console.note(f"{lack} no checksum, as {format} files may")
-    same = f", same model state as {printable(against)}" if against and found.ok else ""
+    what = "contents" if found.compared == "everything" else "model state"
+    same = f", same {what} as {printable(against)}" if against and found.ok else ""
+    if found.hint:
+        console.note(f"hint: {printable(found.hint)}")
     verdict = f"ok{same}" if found.ok else counted(len(found.problems), "problem", "problems")
     data = {
         "ok": found.ok,
@@ -70,5 +73,7 @@ def _report(console: Console, file: str, format: str, against: str | None, found
         "problems": [asdict(problem) for problem in found.problems],
         "non_finite": found.non_finite,
         "unsummed": found.unsummed,
+        "compared": found.compared,
+        "hint": found.hint,
     }
     console.result(f"{printable(file)}: {verdict} ({show_bytes(found.checked_bytes)} checked)", data)
