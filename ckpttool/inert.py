@@ -9,7 +9,7 @@ None of them imports, calls or hashes what the file says; each keeps all that is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .tensor import Storage, TensorRef
@@ -56,8 +56,8 @@ class Record:
     kwargs: object = None
     state: object = None
     has_state: bool = False
-    elements: list[object] = field(default_factory=list)
-    items: list[tuple[object, object]] = field(default_factory=list)
+    elements: list[object] | tuple[()] = ()
+    items: list[tuple[object, object]] | tuple[()] = ()
 
     @property
     def type_name(self) -> str:
@@ -74,11 +74,7 @@ class OrderedDict_(dict[Any, Any]):
     `attributes` is its instance state, or None: where a state dict keeps `_metadata`.
     """
 
-    __slots__ = ("attributes",)
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.attributes: object = None
+    attributes: object = None
 
 
 def remade(original: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:

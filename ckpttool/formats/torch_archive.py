@@ -10,9 +10,11 @@ import zlib
 from ..errors import Damaged, Unsupported
 from ..tensor import ByteRange, Source, Storage
 from ..transfer import BUFFER
-from .inert_reader import Pickle, PickleFault
+from .inert_machine import PickleFault
+from .inert_reader import Pickle
 from .inflate import Inflated, inflated, inflated_bytes
-from .torch_pickle import StorageId, read_torch_pickle
+from .storage_id import StorageId
+from .torch_pickle import read_torch_pickle
 from .zip_archive import DEFLATED, STORED
 from .zip_directory import Record, read_directory
 
@@ -69,9 +71,8 @@ class Archive:
         """The storage of a persistent id."""
         known = self.storages.get(parsed.key)
         if known is None:
-            known = self._open(parsed)
-            self.storages[parsed.key] = known
-        if parsed.nbytes != known.nbytes:
+            self.storages[parsed.key] = known = self._open(parsed)
+        elif parsed.nbytes != known.nbytes:
             raise self._two_sizes(parsed, known.nbytes)
         return known
 

@@ -15,8 +15,10 @@ from ..checkpoint import Checkpoint
 from ..errors import Damaged
 from ..inert import in_brief
 from ..tensor import ByteRange, Source, Storage
-from .inert_reader import Pickle, PickleFault, read_pickle
-from .torch_pickle import StorageId, read_torch_pickle
+from .inert_machine import PickleFault
+from .inert_reader import Pickle, read_pickle
+from .storage_id import StorageId
+from .torch_pickle import read_torch_pickle
 
 NAME = "torch-legacy"
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C

@@ -12,9 +12,9 @@ import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..inert import FROM_TYPE, Global, OrderedDict_, Record, in_brief
+from ..inert import FROM_TYPE, Global, OrderedDict_, Record
 from ..tensor import (
     DTYPES,
     STORAGE_DTYPES,
@@ -25,33 +25,15 @@ from ..tensor import (
     checked_tensor,
     is_count,
 )
-from .inert_reader import Pickle, PickleFault, read_pickle
+from .inert_machine import PickleFault
+from .inert_reader import Pickle, read_pickle
 from .inert_writer import write_pickle
-
-UNTYPED = Global("torch.storage", "UntypedStorage")
-STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
+from .storage_id import UNTYPED, StorageId, itemsize, parse_storage_id
+from .tensor_pattern import TensorPattern
 
 REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
 REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
 REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
-
-
-class StorageId(NamedTuple):
-    """A persistent id, checked. `numel` counts elements of `kind`; `view` is (key, offset, numel)."""
-
-    kind: str
-    key: str
-    location: str
-    numel: int
-    view: tuple[str, int, int] | None = None
-
-    @property
-    def itemsize(self) -> int:
-        return STORAGE_DTYPES[self.kind].itemsize if self.kind in STORAGE_DTYPES else 1
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,32 +43,6 @@ class StorageView:
     storage: Storage
     offset: int
     numel: int
-
-
-def parse_storage_id(identity: object) -> StorageId:
-    """Checks a persistent id. Raises PickleFault."""
-    if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
-        raise PickleFault(f"its pickle refers to something that is no storage: {in_brief(identity)[:60]}")
-    _, kind, key, location, numel = identity[:5]
-    view = identity[5] if len(identity) == 6 else None
-    if (
-        not isinstance(kind, Global)
-        or kind.module not in STORAGE_MODULES
-        or (kind.name not in STORAGE_DTYPES and kind.name != UNTYPED.name)
-    ):
-        raise PickleFault(f"its pickle has a storage of unknown class {in_brief(kind)[:60]}")
-    if not isinstance(key, str) or not isinstance(location, str) or not is_count(numel):
-        raise PickleFault("its pickle has a malformed storage")
-    if view is not None and not (
-        isinstance(view, tuple)
-        and len(view) == 3
-        and isinstance(view[0], str)
-        and is_count(view[1])
-        and is_count(view[2])
-        and view[1] + view[2] <= numel
-    ):
-        raise PickleFault(f"its pickle has a malformed view of storage '{key}'")
-    return StorageId(kind.name, key, location, numel, view)
 
 
 def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: Callable[[StorageId], Storage]) -> Pickle:
@@ -105,7 +61,8 @@ def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: Callable[[St
             return found
         return StorageView(found, parsed.view[1], parsed.view[2])
 
-    return read_pickle(data, start, persistent_load=persistent_load, reducers=REDUCERS)
+    shortcuts = {REBUILD_V2: TensorPattern(storage)}
+    return read_pickle(data, start, persistent_load=persistent_load, reducers=REDUCERS, shortcuts=shortcuts)
 
 
 def _rebuild_v1(args: tuple[Any, ...]) -> TensorRef:
@@ -162,7 +119,7 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
     storage, offset, shape, stride = args[:4]
     room = 0
     if isinstance(storage, StorageView):
-        room = (storage.offset + storage.numel) * _itemsize(storage.storage)
+        room = (storage.offset + storage.numel) * itemsize(storage.storage.kind)
         offset = offset + storage.offset if is_count(offset) else offset
         storage = storage.storage
     elif isinstance(storage, Storage):
@@ -179,10 +136,6 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
         raise PickleFault(f"its pickle has a tensor {fault}") from None
 
 
-def _itemsize(storage: Storage) -> int:
-    return STORAGE_DTYPES[storage.kind].itemsize if storage.kind in STORAGE_DTYPES else 1
-
-
 class StorageKeys:
     """Numbers storages in the order in which they are first referred to, as torch does."""
 
@@ -195,7 +148,7 @@ class StorageKeys:
             key = str(len(self.order))
             self.order.append(storage)
             kind = UNTYPED if storage.kind == UNTYPED.name else Global("torch", storage.kind)
-            numel = storage.nbytes // _itemsize(storage)
+            numel = storage.nbytes // itemsize(storage.kind)
             self._ids[id(storage)] = ("storage", kind, key, storage.location, numel)
         return self._ids[id(storage)]
 

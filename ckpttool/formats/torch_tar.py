@@ -27,7 +27,8 @@ from ..tensor import (
     checked_tensor,
     is_count,
 )
-from .inert_reader import Pickle, PickleFault, read_pickle
+from .inert_machine import PickleFault
+from .inert_reader import Pickle, read_pickle
 from .torch_pickle import StorageView
 
 NAME = "torch-tar"

@@ -1,0 +1,62 @@
+"""Persistent ids: how torch refers to a storage inside a pickle.
+
+`('storage', class, key, location, numel)`, and before torch 0.4 a view of a storage behind that.
+Source: torch's `serialization.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..inert import Global, in_brief
+from ..tensor import STORAGE_DTYPES, is_count
+from .inert_machine import PickleFault
+
+UNTYPED = Global("torch.storage", "UntypedStorage")
+STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
+
+
+class StorageId(NamedTuple):
+    """A persistent id, checked. `numel` counts elements of `kind`; `view` is (key, offset, numel)."""
+
+    kind: str
+    key: str
+    location: str
+    numel: int
+    view: tuple[str, int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * itemsize(self.kind)
+
+
+def itemsize(kind: str) -> int:
+    """Bytes of an element of a storage class; an untyped storage counts bytes."""
+    dtype = STORAGE_DTYPES.get(kind)
+    return dtype.itemsize if dtype else 1
+
+
+def parse_storage_id(identity: object) -> StorageId:
+    """Checks a persistent id. Raises PickleFault."""
+    if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
+        raise PickleFault(f"its pickle refers to something that is no storage: {in_brief(identity)[:60]}")
+    _, kind, key, location, numel = identity[:5]
+    view = identity[5] if len(identity) == 6 else None
+    if (
+        not isinstance(kind, Global)
+        or kind.module not in STORAGE_MODULES
+        or (kind.name not in STORAGE_DTYPES and kind.name != UNTYPED.name)
+    ):
+        raise PickleFault(f"its pickle has a storage of unknown class {in_brief(kind)[:60]}")
+    if not isinstance(key, str) or not isinstance(location, str) or not is_count(numel):
+        raise PickleFault("its pickle has a malformed storage")
+    if view is not None and not (
+        isinstance(view, tuple)
+        and len(view) == 3
+        and isinstance(view[0], str)
+        and is_count(view[1])
+        and is_count(view[2])
+        and view[1] + view[2] <= numel
+    ):
+        raise PickleFault(f"its pickle has a malformed view of storage '{key}'")
+    return StorageId(kind.name, key, location, numel, view)
