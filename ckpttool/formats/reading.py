@@ -158,6 +158,9 @@ def _collector_paused() -> Iterator[None]:
         yield
     finally:
         if was_running:
+            if not gc.get_freeze_count():  # else these are the caller's, and stay so
+                gc.freeze()  # there and back: all objects become old ones, which the next search passes over
+                gc.unfreeze()
             gc.enable()
 
 
