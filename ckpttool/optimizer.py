@@ -1,33 +1,52 @@
-"""The state of an optimizer: by index or by parameter name, and whose momentum is whose.
+"""The state of an optimizer, keyed by index or by parameter name.
 
-torch numbers the parameters through all groups and keys the state by these numbers; loading goes by place
-alone. An optimizer built from `named_parameters()` (torch 2.6) also keeps `param_names` in each group, which
-loading ignores: they are the only record of which index is which. By name, `state` has parameter names for
-keys and each group lists names as its `params`, which is what `torch.distributed.checkpoint` calls FQNs.
+torch numbers the parameters through all groups, keys the state by these numbers, and loads by place alone. By
+name, `state` has parameter names for keys and each group lists names as its `params`: what
+`torch.distributed.checkpoint` calls fully qualified names. Both forms hold the same, and each can be made of
+the other where it is known which parameter is which: by the names in the file (`param_names`), or by the
+model's state in it, where only one assignment fits the shapes of the momentum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from .inert import remade, tensor_of
-from .tensor import TensorRef
-
-MOMENTA = (
-    *("exp_avg", "momentum_buffer", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg"),
-    *("acc_delta", "sum", "prev", "step_size", "ax", "exp_avg_diff", "exp_avg_slow", "hessian"),
+from .assignment import assignments
+from .checkpoint import Checkpoint
+from .errors import NothingToDo, Refused
+from .inert import Record, remade, tensor_of
+from .momentum import (
+    FLAT,
+    BadOptimizer,
+    Misfit,
+    OrderCheck,
+    Shape,
+    Slot,
+    entry_of,
+    mismatched_order,
+    slots,
+    without_prefix,
 )
-"""What optimizers keep in the shape of the parameter: those of torch, and their kin under the same names."""
+from .naming import contents, dotted
+from .states import is_optimizer
 
-FLAT = ("old_dirs", "prev_flat_grad")
-"""What LBFGS keeps of all parameters in one vector, in their order."""
+__all__ = [
+    "BadOptimizer",
+    "Misfit",
+    "OrderCheck",
+    "Rekeyed",
+    "mismatched_order",
+    "rename_parameters",
+    "to_indices",
+    "to_names",
+]
 
-FEW = 8
-"""Misfits that are told one by one."""
-
-Shape = tuple[int, ...]
+FLOATING = ("float", "bfloat", "complex")
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""BatchNorm's buffers: in a model's state, and no parameters."""
 
 
 def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
@@ -60,199 +79,251 @@ def _new_name(name: Any, names: Mapping[str, str]) -> Any:
     return names.get(name, name) if isinstance(name, str) else name
 
 
-class BadOptimizer(ValueError):
-    """A dict that no optimizer could load: says what is wrong with it."""
+@dataclass(frozen=True, slots=True)
+class Rekeyed:
+    """What was done to the optimizers of a file.
 
-
-class Slot(NamedTuple):
-    """One parameter's place in an optimizer: its key, its name where the file tells it, and its shape.
-
-    `shape` is that of its momentum; None where it has none (plain SGD, or never stepped).
+    Attributes:
+        optimizers: their dotted names; `""` for a file that is one.
+        parameters: how many parameters they keep, together.
+        moved: how many of them stand at another place than before.
+        absent: parameters of the live model that no optimizer keeps.
     """
 
-    key: int | str
-    name: str | None
-    shape: Shape | None
+    optimizers: tuple[str, ...]
+    parameters: int
+    moved: int
+    absent: tuple[str, ...] = ()
 
 
-def slots(optimizer: Mapping[Any, Any]) -> list[list[Slot]]:
-    """The parameters of each group, in their order.
+def to_names(
+    checkpoint: Checkpoint,
+    *,
+    parameters: Mapping[str, Sequence[int]] | None = None,
+    state: str | None = None,
+) -> tuple[Checkpoint, Rekeyed]:
+    """A checkpoint whose optimizers are keyed by the names of parameters.
 
     Args:
-        optimizer: a dict with `state` and `param_groups`; tensors as torch's or as a file's descriptions.
+        parameters: name -> shape of a live model's parameters, in the order of `named_parameters()`. Each
+            group is put in this order, and where neither the file's own names nor its state tell which
+            parameter is which, this order does.
+        state: dotted path of the model's state whose parameters they are; every state is tried when None.
 
     Raises:
-        BadOptimizer: malformed; a parameter twice, or state of one that is in no group.
+        NothingToDo: there is no optimizer, or all are keyed by names in this order.
+        Refused: it is not known which parameter is which, or what is known contradicts the momentum's shapes
+            or the live model: nothing is guessed, added or dropped.
     """
-    state, groups = optimizer.get("state"), optimizer.get("param_groups")
-    if not isinstance(state, dict) or not isinstance(groups, list):
-        raise BadOptimizer("has no `state` and `param_groups` of the usual form")
-    found = [_slots(group, state) for group in groups]
-    keys = [slot.key for group in found for slot in group]
-    known = set(map(str, keys))
-    if len(known) != len(keys):
-        raise BadOptimizer("lists a parameter twice")
-    for key in state:
-        if str(key) not in known:
-            raise BadOptimizer(f"keeps state of '{str(key)[:80]}', which is in no group")
-    return found
+    return _rekeyed(checkpoint, parameters, state, by_name=True)
 
 
-def _slots(group: Any, state: dict[Any, Any]) -> list[Slot]:
-    keys = group.get("params") if isinstance(group, dict) else None
-    if not isinstance(keys, list) or not all(type(key) in (int, str) for key in keys):
-        raise BadOptimizer("has a group without a list of `params`")
-    names: list[Any] = list(keys) if any(map(is_name, keys)) else [None] * len(keys)
-    told = group.get("param_names")
-    if isinstance(told, list) and all(isinstance(name, str) for name in told):
-        if len(told) != len(keys):
-            raise BadOptimizer(f"has {len(keys)} parameters and {len(told)} names in one group")
-        names = told
-    return [Slot(key, name, _shape(entry_of(state, key))) for key, name in zip(keys, names, strict=True)]
-
-
-def is_name(key: object) -> bool:
-    """Whether a key is a parameter's name; torch's own converter to DCP makes text of numbers."""
-    return isinstance(key, str) and not key.isdecimal()
-
-
-def entry_of(state: Mapping[Any, Any], key: int | str) -> Any:
-    """What is kept of one parameter; the state's keys may have become text while the group's did not."""
-    return state[key] if key in state else state.get(str(key))
-
-
-def _shape(entry: Any) -> Shape | None:
-    if isinstance(entry, dict):
-        for name in MOMENTA:
-            found = tensor_of(entry.get(name)) or entry.get(name)
-            if isinstance(found, TensorRef) or (found is not None and hasattr(found, "shape")):
-                return tuple(found.shape)
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Misfit:
-    """A parameter that would be given what belongs to another.
-
-    Attributes:
-        position: the place in the optimizer, counted through all groups.
-        parameter: the model's parameter at that place.
-        there, here: what the file has for that place, and what the model has: names, or shapes.
-    """
-
-    position: int
-    parameter: str
-    there: str
-    here: str
-
-
-@dataclass(frozen=True, slots=True)
-class OrderCheck:
-    """Whether an optimizer's state fits a model's parameters when it is loaded by place, as torch does.
-
-    The first few misfits of each kind; none at all where a question can't be asked of this file.
-
-    Attributes:
-        kept, parameters: how many parameters the optimizer keeps, and how many the model has.
-        shapes: momentum of another shape than the parameter that would get it.
-        names: the file's own names of parameters stand in another order, or the model has no such parameter.
-        order: the file names no parameters, its momentum fits the order of its own model state, and that is
-            not the model's order: shapes may agree and the momentum be another parameter's all the same.
-        problem: why nothing could be compared; `""` when it could.
-    """
-
-    kept: int = 0
-    parameters: int = 0
-    shapes: tuple[Misfit, ...] = ()
-    names: tuple[Misfit, ...] = ()
-    order: tuple[Misfit, ...] = ()
-    problem: str = ""
-
-    @property
-    def fits(self) -> bool:
-        """Whether no misfit was found."""
-        return not (self.shapes or self.names or self.order)
-
-
-def mismatched_order(
-    state: Mapping[str, Any], optimizer: Mapping[Any, Any], parameters: Mapping[str, Sequence[int]]
-) -> OrderCheck:
-    """Whether loading an optimizer's state by index gives each parameter of a live model its own momentum.
-
-    Several groups are taken to be made by one rule from the model's parameters in their order, as scripts
-    make them (weight decay or none): the order is compared inside each group.
+def to_indices(
+    checkpoint: Checkpoint,
+    *,
+    parameters: Mapping[str, Sequence[int]] | None = None,
+    state: str | None = None,
+) -> tuple[Checkpoint, Rekeyed]:
+    """A checkpoint whose optimizers are keyed by numbers, as torch keys them: the inverse of `to_names`.
 
     Args:
-        state: the model's state in the same file, name -> tensor, in the file's order; empty when there is
-            none. Names may carry a wrapper's prefix that the model's lack.
-        optimizer: a dict with `state` and `param_groups`.
-        parameters: name -> shape of the live model's parameters, in the order of `named_parameters()`.
+        parameters: name -> shape of a live model's parameters, in the order of `named_parameters()`: each
+            group is put in this order, so that an optimizer whose groups are made by the same rule from that
+            model gives each parameter its own momentum. The order stays when None.
+        state: as for `to_names`.
+
+    Raises:
+        NothingToDo, Refused: as for `to_names`.
     """
-    try:
-        groups = slots(optimizer)
-    except BadOptimizer as fault:
-        return OrderCheck(parameters=len(parameters), problem=str(fault))
-    kept = sum(map(len, groups))
-    check = OrderCheck(kept, len(parameters))
-    if all(slot.name is not None for group in groups for slot in group):
-        return _compared(check, groups, [_bare(_names(group), parameters) for group in groups], parameters)
-    if len(groups) != 1 or kept != len(parameters):
-        counts = f"{kept} parameters in {len(groups)} groups, without names; the model has {len(parameters)}"
-        return OrderCheck(kept, len(parameters), problem=counts)
-    live = list(parameters)
-    check = _compared(check, groups, [live], parameters)
-    theirs = [name for name in _bare(state, parameters) if name in parameters]
-    if check.shapes or len(theirs) != len(live) or not _all_fit(groups[0], theirs, parameters):
-        return check
-    return OrderCheck(kept, len(parameters), order=_different(theirs, live, 0))
+    return _rekeyed(checkpoint, parameters, state, by_name=False)
 
 
-def _names(group: Iterable[Slot]) -> list[str]:
-    return [str(slot.name) for slot in group]
+def _rekeyed(
+    checkpoint: Checkpoint,
+    parameters: Mapping[str, Sequence[int]] | None,
+    state: str | None,
+    *,
+    by_name: bool,
+) -> tuple[Checkpoint, Rekeyed]:
+    found = [(dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value)]
+    if not found:
+        raise NothingToDo(
+            f"{checkpoint.path}: holds no optimizer's state",
+            hint=f"look what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
+        )
+    live = None if parameters is None else {name: tuple(shape) for name, shape in parameters.items()}
+    source = _Source(checkpoint, live, state)
+    changed: dict[int, object] = {}
+    kept, moved, keeping = 0, 0, set[str]()
+    for where, optimizer in found:
+        assert isinstance(optimizer, dict)
+        try:
+            old = slots(optimizer)
+            named = source.named(old, needed=by_name or live is not None)
+            new, names = (named, set[str]()) if live is None else _in_order(named, live)
+            keeping |= names
+            moved += _moved(named, new, optimizer)
+        except BadOptimizer as fault:
+            raise Refused(
+                checkpoint.path, f"the optimizer{f' {where!r}' if where else ''} {fault}", hint=fault.hint
+            ) from None
+        kept += sum(map(len, new))
+        changed[id(optimizer)] = _with_keys(optimizer, new, by_name)
+    if all(_same_keys(value, changed[id(value)]) for _, value in found):
+        form = "names" if by_name else "numbers"
+        raise NothingToDo(f"{checkpoint.path}: its optimizer is keyed by {form} in this order already")
+    absent = tuple(name for name in live or () if name not in keeping)
+    new_file = checkpoint.rebuilt(lambda value: changed.get(id(value), value))
+    return new_file, Rekeyed(tuple(where for where, _ in found), kept, moved, absent)
 
 
-def _bare(names: Iterable[str], parameters: Mapping[str, object]) -> list[str]:
-    """Names without the prefix by which the first known one differs from the model's name for it."""
-    listed = list(names)
-    prefix = next((found for name in listed if (found := _prefix(name, parameters)) is not None), "")
-    return [name.removeprefix(prefix) for name in listed]
+def _in_order(groups: list[list[Slot]], live: Mapping[str, Shape]) -> tuple[list[list[Slot]], set[str]]:
+    """Each group in the order of the live model, and the model's names for all its parameters.
+
+    Raises:
+        BadOptimizer: there is a parameter that the model does not have, or has in another shape.
+    """
+    names = [str(slot.name) for group in groups for slot in group]
+    bare = dict(zip(names, without_prefix(names, live), strict=True))
+    place = {name: index for index, name in enumerate(live)}
+    for slot in (slot for group in groups for slot in group):
+        name = bare[str(slot.name)]
+        if name not in place:
+            raise BadOptimizer(
+                f"keeps '{slot.name}', which the model does not have; none is added or dropped"
+            )
+        _check_shape(slot, live[name], "the model")
+    ordered = [sorted(group, key=lambda slot: place[bare[str(slot.name)]]) for group in groups]
+    return ordered, set(bare.values())
 
 
-def _prefix(name: str, parameters: Mapping[str, object]) -> str | None:
-    parts = name.split(".")
-    tails = (".".join(parts[i:]) for i in range(len(parts)))
-    return next((name.removesuffix(tail) for tail in tails if tail in parameters), None)
+def _check_shape(slot: Slot, shape: Shape, where: str) -> None:
+    if slot.shape not in (None, shape):
+        raise BadOptimizer(
+            f"keeps momentum of shape {list(slot.shape or ())} for '{slot.name}', "
+            f"whose shape in {where} is {list(shape)}"
+        )
 
 
-def _compared(
-    check: OrderCheck,
-    groups: Sequence[Sequence[Slot]],
-    named: Sequence[Sequence[str]],
-    parameters: Mapping[str, Sequence[int]],
-) -> OrderCheck:
-    """The names and momenta of each group against the parameters that the model would put there."""
-    place = {name: index for index, name in enumerate(parameters)}
-    shapes: list[Misfit] = []
-    names: list[Misfit] = []
-    first = 0
-    for group, theirs in zip(groups, named, strict=True):
-        live = sorted(theirs, key=lambda name: place.get(name, len(place)))
-        unknown = [(i, name) for i, name in enumerate(theirs, first) if name not in place]
-        names.extend(Misfit(i, "", name, "no such parameter") for i, name in unknown)
-        names.extend(() if unknown else _different(theirs, live, first))
-        for position, (slot, name) in enumerate(zip(group, live, strict=True), first):
-            shape = tuple(parameters[name]) if name in parameters else None
-            if None not in (slot.shape, shape) and slot.shape != shape:
-                shapes.append(Misfit(position, name, str(list(slot.shape or ())), str(list(shape or ()))))
-        first += len(group)
-    return OrderCheck(check.kept, check.parameters, tuple(shapes[:FEW]), tuple(names[:FEW]))
+def _moved(
+    before: Sequence[Sequence[Slot]], after: Sequence[Sequence[Slot]], optimizer: Mapping[Any, Any]
+) -> int:
+    pairs = zip((s.key for g in before for s in g), (s.key for g in after for s in g), strict=True)
+    moved = sum(one != other for one, other in pairs)
+    kept = (entry_of(optimizer["state"], slot.key) for group in before for slot in group)
+    if moved and any(isinstance(entry, dict) and any(name in entry for name in FLAT) for entry in kept):
+        raise BadOptimizer(
+            "is LBFGS, which keeps all parameters in one vector: it can't be put in another order"
+        )
+    return moved
 
 
-def _different(theirs: Sequence[str], live: Sequence[str], first: int) -> tuple[Misfit, ...]:
-    pairs = enumerate(zip(theirs, live, strict=True), first)
-    different = [Misfit(position, here, there, here) for position, (there, here) in pairs if there != here]
-    return tuple(different[:FEW])
+def _with_keys(optimizer: dict[Any, Any], groups: Sequence[Sequence[Slot]], by_name: bool) -> dict[Any, Any]:
+    """The same optimizer with its parameters in this order, under new keys."""
+    flat = [slot for group in groups for slot in group]
+    keys = {str(slot.key): slot.name if by_name else number for number, slot in enumerate(flat)}
+    state = optimizer["state"]
+    new = remade(optimizer, optimizer.items())
+    new["state"] = remade(state, ((keys[str(key)], value) for key, value in state.items()))
+    new["param_groups"] = [
+        _group_with_keys(old, [keys[str(slot.key)] for slot in group], [slot.name for slot in group])
+        for old, group in zip(optimizer["param_groups"], groups, strict=True)
+    ]
+    return new
 
 
-def _all_fit(group: Sequence[Slot], names: Sequence[str], parameters: Mapping[str, Sequence[int]]) -> bool:
-    return all(slot.shape in (None, tuple(parameters[name])) for slot, name in zip(group, names, strict=True))
+def _group_with_keys(old: dict[Any, Any], keys: list[Any], names: list[str | None]) -> dict[Any, Any]:
+    new = remade(old, old.items())
+    new["params"] = keys
+    if "param_names" in old:
+        new["param_names"] = names
+    return new
+
+
+def _same_keys(old: object, new: object) -> bool:
+    """Whether nothing was done: the same keys of the state, of the same type, and the same lists."""
+    assert isinstance(old, dict) and isinstance(new, dict)
+    pairs = zip(old["param_groups"], new["param_groups"], strict=True)
+    return list(map(repr, old["state"])) == list(map(repr, new["state"])) and all(
+        one["params"] == other["params"] and one.get("param_names") == other.get("param_names")
+        for one, other in pairs
+    )
+
+
+# Which parameter is which.
+
+
+class _Source:
+    """Where a file, or a live model, tells which parameter is which."""
+
+    def __init__(self, checkpoint: Checkpoint, live: Mapping[str, Shape] | None, state: str | None) -> None:
+        where = [state] if state is not None else [dotted(path) for path in checkpoint.states()]
+        self.live = live
+        self.states = [_parameters(checkpoint, path, live) for path in where]
+
+    def named(self, groups: list[list[Slot]], *, needed: bool) -> list[list[Slot]]:
+        """The same slots with their names. Raises BadOptimizer where these are not known for certain."""
+        if all(slot.name is not None for group in groups for slot in group):
+            self._check(groups)
+            return groups
+        if not needed:
+            return groups
+        found: dict[tuple[str, ...], None] = {}
+        for candidates in self.states or ([list(self.live.items())] if self.live else []):
+            ways = assignments([[slot.shape for slot in group] for group in groups], candidates)
+            found.update(dict.fromkeys(ways))
+        if len(found) != 1:
+            raise BadOptimizer(_unnamed(bool(found), bool(self.states or self.live)), hint=HINT)
+        names = iter(next(iter(found)))
+        return [[slot._replace(name=next(names)) for slot in group] for group in groups]
+
+    def _check(self, groups: list[list[Slot]]) -> None:
+        """Names beside momentum of another shape than the parameter of that name in the same file."""
+        for shapes in map(dict, self.states):
+            listed = [slot for group in groups for slot in group]
+            if all(slot.name in shapes for slot in listed):
+                for slot in listed:
+                    _check_shape(slot, shapes[str(slot.name)], "the file")
+                return
+
+
+HINT = "--model SPEC tells the parameters where the file does not; --state WHERE which state is meant"
+
+
+def _unnamed(several: bool, asked: bool) -> str:
+    if not asked:
+        return "names no parameters, and the file has no model's state that would"
+    if several:
+        return "names no parameters, and more than one assignment of the state's tensors fits it"
+    return "names no parameters, and no assignment of the state's tensors fits it"
+
+
+def _parameters(
+    checkpoint: Checkpoint, where: str, live: Mapping[str, Shape] | None
+) -> list[tuple[str, Shape]]:
+    """The tensors of a state that may be parameters, each of several names once, in the file's order."""
+    found = checkpoint.state(where)
+    known = {str(name) for name, value in found.container.items() if _is_parameter(value)}
+    bare = dict(zip(found.tensors, without_prefix(found.tensors, live or {}), strict=True))
+    seen: set[tuple[object, ...]] = set()
+    listed = []
+    for name, tensor in found.tensors.items():
+        if known:
+            fits = name in known
+        elif live:
+            fits = bare[name] in live
+        else:
+            fits = tensor.dtype.name.startswith(FLOATING) and not name.endswith(STATISTICS)
+        if fits and tensor.view not in seen:
+            seen.add(tensor.view)
+            listed.append((name, tensor.shape))
+    return listed
+
+
+def _is_parameter(value: object) -> bool:
+    """Whether a value was saved as an `nn.Parameter`, as in a pickled model."""
+    return (
+        isinstance(value, Record)
+        and tensor_of(value) is not None
+        and str(value.callable).startswith("torch._utils._rebuild_parameter")
+    )

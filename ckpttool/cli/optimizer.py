@@ -1,0 +1,75 @@
+"""ckpttool optimizer"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .console import counted, printable
+from .rewriting import Outcome, rewrite
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+
+@click.command("optimizer")
+@options.writing
+@click.option(
+    "--to",
+    type=click.Choice(["names", "indices"]),
+    required=True,
+    help="What the state is keyed by in OUTPUT: names of parameters, or torch's numbers.",
+)
+@click.option(
+    "--model",
+    metavar="SPEC",
+    help="Put the parameters in the order of this model: torchvision:resnet18, file.py:factory(n=10).",
+)
+def command(to: str, model: str | None, **given: Any) -> None:
+    """Key every optimizer's state in a file by the names of parameters, or by torch's numbers.
+
+    torch keys it by number and loads it by place, so that a model whose layers stand in another order gets
+    the momentum of other layers without a word. By name nothing can be mistaken; and --to indices --model
+    numbers the parameters as an optimizer of that model does, group by group.
+
+    Which parameter is which is known from the names in the file (param_names), or from the model's state in
+    it where the shapes allow one answer alone. Anything else is refused: no parameter, and no group, is
+    guessed, added or dropped. All the rest of the file stays as it is.
+
+    \b
+    Examples:
+      ckpttool optimizer last.pt named.pt --to names
+      ckpttool optimizer last.pt fitting.pt --to indices --model torchvision:resnet18
+    """
+    from ..optimizer import to_indices, to_names
+
+    parameters = _parameters(model) if model else None
+
+    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        change = to_names if to == "names" else to_indices
+        new, found = change(checkpoint, parameters=parameters, state=given["state"])
+        what = counted(len(found.optimizers), "optimizer", "optimizers")
+        done = f"keyed {what} of {counted(found.parameters, 'parameter', 'parameters')} by {to}"
+        if found.moved:
+            done += f", {found.moved} in another place"
+        if found.absent:
+            count = counted(len(found.absent), "parameter", "parameters")
+            click.echo(
+                f"{count} of the model in no optimizer: {printable(', '.join(found.absent[:4]))}", err=True
+            )
+        return new, Outcome(done)
+
+    rewrite(given, transform, full=True)
+
+
+def _parameters(spec: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a live model's parameters, in its order. Imports torch."""
+    from .. import factory
+    from ..errors import UsageFault
+
+    model = factory.build(spec)
+    if not hasattr(model, "named_parameters"):
+        raise UsageFault(f"{spec}: made a {type(model).__name__}, not a torch.nn.Module")
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
