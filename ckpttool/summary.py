@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, State
 from .errors import NoState
 from .inert import in_brief
-from .keys import FoundPrefix, found_prefixes
 from .naming import dotted
 from .other_values import OtherRow as OtherRow
 from .other_values import other_rows
@@ -19,6 +18,7 @@ from .outline import Branch, outline
 from .states import is_optimizer
 from .tensor import Storage, TensorRef
 from .training import OptimizerRow, SchedulerRow, describe_optimizer, describe_scheduler
+from .wrappers import LIGHTNING, FoundPrefix, found_prefixes
 
 MAX_OPTIMIZERS = 16
 """In a list so many are looked for."""
@@ -118,7 +118,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         other_states=tuple(name for name in others if found is None or name != found.where),
         keys=len(tensors),
         parameters=modules.parameters,
-        prefixes=tuple(found_prefixes(tensors)),
+        prefixes=tuple(_prefixes(checkpoint, found)) if found else (),
         modules=modules,
         ties=tuple(_ties(tensors)),
         here=_kinds(tensors.values()),
@@ -131,6 +131,11 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         unknown=tuple(unknown_names(checkpoint.tree)),
         metadata=dict(checkpoint.metadata),
     )
+
+
+def _prefixes(checkpoint: Checkpoint, state: State) -> list[FoundPrefix]:
+    lightning = isinstance(checkpoint.tree, dict) and LIGHTNING in checkpoint.tree
+    return found_prefixes(state.tensors, state.versions, lightning=lightning)
 
 
 def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:

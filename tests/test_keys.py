@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from comparing import assert_same
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.errors import Collision, NothingToDo, UsageFault
-from ckpttool.keys import add_names, found_prefixes, strip_names
+from ckpttool.keys import add_names, found_prefixes, inner_prefixes, strip_names
 
 
 def stripped(*names: str, prefix: str = "module.", **given: bool) -> list[str]:
@@ -123,6 +123,59 @@ def test_wrappers_are_found_with_their_nesting() -> None:
     names = ["module._orig_mod.a", "module.b", "c", "_fsdp_wrapped_module.d"]
     found = [(f.prefix, f.keys, f.of) for f in found_prefixes(names)]
     assert found == [("module.", 2, 4), ("module._orig_mod.", 1, 4), ("_fsdp_wrapped_module.", 1, 4)]
+
+
+def judged(*names: str, versions: Any = None, **given: bool) -> list[tuple[str, bool]]:
+    return [(found.prefix, found.certain) for found in found_prefixes(names, versions, **given)]
+
+
+def test_a_prefix_that_all_keys_carry_is_a_wrapper_s() -> None:
+    assert judged("module.a.w", "module.b.w") == [("module.", True)]
+    assert judged("module.a.w", "module.b.w", versions={"": {}, "module": {}, "module.a": {}}) == [
+        ("module.", True)
+    ]
+
+
+def test_a_module_that_other_keys_stand_beside_may_be_called_so() -> None:
+    (found,) = found_prefixes(["module.a", "head.w"])
+    assert not found.certain
+    assert found.reason == "1 keys lack it: it may be a module of that name"
+
+
+def test_a_module_without_parameters_beside_it_is_a_sign_too() -> None:
+    """`_metadata` names it, where the keys do not; inside the module it is none."""
+    versions = {"": {}, "module": {}, "module.a": {}, "relu": {}}
+    (found,) = found_prefixes(["module.a.w"], versions)
+    assert (found.certain, found.reason) == (False, "a module of that name may stand beside 'relu'")
+    assert judged("module.a.w", versions={"": {}, "module": {}, "module.relu": {}}) == [("module.", True)]
+    nested = {"": {}, "module": {}, "module.module": {}, "module.relu": {}, "module.module.a": {}}
+    assert judged("module.module.a.w", versions=nested) == [("module.", True), ("module.module.", False)]
+
+
+def test_an_average_s_counter_is_no_sign_against_it() -> None:
+    (found,) = found_prefixes(["n_averaged", "module.a", "module.b"])
+    assert (found.keys, found.of, found.wrapper, found.certain) == (2, 3, "AveragedModel", True)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."])
+def test_names_that_no_model_gives_its_modules_are_certain(prefix: str) -> None:
+    assert judged(f"{prefix}a.w", "head.w") == [(prefix, True)]
+    (found,) = inner_prefixes([f"0.{prefix}w", f"1.a.{prefix}b.{prefix}w", "not" + prefix, "2.w"])
+    assert (found.prefix, found.keys, found.of) == (prefix, 2, 4)
+
+
+def test_what_lightning_s_modules_hold_is_offered_and_only_in_lightning_s_files() -> None:
+    names = ["model.a.w", "loss.w"]
+    assert judged(*names) == []
+    assert judged(*names, lightning=True) == [("model.", False)]
+    assert judged("module.w", lightning=True) == [("module.", True)]
+
+
+def test_an_average_beside_the_model_is_offered() -> None:
+    assert judged("online_model.w", "ema_model.w", "step") == [
+        ("ema_model.", False),
+        ("online_model.", False),
+    ]
 
 
 # Files.
@@ -260,13 +313,80 @@ def test_everything_else_in_the_file_stays_as_it_is(tmp_path: Path) -> None:
     shared = torch.ones(2)
     tree = {
         "model": OrderedDict({"module.a": shared, "module.extra": {"module.x": 1}}),
-        "ema": {"module.a": shared},
+        "teacher": {"module.x": shared, "module.y": shared, "c": {"module.a": 1}},
         "history": [{"module.loss": 1.0}],
         "again": shared,
     }
     found = rewritten(ckpttool.strip_prefix, saved(tree, tmp_path / "f.pt"))
     tree["model"] = OrderedDict({"a": shared, "extra": {"module.x": 1}})
+    tree["teacher"] = {"x": shared, "y": shared, "c": {"module.a": 1}}
     assert_same(torch.load(saved(tree, tmp_path / "expected.pt")), found)
+
+
+def test_an_average_s_counter_is_taken_out_when_asked(tmp_path: Path) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
+    path = saved(averaged.state_dict(), tmp_path / "ema.pt")
+    assert list(rewritten(ckpttool.strip_prefix, path, drop=["n_averaged"])) == ["weight", "bias"]
+    with pytest.raises(NothingToDo, match="no key 'n_average' to drop"):
+        ckpttool.strip_prefix(ckpttool.open(path), drop=["n_average"])
+
+
+def test_all_states_that_carry_the_prefix_lose_it_and_are_told(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    tree = {
+        "state_dict": {"module.a": one, "module.b": one},
+        "state_dict_ema": {"module.a": one * 2, "module.b": one},
+        "discriminator": {"module.c": one},
+        "rng": {"cpu": one},
+    }
+    changed, renaming = ckpttool.strip_prefix(ckpttool.open(saved(tree, tmp_path / "f.pt")))
+    assert {where: theirs.renamed for where, theirs in renaming.also.items()} == {
+        "state_dict_ema": 2,
+        "discriminator": 1,
+    }
+    ckpttool.save(changed, tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt")
+    assert {name: list(state) for name, state in found.items()} == {
+        "state_dict": ["a", "b"],
+        "state_dict_ema": ["a", "b"],
+        "discriminator": ["c"],
+        "rng": ["cpu"],
+    }
+    back = rewritten(ckpttool.add_prefix, tmp_path / "out.pt")
+    assert list(back["state_dict_ema"]) == ["module.a", "module.b"]
+    assert (list(back["discriminator"]), list(back["rng"])) == (["c"], ["cpu"])
+
+
+def test_a_state_that_alone_carries_the_prefix_is_named(tmp_path: Path) -> None:
+    tree = {"model": {"a": torch.ones(1)}, "model_ema": {"module.a": torch.ones(1)}}
+    with pytest.raises(NothingToDo) as nothing:
+        ckpttool.strip_prefix(ckpttool.open(saved(tree, tmp_path / "f.pt")))
+    assert nothing.value.hint == "those of 'model_ema' do: --state model_ema"
+
+
+def test_a_prefix_inside_is_pointed_at(tmp_path: Path) -> None:
+    with pytest.raises(NothingToDo) as nothing:
+        ckpttool.strip_prefix(ckpttool.open(saved({"0._orig_mod.w": torch.ones(1)}, tmp_path / "f.pt")))
+    assert nothing.value.hint == "1 of 1 keys hold '_orig_mod.' inside: --prefix _orig_mod. --anywhere"
+
+
+def test_two_parameters_of_an_optimizer_that_would_get_one_name_are_refused(tmp_path: Path) -> None:
+    groups = [{"params": [0, 1], "param_names": ["a", "module.a"]}]
+    tree = {"model": {"module.a": torch.ones(1)}, "optimizer": {"state": {}, "param_groups": groups}}
+    with pytest.raises(Collision, match=r"'a' and 'module\.a' would both be named 'a'"):
+        ckpttool.strip_prefix(ckpttool.open(saved(tree, tmp_path / "f.pt")))
+
+
+def test_the_versions_of_wrappers_inside_wrappers_go_with_them(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    outer, inner = torch.nn.Module(), torch.nn.Module()
+    outer.module, inner.module = inner, net
+    path = saved(outer.state_dict(), tmp_path / "f.pt")
+    for choice in ({"repeat": True}, {"prefix": "module.module."}):
+        found = rewritten(ckpttool.strip_prefix, path, **choice)
+        assert dict(metadata(found)) == dict(metadata(net.state_dict()))
+    back = rewritten(ckpttool.add_prefix, path.with_suffix(".out.pt"), prefix="module.module.")
+    assert dict(metadata(back)) == dict(metadata(outer.state_dict()))
 
 
 def test_the_state_that_is_named_is_the_one_that_is_renamed(tmp_path: Path) -> None:
@@ -330,4 +450,24 @@ def test_stripping_what_was_added_is_the_file_again(keys: list[str], prefix: str
         added = rewritten(ckpttool.add_prefix, path, prefix=prefix)
         assert list(added["model"]) == [prefix + key for key in keys]
         back = rewritten(ckpttool.strip_prefix, saved(added, Path(folder) / "added.pt"), prefix=prefix)
+        assert_same(torch.load(path), back)
+
+
+@settings(max_examples=20)
+@given(keys, st.sampled_from(["module.", "_orig_mod.", "module._orig_mod."]))
+def test_adding_what_was_stripped_is_the_file_again(keys: list[str], prefix: str) -> None:
+    """Keys, module versions, the optimizer's names and the average's keys, where all carry the prefix."""
+    parts = prefix.split(".")[:-1]
+    paths = [".".join(parts[:count]) for count in range(len(parts) + 1)]
+    paths += [prefix + key.rpartition(".")[0] for key in keys if "." in key]
+    state = OrderedDict((prefix + key, torch.ones(1)) for key in keys)
+    state._metadata = OrderedDict.fromkeys(paths, {"version": 1})  # type: ignore[attr-defined]
+    group = {"params": list(range(len(keys))), "param_names": list(state)}
+    tree = {"model": state, "ema": dict(state), "optimizer": {"state": {}, "param_groups": [group]}}
+    with tempfile.TemporaryDirectory() as folder:
+        path = saved(tree, Path(folder) / "f.pt")
+        stripped = rewritten(ckpttool.strip_prefix, path, prefix=prefix)
+        assert list(stripped["model"]) == list(stripped["ema"]) == keys
+        assert stripped["optimizer"]["param_groups"][0]["param_names"] == keys
+        back = rewritten(ckpttool.add_prefix, saved(stripped, Path(folder) / "s.pt"), prefix=prefix)
         assert_same(torch.load(path), back)

@@ -11,10 +11,10 @@ from ..training import in_words
 from .console import counted, printable, show_bytes, show_names
 
 if TYPE_CHECKING:
-    from ..keys import FoundPrefix
     from ..outline import Branch
     from ..stats import Stats
     from ..summary import Kinds, OtherRow, Summary, TensorRow
+    from ..wrappers import FoundPrefix
 
 MAX_LINES = 200
 """Modules, where one level alone has more than a person reads; `-v` shows them all."""
@@ -83,7 +83,8 @@ def _dtypes(kinds: Kinds) -> str:
 
 
 def _prefix(found: FoundPrefix) -> str:
-    return f"'{found.prefix}' on {found.keys} of {found.of} keys ({found.wrapper})"
+    perhaps = "" if found.certain else f"; perhaps: {found.reason}"
+    return printable(f"'{found.prefix}' on {found.keys} of {found.of} keys ({found.wrapper}{perhaps})")
 
 
 def _training(summary: Summary) -> Iterator[tuple[str, str]]:

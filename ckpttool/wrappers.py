@@ -1,0 +1,135 @@
+"""What wrappers do to the names of a state, and how to tell them from modules that are really called so.
+
+A wrapper holds one module and passes calls on to it, so every name of what it wraps begins with the name of
+that one attribute. A module of the model that is called `module` stands beside others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+WRAPPERS = {
+    "module.": "DistributedDataParallel or DataParallel",
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FSDP",
+    "_checkpoint_wrapped_module.": "activation checkpointing",
+    "_forward_module.": "Lightning Fabric",
+    "_fpw_module.": "FairScale",
+    "_module.": "Opacus",
+}
+"""The prefixes that wrappers put before every key of what they wrap."""
+
+COMPANIONS = {"n_averaged": "AveragedModel"}
+"""Entries of wrappers themselves, beside what they wrap: AveragedModel counts the models it has averaged."""
+
+OFFERED = {
+    "ema.module.": "an average kept beside the model, as an attribute `ema`",
+    "ema_model.": "an average kept beside the model, as an attribute `ema_model`",
+    "online_model.": "the model, where an average keeps it beside `ema_model`",
+}
+"""Prefixes that tell which of several models in one state is meant."""
+
+LIGHTNING = "pytorch-lightning_version"
+"""The entry by which a file of Lightning's is known."""
+
+ATTRIBUTES = ("model.", "net.", "module.", "network.", "backbone.")
+"""What a LightningModule often calls the model that it holds."""
+
+MAX_NESTING = 8
+"""Wrappers inside wrappers that are looked for."""
+
+_WRAPPER = "|".join(map(re.escape, WRAPPERS))
+_CHAIN = re.compile(rf"(?:{_WRAPPER}){{1,{MAX_NESTING}}}")
+_LINK = re.compile(_WRAPPER)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """A prefix at the front of keys.
+
+    Attributes:
+        prefix: with its dot, nested ones as a chain (`module._orig_mod.`).
+        keys, of: how many of how many keys carry it.
+        wrapper: who puts it there.
+        certain: whether it can be nothing else; what is not is offered, and never taken off unasked.
+        reason: why it is not certain, `""` where it is.
+    """
+
+    prefix: str
+    keys: int
+    of: int
+    wrapper: str
+    certain: bool = True
+    reason: str = ""
+
+
+def found_prefixes(
+    names: Iterable[str], versions: Mapping[object, object] | None = None, *, lightning: bool = False
+) -> list[FoundPrefix]:
+    """The prefixes of wrappers that keys begin with, those of the most keys first; then what may be one.
+
+    Args:
+        names: the keys of a state.
+        versions: its `_metadata`, which names modules without parameters too.
+        lightning: whether Lightning wrote the file.
+    """
+    keys = list(names)
+    counts: Counter[str] = Counter(match[0] for name in keys if (match := _CHAIN.match(name)))
+    chains: Counter[str] = Counter()
+    for chain, count in counts.items():
+        for end in (link.end() for link in _LINK.finditer(chain)):
+            chains[chain[:end]] += count
+    own = [name for name in keys if name in COMPANIONS]
+    found = [_judged(chain, count, len(keys), own, versions or {}) for chain, count in chains.most_common()]
+    return [*found, *_offered(keys, {each.prefix for each in found}, lightning)]
+
+
+def _judged(
+    chain: str, count: int, of: int, own: list[str], versions: Mapping[object, object]
+) -> FoundPrefix:
+    """A chain of wrappers' names at the front of keys, with what speaks against it."""
+    last = _LINK.findall(chain)[-1]
+    wrapper = COMPANIONS[own[0]] if own and chain == "module." else WRAPPERS[last]
+    beside = _beside(chain, versions)
+    reason = ""
+    if last == "module." and beside:
+        reason = f"a module of that name may stand beside '{beside}'"
+    elif last == "module." and count + len(own) < of:
+        reason = f"{of - count} keys lack it: it may be a module of that name"
+    return FoundPrefix(chain, count, of, wrapper, not reason, reason)
+
+
+def _beside(chain: str, versions: Mapping[object, object]) -> str:
+    """A module that stands beside the one of a chain's last name; a wrapper's stands alone."""
+    path = chain.removesuffix(".")
+    above = path.rpartition(".")[0]
+    start = f"{above}." if above else ""
+    for other in versions:
+        if isinstance(other, str) and other.startswith(start) and other not in ("", above):
+            name = start + other[len(start) :].partition(".")[0]
+            if name != path:
+                return name
+    return ""
+
+
+def _offered(keys: list[str], known: set[str], lightning: bool) -> Iterator[FoundPrefix]:
+    wanted = dict(OFFERED)
+    if lightning:
+        wanted |= dict.fromkeys(ATTRIBUTES, "an attribute of a LightningModule")
+    for prefix, wrapper in wanted.items():
+        count = sum(name.startswith(prefix) for name in keys) if prefix not in known else 0
+        if count:
+            yield FoundPrefix(prefix, count, len(keys), wrapper, False, "its name alone tells")
+
+
+def inner_prefixes(names: Iterable[str]) -> list[FoundPrefix]:
+    """Wrappers around parts of a model: `0._orig_mod.weight`. Only names that no model gives its modules."""
+    keys = list(names)
+    counts: Counter[str] = Counter()
+    for name in keys:
+        if "._" in name:
+            counts.update(prefix for prefix in WRAPPERS if prefix[0] == "_" and f".{prefix}" in name)
+    return [FoundPrefix(prefix, count, len(keys), WRAPPERS[prefix]) for prefix, count in counts.most_common()]
