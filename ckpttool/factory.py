@@ -15,7 +15,7 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -39,7 +39,7 @@ def build(spec: str, **defaults: object) -> Any:
             user's own error and the place in the user's file.
     """
     where, name, arguments = parse(spec)
-    with _importable(os.path.dirname(os.path.abspath(where)) if where.endswith(".py") else os.getcwd()):
+    with _importable(_folder(where)):
         factory = _find(spec, where, name)
         accepted = _accepted(factory, defaults)
         try:
@@ -75,6 +75,33 @@ def _arguments(call: str) -> dict[str, object]:
             raise ValueError(call)
         arguments[keyword.arg] = ast.literal_eval(keyword.value)
     return arguments
+
+
+def arguments(spec: str) -> tuple[dict[str, object], bool]:
+    """What a factory takes by name, with the values that the SPEC or its own defaults give.
+
+    Returns:
+        name -> value, and whether it takes any other name too.
+
+    Raises:
+        UsageFault: as `build`.
+    """
+    where, name, given = parse(spec)
+    with _importable(_folder(where)):
+        parameters = inspect.signature(_find(spec, where, name)).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return {**defaults, **given}, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def respelled(spec: str, changes: Mapping[str, object]) -> str:
+    """A SPEC with some of its arguments given anew."""
+    where, name, given = parse(spec)
+    words = ", ".join(f"{key}={value!r}" for key, value in {**given, **changes}.items())
+    return f"{where}:{name}({words})"
+
+
+def _folder(where: str) -> str:
+    return os.path.dirname(os.path.abspath(where)) if where.endswith(".py") else os.getcwd()
 
 
 @contextlib.contextmanager

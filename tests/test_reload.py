@@ -236,13 +236,13 @@ def test_the_command_for_a_compiled_part_works(net: Net, cli: Any, tmp_path: Pat
 def test_another_state_in_the_file_is_pointed_out(net: Net, tmp_path: Path) -> None:
     tree = {"model": {"x": torch.ones(1)}, "teacher": net.state_dict()}
     wrong = mismatch(saved(tree, tmp_path / "f.pt"), fresh())
-    assert wrong.hint == "the state was taken from 'model'; another one: --state teacher"
+    assert str(wrong.hint) == f"ckpttool slim {tmp_path}/f.pt {tmp_path}/f.mended.pt --state teacher"
     reload(tmp_path / "f.pt", fresh(), state="teacher")
 
 
 def test_where_nothing_fits_a_look_into_the_file_is_offered(tmp_path: Path) -> None:
     wrong = mismatch(saved({"x": torch.ones(1)}, tmp_path / "f.pt"), fresh())
-    assert str(wrong.hint).endswith(f"ckpttool inspect {tmp_path}/f.pt")
+    assert str(wrong.hint) == f"ckpttool inspect {tmp_path}/f.pt"
 
 
 # What torch itself makes good.

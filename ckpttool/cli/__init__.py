@@ -13,7 +13,20 @@ from typing import Any
 import click
 
 from .. import __version__
-from . import add_prefix, convert, digest, inspect, reload, rename_keys, slim, strip_prefix, verify
+from . import (
+    add_prefix,
+    convert,
+    convert_batchnorm,
+    diff,
+    digest,
+    doctor,
+    inspect,
+    reload,
+    rename_keys,
+    slim,
+    strip_prefix,
+    verify,
+)
 from .console import fail
 
 EPILOG = """\
@@ -37,11 +50,14 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     "Convert": {
         convert: "Write another format, or other element types",
         slim: "Write the model's state alone, and no unused bytes",
+        convert_batchnorm: "BatchNorm for SyncBatchNorm and back; pool ranks",
     },
     "Check": {
+        diff: "What differs between two files, by name and value",
         verify: "Read every byte: structure, checksums, NaN, infinity",
     },
     "Load": {
+        doctor: "Why it does not load, and the commands that mend it",
         reload: "Load strictly into a plain model, in one process",
     },
 }

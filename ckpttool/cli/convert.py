@@ -8,6 +8,7 @@ import click
 
 from . import options
 from .console import counted
+from .parameters import Pair, SizesFor
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -36,6 +37,27 @@ FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "
 )
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out the keys that fit. Repeatable.")
 @click.option(
+    "--permute",
+    type=SizesFor(),
+    multiple=True,
+    metavar="GLOB=AXES",
+    help="Axes in another order: 'fc.weight=1,0' transposes. Repeatable.",
+)
+@click.option(
+    "--reshape",
+    type=SizesFor(),
+    multiple=True,
+    metavar="GLOB=SHAPE",
+    help="Another shape for the same elements: 'fc.weight=10,64,1,1'. Repeatable.",
+)
+@click.option(
+    "--tie",
+    type=Pair(),
+    multiple=True,
+    metavar="NEW=OLD",
+    help="A second name for a tensor: 'lm_head.weight=embed.weight'. Repeatable.",
+)
+@click.option(
     "--drop", multiple=True, metavar="NAME", help="Leave out what stands there, as optimizer. Repeatable."
 )
 @click.option(
@@ -54,16 +76,7 @@ FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "
 )
 @options.writing
 def command(
-    dtype: str | None,
-    only: tuple[str, ...],
-    exclude: tuple[str, ...],
-    complex_: str | None,
-    drop: tuple[str, ...],
-    full: bool,
-    keep_copies: bool,
-    shard_size: str | None,
-    to: str | None,
-    **given: Any,
+    full: bool, keep_copies: bool, shard_size: str | None, to: str | None, dtype: str | None, **given: Any
 ) -> None:
     """Write a checkpoint in another format, whole, without running anything in it.
 
@@ -77,31 +90,67 @@ def command(
       ckpttool convert last.pt last.safetensors --full
       ckpttool convert model.safetensors shards/ --shard-size 500MB
     """
-    from .. import transforms
-    from ..cast import target as cast_target
+    from ..cast import target
     from ..formats import sharding
 
-    target = cast_target(dtype) if dtype else None
+    options = {**given, "target": target(dtype) if dtype else None}
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         outcome = Outcome(f"converted {checkpoint.format}")
-        where = given["state"]
-        if drop:
-            checkpoint = transforms.drop(checkpoint, drop)
-            outcome.left_out += drop
-        if only or exclude:
-            checkpoint, selection = transforms.select(checkpoint, only=only, exclude=exclude, state=where)
-            outcome.left_out += selection.left_out
-        if complex_:
-            change = transforms.split_complex if complex_ == "split" else transforms.join_complex
-            checkpoint, names = change(checkpoint, state=where)
-            done = "split" if complex_ == "split" else "joined"
-            outcome.done += f", {counted(len(names), 'complex tensor', 'complex tensors')} {done}"
-        if target:
-            checkpoint, report = transforms.cast(checkpoint, target, state=where)
-            outcome.done += f", {counted(report.tensors, 'tensor', 'tensors')} cast to {target.name}"
-            outcome.casting = report
+        for step in (_fewer, _laid_out, _complex, _cast):
+            checkpoint = step(checkpoint, outcome, options)
         return checkpoint, outcome
 
     size = sharding.parse_size(shard_size) if shard_size else None
     rewrite(given, transform, full=full, keep_copies=keep_copies, to=to, shard_size=size)
+
+
+def _fewer(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+    from ..transforms import drop, select
+
+    if options["drop"]:
+        checkpoint = drop(checkpoint, options["drop"])
+        outcome.left_out += options["drop"]
+    if options["only"] or options["exclude"]:
+        patterns = {name: options[name] for name in ("only", "exclude", "state")}
+        checkpoint, selection = select(checkpoint, **patterns)
+        outcome.left_out += selection.left_out
+    return checkpoint
+
+
+def _laid_out(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+    from .. import layout
+
+    for flag, change, done in (
+        ("permute", layout.permute, "permuted"),
+        ("reshape", layout.reshape, "reshaped"),
+    ):
+        if options[flag]:
+            checkpoint, names = change(checkpoint, options[flag], state=options["state"])
+            outcome.done += f", {counted(len(names), 'tensor', 'tensors')} {done}"
+    if options["tie"]:
+        checkpoint = layout.tie(checkpoint, options["tie"], state=options["state"])
+        outcome.done += f", {counted(len(options['tie']), 'name', 'names')} tied"
+    return checkpoint
+
+
+def _complex(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+    from ..transforms import join_complex, split_complex
+
+    if options["complex_"]:
+        change, done = (
+            (split_complex, "split") if options["complex_"] == "split" else (join_complex, "joined")
+        )
+        checkpoint, names = change(checkpoint, state=options["state"])
+        outcome.done += f", {counted(len(names), 'complex tensor', 'complex tensors')} {done}"
+    return checkpoint
+
+
+def _cast(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+    from ..transforms import cast
+
+    if (target := options["target"]) is not None:
+        checkpoint, report = cast(checkpoint, target, state=options["state"])
+        outcome.done += f", {counted(report.tensors, 'tensor', 'tensors')} cast to {target.name}"
+        outcome.casting = report
+    return checkpoint

@@ -20,6 +20,12 @@ state_option = click.option(
     metavar="WHERE",
     help="Which state to take where the file holds several, dotted for nesting, as in model.ema.",
 )
+model_option = click.option(
+    "--model",
+    required=True,
+    metavar="SPEC",
+    help="The model: torchvision:resnet18, file.py:factory or pkg.mod:factory(n=10). Its code is run.",
+)
 force_option = click.option("--force", is_flag=True, help="Replace OUTPUT when it exists.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 verify_option = click.option(

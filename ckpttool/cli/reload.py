@@ -9,33 +9,15 @@ import click
 
 from . import options
 from .console import Console, printable, show_names
+from .parameters import Shape
 
 if TYPE_CHECKING:
     from ..reload import Reloaded
 
 
-class Shape(click.ParamType):  # type: ignore[type-arg]
-    """Sizes with commas between them."""
-
-    name = "shape"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[int, ...]:
-        if isinstance(value, tuple):
-            return value
-        parts = value.split(",")
-        if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
-            self.fail(f"'{value}' is not a shape such as 1,3,32,32", param, ctx)
-        return tuple(int(part) for part in parts)
-
-
 @click.command("reload")
 @options.file_argument
-@click.option(
-    "--model",
-    required=True,
-    metavar="SPEC",
-    help="torchvision:resnet18, file.py:factory or pkg.mod:factory(n=10).",
-)
+@options.model_option
 @click.option(
     "--input-shape", type=Shape(), metavar="N,…", help="Also run a forward pass on zeros of this shape."
 )
@@ -51,14 +33,13 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     Example:
       ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
     """
-    from .. import factory
     from ..reload import reload
+    from ..skeleton import skeleton
 
     console = options.console(given)
-    built = factory.build(model)
-    _require_module(built, model)
+    built = skeleton(model)
     started = time.perf_counter()
-    loaded = reload(given["file"], built, state=state)
+    loaded = reload(given["file"], built, state=state, assign=True, spec=model)
     seconds = time.perf_counter() - started
     shape = _forward(built, input_shape, model) if input_shape else None
     data: dict[str, object] = {
@@ -74,15 +55,6 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     if shape:
         data["output_shape"] = shape
     console.result(_line(console, loaded, model, input_shape, shape, seconds), data)
-
-
-def _require_module(built: object, spec: str) -> None:
-    import torch
-
-    from ..errors import UsageFault
-
-    if not isinstance(built, torch.nn.Module):
-        raise UsageFault(f"{spec}: made a {type(built).__name__}, not a torch.nn.Module")
 
 
 def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:

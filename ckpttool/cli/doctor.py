@@ -1,0 +1,107 @@
+"""ckpttool doctor"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .console import mismatch_fields, printable
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+    from ..diagnose import Diagnosis, Problem
+
+
+@click.command("doctor")
+@options.file_argument
+@options.model_option
+@options.state_option
+@options.reading
+def command(file: str, model: str, state: str | None, **given: Any) -> None:
+    """Say why FILE does not load into a model, and which commands mend it.
+
+    What is printed is a script: the commands are ready to paste, or to be piped into sh, and what stands
+    behind # is for reading. Each command was tried, in memory, on the names and shapes of FILE; the last one
+    loads the outcome strictly. Exit 0 when FILE loads as it stands, 1 when it does not.
+
+    \b
+    Example:
+      ckpttool doctor last.pt --model torchvision:resnet18
+    """
+    from .. import formats
+
+    console = options.console(given)
+    with formats.open(file) as checkpoint:
+        found = _diagnose(checkpoint, model, state)
+    console.result("\n".join(_script(found, model)), _fields(found))
+    if any(not problem.is_remark for problem in found.problems):
+        raise click.exceptions.Exit(1)
+
+
+def _diagnose(checkpoint: Checkpoint, spec: str, state: str | None) -> Diagnosis:
+    from ..diagnose import Respec, diagnose
+    from ..fit import Blueprint
+    from ..reload import accepts
+    from ..remedies import Case
+    from ..resize import resized
+    from ..skeleton import skeleton
+
+    model = skeleton(spec)
+
+    def rebuild(case: Case) -> Respec | None:
+        found = resized(spec, case)
+        return Respec(*found) if found else None
+
+    return diagnose(
+        checkpoint,
+        Blueprint.of(model),
+        spec,
+        state=state,
+        accepts=lambda other: accepts(model, other),
+        rebuild=rebuild,
+    )
+
+
+def _fields(found: Diagnosis) -> dict[str, object]:
+    return {
+        "path": found.path,
+        "format": found.format,
+        "state": found.state,
+        "loads": found.loads,
+        "problems": [_problem(problem) for problem in found.problems],
+        "then": found.then,
+        **mismatch_fields(found.fit),
+    }
+
+
+def _problem(problem: Problem) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "kind": problem.kind,
+        "message": problem.message,
+        "remark": problem.is_remark,
+    }
+    return fields | ({"command": problem.command} if problem.command else {})
+
+
+def _script(found: Diagnosis, spec: str) -> Iterator[str]:
+    """Commands, with everything else as comments of the shell."""
+    verb = "loads" if found.loads else "does not load"
+    why = f": {found.fit}" if found.fit.distance else ""
+    yield f"# {printable(found.path)} {verb} into {spec}{printable(why)}"
+    wrong = [problem for problem in found.problems if not problem.is_remark]
+    for problem in wrong:
+        yield f"# {problem.kind}: {printable(problem.message)}"
+        if problem.command and problem.command != found.then:
+            yield problem.command
+    if found.then is None:
+        yield "# no command can mend that"
+    elif wrong:
+        yield found.then
+    for problem in found.problems:
+        if problem.is_remark:
+            yield f"# {problem.kind}: {printable(problem.message)}"
+            if problem.command:
+                yield f"#   {problem.command}"

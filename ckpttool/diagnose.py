@@ -1,0 +1,268 @@
+"""Why a checkpoint does not load into a model, and the commands that mend it.
+
+Each command is tried first: a remedy is a pure change of the checkpoint, which costs nothing, and it is
+advised when the state fits better after it than before. What no remedy reaches is said in words.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from . import misfits, transforms
+from .checkpoint import Checkpoint, dotted, is_optimizer
+from .errors import NoState
+from .fit import Blueprint, Fit, compare, shortened
+from .inert import walk
+from .optimizer import OrderCheck, mismatched_order
+from .remedies import Case
+from .treatment import Accepts, Treatment, declines, treat
+
+STATES = 8
+"""States of one file that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, or worth knowing.
+
+    Attributes:
+        kind: a stable word for scripts.
+        message: what is wrong, as a sentence without a capital and a full stop.
+        command: the command that mends it, ready to paste, after those of the problems before it; None where
+            no command can.
+        is_remark: the state loads strictly, and rightly, all the same.
+    """
+
+    kind: str
+    message: str
+    command: str | None = None
+    is_remark: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was found, and what it takes.
+
+    Attributes:
+        path, format: the file.
+        state: dotted path of the state that fits best, `""` for the file itself, None when there is none.
+        loads: `load_state_dict(strict=True)` takes this state as it stands.
+        fit: what keeps it from that.
+        problems: in the order in which they are to be mended.
+        then: the command that loads the outcome strictly, after all the others; None where none can.
+    """
+
+    path: str
+    format: str
+    state: str | None
+    loads: bool
+    fit: Fit
+    problems: tuple[Problem, ...]
+    then: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Respec:
+    """The model built with other arguments: the SPEC that does it, and what was different."""
+
+    spec: str
+    message: str
+
+
+Rebuild = Callable[[Case], Respec | None]
+
+
+def _as_built(_: Case) -> None:
+    return None
+
+
+def diagnose(
+    checkpoint: Checkpoint,
+    blueprint: Blueprint,
+    spec: str,
+    *,
+    state: str | None = None,
+    accepts: Accepts = declines,
+    rebuild: Rebuild = _as_built,
+) -> Diagnosis:
+    """Finds out why a checkpoint does not load into a model.
+
+    Args:
+        blueprint: of the model.
+        spec: how the commands name the model.
+        state: dotted path of the model's state; the one that fits best when None.
+        accepts: whether the live model takes a state in a way of its own, where the names do not say so.
+        rebuild: the model in other sizes, where the state's names fit and its sizes do not.
+
+    Raises:
+        NoState: `state` was given and is not there.
+    """
+    try:
+        cases = _cases(checkpoint, blueprint, state)
+    except NoState as error:
+        if state is not None:
+            raise
+        return _without_state(checkpoint, error)
+    treatments: list[Treatment] = []
+    for case in cases:
+        treatments.append(treat(case, accepts=accepts))
+        if not treatments[-1].case.fit.distance:
+            break
+    best = min(range(len(treatments)), key=lambda i: treatments[i].case.fit.distance)
+    if not misfits.is_alike(treatments[best].case):  # nothing that fits by chance is to be mended
+        best = 0
+        treatments[0] = Treatment(cases[0])
+    case = cases[best]
+    loads = not case.fit.distance or accepts(case.state)
+    # A state that has to be named to be found is not loaded by those who don't know of it.
+    return _Report(case, treatments[best], spec, loads and (state is not None or best == 0)).written(rebuild)
+
+
+def _cases(checkpoint: Checkpoint, blueprint: Blueprint, where: str | None) -> list[Case]:
+    """A case for each state that could be meant, the likeliest first."""
+    found = [dotted(path) for path in checkpoint.states()] or [checkpoint.state().where]
+    names = found[:STATES] if where is None else [where]
+    cases = []
+    for name in names:
+        # Commands take the state that they find; another one is taken out first, and is then the file itself.
+        source = checkpoint if name == found[0] else transforms.slim(checkpoint, state=name)
+        state = source.state()
+        cases.append(
+            Case(
+                source,
+                state,
+                blueprint,
+                compare(state, blueprint),
+                taken_from=None if name == found[0] else name,
+            )
+        )
+    return cases
+
+
+def _without_state(checkpoint: Checkpoint, error: NoState) -> Diagnosis:
+    """What a file holds in which there is no state."""
+    if any(is_optimizer(value) for value in walk(checkpoint.tree)):
+        message = "it holds the state of an optimizer alone: the model's parameters are in another file"
+        problem = Problem("optimizer-only", message)
+    else:
+        problem = Problem("no-state", error.reason)
+    return Diagnosis(checkpoint.path, checkpoint.format, None, False, Fit(), (problem,), None)
+
+
+class _Report:
+    """Puts a treatment into commands that follow from one another, each reading what the last one wrote."""
+
+    def __init__(self, case: Case, treatment: Treatment, spec: str, loads: bool) -> None:
+        self.case = case
+        self.treatment = treatment
+        self.spec = spec
+        self.loads = loads
+        self.file = case.checkpoint.path
+        self.output = _output(case.checkpoint)
+        self.problems: list[Problem] = []
+
+    def written(self, rebuild: Rebuild) -> Diagnosis:
+        case, after = self.case, self.treatment.case
+        if case.taken_from is not None and not self.loads:
+            message = f"the state that fits best is '{case.taken_from}', not the one that is found unasked"
+            self._add("state", message, "slim", "--state", case.taken_from)
+        for remedy in self.treatment.remedies:
+            self._add(remedy.kind, remedy.message, *remedy.command)
+        then: str | None = None
+        if not after.fit.distance:
+            self._add_optimizers()
+            then = self._reload(self.spec)
+        elif (respec := rebuild(after)) is not None:
+            then = self._reload(respec.spec)
+            self.problems.append(Problem("size", respec.message, then))
+        else:
+            self.problems += [Problem(kind, message) for kind, message in misfits.in_words(after)]
+        self.problems += self._remarks()
+        where = case.state.where if case.taken_from is None else case.taken_from
+        source = case.checkpoint
+        return Diagnosis(source.path, source.format, where, self.loads, case.fit, tuple(self.problems), then)
+
+    def _add(self, kind: str, message: str, verb: str, *flags: str) -> None:
+        self.problems.append(Problem(kind, message, self._command(verb, *flags)))
+        self.file = self.output
+
+    def _command(self, verb: str, *flags: str) -> str:
+        again = ["--force"] if self.file == self.output else []
+        return shlex.join(["ckpttool", verb, self.file, self.output, *flags, *again])
+
+    def _reload(self, spec: str) -> str:
+        taken = self.case.taken_from if self.file == self.case.checkpoint.path else None
+        where = [] if taken is None else ["--state", taken]
+        return shlex.join(["ckpttool", "reload", self.file, "--model", spec, *where])
+
+    def _add_optimizers(self) -> None:
+        """Momentum that a load would give to other parameters, as optimizers go by index."""
+        after = self.treatment.case
+        places = after.blueprint.places
+        parameters = {name: places[name].shape or () for name in after.blueprint.parameters}
+        for value in walk(self.case.checkpoint.tree):
+            if isinstance(value, dict) and is_optimizer(value):
+                check = mismatched_order(after.state.tensors, value, parameters)
+                if not check.fits:
+                    flags = ("--to", "indices", "--model", self.spec)
+                    self._add("optimizer-order", _in_words(check), "optimizer", *flags)
+                    return
+
+    def _remarks(self) -> Iterator[Problem]:
+        case = self.case
+        if case.state.module is not None:
+            name = case.state.module.type_name
+            message = f"the file is a whole pickled model, and torch.load needs the code of {name}"
+            yield self._remark("pickled-model", message, "slim")
+        elif case.state.where and not self.treatment.remedies:
+            message = f"the state lies under '{case.state.where}', and load_state_dict wants that alone"
+            yield self._remark("nested", message, "slim")
+        added = self.treatment.case.fit.added
+        if added:
+            message = (
+                f"the file lacks {len(added)} counters of BatchNorm ({shortened(added)}), which torch adds"
+            )
+            yield self._remark("counters", message, None)
+        yield from self._precision()
+
+    def _precision(self) -> Iterator[Problem]:
+        after = self.treatment.case
+        casts = Counter(
+            (tensor.dtype.name, place.dtype)
+            for name, tensor in after.state.tensors.items()
+            if (place := after.blueprint.places.get(name)) is not None and place.dtype != tensor.dtype.name
+        )
+        for (theirs, ours), count in casts.items():
+            message = f"{count} tensors are {theirs} in the file and {ours} in the model: loading casts them"
+            known = SHORT_TYPES.get(ours)
+            yield self._remark("precision", message, *(["convert", "--dtype", known] if known else [None]))
+
+    def _remark(self, kind: str, message: str, verb: str | None, *flags: str) -> Problem:
+        return Problem(kind, message, self._command(verb, *flags) if verb else None, is_remark=True)
+
+
+def _in_words(check: OrderCheck) -> str:
+    first = (check.shapes or check.names or check.order)[0]
+    return (
+        "the optimizer's state goes by index, and the model has its parameters in another order: "
+        f"'{first.parameter}' would get what belongs to {first.there}, without an error"
+    )
+
+
+SHORT_TYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+def _output(checkpoint: Checkpoint) -> str:
+    """A free name beside the file, in a format that keeps what the file's own keeps."""
+    path = checkpoint.path.rstrip("/")
+    stem = path if os.path.isdir(path) else os.path.splitext(path)[0]
+    end = ".safetensors" if checkpoint.format.startswith("safetensors") else ".pt"
+    output, count = f"{stem}.mended{end}", 1
+    while os.path.exists(output):
+        count += 1
+        output = f"{stem}.mended-{count}{end}"
+    return output
