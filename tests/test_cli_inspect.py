@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from crafting import call, dict_of, name, storage, tensor, text, torch_zip
 from safetensors.torch import save_file
 
@@ -122,6 +124,15 @@ def test_a_public_checkpoint_of_2018(resnet20: Path, cli: Any) -> None:
     found = cli("inspect", resnet20, "--json").json
     assert (found["format"], found["state"], found["parameters"]) == ("torch-legacy", "state_dict", 269722)
     assert found["prefixes"][0]["prefix"] == "module."
+
+
+def test_the_page_in_the_readme_is_what_is_printed(resnet20: Path, cli: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(resnet20.parent)
+    command = f"inspect {resnet20.name} --depth 1"
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"    $ ckpttool {command}\n" in text
+    told = text.partition(f"    $ ckpttool {command}\n")[2].partition("    $ ")[0]
+    assert textwrap.dedent(told).strip() == cli(*command.split()).out.strip()
 
 
 def test_a_file_is_read_from_standard_input(checkpoint: Path, process: Any) -> None:

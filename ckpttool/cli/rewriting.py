@@ -26,6 +26,7 @@ class Outcome:
         renamed: the keys that changed their name, and what they are called now.
         left_out: names that the transform took out.
         kept: names that stayed as they were where others changed.
+        also: other states of the file that were renamed with it, and how many of their keys.
         where: where the state lies in the new checkpoint, when it moved.
         casting: what the cast did, complete once the bytes were written.
         fields: what a command's JSON has beside the fields of all.
@@ -35,6 +36,7 @@ class Outcome:
     renamed: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    also: Mapping[str, int] = field(default_factory=dict)
     where: str | None = None
     casting: CastReport | None = None
     fields: Mapping[str, object] = field(default_factory=dict)
@@ -47,7 +49,8 @@ def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
     """The outcome of a renaming; `done` comes before the count of keys."""
     renamed = {old: new for old, new in renaming.names.items() if old != new}
     kept = tuple(old for old, new in renaming.names.items() if old == new)
-    return Outcome(f"{done} {renaming.renamed} of {len(renaming.names)} keys", renamed, kept=kept)
+    also = {where: theirs.renamed for where, theirs in renaming.also.items()}
+    return Outcome(f"{done} {renaming.renamed} of {len(renaming.names)} keys", renamed, kept=kept, also=also)
 
 
 def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> None:
@@ -94,8 +97,10 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
     if console.verbose:
         for old, new in outcome.renamed.items():
             console.note(f"{printable(old)} -> {printable(new)}")
+    also = {where: count for where, count in outcome.also.items() if where not in saved.left_out}
     for said, names in (
         ("kept as they were", outcome.kept),
+        ("renamed too", [f"{where} ({count} keys)" for where, count in also.items()]),
         ("taken out", outcome.left_out),
         (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
         ("kept once, the tie in the metadata", saved.tied),
@@ -111,6 +116,7 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "format": saved.format,
         "keys": saved.keys,
         "renamed": len(outcome.renamed),
+        "also_renamed": also,
         "left_out": [*outcome.left_out, *saved.left_out],
         "tied": saved.tied,
         "bytes": saved.nbytes,

@@ -17,14 +17,16 @@ if TYPE_CHECKING:
 @click.option("--prefix", default="module.", show_default=True, help="What to take off, dot included.")
 @click.option("--repeat", is_flag=True, help="Go on until none is left, as in module.module.conv.weight.")
 @click.option("--anywhere", is_flag=True, help="Take it also inside a name, as in 0._orig_mod.weight.")
+@click.option("--drop", multiple=True, metavar="KEY", help="Leave a key out, as in n_averaged. Repeatable.")
 @options.writing
-def command(prefix: str, repeat: bool, anywhere: bool, **given: Any) -> None:
+def command(prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], **given: Any) -> None:
     """Take a wrapper's prefix off the keys that carry it.
 
     DistributedDataParallel and DataParallel save every key as `module.…`, torch.compile as `_orig_mod.…`. The
     prefix is taken from the front of keys only, so `features.module.0.weight` stays whole. A .pt OUTPUT keeps
-    everything else that INPUT holds, its optimizer's parameter names renamed too; .safetensors holds the
-    model's tensors alone, and what is left out is named.
+    everything else that INPUT holds; its optimizer's parameter names, and other states that carry the prefix
+    (an average), are renamed too, unless --state names one. .safetensors holds the model's tensors alone, and
+    what is left out is named. AveragedModel's counter stays unless it is dropped: --drop n_averaged.
 
     \b
     Example:
@@ -34,8 +36,10 @@ def command(prefix: str, repeat: bool, anywhere: bool, **given: Any) -> None:
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         new, renaming = strip_prefix(
-            checkpoint, prefix, repeat=repeat, anywhere=anywhere, state=given["state"]
+            checkpoint, prefix, repeat=repeat, anywhere=anywhere, drop=drop, state=given["state"]
         )
-        return new, renaming_outcome(f"stripped '{prefix}' from", renaming)
+        outcome = renaming_outcome(f"stripped '{prefix}' from", renaming)
+        outcome.left_out = drop
+        return new, outcome
 
     rewrite(given, transform)
