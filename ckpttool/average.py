@@ -1,0 +1,207 @@
+"""The mean of several checkpoints: a model whose every number is the mean of theirs."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from .ahead import cores, in_order
+from .checkpoint import Checkpoint, State
+from .elements import stream
+from .errors import Refused, UsageFault
+from .inert import Record, tensor_of
+from .mean import mean
+from .tensor import DTYPES, Computed, DType, Storage, TensorRef
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16", "bcomplex32": "bfloat16"}
+INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+
+BLOCK = 1 << 16
+"""Elements averaged at a time."""
+
+WORKERS = 4
+STATISTICS = ("running_mean", "running_var")
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """What was averaged.
+
+    Attributes:
+        files: how many.
+        averaged: names of the tensors that hold means.
+        kept: names of integers and booleans that were the same in all files.
+        taken: names of integers and booleans that differ, and are those of the last file.
+        statistics: names of BatchNorm's running statistics among the means: a model that is an average has
+            others of its own, which only data can tell.
+    """
+
+    files: int
+    averaged: tuple[str, ...]
+    kept: tuple[str, ...]
+    taken: tuple[str, ...]
+    statistics: tuple[str, ...]
+
+
+def average(
+    checkpoints: Sequence[Checkpoint], *, weights: Sequence[float] | None = None, state: str | None = None
+) -> tuple[Checkpoint, Averaged]:
+    """A checkpoint of the model's state alone, whose values are the means, computed when they are written.
+
+    Floats and complex numbers are added in pairs of float64 and rounded once, half to even; what that
+    guarantees stands in `mean`. Integers and booleans (BatchNorm's counters) are never averaged: where the
+    files differ, the last one's are taken. Names that share a tensor in every file share it here.
+
+    Args:
+        checkpoints: two or more, kept open until the result is saved.
+        weights: one a checkpoint, at least 0, not all 0; all equal when None.
+        state: dotted path of the model's state in each; found when None.
+
+    Raises:
+        UsageFault: fewer than two checkpoints, or weights that are none.
+        Refused: names, types or shapes differ, or a type that can't be averaged.
+        NoState.
+    """
+    shares = _checked(weights, len(checkpoints))
+    states = [checkpoint.state(state) for checkpoint in checkpoints]
+    for checkpoint, found in zip(checkpoints[:-1], states[:-1], strict=True):
+        _require_same(checkpoint, found, checkpoints[-1], states[-1])
+    last, work = states[-1], _Averaging(states, shares)
+    container = type(last.container)(
+        {key: work.entry(str(key), value) for key, value in last.container.items()}
+    )
+    if hasattr(container, "attributes"):
+        container.attributes = last.container.attributes  # type: ignore[attr-defined]
+    statistics = tuple(name for name in work.averaged if name.endswith(STATISTICS))
+    done = Averaged(len(states), *map(tuple, (work.averaged, work.kept, work.taken)), statistics)
+    return replace(checkpoints[-1], tree=container, opened=()), done
+
+
+def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
+    if count < 2:
+        raise UsageFault("an average takes two files or more", hint="ckpttool average a.pt b.pt mean.pt")
+    shares = [1.0] * count if weights is None else list(weights)
+    if len(shares) != count:
+        raise UsageFault(f"{len(shares)} weights for {count} files", hint="--weights w0,w1,… one a file")
+    if not all(math.isfinite(share) and (share == 0 or 1e-30 < share < 1e30) for share in shares) or not any(
+        shares
+    ):
+        raise UsageFault("weights are numbers from 0 up, and not all 0", hint="--weights 0.5,0.25,0.25")
+    return shares
+
+
+def _require_same(one: Checkpoint, a: State, other: Checkpoint, b: State) -> None:
+    hint = f"ckpttool diff --model-only {shlex.quote(one.path)} {shlex.quote(other.path)}"
+    for mine, theirs, has, lacks in ((a, b, one, other), (b, a, other, one)):
+        for name in mine.tensors:
+            if name not in theirs.tensors:
+                raise Refused(lacks.path, f"has no '{name}', which {has.path} has", hint=hint)
+    for name, tensor in a.tensors.items():
+        against = b.tensors[name]
+        if (tensor.dtype, tensor.shape) != (against.dtype, against.shape):
+            forms = [f"{each.dtype.name} {list(each.shape)}" for each in (tensor, against)]
+            raise Refused(one.path, f"'{name}' is {forms[0]}, and {forms[1]} in {other.path}", hint=hint)
+
+
+class _Averaging:
+    """One average: what became of each tensor, and the storages that names share."""
+
+    def __init__(self, states: list[State], weights: list[float]) -> None:
+        self.states, self.weights = states, weights
+        self.averaged: list[str] = []
+        self.kept: list[str] = []
+        self.taken: list[str] = []
+        self.storages: dict[tuple[object, ...], Storage] = {}
+
+    def entry(self, name: str, value: object) -> object:
+        """What stands in the result for an entry of the last file's state."""
+        tensor = tensor_of(value)
+        if tensor is None:
+            return value
+        new = self.tensor(name, tensor)
+        if isinstance(value, Record) and isinstance(value.args, tuple):
+            return replace(value, args=(new, *value.args[1:]))
+        return new
+
+    def tensor(self, name: str, last: TensorRef) -> TensorRef:
+        inputs = [state.tensors[name] for state in self.states]
+        part = DTYPES[PARTS.get(last.dtype.name, last.dtype.name)]
+        if last.dtype.name in INTEGERS:
+            same = all(_same(name, each, last) for each in inputs[:-1])
+            (self.kept if same else self.taken).append(name)
+            return last
+        if part.name not in FLOATS:
+            raise Refused(
+                last.storage.data.path,
+                f"'{name}' is {last.dtype.name}, which can't be averaged",
+                hint="convert the files first: ckpttool convert --dtype bf16",
+            )
+        self.averaged.append(name)
+        views = tuple(each.view for each in inputs)
+        if views not in self.storages:
+            make = partial(_means, name, inputs, self.weights, part)
+            data = Computed(last.storage.data.path, last.nbytes, make)
+            self.storages[views] = Storage(
+                data, last.dtype.storage or "UntypedStorage", last.storage.location
+            )
+        new = TensorRef.contiguous(self.storages[views], last.dtype, last.shape)
+        return replace(new, requires_grad=last.requires_grad)
+
+
+def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
+    blocks = zip(_blocks(name, a, a.dtype.part), _blocks(name, b, b.dtype.part), strict=True)
+    return all(x == y for x, y in blocks)
+
+
+def _means(
+    name: str, inputs: list[TensorRef], weights: list[float], part: DType, start: int, nbytes: int
+) -> Iterator[memoryview]:
+    """A stretch of the means' bytes; where the inputs are contiguous nothing before it is read."""
+    if all(each.is_contiguous for each in inputs):
+        flat = [_stretch(each, start, nbytes) for each in inputs]
+        start = 0
+    else:
+        flat = inputs
+    blocks = zip(*(_blocks(name, each, part.itemsize) for each in flat), strict=True)
+    end = start + nbytes
+    at = 0
+    for piece in in_order(_jobs(blocks, weights, part), cores(WORKERS)):
+        begin, at = at, at + len(piece)
+        if at > start and begin < end:
+            piece = piece[max(start - begin, 0) : end - begin]
+            yield _swapped(piece, part) if inputs[-1].is_swapped else piece
+
+
+def _swapped(piece: memoryview, part: DType) -> memoryview:
+    """In the order of bytes of the last file, in which all storages of an output must agree."""
+    import numpy as np
+
+    return memoryview(np.frombuffer(piece, dtype=f"<u{part.itemsize}").byteswap().view("u1"))
+
+
+def _jobs(
+    blocks: Iterator[tuple[bytearray, ...]], weights: list[float], part: DType
+) -> Iterator[Callable[[], memoryview]]:
+    return (partial(mean, [memoryview(one) for one in block], weights, part) for block in blocks)
+
+
+def _stretch(tensor: TensorRef, start: int, nbytes: int) -> TensorRef:
+    size = tensor.dtype.itemsize
+    return replace(tensor, shape=(nbytes // size,), stride=(1,), offset=tensor.offset + start // size)
+
+
+def _blocks(name: str, tensor: TensorRef, itemsize: int) -> Iterator[bytearray]:
+    """The values in blocks of the same number of elements in every file."""
+    size, held = BLOCK * itemsize, bytearray()
+    for chunk in stream(name, tensor):
+        held += chunk
+        whole = len(held) - len(held) % size
+        for begin in range(0, whole, size):
+            yield held[begin : begin + size]
+        del held[:whole]
+    if held:
+        yield held

@@ -1,0 +1,68 @@
+"""ckpttool average"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .rewriting import Outcome, rewrite
+
+if TYPE_CHECKING:
+    from ..checkpoint import Checkpoint
+
+
+@click.command("average")
+@click.argument("inputs", metavar="INPUT…", nargs=-1, required=True, type=click.Path())
+@options.output_argument
+@click.option("--weights", metavar="W,W,…", help="How much each INPUT counts; all the same when left out.")
+@options.state_option
+@options.verify_option
+@options.dry_run_option
+@options.force_option
+@options.reading
+def command(inputs: tuple[str, ...], weights: str | None, **given: Any) -> None:
+    """Write the mean of several checkpoints of one model: its state alone, every number rounded once.
+
+    Means are worked out in twice the digits of float64, whatever the type. Integers and booleans, BatchNorm's
+    counters among them, are never averaged: where the files differ they are those of the last INPUT. Names,
+    types and shapes must be the same in all. Ties stay ties.
+
+    \b
+    Examples:
+      ckpttool average epoch8.pt epoch9.pt mean.safetensors
+      ckpttool average epoch8.pt epoch9.pt mean.pt --weights 1,3
+    """
+    from .. import formats
+    from ..average import average
+
+    console = options.console(given)
+    shares = _numbers(weights) if weights is not None else None
+
+    def transform(last: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        others = [formats.open(path) for path in inputs[:-1]]
+        new, found = average([*others, last], weights=shares, state=given["state"])
+        if found.taken:
+            console.note(f"integers that differ, taken from {inputs[-1]}: {console.names(found.taken)}")
+        if found.statistics:
+            count = len(found.statistics)
+            console.note(
+                f"{count} running statistics of BatchNorm were averaged too; those of the averaged model are "
+                "others: estimate them again on training data (torch.optim.swa_utils.update_bn)"
+            )
+        fields = {"files": found.files, "averaged": len(found.averaged), "taken_from_last": found.taken}
+        done = f"averaged {len(found.averaged)} tensors of {found.files} files"
+        left_out = last.outside(last.state(given["state"]))
+        return new, Outcome(done, left_out=left_out, where="", fields=fields)
+
+    rewrite({**given, "input": inputs[-1]}, transform)
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(
+            f"'{text}' is no list of numbers such as 1,1,2", param_hint="--weights"
+        ) from None

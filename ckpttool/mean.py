@@ -1,0 +1,138 @@
+"""The mean of numbers, element by element, carried in pairs of float64 and rounded once. Imports numpy.
+
+A pair hi + lo has some 106 bits. Sums and products go into it without error (Knuth's TwoSum, Dekker's
+TwoProduct), the quotient to within 2^-100 of itself, and the pair is rounded to the output's type in one
+step, half to even. So the result is the exact mean correctly rounded wherever weights are equal and the finite
+numbers averaged for an element are of types up to float32 and within a factor of 2^50 of each other;
+elsewhere it is the nearest number or, where the mean lies within 2^-40 of the middle of two, its neighbour.
+Doubles so large or small that a pair can't hold their products are averaged as fractions, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from .cast import carrier, reader
+from .tensor import DType
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SPLITTER = 134217729.0  # 2^27 + 1: cuts a float64 into two halves whose products are exact
+LARGE, SMALL = 2.0**900, 2.0**-900
+
+
+def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> memoryview:
+    """The weighted mean of elements of one type, as bytes of that type, little-endian.
+
+    Args:
+        raw: of each input the bytes of the same elements.
+        weights: one an input, not negative, of a positive sum. Equal ones weigh nothing at all.
+        dtype: float64, float32, float16 or bfloat16.
+    """
+    import numpy as np
+
+    read = reader(dtype)
+    values = [read(np.frombuffer(one, dtype=carrier(dtype))).astype("<f8") for one in raw]
+    if len(set(weights)) == 1:
+        weights = [1.0] * len(weights)
+    counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    values, weights = [value for value, _ in counted], [weight for _, weight in counted]
+    with np.errstate(all="ignore"):
+        high, low = _quotient(*_sum(values, weights), sum(map(Fraction, weights)))
+        plain = _plain(values, weights)
+        finite = np.isfinite(plain) if dtype.itemsize < 8 else _in_reach(values)
+        pair = finite & (high != 0)  # a zero has the sign that adding zeros gives
+        out = _rounded(np.where(pair, high, plain), np.where(pair, low, 0.0), dtype)
+    if dtype.itemsize == 8:
+        everywhere = np.logical_and.reduce([np.isfinite(value) for value in values])
+        for place in np.flatnonzero(~finite & everywhere):
+            out[place] = _exact([float(value[place]) for value in values], weights)
+    return memoryview(out.view("u1"))
+
+
+def _plain(values: list[NDArray[Any]], weights: Sequence[float]) -> Any:
+    """As anybody would: for infinities, NaN and zeros, where it is right."""
+    total = values[0] * weights[0]
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        total = total + value * weight
+    return total / sum(weights)
+
+
+def _in_reach(values: list[NDArray[Any]]) -> Any:
+    """Where no product of what is added up can overflow, or lose bits below the smallest number."""
+    import numpy as np
+
+    sizes = [np.abs(value) for value in values]
+    return np.logical_and.reduce([(size < LARGE) & ((size > SMALL) | (size == 0)) for size in sizes])
+
+
+def _exact(values: list[float], weights: Sequence[float]) -> float:
+    total = sum(Fraction(w) * Fraction(value) for w, value in zip(weights, values, strict=True))
+    found = Fraction(total) / sum(map(Fraction, weights))
+    return float(found)
+
+
+def _sum(values: list[NDArray[Any]], weights: Sequence[float]) -> tuple[Any, Any]:
+    high: Any = None
+    low: Any = 0.0
+    for value, weight in zip(values, weights, strict=True):
+        term, error = (value, 0.0) if weight == 1.0 else _product(value, weight)
+        if high is None:
+            high, low = term, error
+        else:
+            high, rest = _two_sum(high, term)
+            low = low + (rest + error)
+    return _two_sum(high, low)
+
+
+def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
+    """a + b as its rounding and what was rounded off. Source: Knuth, TAOCP 2, 4.2.2."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+def _product(a: Any, b: Any) -> tuple[Any, Any]:
+    """a * b as its rounding and what was rounded off. Source: Dekker, Numerische Mathematik 18 (1971)."""
+    product = a * b
+    a_high, b_high = a * SPLITTER, b * SPLITTER
+    a_high, b_high = a_high - (a_high - a), b_high - (b_high - b)
+    a_low, b_low = a - a_high, b - b_high
+    return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+def _quotient(high: Any, low: Any, by: Fraction) -> tuple[Any, Any]:
+    whole = float(by)
+    rest = float(by - Fraction(whole))
+    quotient = high / whole
+    product, error = _product(quotient, whole)
+    left = ((high - product) - error) + low - quotient * rest
+    return _two_sum(quotient, left / whole)
+
+
+def _rounded(high: NDArray[Any], low: NDArray[Any], dtype: DType) -> NDArray[Any]:
+    """A pair rounded to a type at once: to odd on the way, so that the last rounding sees no false tie.
+
+    Source: Boldo and Melquiond, "When double rounding is odd" (2005).
+    """
+    import numpy as np
+
+    if dtype.itemsize == 8:
+        return high
+    bits = np.ascontiguousarray(high).view("<i8")
+    away = (low > 0) == (high > 0)
+    even = (bits & 1 == 0) & (low != 0) & np.isfinite(high) & (high != 0)
+    odd = np.where(even, np.where(away, bits + 1, bits - 1), bits).view("<f8")
+    if dtype.name != "bfloat16":
+        return odd.astype(carrier(dtype))
+    single = odd.astype("<f4")
+    upper = single.view("<u4").copy()
+    over = np.abs(single.astype("<f8")) > np.abs(odd)
+    inexact = (single.astype("<f8") != odd) & np.isfinite(odd)
+    upper = np.where(inexact, (upper - over.astype("<u4")) | np.uint32(1), upper)
+    nan = np.isnan(single)
+    rounded = (upper + np.uint32(0x7FFF) + ((upper >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(nan, 0x7FC0, rounded).astype("<u2")
