@@ -2,8 +2,8 @@
 
 A pair hi + lo has some 106 bits. Sums and products go into it without error (Knuth's TwoSum, Dekker's
 TwoProduct), the quotient to within 2^-100 of itself, and the pair is rounded to the output's type in one
-step, half to even. So the result is the exact mean correctly rounded wherever weights are equal and the finite
-numbers averaged for an element are of types up to float32 and within a factor of 2^50 of each other;
+step, half to even. So the result is the exact mean correctly rounded wherever weights are equal and the
+finite numbers averaged for an element are of types up to float32 and within a factor of 2^50 of each other;
 elsewhere it is the nearest number or, where the mean lies within 2^-40 of the middle of two, its neighbour.
 Doubles so large or small that a pair can't hold their products are averaged as fractions, exactly.
 """

@@ -15,12 +15,14 @@ import click
 from .. import __version__
 from . import (
     add_prefix,
+    average,
     convert,
     convert_batchnorm,
     diff,
     digest,
     doctor,
     inspect,
+    optimizer,
     reload,
     rename_keys,
     slim,
@@ -51,6 +53,10 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
         convert: "Write another format, or other element types",
         slim: "Write the model's state alone, and no unused bytes",
         convert_batchnorm: "BatchNorm for SyncBatchNorm and back; pool ranks",
+    },
+    "Train on": {
+        average: "The mean of several checkpoints, rounded once",
+        optimizer: "Optimizer state by name or index, or for another order",
     },
     "Check": {
         diff: "What differs between two files, by name and value",
