@@ -200,7 +200,7 @@ def test_all_else_in_the_file_stays(tmp_path: Path) -> None:
     shared = [1, 2]
     whole: dict[str, Any] = {
         "state_dict": OrderedDict({"a.w": torch.ones(2), "a._extra_state": {"a.w": 1}}),
-        "ema": {"a.w": torch.ones(1)},
+        "teacher": {"a.w": torch.ones(1), "b.w": torch.ones(1), "c.w": torch.ones(1)},
         "args": {"a.w": shared, "again": shared},
     }
     torch.save(whole, tmp_path / "in.pt")
@@ -209,6 +209,14 @@ def test_all_else_in_the_file_stays(tmp_path: Path) -> None:
     wanted = torch.load(tmp_path / "in.pt")
     wanted["state_dict"] = OrderedDict({"b.w": wanted["state_dict"]["a.w"], "b._extra_state": {"a.w": 1}})
     assert_same(wanted, torch.load(tmp_path / "out.pt"))
+
+
+def test_an_average_of_the_model_follows_and_a_state_that_is_named_goes_alone(tmp_path: Path) -> None:
+    torch.save({"model": {"a.w": torch.ones(1)}, "ema": {"a.w": torch.zeros(1)}}, tmp_path / "in.pt")
+    for state, wanted in ((None, ["b.w", "b.w"]), ("model", ["b.w", "a.w"])):
+        new, _ = rename_keys(ckpttool.open(tmp_path / "in.pt"), [("^a", "b")], state=state)
+        ckpttool.save(new, tmp_path / "out.pt", force=True)
+        assert [name for each in torch.load(tmp_path / "out.pt").values() for name in each] == wanted
 
 
 def test_no_key_that_changes_is_nothing_to_do(tmp_path: Path) -> None:
