@@ -121,7 +121,7 @@ def _in_words(change: Change) -> str:
 
 
 def _how_far(found: Distance, index: tuple[int, ...] | None) -> str:
-    text = f"{found.differ} of {counted(found.of, 'differs', 'differ')}"
+    text = f"{found.differ} of {found.of} {'differs' if found.differ == 1 else 'differ'}"
     if found.nans:
         text += f", {found.nans} by NaN on one side"
     if found.max_abs == 0:

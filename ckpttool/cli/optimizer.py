@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import counted, printable
+from .console import counted
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -41,10 +41,11 @@ def command(to: str, model: str | None, **given: Any) -> None:
     \b
     Examples:
       ckpttool optimizer last.pt named.pt --to names
-      ckpttool optimizer last.pt fitting.pt --to indices --model torchvision:resnet18
+      ckpttool optimizer last.pt fitting.pt --to names --model torchvision:resnet18
     """
     from ..optimizer import to_indices, to_names
 
+    console = options.console(given)
     parameters = _parameters(model) if model else None
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
@@ -56,10 +57,9 @@ def command(to: str, model: str | None, **given: Any) -> None:
             done += f", {found.moved} in another place"
         if found.absent:
             count = counted(len(found.absent), "parameter", "parameters")
-            click.echo(
-                f"{count} of the model in no optimizer: {printable(', '.join(found.absent[:4]))}", err=True
-            )
-        return new, Outcome(done)
+            console.note(f"{count} of the model in no optimizer: {console.names(found.absent)}")
+        fields = {"optimizers": found.optimizers, "parameters": found.parameters, "moved": found.moved}
+        return new, Outcome(done, fields=fields)
 
     rewrite(given, transform, full=True)
 
