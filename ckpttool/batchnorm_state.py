@@ -37,7 +37,7 @@ VERSION = 2
 
 KIND = "kind"
 TEXT = "batchnorm.kinds"
-"""Where the kinds are recorded: in a layer's entry of `_metadata`, or in the text of a safetensors header."""
+"""Where a kind is recorded: in `_metadata`, or in the text of a safetensors header."""
 
 Target = Literal["sync", "plain"]
 
@@ -87,8 +87,8 @@ def convert(
     for it. With `kinds`, which name every BatchNorm of a model, it is refused.
 
     Args:
-        to: `sync` or `plain`.
-        kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, as `batchnorm.kinds(model)` gives them;
+        to: `sync` or `plain`. kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, as
+        `batchnorm.kinds_of(model)` gives them;
             prefixes of wrappers in the file's paths are looked through.
         exclude: shell patterns for the paths of layers to leave alone.
         as_text: record kinds in the text of a safetensors header; None for where the input has its own.
@@ -112,7 +112,7 @@ def convert(
         as_text = checkpoint.format.startswith("safetensors") and not checkpoint.full
     report = Report(
         tuple(layers),
-        tuple(_key(path, COUNTER) for path in layers if _key(path, COUNTER) not in found.container),
+        tuple(key(path, COUNTER) for path in layers if key(path, COUNTER) not in found.container),
         tuple(path for path in layers if _is_old(found, path)),
         {path: kind for path, kind in wanted.items() if known.get(path) != kind},
         {path: kind for path, kind in known.items() if path not in wanted},
@@ -140,9 +140,9 @@ def find(path: str, state: State, exclude: Iterable[str] = ()) -> list[str]:
         Refused: a layer has running statistics and is not BatchNorm.
     """
     members: dict[str, set[str]] = {}
-    for key in state.container:
-        if isinstance(key, str):
-            layer, _, name = key.rpartition(".")
+    for entry in state.container:
+        if isinstance(entry, str):
+            layer, _, name = entry.rpartition(".")
             members.setdefault(layer, set()).add(name)
     patterns = tuple(exclude)
     layers = []
@@ -162,7 +162,7 @@ def find(path: str, state: State, exclude: Iterable[str] = ()) -> list[str]:
 
 def _fault(state: State, layer: str, names: Collection[str]) -> str | None:
     """Why a layer with running statistics is none of BatchNorm's; None when it may be."""
-    there = {name: state.tensors.get(_key(layer, name)) for name in names}
+    there = {name: state.tensors.get(key(layer, name)) for name in names}
     mean, variance = there.get(MEAN), there.get(VARIANCE)
     if mean is None or variance is None:
         return f"it has no '{VARIANCE if mean is not None else MEAN}'"
@@ -214,7 +214,8 @@ def _given(path: str, layers: Iterable[str], kinds: Mapping[str, str] | None) ->
     return given
 
 
-def _key(layer: str, name: str) -> str:
+def key(layer: str, name: str) -> str:
+    """The key of what a layer keeps under a name."""
     return f"{layer}.{name}" if layer else name
 
 
@@ -263,11 +264,11 @@ def _converted(state: State, report: Report, versions: dict[object, object] | No
 
 
 def _entries(container: Mapping[object, object], added: set[str]) -> Iterator[tuple[object, object]]:
-    for key, value in container.items():
-        yield key, value
-        layer, _, name = str(key).rpartition(".")
+    for name, value in container.items():
+        yield name, value
+        counter = f"{str(name).removesuffix(VARIANCE)}{COUNTER}"
         tensor = tensor_of(value)
-        if name == VARIANCE and tensor is not None and (counter := _key(layer, COUNTER)) in added:
+        if tensor is not None and str(name).endswith(VARIANCE) and counter in added:
             yield counter, zero(tensor.storage)
 
 

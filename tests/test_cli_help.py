@@ -31,6 +31,12 @@ def prepare(folder: Path, example: str) -> None:
     torch.save({f"backbone.{key}": value for key, value in net.state_dict().items()}, folder / "model.pt")
     torch.save(net.state_dict(), folder / "model.bin")
     save_file(net.state_dict(), folder / "model.safetensors")
+    norm = torch.nn.BatchNorm1d(2).state_dict()
+    for rank in range(2):
+        norm["running_mean"] += rank
+        torch.save(norm, folder / f"rank{rank}.pt")
+    del norm["num_batches_tracked"]
+    torch.save(norm, folder / "old.pt")
     for name in ("epoch8.pt", "epoch9.pt"):
         torch.save({"model": net.state_dict(), "epoch": 8}, folder / name)
 

@@ -1,0 +1,166 @@
+"""ckpttool convert-batchnorm"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .console import counted
+from .rewriting import Outcome, rewrite
+
+if TYPE_CHECKING:
+    from ..batchnorm_pooling import PoolReport
+    from ..batchnorm_state import Report, Target
+    from ..checkpoint import Checkpoint
+
+
+@click.command("convert-batchnorm")
+@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=click.Path(allow_dash=True))
+@options.output_argument
+@click.option(
+    "--to",
+    type=click.Choice(["sync", "plain"]),
+    help="For SyncBatchNorm, or for BatchNorm1d, 2d and 3d.  [default: plain, of several INPUTs]",
+)
+@click.option(
+    "--model",
+    metavar="SPEC",
+    help="The plain model, as torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",
+)
+@click.option(
+    "--counts",
+    multiple=True,
+    metavar="[GLOB=]N0,N1,…",
+    help="Values a channel in a batch of each INPUT, batch × positions; of layers that fit GLOB. Repeatable.",
+)
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave layers that fit alone. Repeatable.")
+@click.option(
+    "--keep-first",
+    multiple=True,
+    metavar="GLOB",
+    help="Keys in which INPUTs may differ: the first one's are taken. Repeatable.",
+)
+@options.state_option
+@options.verify_option
+@options.dry_run_option
+@options.force_option
+@options.reading
+def command(
+    inputs: tuple[str, ...],
+    to: Target | None,
+    model: str | None,
+    counts: tuple[str, ...],
+    exclude: tuple[str, ...],
+    keep_first: tuple[str, ...],
+    **given: Any,
+) -> None:
+    """Fit BatchNorm's state for SyncBatchNorm and back, and pool the statistics of several ranks.
+
+    Plain and synchronised layers have the same keys. Counters that are lacking are added as 0, layers get the
+    version of those with a counter, and with --model it is recorded which are 1d, 2d and 3d; --to plain takes
+    that off again. InstanceNorm with running statistics keeps the same as BatchNorm: only --model tells them
+    apart.
+
+    Several INPUTs are one a rank, of one step: running means and variances become those of all samples,
+    exactly as one process would have them of the whole batch. A rank that met no sample has the count 0.
+    Without --counts, equal ones are assumed, and the factor n/(n-1) stays as it is. Everything else must be
+    equal.
+
+    \b
+    Examples:
+      ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048
+      ckpttool convert-batchnorm old.pt sync.pt --to sync
+    """
+    from .. import formats
+    from ..formats.saving import format_of_output
+
+    _check(inputs, to, counts, keep_first)
+    state = given["state"]
+
+    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        from ..batchnorm_state import convert
+        from ..errors import NothingToDo
+
+        pooled, report = None, None
+        if inputs[1:]:
+            checkpoint, pooled = _pool(checkpoint)
+        choices = {"kinds": _kinds(model), "exclude": exclude, "state": state}
+        try:
+            written = format_of_output(given["output"], checkpoint, None)
+            as_text = written.startswith("safetensors") and not checkpoint.full
+            checkpoint, report = convert(checkpoint, to or "plain", as_text=as_text, **choices)
+        except NothingToDo:
+            if pooled is None:
+                raise
+        return checkpoint, _outcome(len(inputs), to or "plain", pooled, report)
+
+    def _pool(first: Checkpoint) -> tuple[Checkpoint, PoolReport]:
+        from ..batchnorm_pooling import pool_states
+
+        with ExitStack() as stack:
+            others = [stack.enter_context(formats.open(path)) for path in inputs[1:]]
+            numbers = dict(map(_counts, counts)) or None
+            choices = {"exclude": exclude, "keep_first": keep_first, "state": state}
+            return pool_states([first, *others], numbers, **choices)
+
+    rewrite({**given, "input": inputs[0]}, transform)
+
+
+def _check(
+    inputs: tuple[str, ...], to: Target | None, counts: tuple[str, ...], keep_first: tuple[str, ...]
+) -> None:
+    if inputs[1:]:
+        return
+    if to is None:
+        raise click.UsageError("--to is needed: sync or plain")
+    if counts or keep_first:
+        flag = "--counts" if counts else "--keep-first"
+        raise click.UsageError(f"{flag} is for several INPUTs, one a rank")
+
+
+def _counts(text: str) -> tuple[str, tuple[int, ...]]:
+    """A pattern for layers, and a count for each INPUT."""
+    pattern, _, numbers = text.rpartition("=")
+    try:
+        return pattern or "*", tuple(int(number) for number in numbers.split(","))
+    except ValueError:
+        raise click.BadParameter(f"'{text}' is not N0,N1,… or GLOB=N0,N1,…", param_hint="--counts") from None
+
+
+def _kinds(spec: str | None) -> dict[str, str] | None:
+    """The kind of each BatchNorm layer of the model that was named. Runs its code, and imports torch."""
+    if spec is None:
+        return None
+    from ..batchnorm import kinds_of
+    from ..skeleton import skeleton
+
+    return kinds_of(skeleton(spec))
+
+
+def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report | None) -> Outcome:
+    found = pooled or report
+    layers = found.layers if found else ()
+    many = counted(len(layers), "BatchNorm layer", "BatchNorm layers")
+    done = f"pooled the statistics of {ranks} ranks in {many}" if pooled else f"fitted {many} for {to}"
+    if pooled and not pooled.exact:
+        done += ", of equal counts (--counts gives others)"
+    for verb, names in (
+        ("added", report.added if report else ()),
+        ("recorded", report.recorded if report else ()),
+        ("taken off", report.restored if report else ()),
+    ):
+        if names:
+            what = ("counter", "counters") if verb == "added" else ("kind", "kinds")
+            done += f", {counted(len(names), *what)} {verb}"
+    fields = {
+        "layers": layers,
+        "added": report.added if report else (),
+        "recorded": dict(report.recorded) if report else {},
+        "restored": dict(report.restored) if report else {},
+        "pooled": pooled.pooled if pooled else (),
+        "from_first": pooled.from_first if pooled else (),
+    }
+    return Outcome(done, fields=fields)

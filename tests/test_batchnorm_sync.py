@@ -1,0 +1,275 @@
+"""SyncBatchNorm on the CPU: ranks with a divided batch, against plain BatchNorm in one process with all."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool import batchnorm
+from ckpttool.sync_batchnorm import SyncBatchNorm, _Running, _Synchronised
+
+KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "1d, features": (nn.BatchNorm1d, (3,)),
+    "1d, sequences": (nn.BatchNorm1d, (3, 5)),
+    "2d": (nn.BatchNorm2d, (3, 4, 5)),
+    "3d": (nn.BatchNorm3d, (3, 2, 3, 2)),
+}
+
+
+class Setting(NamedTuple):
+    """One layer, its input's form, and what each rank gets of the batch."""
+
+    kind: str = "2d"
+    shares: tuple[int, ...] = (3, 5)
+    momentum: float | None = 0.1
+    affine: bool = True
+    tracked: bool = True
+    dtype: torch.dtype = torch.float64
+    channels_last: bool = False
+    offset: float = 0.0
+    absent: tuple[int, ...] = ()
+
+
+class Outcome(NamedTuple):
+    """What one step gave: of this rank's samples, its own parameter gradients, and the layer's buffers."""
+
+    output: Any
+    to_input: Any
+    to_weight: Any
+    to_bias: Any
+    buffers: Any
+
+
+def make_layer(setting: Setting) -> nn.Module:
+    plain, shape = KINDS[setting.kind]
+    torch.manual_seed(1)
+    layer = plain(
+        shape[0], momentum=setting.momentum, affine=setting.affine, track_running_stats=setting.tracked
+    )
+    layer = layer.to(setting.dtype)
+    if setting.affine:
+        nn.init.uniform_(layer.weight, -2, 2)
+        nn.init.uniform_(layer.bias, -2, 2)
+    return layer
+
+
+def make_batch(setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole batch, and the coefficients of a loss that is linear in the output."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (sum(setting.shares), *KINDS[setting.kind][1])
+    values = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    batch, coefficients = (values[0] * 3 + setting.offset).to(setting.dtype), values[1].to(setting.dtype)
+    if setting.channels_last:
+        batch = batch.contiguous(memory_format=torch.channels_last)
+    return batch, coefficients
+
+
+def step(layer: nn.Module, batch: torch.Tensor, coefficients: torch.Tensor) -> Outcome:
+    """Two steps, so that running averages have a past; the outcome of the second."""
+    for _ in range(2):
+        layer.zero_grad()
+        input = batch.detach().clone().requires_grad_()
+        output = layer(input)
+        (output * coefficients).sum().backward()
+    gradients = [None if p is None else p.grad for p in (layer.weight, layer.bias)]
+    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    return Outcome(output.detach(), input.grad, *gradients, buffers)
+
+
+def run_rank(rank: int, world_size: int, setting: Setting) -> Outcome:
+    layer = batchnorm.to_sync(make_layer(setting))
+    assert type(layer) is SyncBatchNorm
+    batch, coefficients = make_batch(setting)
+    begin = sum(setting.shares[:rank])
+    own = slice(begin, begin + setting.shares[rank])
+    return step(layer, batch[own], coefficients[own])
+
+
+def check(run_ranks: Any, setting: Setting, tolerance: float = 1e-10) -> list[Outcome]:
+    batch, coefficients = make_batch(setting)
+    whole = step(make_layer(setting), batch, coefficients)
+    ranks = run_ranks(len(setting.shares), run_rank, setting)
+
+    def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+    assert close(torch.cat([rank.output for rank in ranks]), whole.output)
+    assert close(torch.cat([rank.to_input for rank in ranks]), whole.to_input)
+    if setting.affine:
+        assert close(sum(rank.to_weight for rank in ranks), whole.to_weight)
+        assert close(sum(rank.to_bias for rank in ranks), whole.to_bias)
+    for rank in ranks:
+        assert rank.buffers.keys() == whole.buffers.keys()
+        for name, buffer in whole.buffers.items():
+            assert close(rank.buffers[name], buffer), name
+            assert torch.equal(rank.buffers[name], ranks[0].buffers[name]), "ranks must agree to the bit"
+    return list(ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shares", [(8,), (3, 5), (1, 6, 2), (4, 1, 2, 3)], ids=str)
+def test_ranks_with_a_divided_batch_equal_one_process_with_the_whole(run_ranks, kind, shares):
+    check(run_ranks, Setting(kind, shares))
+
+
+@pytest.mark.parametrize("shares", [(0, 5), (4, 0, 3), (0, 2, 0, 1)], ids=str)
+def test_ranks_without_samples_take_part(run_ranks, shares):
+    check(run_ranks, Setting(shares=shares))
+
+
+@pytest.mark.parametrize(
+    "change", [{"momentum": None}, {"momentum": 1.0}, {"affine": False}, {"tracked": False}]
+)
+def test_every_setting_of_the_layer_keeps_its_meaning(run_ranks, change):
+    check(run_ranks, Setting(**change))
+
+
+def test_a_batch_of_one_sample_on_each_rank_is_a_batch(run_ranks):
+    check(run_ranks, Setting("1d, features", (1, 1)))
+
+
+def test_channels_last_stays_channels_last(run_ranks):
+    for rank in check(run_ranks, Setting(channels_last=True)):
+        assert rank.output.is_contiguous(memory_format=torch.channels_last)
+        assert rank.to_input.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_mean_of_a_million_costs_float64_no_digits_that_plain_batchnorm_keeps(run_ranks):
+    """With sums of squares the variance, 9 beside 10^12, would be wrong in the fourth digit."""
+    setting = Setting(offset=1e6)
+    batch, _ = make_batch(setting)
+    expected = batch.var(dim=(0, 2, 3), correction=1)
+    for rank in check(run_ranks, setting, 1e-8):
+        kept = (rank.buffers["running_var"] - 0.81) / 0.19  # after two steps of momentum 0.1
+        assert torch.allclose(kept, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=str)
+def test_narrower_types_compute_in_float32(run_ranks, dtype, tolerance):
+    check(run_ranks, Setting(dtype=dtype), tolerance)
+
+
+def run_absent(rank: int, world_size: int) -> Any:
+    """The last rank passes something through that must not count."""
+    setting = Setting()
+    layer = batchnorm.to_sync(make_layer(setting))
+    batch, coefficients = make_batch(setting)
+    if rank == world_size - 1:
+        layer.absent = True
+        batch, coefficients = torch.full_like(batch, 1e9), torch.full_like(batch, float("nan"))
+    return step(layer, batch, coefficients)
+
+
+def test_a_rank_that_is_absent_passes_through_what_does_not_count(run_ranks):
+    batch, coefficients = make_batch(Setting())
+    whole = step(make_layer(Setting()), batch, coefficients)
+    present, absent = run_ranks(2, run_absent)
+    assert torch.allclose(present.to_input, whole.to_input, rtol=1e-10, atol=1e-10)
+    for name, buffer in whole.buffers.items():
+        assert torch.allclose(absent.buffers[name], buffer, rtol=1e-10)
+    for gradient in (absent.to_input, absent.to_weight, absent.to_bias):
+        assert not gradient.any()
+    assert torch.isfinite(absent.output).all()
+
+
+def refuse_one_value(rank: int, world_size: int) -> str:
+    layer = batchnorm.to_sync(nn.BatchNorm1d(2))
+    try:
+        layer(torch.ones(1 - rank, 2))
+    except ValueError as error:
+        return str(error)
+    return "took it"
+
+
+def test_one_value_a_channel_over_all_ranks_is_refused_on_all_of_them(run_ranks):
+    for said in run_ranks(2, refuse_one_value):
+        assert "more than 1 value per channel on all ranks" in said
+
+
+# ---- the gradient itself ----------------------------------------------------------------------------------
+
+
+def check_gradient(rank: int, world_size: int) -> bool:
+    torch.manual_seed(3)
+    input, weight, bias = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(4, 3, 2), (3,), (3,)]
+    )
+    return torch.autograd.gradcheck(
+        lambda *tensors: _Synchronised.apply(*tensors, 1e-5, None, None, False), (input, weight, bias)
+    )
+
+
+def test_gradcheck_of_the_function_itself(run_ranks):
+    assert run_ranks(1, check_gradient) == [True]
+    assert check_gradient(0, 1)  # also without a process group
+
+
+def loss_of_all_ranks(rank: int, world_size: int, moved: tuple[int, int, float] | None) -> Any:
+    """The sum of all ranks' losses, not linear in the output; with one input value moved on one rank."""
+    torch.manual_seed(10 + rank)
+    input = torch.randn(2 + rank, 2, 3, dtype=torch.float64)
+    if moved is not None and moved[0] == rank:
+        input.view(-1)[moved[1]] += moved[2]
+    input.requires_grad_()
+    torch.manual_seed(4)
+    layer = batchnorm.to_sync(nn.BatchNorm1d(2)).double()
+    nn.init.uniform_(layer.weight)
+    loss = (layer(input) ** 3).sum() + layer(input).sin().sum()
+    loss.backward()
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    return total.item(), input.grad
+
+
+def test_the_gradient_is_that_of_the_sum_of_all_ranks_losses(run_ranks):
+    analytic = run_ranks(2, loss_of_all_ranks, None)
+    for rank in range(2):
+        for index in range(0, 12, 5):
+            up, down = (run_ranks(2, loss_of_all_ranks, (rank, index, by))[0][0] for by in (1e-6, -1e-6))
+            assert (up - down) / 2e-6 == pytest.approx(analytic[rank][1].view(-1)[index].item(), abs=1e-7)
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong():
+    input = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    output = _Synchronised.apply(input, None, None, 1e-5, None, None, False)
+    (first,) = torch.autograd.grad(output.pow(2).sum(), input, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+# ---- a process by itself ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("tracked", [True, False])
+def test_alone_and_in_evaluation_it_is_plain_batchnorm_to_the_bit(kind, momentum, tracked):
+    setting = Setting(kind, momentum=momentum, tracked=tracked, dtype=torch.float32)
+    plain, ours = make_layer(setting), batchnorm.to_sync(make_layer(setting))
+    batch, coefficients = make_batch(setting)
+    for one, other in zip(step(plain, batch, coefficients), step(ours, batch, coefficients), strict=True):
+        if isinstance(one, dict):
+            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        else:
+            assert torch.equal(one, other)
+    assert torch.equal(plain.eval()(batch), ours.eval()(batch))
+
+
+def test_inputs_of_another_dimension_are_refused_as_by_the_plain_layer():
+    layer = batchnorm.to_sync(nn.BatchNorm2d(3))
+    with pytest.raises(ValueError, match="expected 4D input"):
+        layer(torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="at least 2D"):
+        SyncBatchNorm(3)(torch.zeros(3))
+
+
+def test_running_statistics_are_torchs_formula():
+    plain, ours = nn.BatchNorm1d(3).double(), SyncBatchNorm(3).double()
+    batch = torch.randn(7, 3, dtype=torch.float64)
+    plain(batch)
+    _Running(ours).update(batch.mean(0), batch.var(0, correction=0), 7.0)
+    for name, buffer in plain.named_buffers():
+        assert torch.allclose(dict(ours.named_buffers())[name], buffer, rtol=1e-12)
