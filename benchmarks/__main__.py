@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import convert, looking, machine, startup, strip_prefix
+from . import comparing, convert, looking, machine, startup, strip_prefix
 from .case import Benchmark, Case, Results
 from .options import parse
 from .process import CommandFailed
@@ -27,6 +27,7 @@ BENCHMARKS = {
         strip_prefix.BENCHMARK,
         *convert.BENCHMARKS,
         *looking.BENCHMARKS,
+        *comparing.BENCHMARKS,
         startup.BENCHMARK,
     )
 }
