@@ -77,7 +77,7 @@ def average(
     if hasattr(container, "attributes"):
         container.attributes = last.container.attributes  # type: ignore[attr-defined]
     statistics = tuple(name for name in work.averaged if name.endswith(STATISTICS))
-    done = Averaged(len(states), *map(tuple, (work.averaged, work.kept, work.taken)), statistics)
+    done = Averaged(len(states), tuple(work.averaged), tuple(work.kept), tuple(work.taken), statistics)
     return replace(checkpoints[-1], tree=container, opened=()), done
 
 

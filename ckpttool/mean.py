@@ -41,7 +41,7 @@ def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> m
     counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
     values, weights = [value for value, _ in counted], [weight for _, weight in counted]
     with np.errstate(all="ignore"):
-        high, low = _quotient(*_sum(values, weights), sum(map(Fraction, weights)))
+        high, low = _quotient(*_sum(values, weights), sum(map(Fraction, weights), Fraction()))
         plain = _plain(values, weights)
         finite = np.isfinite(plain) if dtype.itemsize < 8 else _in_reach(values)
         pair = finite & (high != 0)  # a zero has the sign that adding zeros gives
@@ -50,7 +50,7 @@ def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> m
         everywhere = np.logical_and.reduce([np.isfinite(value) for value in values])
         for place in np.flatnonzero(~finite & everywhere):
             out[place] = _exact([float(value[place]) for value in values], weights)
-    return memoryview(out.view("u1"))
+    return memoryview(out.view("u1"))  # type: ignore[arg-type]
 
 
 def _plain(values: list[NDArray[Any]], weights: Sequence[float]) -> Any:
