@@ -37,12 +37,13 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     Raises:
         RanksDiffer: on every rank, if parameters, buffers or optimizer states are not the same on all.
     """
-    trainer.equalise_buffers()
-    model, optimizer = trainer.ddp.state_dict(), trainer.optimizer.state_dict()
+    with trainer.one_model():
+        model, optimizer = trainer.ddp.state_dict(), trainer.optimizer.state_dict()
     digests = {
         "model": ranks.compare(model, "before saving"),
         "optimizer": ranks.compare(_named(optimizer), "before saving"),
     }
+    own = {"statistics": ranks.gather(trainer.statistics.take())} if trainer.statistics else {}
     return {
         "model": model,
         "optimizer": optimizer,
@@ -54,6 +55,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "config": trainer.config.plain(),
         "digests": digests,
         "versions": versions(trainer.place.device),
+        **own,
     }
 
 
@@ -184,7 +186,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
-    now, then = trainer.config.plain(), state["config"]
+    now, then = trainer.config.plain(), {**TrainConfig().plain(), **state["config"]}
     other = [name for name in now if name not in FREE | COMPARED_BY_CONTENT and now[name] != then.get(name)]
     if other:
         flags = " ".join(_flag(name, then.get(name)) for name in other)
@@ -220,6 +222,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)
     if len(states) == trainer.place.world_size:
+        if trainer.statistics:
+            trainer.statistics.put_back(state["statistics"][rank])
         trainer.sums.copy_(torch.tensor(sums[rank], dtype=torch.float64))
         random_state.put_back(states[rank])
         return

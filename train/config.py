@@ -62,6 +62,7 @@ class TrainConfig(DataConfig):
     warmup: Every = NO_WARMUP
     seed: int = 0
     deterministic: bool = False
+    batchnorm: str = "plain"
     workers: int = 0
     backend: str = "auto"
     timeout: float = 600.0

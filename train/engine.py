@@ -21,16 +21,21 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, default_collate
 
-from ckpttool import ranks
+from ckpttool import batchnorm, ranks
+from ckpttool.sync_batchnorm import SyncBatchNorm
 from train import random_state
 from train.config import TrainConfig
 from train.data import Data, Samples, count
 from train.launch import Place
 from train.optimizers import build_optimizer, build_scheduler
 from train.plan import Plan, Step, evaluation_batches
+from train.running_statistics import RunningStatistics
 
 EVALUATION_BATCH = 128
 """Test samples in one forward pass. Always the same, so that the same sample gets the same numbers."""
+
+IGNORED = "_ddp_params_and_buffers_to_ignore"
+"""The attribute of a model in which DDP finds the names of what it is to leave alone."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -80,7 +85,14 @@ class Trainer:
         self.plan = make_plan(config, data)
         self.progress = Progress()
         devices = [place.device] if place.device.type == "cuda" else None
-        self.ddp = DistributedDataParallel(model.to(place.device), device_ids=devices)
+        model = model.to(place.device)
+        if config.batchnorm == "sync":
+            batchnorm.to_sync(model)
+        self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
+        if self.statistics:
+            ignored = {*getattr(model, IGNORED, ()), *self.statistics.buffer_names(model)}
+            setattr(model, IGNORED, sorted(ignored))
+        self.ddp = DistributedDataParallel(model, device_ids=devices)
         self.optimizer = build_optimizer(config, self.ddp)
         self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps)
         self.sums = self._no_sums()
@@ -110,11 +122,11 @@ class Trainer:
         return Score(int(correct), int(samples), loss / samples)
 
     def evaluate(self) -> Score:
-        """The score on the test set, of the bare model with rank 0's buffers."""
-        self.equalise_buffers()
-        return evaluate(
-            self.ddp.module, self.data.test, self.data.classes, self.place, workers=self.config.workers
-        )
+        """The score on the test set, of the bare model as it would be saved."""
+        with self.one_model():
+            return evaluate(
+                self.ddp.module, self.data.test, self.data.classes, self.place, workers=self.config.workers
+            )
 
     def note_best(self, score: Score) -> bool:
         """Whether this is the best score on the test set so far, which is remembered. NaN never is."""
@@ -123,21 +135,29 @@ class Trainer:
             self.progress.best = score.accuracy
         return is_best
 
-    def equalise_buffers(self) -> None:
-        """Gives every rank rank 0's buffers, as DDP does before each forward pass.
+    @contextlib.contextmanager
+    def one_model(self) -> Iterator[None]:
+        """While this lasts every rank has the same buffers. A collective.
 
-        Until then they rightly differ: each rank's BatchNorm has met other samples.
+        Until then they rightly differ: each rank's BatchNorm has met other samples. They become rank 0's, as
+        DDP makes them before each forward pass, and stay so; but `pooled` statistics become those of all
+        samples, and each rank's own come back.
         """
         apart = getattr(self.ddp, "parameters_to_ignore", ())
         ranks.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
+        with self.statistics.pooled() if self.statistics else contextlib.nullcontext():
+            yield
 
     def _take(self, step: Step, batches: Iterator[Batch]) -> None:
         """One optimizer step. All ranks come through backward exactly once with gradients in sync."""
-        if not step.micro_batches:
-            self._pass_standing_in()
-        for number in range(1, len(step.micro_batches) + 1):
+        passes = self._passes(step)
+        for number in range(1, passes + 1):
+            in_sync = number == passes
+            if number > len(step.micro_batches):
+                with contextlib.nullcontext() if in_sync else self.ddp.no_sync():
+                    self._pass_standing_in()
+                continue
             inputs, labels = (one.to(self.place.device, non_blocking=True) for one in next(batches))
-            in_sync = number == len(step.micro_batches)
             with contextlib.nullcontext() if in_sync else self.ddp.no_sync():
                 scores = self.ddp(inputs)
                 loss = F.cross_entropy(scores, labels, reduction="sum")
@@ -149,19 +169,36 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
 
-    def _pass_standing_in(self) -> None:
+    def _passes(self, step: Step) -> int:
+        """Forward passes in a step: those of this rank's samples, or as many as any rank's where layers are
+        synchronised, and every rank must come through each equally often."""
+        if self.config.batchnorm != "sync":
+            return max(len(step.micro_batches), 1)
+        largest_share = -(-step.global_size // self.place.world_size)
+        return min(self.config.accumulate, largest_share)
+
+    def _pass_standing_in(self, *, together: bool = True) -> None:
         """Takes part in backward with a gradient of zero, for a rank that has no samples.
 
         A sample stands in for the empty batch, because models fail on those (`view(0, -1)`) and a mean over
         nothing is NaN. It must not show: normalisation layers are frozen, and buffers are put back.
+        Synchronised layers take part, with a count of 0: the other ranks wait for this one, and all keep the
+        same statistics. Where all ranks stand in (not `together` with others that train) they are frozen too.
         """
         layers = [m for m in self.ddp.modules() if isinstance(m, _NormBase) and m.training]
-        buffers = [(buffer, buffer.clone()) for buffer in self.ddp.buffers()]
-        for layer in layers:
+        taking_part = [m for m in layers if isinstance(m, SyncBatchNorm) and together]
+        frozen = [m for m in layers if m not in taking_part]
+        shared = {id(buffer) for layer in taking_part for buffer in layer.buffers()}
+        buffers = [(buffer, buffer.clone()) for buffer in self.ddp.buffers() if id(buffer) not in shared]
+        for layer in frozen:
             layer.training = False
+        for layer in taking_part:
+            layer.absent = True
         (self.ddp(self._stand_in).sum() * 0).backward()
-        for layer in layers:
+        for layer in frozen:
             layer.training = True
+        for layer in taking_part:
+            layer.absent = False
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -175,7 +212,7 @@ class Trainer:
         """
         self.ddp.train()
         for _ in range(2):
-            self._pass_standing_in()
+            self._pass_standing_in(together=False)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _load(self, steps: list[Step]) -> Iterator[Batch]:

@@ -12,6 +12,7 @@ from train import launch
 from train.config import OPTIMIZERS, DataConfig, Every, TrainConfig, check
 
 BACKENDS = ("auto", "gloo", "nccl")
+BATCHNORMS = ("plain", "sync", "pooled")
 
 EXAMPLES = """\
 examples:
@@ -186,6 +187,13 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
         default=default.seed,
         metavar="N",
         help="of weights, dropout and the order of samples (0)",
+    )
+    add(
+        "--batchnorm",
+        choices=BATCHNORMS,
+        default=default.batchnorm,
+        help="plain (the default): of each rank's samples, and rank 0's statistics are kept; sync: of all "
+        "ranks' samples; pooled: plain, and the statistics of all ranks are evaluated and saved",
     )
     add("--deterministic", action="store_true", help="only algorithms that give the same bits each time")
 

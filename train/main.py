@@ -74,7 +74,7 @@ def prepare(config: TrainConfig) -> Job:
     loaded = data.load(config, seed=config.seed)
     random_state.seed_all(random_state.seed_from(config.seed, "weights"))
     model = models.build(config.model, shape=loaded.shape, classes=len(loaded.classes))
-    preflight.check(config, loaded, model, place.world_size)
+    preflight.check(config, loaded, model, place)
     return Job(config, place, loaded, model)
 
 

@@ -7,25 +7,49 @@ import dataclasses
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
+from ckpttool import batchnorm
 from ckpttool.errors import UsageFault
 from train.config import TrainConfig
 from train.data import Data, Samples
 from train.engine import make_plan
+from train.launch import Place
 from train.plan import Plan
 
 
-def check(config: TrainConfig, data: Data, model: nn.Module, world_size: int) -> None:
+def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> None:
     """Raises UsageFault, naming the flag to change, if the plan, the data and the model do not fit."""
-    plan = make_plan(config, data)
+    plan, world_size = make_plan(config, data), place.world_size
     _check_plan(config, plan)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
+    sync = config.batchnorm == "sync"
+    if config.batchnorm != "plain":
+        _check_batchnorm(config, model)
+    if sync and place.device.type == "cuda":
+        _check_nobody_is_idle(plan, world_size)
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         _check_nobody_is_idle(plan, world_size)  # and it can't be tried: it works on GPUs and in groups only
         return
-    _check_outputs(config.model, _try_training(config.model, data, model, plan, world_size), data)
+    # Synchronised layers see the samples of all ranks, as those of one would.
+    outputs = _try_training(config.model, data, model, plan, 1 if sync else world_size)
+    _check_outputs(config.model, outputs, data)
+
+
+def _check_batchnorm(config: TrainConfig, model: nn.Module) -> None:
+    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+        raise UsageFault(
+            f"--batchnorm {config.batchnorm}: {config.model} has no BatchNorm", hint="leave out --batchnorm"
+        )
+    if config.batchnorm == "sync":
+        try:
+            batchnorm.to_sync(copy.deepcopy(model))
+        except UsageFault as fault:
+            raise UsageFault(
+                f"--batchnorm sync: {config.model}: {fault}", hint="give plain or pooled"
+            ) from None
 
 
 def _check_plan(config: TrainConfig, plan: Plan) -> None:

@@ -1,0 +1,198 @@
+"""`--batchnorm sync` and `pooled` in the trainer, against plain BatchNorm in one process with all samples."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from ranks import trainings
+from torch import nn
+from torch.nn import functional as F
+
+from ckpttool import ranks
+from ckpttool.errors import UsageFault
+from ckpttool.pooling import pool
+from train import checkpoints, flags, models, preflight
+from train.config import TrainConfig
+from train.plan import Plan
+
+SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+SHAPE = (1, 6, 6)
+
+
+def make_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4, momentum=None),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    ).double()
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def reference(samples: int, batch_size: int, epochs: int) -> dict[str, torch.Tensor]:
+    """As everybody would write it: one process, plain BatchNorm, the whole batch, no DDP."""
+    data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
+    model, (inputs, labels) = trainings.seeded(make_net), data.train.tensors
+    optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
+    for epoch in range(epochs):
+        for batch in torch.tensor(Plan(samples, batch_size).order(epoch)).split(batch_size):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
+            optimizer.step()
+    return state(model)
+
+
+def make_trainer(rank: int, world_size: int, samples: int, **settings: Any) -> Any:
+    data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
+    model = trainings.seeded(make_net)
+    return trainings.trainer(rank, world_size, data, model, **{**SETTINGS, **settings})
+
+
+def train(rank: int, world_size: int, samples: int, epochs: int, settings: dict[str, Any]) -> Any:
+    trainer = make_trainer(rank, world_size, samples, epochs=epochs, **settings)
+    for _ in range(epochs):
+        trainings.finish_epoch(trainer)
+    return state(trainer.ddp.module), trainer.progress.global_step, trainer.evaluate()
+
+
+# ---- sync -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("samples", [60, 58, 49], ids=["even", "uneven", "with idle ranks"])
+def test_sync_follows_the_one_process_run_for_20_steps(run_ranks: Any, size: int, samples: int) -> None:
+    """Parameters, and running statistics too; 49 samples leave a last batch of one."""
+    expected = reference(samples, 12, epochs=4)
+    for ours, steps, _ in run_ranks(size, train, samples, 4, {"batchnorm": "sync", "batch_size": 12}):
+        assert steps >= 20
+        for name, tensor in expected.items():
+            assert torch.allclose(ours[name], tensor, rtol=0, atol=1e-6), name
+
+
+def test_plain_does_not_so_that_the_test_above_can_fail(run_ranks: Any) -> None:
+    expected = reference(60, 12, epochs=4)
+    ours, _, _ = run_ranks(2, train, 60, 4, {"batch_size": 12})[0]
+    assert not torch.allclose(ours["0.weight"], expected["0.weight"], rtol=0, atol=1e-3)
+
+
+def test_ranks_with_fewer_passes_of_an_accumulated_batch_come_through_as_often(run_ranks: Any) -> None:
+    settings = {"batchnorm": "sync", "batch_size": 5, "accumulate": 3}
+    (one, _, _), (other, _, _) = run_ranks(2, train, 10, 2, settings)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- pooled -----------------------------------------------------------------------------------------------
+
+
+def pool_and_keep(rank: int, world_size: int) -> Any:
+    trainer = make_trainer(rank, world_size, 30, batchnorm="pooled", batch_size=10)
+    trainings.finish_epoch(trainer)
+    own, met = state(trainer.ddp.module), dict(trainer.statistics.met)
+    saved = checkpoints.capture(trainer)
+    trainer.evaluate()
+    return own, met, saved["model"], state(trainer.ddp.module), saved["statistics"]
+
+
+def test_what_is_saved_is_pooled_as_the_function_does_and_ranks_keep_their_own(run_ranks: Any) -> None:
+    answers = run_ranks(3, pool_and_keep)
+    for layer, momentum in (("1", 0.1), ("4", None)):
+        means, variances = (
+            [own[f"{layer}.running_{kind}"] for own, *_ in answers] for kind in ("mean", "var")
+        )
+        assert not torch.equal(means[0], means[1])
+        met = [met[layer] for _, met, *_ in answers]
+        sizes = [values / batches for values, batches in met]
+        batches = [count for _, count in met] if momentum is None else None
+        expected = pool(means, variances, sizes, batches=batches)
+        for _, _, saved, _, _ in answers:
+            assert torch.allclose(saved[f"module.{layer}.running_mean"], expected.mean, rtol=1e-12)
+            assert torch.allclose(saved[f"module.{layer}.running_var"], expected.variance, rtol=1e-12)
+            assert saved[f"module.{layer}.num_batches_tracked"].item() == 3
+    for own, _, _, after, statistics in answers:
+        assert all(torch.equal(own[name], after[name]) for name in own)
+        assert len(statistics) == 3
+
+
+def go_on(rank: int, world_size: int, stop: int | None) -> Any:
+    """Six steps; stopped and gone on from a checkpoint in between, or not. The evaluation must not show."""
+    settings = {"batchnorm": "pooled", "batch_size": 10, "epochs": 1}
+    trainer = make_trainer(rank, world_size, 60, **settings)
+    for step, _ in enumerate(trainer.steps(), 1):
+        if step == stop:
+            saved = copy.deepcopy(checkpoints.capture(trainer))
+            trainer = make_trainer(rank, world_size, 60, **settings)
+            checkpoints.restore(trainer, saved)
+            trainer.evaluate()
+            for _ in trainer.steps():
+                pass
+            break
+    return checkpoints.capture(trainer)["digests"]["model"]
+
+
+def test_a_pooled_run_that_goes_on_is_the_run_that_never_stopped(run_ranks: Any) -> None:
+    assert run_ranks(2, go_on, None) == run_ranks(2, go_on, 2)
+
+
+def evaluate_pooled(rank: int, world_size: int) -> Any:
+    trainer = make_trainer(rank, world_size, 30, batchnorm="pooled", batch_size=10)
+    trainings.finish_epoch(trainer)
+    with trainer.one_model():
+        digest = ranks.digest_all(trainer.ddp.module.state_dict())
+    return digest, trainer.evaluate()
+
+
+def test_every_rank_evaluates_the_same_model(run_ranks: Any) -> None:
+    first, *others = run_ranks(3, evaluate_pooled)
+    assert others == [first, first]
+
+
+# ---- what is refused before it begins ---------------------------------------------------------------------
+
+
+class Mine(nn.BatchNorm2d):
+    pass
+
+
+def check(model: nn.Module, world_size: int = 2, **settings: Any) -> None:
+    data = trainings.tensors(SHAPE, 12, dtype=torch.float64)
+    place = trainings.place(0, world_size)
+    preflight.check(TrainConfig(scheduler="none", **settings), data, model, place)
+
+
+@pytest.mark.parametrize("kind", ["sync", "pooled"])
+def test_a_model_without_batchnorm_is_refused(kind: str) -> None:
+    model = models.simple_cnn(channels=1, height=6, width=6).double()
+    with pytest.raises(UsageFault, match=f"--batchnorm {kind}: .* has no BatchNorm"):
+        check(model, batchnorm=kind, batch_size=4)
+
+
+def test_a_layer_that_can_not_be_synchronised_is_refused_by_name() -> None:
+    net = make_net()
+    net[1] = Mine(4).double()
+    with pytest.raises(UsageFault, match=r"--batchnorm sync: simple-cnn: '1' is of the class .*Mine"):
+        check(net, batchnorm="sync", batch_size=4)
+    check(net, batchnorm="pooled", batch_size=4)
+
+
+def test_one_sample_a_rank_is_a_batch_for_sync_and_not_for_plain() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
+    check(net, batchnorm="sync", batch_size=2)
+    with pytest.raises(UsageFault, match="single sample"):
+        check(net, batchnorm="plain", batch_size=2)
+
+
+def test_the_flag_is_read_and_plain_is_the_default() -> None:
+    assert flags.parse([]).batchnorm == "plain"
+    assert flags.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
+    with pytest.raises(UsageFault, match="--batchnorm"):
+        flags.parse(["--batchnorm", "global"])
