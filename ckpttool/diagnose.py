@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from . import misfits, transforms
-from .checkpoint import Checkpoint, dotted, is_optimizer
+from .checkpoint import Checkpoint, State, dotted, is_optimizer
 from .errors import NoState
 from .fit import Blueprint, Fit, compare, shortened
 from .inert import walk
@@ -126,21 +126,18 @@ def _cases(checkpoint: Checkpoint, blueprint: Blueprint, where: str | None) -> l
     """A case for each state that could be meant, the likeliest first."""
     found = [dotted(path) for path in checkpoint.states()] or [checkpoint.state().where]
     names = found[:STATES] if where is None else [where]
-    cases = []
-    for name in names:
-        # Commands take the state that they find; another one is taken out first, and is then the file itself.
-        source = checkpoint if name == found[0] else transforms.slim(checkpoint, state=name)
-        state = source.state()
-        cases.append(
-            Case(
-                source,
-                state,
-                blueprint,
-                compare(state, blueprint),
-                taken_from=None if name == found[0] else name,
-            )
-        )
-    return cases
+    return [_case(checkpoint, blueprint, name, named=name != found[0]) for name in names]
+
+
+def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, named: bool) -> Case:
+    """Commands change the dict that they find unasked; any other state is taken out first."""
+    found = checkpoint.state(name)
+    if not named and found.module is None:
+        return Case(checkpoint, found, blueprint, compare(found, blueprint), None, found)
+    alone = transforms.slim(checkpoint, state=name)
+    state = alone.state()
+    flags = ("--state", name) if named else ()
+    return Case(alone, state, blueprint, compare(state, blueprint), flags, found)
 
 
 def _without_state(checkpoint: Checkpoint, error: NoState) -> Diagnosis:
@@ -167,9 +164,8 @@ class _Report:
 
     def written(self, rebuild: Rebuild) -> Diagnosis:
         case, after = self.case, self.treatment.case
-        if case.taken_from is not None and not self.loads:
-            message = f"the state that fits best is '{case.taken_from}', not the one that is found unasked"
-            self._add("state", message, "slim", "--state", case.taken_from)
+        if case.taken_out is not None and not self.loads:
+            self._add(*self._taking_out(case.original), "slim", *case.taken_out)
         for remedy in self.treatment.remedies:
             self._add(remedy.kind, remedy.message, *remedy.command)
         then: str | None = None
@@ -182,9 +178,13 @@ class _Report:
         else:
             self.problems += [Problem(kind, message) for kind, message in misfits.in_words(after)]
         self.problems += self._remarks()
-        where = case.state.where if case.taken_from is None else case.taken_from
-        source = case.checkpoint
-        return Diagnosis(source.path, source.format, where, self.loads, case.fit, tuple(self.problems), then)
+        path, kind = case.checkpoint.path, case.checkpoint.format
+        return Diagnosis(path, kind, case.original.where, self.loads, case.fit, tuple(self.problems), then)
+
+    def _taking_out(self, state: State) -> tuple[str, str]:
+        if state.module is not None:
+            return "pickled-model", f"the names are those of a pickled {state.module.type_name}"
+        return "state", f"the state that fits best is '{state.where}', not the one that is found unasked"
 
     def _add(self, kind: str, message: str, verb: str, *flags: str) -> None:
         self.problems.append(Problem(kind, message, self._command(verb, *flags)))
@@ -195,8 +195,7 @@ class _Report:
         return shlex.join(["ckpttool", verb, self.file, self.output, *flags, *again])
 
     def _reload(self, spec: str) -> str:
-        taken = self.case.taken_from if self.file == self.case.checkpoint.path else None
-        where = [] if taken is None else ["--state", taken]
+        where = (self.case.taken_out or ()) if self.file == self.case.checkpoint.path else ()
         return shlex.join(["ckpttool", "reload", self.file, "--model", spec, *where])
 
     def _add_optimizers(self) -> None:
@@ -214,8 +213,8 @@ class _Report:
 
     def _remarks(self) -> Iterator[Problem]:
         case = self.case
-        if case.state.module is not None:
-            name = case.state.module.type_name
+        if case.original.module is not None and self.loads:
+            name = case.original.module.type_name
             message = f"the file is a whole pickled model, and torch.load needs the code of {name}"
             yield self._remark("pickled-model", message, "slim")
         elif case.state.where and not self.treatment.remedies:

@@ -103,8 +103,8 @@ class Fit:
 
     @property
     def distance(self) -> int:
-        """How many names are in the way of a strict load; 0 when it succeeds."""
-        return len(self.missing) + len(self.unexpected) + len(self.mismatched)
+        """How many names, of the file and of the model, are in the way of a strict load; 0 for none."""
+        return len(self.missing) + len(self.unexpected) + 2 * len(self.mismatched)
 
     def __str__(self) -> str:
         """`2 missing (a, b); 1 of another shape or type (w [10, 4] in the file, [5, 4] in the model)`"""

@@ -97,7 +97,7 @@ def _fitting(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tupl
         The prefix that was taken off, `""` for none, and the state.
     """
     alone = replace(checkpoint, tree=state.container)
-    stripped = treat(Case(alone, state, blueprint, compare(state, blueprint)), (wrappers,))
+    stripped = treat(Case(alone, state, blueprint, compare(state, blueprint), None, state), (wrappers,))
     more = (companions, ties) if stripped.remedies else (ties,)
     fitted = treat(stripped.case, more).case.state
     prefix = "".join(remedy.command[-1] for remedy in stripped.remedies)

@@ -32,15 +32,18 @@ class Case:
     """A state beside the model that it should fit.
 
     Attributes:
-        checkpoint: holds the state where it is found without being named.
-        taken_from: where the state lay in the file, when it had to be named.
+        checkpoint: holds the state as a dict, where it is found without being named.
+        taken_out: what it took to have that: `--state NAME` when the state had to be named, no words when it
+            was a pickled model's; None when the file is as it was.
+        original: the state as it lies in the file.
     """
 
     checkpoint: Checkpoint
     state: State
     blueprint: Blueprint
     fit: Fit
-    taken_from: str | None = None
+    taken_out: tuple[str, ...] | None
+    original: State
 
 
 @dataclass(frozen=True, slots=True)

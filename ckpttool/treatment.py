@@ -58,4 +58,4 @@ def _after(case: Case, remedy: Remedy) -> Case | None:
         state = checkpoint.state()
     except CkptToolError:
         return None  # the command would fail in the same way
-    return Case(checkpoint, state, case.blueprint, compare(state, case.blueprint), case.taken_from)
+    return replace(case, checkpoint=checkpoint, state=state, fit=compare(state, case.blueprint))
