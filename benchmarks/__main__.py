@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import comparing, convert, looking, machine, startup, strip_prefix
+from . import batchnorm, comparing, convert, looking, machine, reloading, startup, strip_prefix
 from .case import Benchmark, Case, Results
 from .options import parse
 from .process import CommandFailed
@@ -28,6 +28,8 @@ BENCHMARKS = {
         *convert.BENCHMARKS,
         *looking.BENCHMARKS,
         *comparing.BENCHMARKS,
+        batchnorm.BENCHMARK,
+        reloading.BENCHMARK,
         startup.BENCHMARK,
     )
 }
