@@ -28,6 +28,7 @@ from .keys import add_prefix as add_prefix
 from .keys import rename_keys as rename_keys
 from .keys import strip_prefix as strip_prefix
 from .reload import reload as reload
+from .skeleton import skeletons as skeletons
 from .tensor import TensorRef as TensorRef
 from .transforms import drop as drop
 from .transforms import join_complex as join_complex
