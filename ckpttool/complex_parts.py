@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
-from .elements import CHUNK, stream
-from .errors import Collision, Refused
+from .elements import CHUNK, FORMATS, stream, stretches, swap
+from .errors import Collision
 from .inert import tensor_of
 from .tensor import DTYPES, Computed, Storage, TensorRef
 
@@ -106,14 +107,18 @@ def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
     path, width = old.data.path, real.dtype.itemsize
 
     def make(start: int, nbytes: int) -> Iterator[memoryview]:
-        if start or nbytes != real.numel * dtype.itemsize:
-            raise Refused(path, f"'{name}' can't be joined and cut at once", hint="join first, then the rest")
-        for a, b in _in_step(stream(name, real), stream(name, imag), CHUNK):
+        first, count = start // dtype.itemsize, nbytes // dtype.itemsize
+        values = (
+            chain.from_iterable(stream(name, part) for part in stretches(tensor, first, count))
+            for tensor in (real, imag)
+        )
+        for a, b in _in_step(*values, CHUNK):
             both = bytearray(len(a) * 2)
-            for i in range(width):
-                place = width - 1 - i if old.byteorder == "big" else i
-                both[place :: 2 * width] = a[i::width]
-                both[width + place :: 2 * width] = b[i::width]
+            numbers = memoryview(both).cast(FORMATS[width])
+            numbers[0::2] = memoryview(a).cast(FORMATS[width])
+            numbers[1::2] = memoryview(b).cast(FORMATS[width])
+            if old.byteorder == "big":
+                swap(both, width)
             yield memoryview(both)
 
     data = Computed(path, real.numel * dtype.itemsize, make)
@@ -123,15 +128,13 @@ def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
 
 def _in_step(
     left: Iterator[memoryview], right: Iterator[memoryview], size: int
-) -> Iterator[tuple[bytes, bytes]]:
-    """Two streams of the same length in pieces of the same size."""
-    a, b = bytearray(), bytearray()
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Two streams of the same length in pieces of the same size, of at most `size` bytes."""
+    a = b = memoryview(b"")
     while True:
-        for kept, more in ((a, left), (b, right)):
-            while len(kept) < size and (piece := next(more, None)) is not None:
-                kept += piece
+        a, b = a or next(left, a), b or next(right, b)
         if not a:
             return
         count = min(len(a), len(b), size)
-        yield bytes(a[:count]), bytes(b[:count])
-        del a[:count], b[:count]
+        yield a[:count], b[:count]
+        a, b = a[count:], b[count:]

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from .ahead import cores, in_order
-from .elements import stream
+from .elements import MAX_REPEATED, stream
 from .tensor import ByteRange, TensorRef
 from .transfer import Progress
 
@@ -38,6 +38,7 @@ def digest(tensors: Mapping[str, TensorRef], progress: Progress | None = None) -
 
     Raises:
         Damaged: a file ends early.
+        Refused: an expanded tensor that is more than 64 GiB larger than what the file holds of it.
     """
     whole = hashlib.sha256(VERSION)
     for name, value in tensor_digests(tensors, progress):
@@ -114,7 +115,7 @@ def _hash_part(name: str, data: ByteRange, is_last: bool) -> list[_Piece]:
 def _hash_stream(name: str, tensor: TensorRef) -> _Piece:
     """All pieces of a stream, cut where they end."""
     digests, value, room = b"", hashlib.sha256(), PIECE
-    for chunk in stream(name, tensor):
+    for chunk in stream(name, tensor, most=MAX_REPEATED):
         rest = chunk
         while rest:
             value.update(rest[:room])

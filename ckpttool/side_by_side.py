@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .ahead import cores, in_order
 from .alike import Tolerance
 from .distances import Distance, Measure, measurer
-from .elements import stream
+from .elements import MAX_REPEATED, stream
 from .tensor import ByteRange, TensorRef
 from .transfer import Progress
 
@@ -55,7 +55,7 @@ def distances(
 
     Raises:
         Damaged: a file ends early.
-        Refused: an expanded tensor, in one of the files alone, that is more than 1 GiB larger than its bytes.
+        Refused: an expanded tensor, in one of the files alone, more than 64 GiB larger than its bytes.
     """
     so_far = Distance(0)
     for done in in_order(_jobs(pairs, tolerance), cores(WORKERS)):
@@ -163,7 +163,7 @@ def _in_step(pair: Pair, measure: Measure) -> _Done:
 def _elements(name: str, tensor: TensorRef) -> Iterator[bytearray]:
     """The values in pieces of the same number of elements, whatever their size."""
     size, held = ELEMENTS * tensor.dtype.itemsize, bytearray()
-    for chunk in stream(name, tensor):
+    for chunk in stream(name, tensor, most=MAX_REPEATED):
         held += chunk
         whole = len(held) - len(held) % size
         for start in range(0, whole, size):
