@@ -256,12 +256,34 @@ def test_importing_the_library_imports_neither_torch_nor_the_command_line() -> N
     assert ran.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("name", ["open", "save", "reload", "strip_prefix", "add_prefix"])
-def test_a_public_name_is_the_function_also_when_the_module_of_that_name_was_imported(name: str) -> None:
-    import ckpttool
-    import ckpttool.reload
+def test_importing_the_library_imports_no_room_of_it() -> None:
+    """`--help` and the completion of a shell wait for it."""
+    script = "import sys, ckpttool; print([n for n in sys.modules if n.startswith('ckpttool.')])"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ran.stdout == "[]\n"
 
-    assert isinstance(getattr(ckpttool, name), FunctionType)
+
+def test_every_public_name_is_there_for_use_and_for_the_type_checker_and_hides_no_room() -> None:
+    import ckpttool
+
+    tree = ast.parse(Path(ckpttool.__file__).read_text())
+    typed = [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    ]
+    assert sorted(typed) == sorted(ckpttool.__all__)
+    assert set(ckpttool.__all__) <= set(dir(ckpttool))
+    assert not set(ckpttool.__all__) & set(named_rooms())
+    for name in ckpttool.__all__:
+        assert isinstance(getattr(ckpttool, name), FunctionType | type), name
+
+
+def test_a_room_is_an_attribute() -> None:
+    import ckpttool
+
+    assert isinstance(ckpttool.digest.digest, FunctionType)
 
 
 def test_a_name_that_is_not_public_is_not_there() -> None:

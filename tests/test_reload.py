@@ -15,7 +15,8 @@ from test_elements import LAYOUTS, LAZY, WIDTHS, big_endian, numbers
 
 import ckpttool
 from ckpttool.errors import Mismatch, NoState, Refused
-from ckpttool.reload import live_tensors, reload
+from ckpttool import reload
+from ckpttool.live import live_tensors
 
 
 class Net(torch.nn.Module):

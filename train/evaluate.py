@@ -101,7 +101,7 @@ def work(job: Job) -> None:
 def evaluate(job: Job) -> Score:
     """The score, on every rank of the process group; rank 0 alone reads the file."""
     from ckpttool import ranks
-    from ckpttool.reload import reload
+    from ckpttool import reload
     from train import engine
 
     config, model = job.config, job.model

@@ -44,7 +44,7 @@ def command(file: str, model: str, state: str | None, **given: Any) -> None:
 def _diagnose(checkpoint: Checkpoint, spec: str, state: str | None) -> Diagnosis:
     from ..diagnose import Respec, diagnose
     from ..fit import Blueprint
-    from ..reload import accepts
+    from ..reloading import accepts
     from ..remedies import Case
     from ..resize import resized
     from ..skeleton import skeleton
