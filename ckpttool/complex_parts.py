@@ -108,11 +108,11 @@ def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
 
     def make(start: int, nbytes: int) -> Iterator[memoryview]:
         first, count = start // dtype.itemsize, nbytes // dtype.itemsize
-        values = (
+        left, right = (
             chain.from_iterable(stream(name, part) for part in stretches(tensor, first, count))
             for tensor in (real, imag)
         )
-        for a, b in _in_step(*values, CHUNK):
+        for a, b in _in_step(left, right, CHUNK):
             both = bytearray(len(a) * 2)
             numbers = memoryview(both).cast(FORMATS[width])
             numbers[0::2] = memoryview(a).cast(FORMATS[width])
