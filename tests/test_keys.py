@@ -461,7 +461,7 @@ def test_adding_what_was_stripped_is_the_file_again(keys: list[str], prefix: str
     paths = [".".join(parts[:count]) for count in range(len(parts) + 1)]
     paths += [prefix + key.rpartition(".")[0] for key in keys if "." in key]
     state = OrderedDict((prefix + key, torch.ones(1)) for key in keys)
-    state._metadata = OrderedDict.fromkeys(paths, {"version": 1})  # type: ignore[attr-defined]
+    state._metadata = OrderedDict((path, {"version": 1}) for path in paths)  # type: ignore[attr-defined]
     group = {"params": list(range(len(keys))), "param_names": list(state)}
     tree = {"model": state, "ema": dict(state), "optimizer": {"state": {}, "param_groups": [group]}}
     with tempfile.TemporaryDirectory() as folder:
