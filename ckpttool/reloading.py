@@ -17,7 +17,7 @@ from .diagnose import diagnose
 from .errors import Mismatch, Refused
 from .fit import Blueprint, Fit, compare
 from .live import live_tensors
-from .remedies import Case, companions, ties, wrappers
+from .remedies import Case, ties, wrappers
 from .skeleton import on_meta
 from .treatment import treat
 
@@ -97,10 +97,9 @@ def _fitting(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tupl
         The prefix that was taken off, `""` for none, and the state.
     """
     alone = replace(checkpoint, tree=state.container)
-    stripped = treat(Case(alone, state, blueprint, compare(state, blueprint), None, state), (wrappers,))
-    more = (companions, ties) if stripped.remedies else (ties,)
-    fitted = treat(stripped.case, more).case.state
-    prefix = "".join(remedy.command[-1] for remedy in stripped.remedies)
+    treated = treat(Case(alone, state, blueprint, compare(state, blueprint), None, state), (wrappers, ties))
+    fitted = treated.case.state
+    prefix = "".join(remedy.command[2] for remedy in treated.remedies if remedy.kind == "prefix")
     return prefix, replace(fitted, others={n: v for n, v in fitted.others.items() if n in blueprint.places})
 
 

@@ -70,7 +70,10 @@ def wrappers(case: Case) -> Iterator[Remedy]:
     """The prefix of a wrapper, or of several, in front of the keys."""
     for found in found_prefixes(case.state.tensors, case.state.versions):
         carried = f"{found.keys} of {found.of} keys"
-        yield _strip("prefix", f"'{found.prefix}' of {found.wrapper} is in front of {carried}", found.prefix)
+        own = [name for name in COMPANIONS if name in case.fit.unexpected]
+        flags = [word for name in own for word in ("--drop", name)]
+        message = f"'{found.prefix}' of {found.wrapper} is in front of {carried}"
+        yield _strip("prefix", message, found.prefix, *flags, drop=own)
 
 
 def wrappers_inside(case: Case) -> Iterator[Remedy]:
@@ -82,13 +85,13 @@ def wrappers_inside(case: Case) -> Iterator[Remedy]:
             yield _strip("prefix", message, prefix, "--anywhere", "--repeat")
 
 
-def _strip(kind: str, message: str, prefix: str, *flags: str) -> Remedy:
+def _strip(kind: str, message: str, prefix: str, *flags: str, drop: Iterable[str] = ()) -> Remedy:
     anywhere, repeat = "--anywhere" in flags, "--repeat" in flags
     return Remedy(
         kind,
         message,
         ("strip-prefix", "--prefix", prefix, *flags),
-        lambda c: keys.strip_prefix(c, prefix, repeat=repeat, anywhere=anywhere)[0],
+        lambda c: keys.strip_prefix(c, prefix, repeat=repeat, anywhere=anywhere, drop=drop)[0],
     )
 
 
@@ -293,12 +296,6 @@ def extras(case: Case) -> Iterator[Remedy]:
         f"the model has no place for {len(case.fit.unexpected)} entries ({shortened(case.fit.unexpected)})"
     )
     yield Remedy("extra", message, ("convert", *flags), lambda c: transforms.select(c, exclude=names)[0])
-
-
-def companions(case: Case) -> Iterator[Remedy]:
-    """What a wrapper keeps beside the model that it wraps, when it is all that is left over."""
-    if COMPANIONS.keys() >= set(case.fit.unexpected):
-        yield from extras(case)
 
 
 def same_order(case: Case) -> Iterator[Remedy]:

@@ -190,10 +190,8 @@ WAYS = {
     "FSDP by names": Way(lambda m: by_names(fsdp(m)), ("prefix",)),
     "activation checkpointing by names": Way(lambda m: by_names(checkpointed_inside(m)), ("prefix",)),
     "an average of timm's kind": Way(lambda m: ModelEma(m).state_dict(), ("prefix",)),
-    "AveragedModel": Way(lambda m: AveragedModel(m).state_dict(), ("prefix", "extra")),
-    "AveragedModel of DDP": Way(
-        lambda m: AveragedModel(nn.DataParallel(m)).state_dict(), ("prefix", "extra")
-    ),
+    "AveragedModel": Way(lambda m: AveragedModel(m).state_dict(), ("prefix",)),
+    "AveragedModel of DDP": Way(lambda m: AveragedModel(nn.DataParallel(m)).state_dict(), ("prefix",)),
     "a LightningModule's attribute": Way(
         lambda m: {"state_dict": prefixed(m.state_dict(), "model."), "pytorch-lightning_version": "2.6.0"},
         ("prefix",),
