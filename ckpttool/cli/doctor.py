@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,10 @@ from .console import mismatch_fields, printable
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
     from ..diagnose import Diagnosis, Problem
+
+
+WIDTH = 110
+"""Columns of a comment, where the terminal has no fewer."""
 
 
 @click.command("doctor")
@@ -90,10 +97,10 @@ def _script(found: Diagnosis, spec: str) -> Iterator[str]:
     """Commands, with everything else as comments of the shell."""
     verb = "loads" if found.loads else "does not load"
     why = f": {found.fit}" if found.fit.distance else ""
-    yield f"# {printable(found.path)} {verb} into {spec}{printable(why)}"
+    yield from _comment(f"{found.path} {verb} into {spec}{why}")
     wrong = [problem for problem in found.problems if not problem.is_remark]
     for problem in wrong:
-        yield f"# {problem.kind}: {printable(problem.message)}"
+        yield from _comment(f"{problem.kind}: {problem.message}")
         if problem.command and problem.command != found.then:
             yield problem.command
     if found.then is None:
@@ -102,6 +109,14 @@ def _script(found: Diagnosis, spec: str) -> Iterator[str]:
         yield found.then
     for problem in found.problems:
         if problem.is_remark:
-            yield f"# {problem.kind}: {printable(problem.message)}"
+            yield from _comment(f"{problem.kind}: {problem.message}")
             if problem.command:
                 yield f"#   {problem.command}"
+
+
+def _comment(text: str) -> list[str]:
+    """Lines that a shell passes over, as wide as is good to read or as the terminal is."""
+    width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
+    return textwrap.wrap(
+        printable(text), width, initial_indent="# ", subsequent_indent="#   ", break_long_words=False
+    )
