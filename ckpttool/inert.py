@@ -140,10 +140,8 @@ def tensor_of(value: object) -> TensorRef | None:
 def children(value: object) -> Iterator[object]:
     """The values directly inside a value."""
     if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                yield key
-            yield item
+        yield from (key for key in value if not isinstance(key, str))
+        yield from value.values()
         if isinstance(value, OrderedDict_) and value.attributes is not None:
             yield value.attributes
     elif isinstance(value, list | tuple | set | frozenset):
@@ -171,7 +169,7 @@ def in_brief(value: object) -> str:
     return value.type_name if isinstance(value, Record) else type(value).__name__
 
 
-LEAVES = (str, int, float, bytes, bytearray, complex, type(None), Global, Storage, TensorRef)
+LEAVES = (TensorRef, str, int, float, bytes, bytearray, complex, type(None), Global, Storage)
 
 
 def walk(root: object) -> Iterator[object]:

@@ -6,8 +6,10 @@ The tree is that of the names alone: `layers.0.attn.weight` is a tensor `weight`
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter, methodcaller
 from typing import NamedTuple
 
 from .tensor import TensorRef
@@ -85,22 +87,32 @@ def outline(tensors: Mapping[str, TensorRef]) -> Branch:
 
 
 def _entries(tensors: Mapping[str, TensorRef]) -> list[_Entry]:
+    """Each tensor with its form. Loops run in C where they can: there may be a hundred thousand."""
+    tied, is_buffer = _tied(tensors), methodcaller("endswith", BUFFERS)
+    types, shapes = (map(attrgetter(name), tensors.values()) for name in ("dtype.name", "shape"))
+    keys = list(zip(types, shapes, map(tied.__contains__, tensors), map(is_buffer, tensors), strict=True))
+    of_key = dict(zip(keys, tensors.values(), strict=True))
+    forms: dict[object, _Form] = {}
+    for key, tensor in of_key.items():
+        numel = 0 if key[2] else tensor.numel
+        forms[key] = _Form(*key[:3], 0 if key[3] else numel, numel * tensor.dtype.itemsize)
+    return list(zip(tensors, tensors.values(), map(forms.__getitem__, keys), strict=True))
+
+
+def _tied(tensors: Mapping[str, TensorRef]) -> set[str]:
+    """Names of tensors that stand under a name before."""
+    storages = Counter(map(id, map(attrgetter("storage"), tensors.values())))
+    if len(storages) == len(tensors):
+        return set()
     counted: set[tuple[object, ...]] = set()
-    forms: dict[tuple[object, ...], _Form] = {}
-    entries: list[_Entry] = []
+    tied: set[str] = set()
     for name, tensor in tensors.items():
-        view = (id(tensor.storage), tensor.offset, tensor.shape)
-        tied = view in counted
-        counted.add(view)
-        key = (tensor.dtype.name, tensor.shape, tied, name.endswith(BUFFERS))
-        form = forms.get(key)
-        if form is None:
-            numel = 0 if tied else tensor.numel
-            parameters = 0 if key[-1] else numel
-            nbytes = numel * tensor.dtype.itemsize
-            form = forms[key] = _Form(tensor.dtype.name, tensor.shape, tied, parameters, nbytes)
-        entries.append((name, tensor, form))
-    return entries
+        if storages[id(tensor.storage)] > 1:
+            view = (id(tensor.storage), tensor.offset, tensor.shape)
+            if view in counted:
+                tied.add(name)
+            counted.add(view)
+    return tied
 
 
 def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: int, levels: int) -> Branch:
@@ -124,8 +136,8 @@ def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: in
     if len(inside) == 1 and copies == 1:  # nothing to tell of the module around it
         only = inside[0]
         return replace(only, name=f"{name}.{only.name}" if name else only.name)
-    parameters = times * sum(form.parameters for _, _, form in entries)
-    nbytes = times * sum(form.nbytes for _, _, form in entries)
+    forms = [form for _, _, form in entries]
+    parameters, nbytes = (times * sum(map(attrgetter(each), forms)) for each in ("parameters", "nbytes"))
     tensors = tuple((key[start:], tensor) for key, tensor, _ in own)
     return Branch(name, copies, parameters, nbytes, len(entries) * times, tensors, tuple(inside))
 

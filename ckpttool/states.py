@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from .inert import Record, tensor_of
 from .modules import is_module
 from .naming import Path
+from .tensor import TensorRef
 
 # Where checkpoints keep the model's state, the likelier first. Copies that an average keeps come last: they
 # are asked for by name.
@@ -66,7 +67,9 @@ def candidates(root: object) -> Iterator[Path]:
                 below.extend(
                     ((*path, key), item)
                     for key, item in value.items()
-                    if isinstance(item, dict | Record) and isinstance(key, str)
+                    if type(item) is not TensorRef
+                    and isinstance(item, dict | Record)
+                    and isinstance(key, str)
                 )
         level = below
 

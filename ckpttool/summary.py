@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from .checkpoint import Checkpoint, State
 from .errors import NoState
-from .inert import in_brief
-from .naming import dotted
+from .inert import in_brief, tensor_of
+from .naming import Entry, contents, dotted
 from .other_values import OtherRow as OtherRow
 from .other_values import other_rows
 from .other_values import unknown_names as unknown_names
 from .outline import Branch, outline
 from .states import is_optimizer
-from .tensor import Storage, TensorRef
+from .tensor import TensorRef
 from .training import OptimizerRow, SchedulerRow, describe_optimizer, describe_scheduler
 from .wrappers import LIGHTNING, FoundPrefix, found_prefixes
 
@@ -78,7 +79,6 @@ class Summary:
     here: Kinds
     beside: Kinds
     unused: int
-    tensors: tuple[TensorRow, ...]
     optimizers: tuple[OptimizerRow, ...]
     schedulers: tuple[SchedulerRow, ...]
     other: tuple[OtherRow, ...]
@@ -105,9 +105,10 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     others = [dotted(path) for path in states]
     tensors = found.tensors if found else {}
     modules = outline(tensors)
-    everything = list(checkpoint.tensors())
-    mine = {id(tensor.storage) for tensor in tensors.values()}
-    beside = [tensor for _, tensor in everything if id(tensor.storage) not in mine]
+    here = _Looks(tensors.values())
+    outside = list(_outside(checkpoint, found))
+    everything = _Looks([*tensors.values(), *outside]) if outside else here
+    mine = {id(tensor.storage) for tensor in tensors.values()} if outside else set()
     optimizers, schedulers = _training_rows(checkpoint.tree)
     return Summary(
         path=checkpoint.path,
@@ -120,11 +121,10 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         parameters=modules.parameters,
         prefixes=tuple(_prefixes(checkpoint, found)) if found else (),
         modules=modules,
-        ties=tuple(_ties(tensors)),
-        here=_kinds(tensors.values()),
-        beside=_kinds(beside),
-        unused=_unused([tensor for _, tensor in everything]),
-        tensors=tuple(_tensor_rows(everything)),
+        ties=tuple(_ties(tensors)) if here.shared else (),
+        here=here.kinds(),
+        beside=_Looks(tensor for tensor in outside if id(tensor.storage) not in mine).kinds(),
+        unused=everything.unused(),
         optimizers=optimizers,
         schedulers=schedulers,
         other=tuple(other_rows(checkpoint, found)),
@@ -151,34 +151,62 @@ def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
             yield from (tuple(v) for v in views.values() if len(v) > 1 and tensors[v[0]].numel)
 
 
-def _kinds(tensors: Iterable[TensorRef]) -> Kinds:
-    dtypes: Counter[str] = Counter()
-    devices: Counter[str] = Counter()
-    views: set[tuple[object, ...]] = set()
-    nbytes = 0
-    for tensor in tensors:
-        dtypes[tensor.dtype.name] += 1
-        devices[tensor.storage.location] += 1
-        view = (id(tensor.storage), tensor.offset, tensor.shape)
-        if view not in views:
-            views.add(view)
-            nbytes += tensor.nbytes
-    return Kinds(dict(dtypes.most_common()), dict(devices.most_common()), nbytes)
+def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[TensorRef]:
+    """The tensors that stand elsewhere than directly in the state."""
+
+    def inside(value: object) -> Iterable[Entry] | None:
+        return state.others.items() if state is not None and value is state.container else contents(value)
+
+    return (tensor for _, value in checkpoint.named(inside) if (tensor := tensor_of(value)) is not None)
 
 
-def _unused(tensors: Iterable[TensorRef]) -> int:
-    """Bytes of storages that none of the tensors looks at, gaps between the elements of a view aside."""
-    spans: dict[int, tuple[Storage, list[tuple[int, int]]]] = {}
-    for tensor in tensors:
-        spans.setdefault(id(tensor.storage), (tensor.storage, []))[1].append(tensor.span)
-    unused = 0
-    for storage, looked_at in spans.values():
-        end = 0
-        for begin, stop in sorted(looked_at):
-            unused += max(begin - end, 0)
-            end = max(end, stop)
-        unused += storage.nbytes - end
-    return unused
+class _Looks:
+    """What some tensors look at. Most have a storage to themselves, and few forms: those are counted by form.
+
+    Attributes:
+        alone: one tensor for each form, and how many have it, of those with a storage of their own.
+        shared: the others, by the storage that they share.
+    """
+
+    def __init__(self, tensors: Iterable[TensorRef]) -> None:
+        tensors = list(tensors)
+        self.storages = {id(storage): storage for storage in map(attrgetter("storage"), tensors)}
+        self.shared: list[list[TensorRef]] = []
+        if len(self.storages) < len(tensors):
+            groups: dict[int, list[TensorRef]] = {}
+            for tensor in tensors:
+                groups.setdefault(id(tensor.storage), []).append(tensor)
+            tensors = [group[0] for group in groups.values() if len(group) == 1]
+            self.shared = [group for group in groups.values() if len(group) > 1]
+        forms = list(map(attrgetter("dtype.name", "shape", "stride"), tensors))
+        of_form = dict(zip(forms, tensors, strict=True))
+        self.alone = [(of_form[form], count) for form, count in Counter(forms).items()]
+
+    def kinds(self) -> Kinds:
+        dtypes: Counter[str] = Counter()
+        for tensor, count in self.alone:
+            dtypes[tensor.dtype.name] += count
+        devices = Counter(map(attrgetter("location"), self.storages.values()))
+        nbytes = sum(tensor.nbytes * count for tensor, count in self.alone)
+        for group in self.shared:
+            dtypes.update(tensor.dtype.name for tensor in group)
+            devices[group[0].storage.location] += len(group) - 1
+            nbytes += sum({(t.offset, t.shape): t.nbytes for t in reversed(group)}.values())
+        return Kinds(dict(dtypes.most_common()), dict(devices.most_common()), nbytes)
+
+    def unused(self) -> int:
+        """Bytes of storages that none of the tensors looks at, gaps between a view's elements aside."""
+        used = 0
+        for tensor, count in self.alone:
+            begin, stop = tensor.span
+            used += (stop - begin) * count
+        for group in self.shared:
+            end = 0
+            for begin, stop in sorted(tensor.span for tensor in group):
+                used += max(stop - max(begin, end), 0)
+                end = max(end, stop)
+        held: int = sum(map(attrgetter("data.nbytes"), self.storages.values()))
+        return held - used
 
 
 def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[SchedulerRow, ...]]:
@@ -205,9 +233,10 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
     return tuple(optimizers), tuple(schedulers)
 
 
-def _tensor_rows(tensors: Iterable[tuple[str, TensorRef]]) -> Iterator[TensorRow]:
+def tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
+    """Every tensor of a file, in the file's order."""
     first: dict[int, str] = {}
-    for name, tensor in tensors:
+    for name, tensor in checkpoint.tensors():
         owner = first.setdefault(id(tensor.storage), name)
         nbytes = tensor.nbytes
         shared = owner if owner is not name and nbytes else None

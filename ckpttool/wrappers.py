@@ -119,8 +119,9 @@ def _offered(keys: list[str], known: set[str], lightning: bool) -> Iterator[Foun
     wanted = dict(OFFERED)
     if lightning:
         wanted |= dict.fromkeys(ATTRIBUTES, "an attribute of a LightningModule")
+    carrying = [name for name in keys if name.startswith(tuple(wanted))]
     for prefix, wrapper in wanted.items():
-        count = sum(name.startswith(prefix) for name in keys) if prefix not in known else 0
+        count = sum(name.startswith(prefix) for name in carrying) if prefix not in known else 0
         if count:
             yield FoundPrefix(prefix, count, len(keys), wrapper, False, "its name alone tells")
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -41,37 +39,25 @@ def command(
       ckpttool inspect last.pt
     """
     from .. import formats
-    from ..summary import summarize
+    from ..summary import summarize, tensor_rows
     from .inspect_page import page, stats_table, tensor_lines
 
     console = options.console(given)
-    with _without_collector(), formats.open(file) as checkpoint:
+    with formats.open(file) as checkpoint:
         summary = summarize(checkpoint, state)
         stats = _measure(console, checkpoint) if measured else {}
         if console.json:
-            console.result("", _fields(summary, stats))
+            console.result("", _fields(summary, tensor_rows(checkpoint), stats))
             return
         width = _width()
         if listed:
-            lines = tensor_lines(summary.tensors, aligned=width is not None)
+            lines = tensor_lines(tensor_rows(checkpoint), aligned=width is not None)
         elif measured:
-            lines = stats_table(summary.tensors, stats, width)
+            lines = stats_table(tensor_rows(checkpoint), stats, width)
         else:
             lines = page(summary, depth, width, _lines(), everything=console.verbose)
         text = "\n".join(lines)
     console.result(text, {})
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Describing a hundred thousand tensors makes a million objects and no cycle among them."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _width() -> int | None:
@@ -96,7 +82,9 @@ def _measure(console: Console, checkpoint: Checkpoint) -> Mapping[str, Stats | N
     return found
 
 
-def _fields(summary: Summary, stats: Mapping[str, Stats | None]) -> dict[str, object]:
+def _fields(
+    summary: Summary, rows: Iterable[TensorRow], stats: Mapping[str, Stats | None]
+) -> dict[str, object]:
     return {
         "path": summary.path,
         "format": summary.format,
@@ -112,7 +100,7 @@ def _fields(summary: Summary, stats: Mapping[str, Stats | None]) -> dict[str, ob
         "unused_bytes": summary.unused,
         "optimizers": [asdict(row) for row in summary.optimizers],
         "schedulers": [asdict(row) for row in summary.schedulers],
-        "tensors": [_tensor_fields(row, stats) for row in summary.tensors],
+        "tensors": [_tensor_fields(row, stats) for row in rows],
         "other": [_other_fields(row) for row in summary.other],
         "unknown": summary.unknown,
         "metadata": summary.metadata,

@@ -208,7 +208,7 @@ def tensor_lines(rows: Iterable[TensorRow], *, aligned: bool) -> Iterator[str]:
 
 
 def stats_table(
-    rows: Sequence[TensorRow], stats: Mapping[str, Stats | None], width: int | None
+    rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
 ) -> Iterator[str]:
     """One line a tensor: what values it has."""
     cells: list[Sequence[str]] = [("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")]
