@@ -112,6 +112,25 @@ def test_with_json_the_error_is_one_object_on_stdout_and_the_line_on_stderr(
     assert ran.err == f"error: {message}\nhint: {hint}\n"
 
 
+def test_with_the_output_on_stdout_the_object_goes_where_the_result_would(cli: Any, tmp_path: Path) -> None:
+    ran = cli("slim", tmp_path / "missing.pt", "-", "--json")
+    assert (ran.code, ran.out) == (3, "")
+    assert json.loads(ran.err)["error"]["kind"] == "unreadable"
+
+
+def test_the_hint_for_an_output_that_exists_is_one_that_helps(cli: Any, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "in.pt")
+    hints = {
+        (): "write it anyway with --force",
+        (tmp_path,): "it is a folder that holds other files too: name a new folder, or a file in it",
+        (tmp_path, "--to", "torch-zip"): "it is a folder: name a file in it",
+        (tmp_path / "in.pt", "--to", "dcp"): "it is a file, and dcp is a folder: name a new folder",
+    }
+    for output, hint in hints.items():
+        ran = cli("convert", tmp_path / "in.pt", *(output or (tmp_path / "in.pt",)))
+        assert (ran.code, ran.err.splitlines()[1]) == (2, f"hint: {hint}")
+
+
 def test_quiet_is_not_silent_about_errors(cli: Any, tmp_path: Path) -> None:
     assert_one_line(cli("inspect", tmp_path / "missing.pt", "-q"), 3, "no such file")
 

@@ -68,12 +68,12 @@ def test_a_full_file_stays_full_when_its_keys_are_renamed(output: str, tmp_path:
     ckpttool.save(found, tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt")
     assert list(back) == list(TRAINING)
-    assert list(back["model"]) == ["a", "b"]
+    assert (list(back["model"]), list(back["ema"])) == (["a", "b"], ["a"])  # what carries the prefix loses it
     assert back["optimizer"]["param_groups"][0]["param_names"] == ["a"]
     assert back["epoch"] == 3
     if output == "out.safetensors":
         with safe_open(tmp_path / output, "pt") as file:
-            assert {"model.a", "model.b", "ema.module.a"} <= set(file.keys())
+            assert {"model.a", "model.b", "ema.a"} <= set(file.keys())
 
 
 def test_tensors_alone_are_taken_out_of_a_full_file_by_asking_for_them(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ..errors import CkptToolError, Mismatch
 from ..transfer import Progress
 
 if TYPE_CHECKING:
-    from ..fit import Fit
+    from ..diagnosis.fit import Fit
 
 BAR_FROM = 64 << 20
 """Bytes from which a progress bar is worth drawing."""
@@ -120,14 +120,21 @@ def show_names(names: Sequence[str], most: int = 4) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def fail(error: BaseException, *, as_json: bool) -> int:
-    """Says what went wrong and returns the exit code. Unknown faults are left to the caller."""
+def fail(error: BaseException, *, as_json: bool, to_stderr: bool = False) -> int:
+    """Says what went wrong and returns the exit code. Unknown faults are left to the caller.
+
+    Args:
+        as_json: one object on stdout, besides the line.
+        to_stderr: the output file goes to stdout: the object goes where the result would, and stands alone.
+    """
     kind, message, hint, code = describe(error)
     if as_json:
         body: dict[str, object] = {"kind": kind, "message": message, "hint": hint}
         if isinstance(error, Mismatch):
             body |= mismatch_fields(error)
-        click.echo(to_json({"error": body}))
+        click.echo(to_json({"error": body}), err=to_stderr)
+        if to_stderr:
+            return code
     click.echo(f"{_coloured('error:', 'red')} {printable(message)}", err=True)
     if hint:
         click.echo(f"{_coloured('hint:', 'cyan')} {printable(hint)}", err=True)

@@ -11,8 +11,18 @@ from .console import Console
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+
+def _streamed(ctx: click.Context, argument: click.Parameter, output: str) -> str:
+    """Tells whoever reports an error that stdout is the output file's."""
+    if isinstance(ctx.obj, dict):
+        ctx.obj["to_stderr"] = output == "-"
+    return output
+
+
 input_argument = click.argument("input", metavar="INPUT", type=click.Path(allow_dash=True))
-output_argument = click.argument("output", metavar="OUTPUT", type=click.Path(allow_dash=True))
+output_argument = click.argument(
+    "output", metavar="OUTPUT", type=click.Path(allow_dash=True), callback=_streamed
+)
 file_argument = click.argument("file", metavar="FILE", type=click.Path(allow_dash=True))
 
 state_option = click.option(

@@ -92,7 +92,7 @@ def save(
     name = os.fspath(path)
     kind = format_of_output(name, checkpoint, to)
     if name != "-" and os.path.lexists(name) and not force:
-        raise OutputExists(f"{name}: exists already", hint="write it anyway with --force")
+        raise OutputExists(f"{name}: exists already", hint=_way_out(name, kind))
     require_folder(name)
     _check_choices(name, kind, state, full, keep_copies, shard_size)
     whole = kind not in PICKLES and (checkpoint.full if full is None else full)
@@ -100,6 +100,18 @@ def save(
     if kind in folders.NAMES:
         return writing.saved(writing.folder(shard_size, verify, dry_run, progress))
     return writing.saved(writing.dry() if dry_run else writing.file(verify, progress))
+
+
+def _way_out(path: str, kind: str) -> str:
+    """What to do where there is something already; `--force` replaces neither other files nor other kinds."""
+    is_folder = os.path.isdir(path)
+    if is_folder and kind not in folders.NAMES:
+        return "it is a folder: name a file in it"
+    if is_folder and not all(map(sharding.is_of_a_checkpoint, os.listdir(path))):
+        return "it is a folder that holds other files too: name a new folder, or a file in it"
+    if kind in folders.NAMES and not is_folder:
+        return f"it is a file, and {kind} is a folder: name a new folder"
+    return "write it anyway with --force"
 
 
 def _check_choices(
