@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from . import formats
 from .checkpoint import Checkpoint, State
-from .diagnose import diagnose
+from .diagnosis import diagnose
+from .diagnosis.case import Case
+from .diagnosis.fit import Blueprint, Fit, compare
+from .diagnosis.name_remedies import wrappers
+from .diagnosis.treatment import treat
+from .diagnosis.value_remedies import ties
 from .errors import Mismatch, Refused
-from .fit import Blueprint, Fit, compare
 from .live import live_tensors
-from .remedies import Case, ties, wrappers
 from .skeleton import on_meta
-from .treatment import treat
 
 if TYPE_CHECKING:
     import torch

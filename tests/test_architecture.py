@@ -129,10 +129,11 @@ def test_the_ground_rests_on_nothing_above_it() -> None:
         assert found <= GROUND, name
 
 
-# The page: every room stands in one of its two tables, and imports only from those above it.
+# The page: every room stands in one of its tables, and imports only from those above it.
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-FOLDERS = {"formats", "cli"}
+OPEN = ("formats", "diagnosis")  # folders whose files have a table of their own
+FOLDERS = {*OPEN, "cli"}
 
 
 def rows(text: str) -> list[str]:
@@ -142,18 +143,21 @@ def rows(text: str) -> list[str]:
 
 
 def order() -> list[str]:
-    """All rooms from the ground up, those of `formats/` in the place of that folder."""
+    """All rooms from the ground up, those of a folder in the place of that folder."""
     text = PAGE.partition("## Rooms")[2].partition("## Who may call whom")[0]
-    whole, _, inside = text.partition("Inside `formats/`")
+    whole, *inside = re.split(r"^Inside `", text, flags=re.MULTILINE)
     found = rows(whole)
-    at = found.index("formats")
-    return [*found[:at], *(f"formats.{name}" for name in rows(inside)), "formats", *found[at + 1 :]]
+    for part in inside:
+        folder = part.partition("/`")[0]
+        at = found.index(folder)
+        found[at:at] = [f"{folder}.{name}" for name in rows(part)]
+    return found
 
 
 def place(module: str) -> str:
-    """A module as the page names it: a room of the library or of `formats/`; the command line is one."""
+    """A module as the page names it: a room, also of a folder with a table; the command line is one."""
     parts = module.split(".")[1:]
-    return ".".join(parts[:2]) if parts[:1] == ["formats"] else "".join(parts[:1])
+    return ".".join(parts[:2]) if parts[:1] and parts[0] in OPEN else "".join(parts[:1])
 
 
 def named_rooms() -> dict[str, Path]:

@@ -15,7 +15,7 @@ from .console import mismatch_fields, printable
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
-    from ..diagnose import Diagnosis, Problem
+    from ..diagnosis import Diagnosis, Problem
 
 
 WIDTH = 110
@@ -49,11 +49,11 @@ def command(file: str, model: str, state: str | None, **given: Any) -> None:
 
 
 def _diagnose(checkpoint: Checkpoint, spec: str, state: str | None) -> Diagnosis:
-    from ..diagnose import Respec, diagnose
-    from ..fit import Blueprint
+    from ..diagnosis import Respec, diagnose
+    from ..diagnosis.case import Case
+    from ..diagnosis.fit import Blueprint
+    from ..diagnosis.resize import resized
     from ..reloading import accepts
-    from ..remedies import Case
-    from ..resize import resized
     from ..skeleton import skeleton
 
     model = skeleton(spec)

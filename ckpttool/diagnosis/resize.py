@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from . import factory
-from .errors import UsageFault
+from .. import factory
+from ..errors import UsageFault
+from ..skeleton import skeleton
+from .case import Case
 from .fit import Blueprint, Fit, compare
-from .remedies import Case
-from .skeleton import skeleton
 
 BUILDS = 16
 """Models that are built in the search, at most."""

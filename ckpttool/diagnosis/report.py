@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from . import misfits, transforms
-from .checkpoint import Checkpoint, State, dotted, is_optimizer
-from .errors import NoState
+from .. import transforms
+from ..checkpoint import Checkpoint, State, dotted, is_optimizer
+from ..errors import NoState
+from ..inert import walk
+from ..optimizer import OrderCheck, mismatched_order
+from . import misfits
+from .case import Case
 from .fit import Blueprint, Fit, compare, shortened
-from .inert import walk
-from .optimizer import OrderCheck, mismatched_order
-from .remedies import Case
 from .treatment import Accepts, Treatment, declines, treat
 
 STATES = 8

@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .checkpoint import State
-from .errors import CkptToolError
+from ..checkpoint import State
+from ..errors import CkptToolError
+from . import name_remedies, value_remedies
+from .case import Case, Finder, Remedy
 from .fit import Fit, compare
-from .remedies import FINDERS, Case, Finder, Remedy
+
+FINDERS: tuple[Finder, ...] = (
+    value_remedies.complex_parts,
+    name_remedies.wrappers,
+    name_remedies.wrappers_inside,
+    name_remedies.prefixes,
+    name_remedies.renamed_parts,
+    value_remedies.counters,
+    value_remedies.ties,
+    value_remedies.layouts,
+    value_remedies.shapes,
+    name_remedies.same_order,
+    value_remedies.extras,
+)
+"""From what is certain to what is a guess: an earlier one is tried first."""
 
 ROUNDS = 12
 """Remedies one after another, at most."""

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .checkpoint import State
-from .tensor import TensorRef
+from ..checkpoint import State
+from ..tensor import TensorRef
 
 if TYPE_CHECKING:
     import torch

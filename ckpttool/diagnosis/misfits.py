@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from .case import Case
 from .fit import Fit, shortened
-from .remedies import Case
 
 # Names by which tensors of another kind are known, and what to do with them.
 KINDS = (

@@ -1,0 +1,131 @@
+"""Remedies where tensors differ: axes, sizes and types, ties, counters, and entries that are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import permutations
+
+from .. import layout, transforms
+from .case import Case, Remedy
+from .fit import COUNTER, shortened
+from .patterns import Sizes, grouped
+
+
+def complex_parts(case: Case) -> Iterator[Remedy]:
+    """Complex tensors as pairs of real ones, in the file or in the model."""
+    if any(f"{name}.real" in case.state.tensors for name in case.fit.missing):
+        yield Remedy(
+            "complex",
+            "the file has complex tensors as pairs NAME.real and NAME.imag",
+            ("convert", "--complex", "join"),
+            lambda c: transforms.join_complex(c)[0],
+        )
+    if any(name.removesuffix(".real") in case.fit.unexpected for name in case.fit.missing):
+        yield Remedy(
+            "complex",
+            "the model has complex tensors as pairs NAME.real and NAME.imag",
+            ("convert", "--complex", "split"),
+            lambda c: transforms.split_complex(c)[0],
+        )
+
+
+def counters(case: Case) -> Iterator[Remedy]:
+    """BatchNorm's counters, which older files and other frameworks lack."""
+    lacking = [name for name in case.fit.missing if name.endswith(COUNTER)]
+    if lacking:
+        from ..batchnorm_state import convert
+
+        yield Remedy(
+            "counters",
+            f"{len(lacking)} BatchNorm layers lack '{COUNTER}'",
+            ("convert-batchnorm", "--to", "plain"),
+            lambda c: convert(c, "plain")[0],
+        )
+
+
+def ties(case: Case) -> Iterator[Remedy]:
+    """Tensors that the model shares between names, and the file has under one of them."""
+    places = case.blueprint.places
+    there: dict[str, str] = {}
+    for name, place in places.items():
+        if name in case.state.tensors:
+            there.setdefault(place.first, name)
+    pairs = [(name, there[places[name].first]) for name in case.fit.missing if places[name].first in there]
+    if pairs:
+        tied = shortened(tuple(f"{new} = {old}" for new, old in pairs))
+        flags = [word for new, old in pairs for word in ("--tie", f"{new}={old}")]
+        message = f"the file has tied tensors under one name alone ({tied})"
+        yield Remedy("ties", message, ("convert", *flags), lambda c: layout.tie(c, pairs))
+
+
+def layouts(case: Case) -> Iterator[Remedy]:
+    """Tensors whose axes are in another order than the model's: transposed, or channels last."""
+    orders = {}
+    for name, *_ in case.fit.mismatched:
+        axes = _order(case.state.tensors[name].shape, case.blueprint.places[name].shape)
+        if axes:
+            orders[name] = axes
+    if orders:
+        rules = grouped(orders, case.state.tensors)
+        flags = [word for glob, axes in rules for word in ("--permute", f"{glob}={_listed(axes)}")]
+        message = f"{len(orders)} tensors have their axes in another order ({shortened(tuple(orders))})"
+        message += _either_way(case, orders)
+        yield Remedy("layout", message, ("convert", *flags), lambda c: layout.permute(c, rules)[0])
+
+
+# Of convolutions in TensorFlow's order of axes (WIO, HWIO, DHWIO), and of images with their channels last.
+USUAL: tuple[Sizes, ...] = ((2, 1, 0), (3, 2, 0, 1), (0, 3, 1, 2), (4, 3, 0, 1, 2))
+
+
+def _order(theirs: Sizes, ours: Sizes | None) -> Sizes | None:
+    """The order of axes that makes one shape of the other; of several, a framework's own comes first."""
+    if ours is None or len(theirs) > 5 or sorted(theirs) != sorted(ours):
+        return None
+    orders = [*USUAL, *permutations(range(len(theirs)))]
+    return next(axes for axes in orders if len(axes) == len(ours) and tuple(theirs[a] for a in axes) == ours)
+
+
+def _either_way(case: Case, orders: Mapping[str, Sizes]) -> str:
+    """A warning of square matrices beside transposed ones: their shapes can't tell."""
+    square = [
+        name
+        for name, tensor in case.state.tensors.items()
+        if name not in orders and len(tensor.shape) == 2 and len(set(tensor.shape)) == 1
+    ]
+    if not square or (1, 0) not in orders.values():
+        return ""
+    return f"; of {len(square)} square ones no shape tells whether they are too ({shortened(tuple(square))})"
+
+
+def shapes(case: Case) -> Iterator[Remedy]:
+    """Tensors with more or fewer axes of size 1: a linear layer and a 1×1 convolution."""
+    sizes: dict[str, Sizes] = {}
+    for name, *_ in case.fit.mismatched:
+        theirs, ours = case.state.tensors[name].shape, case.blueprint.places[name].shape
+        if ours is not None and [n for n in theirs if n != 1] == [n for n in ours if n != 1]:
+            sizes[name] = ours
+    if sizes:
+        rules = grouped(sizes, case.state.tensors)
+        flags = [word for glob, shape in rules for word in ("--reshape", f"{glob}={_listed(shape)}")]
+        message = f"{len(sizes)} tensors have more or fewer axes of size 1 ({shortened(tuple(sizes))})"
+        yield Remedy("shape", message, ("convert", *flags), lambda c: layout.reshape(c, rules)[0])
+
+
+def extras(case: Case) -> Iterator[Remedy]:
+    """Entries that the model has no place for, when it lacks nothing, and but a few sizes differ."""
+    if (
+        case.fit.missing
+        or not case.fit.unexpected
+        or 10 * len(case.fit.mismatched) > len(case.blueprint.places)
+    ):
+        return
+    names = [pattern for pattern, _ in grouped(dict.fromkeys(case.fit.unexpected, ()), case.state.container)]
+    flags = [word for name in names for word in ("--exclude", name)]
+    message = (
+        f"the model has no place for {len(case.fit.unexpected)} entries ({shortened(case.fit.unexpected)})"
+    )
+    yield Remedy("extra", message, ("convert", *flags), lambda c: transforms.select(c, exclude=names)[0])
+
+
+def _listed(sizes: Sizes) -> str:
+    return ",".join(map(str, sizes))
