@@ -123,8 +123,7 @@ def pool_over_ranks(
 
     from . import ranks
 
-    means = [layer.running_mean.double().cpu() for layer in layers]  # type: ignore[union-attr,operator]
-    variances = [layer.running_var.double().cpu() for layer in layers]  # type: ignore[union-attr,operator]
+    means, variances = _statistics(layers, "running_mean"), _statistics(layers, "running_var")
     sizes = [values / batches if batches else 0.0 for values, batches in met]
     weights = [
         values if layer.momentum is None else size
@@ -135,7 +134,7 @@ def pool_over_ranks(
 
     def averaged(values: list[torch.Tensor]) -> list[torch.Tensor]:
         own = [v * w if w else torch.zeros_like(v) for v, w in zip(values, weights, strict=True)]
-        summed = ranks.total(torch.cat([*own, torch.zeros(0, dtype=torch.float64)])).split(widths)
+        summed = ranks.total(torch.cat([*own, torch.zeros(0, dtype=torch.float64)])).split_with_sizes(widths)
         return [one / every for one, every in zip(summed, total, strict=True)]
 
     mean = averaged(means)
@@ -149,6 +148,11 @@ def pool_over_ranks(
         (every, spread * (n / (n - 1))) if n > 1 else (own, own_variance)
         for every, spread, n, own, own_variance in zip(mean, biased, count, means, variances, strict=True)
     ]
+
+
+def _statistics(layers: Sequence[torch.nn.Module], name: str) -> list[torch.Tensor]:
+    """A buffer of each layer, in float64 on the CPU."""
+    return [layer.get_buffer(name).double().cpu() for layer in layers]
 
 
 def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from test_elements import LAYOUTS, LAZY, WIDTHS, big_endian, numbers
 
 import ckpttool
-from ckpttool.errors import Mismatch, NoState, Refused
 from ckpttool import reload
+from ckpttool.errors import Mismatch, NoState, Refused
 from ckpttool.live import live_tensors
 
 
