@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from ckpttool import cli as command_line
 from ckpttool.cli import console
+from ckpttool.cli.console import MAX_INDENTED, to_json
 
 
 @pytest.fixture
@@ -109,3 +112,13 @@ def test_a_bar_keeps_its_shape_when_the_work_was_underestimated(monkeypatch: pyt
 
 def test_where_there_is_no_terminal_there_is_no_bar(many: Path, process: Any) -> None:
     assert b"%|" not in process("verify", many).stderr
+
+
+@pytest.mark.parametrize("odd", [math.nan, -math.inf, (1, math.inf)], ids=str)
+def test_large_json_says_the_same_on_few_lines(odd: Any) -> None:
+    data = {"rows": [{"name": f"é\ud800{i}", "value": None} for i in range(3)], "odd": odd, "map": {"a": 1}}
+    large = data | {"much": "x" * MAX_INDENTED}
+    small, much = json.loads(to_json(data)), json.loads(to_json(large))
+    assert {key: much[key] for key in small} == small
+    assert len(to_json(large).splitlines()) == 2 + len(large)
+    assert "NaN" not in to_json(large) and "Infinity" not in to_json(large)

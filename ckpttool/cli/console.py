@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 BAR_FROM = 64 << 20
 """Bytes from which a progress bar is worth drawing."""
 
+MAX_INDENTED = 1 << 20
+"""Characters of JSON that are laid out for the eye."""
+
 
 @dataclass(frozen=True, slots=True)
 class Console:
@@ -80,7 +83,17 @@ class Console:
 
 
 def to_json(data: Mapping[str, object]) -> str:
-    """JSON that every reader takes: no NaN, and text with lone surrogates escaped."""
+    """JSON that every reader takes: no NaN, and text with lone surrogates escaped.
+
+    What nobody reads by eye has one line a field: an indent takes Python's own encoder, ten times as slow.
+    """
+    try:
+        fields = {key: json.dumps(value, allow_nan=False) for key, value in data.items()}
+    except (TypeError, ValueError):
+        data = {key: _finite(value) for key, value in data.items()}
+        fields = {key: json.dumps(value, allow_nan=False) for key, value in data.items()}
+    if sum(map(len, fields.values())) > MAX_INDENTED:
+        return "{\n" + ",\n".join(f"  {json.dumps(key)}: {text}" for key, text in fields.items()) + "\n}"
     return json.dumps(_finite(data), indent=2, allow_nan=False)
 
 

@@ -51,7 +51,7 @@ def command(
             return
         width = _width()
         if listed:
-            lines = tensor_lines(tensor_rows(checkpoint), aligned=width is not None)
+            lines = tensor_lines(tensor_rows(checkpoint), width)
         elif measured:
             lines = stats_table(tensor_rows(checkpoint), stats, width)
         else:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..outline import shape_in_words, tensors_in_words
 from ..training import in_words
+from .columns import columns, cut, left, right, table, wrapped
 from .console import counted, printable, show_bytes, show_names
 
 if TYPE_CHECKING:
@@ -46,8 +46,11 @@ def page(
     if other:
         yield ""
         yield "other contents"
-        names = min(max(len(name) for name, _ in other), 48)
-        yield from (_cut(f"  {name:{names}}  {value}".rstrip(), width) for name, value in other)
+        names = min(max(columns(name) for name, _ in other), 48)
+        most = width and names  # where there is no width nothing is cut
+        yield from (
+            cut(f"  {left(cut(name, most), names)}  {value}".rstrip(), width) for name, value in other
+        )
 
 
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
@@ -133,19 +136,18 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
     shown = lines if everything else lines[:MAX_LINES]
     where = printable(summary.state or "")
     names = [_module(level, branch, where) for level, branch in shown]
-    first = max(map(len, names))
+    first = max(map(columns, names))
     if width:
         first = min(first, max(24, width // 2))
     counts = [f"{branch.parameters:,}" for _, branch in shown]
     sizes = [show_bytes(branch.nbytes) for _, branch in shown]
     second, third = max(len("parameters"), *map(len, counts)), max(map(len, sizes))
-    yield _cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
+    yield cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
     deepest = max(level for level, _ in lines)
     for name, count, size, (level, branch) in zip(names, counts, sizes, shown, strict=True):
         inside = _inside(branch, usual, closed=level == deepest)
-        yield _cut(
-            f"{_cut(name, first):{first}}  {count:>{second}}  {size:>{third}}  {inside}".rstrip(), width
-        )
+        figures = f"{right(count, second)}  {right(size, third)}"
+        yield cut(f"{left(cut(name, first), first)}  {figures}  {inside}".rstrip(), width)
     if len(lines) > len(shown):
         yield f"and {len(lines) - len(shown):,} more: -v shows them all"
 
@@ -189,11 +191,11 @@ def _value(row: OtherRow) -> str:
     return printable(row.type) + (f" of {row.size}" if row.size is not None else "")
 
 
-def tensor_lines(rows: Iterable[TensorRow], *, aligned: bool) -> Iterator[str]:
+def tensor_lines(rows: Iterable[TensorRow], width: int | None) -> Iterator[str]:
     """One line a tensor: name, dtype, shape, bytes, and the name it shares memory with.
 
     Args:
-        aligned: columns for the eye; else tabs, for grep, cut and awk.
+        width: columns for the eye, so many; None: tabs, for grep, cut and awk.
     """
     cells = [
         (
@@ -202,9 +204,7 @@ def tensor_lines(rows: Iterable[TensorRow], *, aligned: bool) -> Iterator[str]:
         )
         for row in rows
     ]
-    if not aligned:
-        return map("\t".join, cells)
-    return _aligned(cells, left=(0, 1, 4))
+    return map("\t".join, cells) if width is None else table(cells, (0, 1, 4), width)
 
 
 def stats_table(
@@ -221,7 +221,7 @@ def stats_table(
         shape = shape_in_words(row.shape)
         cells.append((printable(row.name), row.dtype, shape, *map(_number, numbers), last))
     if len(cells) > 1:
-        yield from (_cut(line, width) for line in _aligned(cells, left=(0, 1)))
+        yield from table(cells, (0, 1), width)
 
 
 def _number(value: float | int | None) -> str:
@@ -230,20 +230,9 @@ def _number(value: float | int | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
-def _aligned(cells: Sequence[Sequence[str]], left: tuple[int, ...]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        padded = (f"{cell:{'<' if i in left else '>'}{widths[i]}}" for i, cell in enumerate(row))
-        yield "  ".join(padded).rstrip()
-
-
-def _cut(line: str, width: int | None) -> str:
-    return line if width is None or len(line) <= width else line[: max(width - 1, 1)] + "…"
-
-
 def _folded(line: str, width: int | None) -> list[str]:
     """A fact on as many lines as the width asks for."""
-    if width is None or len(line) <= width:
+    if width is None or columns(line) <= width:
         return [line]
-    parts = textwrap.wrap(line[INDENT:], max(width - INDENT, 20), break_on_hyphens=False)
+    parts = wrapped(line[INDENT:], max(width - INDENT, 20))
     return [(" " * INDENT if i else line[:INDENT]) + part for i, part in enumerate(parts)]
