@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+from glob import glob
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpttool import __version__, cast
+from ckpttool import __version__, cast, predictions
 from ckpttool.cli import SECTIONS, group
 from ckpttool.cli.convert import FORMATS
 from ckpttool.formats import folders, saving
@@ -39,6 +41,15 @@ def prepare(folder: Path, example: str) -> None:
     torch.save(norm, folder / "old.pt")
     for name in ("epoch8.pt", "epoch9.pt"):
         torch.save({"model": net.state_dict(), "epoch": 8}, folder / name)
+    (folder / "eval").mkdir()
+    for rank in range(2):
+        index = np.arange(rank, 5, 2)
+        predictions.write(
+            folder / f"eval/rank{rank}.safetensors",
+            predictions.Predictions(index, index % 2, index % 2, index / 4),
+            predictions.Evaluation(2, 5),
+            rank,
+        )
 
 
 ANSWERS = ("diff", "doctor", "verify")
@@ -68,7 +79,7 @@ def test_the_example_works_when_pasted(
 ) -> None:
     prepare(tmp_path, example)
     monkeypatch.chdir(tmp_path)
-    words = shlex.split(example)[1:]
+    words = [word for text in shlex.split(example)[1:] for word in sorted(glob(text)) or [text]]
     with group.commands[words[0]].make_context(words[0], words[1:]) as parsed:
         if output := parsed.params.get("output"):  # an example writes a file that is not there yet
             (tmp_path / output).unlink(missing_ok=True)

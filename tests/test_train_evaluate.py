@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +36,132 @@ def score_on_ranks(rank: int, world_size: int, arguments: list[str]) -> Any:
     return evaluate.as_json(job, evaluate.evaluate(job))
 
 
-@pytest.mark.parametrize("size", [1, 3])
+def without_ranks(score: dict[str, Any]) -> str:
+    """A score to the last digit, less the one field that tells how many ranks there were."""
+    return json.dumps({name: value for name, value in score.items() if name not in ("checkpoint", "ranks")})
+
+
+@pytest.fixture(scope="session")
+def scored_alone() -> dict[str, str]:
+    """Scores on one rank, by data set: what all others are held against."""
+    return {}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_the_published_resnet20_gets_776_of_846_right_and_rank_0_alone_reads_it(
-    run_ranks, resnet20, pictures, size
+    run_ranks, resnet20, pictures, size, scored_alone
 ):
     arguments = [str(resnet20), "--model", "resnet20", "--data", f"folder:{pictures}"]
-    answers = run_ranks(size, score_on_ranks, arguments, timeout=60)
+    answers = run_ranks(size, score_on_ranks, arguments, timeout=200)
     for answer in answers:
         assert (answer["correct"], answer["samples"], answer["ranks"]) == (776, 846, size)
         assert len(answer["per_class"]) == 10
         assert sum(one["correct"] for one in answer["per_class"]) == 776
         assert answer["per_class"][3]["class"] == "cat"
         assert answer["accuracy"] == 776 / 846
+        assert without_ranks(answer) == scored_alone.setdefault("pictures", without_ranks(answer))
+
+
+@pytest.fixture
+def simple_cnn(tmp_path) -> Path:
+    model = trainings.seeded(lambda: models.build("simple-cnn", shape=(1, 8, 8), classes=10))
+    torch.save(model.state_dict(), tmp_path / "cnn.pt")
+    return tmp_path / "cnn.pt"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("data", ["digits", "fake:10"])
+def test_any_number_of_ranks_gives_the_same_digits(run_ranks, simple_cnn, saved, size, data):
+    """Of the digits, and of two samples: fewer than ranks."""
+    given = [str(simple_cnn), "--model", "simple-cnn"]
+    if data != "digits":
+        given = [str(saved / "plain.pt"), "--model", "resnet20"]
+    (alone,) = run_ranks(1, score_on_ranks, [*given, "--data", data], timeout=200)
+    for answer in run_ranks(size, score_on_ranks, [*given, "--data", data], timeout=200):
+        assert answer["ranks"] == size
+        assert without_ranks(answer) == without_ranks(alone)
+
+
+def certify_on_ranks(rank: int, world_size: int, arguments: list[str]) -> None:
+    evaluate.evaluate(evaluate.prepare(parse(arguments)))
+
+
+def test_the_certificate_says_what_the_files_of_the_ranks_say(run_ranks, saved, tmp_path, cli):
+    out = tmp_path / "eval"
+    arguments = [str(saved / "ddp.pt"), "--model", "resnet20", "--data", "fake:100", "--out", str(out)]
+    run_ranks(3, certify_on_ranks, arguments, timeout=200)
+    files = [str(out / f"rank{rank}.safetensors") for rank in range(3)]
+    assert sorted(map(str, out.iterdir())) == [str(out / "eval.json"), *files]
+    said = json.loads((out / "eval.json").read_text())
+    assert said.pop("checkpoint") == str(saved / "ddp.pt")
+    assert cli("gather-metrics", *files, "--json").json == said
+    assert said["digest"] == cli("digest", saved / "ddp.pt", "--json").json["digest"]
+    assert (said["samples"], said["rank_samples"], said["threads"]) == (20, [20, 0, 0], 1)
+    assert cli("gather-metrics", *files[1:]).code == 1
+
+
+def test_an_evaluation_is_overwritten_only_when_asked_and_leaves_no_older_file(saved, tmp_path, capsys):
+    out = tmp_path / "eval"
+    out.mkdir()
+    for name in ("rank7.safetensors", "eval.json", "notes.txt"):
+        (out / name).write_text("older")
+    arguments = [str(saved / "plain.pt"), "--model", "resnet20", "--data", "fake:20", "--out", str(out)]
+    assert main(arguments) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main([*arguments, "--force"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["eval.json", "notes.txt", "rank0.safetensors"]
+
+
+BROKEN = """
+import time, torch
+from torch.utils.data import TensorDataset
+
+class Broken(TensorDataset):
+    def __getitem__(self, index):
+        if index == 300:
+            raise ValueError("sample 300 is broken")
+        time.sleep(0.001)
+        return super().__getitem__(index)
+
+def make():
+    train = TensorDataset(torch.zeros(20, 1, 8, 8), torch.arange(20) % 10)
+    return train, Broken(torch.zeros(4000, 1, 8, 8), torch.arange(4000) % 10)
+"""
+
+
+def fail_on_one(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str, float]:
+    began = time.monotonic()
+    try:
+        evaluate.evaluate(evaluate.prepare(parse(arguments)))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "evaluated", "", time.monotonic() - began
+
+
+def test_a_rank_that_fails_ends_all_with_its_error_at_once(run_ranks, simple_cnn, tmp_path):
+    """Sample 300 stands in the third batch, which is rank 2's first: nobody goes on to a second one."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    arguments = [str(simple_cnn), "--model", "simple-cnn", "--data", f"{tmp_path / 'broken.py'}:make"]
+    answers = run_ranks(3, fail_on_one, arguments, timeout=200)
+    assert [name for name, *_ in answers] == ["RankFailed", "RankFailed", "ValueError"]
+    assert all("sample 300 is broken" in said for _, said, _ in answers)
+
+
+def test_the_same_of_processes_that_were_spawned_and_the_exit_code_tells(simple_cnn, tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    program = [sys.executable, str(ROOT / "train" / "evaluate.py"), str(simple_cnn), "--model", "simple-cnn"]
+    for data, code, said in (
+        ("digits", 0, "on 2 ranks"),
+        (f"{tmp_path / 'broken.py'}:make", 1, "sample 300 is broken"),
+    ):
+        ran = subprocess.run(
+            [*program, "--data", data, "--spawn", "2", "--timeout", "500"],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+        assert (ran.returncode, said in ran.stdout + ran.stderr) == (code, True), ran.stderr
 
 
 FILES = ["ddp.pt", "plain.pt", "legacy.th", "plain.safetensors"]
@@ -72,7 +189,7 @@ def test_every_form_of_a_checkpoint_gives_the_same_numbers(saved, capsys):
         assert answer.pop("checkpoint") == str(saved / name)
         found.append(answer)
     assert found == [found[0]] * len(FILES)
-    assert set(found[0]) == {"correct", "samples", "accuracy", "loss", "per_class", "ranks"}
+    assert set(found[0]) == {"correct", "samples", "accuracy", "loss", "per_class", "ranks", "threads"}
     assert found[0]["samples"] == 20
 
 
@@ -111,6 +228,7 @@ def test_the_numbers_are_those_of_plain_pytorch(saved, capsys):
         (["ddp.pt", "--model", "no-such", "--data", "fake:9"], 2, "no such model"),
         (["ddp.pt", "--data", "fake:9"], 2, "--model"),
         (["--model", "resnet20"], 2, "CKPT"),
+        (["ddp.pt", "--model", "resnet20", "--threads", "0"], 2, "--threads 0: is less than 1"),
     ],
     ids=[
         "no file",
@@ -120,6 +238,7 @@ def test_the_numbers_are_those_of_plain_pytorch(saved, capsys):
         "no model",
         "model not given",
         "nothing given",
+        "no threads",
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True], ids=["words", "json"])

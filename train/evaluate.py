@@ -3,14 +3,22 @@
     python train/evaluate.py runs/a/best.pt --model simple-cnn --data digits
     torchrun --nproc-per-node 3 train/evaluate.py model.safetensors --model resnet20 --data folder:pictures
 
+    python train/evaluate.py model.pt --model simple-cnn --spawn 2 --out eval    # without torchrun
+
 Any checkpoint that ckpttool reads: saved from DDP or not, .pt, legacy .th or .safetensors. Only rank 0 reads
-it. Every test sample is scored once; a folder with one level of classes is the test set itself.
+it. Every test sample is scored once; a folder with one level of classes is the test set itself. `--out` gets
+
+    eval.json            the numbers, and what they rest on: every sample once, of which checkpoint
+    rank0.safetensors    what rank 0 found of its samples, and so on
+
+from which `ckpttool gather-metrics eval/rank*.safetensors` computes the numbers again.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,8 +31,12 @@ from train.config import DataConfig, check_pictures
 if TYPE_CHECKING:
     from torch import nn
 
+    from ckpttool.certificate import Certificate
     from train.data import Data
-    from train.engine import Score
+    from train.evaluation import Evaluated
+
+STATEMENT = "eval.json"
+RANK_FILE = re.compile(r"rank\d+\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -33,9 +45,13 @@ class EvaluateConfig(DataConfig):
     model: str = ""
     state: str | None = None
     json: bool = False
+    out: str | None = None
+    force: bool = False
+    threads: int = 1
     workers: int = 0
     backend: str = "auto"
     timeout: float = 600.0
+    spawn: int | None = None
 
 
 @dataclass(frozen=True)
@@ -54,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = parse(arguments)
     except UsageFault as fault:
         return launch.complain(fault, echo=launch.rank() != 0, as_json="--json" in arguments)
+    if config.spawn:
+        return launch.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
     return launch.run_program(lambda: prepare(config), work, as_json=config.json)
 
 
@@ -73,17 +91,46 @@ def parse(arguments: Sequence[str]) -> EvaluateConfig:
     )
     parser.add_argument("--state", metavar="WHERE", help="which state to take, when the file holds several")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        help=f"for {STATEMENT} and one file of predictions a rank; nothing if not given",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite an evaluation in --out")
     flags.add_data_flags(parser)
-    flags.add_start_flags(parser)
+    start = flags.add_start_flags(parser)
+    start.add_argument(
+        "--threads",
+        type=int,
+        default=EvaluateConfig.threads,
+        metavar="N",
+        help="of each rank, on the CPU; their number changes the last bits (1)",
+    )
+    start.add_argument(
+        "--spawn", type=int, metavar="N", help="start N ranks on this machine, without torchrun"
+    )
     config = EvaluateConfig(**vars(parser.parse_args(arguments)))
-    check_pictures(config)
+    check(config)
     return config
+
+
+def check(config: EvaluateConfig) -> None:
+    """Refuses what is wrong whatever the data and the model. Raises UsageFault, which names the flag."""
+    for flag, number in (("--threads", config.threads), ("--spawn", config.spawn)):
+        if number is not None and number < 1:
+            raise UsageFault(f"{flag} {number}: is less than 1")
+    if config.spawn and launch.started_by_torchrun():
+        raise UsageFault("--spawn starts ranks, and torchrun has started this one", hint="leave out --spawn")
+    check_pictures(config)
 
 
 def prepare(config: EvaluateConfig) -> Job:
     """Finds out whether the evaluation is possible, on this rank alone."""
+    import torch
+
     from train import data, models, preflight
 
+    torch.set_num_threads(config.threads)  # torchrun and a process of its own would differ
     place = launch.find_place(config.backend)
     loaded = data.load_test(config)
     model = models.build(config.model, shape=loaded.shape, classes=len(loaded.classes))
@@ -93,45 +140,96 @@ def prepare(config: EvaluateConfig) -> Job:
 
 def work(job: Job) -> None:
     with launch.process_group(job.place, job.config.timeout):
-        score = evaluate(job)
+        found = evaluate(job)
     if job.place.rank == 0:
-        print(json.dumps(as_json(job, score), indent=2) if job.config.json else in_words(job, score))
+        print(json.dumps(as_json(job, found), indent=2) if job.config.json else in_words(job, found))
 
 
-def evaluate(job: Job) -> Score:
-    """The score, on every rank of the process group; rank 0 alone reads the file."""
+def evaluate(job: Job) -> Certificate:
+    """The certificate, on every rank of the process group; rank 0 alone reads the checkpoint."""
     from ckpttool import ranks
-    from ckpttool import reload
-    from train import engine
+    from ckpttool.certificate import certify
+    from ckpttool.predictions import Evaluation
+    from train import evaluation
 
     config, model = job.config, job.model
     ranks.compare({"--data": (job.data.fingerprint, job.data.classes)}, "before evaluating")
-    ranks.decide(lambda: reload(config.checkpoint, model, state=config.state).loaded)
+    digest = ranks.decide(lambda: load(job))
     model.to(job.place.device)
     ranks.broadcast_into(model.state_dict().values())
-    return engine.evaluate(model, job.data.test, job.data.classes, job.place, workers=config.workers)
+    found = evaluation.evaluate(model, job.data.test, job.place, workers=config.workers)
+    about = Evaluation(
+        job.place.world_size,
+        len(found.joined),
+        digest,
+        job.data.fingerprint,
+        job.data.classes,
+        str(job.place.device.type),
+        config.threads,
+    )
+    certificate = certify(found.joined, about, found.rank_samples)
+    if config.out is not None:
+        write(job, found, certificate)
+    return certificate
 
 
-def as_json(job: Job, score: Score) -> dict[str, Any]:
-    return {
-        "checkpoint": job.config.checkpoint,
-        "correct": score.correct,
-        "samples": score.samples,
-        "accuracy": score.accuracy,
-        "loss": score.loss if math.isfinite(score.loss) else None,
-        "per_class": [
-            {"class": name, "correct": correct, "samples": samples}
-            for name, correct, samples in score.per_class
-        ],
-        "ranks": job.place.world_size,
-    }
+def load(job: Job) -> str:
+    """Loads the checkpoint into the model; returns the digest of the state. Makes sure first of `--out`."""
+    from ckpttool import formats
+    from ckpttool.digest import digest
+    from ckpttool.reloading import reload
+
+    config = job.config
+    make_room(config)
+    loaded = reload(config.checkpoint, job.model, state=config.state)
+    with formats.open(config.checkpoint) as checkpoint:
+        return digest(checkpoint.state(loaded.state).tensors)
 
 
-def in_words(job: Job, score: Score) -> str:
+def make_room(config: EvaluateConfig) -> None:
+    """The folder of `--out`, without the files of an earlier evaluation.
+
+    Raises:
+        OutputExists: it holds one, and there is no `--force`.
+    """
+    from ckpttool.errors import OutputExists
+
+    if config.out is None:
+        return
+    os.makedirs(config.out, exist_ok=True)
+    earlier = [name for name in os.listdir(config.out) if name == STATEMENT or RANK_FILE.fullmatch(name)]
+    if earlier and not config.force:
+        raise OutputExists(f"--out {config.out}: holds an evaluation", hint="overwrite it with --force")
+    for name in earlier:
+        os.remove(os.path.join(config.out, name))
+
+
+def write(job: Job, found: Evaluated, certificate: Certificate) -> None:
+    """Each rank's file, and when all are there eval.json."""
+    from ckpttool import predictions, ranks
+    from ckpttool.commit import replacing
+
+    folder, rank = str(job.config.out), job.place.rank
+    with ranks.together():
+        os.makedirs(folder, exist_ok=True)  # ranks of another machine have another disk
+        path = os.path.join(folder, f"rank{rank}.safetensors")
+        predictions.write(path, found.own, certificate.evaluation, rank, force=job.config.force)
+    with ranks.together():
+        if rank == 0:
+            said = {"checkpoint": job.config.checkpoint, **certificate.statement()}
+            with replacing(os.path.join(folder, STATEMENT)) as file:
+                file.write(f"{json.dumps(said, indent=2, allow_nan=False)}\n".encode())
+
+
+def as_json(job: Job, found: Certificate) -> dict[str, Any]:
+    return {"checkpoint": job.config.checkpoint, **found.score(), "threads": job.config.threads}
+
+
+def in_words(job: Job, found: Certificate) -> str:
     size = job.place.world_size
     return (
-        f"{job.config.checkpoint}: {score.correct} of {score.samples} correct ({score.accuracy:.2%}), "
-        f"loss {score.loss:.4f}, on {size} rank{'s' * (size != 1)}"
+        f"{job.config.checkpoint}: {found.correct} of {found.samples} correct ({found.accuracy:.2%}), "
+        f"loss {found.loss:.4f}, on {size} rank{'s' * (size != 1)}"
     )
 
 

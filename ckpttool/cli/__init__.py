@@ -21,6 +21,7 @@ from . import (
     diff,
     digest,
     doctor,
+    gather_metrics,
     inspect,
     optimizer,
     reload,
@@ -61,6 +62,7 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     "Check": {
         diff: "What differs between two files, by name and value",
         verify: "Read every byte: structure, checksums, NaN, infinity",
+        gather_metrics: "Exact metrics again, from one prediction file a rank",
     },
     "Load": {
         doctor: "Why it does not load, and the commands that mend it",

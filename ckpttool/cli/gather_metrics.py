@@ -1,0 +1,59 @@
+"""ckpttool gather-metrics"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from . import options
+from .console import counted, printable, to_json
+
+if TYPE_CHECKING:
+    from ..certificate import Certificate
+
+
+@click.command("gather-metrics")
+@click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path())
+@click.option("--samples", type=click.IntRange(min=0), metavar="N", help="How many samples there must be.")
+@click.option("--out", metavar="FILE", type=click.Path(), help="Write the certificate there too, as JSON.")
+@click.option("--force", is_flag=True, help="Replace the file of --out when it exists.")
+@options.reading
+def command(files: tuple[str, ...], samples: int | None, out: str | None, force: bool, **given: Any) -> None:
+    """Compute an evaluation's numbers again from the prediction files of its ranks, one each, in any order.
+
+    Every sample must stand in them exactly once. A rank's file that is missing, a sample that stands twice
+    or in no file, and a file of another evaluation end in exit code 1, with samples and files named. A file
+    holds index, prediction and label as int64 and loss as float64; train/evaluate.py --out writes them.
+
+    \b
+    Example:
+      ckpttool gather-metrics eval/rank*.safetensors
+    """
+    from ..certificate import recompute
+    from ..errors import OutputExists
+    from ..predictions import read
+
+    console = options.console(given)
+    if out is not None and os.path.lexists(out) and not force:
+        raise OutputExists(f"{out}: exists already", hint="write it anyway with --force")
+    found = recompute([read(path) for path in files], samples)
+    if out is not None:
+        _write(out, found)
+    console.result(_in_words(found, out), found.statement())
+
+
+def _write(path: str, found: Certificate) -> None:
+    from ..commit import replacing
+
+    with replacing(path) as file:
+        file.write(f"{to_json(found.statement())}\n".encode())
+
+
+def _in_words(found: Certificate, out: str | None) -> str:
+    where = "" if out is None else f" -> {printable(out)}"
+    return (
+        f"{found.correct} of {counted(found.samples, 'sample', 'samples')} correct ({found.accuracy:.2%}), "
+        f"loss {found.loss:.4f}, each once in {counted(found.ranks, 'file', 'files')}{where}"
+    )

@@ -1,0 +1,134 @@
+"""Sums of float64 without rounding, so that neither order nor division shows. Imports numpy when called.
+
+Every finite float64 is a whole number of some smallest unit, and so is its square. The sum is kept as
+that whole number, in an int of Python's, which is as long as it has to be: adding is exact, so it may be
+done in any order and in any parts, and the result is rounded once, when it is asked for. (`math.fsum` is
+as exact, and can't be merged; compensated sums can be merged, and are not exact.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SMALLEST = 1126
+"""Bits after the point of a float64 written as a 53-bit whole number times a power of two (2^-1074 is 2^52 of
+them)."""
+
+POINT = 2 * SMALLEST
+"""Bits after the point of a sum: those of a square."""
+
+PIECE = 1 << 20
+"""Numbers added in float64 at a time: whole numbers below 2^32 each, so their sum stays below 2^53, exact."""
+
+
+class ExactSum:
+    """The sum of float64 numbers, or of their squares.
+
+    Attributes:
+        units: the sum of the finite ones, in units of 2^-POINT.
+        nans, ups, downs: how many NaN, +inf and -inf there were.
+    """
+
+    def __init__(self, units: int = 0, nans: int = 0, ups: int = 0, downs: int = 0) -> None:
+        self.units, self.nans, self.ups, self.downs = units, nans, ups, downs
+
+    def add(self, values: NDArray[Any]) -> None:
+        """Adds an array of float64, of any shape."""
+        whole, shifts = self._finite(values)
+        self.units += _total(shifts, whole) << SMALLEST
+
+    def add_squares(self, values: NDArray[Any]) -> None:
+        """Adds the square of each number. A square is cut into three products that fit into 64 bits."""
+        import numpy as np
+
+        whole, shifts = self._finite(np.abs(values))
+        high, low = whole >> 26, whole & ((1 << 26) - 1)
+        for bits, part in ((52, high * high), (26, 2 * high * low), (0, low * low)):
+            self.units += _total(2 * shifts, part) << bits
+
+    def merge(self, other: ExactSum) -> None:
+        """Adds another sum."""
+        self.units += other.units
+        self.nans, self.ups, self.downs = (
+            self.nans + other.nans,
+            self.ups + other.ups,
+            self.downs + other.downs,
+        )
+
+    @property
+    def is_finite(self) -> bool:
+        return not (self.nans or self.ups or self.downs)
+
+    @property
+    def fraction(self) -> Fraction:
+        """The exact sum of the finite numbers."""
+        return Fraction(self.units, 1 << POINT)
+
+    def over(self, count: int) -> float:
+        """The sum divided by a whole number, rounded once; NaN over 0. Infinities do as in float64."""
+        if count == 0 or self.nans or (self.ups and self.downs):
+            return math.nan
+        if not self.is_finite:
+            return math.inf if self.ups else -math.inf
+        return rounded(self.fraction / count)
+
+    @property
+    def value(self) -> float:
+        return self.over(1)
+
+    def pack(self) -> list[int]:
+        """As integers of 64 bits: how many belong to the sum, the three counts, then the sum's digits."""
+        nbytes = -(-(self.units.bit_length() + 1) // 64) * 8
+        raw = self.units.to_bytes(nbytes, "little", signed=True)
+        digits = [int.from_bytes(raw[at : at + 8], "little", signed=True) for at in range(0, nbytes, 8)]
+        return [len(digits), self.nans, self.ups, self.downs, *digits]
+
+    @classmethod
+    def unpack(cls, packed: Iterable[int]) -> ExactSum:
+        """Takes one packed sum from an iterator of integers."""
+        following = iter(packed)
+        length, *counts = (next(following) for _ in range(4))
+        raw = b"".join(next(following).to_bytes(8, "little", signed=True) for _ in range(length))
+        return cls(int.from_bytes(raw, "little", signed=True), *counts)
+
+    def _finite(self, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """The finite ones as whole numbers of 53 bits, and by how much each is shifted; counts the others."""
+        import numpy as np
+
+        flat = np.asarray(values, dtype=np.float64).reshape(-1)
+        finite = np.isfinite(flat)
+        if not finite.all():
+            self.nans += int(np.isnan(flat).sum())
+            self.ups += int((flat == np.inf).sum())
+            self.downs += int((flat == -np.inf).sum())
+            flat = flat[finite]
+        mantissas, exponents = np.frexp(flat)
+        return np.ldexp(mantissas, 53).astype(np.int64), exponents.astype(np.int64) + (SMALLEST - 53)
+
+
+def _total(shifts: NDArray[Any], whole: NDArray[Any]) -> int:
+    """The sum of whole · 2^shift, of whole numbers below 2^62 in size and shifts that are not negative."""
+    import numpy as np
+
+    total = 0
+    for start in range(0, len(whole), PIECE):
+        places, part = shifts[start : start + PIECE], whole[start : start + PIECE]
+        for bits, half in ((31, part >> 31), (0, part & ((1 << 31) - 1))):
+            sums = np.bincount(places, weights=half)
+            for place in np.flatnonzero(sums).tolist():
+                total += int(sums[place]) << (place + bits)
+    return total
+
+
+def rounded(exact: Fraction) -> float:
+    """The nearest float64, half to even; infinite beyond the largest."""
+    try:
+        return exact.numerator / exact.denominator  # Python divides whole numbers with one rounding
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf

@@ -1,0 +1,96 @@
+"""Whether samples stand exactly once, and what to say where they don't. Imports numpy when it is called."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+VERSION = b"ckpttool index set 1\n"
+MOST_SHOWN = 6
+"""Samples, or stretches of them, that a message names."""
+
+
+def faults(parts: Mapping[str, NDArray[Any]], samples: int) -> list[str]:
+    """What is wrong with samples that should each stand once in one part; nothing when all is well.
+
+    Args:
+        parts: name of a part, as a message says it -> int64 [n], its samples in any order.
+        samples: how many there are: 0 to samples - 1.
+    """
+    import numpy as np
+
+    whole = np.concatenate([np.zeros(0, dtype=np.int64), *parts.values()])
+    if _is_permutation(whole, samples):
+        return []
+    found, counts = np.unique(whole, return_counts=True)
+    beyond = found[(found < 0) | (found >= samples)]
+    repeated = found[counts > 1]
+    missing = _gaps(found[(found >= 0) & (found < samples)], samples)
+    said = []
+    if len(beyond):
+        verb = "is" if len(beyond) == 1 else "are"
+        said.append(f"{_named(_runs(beyond))} in {_holders(parts, beyond)} {verb} none of the {samples}")
+    if len(repeated):
+        verb = "stands" if len(repeated) == 1 else "stand"
+        said.append(f"{_named(_runs(repeated))} {verb} more than once: in {_holders(parts, repeated)}")
+    if missing:
+        one = missing[0][0] == missing[-1][1]
+        said.append(f"{_named(missing)} of {samples} {'is' if one else 'are'} missing")
+    return said
+
+
+def index_digest(samples: int) -> str:
+    """SHA-256 of the index set 0 to samples - 1: a line with a version, then each as little-endian int64."""
+    import numpy as np
+
+    whole = hashlib.sha256(VERSION)
+    for start in range(0, samples, 1 << 20):
+        whole.update(np.arange(start, min(start + (1 << 20), samples), dtype="<i8").tobytes())
+    return whole.hexdigest()
+
+
+def _is_permutation(whole: NDArray[Any], samples: int) -> bool:
+    """Whether each of 0 to samples - 1 stands once: the quick way, for the usual case."""
+    import numpy as np
+
+    if len(whole) != samples:
+        return False
+    if not samples:
+        return True
+    return bool(whole.min() >= 0 and whole.max() < samples and np.bincount(whole).max() == 1)
+
+
+def _gaps(found: NDArray[Any], samples: int) -> list[tuple[int, int]]:
+    """Stretches of 0 to samples - 1 that are not among the distinct, ascending ones found."""
+    import numpy as np
+
+    edges = np.concatenate([[-1], found, [samples]])
+    before = np.flatnonzero(np.diff(edges) > 1)
+    return [(int(edges[at]) + 1, int(edges[at + 1]) - 1) for at in before]
+
+
+def _runs(ascending: NDArray[Any]) -> list[tuple[int, int]]:
+    import numpy as np
+
+    breaks = np.flatnonzero(np.diff(ascending) > 1) + 1
+    return [(int(run[0]), int(run[-1])) for run in np.split(ascending, breaks)]
+
+
+def _named(runs: list[tuple[int, int]]) -> str:
+    """`samples 3, 7–9`, the first few of them."""
+    shown = [str(first) if first == last else f"{first}–{last}" for first, last in runs[:MOST_SHOWN]]
+    left = sum(last - first + 1 for first, last in runs[MOST_SHOWN:])
+    one = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"sample{'' if one else 's'} {', '.join(shown)}" + (f" and {left} more" if left else "")
+
+
+def _holders(parts: Mapping[str, NDArray[Any]], samples: NDArray[Any]) -> str:
+    import numpy as np
+
+    names = [name for name, index in parts.items() if np.isin(index, samples).any()]
+    more = f" and {len(names) - MOST_SHOWN} more" if names[MOST_SHOWN:] else ""
+    return ", ".join(names[:MOST_SHOWN]) + more

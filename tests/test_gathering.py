@@ -1,0 +1,206 @@
+"""Rows of all ranks joined by sample, over real process groups; what is said where one is not there once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpttool import gathering, ranks
+from ckpttool.exactly_once import faults, index_digest
+
+SAMPLES = 23
+DTYPES = [torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.int8, torch.float64]
+
+
+def whole(dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(100, (SAMPLES, 3), generator=generator).to(dtype)
+
+
+def shares(world_size: int, cuts: list[int]) -> list[torch.Tensor]:
+    """A shuffled set of samples, cut anywhere."""
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(2))
+    edges = [0, *cuts[: world_size - 1], SAMPLES]
+    return [order[start:end] for start, end in pairwise(edges)]
+
+
+def gather_every_dtype(rank: int, world_size: int, cuts: list[int], piece: int) -> bool:
+    index = shares(world_size, cuts)[rank]
+    columns = {str(dtype): whole(dtype)[index] for dtype in DTYPES}
+    columns["scalar"] = index.clone()
+    columns["empty"] = torch.zeros(len(index), 0)
+    columns["transposed"] = whole(torch.float32).t().contiguous().t()[index]
+    found = gathering.gather(index, columns, samples=SAMPLES, piece=piece)
+    return (
+        list(found) == list(columns)
+        and all(torch.equal(found[str(dtype)], whole(dtype)) for dtype in DTYPES)
+        and found["scalar"].tolist() == list(range(SAMPLES))
+        and found["empty"].shape == (SAMPLES, 0)
+        and torch.equal(found["transposed"], whole(torch.float32))
+    )
+
+
+@pytest.mark.parametrize(
+    ("size", "cuts"),
+    [(1, []), (2, [11]), (2, [0]), (2, [SAMPLES]), (3, [0, 1]), (3, [SAMPLES, SAMPLES]), (4, [5, 5, 6])],
+    ids=str,
+)
+@pytest.mark.parametrize("piece", [1, 100, gathering.PIECE])
+def test_every_row_comes_to_its_place_on_every_rank_however_many_each_has(run_ranks, size, cuts, piece):
+    assert run_ranks(size, gather_every_dtype, cuts, piece, timeout=200) == [True] * size
+
+
+def gather_nothing(rank: int, world_size: int) -> list[int]:
+    nothing = torch.zeros(0, dtype=torch.int64)
+    return gathering.gather(nothing, {"x": nothing}, samples=0)["x"].tolist()
+
+
+def test_no_samples_at_all_are_gathered_too(run_ranks):
+    assert run_ranks(2, gather_nothing, timeout=200) == [[], []]
+
+
+def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
+    index = torch.arange(rank, 10, world_size)
+    samples, columns = 10, {"x": torch.zeros(len(index))}
+    if kind == "twice":
+        index = torch.arange(10)[rank * 4 : rank * 4 + 6]
+        columns = {"x": torch.zeros(len(index))}
+    elif kind == "gap":
+        samples = 12
+    elif kind == "beyond":
+        samples = 9
+    elif kind == "dtype" and rank:
+        columns = {"x": torch.zeros(len(index), dtype=torch.float64)}
+    elif kind == "rows" and rank:
+        columns = {"x": torch.zeros(7)}
+    elif kind == "float index" and not rank:
+        index = index.float()
+    try:
+        gathering.gather(index, columns, samples=samples)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "gathered", ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "said"),
+    [
+        ("twice", ["CheckFailed", "RankFailed"], "samples 4–5 stand more than once: in rank 0, rank 1"),
+        ("gap", ["CheckFailed", "RankFailed"], "samples 10–11 of 12 are missing"),
+        ("beyond", ["CheckFailed", "RankFailed"], "sample 9 in rank 1 is none of the 9"),
+        ("dtype", ["RanksDiffer", "RanksDiffer"], "rank 1 holds another x than rank 0, in gather"),
+        ("rows", ["RankFailed", "ValueError"], "'x' is [7], and index has 5 rows"),
+        ("float index", ["TypeError", "RankFailed"], "index is int64 [n], not torch.float32"),
+    ],
+)
+def test_what_can_not_be_joined_fails_on_every_rank_and_says_why(run_ranks, kind, names, said):
+    answers = run_ranks(2, gather_badly, kind, timeout=200)
+    assert [name for name, _ in answers] == names
+    assert all(said in message for _, message in answers)
+
+
+def largest_message(rank: int, world_size: int) -> list[int]:
+    """Bytes of each message that a gathering of 80,000 bytes a rank sends."""
+    sizes = []
+    send = torch.distributed.all_gather_into_tensor
+
+    def watched(received: torch.Tensor, sent: torch.Tensor) -> Any:
+        sizes.append(received.numel())
+        return send(received, sent)
+
+    torch.distributed.all_gather_into_tensor = watched
+    try:
+        index = torch.arange(rank, 20_000, world_size)
+        gathering.gather(index, {"x": index}, samples=20_000, piece=10_000)
+    finally:
+        torch.distributed.all_gather_into_tensor = send
+    return [max(sizes), sum(sizes)]
+
+
+def test_what_is_under_way_is_bounded(run_ranks):
+    for largest, total in run_ranks(2, largest_message, timeout=200):
+        assert largest <= 10_000
+        assert total == 2 * 20_000 * 8
+
+
+def uneven_arrays(rank: int, world_size: int) -> list[list[int]]:
+    return [part.tolist() for part in gathering.arrays_of_all_ranks(np.arange(rank * 2))]
+
+
+def test_arrays_of_any_lengths_come_in_the_order_of_ranks(run_ranks):
+    assert run_ranks(3, uneven_arrays, timeout=200) == [[[], [0, 1], [0, 1, 2, 3]]] * 3
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or not torch.distributed.is_nccl_available(), reason="needs NCCL and a GPU"
+)
+def test_over_nccl_rows_stay_on_the_gpu(tmp_path):
+    torch.cuda.set_device(0)
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("nccl", init_method=store, rank=0, world_size=1)
+    try:
+        order = torch.randperm(50, device="cuda")
+        # With one rank nothing would travel: two shares are sent as two ranks would send them.
+        pieces = list(gathering._pieces(order, [50], 64))
+        found = gathering.gather(order, {"x": order.float()}, samples=50)["x"]
+        assert found.device.type == "cuda"
+        assert found.tolist() == list(map(float, range(50)))
+        assert pieces
+        assert ranks.total(order).device.type == "cpu"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# ---- every sample once ---------------------------------------------------------------------------------
+
+
+def parts(*shares: list[int]) -> dict[str, np.ndarray]:
+    return {f"p{number}": np.array(share, dtype=np.int64) for number, share in enumerate(shares)}
+
+
+@pytest.mark.parametrize(
+    ("shares", "samples", "said"),
+    [
+        (([2, 0], [1]), 3, []),
+        (([], []), 0, []),
+        (([0, 1], [1, 2]), 3, ["sample 1 stands more than once: in p0, p1"]),
+        (([0, 0], [1]), 2, ["sample 0 stands more than once: in p0"]),
+        (([0], [3]), 6, ["samples 1–2, 4–5 of 6 are missing"]),
+        (([0],), 2, ["sample 1 of 2 is missing"]),
+        (([-1, 0], [9]), 1, ["samples -1, 9 in p0, p1 are none of the 1"]),
+        ((list(range(0, 40, 2)),), 40, ["samples 1, 3, 5, 7, 9, 11 and 14 more of 40 are missing"]),
+        (([],), 10**15, ["samples 0–999999999999999 of 1000000000000000 are missing"]),
+        (
+            ([0, 0, 5],),
+            3,
+            [
+                "sample 5 in p0 is none of the 3",
+                "sample 0 stands more than once: in p0",
+                "samples 1–2 of 3 are missing",
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_with_samples_is_said_with_their_holders(shares, samples, said):
+    assert faults(parts(*shares), samples) == said
+
+
+@given(st.lists(st.integers(-2, 12), max_size=14), st.integers(0, 11), st.integers(0, 14))
+def test_nothing_is_said_exactly_where_every_sample_stands_once(index, samples, cut):
+    said = faults(parts(index[:cut], index[cut:]), samples)
+    assert (not said) == (sorted(index) == list(range(samples)))
+
+
+def test_the_digest_of_the_index_set_is_defined_without_this_code():
+    import hashlib
+    import struct
+
+    expected = hashlib.sha256(b"ckpttool index set 1\n" + struct.pack("<3q", 0, 1, 2)).hexdigest()
+    assert index_digest(3) == expected

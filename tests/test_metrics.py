@@ -1,0 +1,228 @@
+"""Exact metrics: against scikit-learn, and the same bits for any division of the samples."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpttool import metrics
+
+# scikit-learn is imported in the tests that ask it: ranks import this file too, and need none of it.
+
+SAMPLES, CLASSES = 500, 7
+RANDOM = np.random.default_rng(3)
+LABELS = RANDOM.integers(CLASSES - 1, size=SAMPLES)  # the last class has no sample
+SCORES = RANDOM.normal(size=(SAMPLES, CLASSES)).astype(np.float32)
+SCORES[np.arange(SAMPLES), LABELS] += 0.8
+PREDICTIONS = SCORES.argmax(axis=1)
+BINARY = (LABELS > 2).astype(np.int64)
+COARSE = np.round(SCORES[:, 0], 1).astype(np.float64)  # with many ties
+CONFIDENCES = RANDOM.random(SAMPLES).astype(np.float32)
+LOSSES = RANDOM.normal(size=SAMPLES) * 10.0 ** RANDOM.integers(-20, 20, size=SAMPLES)
+
+CASES: dict[str, tuple[Callable[[], metrics.Metric[Any]], tuple[np.ndarray, ...]]] = {
+    "Count": (metrics.Count, (LABELS,)),
+    "Loss": (metrics.Loss, (LOSSES,)),
+    "Accuracy": (metrics.Accuracy, (SCORES, LABELS)),
+    "TopK": (lambda: metrics.TopK(3), (SCORES, LABELS)),
+    "ConfusionMatrix": (lambda: metrics.ConfusionMatrix(CLASSES), (PREDICTIONS, LABELS)),
+    "PerClass": (lambda: metrics.PerClass(CLASSES), (PREDICTIONS, LABELS)),
+    "MeanVariance": (metrics.MeanVariance, (LOSSES,)),
+    "AUROC": (metrics.AUROC, (COARSE, BINARY)),
+    "CalibrationError": (metrics.CalibrationError, (CONFIDENCES, BINARY)),
+}
+
+
+def met(
+    name: str, rows: Any = slice(None), *, convert: Callable[[Any], Any] = np.asarray
+) -> metrics.Metric[Any]:
+    make, columns = CASES[name]
+    metric = make()
+    metric.update(*(convert(column[rows]) for column in columns))
+    return metric
+
+
+def plain(value: Any) -> Any:
+    """A metric's value as something that compares to the bit, NaN included."""
+    return repr(value.tolist() if isinstance(value, np.ndarray) else value)
+
+
+# ---- against scikit-learn ------------------------------------------------------------------------------
+
+
+def test_accuracy_and_top_k_are_those_of_scikit_learn():
+    from sklearn import metrics as sk
+
+    assert met("Accuracy").compute() == sk.accuracy_score(LABELS, PREDICTIONS)
+    assert met("TopK").compute() == sk.top_k_accuracy_score(LABELS, SCORES, k=3, labels=range(CLASSES))
+
+
+def test_the_confusion_matrix_is_that_of_scikit_learn():
+    from sklearn import metrics as sk
+
+    expected = sk.confusion_matrix(LABELS, PREDICTIONS, labels=range(CLASSES))
+    assert (met("ConfusionMatrix").compute() == expected).all()
+
+
+def test_precision_recall_and_f1_are_those_of_scikit_learn():
+    from sklearn import metrics as sk
+
+    expected = sk.precision_recall_fscore_support(
+        LABELS, PREDICTIONS, labels=range(CLASSES), zero_division=np.nan
+    )
+    found = met("PerClass").compute()
+    for values, name in zip(expected, ("precision", "recall", "f1", "samples"), strict=True):
+        assert [getattr(one, name) for one in found] == pytest.approx(list(values), rel=1e-15, nan_ok=True)
+    assert math.isnan(found[-1].recall)
+
+
+def test_the_area_under_the_curve_is_that_of_scikit_learn_with_ties():
+    from sklearn import metrics as sk
+
+    assert met("AUROC").compute() == pytest.approx(sk.roc_auc_score(BINARY, COARSE), rel=1e-14)
+
+
+def test_the_calibration_error_is_that_of_scikit_learns_curve():
+    from sklearn.calibration import calibration_curve
+
+    right, confident = calibration_curve(BINARY, CONFIDENCES, n_bins=15, strategy="uniform")
+    sizes = np.bincount(np.searchsorted(np.linspace(0, 1, 16)[1:-1], CONFIDENCES), minlength=15)
+    expected = (np.abs(right - confident) * sizes[sizes > 0]).sum() / SAMPLES
+    assert met("CalibrationError").compute() == pytest.approx(expected, rel=1e-7)
+
+
+def test_loss_mean_and_variance_are_the_exact_ones_rounded_once():
+    mean = sum(map(Fraction, LOSSES.tolist())) / SAMPLES
+    assert met("Loss").compute() == float(mean)
+    found = met("MeanVariance").compute()
+    assert (found.count, found.mean) == (SAMPLES, float(mean))
+    assert found.variance == float(statistics.pvariance(map(Fraction, LOSSES.tolist())))
+
+
+def test_a_variance_that_cancels_is_still_right():
+    metric = metrics.MeanVariance()
+    metric.update(np.array([1e9 + 1, 1e9 + 2, 1e9 + 3]) * 1e7)
+    assert metric.compute().variance == pytest.approx(2 / 3 * 1e14, rel=1e-15)
+
+
+# ---- any division --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_division_in_any_order_gives_the_same_bits(name):
+    whole = plain(met(name).compute())
+    for seed in range(5):
+        random = np.random.default_rng(seed)
+        order = random.permutation(SAMPLES)
+        parts = np.split(order, np.sort(random.integers(SAMPLES, size=4)))
+        merged = CASES[name][0]()
+        for part in [*parts, order[:0]]:
+            merged.merge(met(name, part))
+        assert plain(merged.compute()) == whole
+        batches = CASES[name][0]()
+        for part in parts:
+            batches.update(*(column[part] for column in CASES[name][1]))
+        assert plain(batches.compute()) == whole
+
+
+def reduce_all(rank: int, world_size: int) -> list[str]:
+    shares = np.split(np.arange(SAMPLES), [100, 100] if world_size == 3 else [400])
+    found = []
+    for name in CASES:
+        own = met(name, shares[rank])
+        before = plain(own.compute())
+        found.append(plain(metrics.reduce(own).compute()))
+        assert plain(own.compute()) == before
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_any_number_of_ranks_gives_the_same_bits_on_every_rank(run_ranks, size):
+    expected = [plain(met(name).compute()) for name in CASES]
+    assert run_ranks(size, reduce_all, timeout=200) == [expected] * size
+
+
+def test_one_process_reduces_to_itself():
+    assert metrics.reduce(met("Loss")).compute() == met("Loss").compute()
+
+
+def reduce_different(rank: int, world_size: int) -> str:
+    try:
+        metrics.reduce(metrics.TopK(1 + rank))
+    except Exception as error:
+        return type(error).__name__
+    return "reduced"
+
+
+def test_ranks_that_reduce_different_metrics_are_told(run_ranks):
+    assert run_ranks(2, reduce_different, timeout=200) == ["RanksDiffer"] * 2
+
+
+# ---- what goes in --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_torch_tensors_give_what_arrays_give(name):
+    assert plain(met(name, convert=torch.from_numpy).compute()) == plain(met(name).compute())
+
+
+def test_bfloat16_and_tensors_that_need_a_gradient_are_taken():
+    losses = torch.tensor([0.5, 1.5], dtype=torch.bfloat16, requires_grad=True)
+    metric = metrics.Loss()
+    metric.update(losses)
+    assert metric.compute() == 1.0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_a_metric_too(name):
+    value = CASES[name][0]().compute()
+    assert plain(met(name, slice(0)).compute()) == plain(value)
+
+
+def test_equal_scores_count_in_the_order_of_argmax_and_nan_as_largest():
+    scores = np.array([[1.0, 1.0], [1.0, 1.0], [math.nan, 2.0], [math.nan, 2.0]])
+    for labels, expected in (([0, 1, 0, 1], 0.5), ([0, 0, 0, 0], 1.0)):
+        top, accuracy = metrics.TopK(1), metrics.Accuracy()
+        top.update(scores, np.array(labels))
+        accuracy.update(scores, np.array(labels))
+        assert top.compute() == accuracy.compute() == expected
+
+
+def test_zero_and_minus_zero_are_one_score():
+    metric = metrics.AUROC()
+    metric.update(np.array([0.0, -0.0]), np.array([1, 0]))
+    assert metric.compute() == 0.5
+
+
+def test_a_prediction_beyond_the_classes_is_wrong_and_of_none():
+    metric = metrics.PerClass(2)
+    metric.update(np.array([0, 5, -1]), np.array([0, 1, 1]))
+    assert [(one.correct, one.predicted, one.samples) for one in metric.compute()] == [(1, 1, 1), (0, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("update", "said"),
+    [
+        (lambda: metrics.Loss().update(torch.tensor(0.3)), "one number a sample"),
+        (lambda: metrics.Loss().update(torch.zeros(1, dtype=torch.complex64)), "complex"),
+        (lambda: metrics.Accuracy().update(np.zeros(3), np.zeros(3, int)), "whole numbers"),
+        (lambda: metrics.Accuracy().update(np.zeros(3, int), np.zeros(2, int)), "3 samples on one side, 2"),
+        (lambda: metrics.ConfusionMatrix(2).update(np.array([2]), np.array([0])), "2 classes"),
+        (lambda: metrics.PerClass(2).update(np.array([0]), np.array([-1])), "one of these is -1"),
+        (lambda: metrics.TopK(1).update(np.zeros((1, 3)), np.array([3])), "3 classes"),
+        (lambda: metrics.AUROC().update(np.array([math.nan]), np.array([1])), "NaN"),
+        (lambda: metrics.CalibrationError().update(np.array([1.5]), np.array([True])), "between 0 and 1"),
+        (lambda: metrics.TopK(1).merge(metrics.TopK(2)), "TopK\\(1\\) can't be merged with TopK\\(2\\)"),
+        (lambda: metrics.Count().merge(metrics.Loss()), "can't be merged"),
+    ],
+)
+def test_what_does_not_fit_is_refused(update, said):
+    with pytest.raises((TypeError, ValueError), match=said):
+        update()
