@@ -57,6 +57,7 @@ def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Cli) -> None:
         "format": "safetensors",
         "keys": 2,
         "renamed": 0,
+        "also_renamed": {},
         "left_out": ["head.weight", "head.count", "optimizer", "epoch", "best"],
         "tied": [],
         "bytes": out.stat().st_size,
@@ -265,3 +266,40 @@ def test_a_safetensors_file_becomes_a_pt_file_and_its_metadata_is_not_lost_on_th
     assert (tmp_path / "same.safetensors").read_bytes() == (tmp_path / "in.safetensors").read_bytes()
     assert cli("convert", tmp_path / "in.safetensors", tmp_path / "out.pt").code == 0
     assert torch.equal(torch.load(tmp_path / "out.pt")["stem.weight"], base)
+
+
+def test_axes_shapes_and_ties_by_flags(cli: Cli, tmp_path: Path) -> None:
+    torch.save({"a.weight": base, "b.weight": base + 1, "c": torch.arange(6)}, tmp_path / "in.pt")
+    flags = ["--permute", "*.weight=1,0", "--reshape", "c=2,3,1", "--tie", "head=a.weight"]
+    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *flags)
+    assert ran.code == 0
+    assert "2 tensors permuted, 1 tensor reshaped, 1 name tied" in ran.out
+    found = torch.load(tmp_path / "out.pt")
+    assert list(found) == ["a.weight", "b.weight", "c", "head"]
+    assert torch.equal(found["a.weight"], base.T) and torch.equal(found["b.weight"], base.T + 1)
+    assert torch.equal(found["c"], torch.arange(6).reshape(2, 3, 1))
+    assert found["head"].data_ptr() == found["a.weight"].data_ptr()
+    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", *flags)
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["b.weight"], base.T + 1)
+    assert "kept once, the tie in the metadata: head" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--permute", "w=0,0"], 2, "0,0 is no order of the 2 axes of 'w'"),
+        (["--permute", "w=1,x"], 2, "'1,x' is not a shape"),
+        (["--reshape", "w"], 2, "'w' is not two things with = between them"),
+        (["--reshape", "w=5"], 2, "'w' has 12 elements, and 5 5"),
+        (["--tie", "w=w"], 3, "'w' would be another name of 'w', and is there already"),
+        (["--tie", "x=y"], 1, "no tensor is named 'y'"),
+        (["--permute", "x*=1,0"], 1, "no tensor's key fits 'x*'"),
+    ],
+)
+def test_a_layout_that_can_t_be_is_an_error_and_nothing_is_written(
+    flags: list[str], code: int, said: str, cli: Cli, tmp_path: Path
+) -> None:
+    torch.save({"w": base}, tmp_path / "in.pt")
+    ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *flags)
+    assert (ran.code, ran.out) == (code, "") and said in ran.err
+    assert not (tmp_path / "out.pt").exists()
