@@ -170,11 +170,12 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    known: dict[str, bool] = {}  # what the options have told when something goes wrong
     try:
         if not arguments:
             group(["--help"], prog_name="ckpttool", standalone_mode=False)
             return 2
-        return group(arguments, prog_name="ckpttool", standalone_mode=False) or 0
+        return group(arguments, prog_name="ckpttool", standalone_mode=False, obj=known) or 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt):
@@ -187,7 +188,7 @@ def _run(arguments: list[str]) -> int:
     except Exception as error:
         if os.environ.get("CKPTTOOL_DEBUG") == "1":
             raise
-        return fail(error, as_json="--json" in arguments)
+        return fail(error, as_json="--json" in arguments, to_stderr=known.get("to_stderr", False))
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:
