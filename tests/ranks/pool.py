@@ -156,6 +156,7 @@ def _serve(rank: int, size: int, folder: str, log: str, pipe: Connection) -> Non
         GLOO_SOCKET_IFNAME="lo",
     )
     import torch
+    import torch._dynamo  # the first DDP would import it, in the time of a case
     import torch.distributed as dist
 
     torch.set_num_threads(1)
