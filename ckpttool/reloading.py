@@ -7,7 +7,6 @@ wrappers put there. What does not fit is said by name and shape before a single 
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from .diagnosis import diagnose
 from .diagnosis.case import Case
 from .diagnosis.fit import Blueprint, Fit, compare
 from .diagnosis.name_remedies import wrappers
+from .diagnosis.shell import command_line
 from .diagnosis.treatment import treat
 from .diagnosis.value_remedies import ties
 from .errors import Mismatch, Refused
@@ -190,11 +190,11 @@ def _mismatch(
     if len(commands) == 1:
         hint = commands[0]
     elif commands:
-        hint = shlex.join(["ckpttool", "doctor", checkpoint.path, "--model", spec])
+        hint = command_line(["ckpttool", "doctor", checkpoint.path, "--model", spec])
     elif [problem.kind for problem in wrong] == ["head"]:
         hint = wrong[0].message
     else:
-        hint = shlex.join(["ckpttool", "inspect", checkpoint.path])
+        hint = command_line(["ckpttool", "inspect", checkpoint.path])
     return Mismatch(
         f"{checkpoint.path}: does not fit the model: {fit}",
         missing=fit.missing,

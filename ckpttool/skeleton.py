@@ -66,11 +66,20 @@ def skeleton(spec: str) -> torch.nn.Module:
         model = (
             None  # a constructor that looks at values fails without them; one that fails at all does so below
         )
-    if model is None or (isinstance(model, torch.nn.Module) and any(b.is_meta for b in model.buffers())):
+    if model is None or (isinstance(model, torch.nn.Module) and _lost_values(model)):
         model = factory.build(spec)
     if not isinstance(model, torch.nn.Module):
         raise UsageFault(f"{spec}: made a {type(model).__name__}, not a torch.nn.Module")
     return model
+
+
+def _lost_values(model: torch.nn.Module) -> bool:
+    """Whether a constructor kept, in a buffer or aside, what it had worked out from its parameters."""
+    import torch
+
+    aside = (value for module in model.modules() for value in vars(module).values())
+    kept = (value for value in (*model.buffers(), *aside) if isinstance(value, torch.Tensor))
+    return any(value.is_meta for value in kept)
 
 
 def on_meta(model: torch.nn.Module) -> torch.nn.Module:

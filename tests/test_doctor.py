@@ -499,7 +499,7 @@ def test_square_matrices_beside_transposed_ones_are_pointed_out(cli: Cli, tmp_pa
         tmp_path / "f.pt",
     )
     found = cli("doctor", tmp_path / "f.pt", "--model", spec("numbered"), "--json")
-    assert "square" not in found.json["problems"][0]["message"]
+    assert "no shape tells" not in found.json["problems"][0]["message"]
     (tmp_path / "m.py").write_text(
         "import torch\ndef net(): return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 5))\n"
     )
@@ -512,6 +512,64 @@ def test_square_matrices_beside_transposed_ones_are_pointed_out(cli: Cli, tmp_pa
     torch.save(state, tmp_path / "g.pt")
     found = cli("doctor", tmp_path / "g.pt", "--model", f"{tmp_path}/m.py:net", "--json")
     assert "1.weight" in found.json["problems"][0]["message"]
+
+
+def test_tensors_that_several_orders_of_axes_would_fit_are_pointed_out(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "import torch\n"
+        "def convs(): return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3))\n"
+        "def odd(): return torch.nn.ParameterDict({'w': torch.zeros(2, 4, 2)})\n"
+    )
+    last = {"0.weight": torch.rand(8, 3, 3, 3), "1.weight": torch.rand(8, 3, 3, 8)}
+    torch.save({**last, "0.bias": torch.rand(8), "1.bias": torch.rand(8)}, tmp_path / "f.pt")
+    found = cli("doctor", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:convs", "--json")
+    message = found.json["problems"][0]["message"]
+    assert "of 1 others no shape tells whether they are too (0.weight)" in message
+    torch.save({"w": torch.rand(4, 2, 2)}, tmp_path / "g.pt")
+    found = cli("doctor", tmp_path / "g.pt", "--model", f"{tmp_path}/m.py:odd", "--json")
+    assert (
+        "of 1 no shape tells in which order, and one is guessed (w)" in found.json["problems"][0]["message"]
+    )
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_layers_counted_from_another_number_stay_in_their_order(shift: int, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "import torch\n"
+        "def net(stem=0):\n"
+        "    layers = [torch.nn.Identity()] * stem + [torch.nn.Linear(2, 2) for _ in range(4)]\n"
+        "    return torch.nn.Sequential(*layers)\n"
+    )
+    here, there = (0, 1) if shift > 0 else (1, 0)
+    model = f"{tmp_path}/m.py:net(stem={here})"
+    trained = factory.build(f"{tmp_path}/m.py:net(stem={there})").state_dict()
+    torch.save(trained, tmp_path / "f.pt")
+    found = cli("doctor", tmp_path / "f.pt", "--model", model, "--json")
+    pasted(cli, [found.json["problems"][0]["command"], found.json["then"]])
+    loaded = strictly_loaded(found.json["then"])
+    assert all(
+        torch.equal(mine, theirs) for mine, theirs in zip(loaded.values(), trained.values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["a\ntouch gone\n'.pt", "-f.pt", "\x1b[31m.pt"])
+@pytest.mark.parametrize("prefix", ["", "a=b.", "'\ntouch gone\n#\x1b[0m."])
+def test_no_name_of_a_file_or_a_key_becomes_a_command(
+    name: str, prefix: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it holds, the page is a script in which each name is one word again."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(prefixed({k: v.half() for k, v in made("net").state_dict().items()}, prefix), name)
+    script = cli("doctor", "--model", spec("net"), "--", name).out
+    assert "\x1b" not in script
+    said = subprocess.run(
+        ["bash", "-c", 'ckpttool() { printf "%s\\0" "$#" "$@"; }\n' + script], capture_output=True, timeout=60
+    )
+    assert (said.stderr, sorted(path.name for path in tmp_path.iterdir())) == (b"", [name])
+    words = iter(said.stdout.decode().split("\0")[:-1])
+    for count in words:
+        ran = cli(*(next(words) for _ in range(int(count))))
+        assert ran.code == 0, ran.err
 
 
 def test_an_output_that_is_there_is_not_written_over(cli: Cli, tmp_path: Path) -> None:

@@ -38,6 +38,17 @@ def test_parameters_have_shapes_and_no_values_and_buffers_are_real() -> None:
     assert not nn.Linear(2, 2).weight.is_meta  # outside, all is as it was
 
 
+def test_what_a_constructor_works_out_from_its_parameters_has_values(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(2, 2)\n"
+        "        self.scale = self.weight.detach().abs().mean()\n"
+    )
+    assert not skeleton(f"{tmp_path}/m.py:Net").scale.is_meta
+
+
 def test_after_an_error_inside_modules_are_as_they_were() -> None:
     with pytest.raises(ZeroDivisionError), skeletons():
         nn.Linear(1 // 0, 2)

@@ -68,7 +68,7 @@ def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
     try:
         with torch.inference_mode():
             out = model(torch.zeros(shape, dtype=dtype))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise CheckFailed(
             f"{spec}: the forward pass failed on zeros of shape {list(shape)}: {reason}",

@@ -46,6 +46,28 @@ def _strip(kind: str, message: str, prefix: str, *flags: str, drop: Iterable[str
     )
 
 
+def renumbered(case: Case) -> Iterator[Remedy]:
+    """Layers that are counted from another number on, every one of them."""
+    theirs, ours = _numbers(case.state.tensors), _numbers(case.blueprint.places)
+    for stem in theirs.keys() & ours.keys():
+        shift = min(ours[stem]) - min(theirs[stem])
+        if shift and ours[stem] == {number + shift for number in theirs[stem]}:
+            # in an order in which no layer takes the number of one that still has it
+            numbers = sorted(theirs[stem], reverse=shift > 0)
+            rules = [(rf"^{_exactly(stem)}{n}\.", f"{stem}{n + shift}.") for n in numbers]
+            first = f"'{stem}{min(theirs[stem])}.', the model from '{stem}{min(ours[stem])}.'"
+            yield _rename("names", f"the file counts its layers from {first}", rules)
+
+
+def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
+    """What stands before numbers in names, and which numbers stand there."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        for part in re.finditer(r"(?:^|\.)([0-9]{1,6})(?=\.)", name):
+            found.setdefault(name[: part.start(1)], set()).add(int(part[1]))
+    return found
+
+
 def prefixes(case: Case) -> Iterator[Remedy]:
     """Any first parts of keys that the model has otherwise, or not at all."""
     for theirs, ours in _heads(case):
@@ -55,8 +77,8 @@ def prefixes(case: Case) -> Iterator[Remedy]:
             message = f"the model has '{ours}' in front of its keys, the file does not"
             yield _add(message, ours)
         else:
-            message = f"the file says '{theirs}' where the model says '{ours}'"
-            yield _rename("names", message, [(f"^{re.escape(theirs)}", ours)])
+            message = f"the file says '{theirs}' where the model says '{ours}'; shapes agree, and nothing"
+            yield _rename("names", f"{message} else says so", [(f"^{_exactly(theirs)}", ours)])
 
 
 def _add(message: str, prefix: str) -> Remedy:
@@ -83,6 +105,11 @@ def _cuts(name: str) -> Iterator[tuple[str, str]]:
     yield "", name
     for dot in re.finditer(r"[.]", name):
         yield name[: dot.end()], name[dot.end() :]
+
+
+def _exactly(text: str) -> str:
+    """The regular expression of a text; no = in it ends the first half of REGEX=REPLACEMENT."""
+    return re.escape(text).replace("=", r"\=")
 
 
 def _rename(kind: str, message: str, rules: list[tuple[str, str]]) -> Remedy:
@@ -128,7 +155,7 @@ def renamed_parts(case: Case) -> Iterator[Remedy]:
     for kind, what, pairs in RENAMED:
         for swap in (False, True):
             old_new = [(new, old) if swap else (old, new) for old, new in pairs]
-            rules = [(rf"(^|\.){re.escape(old)}$", rf"\g<1>{new}") for old, new in old_new]
+            rules = [(rf"(^|\.){_exactly(old)}$", rf"\g<1>{new}") for old, new in old_new]
             message = f"the file names what {what} keeps '{old_new[0][0]}', the model '{old_new[0][1]}'"
             yield _rename(kind, message, rules)
 
@@ -146,6 +173,6 @@ def same_order(case: Case) -> Iterator[Remedy]:
         if not fits or layers.setdefault(old_layer, new_layer) != new_layer:
             return
     if len(set(layers.values())) == len(layers):
-        rules = [(rf"^{re.escape(old)}\.(?=[^.]*$)", f"{new}." if new else "") for old, new in layers.items()]
+        rules = [(rf"^{_exactly(old)}\.(?=[^.]*$)", f"{new}." if new else "") for old, new in layers.items()]
         message = f"{len(layers)} layers have other names; order and shapes agree, and nothing else says so"
         yield _rename("names", message, rules)

@@ -7,7 +7,6 @@ advised when the state fits better after it than before. What no remedy reaches 
 from __future__ import annotations
 
 import os
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from ..optimizer import OrderCheck, mismatched_order
 from . import misfits
 from .case import Case
 from .fit import Blueprint, Fit, compare, shortened
+from .shell import command_line
 from .treatment import Accepts, Treatment, declines, treat
 
 STATES = 8
@@ -159,8 +159,9 @@ class _Report:
         self.treatment = treatment
         self.spec = spec
         self.loads = loads
-        self.file = case.checkpoint.path
-        self.output = _output(case.checkpoint)
+        path = case.checkpoint.path
+        self.file = f"./{path}" if path.startswith("-") else path  # else it would be taken for an option
+        self.output = _output(self.file, case.checkpoint.format)
         self.problems: list[Problem] = []
 
     def written(self, rebuild: Rebuild) -> Diagnosis:
@@ -193,11 +194,11 @@ class _Report:
 
     def _command(self, verb: str, *flags: str) -> str:
         again = ["--force"] if self.file == self.output else []
-        return shlex.join(["ckpttool", verb, self.file, self.output, *flags, *again])
+        return command_line(["ckpttool", verb, self.file, self.output, *flags, *again])
 
     def _reload(self, spec: str) -> str:
-        where = (self.case.taken_out or ()) if self.file == self.case.checkpoint.path else ()
-        return shlex.join(["ckpttool", "reload", self.file, "--model", spec, *where])
+        where = (self.case.taken_out or ()) if self.file != self.output else ()
+        return command_line(["ckpttool", "reload", self.file, "--model", spec, *where])
 
     def _add_optimizers(self) -> None:
         """Momentum that a load would give to other parameters, as optimizers go by index."""
@@ -256,11 +257,11 @@ def _in_words(check: OrderCheck) -> str:
 SHORT_TYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def _output(checkpoint: Checkpoint) -> str:
+def _output(file: str, form: str) -> str:
     """A free name beside the file, in a format that keeps what the file's own keeps."""
-    path = checkpoint.path.rstrip("/")
+    path = file.rstrip("/")
     stem = path if os.path.isdir(path) else os.path.splitext(path)[0]
-    end = ".safetensors" if checkpoint.format.startswith("safetensors") else ".pt"
+    end = ".safetensors" if form.startswith("safetensors") else ".pt"
     output, count = f"{stem}.mended{end}", 1
     while os.path.exists(output):
         count += 1

@@ -15,6 +15,7 @@ FINDERS: tuple[Finder, ...] = (
     value_remedies.complex_parts,
     name_remedies.wrappers,
     name_remedies.wrappers_inside,
+    name_remedies.renumbered,
     name_remedies.prefixes,
     name_remedies.renamed_parts,
     value_remedies.counters,

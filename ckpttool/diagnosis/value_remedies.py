@@ -51,6 +51,7 @@ def ties(case: Case) -> Iterator[Remedy]:
         if name in case.state.tensors:
             there.setdefault(place.first, name)
     pairs = [(name, there[places[name].first]) for name in case.fit.missing if places[name].first in there]
+    pairs = [pair for pair in pairs if "=" not in pair[1]]  # the command could not tell where it begins
     if pairs:
         tied = shortened(tuple(f"{new} = {old}" for new, old in pairs))
         flags = [word for new, old in pairs for word in ("--tie", f"{new}={old}")]
@@ -81,20 +82,49 @@ def _order(theirs: Sizes, ours: Sizes | None) -> Sizes | None:
     """The order of axes that makes one shape of the other; of several, a framework's own comes first."""
     if ours is None or len(theirs) > 5 or sorted(theirs) != sorted(ours):
         return None
+    return next(_orders(theirs, ours))
+
+
+def _orders(theirs: Sizes, ours: Sizes) -> Iterator[Sizes]:
     orders = [*USUAL, *permutations(range(len(theirs)))]
-    return next(axes for axes in orders if len(axes) == len(ours) and tuple(theirs[a] for a in axes) == ours)
+    return (axes for axes in orders if len(axes) == len(ours) and _moved(theirs, axes) == ours)
+
+
+def _moved(shape: Sizes, axes: Sizes) -> Sizes:
+    return tuple(shape[axis] for axis in axes)
+
+
+def _large(shape: Sizes, axes: Sizes) -> Sizes:
+    """The axes that an order of them moves in effect: not those of size 1."""
+    return tuple(axis for axis in axes if shape[axis] > 1)
 
 
 def _either_way(case: Case, orders: Mapping[str, Sizes]) -> str:
-    """A warning of square matrices beside transposed ones: their shapes can't tell."""
-    square = [
+    """A warning of tensors whose shapes can't tell: alike in both orders, or to be had in several."""
+    shapes, words = {name: tensor.shape for name, tensor in case.state.tensors.items()}, ""
+    alike = tuple(name for name in shapes if name not in orders and _hides(shapes[name], {*orders.values()}))
+    if alike:
+        words += f"; of {len(alike)} others no shape tells whether they are too ({shortened(alike)})"
+    guessed = tuple(
         name
-        for name, tensor in case.state.tensors.items()
-        if name not in orders and len(tensor.shape) == 2 and len(set(tensor.shape)) == 1
-    ]
-    if not square or (1, 0) not in orders.values():
-        return ""
-    return f"; of {len(square)} square ones no shape tells whether they are too ({shortened(tuple(square))})"
+        for name, axes in orders.items()
+        if axes not in USUAL and _is_one_of_several(shapes[name], case.blueprint.places[name].shape or ())
+    )
+    if guessed:
+        words += (
+            f"; of {len(guessed)} no shape tells in which order, and one is guessed ({shortened(guessed)})"
+        )
+    return words
+
+
+def _hides(shape: Sizes, orders: set[Sizes]) -> bool:
+    """Whether a tensor of these sizes has the same in one of the orders, and other values."""
+    fitting = [axes for axes in orders if len(axes) == len(shape) and _moved(shape, axes) == shape]
+    return any(list(_large(shape, axes)) != sorted(_large(shape, axes)) for axes in fitting)
+
+
+def _is_one_of_several(theirs: Sizes, ours: Sizes) -> bool:
+    return len({_large(theirs, axes) for axes in _orders(theirs, ours)}) > 1
 
 
 def shapes(case: Case) -> Iterator[Remedy]:
