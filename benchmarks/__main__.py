@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import batchnorm, comparing, convert, looking, machine, reloading, startup, strip_prefix
+from . import batchnorm, comparing, convert, gathering, looking, machine, reloading, startup, strip_prefix
 from .case import Benchmark, Case, Results
 from .options import parse
 from .process import CommandFailed
@@ -30,6 +30,7 @@ BENCHMARKS = {
         *comparing.BENCHMARKS,
         batchnorm.BENCHMARK,
         reloading.BENCHMARK,
+        *gathering.BENCHMARKS,
         startup.BENCHMARK,
     )
 }

@@ -106,15 +106,21 @@ def _join(rows: torch.Tensor, counts: list[int], piece: int) -> list[torch.Tenso
 
 
 def _pieces(rows: torch.Tensor, counts: list[int], piece: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(rank, first row, rows) of all ranks' rows, a stretch at a time; each is valid until the next round.
-
-    In each round every rank sends a stretch of one length, that of the longest: the others' are filled up.
-    """
+    """(rank, first row, rows) of all ranks' rows, a stretch at a time."""
     width = math.prod(rows.shape[1:]) * rows.element_size()
     if len(counts) == 1:
         yield 0, 0, rows
-    if len(counts) == 1 or not width:
-        return
+    elif width:  # else there is nothing to send
+        yield from _exchanged(rows, counts, width, piece)
+
+
+def _exchanged(
+    rows: torch.Tensor, counts: list[int], width: int, piece: int
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """The same, sent around, with `width` bytes a row.
+
+    In each round every rank sends a stretch of one length, that of the longest: the others' are filled up.
+    """
     at_once = max(1, piece // (width * len(counts)))
     plain = rows.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     # Of an empty tensor numpy may have chosen a stride that torch will not view as bytes.

@@ -17,71 +17,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .batches import as_floats, as_labels, as_predictions, as_scores, same_length
-from .exact_sum import ExactSum, rounded
+from .exact_sum import rounded
+from .metric import Metric as Metric
+from .metric import share
 
 if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-T = TypeVar("T")
 M = TypeVar("M", bound="Metric[Any]")
-
-
-class Metric(Generic[T]):
-    """What all metrics share.
-
-    Attributes:
-        settings: what two metrics must have in common to be merged.
-        counts: int64.
-        sums: exact sums.
-    """
-
-    def __init__(self, *settings: object, counts: int = 0, sums: int = 0) -> None:
-        import numpy as np
-
-        self.settings = settings
-        self.counts: NDArray[Any] = np.zeros(counts, dtype=np.int64)
-        self.sums = [ExactSum() for _ in range(sums)]
-
-    def compute(self) -> T:
-        """The metric of all that was met so far."""
-        raise NotImplementedError
-
-    def merge(self, other: Metric[T]) -> None:
-        """Adds what another metric of the same kind has met.
-
-        Raises:
-            TypeError: it is of another kind, or has other settings.
-        """
-        if type(other) is not type(self) or other.settings != self.settings:
-            raise TypeError(f"{self!r} can't be merged with {other!r}")
-        self.merge_packed(other.pack())
-
-    def pack(self) -> NDArray[Any]:
-        """All that the metric knows, as int64 [any number]."""
-        import numpy as np
-
-        sums = [digit for one in self.sums for digit in one.pack()]
-        return np.concatenate([self.counts, np.array(sums, dtype=np.int64)])
-
-    def merge_packed(self, packed: NDArray[Any]) -> None:
-        """Adds what a metric of the same kind and settings has packed."""
-        self.counts = self.counts + packed[: len(self.counts)]
-        digits = iter(packed[len(self.counts) :].tolist())
-        for one in self.sums:
-            one.merge(ExactSum.unpack(digits))
-
-    def _count(self, places: NDArray[Any], start: int, size: int) -> None:
-        """Adds 1 at each place of the `size` counts from `start` on."""
-        import numpy as np
-
-        self.counts[start : start + size] += np.bincount(places, minlength=size)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(map(repr, self.settings))})"
 
 
 class Count(Metric[int]):
@@ -136,7 +83,7 @@ class Accuracy(Metric[float]):
         return int(self.counts[1])
 
     def compute(self) -> float:
-        return _share(*self.counts.tolist())
+        return share(*self.counts.tolist())
 
 
 class TopK(Metric[float]):
@@ -163,7 +110,7 @@ class TopK(Metric[float]):
         self.counts[1] += len(right)
 
     def compute(self) -> float:
-        return _share(*self.counts.tolist())
+        return share(*self.counts.tolist())
 
 
 class ConfusionMatrix(Metric["NDArray[Any]"]):
@@ -178,7 +125,7 @@ class ConfusionMatrix(Metric["NDArray[Any]"]):
         right = as_labels(labels, below=self.classes)
         found = as_labels(as_predictions(predictions), below=self.classes)
         same_length(found, right)
-        self._count(right * self.classes + found, 0, len(self.counts))
+        self.count(right * self.classes + found, 0, len(self.counts))
 
     def compute(self) -> NDArray[Any]:
         matrix: NDArray[Any] = self.counts.reshape(self.classes, self.classes).copy()
@@ -196,17 +143,17 @@ class ClassScore:
     @property
     def precision(self) -> float:
         """NaN where nothing was taken for this class."""
-        return _share(self.correct, self.predicted)
+        return share(self.correct, self.predicted)
 
     @property
     def recall(self) -> float:
         """NaN where there is no sample of it."""
-        return _share(self.correct, self.samples)
+        return share(self.correct, self.samples)
 
     @property
     def f1(self) -> float:
         """NaN where there is neither."""
-        return _share(2 * self.correct, self.predicted + self.samples)
+        return share(2 * self.correct, self.predicted + self.samples)
 
 
 class PerClass(Metric[tuple[ClassScore, ...]]):
@@ -222,7 +169,7 @@ class PerClass(Metric[tuple[ClassScore, ...]]):
         same_length(found, right)
         within = found[(found >= 0) & (found < self.classes)]
         for kind, places in enumerate((right[found == right], within, right)):
-            self._count(places, kind * self.classes, self.classes)
+            self.count(places, kind * self.classes, self.classes)
 
     def compute(self) -> tuple[ClassScore, ...]:
         return tuple(ClassScore(*each) for each in self.counts.reshape(3, self.classes).T.tolist())
@@ -284,7 +231,7 @@ class AUROC(Metric[float]):
         for ones, zeros in zip(positive.tolist(), negative.tolist(), strict=True):
             pairs += ones * (2 * below + zeros)
             below += zeros
-        return _share(pairs, 2 * int(positive.sum()) * below)
+        return share(pairs, 2 * int(positive.sum()) * below)
 
     def pack(self) -> NDArray[Any]:
         import numpy as np
@@ -334,8 +281,8 @@ class CalibrationError(Metric[float]):
         if not ((values >= 0) & (values <= 1)).all():
             raise ValueError("a confidence is not between 0 and 1")
         places = np.searchsorted(np.arange(1, self.bins) / self.bins, values)
-        self._count(places, 0, self.bins)
-        self._count(places[right == 1], self.bins, self.bins)
+        self.count(places, 0, self.bins)
+        self.count(places[right == 1], self.bins, self.bins)
         for place in np.unique(places).tolist():
             self.sums[place].add(values[places == place])
 
@@ -370,7 +317,3 @@ def gather(
     from .gathering import gather
 
     return gather(index, columns, samples=samples, **choices)
-
-
-def _share(part: int, of: int) -> float:
-    return rounded(Fraction(part, of)) if of else math.nan
