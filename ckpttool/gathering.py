@@ -127,7 +127,7 @@ def _exchanged(
     data = plain.view(torch.uint8) if len(plain) else torch.zeros(0, dtype=torch.uint8)
     for start in range(0, max(counts), at_once):
         length = min(at_once, max(counts) - start)
-        sent = torch.zeros(length * width, dtype=torch.uint8, device=ranks._device())
+        sent = torch.empty(length * width, dtype=torch.uint8, device=ranks._device())
         mine = data[start * width : (start + length) * width]
         sent[: len(mine)] = mine
         received = torch.empty(len(counts) * len(sent), dtype=torch.uint8, device=sent.device)

@@ -49,7 +49,8 @@ def evaluate(model: nn.Module, samples: Samples, place: Place, *, workers: int =
             own = _score(model, samples, place, workers)
     finally:
         model.train(was_training)
-    joined = gather(own["index"], own, samples=count(samples))
+    columns = {name: column for name, column in own.items() if name != "index"}
+    joined = {"index": torch.arange(count(samples)), **gather(own["index"], columns, samples=count(samples))}
     counts = torch.zeros(place.world_size, dtype=torch.int64)
     counts[place.rank] = len(own["index"])
     return Evaluated(_rows(own), _rows(joined), tuple(ranks.total(counts).tolist()))

@@ -35,7 +35,8 @@ def rows_of(rank: int, count: int) -> dict[str, torch.Tensor]:
 
 def joined(kind: str, rows: dict[str, torch.Tensor], count: int) -> Any:
     if kind == "rows":
-        return metrics.gather(rows["index"], rows, samples=count)["loss"]
+        columns = {name: column for name, column in rows.items() if name != "index"}
+        return metrics.gather(rows["index"], columns, samples=count)["loss"]
     held: list[Any] = [None] * RANKS
     if kind == "tensors":
         dist.all_gather_object(held, rows)
