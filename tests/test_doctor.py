@@ -580,6 +580,55 @@ def test_an_output_that_is_there_is_not_written_over(cli: Cli, tmp_path: Path) -
     assert (tmp_path / "f.mended.pt").read_bytes() == b"mine"
 
 
+@pytest.mark.parametrize(
+    ("kind", "problems"),
+    [("lbfgs", ["optimizer-order"]), ("stateless", []), ("momentum", ["optimizer-order"])],
+)
+def test_what_is_advised_for_an_optimizer_works_and_loses_nothing(
+    kind: str, problems: list[str], cli: Cli, tmp_path: Path
+) -> None:
+    model = made("first_second")
+    optimizer: torch.optim.Optimizer = {
+        "lbfgs": lambda p: torch.optim.LBFGS(p),
+        "stateless": lambda p: torch.optim.SGD(p),
+        "momentum": lambda p: torch.optim.SGD(p, momentum=0.9),
+    }[kind](model.parameters())
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        total = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    found = cli("doctor", tmp_path / "f.pt", "--model", spec("second_first"), "--json")
+    wrong = [problem for problem in found.json["problems"] if not problem["remark"]]
+    assert (found.code, [problem["kind"] for problem in wrong]) == (int(bool(problems)), problems)
+    commands = [problem["command"] for problem in found.json["problems"] if problem.get("command")]
+    pasted(cli, [*commands, found.json["then"]])
+    if kind == "momentum":
+        assert "optimizer" in torch.load(tmp_path / "f.mended.pt", weights_only=True)
+
+
+def test_a_model_that_leaves_parameters_out_of_its_state_is_no_fault_of_ours(
+    cli: Cli, tmp_path: Path
+) -> None:
+    (tmp_path / "m.py").write_text(
+        "import torch\n"
+        "def leave_out(model, state, prefix, local):\n"
+        "    state.pop(prefix + 'bias', None)\n"
+        "def net():\n"
+        "    model = torch.nn.Linear(2, 2)\n"
+        "    model._register_state_dict_hook(leave_out)\n"
+        "    model.register_load_state_dict_pre_hook(lambda m, s, p, *_: s.setdefault(p + 'bias', m.bias))\n"
+        "    return model\n"
+    )
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters()).state_dict()
+    torch.save({"model": {"weight": torch.rand(2, 2)}, "optimizer": optimizer}, tmp_path / "f.pt")
+    assert cli("doctor", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:net").code == 0
+
+
 def test_a_named_state_is_the_one_that_is_looked_at(cli: Cli, tmp_path: Path) -> None:
     net = made("net").state_dict()
     torch.save({"model": net, "ema": prefixed(net, "module.")}, tmp_path / "f.pt")

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from .. import transforms
 from ..checkpoint import Checkpoint, State, dotted, is_optimizer
-from ..errors import NoState
+from ..errors import CkptToolError, NoState, NothingToDo
 from ..inert import walk
-from ..optimizer import OrderCheck, mismatched_order
+from ..optimizer import OrderCheck, mismatched_order, to_indices
 from . import misfits
 from .case import Case
 from .fit import Blueprint, Fit, compare, shortened
@@ -204,22 +204,33 @@ class _Report:
         """Momentum that a load would give to other parameters, as optimizers go by index."""
         after = self.treatment.case
         places = after.blueprint.places
+        if not all(name in places for name in after.blueprint.parameters):
+            return  # a model that leaves parameters out of its state does not tell their shapes
         parameters = {name: places[name].shape or () for name in after.blueprint.parameters}
         for value in walk(self.case.checkpoint.tree):
             if isinstance(value, dict) and is_optimizer(value):
                 check = mismatched_order(after.state.tensors, value, parameters)
                 if not check.fits:
-                    flags = ("--to", "indices", "--model", self.spec)
-                    self._add("optimizer-order", _in_words(check), "optimizer", *flags)
+                    self._add_order(_in_words(check), parameters)
                     return
+
+    def _add_order(self, message: str, parameters: Mapping[str, tuple[int, ...]]) -> None:
+        try:
+            to_indices(self.treatment.case.checkpoint, parameters=parameters)
+        except NothingToDo:
+            return  # it keeps nothing that could go to another parameter
+        except CkptToolError as error:
+            self.problems.append(Problem("optimizer-order", f"{message}; no command can mend it: {error}"))
+        else:
+            self._add("optimizer-order", message, "optimizer", "--to", "indices", "--model", self.spec)
 
     def _remarks(self) -> Iterator[Problem]:
         case = self.case
         if case.original.module is not None and self.loads:
             name = case.original.module.type_name
             message = f"the file is a whole pickled model, and torch.load needs the code of {name}"
-            yield self._remark("pickled-model", message, "slim")
-        elif case.state.where and not self.treatment.remedies:
+            yield self._remark("pickled-model", message, None if self.problems else "slim")
+        elif case.state.where and not self.problems:  # slim would take away what they have mended
             message = f"the state lies under '{case.state.where}', and load_state_dict wants that alone"
             yield self._remark("nested", message, "slim")
         added = self.treatment.case.fit.added
@@ -248,9 +259,10 @@ class _Report:
 
 def _in_words(check: OrderCheck) -> str:
     first = (check.shapes or check.names or check.order)[0]
+    whose = f"a parameter of shape {first.there}" if check.shapes else first.there
     return (
         "the optimizer's state goes by index, and the model has its parameters in another order: "
-        f"'{first.parameter}' would get what belongs to {first.there}, without an error"
+        f"'{first.parameter}' would get what belongs to {whose}, without an error"
     )
 
 
