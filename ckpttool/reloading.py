@@ -22,6 +22,7 @@ from .diagnosis.value_remedies import ties
 from .errors import Mismatch, Refused
 from .live import live_tensors
 from .skeleton import on_meta
+from .tensor import TensorRef
 
 if TYPE_CHECKING:
     import torch
@@ -136,10 +137,29 @@ def _has_own_rules(module: torch.nn.Module) -> bool:
 
 def _values(path: str, state: State, blueprint: Blueprint) -> dict[str, Any]:
     """The state dict to load: tensors, and what is no tensor where the model asks for it and it is plain."""
-    for name, value in state.others.items():
-        if not isinstance(value, str | int | float | bytes | type(None)):
-            raise Refused(path, f"'{name}' is an object, and objects are not made from a file here")
-    return _with_versions(state, {**live_tensors(state.tensors), **state.others})
+    others = {name: _made(path, name, value) for name, value in state.others.items()}
+    return _with_versions(state, {**live_tensors(state.tensors), **others})
+
+
+def _made(path: str, name: str, value: object) -> object:
+    try:
+        return _plain(value)
+    except (TypeError, RecursionError):
+        reason = f"'{name}' is or holds an object, and objects are not made from a file here"
+        raise Refused(path, reason) from None
+
+
+def _plain(value: object) -> object:
+    """Containers, tensors, numbers and text as they were saved. Raises TypeError for anything with code."""
+    if isinstance(value, TensorRef):
+        return live_tensors({"": value})[""]
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value))
+    if isinstance(value, str | int | float | complex | bytes | None):
+        return value
+    raise TypeError
 
 
 def _with_versions(state: State, values: dict[str, Any]) -> dict[str, Any]:

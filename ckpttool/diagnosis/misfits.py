@@ -85,7 +85,7 @@ def is_alike(case: Case) -> bool:
 def _otherwise(case: Case) -> Iterator[tuple[str, str]]:
     fit, places = case.fit, case.blueprint.places
     if not is_alike(case):
-        fitting = len(places) - len(fit.missing) - len(fit.mismatched)
+        fitting = len(places) - len(fit.missing) - len(fit.mismatched) - len(fit.added)
         message = f"another architecture: {fitting} of the model's {len(places)} names fit by name and shape"
         yield "architecture", f"{message}; {fit}"
         return
