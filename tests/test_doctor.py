@@ -629,6 +629,15 @@ def test_a_model_that_leaves_parameters_out_of_its_state_is_no_fault_of_ours(
     assert cli("doctor", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:net").code == 0
 
 
+def test_a_cast_is_advised_for_floats_alone(cli: Cli, tmp_path: Path) -> None:
+    state = made("net").state_dict()
+    for dtype, command in ((torch.float16, True), (torch.int8, False)):
+        cast = {k: v.to(dtype) if v.dtype == torch.float32 else v for k, v in state.items()}
+        torch.save(cast, tmp_path / "f.pt")
+        found = cli("doctor", tmp_path / "f.pt", "--model", spec("net"), "--json")
+        assert [("command" in p) for p in found.json["problems"] if p["kind"] == "precision"] == [command]
+
+
 def test_a_named_state_is_the_one_that_is_looked_at(cli: Cli, tmp_path: Path) -> None:
     net = made("net").state_dict()
     torch.save({"model": net, "ema": prefixed(net, "module.")}, tmp_path / "f.pt")

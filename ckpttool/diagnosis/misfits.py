@@ -98,4 +98,4 @@ def _otherwise(case: Case) -> Iterator[tuple[str, str]]:
         sizes = tuple(
             f"{name} {theirs} in the file, {ours} in the model" for name, theirs, ours in fit.mismatched
         )
-        yield "size", f"{len(sizes)} tensors are of another size ({shortened(sizes)})"
+        yield "size", f"{len(sizes)} tensors are of another size or type ({shortened(sizes)})"

@@ -250,7 +250,7 @@ class _Report:
         )
         for (theirs, ours), count in casts.items():
             message = f"{count} tensors are {theirs} in the file and {ours} in the model: loading casts them"
-            known = SHORT_TYPES.get(ours)
+            known = SHORT_TYPES.get(ours) if "float" in theirs else None  # convert casts floats alone
             yield self._remark("precision", message, *(["convert", "--dtype", known] if known else [None]))
 
     def _remark(self, kind: str, message: str, verb: str | None, *flags: str) -> Problem:
