@@ -10,7 +10,7 @@ from functools import partial
 
 from .ahead import cores, in_order
 from .checkpoint import Checkpoint, State
-from .elements import stream
+from .elements import in_pieces
 from .errors import Refused, UsageFault
 from .inert import Record, tensor_of
 from .mean import mean
@@ -153,8 +153,10 @@ class _Averaging:
 
 
 def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
-    blocks = zip(_blocks(name, a, a.dtype.part), _blocks(name, b, b.dtype.part), strict=True)
-    return all(x == y for x, y in blocks)
+    pairs = zip(
+        in_pieces(name, a, BLOCK * a.dtype.part), in_pieces(name, b, BLOCK * b.dtype.part), strict=True
+    )
+    return all(x == y for x, y in pairs)
 
 
 def _means(
@@ -166,10 +168,10 @@ def _means(
         start = 0
     else:
         flat = inputs
-    blocks = zip(*(_blocks(name, each, part.itemsize) for each in flat), strict=True)
+    together = zip(*(in_pieces(name, each, BLOCK * part.itemsize) for each in flat), strict=True)
     end = start + nbytes
     at = 0
-    for piece in in_order(_jobs(blocks, weights, part), cores(WORKERS)):
+    for piece in in_order(_jobs(together, weights, part), cores(WORKERS)):
         begin, at = at, at + len(piece)
         if at > start and begin < end:
             piece = piece[max(start - begin, 0) : end - begin]
@@ -192,16 +194,3 @@ def _jobs(
 def _stretch(tensor: TensorRef, start: int, nbytes: int) -> TensorRef:
     size = tensor.dtype.itemsize
     return replace(tensor, shape=(nbytes // size,), stride=(1,), offset=tensor.offset + start // size)
-
-
-def _blocks(name: str, tensor: TensorRef, itemsize: int) -> Iterator[bytearray]:
-    """The values in blocks of the same number of elements in every file."""
-    size, held = BLOCK * itemsize, bytearray()
-    for chunk in stream(name, tensor):
-        held += chunk
-        whole = len(held) - len(held) % size
-        for begin in range(0, whole, size):
-            yield held[begin : begin + size]
-        del held[:whole]
-    if held:
-        yield held

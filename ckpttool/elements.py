@@ -77,6 +77,29 @@ def stream(name: str, tensor: TensorRef, *, most: int = MAX_EXPANSION) -> Iterat
         yield _resolve(tensor, piece)
 
 
+def in_pieces(name: str, tensor: TensorRef, nbytes: int, *, most: int = MAX_EXPANSION) -> Iterator[bytearray]:
+    """The values in pieces of so many bytes, the last of what is left, whatever the chunks of `stream` are.
+
+    So that tensors of several files, and of several types, can be looked at in step.
+
+    Args:
+        name, tensor, most: as for `stream`.
+        nbytes: of a piece; whole elements.
+
+    Raises:
+        Refused, Damaged: as `stream`.
+    """
+    held = bytearray()
+    for chunk in stream(name, tensor, most=most):
+        held += chunk
+        whole = len(held) - len(held) % nbytes
+        for begin in range(0, whole, nbytes):
+            yield held[begin : begin + nbytes]
+        del held[:whole]
+    if held:
+        yield held
+
+
 def stretches(tensor: TensorRef, first: int, count: int) -> Iterator[TensorRef]:
     """The elements from the `first` on, so many in row-major order, as views: whole rows where it can."""
     if count == tensor.numel:

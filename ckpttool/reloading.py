@@ -77,7 +77,7 @@ def reload(
         blueprint = Blueprint.of(model)
         prefix, fitted = _fitting(checkpoint, found, blueprint)
         fit = compare(fitted, blueprint)
-        values = _values(checkpoint.path, fitted, blueprint)
+        values = _values(checkpoint.path, fitted)
         if fit.distance and not accepts(model, fitted):
             raise _mismatch(checkpoint, model, blueprint, fit, state, spec)
         try:
@@ -135,7 +135,7 @@ def _has_own_rules(module: torch.nn.Module) -> bool:
     return own or bool(module._load_state_dict_pre_hooks)
 
 
-def _values(path: str, state: State, blueprint: Blueprint) -> dict[str, Any]:
+def _values(path: str, state: State) -> dict[str, Any]:
     """The state dict to load: tensors, and what is no tensor where the model asks for it and it is plain."""
     others = {name: _made(path, name, value) for name, value in state.others.items()}
     return _with_versions(state, {**live_tensors(state.tensors), **others})
@@ -180,9 +180,8 @@ def _assign(model: torch.nn.Module, values: dict[str, Any]) -> None:
     for name, own in model.state_dict(keep_vars=True).items():
         value = values.get(name)
         if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
-            values[name] = value.to(
-                own.dtype
-            )  # as copying would have it; the same tensor where it has it already
+            # As copying would have it; the same tensor where it has that type already.
+            values[name] = value.to(own.dtype)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

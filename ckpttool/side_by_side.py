@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .ahead import cores, in_order
 from .alike import Tolerance
 from .distances import Distance, Measure, measurer
-from .elements import MAX_REPEATED, stream
+from .elements import MAX_REPEATED, in_pieces
 from .tensor import ByteRange, TensorRef
 from .transfer import Progress
 
@@ -151,26 +151,14 @@ def _in_step(pair: Pair, measure: Measure) -> _Done:
     )
     once, other = replace(a, shape=shape), replace(b, shape=shape)
     found, first = Distance(0), 0
-    for x, y in zip(_elements(name, once), _elements(name, other), strict=True):
+    sides = (in_pieces(name, t, ELEMENTS * t.dtype.itemsize, most=MAX_REPEATED) for t in (once, other))
+    for x, y in zip(*sides, strict=True):
         if a.dtype is not b.dtype or x != y:
             found += measure(memoryview(x), memoryview(y), first)
         first += len(x) // a.dtype.itemsize
     if found.where is not None and shape != a.shape:
         found = replace(found, where=_place(found.where, shape, a.shape)).times(a.numel // once.numel)
     return _Done(pair, found, a.nbytes, a.numel)
-
-
-def _elements(name: str, tensor: TensorRef) -> Iterator[bytearray]:
-    """The values in pieces of the same number of elements, whatever their size."""
-    size, held = ELEMENTS * tensor.dtype.itemsize, bytearray()
-    for chunk in stream(name, tensor, most=MAX_REPEATED):
-        held += chunk
-        whole = len(held) - len(held) % size
-        for start in range(0, whole, size):
-            yield held[start : start + size]
-        del held[:whole]
-    if held:
-        yield held
 
 
 def _place(where: int, within: Sequence[int], shape: Sequence[int]) -> int:

@@ -63,9 +63,7 @@ def skeleton(spec: str) -> torch.nn.Module:
         with skeletons():
             model = factory.build(spec)
     except UsageFault:
-        model = (
-            None  # a constructor that looks at values fails without them; one that fails at all does so below
-        )
+        model = None  # a constructor that looks at values fails without them; any other fails again below
     if model is None or (isinstance(model, torch.nn.Module) and _lost_values(model)):
         model = factory.build(spec)
     if not isinstance(model, torch.nn.Module):

@@ -121,3 +121,12 @@ def test_nothing_distributed_is_started(process: Any, net: str, state: Any, tmp_
     env = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
     ran = process("reload", tmp_path / "f.pt", "--model", net, env=env)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_model_that_begins_with_an_embedding_is_given_numbers_of_rows(cli: Any, tmp_path: Path) -> None:
+    import architectures
+
+    torch.save(architectures.tied().state_dict(), tmp_path / "f.pt")
+    spec = f"{architectures.__file__}:tied"
+    ran = cli("reload", tmp_path / "f.pt", "--model", spec, "--input-shape", "2,3", "--json")
+    assert (ran.code, ran.json["output_shape"]) == (0, [2, 3, 7])

@@ -647,7 +647,7 @@ def test_a_named_state_is_the_one_that_is_looked_at(cli: Cli, tmp_path: Path) ->
     pasted(cli, [problem["command"] for problem in found.json["problems"] if not problem["remark"]])
 
 
-def test_without_lightning_s_own_files_nothing_is_claimed_of_them(cli: Cli, tmp_path: Path) -> None:
+def test_what_lightning_itself_wrote_is_mended(cli: Cli, tmp_path: Path) -> None:
     """A checkpoint that Lightning itself wrote, and its Fabric's prefix."""
     lightning = pytest.importorskip("lightning", reason="the extra `interop` is not installed")
     module = lightning.LightningModule()

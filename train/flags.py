@@ -72,6 +72,7 @@ def train_parser() -> Parser:
     )
     add_data_flags(parser)
     _add_training_flags(parser)
+    _add_optimizer_flags(parser)
     _add_saving_flags(parser)
     add_start_flags(parser).add_argument(
         "--spawn", type=_at_least(1), metavar="N", help="start N ranks on this machine, without torchrun"
@@ -133,8 +134,7 @@ def add_start_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 def _add_training_flags(parser: argparse.ArgumentParser) -> None:
     default = TrainConfig()
-    flags = parser.add_argument_group("training")
-    add = flags.add_argument
+    add = parser.add_argument_group("training").add_argument
     add(
         "--model",
         default=default.model,
@@ -163,6 +163,26 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
         help="take each rank's part of the batch in N passes: the same training in less memory (1)",
     )
     add("--drop-last", action="store_true", help="leave out the short batch that ends an epoch")
+    add(
+        "--batchnorm",
+        choices=BATCHNORMS,
+        default=default.batchnorm,
+        help="plain (the default): of each rank's samples, and rank 0's statistics are kept; sync: of all "
+        "ranks' samples; pooled: plain, and the statistics of all ranks are evaluated and saved",
+    )
+    add(
+        "--seed",
+        type=_at_least(0),
+        default=default.seed,
+        metavar="N",
+        help="of weights, dropout and the order of samples (0)",
+    )
+    add("--deterministic", action="store_true", help="only algorithms that give the same bits each time")
+
+
+def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
+    default = TrainConfig()
+    add = parser.add_argument_group("optimizer").add_argument
     add("--optimizer", choices=tuple(OPTIMIZERS), default=default.optimizer, help="sgd by default")
     add("--lr", type=_number(above=0), metavar="X", help="learning rate (sgd 0.1, adamw 0.001)")
     add("--momentum", type=_number(least=0, below=1), metavar="X", help="sgd's (0.9)")
@@ -181,21 +201,6 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N[steps|epochs]",
         help="raise the learning rate from zero over so many (0)",
     )
-    add(
-        "--seed",
-        type=_at_least(0),
-        default=default.seed,
-        metavar="N",
-        help="of weights, dropout and the order of samples (0)",
-    )
-    add(
-        "--batchnorm",
-        choices=BATCHNORMS,
-        default=default.batchnorm,
-        help="plain (the default): of each rank's samples, and rank 0's statistics are kept; sync: of all "
-        "ranks' samples; pooled: plain, and the statistics of all ranks are evaluated and saved",
-    )
-    add("--deterministic", action="store_true", help="only algorithms that give the same bits each time")
 
 
 def _add_saving_flags(parser: argparse.ArgumentParser) -> None:

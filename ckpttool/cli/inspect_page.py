@@ -70,7 +70,7 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     for found in summary.prefixes:
         yield "prefix", _prefix(found)
     for names in summary.ties[:most]:
-        yield "tied", " = ".join(map(printable, names))
+        yield "tied", _tie(names, most)
     if len(summary.ties) > most:
         yield "", f"and {len(summary.ties) - most} more"
     yield from _training(summary)
@@ -83,6 +83,12 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
 
 def _dtypes(kinds: Kinds) -> str:
     return ", ".join(f"{count} {dtype}" for dtype, count in kinds.dtypes.items()) or "none"
+
+
+def _tie(names: Sequence[str], most: int) -> str:
+    """A few of the names of one tensor; a hundred tied layers are not a hundred names to read."""
+    shown = " = ".join(map(printable, names[:most]))
+    return shown + (f" and {len(names) - most} more names" if len(names) > most else "")
 
 
 def _prefix(found: FoundPrefix) -> str:

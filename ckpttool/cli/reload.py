@@ -65,6 +65,9 @@ def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
 
     model.eval()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    first = next((m for m in model.modules() if not [*m.children()] and [*m.parameters()]), None)
+    if isinstance(first, torch.nn.Embedding):  # which takes numbers of rows
+        dtype = torch.int64
     try:
         with torch.inference_mode():
             out = model(torch.zeros(shape, dtype=dtype))
