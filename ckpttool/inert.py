@@ -186,6 +186,14 @@ def walk(root: object) -> Iterator[object]:
         yield value
 
 
+def is_plain(value: object) -> bool:
+    """Whether a value is made of containers, tensors, numbers and text alone, and needs no code to exist."""
+    return all(
+        each is None or isinstance(each, (dict, list, tuple, TensorRef, str, int, float, complex, bytes))
+        for each in walk(value)
+    )
+
+
 def rebuild(root: object, change: Callable[[object], object]) -> object:
     """A copy of a tree in which `change` may put another value in place of any container.
 

@@ -20,6 +20,7 @@ from .diagnosis.shell import command_line
 from .diagnosis.treatment import treat
 from .diagnosis.value_remedies import ties
 from .errors import Mismatch, Refused
+from .inert import is_plain
 from .live import live_tensors
 from .skeleton import on_meta
 from .tensor import TensorRef
@@ -143,23 +144,22 @@ def _values(path: str, state: State) -> dict[str, Any]:
 
 def _made(path: str, name: str, value: object) -> object:
     try:
-        return _plain(value)
-    except (TypeError, RecursionError):
-        reason = f"'{name}' is or holds an object, and objects are not made from a file here"
-        raise Refused(path, reason) from None
+        if is_plain(value):
+            return _plain(value)
+    except RecursionError:  # it contains itself
+        pass
+    raise Refused(path, f"'{name}' is or holds an object, and objects are not made from a file here")
 
 
 def _plain(value: object) -> object:
-    """Containers, tensors, numbers and text as they were saved. Raises TypeError for anything with code."""
+    """Containers, tensors, numbers and text as they were saved."""
     if isinstance(value, TensorRef):
         return live_tensors({"": value})[""]
     if isinstance(value, dict):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(map(_plain, value))
-    if isinstance(value, str | int | float | complex | bytes | None):
-        return value
-    raise TypeError
+    return value
 
 
 def _with_versions(state: State, values: dict[str, Any]) -> dict[str, Any]:

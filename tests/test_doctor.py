@@ -462,6 +462,20 @@ def test_what_no_command_mends_is_said_in_words(what: str, cli: Cli, tmp_path: P
     assert "# no command can mend that" in cli("doctor", tmp_path / "f.pt", "--model", spec(model)).out
 
 
+def test_a_state_with_objects_in_it_is_not_promised_to_reload(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "import torch\nclass Net(torch.nn.Linear):\n"
+        "    def __init__(self):\n        super().__init__(2, 2)\n"
+        "    def get_extra_state(self):\n        return {'since': __import__('datetime').date(2026, 1, 1)}\n"
+        "    def set_extra_state(self, state):\n        pass\n"
+    )
+    torch.save(factory.build(f"{tmp_path}/m.py:Net").state_dict(), tmp_path / "f.pt")
+    found = cli("doctor", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:Net", "--json")
+    assert (found.code, found.json["then"]) == (1, None)
+    assert [problem["kind"] for problem in found.json["problems"]] == ["object"]
+    assert cli("reload", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:Net").code == 3
+
+
 FILES = {
     "a Git LFS pointer": (
         b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .. import transforms
 from ..checkpoint import Checkpoint, State, dotted, is_optimizer
 from ..errors import CkptToolError, NoState, NothingToDo
-from ..inert import walk
+from ..inert import is_plain, walk
 from ..optimizer import OrderCheck, mismatched_order, to_indices
 from . import misfits
 from .case import Case
@@ -173,7 +173,7 @@ class _Report:
         then: str | None = None
         if not after.fit.distance:
             self._add_optimizers()
-            then = self._reload(self.spec)
+            then = self._reload(self.spec) if not self._add_objects() else None
         elif (respec := rebuild(after)) is not None:
             then = self._reload(respec.spec)
             self.problems.append(Problem("size", respec.message, then))
@@ -199,6 +199,17 @@ class _Report:
     def _reload(self, spec: str) -> str:
         where = (self.case.taken_out or ()) if self.file != self.output else ()
         return command_line(["ckpttool", "reload", self.file, "--model", spec, *where])
+
+    def _add_objects(self) -> bool:
+        """What the model asks for and only code can make: torch.load runs it, this library does not."""
+        after = self.treatment.case
+        asked = ((n, v) for n, v in after.state.others.items() if n in after.blueprint.places)
+        objects = tuple(name for name, value in asked if not is_plain(value))
+        if objects:
+            message = f"the state holds objects ({shortened(objects)}), which are not made from a file here"
+            words = f"{message}: torch.load(weights_only=False) makes them, if you trust the file"
+            self.problems.append(Problem("object", words))
+        return bool(objects)
 
     def _add_optimizers(self) -> None:
         """Momentum that a load would give to other parameters, as optimizers go by index."""
