@@ -1,28 +1,33 @@
 """Rows of all ranks joined by sample, each exactly once. Imports torch.
 
-Ranks hold any number of rows, none too. Tensors travel as their bytes, so every dtype does, nothing is
-pickled, and NCCL sends what lies on the GPU from there. A rank sends and receives pieces of bounded size,
-whatever the number of rows, and puts them where they belong in the result.
+Ranks hold any number of rows, none too. One small message a rank says what it has, and that nothing is wrong;
+then rows travel as bytes, all their columns in one message, in rounds of bounded size, and are put where they
+belong in the result. So every dtype does, nothing is pickled, and NCCL sends what lies on the GPU from there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from . import ranks
+from . import messages, ranks
 from .errors import CheckFailed
 from .exactly_once import faults
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PIECE = 16 << 20
-"""Bytes of all ranks' rows that are under way at a time."""
+PIECE = 8 << 20
+"""Bytes of all ranks' rows that are under way at a time. More fit into no cache, and take longer a byte."""
+
+ALIGNED = 8
+"""Bytes to a multiple of which each column begins in a message, to be seen as numbers where it lies."""
+
+WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def gather(
@@ -34,7 +39,7 @@ def gather(
         index: int64 [n], the samples of this rank's rows, in any order; n may differ between ranks, and be 0.
         columns: name -> tensor [n, ...]; names, dtypes and further axes are the same on all ranks.
         samples: how many samples there are over all ranks: 0 to samples - 1.
-        piece: bytes that are under way at a time, of all ranks together.
+        piece: bytes that are under way at a time, of all ranks together; at least a row of each.
 
     Returns:
         name -> tensor [samples, ...], on the device on which this rank's columns lie.
@@ -42,24 +47,24 @@ def gather(
     Raises:
         CheckFailed: a sample is missing, stands more than once, or is none; names samples and ranks. On
             other ranks than 0 RankFailed.
-        RanksDiffer: columns are not the same kind on all ranks.
+        RanksDiffer: columns are not the same kind on all ranks, or `samples` or `piece` not the same.
         TypeError, ValueError: index is no int64 [n], or a column has another number of rows.
     """
-    with ranks.together():
-        _check_rows(index, columns)
-    ranks.compare({name: (column.dtype, column.shape[1:]) for name, column in columns.items()}, "in gather")
-    counts = _counts(len(index))
-    places = _join(index, counts, piece)
-    own = [place.cpu().numpy() for place in places]
-    ranks.decide(lambda: _check_once(own, samples))
-    joined = {}
-    for name, column in columns.items():
-        whole = torch.empty((samples, *column.shape[1:]), dtype=column.dtype, device=column.device)
-        moved = [place.to(column.device) for place in places]
-        for number, start, rows in _pieces(column, counts, piece):
-            whole[moved[number][start : start + len(rows)]] = rows.to(column.device)
-        joined[name] = whole
-    return joined
+    counts = ranks.agree(lambda: _look(index, columns, samples, piece), "in gather")
+    ends = [0, *accumulate(counts)]
+    places = torch.empty(ends[-1], dtype=torch.int64)
+    # Where the numbers of rows don't add up there is nothing to join, and no word on how large it would be.
+    joined = [_Column(column, samples if ends[-1] == samples else 0) for column in columns.values()]
+    for rank, start, rows in _stretches([index, *columns.values()], counts, piece):
+        own = rows[0].view(torch.int64)
+        at = own.cpu()
+        places[ends[rank] + start :][: len(at)] = at
+        if ends[-1] == samples and _all_below(at, samples):
+            for column, raw in zip(joined, rows[1:], strict=True):
+                column.put(own, raw)
+    # Every rank has all places, so each comes to the same verdict by itself.
+    ranks.alike(lambda: _check_once([places[start:end].numpy() for start, end in pairwise(ends)], samples))
+    return {name: column.whole() for name, column in zip(columns, joined, strict=True)}
 
 
 def arrays_of_all_ranks(own: NDArray[Any], kind: str = "") -> list[NDArray[Any]]:
@@ -71,17 +76,29 @@ def arrays_of_all_ranks(own: NDArray[Any], kind: str = "") -> list[NDArray[Any]]
     Raises:
         RanksDiffer: it is not.
     """
-    ranks.compare({kind: None}, "in reduce")
-    counts = _counts(len(own))
-    return [part.cpu().numpy() for part in _join(torch.from_numpy(own), counts, PIECE)]
+    counts = ranks.agree(lambda: ({kind: None}, len(own)), "in reduce")
+    parts = [torch.empty(count, dtype=torch.int64) for count in counts]
+    for rank, start, (raw,) in _stretches([torch.from_numpy(own)], counts, PIECE):
+        rows = raw.view(torch.int64)
+        parts[rank][start : start + len(rows)] = rows
+    return [part.numpy() for part in parts]
 
 
-def _check_rows(index: torch.Tensor, columns: Mapping[str, torch.Tensor]) -> None:
+def _look(
+    index: torch.Tensor, columns: Mapping[str, torch.Tensor], samples: int, piece: int
+) -> tuple[dict[str, Any], int]:
+    """What must be the same on all ranks, and how many rows this one has. Raises TypeError, ValueError."""
     if index.dtype != torch.int64 or index.dim() != 1:
         raise TypeError(f"index is int64 [n], not {index.dtype} {list(index.shape)}")
     for name, column in columns.items():
         if column.dim() == 0 or len(column) != len(index):
             raise ValueError(f"'{name}' is {list(column.shape)}, and index has {len(index)} rows")
+    kinds = {name: (column.dtype, tuple(column.shape[1:])) for name, column in columns.items()}
+    return {**kinds, "number of samples": samples, "size of a piece": piece}, len(index)
+
+
+def _all_below(places: torch.Tensor, samples: int) -> bool:
+    return not len(places) or bool(places.min() >= 0 and places.max() < samples)
 
 
 def _check_once(places: list[NDArray[Any]], samples: int) -> None:
@@ -90,50 +107,79 @@ def _check_once(places: list[NDArray[Any]], samples: int) -> None:
         raise CheckFailed("; ".join(said), hint="deal every sample to one rank: no padding, no repeats")
 
 
-def _counts(own: int) -> list[int]:
-    """Every rank's number of rows."""
-    counts = torch.zeros(ranks.world_size(), dtype=torch.int64)
-    counts[ranks.rank()] = own
-    return [int(count) for count in ranks.total(counts).tolist()]
+class _Column:
+    """One column of all ranks, as it is put together: rows of whole numbers, whatever they mean."""
+
+    def __init__(self, own: torch.Tensor, samples: int) -> None:
+        self.dtype, self.shape = own.dtype, (samples, *own.shape[1:])
+        width = _row_bytes(own)
+        word = next(word for word in WORDS if width % word.itemsize == 0)
+        self.rows = torch.empty((samples, width // word.itemsize), dtype=word, device=own.device)
+
+    def put(self, places: torch.Tensor, raw: torch.Tensor) -> None:
+        rows = raw.to(self.rows.device).view(self.rows.dtype).reshape(len(places), self.rows.shape[1])
+        self.rows.index_copy_(0, places.to(self.rows.device), rows)
+
+    def whole(self) -> torch.Tensor:
+        return self.rows.reshape(-1).view(self.dtype).reshape(self.shape)
 
 
-def _join(rows: torch.Tensor, counts: list[int], piece: int) -> list[torch.Tensor]:
-    """Every rank's rows, in the order of ranks."""
-    parts: list[list[torch.Tensor]] = [[rows[:0]] for _ in counts]
-    for number, _, found in _pieces(rows, counts, piece):
-        parts[number].append(found.to(rows.device))
-    return [torch.cat(part) for part in parts]
+def _row_bytes(column: torch.Tensor) -> int:
+    return math.prod(column.shape[1:]) * column.element_size()
 
 
-def _pieces(rows: torch.Tensor, counts: list[int], piece: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(rank, first row, rows) of all ranks' rows, a stretch at a time."""
-    width = math.prod(rows.shape[1:]) * rows.element_size()
+def _stretches(
+    columns: Sequence[torch.Tensor], counts: list[int], piece: int
+) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+    """(rank, first row, the bytes of each column) of all ranks' rows, a stretch at a time.
+
+    The bytes may be those of a buffer, and stay until the next stretch is asked for.
+    """
+    widths = [_row_bytes(column) for column in columns]
+    data = [messages.as_bytes(column) for column in columns]
     if len(counts) == 1:
-        yield 0, 0, rows
-    elif width:  # else there is nothing to send
-        yield from _exchanged(rows, counts, width, piece)
+        yield 0, 0, data
+    elif any(widths):  # else there is nothing to send
+        at_once = piece // (sum(widths) * len(counts)) // ALIGNED * ALIGNED
+        yield from _exchanged(data, widths, counts, max(1, at_once))
 
 
 def _exchanged(
-    rows: torch.Tensor, counts: list[int], width: int, piece: int
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """The same, sent around, with `width` bytes a row.
+    data: list[torch.Tensor], widths: list[int], counts: list[int], at_once: int
+) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+    """The same, sent around: in each round a stretch of every rank that has rows left.
 
-    In each round every rank sends a stretch of one length, that of the longest: the others' are filled up.
+    Each by a broadcast, because gloo does that in place, where its all-gather copies everything twice.
     """
-    at_once = max(1, piece // (width * len(counts)))
-    plain = rows.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # Of an empty tensor numpy may have chosen a stride that torch will not view as bytes.
-    data = plain.view(torch.uint8) if len(plain) else torch.zeros(0, dtype=torch.uint8)
+    sizes = [_size(widths, min(at_once, count)) for count in counts]
+    buffers = [torch.empty(size, dtype=torch.uint8, device=messages.device()) for size in sizes]
     for start in range(0, max(counts), at_once):
-        length = min(at_once, max(counts) - start)
-        sent = torch.empty(length * width, dtype=torch.uint8, device=ranks._device())
-        mine = data[start * width : (start + length) * width]
-        sent[: len(mine)] = mine
-        received = torch.empty(len(counts) * len(sent), dtype=torch.uint8, device=sent.device)
-        dist.all_gather_into_tensor(received, sent)
-        for number, count in enumerate(counts):
-            stretch = min(length, count - start)
-            if stretch > 0:
-                raw = received[number * len(sent) :][: stretch * width]
-                yield number, start, raw.view(rows.dtype).reshape(stretch, *rows.shape[1:])
+        under_way = []
+        for rank, count in enumerate(counts):
+            rows = min(at_once, count - start)
+            if rows <= 0:
+                continue
+            message = buffers[rank][: _size(widths, rows)]
+            stretch = _columns(message, widths, rows)
+            if rank == ranks.rank():
+                for place, own, width in zip(stretch, data, widths, strict=True):
+                    place.copy_(own[start * width :][: rows * width])
+            under_way.append((messages.begin_sending(message, rank), rank, stretch))
+        for work, rank, stretch in under_way:
+            work.wait()
+            yield rank, start, stretch
+
+
+def _size(widths: list[int], rows: int) -> int:
+    """Bytes of a message of so many rows."""
+    return sum(_padded(rows * width) for width in widths)
+
+
+def _columns(message: torch.Tensor, widths: list[int], rows: int) -> list[torch.Tensor]:
+    """Where each column lies in a message of so many rows."""
+    starts = accumulate((_padded(rows * width) for width in widths), initial=0)
+    return [message[start:][: rows * width] for start, width in zip(starts, widths, strict=False)]
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED

@@ -2,25 +2,32 @@
 
 Each function is a collective: every rank calls it, in the same order. Without a process group there is one
 rank, and each does what it would do there. Tensors travel as bytes, so every dtype does (bool, bfloat16,
-complex64, ...), over gloo and over NCCL, which carries only what lies on a GPU.
+complex64, ...), over gloo and over NCCL.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import pickle
+import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .errors import CkptToolError, RanksDiffer
+from .messages import as_bytes, device, memory, of_all, send
+from .messages import rank as rank
+from .messages import world_size as world_size
+from .tensor_trees import Place, places, put_back, take_out
 
 T = TypeVar("T")
+
+NOTE = struct.Struct("<?q32s")
+"""What a rank tells the others before they do something together: that it failed, a number, a digest."""
 
 
 class RankFailed(CkptToolError):
@@ -28,16 +35,6 @@ class RankFailed(CkptToolError):
 
     kind = "rank-failed"
     exit_code = 1
-
-
-def rank() -> int:
-    """This process's number, 0 without a process group."""
-    return dist.get_rank() if _grouped() else 0
-
-
-def world_size() -> int:
-    """How many ranks there are, 1 without a process group."""
-    return dist.get_world_size() if _grouped() else 1
 
 
 def decide(fn: Callable[[], T]) -> T:
@@ -48,17 +45,30 @@ def decide(fn: Callable[[], T]) -> T:
     return _from_rank(0, fn)
 
 
+def alike(fn: Callable[[], T]) -> T:
+    """What `fn` returns on this rank; nothing is sent, as it comes out the same on every rank.
+
+    If it finds something wrong, so does each rank: rank 0 raises that error and the others RankFailed.
+    """
+    try:
+        return fn()
+    except CkptToolError as error:
+        if rank() == 0:
+            raise
+        raise _stopped(*_described(error, 0)) from error
+
+
 def broadcast(read: Callable[[], T]) -> T:
     """What `read` returns on rank 0, on every rank: dicts, lists and tuples of plain values and tensors.
 
     As `decide`, with each tensor sent by itself and never pickled; the others receive them on the CPU.
     """
     tensors: list[torch.Tensor] = []
-    skeleton = decide(lambda: _take_out(read(), tensors))
+    skeleton = decide(lambda: take_out(read(), tensors))
     arrived = [
-        _send(place, tensors[index] if rank() == 0 else None) for index, place in enumerate(_places(skeleton))
+        _send(place, tensors[index] if rank() == 0 else None) for index, place in enumerate(places(skeleton))
     ]
-    return _put_back(skeleton, iter(arrived))  # type: ignore[no-any-return]
+    return put_back(skeleton, iter(arrived))  # type: ignore[no-any-return]
 
 
 def broadcast_into(tensors: Iterable[torch.Tensor]) -> None:
@@ -67,7 +77,7 @@ def broadcast_into(tensors: Iterable[torch.Tensor]) -> None:
         return
     with torch.no_grad():
         for tensor in tensors:
-            received = _send(_Place(tensor.dtype, tuple(tensor.shape)), tensor if rank() == 0 else None)
+            received = _send(Place(tensor.dtype, tuple(tensor.shape)), tensor if rank() == 0 else None)
             if rank() != 0:
                 tensor.copy_(received)
 
@@ -79,7 +89,7 @@ def total(values: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"sums over ranks are int64 or float64, not {values.dtype}")
     if world_size() == 1:
         return values.detach().cpu().clone()
-    summed = values.detach().to(_device(), copy=True)
+    summed = values.detach().to(device(), copy=True)
     dist.all_reduce(summed, op=dist.ReduceOp.SUM)
     return summed.cpu()
 
@@ -105,9 +115,7 @@ def together() -> Iterator[None]:
         yield
     except Exception as error:
         failure = error
-    first = min((index for index, failed in enumerate(_flags(failure is not None)) if failed), default=None)
-    if first is not None:
-        _from_rank(first, lambda: _raise(failure))
+    _fail_where_any_did(of_all(bytes([failure is not None])), failure)
 
 
 def compare(values: Mapping[str, Any], when: str = "") -> str:
@@ -125,9 +133,38 @@ def compare(values: Mapping[str, Any], when: str = "") -> str:
     """
     digests = {name: digest(value) for name, value in values.items()}
     whole = _combined(digests)
-    if len(set(_digest_of_each_rank(whole))) > 1:
+    if len(set(of_all(whole))) > 1:
         raise _difference(gather(digests), when)
     return whole.hex()
+
+
+def agree(look: Callable[[], tuple[Mapping[str, Any], int]], when: str = "") -> list[int]:
+    """Whether all ranks can begin something, found out with one small message a rank: `together`, `compare`
+    and the gathering of a number in one.
+
+    Args:
+        look: returns what must be the same on all ranks, as `compare` takes it, and a number of this rank.
+        when: ends the message where ranks differ.
+    Returns:
+        each rank's number, in rank order.
+    Raises:
+        RanksDiffer: as `compare` does.
+        Exception: what `look` raised, and RankFailed on the other ranks.
+    """
+    failure: Exception | None = None
+    digests: dict[str, bytes] = {}
+    number = 0
+    try:
+        values, number = look()
+        digests = {name: digest(value) for name, value in values.items()}
+    except Exception as error:
+        failure = error
+    notes = of_all(NOTE.pack(failure is not None, number, _combined(digests)))
+    _fail_where_any_did(notes, failure)
+    _, numbers, wholes = zip(*map(NOTE.unpack, notes), strict=True)
+    if len(set(wholes)) > 1:
+        raise _difference(gather(digests), when)
+    return list(numbers)
 
 
 def digest_all(values: Mapping[str, Any]) -> str:
@@ -140,31 +177,13 @@ def digest(value: Any) -> bytes:
     if not isinstance(value, torch.Tensor):
         return hashlib.sha256(repr(value).encode()).digest()
     whole = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
-    data = _as_bytes(value).cpu()
+    data = as_bytes(value).cpu()
     if data.numel():
-        whole.update(_memory(data))
+        whole.update(memory(data))
     return whole.digest()
 
 
 # ---- how it travels ------------------------------------------------------------------------------------
-
-
-class _Place(NamedTuple):
-    """Stands for a tensor in a structure that is sent without its tensors."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def _grouped() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _device() -> torch.device:
-    """Where a tensor must lie to be sent."""
-    if _grouped() and dist.get_backend() == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _from_rank(source: int, fn: Callable[[], T]) -> T:
@@ -179,16 +198,20 @@ def _from_rank(source: int, fn: Callable[[], T]) -> T:
         except Exception as error:
             failure = error
             payload = pickle.dumps((None, _described(error, source)))
-    payload = _send_bytes(payload, source)
+    payload = send(payload, source)
     if failure is not None:
         raise failure
     value, described = pickle.loads(payload)
     if described is not None:
-        message, hint, exit_code = described
-        stopped = RankFailed(message, hint=hint)
-        stopped.exit_code = exit_code
-        raise stopped
+        raise _stopped(*described)
     return value  # type: ignore[no-any-return]
+
+
+def _fail_where_any_did(notes: list[bytes], failure: Exception | None) -> None:
+    """Ends all ranks if the note of any begins with another byte than 0; `failure` is this rank's own."""
+    first = next((number for number, note in enumerate(notes) if note[0]), None)
+    if first is not None:
+        _from_rank(first, lambda: _raise(failure))
 
 
 def _described(error: Exception, source: int) -> tuple[str, str | None, int]:
@@ -197,83 +220,29 @@ def _described(error: Exception, source: int) -> tuple[str, str | None, int]:
     return f"rank {source} failed: {type(error).__name__}: {error}", None, 1
 
 
+def _stopped(message: str, hint: str | None, exit_code: int) -> RankFailed:
+    error = RankFailed(message, hint=hint)
+    error.exit_code = exit_code
+    return error
+
+
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
 
 
-def _send_bytes(payload: bytes, source: int) -> bytes:
-    length = torch.tensor([len(payload)], dtype=torch.int64, device=_device())
-    dist.broadcast(length, src=source)
-    data = torch.empty(int(length.item()), dtype=torch.uint8)
-    if rank() == source:
-        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    data = data.to(_device())
-    dist.broadcast(data, src=source)
-    return payload if rank() == source else _copied(data)
-
-
-def _send(place: _Place, tensor: torch.Tensor | None) -> torch.Tensor:
+def _send(place: Place, tensor: torch.Tensor | None) -> torch.Tensor:
     """One tensor from rank 0, which gives it, to the others, which receive it on the CPU."""
     if world_size() == 1:
         assert tensor is not None
         return tensor
     if tensor is not None:
-        dist.broadcast(_as_bytes(tensor).to(_device()), src=0)
+        dist.broadcast(as_bytes(tensor).to(device()), src=0)
         return tensor
     received = torch.empty(place.shape, dtype=place.dtype)
-    data = received.reshape(-1).view(torch.uint8).to(_device())
+    data = received.reshape(-1).view(torch.uint8).to(device())
     dist.broadcast(data, src=0)
     return data.cpu().view(place.dtype).reshape(place.shape)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values as a flat uint8 tensor on their own device, row by row."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
-
-
-def _memory(data: torch.Tensor) -> Any:
-    """A buffer over a uint8 tensor's memory. Torch's own way to one needs numpy, which may be absent."""
-    return (ctypes.c_char * data.numel()).from_address(data.data_ptr())
-
-
-def _copied(data: torch.Tensor) -> bytes:
-    local = data.cpu()
-    return bytes(_memory(local)) if local.numel() else b""
-
-
-def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The structure with a _Place for each tensor, which is moved to the list."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Place(value.dtype, tuple(value.shape))
-    if isinstance(value, Mapping):
-        return {key: _take_out(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_take_out(item, tensors) for item in value)
-    return value
-
-
-def _places(value: Any) -> Iterator[_Place]:
-    if isinstance(value, _Place):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _places(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _places(item)
-
-
-def _put_back(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {key: _put_back(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_put_back(item, tensors) for item in value)
-    return value
 
 
 # ---- who differs ---------------------------------------------------------------------------------------
@@ -284,25 +253,6 @@ def _combined(digests: Mapping[str, bytes]) -> bytes:
     for name, one in digests.items():
         whole.update(f"{len(name)}:{name}".encode() + one)
     return whole.digest()
-
-
-def _flags(flag: bool) -> list[bool]:
-    """Every rank's flag, in rank order."""
-    if world_size() == 1:
-        return [flag]
-    own = torch.tensor([int(flag)], dtype=torch.int64, device=_device())
-    flags = [torch.zeros_like(own) for _ in range(world_size())]
-    dist.all_gather(flags, own)
-    return [bool(one.item()) for one in flags]
-
-
-def _digest_of_each_rank(own: bytes) -> list[bytes]:
-    if world_size() == 1:
-        return [own]
-    data = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(_device())
-    gathered = [torch.zeros_like(data) for _ in range(world_size())]
-    dist.all_gather(gathered, data)
-    return [_copied(one) for one in gathered]
 
 
 def _difference(digests: list[dict[str, bytes]], when: str) -> RanksDiffer:

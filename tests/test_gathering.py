@@ -11,16 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpttool import gathering
+from ckpttool import gathering, messages
 from ckpttool.exactly_once import faults, index_digest
 
 SAMPLES = 23
-DTYPES = [torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.int8, torch.float64]
+DTYPES = [
+    *(torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.int8, torch.float64),
+    *(torch.float8_e4m3fn, torch.uint16, torch.complex128),
+]
 
 
 def whole(dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(100, (SAMPLES, 3), generator=generator).to(dtype)
+    return torch.randint(100, (SAMPLES, 3), generator=generator).float().to(dtype)
 
 
 def shares(world_size: int, cuts: list[int]) -> list[torch.Tensor]:
@@ -28,6 +31,11 @@ def shares(world_size: int, cuts: list[int]) -> list[torch.Tensor]:
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(2))
     edges = [0, *cuts[: world_size - 1], SAMPLES]
     return [order[start:end] for start, end in pairwise(edges)]
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """To the bit, for dtypes too that torch can't compare."""
+    return found.dtype == expected.dtype and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
 def gather_every_dtype(rank: int, world_size: int, cuts: list[int], piece: int) -> bool:
@@ -39,7 +47,7 @@ def gather_every_dtype(rank: int, world_size: int, cuts: list[int], piece: int) 
     found = gathering.gather(index, columns, samples=SAMPLES, piece=piece)
     return (
         list(found) == list(columns)
-        and all(torch.equal(found[str(dtype)], whole(dtype)) for dtype in DTYPES)
+        and all(same(found[str(dtype)], whole(dtype)) for dtype in DTYPES)
         and found["scalar"].tolist() == list(range(SAMPLES))
         and found["empty"].shape == (SAMPLES, 0)
         and torch.equal(found["transposed"], whole(torch.float32))
@@ -73,10 +81,16 @@ def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
         columns = {"x": torch.zeros(len(index))}
     elif kind == "gap":
         samples = 12
+    elif kind == "far beyond" and not rank:
+        index[1] = 10**12
+    elif kind == "none of many":
+        samples = 10**15
     elif kind == "beyond":
         samples = 9
     elif kind == "dtype" and rank:
         columns = {"x": torch.zeros(len(index), dtype=torch.float64)}
+    elif kind == "samples" and rank:
+        samples = 9
     elif kind == "rows" and rank:
         columns = {"x": torch.zeros(7)}
     elif kind == "float index" and not rank:
@@ -93,8 +107,11 @@ def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
     [
         ("twice", ["CheckFailed", "RankFailed"], "samples 4–5 stand more than once: in rank 0, rank 1"),
         ("gap", ["CheckFailed", "RankFailed"], "samples 10–11 of 12 are missing"),
+        ("far beyond", ["CheckFailed", "RankFailed"], "sample 1000000000000 in rank 0 is none of the 10"),
+        ("none of many", ["CheckFailed", "RankFailed"], "samples 10–999999999999999 of 1000000000000000 are"),
         ("beyond", ["CheckFailed", "RankFailed"], "sample 9 in rank 1 is none of the 9"),
         ("dtype", ["RanksDiffer", "RanksDiffer"], "rank 1 holds another x than rank 0, in gather"),
+        ("samples", ["RanksDiffer", "RanksDiffer"], "rank 1 holds another number of samples than rank 0"),
         ("rows", ["RankFailed", "ValueError"], "'x' is [7], and index has 5 rows"),
         ("float index", ["TypeError", "RankFailed"], "index is int64 [n], not torch.float32"),
     ],
@@ -105,28 +122,34 @@ def test_what_can_not_be_joined_fails_on_every_rank_and_says_why(run_ranks, kind
     assert all(said in message for _, message in answers)
 
 
-def largest_message(rank: int, world_size: int) -> list[int]:
-    """Bytes of each message that a gathering of 80,000 bytes a rank sends."""
-    sizes = []
-    send = torch.distributed.all_gather_into_tensor
+def messages_sent(rank: int, world_size: int, sizes: list[int], piece: int) -> list[int]:
+    """Bytes of each message of a gathering in which rank r has `sizes[r]` rows of 3 bytes and an index."""
+    seen = []
+    send = torch.distributed.broadcast
 
-    def watched(received: torch.Tensor, sent: torch.Tensor) -> Any:
-        sizes.append(received.numel())
-        return send(received, sent)
+    def watched(message: torch.Tensor, *arguments: Any, **choices: Any) -> Any:
+        seen.append(message.numel())
+        return send(message, *arguments, **choices)
 
-    torch.distributed.all_gather_into_tensor = watched
+    index = torch.arange(sum(sizes)).split(sizes)[rank]
+    torch.distributed.broadcast = watched
     try:
-        index = torch.arange(rank, 20_000, world_size)
-        gathering.gather(index, {"x": index}, samples=20_000, piece=10_000)
+        rows = torch.zeros(len(index), 3, dtype=torch.int8)
+        gathering.gather(index, {"x": rows}, samples=sum(sizes), piece=piece)
     finally:
-        torch.distributed.all_gather_into_tensor = send
-    return [max(sizes), sum(sizes)]
+        torch.distributed.broadcast = send
+    return seen
 
 
-def test_what_is_under_way_is_bounded(run_ranks):
-    for largest, total in run_ranks(2, largest_message, timeout=200):
-        assert largest <= 10_000
-        assert total == 2 * 20_000 * 8
+def test_what_is_under_way_is_bounded_and_nothing_is_filled_up(run_ranks):
+    """Rank 0's many rows are no reason to send more of rank 1's."""
+    for sizes in run_ranks(2, messages_sent, [9_000, 1_000], 10_000, timeout=200):
+        assert 2 * max(sizes) <= 10_000
+        assert sum(sizes) == 10_000 * (8 + 3)
+
+
+def test_few_rows_are_one_message_a_rank(run_ranks):
+    assert run_ranks(3, messages_sent, [2, 0, 3], gathering.PIECE, timeout=200) == [[24, 40]] * 3
 
 
 def uneven_arrays(rank: int, world_size: int) -> list[list[int]]:
@@ -147,12 +170,17 @@ def test_over_nccl_rows_stay_on_the_gpu(tmp_path):
     try:
         order = torch.randperm(50, device="cuda")
         # One rank would send nothing to itself, and two can't share a GPU: so its rows are sent all the same.
-        pieces = list(gathering._exchanged(order, [50], 8, 64))
+        data = [messages.as_bytes(column) for column in (order, order.bfloat16())]
+        pieces = [
+            [raw.view(dtype).clone() for raw, dtype in zip(rows, (torch.int64, torch.bfloat16), strict=True)]
+            for _, _, rows in gathering._exchanged(data, [8, 2], [50], 8)
+        ]
         found = gathering.gather(order, {"x": order.float()}, samples=50)["x"]
         assert found.device.type == "cuda"
         assert found.tolist() == list(map(float, range(50)))
         assert len(pieces) == 7
-        assert torch.equal(torch.cat([rows for *_, rows in pieces]), order)
+        assert torch.equal(torch.cat([rows for rows, _ in pieces]), order)
+        assert torch.equal(torch.cat([rows for _, rows in pieces]), order.bfloat16())
     finally:
         torch.distributed.destroy_process_group()
 

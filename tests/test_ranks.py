@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -223,6 +224,52 @@ def test_the_digest_is_of_values_not_of_how_they_lie_in_memory():
     assert ranks.digest(torch.arange(8.0)[2:].reshape(2, 3) - 2) == ranks.digest(tensor)
     assert ranks.digest(torch.tensor(0.0)) != ranks.digest(torch.tensor(-0.0))
     assert ranks.digest(torch.tensor([1j]).conj()) == ranks.digest(torch.tensor([complex(0.0, -1.0)]))
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_values_of_any_stride_travel_where_there_are_too_few_for_it_to_matter(count):
+    """Torch calls them contiguous, and refuses to view them as bytes."""
+    odd = torch.empty_strided((count,), (7,)).fill_(3.0)
+    assert ranks.digest(odd) == ranks.digest(torch.full((count,), 3.0))
+    from_numpy = torch.from_numpy(np.full((4, 6), 3.0, dtype=np.float32)[:count, 2])
+    assert ranks.digest(from_numpy) == ranks.digest(odd)
+
+
+# ---- agreeing ------------------------------------------------------------------------------------------
+
+
+def agree_on(rank: int, world_size: int, kind: str) -> Any:
+    def look() -> Any:
+        if kind == "fails" and rank == 1:
+            refuse()
+        return {"piece": rank if kind == "differs" and rank == 2 else 7}, rank * 10
+
+    found: list[Any] = []
+    return caught(lambda: found.append(ranks.agree(look, "in gather"))), found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_agreeing_gives_each_ranks_number_to_all(run_ranks, size):
+    assert run_ranks(size, agree_on, "") == [(None, [[rank * 10 for rank in range(size)]])] * size
+
+
+def test_where_ranks_do_not_agree_all_end_and_say_why(run_ranks):
+    said = "rank 2 holds another piece than rank 0, in gather"
+    for error, found in run_ranks(4, agree_on, "differs"):
+        assert (error[:2], found) == (("RanksDiffer", said), [])
+    failed = [error[:2] for error, _ in run_ranks(4, agree_on, "fails")]
+    assert failed.pop(1) == ("UsageFault", "--data: not there")
+    assert failed == [("RankFailed", "rank 1 failed: --data: not there")] * 3
+
+
+def find_the_same_fault(rank: int, world_size: int) -> Any:
+    return caught(lambda: ranks.alike(refuse)), ranks.alike(lambda: 5)
+
+
+def test_a_fault_that_every_rank_finds_is_rank_0s_to_tell(run_ranks):
+    first, *others = [error for error, five in run_ranks(4, find_the_same_fault) if five == 5]
+    assert first == ("UsageFault", "--data: not there", "give --data-root", 2)
+    assert others == [("RankFailed", "rank 0 failed: --data: not there", "give --data-root", 2)] * 3
 
 
 # ---- failing together ----------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""Bytes from rank to rank, over gloo and over NCCL, which carries only what lies on a GPU. Imports torch.
+
+Each function but those of one rank alone is a collective: every rank calls it, in the same order. Without a
+process group there is one rank, which sends nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def rank() -> int:
+    """This process's number, 0 without a process group."""
+    return dist.get_rank() if _grouped() else 0
+
+
+def world_size() -> int:
+    """How many ranks there are, 1 without a process group."""
+    return dist.get_world_size() if _grouped() else 1
+
+
+def device() -> torch.device:
+    """Where a tensor must lie to be sent."""
+    if _grouped() and dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def of_all(message: bytes) -> list[bytes]:
+    """Every rank's message, in rank order, on every rank; all are of one length."""
+    if world_size() == 1:
+        return [message]
+    own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device())
+    received = torch.empty(world_size() * len(message), dtype=torch.uint8, device=own.device)
+    dist.all_gather_into_tensor(received, own)
+    whole, length = copied(received), len(message)
+    return [whole[start : start + length] for start in range(0, len(whole), length)]
+
+
+def send(payload: bytes, source: int) -> bytes:
+    """The payload of one rank, of any length, on every rank."""
+    length = torch.tensor([len(payload)], dtype=torch.int64, device=device())
+    dist.broadcast(length, src=source)
+    data = torch.empty(int(length.item()), dtype=torch.uint8)
+    if rank() == source:
+        data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    data = data.to(device())
+    dist.broadcast(data, src=source)
+    return payload if rank() == source else copied(data)
+
+
+def begin_sending(data: torch.Tensor, source: int) -> dist.Work:
+    """Overwrites a tensor, where it lies, with that of one rank; done when the work has been waited for."""
+    work = dist.broadcast(data, source, async_op=True)
+    assert work is not None  # as it is outside the group alone
+    return work
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as a flat uint8 tensor on their own device, row by row."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # One value or none counts as contiguous whatever its stride, and torch views only a stride of 1 as bytes.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def memory(data: torch.Tensor) -> Any:
+    """A buffer over a uint8 tensor's memory. Torch's own way to one needs numpy, which may be absent."""
+    return (ctypes.c_char * data.numel()).from_address(data.data_ptr())
+
+
+def copied(data: torch.Tensor) -> bytes:
+    """What a uint8 tensor holds."""
+    local = data.cpu()
+    return bytes(memory(local)) if local.numel() else b""
+
+
+def _grouped() -> bool:
+    return dist.is_available() and dist.is_initialized()
