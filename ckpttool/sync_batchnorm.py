@@ -154,10 +154,11 @@ class _Synchronised(torch.autograd.Function):
             else:
                 scale = weight if weight is not None else torch.ones_like(mean)
                 one, other = (sums / ctx.count).to(mean.dtype)
-                inverse = torch.rsqrt(variance + ctx.eps)
+                slope = -scale * torch.rsqrt(variance + ctx.eps)
                 # What the mean and the variance pass back: linear in the normalised input.
-                through = _normalised(input, mean, variance, -scale * inverse * other, None, ctx.eps)
-                to_input = direct.add_(through).sub_(_along(scale * inverse * one, input))
+                to_input = direct.add_(
+                    _normalised(input, mean, variance, slope * other, slope * one, ctx.eps)
+                )
         to_weight = times_normalised.to(ctx.of_weight) if ctx.needs_input_grad[1] else None
         to_bias = own.to(ctx.of_weight) if ctx.needs_input_grad[2] else None
         return to_input, to_weight, to_bias, None, None, None, None
@@ -173,21 +174,26 @@ def _accumulator(input: Tensor) -> torch.dtype:
     return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
-def _along(channels: Tensor, input: Tensor) -> Tensor:
-    """A value a channel, shaped to meet the input."""
-    return channels.to(input.dtype).view(1, -1, *[1] * (input.dim() - 2))
-
-
 def _moments(input: Tensor, absent: bool) -> Tensor:
     """This rank's [mean, sum of squared deviations, count], (3, C) in float64; all 0 without samples."""
     channels = input.shape[1]
     count = 0 if absent else input.numel() // max(channels, 1)
     moments = torch.zeros(3, channels, dtype=torch.float64, device=input.device)
     if count:
-        axes = [0, *range(2, input.dim())]
-        variance, mean = torch.var_mean(input.detach().to(_accumulator(input)), axes, correction=0)
+        mean, variance = _mean_and_variance(input.detach().to(_accumulator(input)))
         moments[0], moments[1], moments[2] = mean, variance.double() * count, count
     return moments
+
+
+def _mean_and_variance(input: Tensor) -> tuple[Tensor, Tensor]:
+    """A value a channel of each, the variance biased; to the last digit of the input's type."""
+    if input.device.type == "cpu":
+        # Plain BatchNorm's own kernel, in a fifth of the time of `var_mean`. It sums contiguous values in
+        # float64, but channels-last ones in float32: with them five digits are left.
+        mean, variance = torch.ops.aten.batch_norm_update_stats(input.contiguous(), None, None, 0.0)
+        return mean, variance
+    variance, mean = torch.var_mean(input, [0, *range(2, input.dim())], correction=0)
+    return mean, variance
 
 
 def _combine(moments: Tensor, group: Any) -> tuple[Tensor, Tensor, float]:

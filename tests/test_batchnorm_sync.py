@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpttool import batchnorm
-from ckpttool.sync_batchnorm import SyncBatchNorm, _Running, _Synchronised
+from ckpttool.sync_batchnorm import SyncBatchNorm, _moments, _Running, _Synchronised
 
 KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "1d, features": (nn.BatchNorm1d, (3,)),
@@ -145,6 +145,17 @@ def test_a_mean_of_a_million_costs_float64_no_digits_that_plain_batchnorm_keeps(
     for rank in check(run_ranks, setting, 1e-8):
         kept = (rank.buffers["running_var"] - 0.81) / 0.19  # after two steps of momentum 0.1
         assert torch.allclose(kept, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_moments_have_all_digits_of_float32_in_every_memory_format(memory_format):
+    """torch's kernel sums channels-last values in float32: its mean would be wrong in the sixth digit."""
+    torch.manual_seed(0)
+    batch = (torch.randn(32, 4, 32, 32) + 1000).contiguous(memory_format=memory_format)
+    mean, deviations, count = _moments(batch, absent=False)
+    assert count.tolist() == [32 * 32 * 32] * 4
+    assert torch.allclose(mean, batch.double().mean((0, 2, 3)), rtol=1e-7)
+    assert torch.allclose(deviations / count, batch.double().var((0, 2, 3), correction=0), rtol=2e-7)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=str)
