@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from .batchnorm_state import KINDS
+from .batchnorm_layers import KINDS, unwrapped
 from .errors import UsageFault
 from .pooling import Pooled as Pooled
 from .pooling import pool as pool
@@ -27,8 +27,9 @@ def to_sync(module: M, *, process_group: Any = None, subclasses: Subclasses = "r
     """Makes every BatchNorm layer of a module synchronised, in place, and returns the module.
 
     On a GPU a layer becomes torch's `SyncBatchNorm`; elsewhere `ckpttool.sync_batchnorm.SyncBatchNorm`, which
-    trains on any device. So move the module first. Each layer remembers its kind. Layers that are
-    synchronised already stay. What `torch.compile` has wrapped is entered.
+    trains on any device. So move the module first. Each layer remembers its kind. Of layers that are
+    synchronised already, torch's become ours where torch's can't train, and the others stay. What
+    `torch.compile` has wrapped is entered.
 
     Args:
         process_group: of whose ranks the statistics are; None for all.
@@ -42,13 +43,18 @@ def to_sync(module: M, *, process_group: Any = None, subclasses: Subclasses = "r
 
     from .sync_batchnorm import SyncBatchNorm as OurSyncBatchNorm
 
-    found = [(path, layer) for path, layer in _layers(module) if not _is_sync(layer)]
-    _check(found, subclasses)
+    found = list(_layers(module))
+    if subclasses == "refuse":
+        for path, layer in found:
+            if not (_is_convertible(layer) or _is_sync(layer)):
+                raise _refusal(path, layer)
     for _, layer in found:
-        kind = type(layer).__name__
-        if _is_plain(layer):
+        if _is_convertible(layer):
+            layer.process_group, layer.plain_kind = process_group, type(layer).__name__
             layer.__class__ = SyncBatchNorm if _on_gpu(layer) else OurSyncBatchNorm
-            layer.process_group, layer.plain_kind = process_group, kind
+        elif type(layer) is SyncBatchNorm and not _on_gpu(layer):
+            vars(layer).setdefault("plain_kind", None)
+            layer.__class__ = OurSyncBatchNorm  # type: ignore[assignment]
     return module
 
 
@@ -61,7 +67,7 @@ def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[s
     Args:
         like: a model whose layers have the kinds.
         kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, for instance as a file has them
-            recorded (`batchnorm_state.recorded_kinds`).
+            recorded (`batchnorm_layers.recorded_kinds`).
 
     Raises:
         UsageFault: a layer's kind is not known, or the layer is of a class derived from SyncBatchNorm; names
@@ -70,13 +76,14 @@ def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[s
     import torch
 
     given = {**(kinds or {}), **(kinds_of(like) if like is not None else {})}
+    given = {**{unwrapped(path): kind for path, kind in given.items()}, **given}
     chosen = []
     for path, layer in _layers(module):
         if not _is_sync(layer):
             continue
-        if type(layer) not in _sync_classes():
+        if type(layer) not in _sync_classes() or _has_own_forward(layer):
             raise _refusal(path, layer)
-        kind = getattr(layer, "plain_kind", None) or given.get(_plain_path(path))
+        kind = getattr(layer, "plain_kind", None) or given.get(path) or given.get(unwrapped(path))
         if kind not in KINDS:
             raise UsageFault(
                 f"'{path}' is a SyncBatchNorm, and nothing tells whether it was 1d, 2d or 3d",
@@ -166,12 +173,6 @@ def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, layer
 
 
-def _check(layers: list[tuple[str, Any]], subclasses: Subclasses) -> None:
-    for path, layer in layers:
-        if not _is_plain(layer) and subclasses == "refuse":
-            raise _refusal(path, layer)
-
-
 def _refusal(path: str, layer: Any) -> UsageFault:
     """Why a layer of BatchNorm's family can't be converted."""
     import torch
@@ -180,6 +181,9 @@ def _refusal(path: str, layer: Any) -> UsageFault:
         what, hint = "is scripted", "convert the model before torch.jit.script"
     elif isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
         what, hint = "has no parameters yet", "run a batch through the model first"
+    elif _has_own_forward(layer):
+        what = "has a forward of its own, which would go on being called"
+        hint = "take it off, or subclasses='keep' leaves the layer as it is"
     else:
         name = f"{type(layer).__module__}.{type(layer).__qualname__}"
         what, hint = f"is of the class {name}, which may do more", "subclasses='keep' leaves it as it is"
@@ -190,6 +194,15 @@ def _is_plain(layer: Any) -> bool:
     import torch
 
     return type(layer) in [getattr(torch.nn, kind) for kind in KINDS]
+
+
+def _is_convertible(layer: Any) -> bool:
+    return _is_plain(layer) and not _has_own_forward(layer)
+
+
+def _has_own_forward(layer: Any) -> bool:
+    """Whether a forward was put on the layer itself, which no change of its class would reach."""
+    return "forward" in vars(layer)
 
 
 def _is_sync(layer: Any) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .batchnorm_state import COUNTER, MEAN, VARIANCE, find, key
+from .batchnorm_layers import COUNTER, MEAN, VARIANCE, find, fits, key
 from .cast import TARGETS, carrier, reader
 from .checkpoint import Checkpoint, State
 from .digest import tensor_digests
@@ -45,6 +44,7 @@ def pool_states(
     checkpoints: Sequence[Checkpoint],
     counts: Mapping[str, Counts] | None = None,
     *,
+    cumulative: Iterable[str] = (),
     exclude: Iterable[str] = (),
     keep_first: Iterable[str] = (),
     state: str | None = None,
@@ -58,14 +58,16 @@ def pool_states(
         checkpoints: one a rank, of one model at one step.
         counts: shell pattern for layers -> values a channel in a batch of each rank; the first that fits
             counts. None: equal ones.
+        cumulative: shell patterns for layers with `momentum=None`, whose statistics are averages over all
+            batches: a rank weighs by the batches that its counter has, too.
         exclude: shell patterns for layers that are no BatchNorm, or not to be pooled.
         keep_first: shell patterns for keys that may differ; the first file's are taken.
         state: dotted path of the model's state; found when None.
 
     Raises:
         NothingToDo: there is no BatchNorm, or all files hold the same statistics.
-        Refused: the files differ in something else, which is named.
-        UsageFault: counts that do not fit the files.
+        Refused: the files differ in something else, which is named; a cumulative layer has no counter.
+        UsageFault: counts that do not fit the files, or a pattern that fits no layer.
         NoState.
     """
     _check_counts(checkpoints, counts)
@@ -73,11 +75,13 @@ def pool_states(
     layers = find(first.path, states[0], exclude)
     if not layers:
         raise NothingToDo(f"{first.path}: there is no BatchNorm to pool")
+    averaged = tuple(cumulative)
+    _check_patterns(layers, {"--counts": counts or (), "--cumulative": averaged})
     own = {key(layer, name) for layer in layers for name in (MEAN, VARIANCE, COUNTER)}
     from_first = _check_alike(checkpoints, states, own, tuple(keep_first))
     new: dict[str, TensorRef] = {}
     for layer in layers:
-        new |= _pooled_layer(first.path, states, layer, _counts_of(layer, counts))
+        new |= _pooled_layer(first.path, states, layer, _counts_of(layer, counts), fits(layer, averaged))
     if not new:
         raise NothingToDo(
             f"{first.path}: all {len(checkpoints)} files hold the same statistics",
@@ -102,10 +106,19 @@ def _check_counts(checkpoints: Sequence[Checkpoint], counts: Mapping[str, Counts
             )
 
 
+def _check_patterns(layers: Sequence[str], given: Mapping[str, Iterable[str]]) -> None:
+    for flag, patterns in given.items():
+        for pattern in patterns:
+            if not any(fits(layer, [pattern]) for layer in layers):
+                raise UsageFault(
+                    f"{flag}: no BatchNorm layer fits '{pattern}'", hint=f"there are {', '.join(layers[:3])}"
+                )
+
+
 def _counts_of(layer: str, counts: Mapping[str, Counts] | None) -> Counts | None:
     if counts is None:
         return None
-    found = next((numbers for pattern, numbers in counts.items() if fnmatchcase(layer, pattern)), None)
+    found = next((numbers for pattern, numbers in counts.items() if fits(layer, [pattern])), None)
     if found is None:
         raise UsageFault(
             f"--counts: none fits the layer '{layer}'", hint="give the last one without a pattern"
@@ -124,7 +137,7 @@ def _check_alike(
         for name in dict.fromkeys((*known, *found)):
             if known.get(name) != found.get(name):
                 differing.setdefault(name, checkpoint.path)
-    wrong = [name for name in differing if not any(fnmatchcase(name, pattern) for pattern in keep)]
+    wrong = [name for name in differing if not fits(name, keep)]
     if wrong:
         more = f" (and {len(wrong) - 1} more keys)" if wrong[1:] else ""
         raise Refused(
@@ -145,7 +158,7 @@ def _described(state: State, own: set[str]) -> dict[str, tuple[object, ...]]:
 
 
 def _pooled_layer(
-    path: str, states: Sequence[State], layer: str, counts: Counts | None
+    path: str, states: Sequence[State], layer: str, counts: Counts | None, cumulative: bool
 ) -> dict[str, TensorRef]:
     """The new tensors of one layer; none where all ranks have the same."""
     import numpy as np
@@ -158,7 +171,13 @@ def _pooled_layer(
     }
     new = {}
     if any(not np.array_equal(one, read[name][0]) for name in (MEAN, VARIANCE) for one in read[name]):
-        pooled = pool(read[MEAN], read[VARIANCE], counts)
+        if cumulative and COUNTER not in read:
+            raise Refused(path, f"'{names[COUNTER]}' is not there: how many batches were averaged?")
+        batches = [float(one) for one in read[COUNTER]] if cumulative else None
+        try:
+            pooled = pool(read[MEAN], read[VARIANCE], counts, batches=batches)
+        except ValueError as error:
+            raise Refused(path, f"'{layer}' can't be pooled: {error}") from error
         new = {names[MEAN]: pooled.mean, names[VARIANCE]: pooled.variance}
     if COUNTER in read and any(one != read[COUNTER][0] for one in read[COUNTER]):
         new[names[COUNTER]] = np.max(read[COUNTER], axis=0)

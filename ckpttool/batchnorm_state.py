@@ -4,10 +4,6 @@
 change of kind needs is small: the counter that files from before torch 0.4.1 and other frameworks lack, the
 version that torch's `_metadata` gives to layers with a counter, and a record of the kind (1d, 2d, 3d), which
 a synchronised layer forgets.
-
-The record stands beside the version, `_metadata["bn1"] = {"version": 2, "kind": "BatchNorm2d"}`, where
-`torch.load` and `load_state_dict` pass over it; in a safetensors file, which has no `_metadata`, as JSON in
-the header's text under `batchnorm.kinds`.
 Source: `_NormBase._load_from_state_dict` in torch's `nn/modules/batchnorm.py`.
 """
 
@@ -15,29 +11,29 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Literal
 
-from .cast import FLOATS
+from .batchnorm_layers import (
+    COUNTER,
+    KIND,
+    MEAN,
+    TEXT,
+    VARIANCE,
+    find,
+    fits,
+    given_kinds,
+    key,
+    recorded_kinds,
+)
 from .checkpoint import Checkpoint, State
-from .errors import NothingToDo, Refused, UsageFault
+from .errors import NothingToDo, UsageFault
 from .inert import OrderedDict_, remade, tensor_of
-from .keys import WRAPPERS
 from .tensor import DTYPES, Computed, Storage, TensorRef
 
-MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
-OF_BATCHNORM = {"weight", "bias", MEAN, VARIANCE, COUNTER}
-"""All that a BatchNorm layer keeps."""
-
-KINDS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 VERSION = 2
 """Of layers with a counter."""
-
-KIND = "kind"
-TEXT = "batchnorm.kinds"
-"""Where a kind is recorded: in `_metadata`, or in the text of a safetensors header."""
 
 Target = Literal["sync", "plain"]
 
@@ -47,7 +43,7 @@ class Report:
     """What a conversion did.
 
     Attributes:
-        layers: the paths of all BatchNorm layers of the state; `""` is the model itself.
+        layers: the paths of all BatchNorm layers of the state that are known; `""` is the model itself.
         added: the keys of counters that were added.
         versioned: the layers whose version was set.
         recorded: layer -> kind, of those whose kind is now recorded.
@@ -84,12 +80,13 @@ def convert(
     statistic is touched. A state that is a plain dict becomes an OrderedDict where something is recorded.
 
     InstanceNorm with running statistics keeps exactly what BatchNorm keeps: by its state alone it is taken
-    for it. With `kinds`, which name every BatchNorm of a model, it is refused.
+    for it. With `kinds`, which name every BatchNorm of a model, it is refused. With `kinds` alone layers are
+    found that keep no statistics.
 
     Args:
-        to: `sync` or `plain`. kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, as
-        `batchnorm.kinds_of(model)` gives them;
-            prefixes of wrappers in the file's paths are looked through.
+        to: `sync` or `plain`.
+        kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, as `batchnorm.kinds_of(model)` gives
+            them; prefixes of wrappers in the file's paths are looked through.
         exclude: shell patterns for the paths of layers to leave alone.
         as_text: record kinds in the text of a safetensors header; None for where the input has its own.
         state: dotted path of the model's state; found when None.
@@ -102,16 +99,18 @@ def convert(
     """
     if to not in ("sync", "plain"):
         raise UsageFault(f"--to {to}: no such kind of BatchNorm", hint="sync or plain")
-    found = checkpoint.state(state)
-    layers = find(checkpoint.path, found, exclude)
-    if not layers:
-        raise _none(checkpoint, found)
+    found, patterns = checkpoint.state(state), tuple(exclude)
+    layers = find(checkpoint.path, found, patterns)
+    given = {} if kinds is None else given_kinds(checkpoint.path, found, layers, kinds, patterns)
     known = recorded_kinds(checkpoint, found)
-    wanted = {**known, **_given(checkpoint.path, layers, kinds)} if to == "sync" else {}
+    if not (layers or given or known):
+        raise _none(checkpoint, found)
+    alone = {path: kind for path, kind in known.items() if fits(path, patterns)}
+    wanted = {**known, **given} if to == "sync" else alone
     if as_text is None:
         as_text = checkpoint.format.startswith("safetensors") and not checkpoint.full
     report = Report(
-        tuple(layers),
+        tuple(dict.fromkeys((*layers, *given, *known))),
         tuple(key(path, COUNTER) for path in layers if key(path, COUNTER) not in found.container),
         tuple(path for path in layers if _is_old(found, path)),
         {path: kind for path, kind in wanted.items() if known.get(path) != kind},
@@ -124,99 +123,6 @@ def convert(
         found, lambda value: _converted(found, report, entries) if value is found.container else value
     )
     return replace(new, metadata=_text(checkpoint.metadata, wanted if as_text else {})), report
-
-
-def find(path: str, state: State, exclude: Iterable[str] = ()) -> list[str]:
-    """The paths of the BatchNorm layers of a state, in its order.
-
-    A layer is BatchNorm when it holds a `running_mean` and a `running_var` of one float type and one length,
-    and beside them nothing that BatchNorm has not.
-
-    Args:
-        path: the file, for messages.
-        exclude: shell patterns for the paths of layers to pass over.
-
-    Raises:
-        Refused: a layer has running statistics and is not BatchNorm.
-    """
-    members: dict[str, set[str]] = {}
-    for entry in state.container:
-        if isinstance(entry, str):
-            layer, _, name = entry.rpartition(".")
-            members.setdefault(layer, set()).add(name)
-    patterns = tuple(exclude)
-    layers = []
-    for layer, names in members.items():
-        if not names & {MEAN, VARIANCE} or any(fnmatchcase(layer, pattern) for pattern in patterns):
-            continue
-        fault = _fault(state, layer, names)
-        if fault:
-            raise Refused(
-                path,
-                f"'{layer or 'the model itself'}' is not BatchNorm: {fault}",
-                hint=f"leave it alone: --exclude {shlex.quote(layer)}",
-            )
-        layers.append(layer)
-    return layers
-
-
-def _fault(state: State, layer: str, names: Collection[str]) -> str | None:
-    """Why a layer with running statistics is none of BatchNorm's; None when it may be."""
-    there = {name: state.tensors.get(key(layer, name)) for name in names}
-    mean, variance = there.get(MEAN), there.get(VARIANCE)
-    if mean is None or variance is None:
-        return f"it has no '{VARIANCE if mean is not None else MEAN}'"
-    if mean.dtype.name not in FLOATS or mean.dtype is not variance.dtype:
-        return f"its statistics are of {mean.dtype.name} and {variance.dtype.name}"
-    if len(mean.shape) != 1:
-        return f"its '{MEAN}' has the shape {list(mean.shape)}"
-    for name in (VARIANCE, "weight", "bias"):
-        tensor = there.get(name)
-        if tensor is not None and tensor.shape != mean.shape:
-            return f"its '{name}' has the shape {list(tensor.shape)}, and '{MEAN}' {list(mean.shape)}"
-    more = sorted(set(names) - OF_BATCHNORM)
-    return f"it also holds '{more[0]}'" if more else None
-
-
-def recorded_kinds(checkpoint: Checkpoint, state: State) -> dict[str, str]:
-    """Layer -> kind, as a conversion has recorded it in a file; what is no record of ours is passed over."""
-    found: dict[object, object] = {}
-    try:
-        text = json.loads(checkpoint.metadata.get(TEXT, "{}"))
-    except (ValueError, RecursionError):
-        text = None
-    if isinstance(text, dict):
-        found.update(text)
-    for path, entry in (state.versions or {}).items():
-        if isinstance(entry, dict) and KIND in entry:
-            found[path] = entry[KIND]
-    return {path: str(kind) for path, kind in found.items() if isinstance(path, str) and kind in KINDS}
-
-
-def _given(path: str, layers: Iterable[str], kinds: Mapping[str, str] | None) -> dict[str, str]:
-    """The kinds that were given, for the layers of the file."""
-    if kinds is None:
-        return {}
-    for name, kind in kinds.items():
-        if kind not in KINDS:
-            raise UsageFault(f"'{name}' is of the kind {kind}", hint=f"one of {', '.join(KINDS)}")
-    given = {}
-    for layer in layers:
-        inner = ".".join(part for part in layer.split(".") if f"{part}." not in WRAPPERS)
-        name = layer if layer in kinds else inner
-        if name not in kinds:
-            raise Refused(
-                path,
-                f"'{layer or 'the model itself'}' is no BatchNorm1d, 2d or 3d in the model",
-                hint=f"leave it alone: --exclude {shlex.quote(layer)}",
-            )
-        given[layer] = kinds[name]
-    return given
-
-
-def key(layer: str, name: str) -> str:
-    """The key of what a layer keeps under a name."""
-    return f"{layer}.{name}" if layer else name
 
 
 def _is_old(state: State, layer: str) -> bool:

@@ -52,6 +52,9 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
+        if input.shape[1] != self.num_features:
+            # Seen by the kernel alone it would be seen too late: other ranks would wait, or abort.
+            raise ValueError(f"expected {self.num_features} channels (got an input of {list(input.shape)})")
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         if not (by_batch and self.training and _size(self.process_group) > 1):
             return self._alone(input, by_batch)
@@ -93,12 +96,12 @@ class _Running:
         self.layer = layer
 
     def update(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        layer = self.layer
-        if layer.num_batches_tracked is not None:
-            layer.num_batches_tracked.add_(1)
+        layer, counter = self.layer, self.layer.num_batches_tracked
+        if counter is not None:
+            counter.add_(1)
         momentum = layer.momentum
-        if momentum is None:
-            momentum = 1.0 / float(layer.num_batches_tracked)  # type: ignore[arg-type]
+        if momentum is None:  # as in torch, an average without a counter stays as it is
+            momentum = 1.0 / float(counter) if counter is not None else 0.0
         unbiased = variance * (count / (count - 1))
         for kept, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
             kept.mul_(1 - momentum).add_(new.to(kept.dtype), alpha=momentum)  # type: ignore[union-attr]

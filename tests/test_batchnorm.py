@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool import batchnorm, batchnorm_state
+from ckpttool import batchnorm, batchnorm_layers, batchnorm_state
 from ckpttool.errors import UsageFault
 from ckpttool.sync_batchnorm import SyncBatchNorm
 
@@ -143,6 +143,27 @@ def test_torchs_syncbatchnorm_becomes_what_a_reference_says() -> None:
     trained(torch.randn(2, 1, 5, 5))  # trains on a CPU again
 
 
+def test_a_reference_need_not_be_wrapped_as_the_model_is() -> None:
+    trained = nn.DataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(make_net()))
+    batchnorm.to_plain(trained, like=make_net())
+    assert type(trained.module.two[1]) is nn.BatchNorm2d
+    trained = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
+    of_ddp = {f"module.{path}": kind for path, kind in batchnorm.kinds_of(make_net()).items()}
+    assert type(batchnorm.to_plain(trained, kinds=of_ddp).three) is nn.BatchNorm3d
+
+
+def test_torchs_layers_become_ours_on_a_cpu_where_they_can_not_train() -> None:
+    group = object()
+    net = nn.Sequential(nn.SyncBatchNorm(3, process_group=group))
+    layer, weight = net[0], net[0].weight
+    batchnorm.to_sync(net)
+    assert type(net[0]) is SyncBatchNorm
+    assert net[0] is layer and net[0].weight is weight and net[0].process_group is group
+    net(torch.randn(2, 3, 4, 4)).sum().backward()
+    with pytest.raises(UsageFault, match="nothing tells"):
+        batchnorm.to_plain(net)
+
+
 def test_without_a_reference_it_is_refused_by_name_and_nothing_is_changed() -> None:
     trained = batchnorm.to_sync(nn.Sequential(nn.BatchNorm1d(2)))
     trained.append(nn.SyncBatchNorm(2))
@@ -156,7 +177,7 @@ def test_a_checkpoint_tells_the_kinds_of_what_was_trained_synchronised(tmp_path:
     """Live -> state dict -> file -> live, with no reference anywhere."""
     torch.save({"model": batchnorm.to_sync(make_net()).state_dict()}, tmp_path / "last.pt")
     with ckpttool.open(tmp_path / "last.pt") as checkpoint:
-        kinds = batchnorm_state.recorded_kinds(checkpoint, checkpoint.state())
+        kinds = batchnorm_layers.recorded_kinds(checkpoint, checkpoint.state())
         batchnorm_state.convert(checkpoint, "plain")
     assert kinds == batchnorm.kinds_of(make_net())
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
@@ -183,6 +204,12 @@ class Mine(nn.BatchNorm2d):
     pass
 
 
+def with_own_forward() -> nn.Module:
+    layer = nn.BatchNorm2d(3)
+    layer.forward = torch.compile(layer.forward, backend="eager")  # type: ignore[method-assign]
+    return layer
+
+
 class MineSync(nn.SyncBatchNorm):
     pass
 
@@ -197,6 +224,7 @@ class MineSync(nn.SyncBatchNorm):
             lambda: nn.utils.parametrizations.spectral_norm(nn.BatchNorm2d(3)),
             "is of the class .*ParametrizedBatchNorm2d",
         ),
+        (with_own_forward, "has a forward of its own"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

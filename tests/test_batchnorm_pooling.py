@@ -216,6 +216,60 @@ def test_a_rank_that_sat_out_a_step_does_not_hold_the_counter_back(tmp_path: Pat
     assert after["model"]["1.num_batches_tracked"].item() == 1
 
 
+def save_averages(folder: Path, batches: tuple[int, ...]) -> list[Path]:
+    """One file a rank, each with averages over so many batches of 8 samples; whole.pt has those over all."""
+    torch.manual_seed(0)
+    data = torch.randn(sum(batches), 8, 2, dtype=torch.float64)
+    data -= data.mean(1, keepdim=True)  # then the variance is exact, too
+    paths = []
+    for name, part in [("whole", data), *((f"rank{r}", p) for r, p in enumerate(data.split(batches)))]:
+        layer = nn.BatchNorm1d(2, momentum=None).double()
+        for batch in part:
+            layer(batch)
+        paths.append(folder / f"{name}.pt")
+        torch.save({"model": nn.Sequential(layer).state_dict()}, paths[-1])
+    return paths[1:]
+
+
+@pytest.mark.parametrize("batches", [(3, 2), (1, 0, 6)], ids=str)
+def test_cumulative_averages_weigh_a_rank_by_the_batches_that_its_counter_has(
+    batches: tuple[int, ...], tmp_path: Path
+) -> None:
+    paths = save_averages(tmp_path, batches)
+    eights = {"*": [8] * len(batches)}
+    variance = torch.load(tmp_path / "whole.pt")["model"]["0.running_var"] * 7 / 8  # of each batch alone
+
+    def pooled(**options: Any) -> torch.Tensor:
+        after, _ = pool_files(paths, eights, **options)
+        met = 8 * sum(1 for number in batches if number or not options)
+        return after["model"]["0.running_var"] * (met - 1) / met
+
+    assert torch.allclose(pooled(cumulative=["*"]), variance, rtol=1e-12)
+    assert not torch.allclose(pooled(), variance, rtol=1e-3)
+
+
+def test_a_cumulative_layer_without_a_counter_is_refused(tmp_path: Path) -> None:
+    paths = save_averages(tmp_path, (3, 2))
+    for path in paths:
+        saved = torch.load(path)
+        del saved["model"]["0.num_batches_tracked"]
+        torch.save(saved, path)
+    with pytest.raises(Refused, match=r"'0\.num_batches_tracked' is not there"):
+        pool_files(paths, cumulative=["*"])
+
+
+def test_ranks_that_together_met_one_value_are_refused(tmp_path: Path) -> None:
+    paths = save_averages(tmp_path, (3, 0))
+    with pytest.raises(Refused, match="'0' can't be pooled: no variance rests on fewer than two values"):
+        pool_files(paths, {"*": [0, 8]}, cumulative=["*"])
+
+
+@pytest.mark.parametrize("given", [{"counts": {"typo*": [8, 8], "*": [8, 8]}}, {"cumulative": ["typo*"]}])
+def test_a_pattern_that_fits_no_layer_is_usage(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageFault, match=r"no BatchNorm layer fits 'typo\*'"):
+        pool_files(save_ranks(tmp_path, (2, 3)), **given)
+
+
 def test_the_same_statistics_everywhere_are_nothing_to_do(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, (2, 3))
     with pytest.raises(NothingToDo, match="the same statistics"):

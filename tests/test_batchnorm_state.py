@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckpttool
-from ckpttool import batchnorm_state
+from ckpttool import batchnorm_layers, batchnorm_state
 from ckpttool.batchnorm_state import Report
 from ckpttool.errors import NothingToDo, Refused, UsageFault
 
@@ -175,7 +175,7 @@ def test_a_record_survives_further_changes_of_the_file(tmp_path: Path) -> None:
         plain, _ = ckpttool.strip_prefix(checkpoint)
         ckpttool.save(plain, tmp_path / "stripped.pt")
     with ckpttool.open(tmp_path / "stripped.pt") as checkpoint:
-        assert batchnorm_state.recorded_kinds(checkpoint, checkpoint.state()) == KINDS
+        assert batchnorm_layers.recorded_kinds(checkpoint, checkpoint.state()) == KINDS
 
 
 def test_a_safetensors_file_records_kinds_in_its_text_and_comes_back_to_the_byte(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_safetensors_file_records_kinds_in_its_text_and_comes_back_to_the_byte
             "batchnorm.kinds": '{"bn": "BatchNorm2d", "head.0": "BatchNorm1d"}',
         }
     with ckpttool.open(tmp_path / "sync.safetensors") as checkpoint:
-        assert batchnorm_state.recorded_kinds(checkpoint, checkpoint.state()) == KINDS
+        assert batchnorm_layers.recorded_kinds(checkpoint, checkpoint.state()) == KINDS
         back, report = batchnorm_state.convert(checkpoint, "plain")
         ckpttool.save(back, tmp_path / "back.safetensors")
     assert report.restored == KINDS
@@ -229,7 +229,7 @@ def test_the_same_kinds_again_are_nothing_to_do(tmp_path: Path) -> None:
 def test_text_that_is_no_record_of_ours_is_passed_over(text: str, tmp_path: Path) -> None:
     save_file(make_model().state_dict(), tmp_path / "in.safetensors", {"batchnorm.kinds": text})
     with ckpttool.open(tmp_path / "in.safetensors") as checkpoint:
-        assert batchnorm_state.recorded_kinds(checkpoint, checkpoint.state()) == {}
+        assert batchnorm_layers.recorded_kinds(checkpoint, checkpoint.state()) == {}
 
 
 # ---- what is BatchNorm, and what is not -------------------------------------------------------------------
@@ -287,6 +287,40 @@ def test_instancenorm_is_taken_for_batchnorm_without_a_model_and_refused_with_on
     assert report.layers == ("0", "1")
     with pytest.raises(Refused, match="'1' is no BatchNorm1d, 2d or 3d in the model"):
         convert(old_state(model), tmp_path, kinds={"0": "BatchNorm2d"})
+
+
+@pytest.mark.parametrize("to", ["sync", "plain"])
+def test_a_model_tells_instancenorm_apart_in_both_directions(to: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True))
+    with pytest.raises(Refused, match="'0' is no BatchNorm1d, 2d or 3d in the model"):
+        convert(old_state(model), tmp_path, to, kinds={})
+    with pytest.raises(NothingToDo, match="no BatchNorm"):
+        convert(old_state(model), tmp_path, to, kinds={}, exclude=["0"])
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_layers_without_statistics_are_recorded_too_when_a_model_names_them(
+    affine: bool, tmp_path: Path
+) -> None:
+    """Else a synchronised model made anew of the file could not be made plain again."""
+    model = nn.Sequential(nn.BatchNorm3d(3), nn.BatchNorm1d(3, affine=affine, track_running_stats=False))
+    kinds = {"0": "BatchNorm3d", "1": "BatchNorm1d"}
+    before = copy.deepcopy(model.state_dict())
+    out, report = convert(model.state_dict(), tmp_path, kinds=kinds)
+    assert (report.layers, report.recorded) == (("0", "1"), kinds)
+    back, report = convert(torch.load(out), tmp_path, "plain")
+    assert (report.layers, report.restored) == (("0", "1"), kinds)
+    assert torch.load(back)._metadata == before._metadata  # type: ignore[attr-defined]
+    alone = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)).state_dict()
+    _, report = convert(alone, tmp_path, kinds={"0": "BatchNorm1d"})
+    assert report.recorded == {"0": "BatchNorm1d"}
+
+
+def test_a_record_of_a_layer_that_is_to_be_left_alone_stays(tmp_path: Path) -> None:
+    out, _ = convert(make_model().state_dict(), tmp_path, kinds=KINDS)
+    back, report = convert(torch.load(out), tmp_path, "plain", exclude=["bn"])
+    assert report.restored == {"head.0": "BatchNorm1d"}
+    assert torch.load(back)._metadata["bn"]["kind"] == "BatchNorm2d"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("given", [{"to": "global"}, {"kinds": {"bn": "GroupNorm", "head.0": "BatchNorm1d"}}])

@@ -88,10 +88,12 @@ def run_rank(rank: int, world_size: int, setting: Setting) -> Outcome:
     return step(layer, batch[own], coefficients[own])
 
 
-def check(run_ranks: Any, setting: Setting, tolerance: float = 1e-10) -> list[Outcome]:
+def check(
+    run_ranks: Any, setting: Setting, tolerance: float = 1e-10, *, case: Any = run_rank, arguments: Any = ()
+) -> list[Outcome]:
     batch, coefficients = make_batch(setting)
     whole = step(make_layer(setting), batch, coefficients)
-    ranks = run_ranks(len(setting.shares), run_rank, setting)
+    ranks = run_ranks(len(setting.shares), case, setting, *arguments)
 
     def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
@@ -200,6 +202,60 @@ def test_one_value_a_channel_over_all_ranks_is_refused_on_all_of_them(run_ranks)
         assert "more than 1 value per channel on all ranks" in said
 
 
+def refuse_channels(rank: int, world_size: int) -> str:
+    """Every rank finds its own input wrong, so that none is left waiting."""
+    layer = batchnorm.to_sync(nn.BatchNorm1d(2))
+    try:
+        layer(torch.ones(4, 3 + rank))
+    except ValueError as error:
+        return str(error)
+    return "took it"
+
+
+def test_a_wrong_number_of_channels_is_refused_before_ranks_wait_for_each_other(run_ranks):
+    """Messages of two sizes in one gloo collective abort a rank."""
+    for said in run_ranks(2, refuse_channels):
+        assert "expected 2 channels" in said
+
+
+def meet_positions(rank: int, world_size: int) -> Any:
+    layer = batchnorm.to_sync(nn.BatchNorm1d(2, momentum=1.0)).double()
+    own = torch.randn(3, 2, 4 + rank, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    layer(own)
+    return own.transpose(0, 1).reshape(2, -1), layer.running_mean, layer.running_var
+
+
+def test_ranks_may_have_positions_of_different_numbers(run_ranks):
+    answers = run_ranks(2, meet_positions)
+    values = torch.cat([own for own, _, _ in answers], dim=1)
+    for _, mean, variance in answers:
+        assert torch.allclose(mean, values.mean(1), rtol=1e-12)
+        assert torch.allclose(variance, values.var(1), rtol=1e-12)
+
+
+def run_compiled(rank: int, world_size: int, setting: Setting, when: str) -> Outcome:
+    """A layer compiled after it was converted, or before: then what was compiled is of the plain layer."""
+    layer = make_layer(setting)
+    batch, coefficients = make_batch(setting)
+    if when == "before":
+        compiled = torch.compile(layer.eval(), backend="eager")
+        compiled(batch)
+        batchnorm.to_sync(compiled.train())
+    else:
+        compiled = torch.compile(batchnorm.to_sync(layer), backend="eager")
+    begin = sum(setting.shares[:rank])
+    own = slice(begin, begin + setting.shares[rank])
+    outcome = step(compiled, batch[own], coefficients[own])
+    return outcome._replace(
+        buffers={name.removeprefix("_orig_mod."): b for name, b in outcome.buffers.items()}
+    )
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_compiled_layer_trains_over_all_ranks(run_ranks, when):
+    check(run_ranks, Setting(), case=run_compiled, arguments=(when,))
+
+
 # ---- the gradient itself ----------------------------------------------------------------------------------
 
 
@@ -275,6 +331,15 @@ def test_inputs_of_another_dimension_are_refused_as_by_the_plain_layer():
         layer(torch.zeros(2, 3, 4))
     with pytest.raises(ValueError, match="at least 2D"):
         SyncBatchNorm(3)(torch.zeros(3))
+
+
+def test_an_average_without_a_counter_stays_as_it_is_in_torch():
+    plain, ours = (kind(3, momentum=None) for kind in (nn.BatchNorm1d, SyncBatchNorm))
+    for layer in (plain, ours):
+        layer.num_batches_tracked = None
+    plain(torch.randn(7, 3))
+    _Running(ours).update(torch.ones(3), torch.ones(3), 7.0)
+    assert torch.equal(ours.running_mean, plain.running_mean)
 
 
 def test_running_statistics_are_torchs_formula():

@@ -98,6 +98,18 @@ def test_layers_can_have_counts_of_their_own(folder: Path, cli: Cli) -> None:
     assert (state["1.running_mean"][0].item(), state["3.running_mean"][0].item()) == (0.25, 0.5)
 
 
+def test_cumulative_layers_weigh_ranks_by_their_counters(folder: Path, cli: Cli) -> None:
+    ranks = [folder / "rank0.pt", folder / "rank1.pt"]
+    for path, counter in zip(ranks, (1, 3), strict=True):
+        state = torch.load(path)
+        state["1.num_batches_tracked"].fill_(counter)
+        torch.save(state, path)
+    ran = cli("convert-batchnorm", *ranks, folder / "o.pt", "--counts", "8,8", "--cumulative", "1")
+    assert ran.code == 0, ran.err
+    state = torch.load(folder / "o.pt")
+    assert (state["1.running_mean"][0].item(), state["3.running_mean"][0].item()) == (0.75, 0.5)
+
+
 def test_without_counts_it_says_what_it_assumed(folder: Path, cli: Cli) -> None:
     ran = cli("convert-batchnorm", folder / "rank0.pt", folder / "rank1.pt", folder / "out.pt")
     assert ran.out.startswith(
@@ -116,6 +128,9 @@ def test_a_dry_run_writes_nothing(folder: Path, cli: Cli) -> None:
         (["rank0.pt", "out.pt", "--to", "sync"], 1, "keep the same"),
         (["rank0.pt", "out.pt"], 2, "--to is needed"),
         (["rank0.pt", "out.pt", "--to", "sync", "--counts", "3,4"], 2, "--counts is for several"),
+        (["rank0.pt", "out.pt", "--to", "sync", "--cumulative", "*"], 2, "--cumulative is for several"),
+        (["rank0.pt", "rank1.pt", "out.pt", "--cumulative", "x*"], 2, "no BatchNorm layer fits 'x*'"),
+        (["old.pt", "out.pt", "--to", "plain", "--model", "model.py:with_instances"], 3, "'module.1' is no"),
         (["rank0.pt", "rank1.pt", "out.pt", "--counts", "3"], 2, "2 files, 1 counts"),
         (["rank0.pt", "rank1.pt", "out.pt", "--counts", "3,x"], 2, "is not N0,N1"),
         (["rank0.pt", "old.pt", "out.pt"], 3, "is not as in"),

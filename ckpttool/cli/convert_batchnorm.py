@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     metavar="[GLOB=]N0,N1,…",
     help="Values a channel in a batch of each INPUT, batch × positions; of layers that fit GLOB. Repeatable.",
 )
+@click.option(
+    "--cumulative",
+    multiple=True,
+    metavar="GLOB",
+    help="Layers with momentum=None: their counters, the batches averaged, weigh the ranks too. Repeatable.",
+)
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave layers that fit alone. Repeatable.")
 @click.option(
     "--keep-first",
@@ -53,6 +59,7 @@ def command(
     to: Target | None,
     model: str | None,
     counts: tuple[str, ...],
+    cumulative: tuple[str, ...],
     exclude: tuple[str, ...],
     keep_first: tuple[str, ...],
     **given: Any,
@@ -77,7 +84,7 @@ def command(
     from .. import formats
     from ..formats.saving import format_of_output
 
-    _check(inputs, to, counts, keep_first)
+    _check(inputs, to, {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first})
     state = given["state"]
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
@@ -103,22 +110,20 @@ def command(
         with ExitStack() as stack:
             others = [stack.enter_context(formats.open(path)) for path in inputs[1:]]
             numbers = dict(map(_counts, counts)) or None
-            choices = {"exclude": exclude, "keep_first": keep_first, "state": state}
-            return pool_states([first, *others], numbers, **choices)
+            choices = {"cumulative": cumulative, "exclude": exclude, "keep_first": keep_first}
+            return pool_states([first, *others], numbers, **choices, state=state)
 
     rewrite({**given, "input": inputs[0]}, transform)
 
 
-def _check(
-    inputs: tuple[str, ...], to: Target | None, counts: tuple[str, ...], keep_first: tuple[str, ...]
-) -> None:
+def _check(inputs: tuple[str, ...], to: Target | None, of_several: dict[str, tuple[str, ...]]) -> None:
     if inputs[1:]:
         return
     if to is None:
         raise click.UsageError("--to is needed: sync or plain")
-    if counts or keep_first:
-        flag = "--counts" if counts else "--keep-first"
-        raise click.UsageError(f"{flag} is for several INPUTs, one a rank")
+    for flag, values in of_several.items():
+        if values:
+            raise click.UsageError(f"{flag} is for several INPUTs, one a rank")
 
 
 def _counts(text: str) -> tuple[str, tuple[int, ...]]:
