@@ -10,14 +10,12 @@ import torch
 from ranks import trainings
 from ranks.shards import train_on_shards
 from torch import nn
-from torch.nn import functional as F
 
 from ckpttool import ranks
 from ckpttool.errors import UsageFault
 from ckpttool.pooling import pool
 from train import checkpoints, flags, models, preflight
 from train.config import TrainConfig
-from train.plan import Plan
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 SHAPE = (1, 6, 6)
@@ -41,16 +39,9 @@ def state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def reference(samples: int, batch_size: int, epochs: int) -> dict[str, torch.Tensor]:
-    """As everybody would write it: one process, plain BatchNorm, the whole batch, no DDP."""
+    """Plain BatchNorm in one process, which sees the whole batch."""
     data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
-    model, (inputs, labels) = trainings.seeded(make_net), data.train.tensors
-    optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
-    for epoch in range(epochs):
-        for batch in torch.tensor(Plan(samples, batch_size).order(epoch)).split(batch_size):
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
-            optimizer.step()
-    return state(model)
+    return state(trainings.alone(make_net, data, batch_size, epochs, **SETTINGS))
 
 
 def make_trainer(rank: int, world_size: int, samples: int, **settings: Any) -> Any:

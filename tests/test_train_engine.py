@@ -11,8 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from train import models
-from train.engine import evaluate
-from train.plan import Plan
 
 SETTINGS: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -32,16 +30,10 @@ KINDS = {
 
 
 def reference(kind: str, samples: int, batch_size: int, epochs: int = 1) -> list[torch.Tensor]:
-    """The parameters after training as everybody would write it: one process, no DDP, the mean loss."""
+    """The parameters after training in one process by plain PyTorch."""
     make, shape, dtype, _ = KINDS[kind]
-    data, model = trainings.tensors(shape, samples, dtype=dtype), trainings.seeded(make)
-    inputs, labels = data.train.tensors
-    optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
-    for epoch in range(epochs):
-        for batch in torch.tensor(Plan(samples, batch_size).order(epoch)).split(batch_size):
-            optimizer.zero_grad()
-            F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
-            optimizer.step()
+    data = trainings.tensors(shape, samples, dtype=dtype)
+    model = trainings.alone(make, data, batch_size, epochs, **SETTINGS)
     return [parameter.detach() for parameter in model.parameters()]
 
 
@@ -186,8 +178,9 @@ def test_an_epochs_loss_is_the_mean_over_samples_not_over_ranks_or_steps(run_ran
 
 def evaluate_on_ranks(rank: int, world_size: int, tests: int) -> Any:
     data, model = trainings.tensors((1, 8, 8), 1, tests=tests), trainings.seeded(make_cnn)
-    score = evaluate(model, data.test, data.classes, trainings.place(rank, world_size))
-    return score.correct, score.samples, score.loss.hex(), score.per_class
+    score = trainings.trainer(rank, world_size, data, model).evaluate().score()
+    assert score.pop("ranks") == world_size
+    return score
 
 
 @pytest.mark.parametrize("tests", [1, 128, 300, 700])
@@ -196,11 +189,11 @@ def test_evaluation_counts_each_sample_once_and_gives_the_same_bits_on_any_numbe
     inputs, labels = data.test.tensors
     right = model(inputs).argmax(1) == labels
     alone = run_ranks(1, evaluate_on_ranks, tests)[0]
-    assert alone[:2] == (right.sum(), tests)
-    assert float.fromhex(alone[2]) == pytest.approx(F.cross_entropy(model(inputs), labels).item(), abs=1e-5)
-    assert alone[3] == tuple(
+    assert (alone["correct"], alone["samples"]) == (right.sum(), tests)
+    assert alone["loss"] == pytest.approx(F.cross_entropy(model(inputs), labels).item(), abs=1e-5)
+    assert [(one["class"], one["correct"], one["samples"]) for one in alone["per_class"]] == [
         (str(label), right[labels == label].sum(), (labels == label).sum()) for label in range(10)
-    )
+    ]
     for size in (2, 3, 4):
         assert run_ranks(size, evaluate_on_ranks, tests) == [alone] * size
 

@@ -1,4 +1,4 @@
-"""One epoch of training, one evaluation: the arithmetic of data parallelism.
+"""One epoch of training: the arithmetic of data parallelism.
 
 DDP averages gradients over W ranks. The gradient wanted is that of the mean loss over the N samples of a
 global batch, so each rank's loss is W · Σℓ / N over its own samples: exact for shares of any sizes, where
@@ -9,30 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 from ckpttool import batchnorm, ranks
+from ckpttool.certificate import Certificate
 from ckpttool.sync_batchnorm import SyncBatchNorm
 from train import random_state
 from train.config import TrainConfig
-from train.data import Data, Samples, count
+from train.data import Data, count
+from train.evaluation import Evaluator
 from train.launch import Place
+from train.loading import load
 from train.optimizers import build_optimizer, build_scheduler
-from train.plan import Plan, Step, evaluation_batches
+from train.plan import Plan, Step
 from train.running_statistics import RunningStatistics
-
-EVALUATION_BATCH = 128
-"""Test samples in one forward pass. Always the same, so that the same sample gets the same numbers."""
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
 """The attribute of a model in which DDP finds the names of what it is to leave alone."""
@@ -61,12 +59,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class Score:
-    """How often a model was right. `per_class`: (name, correct, samples) of each class."""
+    """How often a model was right on the samples it was trained with."""
 
     correct: int
     samples: int
     loss: float
-    per_class: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def accuracy(self) -> float:
@@ -83,6 +80,7 @@ class Trainer:
     def __init__(self, config: TrainConfig, data: Data, model: nn.Module, place: Place) -> None:
         self.config, self.data, self.place = config, data, place
         self.plan = make_plan(config, data)
+        self.evaluator = Evaluator(data, place, workers=config.workers)
         self.progress = Progress()
         devices = [place.device] if place.device.type == "cuda" else None
         model = model.to(place.device)
@@ -121,14 +119,12 @@ class Trainer:
         self.progress.step = 0
         return Score(int(correct), int(samples), loss / samples)
 
-    def evaluate(self) -> Score:
-        """The score on the test set, of the bare model as it would be saved."""
+    def evaluate(self) -> Certificate:
+        """What train/evaluate.py would find, of the bare model as it would be saved. A collective."""
         with self.one_model():
-            return evaluate(
-                self.ddp.module, self.data.test, self.data.classes, self.place, workers=self.config.workers
-            )
+            return self.evaluator.evaluate(self.ddp.module).certificate
 
-    def note_best(self, score: Score) -> bool:
+    def note_best(self, score: Certificate) -> bool:
         """Whether this is the best score on the test set so far, which is remembered. NaN never is."""
         is_best = math.isfinite(score.loss) and score.accuracy > self.progress.best
         if is_best:
@@ -222,54 +218,8 @@ class Trainer:
         if set_epoch is not None:
             set_epoch(epoch)
         indices = [micro_batch for step in steps for micro_batch in step.micro_batches]
-        return iter(_loader(samples, indices, self.place, self.config.workers))
+        return iter(load(samples, indices, self.place, self.config.workers))
 
     def _no_sums(self) -> torch.Tensor:
         """This rank's loss, correct answers and samples in the running epoch."""
         return torch.zeros(3, dtype=torch.float64, device=self.place.device)
-
-
-def evaluate(
-    model: nn.Module, samples: Samples, classes: tuple[str, ...], place: Place, *, workers: int = 0
-) -> Score:
-    """The score of a bare model on a test set; every rank returns that of all ranks.
-
-    Each sample is scored once, in the same batch whatever the number of ranks; losses are summed exactly.
-    """
-    batches = evaluation_batches(count(samples), EVALUATION_BATCH, place.rank, place.world_size)
-    # Each rank fills its places and leaves zeros in the others, so the sum over ranks only collects.
-    losses = torch.zeros(-(-count(samples) // EVALUATION_BATCH), dtype=torch.float64)
-    counts = torch.zeros(len(classes), 2, dtype=torch.int64)
-    was_training = model.training
-    model.eval()
-    with torch.inference_mode():
-        loaded = _loader(samples, [list(batch) for batch in batches.values()], place, workers)
-        for number, (inputs, labels) in zip(batches, loaded, strict=True):
-            scores = model(inputs.to(place.device)).cpu()
-            losses[number] = F.cross_entropy(scores, labels, reduction="none").double().sum()
-            right = scores.argmax(dim=1) == labels
-            counts[:, 0] += torch.bincount(labels[right], minlength=len(classes))
-            counts[:, 1] += torch.bincount(labels, minlength=len(classes))
-    model.train(was_training)
-    losses, counts = ranks.total(losses), ranks.total(counts)
-    correct, seen = counts.sum(dim=0).tolist()
-    assert seen == count(samples), f"{seen} samples were scored of {count(samples)}"
-    per_class = tuple((name, *pair) for name, pair in zip(classes, counts.tolist(), strict=True))
-    return Score(correct, seen, math.fsum(losses.tolist()) / seen, per_class)
-
-
-def _worker_start() -> str | None:
-    """Forked where that is safe: then data sets out of a user's file need not be picklable."""
-    return "fork" if sys.platform == "linux" else None
-
-
-def _loader(samples: Samples, batches: list[list[int]], place: Place, workers: int) -> DataLoader[Any]:
-    return DataLoader(
-        samples,
-        batch_sampler=batches,
-        num_workers=workers,
-        multiprocessing_context=_worker_start() if workers else None,
-        pin_memory=place.device.type == "cuda",
-        # Without a generator of its own, each pass would draw from the global one and shift dropout.
-        generator=torch.Generator().manual_seed(0),
-    )

@@ -148,8 +148,6 @@ def work(job: Job) -> None:
 def evaluate(job: Job) -> Certificate:
     """The certificate, on every rank of the process group; rank 0 alone reads the checkpoint."""
     from ckpttool import ranks
-    from ckpttool.certificate import certify
-    from ckpttool.predictions import Evaluation
     from train import evaluation
 
     config, model = job.config, job.model
@@ -157,20 +155,11 @@ def evaluate(job: Job) -> Certificate:
     digest = ranks.decide(lambda: load(job))
     model.to(job.place.device)
     ranks.broadcast_into(model.state_dict().values())
-    found = evaluation.evaluate(model, job.data.test, job.place, workers=config.workers)
-    about = Evaluation(
-        job.place.world_size,
-        len(found.joined),
-        digest,
-        job.data.fingerprint,
-        job.data.classes,
-        str(job.place.device.type),
-        config.threads,
-    )
-    certificate = certify(found.joined, about, found.rank_samples)
+    evaluator = evaluation.Evaluator(job.data, job.place, workers=config.workers)
+    found = evaluator.evaluate(model, checkpoint=digest)
     if config.out is not None:
-        write(job, found, certificate)
-    return certificate
+        write(job, found)
+    return found.certificate
 
 
 def load(job: Job) -> str:
@@ -204,7 +193,7 @@ def make_room(config: EvaluateConfig) -> None:
         os.remove(os.path.join(config.out, name))
 
 
-def write(job: Job, found: Evaluated, certificate: Certificate) -> None:
+def write(job: Job, found: Evaluated) -> None:
     """Each rank's file, and when all are there eval.json."""
     from ckpttool import predictions, ranks
     from ckpttool.commit import replacing
@@ -213,16 +202,16 @@ def write(job: Job, found: Evaluated, certificate: Certificate) -> None:
     with ranks.together():
         os.makedirs(folder, exist_ok=True)  # ranks of another machine have another disk
         path = os.path.join(folder, f"rank{rank}.safetensors")
-        predictions.write(path, found.own, certificate.evaluation, rank, force=job.config.force)
+        predictions.write(path, found.own, found.certificate.evaluation, rank, force=job.config.force)
     with ranks.together():
         if rank == 0:
-            said = {"checkpoint": job.config.checkpoint, **certificate.statement()}
+            said = {"checkpoint": job.config.checkpoint, **found.certificate.statement()}
             with replacing(os.path.join(folder, STATEMENT)) as file:
                 file.write(f"{json.dumps(said, indent=2, allow_nan=False)}\n".encode())
 
 
 def as_json(job: Job, found: Certificate) -> dict[str, Any]:
-    return {"checkpoint": job.config.checkpoint, **found.score(), "threads": job.config.threads}
+    return {"checkpoint": job.config.checkpoint, **found.score(), "threads": found.evaluation.threads}
 
 
 def in_words(job: Job, found: Certificate) -> str:

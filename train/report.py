@@ -7,6 +7,9 @@ import shlex
 import sys
 from collections.abc import Iterator
 
+import torch
+
+from ckpttool.certificate import Certificate
 from train.config import TrainConfig
 from train.data import Data, count
 from train.engine import Score, Trainer
@@ -56,7 +59,7 @@ class Report:
                 yield step
                 bar.update()
 
-    def epoch(self, trained: Score, tested: Score, *, seconds: float, best: bool) -> None:
+    def epoch(self, trained: Score, tested: Certificate, *, seconds: float, best: bool) -> None:
         """One line, and one object in the log."""
         config, progress = self.trainer.config, self.trainer.progress
         epoch, epochs = progress.epoch, config.epochs
@@ -74,6 +77,7 @@ class Report:
             "seconds": round(seconds, 3),
             "train_loss": trained.loss,
             "train_accuracy": trained.accuracy,
+            "threads": tested.evaluation.threads,
             "lr": learning_rate(config, progress.global_step - 1, self.trainer.plan.steps),
         }
         if self.speaks:
@@ -87,7 +91,8 @@ class Report:
             self.say(f"        {best} ({self.trainer.progress.best:.2%})")
         self.say("next:")
         self.say(f"  ckpttool strip-prefix {best} model.safetensors")
-        self.say(f"  {in_two_lines('python train/evaluate.py model.safetensors', flags_of(config))}")
+        flags = flags_of(config) + flags_of_bits(self.trainer.place.device)
+        self.say(f"  {in_two_lines('python train/evaluate.py model.safetensors', flags)}")
 
     def say(self, line: str) -> None:
         if self.speaks:
@@ -138,3 +143,9 @@ def flags_of(config: TrainConfig) -> str:
     if config.resize:
         flags.append(f"--resize {config.resize}")
     return " ".join(flags)
+
+
+def flags_of_bits(device: torch.device) -> str:
+    """The flags with which an evaluation comes to the same numbers to the last digit."""
+    threads = torch.get_num_threads()
+    return f" --threads {threads}" if device.type == "cpu" and threads != 1 else ""

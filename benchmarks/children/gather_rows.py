@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from ckpttool import metrics
-from train import evaluation
+from train.data import Data
+from train.evaluation import Evaluator
 from train.launch import Place
 from train.models import resnet20
 
@@ -57,8 +58,9 @@ def work(rank: int, kind: str, count: int, repeats: int, folder: str) -> None:
     if kind == "epoch":
         place = Place(rank, RANKS, "gloo", torch.device("cpu"))
         pictures = TensorDataset(torch.randn(count, 3, 32, 32), torch.arange(count) % 10)
-        with torch.inference_mode():
-            evaluation._score(model, pictures, place, 0)
+        classes = tuple(map(str, range(10)))
+        data = Data("pictures", pictures, pictures, classes, (3, 32, 32), "pictures")
+        Evaluator(data, place).rows(model)
     elif kind != "start":
         for _ in range(repeats):
             found = joined(kind, rows, count)

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import Trainer
 from train.launch import Place
+from train.plan import Plan
 
 
 def place(rank: int, world_size: int) -> Place:
@@ -34,6 +36,22 @@ def seeded(make: Any, seed: int = 3) -> nn.Module:
     """The module that `make` makes, with the same weights each time."""
     torch.manual_seed(seed)
     return make()
+
+
+def alone(make: Any, data: Data, batch_size: int, epochs: int = 1, **settings: Any) -> nn.Module:
+    """The model after training as everybody would write it: one process, no DDP, the mean of whole batches.
+
+    Args:
+        settings: of `torch.optim.SGD`.
+    """
+    model, (inputs, labels) = seeded(make), data.train.tensors  # type: ignore[attr-defined]
+    optimizer = torch.optim.SGD(model.parameters(), **settings)
+    for epoch in range(epochs):
+        for batch in torch.tensor(Plan(len(inputs), batch_size).order(epoch)).split(batch_size):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs[batch]), labels[batch]).backward()
+            optimizer.step()
+    return model
 
 
 def trainer(rank: int, world_size: int, data: Data, model: nn.Module, **settings: Any) -> Trainer:

@@ -1,0 +1,34 @@
+"""Batches of chosen samples, loaded in this process or ahead of it by workers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from train.data import Samples
+from train.launch import Place
+
+
+def load(
+    samples: Samples, batches: list[list[int]], place: Place, workers: int, *, again: bool = False
+) -> DataLoader[Any]:
+    """Loads these batches of samples, in order.
+
+    Args:
+        workers: processes that load; 0 for none but this one.
+        again: the same batches will be wanted again, and the workers stay for it.
+    """
+    return DataLoader(
+        samples,
+        batch_sampler=batches,
+        num_workers=workers,
+        persistent_workers=again and workers > 0,
+        # Forked where that is safe: then data sets out of a user's file need not be picklable.
+        multiprocessing_context=("fork" if sys.platform == "linux" else None) if workers else None,
+        pin_memory=place.device.type == "cuda",
+        # Without a generator of its own, each pass would draw from the global one and shift dropout.
+        generator=torch.Generator().manual_seed(0),
+    )
