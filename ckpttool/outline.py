@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter, methodcaller
+from os.path import commonprefix
 from typing import NamedTuple
 
 from .tensor import TensorRef
@@ -83,7 +84,8 @@ def outline(tensors: Mapping[str, TensorRef]) -> Branch:
     Args:
         tensors: name -> tensor, in the state's order.
     """
-    return _branch("", _entries(tensors), 0, 1, 1, MAX_LEVELS)
+    shared, dot, _ = commonprefix(list(tensors)).rpartition(".")  # noqa: RUF071 - of characters, as meant
+    return _branch(shared, _entries(tensors), len(shared + dot), 1, 1, MAX_LEVELS)
 
 
 def _entries(tensors: Mapping[str, TensorRef]) -> list[_Entry]:
@@ -172,34 +174,36 @@ def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]
         names = sorted(modules, key=lambda name: (len(name), name))
     row: list[str] = []
     kind: _Kind = [], []
+    place: _Place = None
     for name in names:
-        if not (row and _follows(row[-1], name) and _kind(modules[name], start + len(name)) == kind):
-            if row:
-                yield row
-            row, kind = [], _kind(modules[name], start + len(name))
+        before, place = place, _place(name)
+        follows = before and place and before[0] == place[0] and before[1] + 1 == place[1]
+        entries = modules[name]
+        own = [form for _, _, form in entries], [key[start + len(name) :] for key, _, _ in entries]
+        if row and not (follows and own == kind):
+            yield row
+            row = []
         row.append(name)
+        kind = own
     if row:
         yield row
 
 
 _Kind = tuple[list[_Form], list[str]]
+"""What two modules have in common that are alike: types and shapes of tensors, and names, in their order."""
+
+_Place = tuple[str, int] | None
+"""A module's name as text and the number behind it; None where there is none."""
 
 
-def _kind(entries: list[_Entry], start: int) -> _Kind:
-    """What two modules have in common that are alike: names, types and shapes of tensors, in their order."""
-    return [form for _, _, form in entries], [name[start:] for name, _, _ in entries]
-
-
-def _follows(name: str, other: str) -> bool:
-    first, second = NUMBERED.fullmatch(name), NUMBERED.fullmatch(other)
-    if not first or not second:
-        return False
-    return first[1] == second[1] and int(first[2]) + 1 == int(second[2])
+def _place(name: str) -> _Place:
+    found = NUMBERED.fullmatch(name)
+    return (found[1], int(found[2])) if found else None
 
 
 def _label(row: list[str]) -> str:
-    last = NUMBERED.fullmatch(row[-1])
-    return row[0] if len(row) == 1 or not last else f"{row[0]}-{last[2]}"
+    last = _place(row[-1])
+    return row[0] if len(row) == 1 or not last else f"{row[0]}-{last[1]}"
 
 
 def tensors_in_words(branch: Branch, usual: str, most: int) -> str:

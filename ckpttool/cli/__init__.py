@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from types import FrameType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -157,8 +157,8 @@ for section in SECTIONS.values():
         group.add_command(module.command)
 
 
-def main() -> None:
-    """The entry point: runs a command and turns every expected failure into one line and an exit code."""
+def main() -> NoReturn:
+    """The entry point: runs a command, turns every expected failure into one line, ends with an exit code."""
     gc.disable()  # a command is over before garbage in cycles could matter, and a search visits every tensor
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -166,7 +166,11 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup sets that
             signal.signal(number, _terminate)
-    sys.exit(_run(sys.argv[1:]))
+    code = _run(sys.argv[1:])
+    # Nothing is taken down: of a file with very many tensors that would take as long as reading it.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _run(arguments: list[str]) -> int:

@@ -34,6 +34,8 @@ Shortcut = Callable[["Machine", int], int]
 """Carries out at once what follows a name in the file, and returns the position after it; or does nothing and
 returns the position it was given."""
 
+Values = Callable[..., Sequence[object]]
+
 SKIPPED = object()
 """Stands in the memo for a value that a shortcut did not make, because hardly anything ever refers to it."""
 
@@ -67,14 +69,13 @@ class Machine:
         # A name that means something is one object wherever it stands, so that it is known at a glance.
         self.known = {(name.module, name.name): name for name in (*reducers, *shortcuts, ORDERED_DICT)}
         self.reducers = {id(name): reducer for name, reducer in reducers.items()}
-        self.reducers[id(ORDERED_DICT)] = self.ordered_dict
         self.shortcuts = {id(name): shortcut for name, shortcut in shortcuts.items()}
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks under each MARK
         self.memo: list[Any] = []
         self.far: dict[int, Any] = {}
         self.rewrites = 0
-        self.skipped: list[tuple[int, Callable[[], Sequence[object]]]] = []  # first index, values
+        self.skipped: list[tuple[int, Values, tuple[Any, ...]]] = []  # first index, values, arguments
         self.protocol = 0
         self.hashes: dict[int, tuple[object, Counter[int]]] = {}
         self.copied = 0  # pairs taken from lists, which stay in the memo for another turn
@@ -128,14 +129,14 @@ class Machine:
         else:
             fault(f"its pickle refers to value {index}, which it has not stored")
 
-    def skip(self, count: int, values: Callable[[], Sequence[object]]) -> None:
-        """Leaves out the next values of the memo; `values` makes them should one be needed."""
-        self.skipped.append((len(self.memo), values))
-        self.memo.extend([SKIPPED] * count)
+    def skip(self, count: int, values: Values, args: tuple[Any, ...]) -> None:
+        """Leaves out the next values of the memo; `values(*args)` makes them should one be needed."""
+        self.skipped.append((len(self.memo), values, args))
+        self.memo += (SKIPPED,) * count
 
     def make_up_for(self, index: int) -> object:
-        first, values = self.skipped[bisect_right(self.skipped, index, key=lambda skip: skip[0]) - 1]
-        for at, value in enumerate(values(), first):
+        first, values, args = self.skipped[bisect_right(self.skipped, index, key=lambda skip: skip[0]) - 1]
+        for at, value in enumerate(values(*args), first):
             if self.memo[at] is SKIPPED:
                 self.memo[at] = value
         return self.memo[index]
@@ -158,7 +159,9 @@ class Machine:
         keys, values = items[::2], items[1::2]
         if len(keys) != len(values):
             fault("its pickle has a key without a value")
-        if isinstance(target, dict):
+        if isinstance(target, dict) and {*map(type, keys)} == {str}:
+            target.update(zip(keys, values, strict=True))
+        elif isinstance(target, dict):
             for key, value in zip(keys, values, strict=True):
                 target[key if isinstance(key, PLAIN_KEYS) else self.key(key, target)] = value
         elif type(target) is Record:
@@ -174,6 +177,8 @@ class Machine:
             fault("its pickle makes an object from malformed arguments")
         reducer = self.reducers.get(id(callable)) if how == "reduce" else None
         value = reducer(args) if reducer else None
+        if how == "reduce" and callable is ORDERED_DICT:
+            value = self.ordered_dict(args)
         if value is None:
             self.spend(RECORD)
             value = Record(how, callable, args, kwargs)

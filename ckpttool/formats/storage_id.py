@@ -23,11 +23,8 @@ class StorageId(NamedTuple):
     key: str
     location: str
     numel: int
+    nbytes: int
     view: tuple[str, int, int] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * itemsize(self.kind)
 
 
 def itemsize(kind: str) -> int:
@@ -59,4 +56,4 @@ def parse_storage_id(identity: object) -> StorageId:
         and view[1] + view[2] <= numel
     ):
         raise PickleFault(f"its pickle has a malformed view of storage '{key}'")
-    return StorageId(kind.name, key, location, numel, view)
+    return StorageId(kind.name, key, location, numel, numel * itemsize(kind.name), view)

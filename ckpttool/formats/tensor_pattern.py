@@ -1,18 +1,19 @@
 """Tensors in a pickle as torch.save writes them, recognised at a glance.
 
-Nearly every tensor of a checkpoint is the same thirty opcodes after the name `_rebuild_tensor_v2`: a storage
-that was not met before, a shape, a stride, no hooks. One regular expression finds them all, and the tensor is
-made without carrying them out, which is several times as fast. Whatever is unusual in any way is left to the
-machine: a tensor that is not accepted here is not a fault.
+Nearly every tensor of a checkpoint is a name and thirty opcodes that are always the same: the name
+`_rebuild_tensor_v2`, a storage that was not met before, a shape, a stride, no hooks. One regular expression
+finds them all, and the tensor is made without carrying them out, which is several times as fast. Whatever is
+unusual in any way is left to the machine: a tensor that is not accepted here is not a fault.
+
+A checkpoint may hold 100,000 tensors, and each passes through the one loop below, which is written out for
+speed.
 """
 
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..inert import ORDERED_DICT, Global, OrderedDict_
 from ..tensor import MAX_BYTES, STORAGE_DTYPES, DType, Storage, TensorRef, extent, new_tensor
@@ -25,116 +26,124 @@ NUMBER = rb"(?:K.|M..|J....)"
 EACH = re.compile(NUMBER, re.DOTALL)
 SIZES = rb"(\)|%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,64}t)(?:r(....))?" % ((NUMBER,) * 4)
 STORAGE = rb"\(%b%bX(.)\0\0\0([0-9]+)%b%b(%b)t%bQ" % (GET, GET, PUT, GET, NUMBER, PUT)
-TENSOR = re.compile(
-    rb"\(%b(%b)%b%b([\x88\x89])%b\)R%bt%bR" % (STORAGE, NUMBER, SIZES, SIZES, GET, PUT, PUT), re.DOTALL
-)
+HOOKS = GET + rb"\)R" + PUT
+TENSOR = rb"\(%b(%b)%b%b([\x88\x89])%bt%bR%b" % (STORAGE, NUMBER, SIZES, SIZES, HOOKS, PUT, PUT)
+HERE = re.compile(rb"()()" + TENSOR, re.DOTALL)
+AFTER_NAME = re.compile(PUT + GET + TENSOR, re.DOTALL)
+"""What follows the text of the name that a tensor stands under: that name's place in the memo first."""
 
-PUTS = {count: struct.Struct(f"<{count}I") for count in range(4, 7)}
-"""Memo indices: of the storage's key and identity, shape and stride unless empty, hooks, arguments."""
+TEXT = b"X"
+"""The opcode of text: four bytes of length, and the text."""
+
+RISING = [(sum(1 << 32 * i for i in range(n)), sum(i << 32 * i for i in range(n))) for n in range(9)]
+"""For n memo indices in a row: read as one number, those from `first` on are `first * ones + steps`. They are
+that of the name, the storage's key and identity, shape and stride unless empty, hooks, arguments, tensor."""
 
 WIDEST = 16
 """Bytes of the widest element."""
 
 
-class _Context(NamedTuple):
-    """What the four references of a tensor stand for."""
+class _Form(NamedTuple):
+    """What alike tensors have in common.
+
+    Attributes:
+        kind, location, numel, nbytes: of their storages.
+        end: bytes from the beginning of the storage to the end of the tensor; 0 where it has no elements.
+        tensor: dtype, shape, stride, offset, requires_grad.
+    """
 
     kind: Global
-    dtype: DType
     location: str
-
-
-class _Layout(NamedTuple):
-    """A shape and its stride; `end` is the elements from the first one to behind the last, 0 without any."""
-
-    shape: list[int]
-    stride: list[int]
+    numel: int
+    nbytes: int
     end: int
+    tensor: tuple[DType, tuple[int, ...], tuple[int, ...], int, bool]
 
 
 class TensorPattern:
     """A shortcut of the machine, to be taken after the name `_rebuild_tensor_v2`.
 
     Args:
+        rebuild: that name.
         storage: finds the storage of a persistent id.
     """
 
-    def __init__(self, storage: Callable[[StorageId], Storage]) -> None:
+    def __init__(self, rebuild: Global, storage: Callable[[StorageId], Storage]) -> None:
+        self.rebuild = rebuild
         self.storage = storage
-        self.contexts: dict[tuple[bytes, ...], _Context] = {}
+        self.forms: dict[tuple[bytes, ...], _Form] = {}
         self.rewrites = 0
-        self.layouts: dict[tuple[bytes, bytes], _Layout] = {}
-        self.numbers: dict[bytes, int] = {}
 
     def __call__(self, machine: Machine, position: int) -> int:
-        match = TENSOR.match(machine.data, position)
-        if match is None:
-            return position
-        (
-            storage, kind, length, digits, put_key, location, count, put_id, start,
-            shape, put_shape, stride, put_stride, grad, hooks, put_hooks, put_args,
-        ) = match.groups(b"")  # fmt: skip
-        context = self.context(machine, (storage, kind, location, hooks))
-        layout = self.layouts.get((shape, stride)) or self.layout(shape, stride)
-        offset, numel = self.number(start), self.number(count)
-        puts = put_key + put_id + put_shape + put_stride + put_hooks + put_args
-        first, key = len(machine.memo), digits.decode()
-        after = first + len(puts) // 4
-        if (
-            context is None
-            or layout is None
-            or offset < 0
-            or numel < 0
-            or length[0] != len(key)
-            or PUTS[after - first].unpack(puts) != (*range(first, after),)
-            or machine.far
-        ):
-            return position
-        found = self.storage(StorageId(context.kind.name, key, context.location, numel))
-        if layout.end and (offset + layout.end) * context.dtype.itemsize > found.nbytes:
-            return position
-        # Each tensor has a shape and a stride of its own, as if they had been read one by one.
-        sizes, steps = (*layout.shape,), (*layout.stride,)
-        tensor = new_tensor(found, context.dtype, sizes, steps, offset, grad == b"\x88")
-        machine.skip(after - first, partial(_skipped, tensor, context, key, numel, put_shape, put_stride))
-        machine.stack.append(tensor)
-        return match.end()
-
-    def context(self, machine: Machine, gets: tuple[bytes, ...]) -> _Context | None:
-        """What references to the memo stand for, if it is what a tensor needs."""
+        """A tensor, and those that follow it under a name each: many entries of a dict in one go."""
+        data, memo, extend, skip, forms = (
+            machine.data, machine.memo, machine.stack.extend, machine.skip, self.forms
+        )  # fmt: skip
         if machine.rewrites != self.rewrites:
             self.rewrites = machine.rewrites
-            self.contexts.clear()
-        return self.contexts.get(gets) or self.new_context(machine, gets)
+            forms.clear()
+        name = b""  # none before the first: the machine has read it
+        match = None if machine.far else HERE.match(data, position)
+        while match:
+            (
+                put_name, rebuild, storage, kind, length, digits, put_key, location, count, put_id, start,
+                shape, put_shape, stride, put_stride, grad, hooks, put_hooks, put_args, put_tensor,
+            ) = match.groups(b"")  # fmt: skip
+            like = rebuild, storage, kind, location, hooks, count, start, shape, stride, grad
+            form = forms.get(like) or self.new_form(machine, like)
+            puts = b"".join(
+                (put_name, put_key, put_id, put_shape, put_stride, put_hooks, put_args, put_tensor)
+            )
+            made = len(puts) // 4
+            ones, steps = RISING[made]
+            in_order = int.from_bytes(puts, "little") == len(memo) * ones + steps
+            if form is None or not in_order or length[0] != len(digits):
+                break
+            try:
+                names = (name.decode(),) if rebuild else ()
+            except UnicodeDecodeError:
+                break
+            key = digits.decode()
+            found = self.storage(StorageId(form.kind.name, key, form.location, form.numel, form.nbytes))
+            if form.end > found.nbytes:
+                break
+            tensor = new_tensor(found, *form.tensor)
+            skip(made - 1, _skipped, (names, key, form, tensor, put_shape, put_stride))
+            memo.append(tensor)
+            extend((*names, tensor))
+            position = match.end()
+            head = data[position : position + 5]
+            behind = position + 5 + int.from_bytes(head[1:], "little")
+            name = data[position + 5 : behind]
+            match = AFTER_NAME.match(data, behind) if head[:1] == TEXT else None
+        return position
 
-    def new_context(self, machine: Machine, gets: tuple[bytes, ...]) -> _Context | None:
-        indices = [int.from_bytes(get[1:], "little") for get in gets]
-        if max(indices) >= len(machine.memo):
-            return None
-        storage, kind, location, hooks = (machine.memo[index] for index in indices)
-        if storage != "storage" or type(location) is not str or hooks is not ORDERED_DICT:
-            return None
+    def new_form(self, machine: Machine, like: tuple[bytes, ...]) -> _Form | None:
+        """What references to the memo and numbers mean, if it is what a tensor needs and what fits a file."""
+        *gets, count, start, shape, stride, grad = like
+        rebuild, word, kind, location, hooks = (self.referred(machine, get) for get in gets)
         dtype = STORAGE_DTYPES.get(kind.name) if type(kind) is Global else None
-        if dtype is None or kind.module not in STORAGE_MODULES:
+        if dtype is None or kind.module not in STORAGE_MODULES or type(location) is not str:
             return None
-        self.contexts[gets] = _Context(kind, dtype, location)
-        return self.contexts[gets]
-
-    def layout(self, shape: bytes, stride: bytes) -> _Layout | None:
-        """A shape and a stride, if they fit each other and any file."""
-        sizes, steps = _numbers(shape), _numbers(stride)
-        if len(sizes) != len(steps) or min((*sizes, *steps), default=0) < 0:
+        if rebuild is not self.rebuild or word != "storage" or hooks is not ORDERED_DICT:
+            return None
+        sizes, steps, (numel, offset) = _numbers(shape), _numbers(stride), _numbers(count + start)
+        if len(sizes) != len(steps) or min(numel, offset, *sizes, *steps) < 0:
             return None
         if extent(sizes) * WIDEST > MAX_BYTES:
             return None
-        end = 0 if 0 in sizes else 1 + sum((n - 1) * s for n, s in zip(sizes, steps, strict=True))
-        self.layouts[shape, stride] = _Layout(sizes, steps, end)
-        return self.layouts[shape, stride]
+        end = 0 if 0 in sizes else offset + 1 + sum((n - 1) * s for n, s in zip(sizes, steps, strict=True))
+        width = dtype.itemsize
+        tensor = dtype, tuple(sizes), tuple(steps), offset, grad == b"\x88"
+        self.forms[like] = _Form(kind, location, numel, numel * width, end * width, tensor)
+        return self.forms[like]
 
-    def number(self, opcode: bytes) -> int:
-        if opcode not in self.numbers:
-            self.numbers[opcode] = _numbers(opcode)[0]
-        return self.numbers[opcode]
+    def referred(self, machine: Machine, get: bytes) -> Any:
+        """What a reference to the memo means; none stands at the first tensor, after the name was met."""
+        if not get:
+            return self.rebuild
+        index = int.from_bytes(get[1:], "little")
+        return machine.memo[index] if index < len(machine.memo) else None
 
 
 def _numbers(opcodes: bytes) -> list[int]:
@@ -142,11 +151,10 @@ def _numbers(opcodes: bytes) -> list[int]:
 
 
 def _skipped(
-    tensor: TensorRef, context: _Context, key: str, numel: int, put_shape: bytes, put_stride: bytes
+    names: tuple[str, ...], key: str, form: _Form, tensor: TensorRef, put_shape: bytes, put_stride: bytes
 ) -> list[object]:
     """What the machine would have put into its memo on the way to a tensor."""
-    kind, _, location = context
     layout = [sizes for sizes, put in ((tensor.shape, put_shape), (tensor.stride, put_stride)) if put]
     hooks = OrderedDict_()
     args = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.requires_grad, hooks)
-    return [key, ("storage", kind, key, location, numel), *layout, hooks, args]
+    return [*names, key, ("storage", form.kind, key, form.location, form.numel), *layout, hooks, args]

@@ -41,7 +41,7 @@ class Archive:
         record = self.records.get(f"{self.root}/{name}")
         if record is None:
             raise Damaged(self.source.path, f"its record '{name}' is missing")
-        if record.compression not in (STORED, DEFLATED):
+        if record.compression != STORED and record.compression != DEFLATED:
             raise Unsupported(
                 self.source.path,
                 f"its record '{name}' is compressed in a way that torch does not read (method "
@@ -69,19 +69,18 @@ class Archive:
 
     def storage(self, parsed: StorageId) -> Storage:
         """The storage of a persistent id."""
-        known = self.storages.get(parsed.key)
+        kind, key, location, _, nbytes, _ = parsed
+        known = self.storages.get(key)
         if known is None:
-            self.storages[parsed.key] = known = self._open(parsed)
-        elif parsed.nbytes != known.nbytes:
+            _, data, size, crc32, compression = record = self.record(f"data/{key}")
+            if nbytes != size:  # said before anything is inflated
+                raise self._two_sizes(parsed, size)
+            if compression == DEFLATED:
+                data = self.inflated.add(record)
+            self.storages[key] = known = Storage(data, kind, location, crc32, self.byteorder)
+        elif nbytes != known.nbytes:
             raise self._two_sizes(parsed, known.nbytes)
         return known
-
-    def _open(self, parsed: StorageId) -> Storage:
-        record = self.record(f"data/{parsed.key}")
-        if parsed.nbytes != record.size:  # said before anything is inflated
-            raise self._two_sizes(parsed, record.size)
-        data = self.inflated.add(record) if record.compression == DEFLATED else record.data
-        return Storage(data, parsed.kind, parsed.location, record.crc32, self.byteorder)
 
     def _two_sizes(self, parsed: StorageId, nbytes: int) -> Damaged:
         return Damaged(

@@ -61,7 +61,7 @@ def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: Callable[[St
             return found
         return StorageView(found, parsed.view[1], parsed.view[2])
 
-    shortcuts = {REBUILD_V2: TensorPattern(storage)}
+    shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)}
     return read_pickle(data, start, persistent_load=persistent_load, reducers=REDUCERS, shortcuts=shortcuts)
 
 
@@ -158,8 +158,8 @@ def reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
     args: tuple[object, ...] = (
         tensor.storage,
         tensor.offset,
-        tensor.shape,
-        tensor.stride,
+        (*tensor.shape,),  # each tensor's own, as torch writes them: readers may share them
+        (*tensor.stride,),
         tensor.requires_grad,
         OrderedDict_(),
     )

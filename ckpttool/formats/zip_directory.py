@@ -11,6 +11,7 @@ and the two loops below are written out for speed.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..errors import Damaged, Unsupported
@@ -44,9 +45,10 @@ WINDOW = 1 << 15
 
 
 class Record(NamedTuple):
-    """One record: `nbytes` bytes of the file from `offset`.
+    """One record.
 
     Attributes:
+        data: its bytes as they stand in the file.
         size: how many bytes they are once inflated.
         crc32: of the bytes once inflated; None where the writer left it out (0, torch's
             `set_crc32_options(False)`).
@@ -54,17 +56,10 @@ class Record(NamedTuple):
     """
 
     name: str
-    source: Source
-    offset: int
-    nbytes: int
+    data: ByteRange
     size: int
     crc32: int | None
     compression: int
-
-    @property
-    def data(self) -> ByteRange:
-        """Its bytes as they stand in the file."""
-        return ByteRange(self.source, self.offset, self.nbytes)
 
 
 _Entry = tuple[int, bytes, str, int, int, int, int, int]
@@ -84,8 +79,19 @@ def read_directory(source: Source, place: ByteRange | None = None) -> dict[str, 
     """
     place = place or ByteRange(source, 0, source.size)
     count, size, offset = _find_directory(place)
-    entries = _central(place, count, place.part(offset, size).read())
-    return _local(place, sorted(entries), offset)
+    raw = place.part(offset, size).read()
+    try:
+        return _local(place, _central(place, count, raw), offset)
+    except _Overlap:  # or not listed in the order of the file, as no writer of torch's does
+        entries = sorted(_central(place, count, raw))
+    try:
+        return _local(place, entries, offset)
+    except _Overlap as fault:
+        raise Damaged(place.path, str(fault)) from None
+
+
+class _Overlap(Exception):
+    """A record begins before the one listed before it ends."""
 
 
 def _find_directory(place: ByteRange) -> tuple[int, int, int]:
@@ -129,9 +135,8 @@ def _end64(place: ByteRange, end: int, narrow: tuple[int, int, int]) -> tuple[in
     return count, size, offset, position
 
 
-def _central(place: ByteRange, count: int, raw: bytes) -> list[_Entry]:
+def _central(place: ByteRange, count: int, raw: bytes) -> Iterator[_Entry]:
     """The entries of the central directory, which is `raw`: as many as were promised, each name once."""
-    entries: list[_Entry] = []
     seen: set[str] = set()
     unpack, fixed, size_of_all, end = CENTRAL_ENTRY.unpack_from, CENTRAL_ENTRY.size, len(raw), 0
     for _ in range(count):
@@ -155,10 +160,9 @@ def _central(place: ByteRange, count: int, raw: bytes) -> list[_Entry]:
         if folded in seen:
             raise Damaged(place.path, f"holds the record '{name}' twice")
         seen.add(folded)
-        entries.append((at, raw_name, name, flags, method, crc, packed, size))
+        yield at, raw_name, name, flags, method, crc, packed, size
     if end != size_of_all:
         raise Damaged(place.path, "its zip directory is longer than its entries")
-    return entries
 
 
 def _name(place: ByteRange, raw: bytes, attributes: int) -> str:
@@ -191,19 +195,22 @@ def _widen(
     raise Damaged(place.path, f"its record '{name}' lacks its ZIP64 sizes")
 
 
-def _local(place: ByteRange, entries: list[_Entry], limit: int) -> dict[str, Record]:
+def _local(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[str, Record]:
     """Where each record's bytes begin, by its local header, which must tell the same as the directory.
 
     Args:
         entries: in the order of the file.
         limit: where the directory begins, and all records must have ended.
+
+    Raises:
+        _Overlap: they overlap, or are not in that order.
     """
     records: dict[str, Record] = {}
     unpack, fixed, source, base = LOCAL_HEADER.unpack_from, LOCAL_HEADER.size, place.source, place.offset
     window, start, end, before = b"", 0, 0, ""
     for header, raw_name, name, flags, method, crc, packed, size in entries:
         if header < end:
-            raise Damaged(place.path, f"its records '{before}' and '{name}' overlap")
+            raise _Overlap(f"its records '{before}' and '{name}' overlap")
         at = header - start
         named = at + fixed + len(raw_name)
         if named > len(window):
@@ -221,7 +228,7 @@ def _local(place: ByteRange, entries: list[_Entry], limit: int) -> dict[str, Rec
         end, before = data + packed, name
         if end > limit:
             raise Damaged(place.path, f"its record '{name}' runs past the end of the records")
-        records[name] = Record(name, source, base + data, packed, size, crc or None, method)
+        records[name] = Record(name, ByteRange(source, base + data, packed), size, crc or None, method)
     return records
 
 
