@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from ranks import trainings
-from ranks.shards import train_on_shards
 from torch import nn
 
 from ckpttool import ranks
@@ -146,19 +145,6 @@ def evaluate_pooled(rank: int, world_size: int) -> Any:
 def test_every_rank_evaluates_the_same_model(run_ranks: Any) -> None:
     first, *others = run_ranks(3, evaluate_pooled)
     assert others == [first, first]
-
-
-def test_statistics_of_one_rank_cost_accuracy_on_shards_by_class_and_pooling_gives_it_back(
-    run_ranks: Any,
-) -> None:
-    """The example of docs/batchnorm.md: rank 0 has the digits 0 to 4, rank 1 the others."""
-    shares = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    (plain, weights), (pooled, same_weights) = (
-        run_ranks(2, train_on_shards, kind, shares, 4, timeout=200)[0] for kind in ("plain", "pooled")
-    )
-    assert weights == same_weights, "only the statistics are others"
-    assert all(ours > theirs for ours, theirs in zip(pooled, plain, strict=True))
-    assert pooled[-1] - plain[-1] > 0.01
 
 
 # ---- what is refused before it begins ---------------------------------------------------------------------

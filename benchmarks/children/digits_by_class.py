@@ -1,0 +1,53 @@
+"""Ranks that each have other classes, as where data can't be moved: what `running_statistics` trains on.
+
+`digits_by_class.py:shards` for `--data`, `digits_by_class.py:network` for `--model`.
+"""
+
+from __future__ import annotations
+
+import os
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
+
+from train.config import DataConfig
+from train.data import Samples, load
+
+CLASSES = 10
+
+
+class Shard(Dataset[tuple[Tensor, int]]):
+    """A rank's own samples, under as many indices as all ranks have samples: each stands under several."""
+
+    classes = tuple(map(str, range(CLASSES)))
+
+    def __init__(self, own: Subset[tuple[Tensor, int]], size: int) -> None:
+        self.own, self.size = own, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.own[index * len(self.own) // self.size]
+
+
+def shards() -> tuple[Shard, Samples]:
+    """Of the digits those of this rank's classes, with four ranks 0–2, 3–4, 5–7 and 8–9; and all tests."""
+    digits = load(DataConfig(data="digits"))
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    labels = [int(label) for _, label in digits.train]
+    own = [index for index, label in enumerate(labels) if label * ranks // CLASSES == rank]
+    return Shard(Subset(digits.train, own), len(labels)), digits.test
+
+
+def network(num_classes: int = CLASSES) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(64, 64),
+        nn.BatchNorm1d(64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.BatchNorm1d(64),
+        nn.ReLU(),
+        nn.Linear(64, num_classes),
+    )

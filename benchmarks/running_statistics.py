@@ -1,0 +1,156 @@
+"""What per-rank BatchNorm statistics cost in accuracy, and what pooling gives back.
+
+    python -m benchmarks.running_statistics
+
+Each rank trains on classes of its own (`children/digits_by_class.py`), once with `--batchnorm plain` and once
+with `--batchnorm pooled`; nothing else differs. Then the statistics of each rank are put into a file of their
+own, and the files pooled by `ckpttool convert-batchnorm`. All are scored on the test set of all classes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import machine
+from .commands import CHILDREN, PYTHON, tool
+from .readme import check_marks, put_between_marks
+
+EXAMPLE = CHILDREN / "digits_by_class.py"
+ROOT = Path(__file__).parents[1]
+RANK_BATCH = 16
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Accuracies on the test set, between 0 and 1.
+
+    Attributes:
+        plain, pooled: of the two trainings, after each epoch.
+        ranks: at the end, with the statistics of each rank.
+        offline: at the end, with those that `convert-batchnorm` made of them.
+        same_weights: whether both trainings ended with the same parameters, bit for bit.
+    """
+
+    plain: list[float]
+    pooled: list[float]
+    ranks: list[float]
+    offline: float
+    same_weights: bool
+
+
+def measure(folder: Path, *, ranks: int = 4, epochs: int = 4, seed: int = 0) -> Measured:
+    """Runs the whole example in an empty folder; some 40 seconds on two cores.
+
+    Raises:
+        subprocess.CalledProcessError: one of its commands failed; what it said is on stderr.
+    """
+    for kind in ("plain", "pooled"):
+        _run(
+            *(PYTHON, ROOT / "train/main.py", "--spawn", ranks, "--batchnorm", kind, "--out", folder / kind),
+            *("--data", f"{EXAMPLE}:shards", "--model", f"{EXAMPLE}:network", "--lr", 0.05, "--drop-last"),
+            *("--batch-size", RANK_BATCH * ranks, "--epochs", epochs, "--seed", seed),
+        )
+    own, offline = write_rank_files(folder / "pooled/last.pt", folder), folder / "offline.pt"
+    counts = ",".join([str(RANK_BATCH)] * ranks)
+    _run(*tool("convert-batchnorm", *own, offline, "--counts", counts))
+    _run(PYTHON, CHILDREN / "evaluate_each.py", f"{EXAMPLE}:network", "digits", *own, offline)
+    scores = [_accuracy((path.with_suffix("") / "eval.json").read_text()) for path in (*own, offline)]
+    plain, pooled = (
+        [_accuracy(line) for line in (folder / kind / "log.jsonl").read_text().splitlines()]
+        for kind in ("plain", "pooled")
+    )
+    return Measured(plain, pooled, scores[:-1], scores[-1], _same_weights(folder))
+
+
+def write_rank_files(checkpoint: Path, folder: Path) -> list[Path]:
+    """The model of a `pooled` checkpoint once a rank, with the statistics that the rank itself had."""
+    import torch
+
+    saved, paths = torch.load(checkpoint, weights_only=True), []
+    for rank, layers in enumerate(saved["statistics"]):
+        model = dict(saved["model"])
+        for layer, buffers in layers.items():
+            model |= {f"module.{layer}.{name}": value for name, value in buffers.items() if name != "met"}
+        paths.append(folder / f"rank{rank}.pt")
+        torch.save({"model": model}, paths[-1])
+    return paths
+
+
+def _same_weights(folder: Path) -> bool:
+    import torch
+
+    one, other = (torch.load(folder / k / "last.pt", weights_only=True)["model"] for k in ("plain", "pooled"))
+    weights = [name for name in one if name.endswith((".weight", ".bias"))]
+    return all(torch.equal(one[name], other[name]) for name in weights)
+
+
+def _run(*command: object) -> None:
+    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+    if done.returncode:
+        print(done.stdout, file=sys.stderr)
+        done.check_returncode()
+
+
+def _accuracy(text: str) -> float:
+    return float(json.loads(text)["accuracy"])
+
+
+def as_markdown(measured: Measured) -> str:
+    epochs, ranks = range(1, len(measured.plain) + 1), range(len(measured.ranks))
+    return "\n\n".join(
+        [
+            _table(
+                ["after epoch", *map(str, epochs)],
+                ["`--batchnorm plain`", *map(_percent, measured.plain)],
+                ["`--batchnorm pooled`", *map(_percent, measured.pooled)],
+            ),
+            _table(
+                ["at the end, statistics of", *(f"rank {rank}" for rank in ranks), "all"],
+                ["`convert-batchnorm`", *map(_percent, [*measured.ranks, measured.offline])],
+            ),
+        ]
+    )
+
+
+def _table(*rows: Sequence[str]) -> str:
+    ruled = [rows[0], ["---", *["---:"] * (len(rows[0]) - 1)], *rows[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in ruled)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.running_statistics", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for name, usual in (("ranks", 4), ("epochs", 4), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=usual, metavar="N", help="(%(default)s)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also put the tables into FILE")
+    options = parser.parse_args()
+    if options.markdown:
+        try:
+            check_marks(options.markdown)
+        except ValueError as error:
+            parser.error(f"--markdown {error}")
+    with tempfile.TemporaryDirectory(prefix="ckpttool-bench-") as name:
+        folder = Path(name)
+        about = f"{machine.date()}; {machine.versions()}; {machine.size(folder)}"
+        measured = measure(folder, ranks=options.ranks, epochs=options.epochs, seed=options.seed)
+    weights = "the same" if measured.same_weights else "DIFFERENT"
+    markdown = f"{as_markdown(measured)}\n\nWeights of both trainings: {weights}. Measured {about}."
+    print(markdown)
+    if options.markdown:
+        put_between_marks(options.markdown, markdown)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
