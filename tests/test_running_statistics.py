@@ -1,4 +1,4 @@
-"""The example of docs/batchnorm.md, by its own command: what statistics of one rank cost, pooling gives back."""
+"""The example of docs/batchnorm.md, by its own command: what statistics of one rank cost, and pooling."""
 
 from __future__ import annotations
 
