@@ -198,6 +198,7 @@ def parts(*shares: list[int]) -> dict[str, np.ndarray]:
         (([2, 0], [1]), 3, []),
         (([], []), 0, []),
         (([0, 1], [1, 2]), 3, ["sample 1 stands more than once: in p0, p1"]),
+        (([0, 0], [2]), 3, ["sample 0 stands more than once: in p0", "sample 1 of 3 is missing"]),
         (([0, 0], [1]), 2, ["sample 0 stands more than once: in p0"]),
         (([0], [3]), 6, ["samples 1–2, 4–5 of 6 are missing"]),
         (([0],), 2, ["sample 1 of 2 is missing"]),
@@ -220,8 +221,18 @@ def test_what_is_wrong_with_samples_is_said_with_their_holders(shares, samples, 
     assert faults(parts(*shares), samples) == said
 
 
-@given(st.lists(st.integers(-2, 12), max_size=14), st.integers(0, 11), st.integers(0, 14))
-def test_nothing_is_said_exactly_where_every_sample_stands_once(index, samples, cut):
+@given(
+    st.integers(0, 6).flatmap(lambda samples: st.permutations(range(samples))),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(-2, 7)), max_size=2),
+    st.integers(-1, 1),
+    st.integers(0, 6),
+)
+def test_nothing_is_said_exactly_where_every_sample_stands_once(order, changes, more, cut):
+    """Of all samples in any order, a few of them put in another's place."""
+    index, samples = list(order), len(order) + (more if order else 0)
+    for place, value in changes:
+        if place < len(index):
+            index[place] = value
     said = faults(parts(index[:cut], index[cut:]), samples)
     assert (not said) == (sorted(index) == list(range(samples)))
 
