@@ -221,18 +221,12 @@ def test_what_is_wrong_with_samples_is_said_with_their_holders(shares, samples, 
     assert faults(parts(*shares), samples) == said
 
 
-@given(
-    st.integers(0, 6).flatmap(lambda samples: st.permutations(range(samples))),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(-2, 7)), max_size=2),
-    st.integers(-1, 1),
-    st.integers(0, 6),
-)
-def test_nothing_is_said_exactly_where_every_sample_stands_once(order, changes, more, cut):
-    """Of all samples in any order, a few of them put in another's place."""
-    index, samples = list(order), len(order) + (more if order else 0)
-    for place, value in changes:
-        if place < len(index):
-            index[place] = value
+@given(st.integers(0, 4), st.data(), st.integers(0, 5))
+def test_nothing_is_said_exactly_where_every_sample_stands_once(samples, data, cut):
+    """Mostly of as many as there are, and within bounds: there it is hardest to tell."""
+    within = st.lists(st.integers(0, max(samples - 1, 0)), min_size=samples, max_size=samples)
+    anything = st.lists(st.integers(-1, 4), max_size=5)
+    index = data.draw(st.one_of(st.permutations(range(samples)), within, within, anything))
     said = faults(parts(index[:cut], index[cut:]), samples)
     assert (not said) == (sorted(index) == list(range(samples)))
 
