@@ -30,7 +30,7 @@ class Setting(NamedTuple):
     dtype: torch.dtype = torch.float64
     channels_last: bool = False
     offset: float = 0.0
-    absent: tuple[int, ...] = ()
+    mixed: bool = False
 
 
 class Outcome(NamedTuple):
@@ -49,7 +49,7 @@ def make_layer(setting: Setting) -> nn.Module:
     layer = plain(
         shape[0], momentum=setting.momentum, affine=setting.affine, track_running_stats=setting.tracked
     )
-    layer = layer.to(setting.dtype)
+    layer = layer.to(torch.float32 if setting.mixed else setting.dtype)
     if setting.affine:
         nn.init.uniform_(layer.weight, -2, 2)
         nn.init.uniform_(layer.bias, -2, 2)
@@ -160,9 +160,14 @@ def test_moments_have_all_digits_of_float32_in_every_memory_format(memory_format
     assert torch.allclose(deviations / count, batch.double().var((0, 2, 3), correction=0), rtol=2e-7)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=str)
-def test_narrower_types_compute_in_float32(run_ranks, dtype, tolerance):
-    check(run_ranks, Setting(dtype=dtype), tolerance)
+TOLERANCES = [(torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)]
+
+
+@pytest.mark.parametrize("dtype, tolerance", TOLERANCES, ids=str)
+@pytest.mark.parametrize("mixed", [False, True], ids=["", "float32 layers"])
+def test_narrower_types_compute_in_float32(run_ranks, dtype, tolerance, mixed):
+    """Mixed is what autocast gives: narrow inputs to layers in float32."""
+    check(run_ranks, Setting(dtype=dtype, mixed=mixed), tolerance)
 
 
 def run_absent(rank: int, world_size: int) -> Any:
@@ -256,6 +261,48 @@ def test_a_compiled_layer_trains_over_all_ranks(run_ranks, when):
     check(run_ranks, Setting(), case=run_compiled, arguments=(when,))
 
 
+def run_beside(rank: int, world_size: int, setting: Setting, theirs: Any, device: str) -> list[Outcome]:
+    """Our layer and another, on one device."""
+    batch, coefficients = (one.to(device) for one in make_batch(setting))
+    begin = sum(setting.shares[:rank])
+    own = slice(begin, begin + setting.shares[rank])
+    layers = [convert(make_layer(setting)).to(device) for convert in (batchnorm.to_sync, theirs)]
+    assert type(layers[0]) is SyncBatchNorm
+    return [on_the_cpu(step(layer, batch[own], coefficients[own])) for layer in layers]
+
+
+def on_the_cpu(outcome: Outcome) -> Outcome:
+    *tensors, buffers = outcome
+    moved = [None if tensor is None else tensor.cpu() for tensor in tensors]
+    return Outcome(*moved, {name: buffer.cpu() for name, buffer in buffers.items()})
+
+
+@pytest.mark.parametrize(
+    "theirs, device",
+    [
+        (batchnorm.to_sync, "cpu"),  # so that this test is known to work where the other is skipped
+        pytest.param(
+            nn.SyncBatchNorm.convert_sync_batchnorm,
+            "cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ),
+    ],
+    ids=["ours", "torch's"],
+)
+@pytest.mark.parametrize(
+    "change", [{}, {"shares": (0, 5)}, {"momentum": None}, {"affine": False}, {"tracked": False}], ids=str
+)
+def test_on_a_gpu_it_does_what_torchs_own_does(run_ranks, theirs, device, change):
+    """Two ranks share one GPU, which gloo allows and NCCL does not."""
+    for ours, other in run_ranks(2, run_beside, Setting(**change), theirs, device, timeout=90):
+        for one, two in zip(ours[:-1], other[:-1], strict=True):
+            assert (one is None) == (two is None)
+            assert one is None or torch.allclose(one, two, rtol=1e-10, atol=1e-10)
+        assert ours.buffers.keys() == other.buffers.keys()
+        for name, buffer in ours.buffers.items():
+            assert torch.allclose(buffer, other.buffers[name], rtol=1e-10), name
+
+
 # ---- the gradient itself ----------------------------------------------------------------------------------
 
 
@@ -272,6 +319,36 @@ def check_gradient(rank: int, world_size: int) -> bool:
 def test_gradcheck_of_the_function_itself(run_ranks):
     assert run_ranks(1, check_gradient) == [True]
     assert check_gradient(0, 1)  # also without a process group
+
+
+STRIDES: dict[str, Any] = {
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every second": lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
+    "expanded": lambda x: x[:, :, :1].expand_as(x),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("of_input", STRIDES)
+@pytest.mark.parametrize("of_gradient", STRIDES)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+def test_strides_of_the_input_and_of_the_gradient_do_not_matter(of_input, of_gradient, dtype, tolerance):
+    torch.manual_seed(6)
+    input, gradient = (
+        STRIDES[name](torch.randn(3, 4, 5, 6, dtype=dtype)) for name in (of_input, of_gradient)
+    )
+    weight, bias = torch.randn(2, 4, dtype=dtype).unbind()
+    answers = []
+    for normalise in (
+        lambda *tensors: _Synchronised.apply(*tensors, 1e-5, None, None, False),
+        lambda x, w, b: nn.functional.batch_norm(x, None, None, w, b, training=True, eps=1e-5),
+    ):
+        leaves = [tensor.detach().requires_grad_() for tensor in (input, weight, bias)]
+        output = normalise(*leaves)
+        output.backward(gradient)
+        answers.append([output.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*answers, strict=True):
+        assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def loss_of_all_ranks(rank: int, world_size: int, moved: tuple[int, int, float] | None) -> Any:
