@@ -127,14 +127,12 @@ def given_kinds(
     for name, kind in kinds.items():
         if kind not in KINDS:
             raise UsageFault(f"'{name}' is of the kind {kind}", hint=f"one of {', '.join(KINDS)}")
-    bare = [m for m, names in _members(state, exclude).items() if names <= WITHOUT_STATISTICS]
-    given = {}
-    for layer in (*layers, *bare):
+    tracked, given = set(layers), {}
+    for layer, names in _members(state, exclude).items():
         name = layer if layer in kinds else unwrapped(layer)
-        if name in kinds:
+        if name in kinds and (layer in tracked or names <= WITHOUT_STATISTICS):
             given[layer] = kinds[name]
-    for layer in layers:
-        if layer not in given:
+        elif layer in tracked:
             raise Refused(
                 path,
                 f"'{layer or 'the model itself'}' is no BatchNorm1d, 2d or 3d in the model",

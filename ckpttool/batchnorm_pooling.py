@@ -99,7 +99,7 @@ def _check_counts(checkpoints: Sequence[Checkpoint], counts: Mapping[str, Counts
         if len(numbers) != len(checkpoints):
             hint = f"give {len(checkpoints)}, one for each IN, 0 for a rank without samples"
             raise UsageFault(f"--counts {listed}: {len(checkpoints)} files, {len(numbers)} counts", hint=hint)
-        if min(numbers) < 0 or sum(numbers) <= 1:
+        if min(numbers) < 0 or 1 in numbers or sum(numbers) <= 1:
             raise UsageFault(
                 f"--counts {listed}: no variance rests on fewer than two values",
                 hint="a count is batch × positions: 64 pictures of 8×8 are 4096",

@@ -309,6 +309,8 @@ def test_layers_of_other_lengths_are_refused_before_anything_is_computed(tmp_pat
     [
         ({"*": [1, 2, 3]}, "2 files, 3 counts"),
         ({"*": [0, 1]}, "fewer than two values"),
+        ({"*": [1, 64]}, "fewer than two values"),  # BatchNorm itself refuses such a batch
+        ({"*": [0, 0]}, "fewer than two values"),
         ({"*": [-4, 8]}, "fewer than two values"),
         ({"1": [4, 4]}, "none fits the layer '2.1'"),
     ],
