@@ -12,7 +12,7 @@ from .targets import beyond
 
 CHILD = Path(__file__).parent / "children/gather_rows.py"
 MANY, TIMES = 1_000_000, 20
-PICTURES, OFTEN = 846, 200
+PICTURES, OFTEN = 846, 500
 START = "start of two ranks"
 GATHER, TUPLES, TENSORS = (
     f"metrics.gather, {TIMES} times",
