@@ -43,12 +43,16 @@ def gather_every_dtype(rank: int, world_size: int, cuts: list[int], piece: int) 
     columns = {str(dtype): whole(dtype)[index] for dtype in DTYPES}
     columns["scalar"] = index.clone()
     columns["empty"] = torch.zeros(len(index), 0)
+    columns["at an odd byte"] = torch.cat(
+        [torch.zeros(1, dtype=torch.int8), index.repeat_interleave(8).to(torch.int8)]
+    )[1:].reshape(-1, 8)
     columns["transposed"] = whole(torch.float32).t().contiguous().t()[index]
     found = gathering.gather(index, columns, samples=SAMPLES, piece=piece)
     return (
         list(found) == list(columns)
         and all(same(found[str(dtype)], whole(dtype)) for dtype in DTYPES)
         and found["scalar"].tolist() == list(range(SAMPLES))
+        and found["at an odd byte"].tolist() == [[sample] * 8 for sample in range(SAMPLES)]
         and found["empty"].shape == (SAMPLES, 0)
         and torch.equal(found["transposed"], whole(torch.float32))
     )
