@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .ahead import cores, in_order
-from .elements import stream
+from .elements import stream, true_bytes
 from .errors import UsageFault
 from .tensor import DTYPES, Computed, DType, Storage, TensorRef
 
@@ -39,7 +38,7 @@ FLOATS = {
 }
 """The types that are cast; integers, booleans and complex numbers stay as they are."""
 
-PIECE = 1 << 20
+PIECE = 4 << 20
 """Bytes of the source cast as one job."""
 
 BLOCK = 1 << 16
@@ -50,8 +49,9 @@ MAX_FLOAT = float.fromhex("0x1.ffffffp127")
 MAX_HALF = 65520.0
 MAX_BFLOAT16 = float.fromhex("0x1.ffp127")
 
-WORKERS = 4
-"""More threads than these have nothing to do while one writes."""
+WORKERS = 2
+"""Threads at work, the one that writes among them: each step of a cast is so short that more of them wait for
+each other's turn with Python's lock."""
 
 
 @dataclass(slots=True)
@@ -120,8 +120,8 @@ class Caster:
         def make(start: int, nbytes: int) -> Iterator[memoryview]:
             first, many = start // self.to.itemsize, nbytes // self.to.itemsize
             flat = TensorRef(old, dtype, (many,), (1,), first)
-            jobs = in_order(_jobs(convert, flat), cores(WORKERS))
-            for values in self._counted(number, flat, chain.from_iterable(jobs)):
+            jobs = in_order(_jobs(convert, flat), cores(WORKERS) - 1)
+            for values in self._counted(number, flat, jobs):
                 # The order of bytes stays that of the file, in which all storages must agree.
                 yield _bytes(values.byteswap() if old.byteorder == "big" else values)
 
@@ -150,12 +150,12 @@ def _bytes(values: NDArray[Any]) -> memoryview:
     return memoryview(values.view("u1"))  # type: ignore[arg-type]
 
 
-def _jobs(convert: Convert, flat: TensorRef) -> Iterator[Callable[[], list[Converted]]]:
+def _jobs(convert: Convert, flat: TensorRef) -> Iterator[Callable[[], Converted]]:
     """The conversion of a row of elements, cut into jobs."""
     most = PIECE // flat.dtype.itemsize
     for first in range(0, flat.numel, most):
         part = replace(flat, shape=(min(most, flat.numel - first),), offset=flat.offset + first)
-        yield lambda part=part: [convert(piece) for piece in stream("", part)]  # type: ignore[misc]
+        yield lambda part=part: convert(true_bytes(part))  # type: ignore[misc]
 
 
 class Converted(NamedTuple):

@@ -77,6 +77,11 @@ def stream(name: str, tensor: TensorRef, *, most: int = MAX_EXPANSION) -> Iterat
         yield _resolve(tensor, piece)
 
 
+def true_bytes(tensor: TensorRef) -> memoryview:
+    """The values of a small contiguous tensor at once. Raises Damaged."""
+    return _resolve(tensor, memoryview(tensor.data.read()))
+
+
 def in_pieces(name: str, tensor: TensorRef, nbytes: int, *, most: int = MAX_EXPANSION) -> Iterator[bytearray]:
     """The values in pieces of so many bytes, the last of what is left, whatever the chunks of `stream` are.
 

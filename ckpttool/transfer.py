@@ -10,9 +10,11 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import BinaryIO
 
 from .ahead import cores, in_order
+from .checksum import combined
 from .errors import Damaged, Unreadable, no_such_file
 from .tensor import ByteRange, Computed
 
@@ -61,14 +63,11 @@ class Output:
             position += done
             view = view[done:]
 
-    def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> int:
-        """Append computed bytes, so many, chunk by chunk; returns their CRC-32."""
-        crc = 0
+    def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
+        """Append computed bytes, so many, chunk by chunk."""
         for chunk in chunks:
-            crc = zlib.crc32(chunk, crc)
             self.write(chunk)
             self._progress(len(chunk))
-        return crc
 
     def copy(self, range: ByteRange) -> None:
         """Append a range of another file. Raises Damaged when that file ends early."""
@@ -91,8 +90,14 @@ class Output:
     def copy_with_crc(self, data: ByteRange | Computed) -> int:
         """Append bytes from elsewhere, read once; returns their CRC-32."""
         if isinstance(data, ByteRange) and data.nbytes > AHEAD:
-            return self.write_all(map(memoryview, in_order(_reads(data), cores(2))), data.nbytes)
-        return self.write_all(data.chunks(self._reused_buffer()), data.nbytes)
+            summed = in_order(_reads(data), cores(2))
+        else:
+            summed = ((chunk, zlib.crc32(chunk)) for chunk in data.chunks(self._reused_buffer()))
+        crc = 0
+        for chunk, its_crc in summed:
+            crc = combined(crc, its_crc, len(chunk))
+            self.write_all([chunk], len(chunk))
+        return crc
 
     def _copy_file_range(self, range: ByteRange, done: int, count: int) -> int:
         if not hasattr(os, "copy_file_range"):
@@ -118,10 +123,14 @@ class Output:
         return self._buffer
 
 
-def _reads(data: ByteRange) -> Iterator[Callable[[], bytes]]:
-    """A range in pieces, to be read while what came before is summed and written."""
-    for start in range(0, data.nbytes, AHEAD):
-        yield data.part(start, min(AHEAD, data.nbytes - start)).read
+def _reads(data: ByteRange) -> Iterator[Callable[[], tuple[memoryview, int]]]:
+    """A range in pieces with their CRC-32, to be read and summed while what came before is written."""
+
+    def read(start: int) -> tuple[memoryview, int]:
+        piece = data.part(start, min(AHEAD, data.nbytes - start)).read()
+        return memoryview(piece), zlib.crc32(piece)
+
+    return (partial(read, start) for start in range(0, data.nbytes, AHEAD))
 
 
 class DryOutput(Output):
@@ -141,10 +150,9 @@ class DryOutput(Output):
         self.position += data.nbytes
         return 0
 
-    def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> int:
+    def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
         next(iter(chunks), None)  # what is refused is refused here too
         self.position += nbytes
-        return 0
 
 
 def open_source_descriptor(path: str) -> int:

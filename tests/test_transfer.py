@@ -143,7 +143,7 @@ def test_a_dry_output_only_counts(source: Source) -> None:
     out.copy(ByteRange(source, 0, 1000))
     out.copy_with_crc(ByteRange(source, 0, 100))
     out.write_at(2, b"x")
-    assert (out.position, out.write_all([memoryview(b"abc")], 3)) == (1104, 0)
+    out.write_all([memoryview(b"abc")], 3)
     assert out.position == 1107
 
 

@@ -160,6 +160,7 @@ for section in SECTIONS.values():
 def main() -> NoReturn:
     """The entry point: runs a command, turns every expected failure into one line, ends with an exit code."""
     gc.disable()  # a command is over before garbage in cycles could matter, and a search visits every tensor
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's would wait busily for products of matrices
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # keys may hold what the terminal can't show

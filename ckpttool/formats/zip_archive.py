@@ -6,6 +6,7 @@ Format: PKWARE APPNOTE 6.3.
 from __future__ import annotations
 
 import struct
+import zlib
 
 from ..tensor import ByteRange, Computed
 from ..transfer import Output
@@ -46,8 +47,8 @@ class ZipWriter:
     def write(self, name: str, data: bytes) -> None:
         """A record of bytes in memory."""
         header = self._reserve(name, len(data))
-        crc = self.out.write_all([memoryview(data)], len(data))
-        self._finish(name, header, len(data), crc)
+        self.out.write_all([memoryview(data)], len(data))
+        self._finish(name, header, len(data), zlib.crc32(data))
 
     def copy(self, name: str, data: ByteRange | Computed, crc32: int | None) -> None:
         """A record of bytes from elsewhere; those of a file are looked at only for a missing CRC."""
