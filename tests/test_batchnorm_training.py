@@ -70,6 +70,20 @@ def test_sync_follows_the_one_process_run_for_20_steps(run_ranks: Any, size: int
             assert torch.allclose(ours[name], tensor, rtol=0, atol=1e-6), name
 
 
+def train_as_torch_converted_it(rank: int, world_size: int) -> Any:
+    data = trainings.tensors(SHAPE, 60, dtype=torch.float64)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(trainings.seeded(make_net))
+    trainer = trainings.trainer(rank, world_size, data, model, **SETTINGS, batchnorm="sync", batch_size=12)
+    trainings.finish_epoch(trainer)
+    return state(trainer.ddp.module)
+
+
+def test_a_model_that_torch_has_converted_trains_on_a_cpu_too(run_ranks: Any) -> None:
+    expected = reference(60, 12, epochs=1)
+    for ours in run_ranks(2, train_as_torch_converted_it):
+        assert all(torch.allclose(ours[name], tensor, atol=1e-9) for name, tensor in expected.items())
+
+
 def test_plain_does_not_so_that_the_test_above_can_fail(run_ranks: Any) -> None:
     expected = reference(60, 12, epochs=4)
     ours, _, _ = run_ranks(2, train, 60, 4, {"batch_size": 12})[0]
