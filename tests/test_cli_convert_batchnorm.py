@@ -90,6 +90,46 @@ def test_ranks_are_pooled(folder: Path, cli: Cli) -> None:
     make_net().load_state_dict(state, strict=True)
 
 
+FORMS = {
+    "shards": ["--to", "safetensors-sharded", "--shard-size", "200B"],
+    "torch's shards": ["--to", "torch-sharded", "--shard-size", "200B"],
+    "DCP": ["--to", "dcp"],
+    "one file": ["--to", "safetensors"],
+}
+
+
+def digest(path: Path, cli: Cli) -> Any:
+    return cli("digest", path, "--json").json["digest"]
+
+
+@pytest.mark.parametrize("form", [*FORMS, "legacy"])
+def test_ranks_are_pooled_whatever_the_format(form: str, folder: Path, cli: Cli) -> None:
+    ranks = [folder / "rank0.pt", folder / "rank1.pt"]
+    cli("convert-batchnorm", *ranks, folder / "expected.safetensors", "--counts", "30,10")
+    inputs = [folder / f"in{rank}" for rank in range(2)]
+    for source, path in zip(ranks, inputs, strict=True):
+        if form == "legacy":
+            torch.save(torch.load(source), path, _use_new_zipfile_serialization=False)
+        else:
+            assert cli("convert", source, path, *FORMS[form]).code == 0
+    ran = cli("convert-batchnorm", *inputs, folder / "out.safetensors", "--counts", "30,10")
+    assert ran.code == 0, ran.err
+    assert digest(folder / "out.safetensors", cli) == digest(folder / "expected.safetensors", cli)
+
+
+def test_the_way_back_of_a_sharded_folder_is_exact(folder: Path, cli: Cli) -> None:
+    one, sync, back = (folder / name for name in ("one", "sync", "back"))
+    cli("convert", folder / "rank0.pt", one, *FORMS["shards"])
+    model = f"{folder}/model.py:net"
+    assert (
+        "2 kinds recorded" in cli("convert-batchnorm", one, f"{sync}/", "--to", "sync", "--model", model).out
+    )
+    assert cli("convert-batchnorm", sync, f"{back}/", "--to", "plain").code == 0
+    assert digest(back, cli) == digest(one, cli) == digest(sync, cli)
+    assert not any(b"batchnorm.kinds" in file.read_bytes() for file in back.iterdir())
+    assert any(b"batchnorm.kinds" in file.read_bytes() for file in sync.iterdir())
+
+
 def test_layers_can_have_counts_of_their_own(folder: Path, cli: Cli) -> None:
     ranks = [folder / "rank0.pt", folder / "rank1.pt"]
     ran = cli("convert-batchnorm", *ranks, folder / "o.pt", "--counts", "1=30,10", "--counts", "20,20")
