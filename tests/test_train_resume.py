@@ -150,10 +150,22 @@ def test_a_finished_run_has_nothing_to_do_and_says_how_to_train_longer(run_ranks
     run_ranks(2, run, str(tmp_path), {"epochs": 1})
     before = (tmp_path / "last.pt").read_bytes()
     said, _ = run_ranks(2, run, str(tmp_path), {"epochs": 1, "resume": "auto"})
-    assert "nothing to do" in said
-    assert "--epochs" in said
+    remarks = [line for line in said.splitlines() if line.startswith("resume")]
+    assert remarks == [
+        f"resume  {tmp_path}/last.pt has 1 epoch already: nothing to do (--epochs N trains longer)"
+    ]
+    assert "saved" not in said
     assert (tmp_path / "last.pt").read_bytes() == before
     assert len(log(tmp_path)) == 1
+
+
+def test_what_else_is_different_does_not_matter_where_there_is_nothing_to_do(run_ranks, tmp_path):
+    run_ranks(2, run, str(tmp_path / "a"), {"epochs": 2})
+    elsewhere = {"epochs": 1, "resume": str(tmp_path / "a" / "last.pt")}
+    (said,) = run_ranks(1, run, str(tmp_path / "b"), elsewhere)
+    assert said.count("resume  ") == 1
+    assert "nothing to do" in said
+    assert "next:" not in said  # there is no file in that folder
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
@@ -224,3 +236,22 @@ def test_other_versions_and_a_longer_schedule_are_said(run_ranks, tmp_path):
     (said,) = run_ranks(1, run, str(tmp_path / "on"), {"epochs": 2, "resume": str(tmp_path / "old.pt")})
     assert f"the last bits may differ: torch 1.0 -> {torch.__version__}" in said
     assert "the learning rate now follows 2 epochs" in said
+
+
+# ---- what is lost --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["steps", "epochs"])
+def test_a_run_whose_weights_are_no_numbers_any_more_ends_and_overwrites_nothing(run_ranks, tmp_path, unit):
+    failed = {"epochs": 2, "lr": 1e30, "save_every": Every(1, unit)}
+    first, second = run_ranks(2, run, str(tmp_path / unit), failed)
+    assert first.startswith("CheckFailed: after ")
+    assert "is NaN or infinite: nothing is learned from there on" in first
+    assert "give a smaller --lr than 1e+30" in first
+    assert second.startswith("RankFailed: rank 0 failed: after ")
+    assert first[-1] == second[-1] == "1"
+    for path in (tmp_path / unit).glob("*.pt"):
+        state = torch.load(path, weights_only=True)["model"]
+        assert all(torch.isfinite(value).all() for value in state.values()), path
+        assert unit == "steps"
+        assert "is from before" in first

@@ -16,7 +16,7 @@ import torch
 
 import ckpttool
 from ckpttool import ranks
-from ckpttool.errors import Damaged, Refused, Unreadable, UsageFault
+from ckpttool.errors import CheckFailed, Damaged, Refused, Unreadable, UsageFault
 from train import random_state, run_folder
 from train.config import TrainConfig
 from train.engine import Progress, Trainer
@@ -116,6 +116,7 @@ class Saver:
         self._save([run_folder.LAST] * due + [run_folder.BEST] * best)
 
     def _save(self, names: list[str]) -> None:
+        ranks.alike(self._check_finite)
         keep = self.trainer.config.keep
         if run_folder.LAST in names and keep:
             names = [*names, run_folder.numbered(self.trainer.progress.global_step)]
@@ -123,6 +124,18 @@ class Saver:
             save(self.trainer, self.folder, names)
         if keep and ranks.rank() == 0:
             run_folder.drop_old(self.folder, keep)
+
+    def _check_finite(self) -> None:
+        """Raises CheckFailed where training is lost, so that no checkpoint from before is overwritten."""
+        for name, parameter in self.trainer.ddp.module.named_parameters():
+            if not torch.isfinite(parameter).all():
+                last = os.path.join(self.folder, run_folder.LAST)
+                before = f"; {last} is from before" if os.path.exists(last) else ""
+                raise CheckFailed(
+                    f"after {self.trainer.progress.global_step} steps {name} is NaN or infinite: "
+                    "nothing is learned from there on",
+                    hint=f"give a smaller --lr than {self.trainer.config.lr:g}, or --warmup{before}",
+                )
 
 
 # ---- going on ------------------------------------------------------------------------------------------
@@ -240,10 +253,10 @@ def _parameter_names(optimizer: dict[str, Any]) -> list[list[str]]:
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """What the user should know about this resume: where it is, and why bits may differ."""
     progress, steps = trainer.progress, trainer.plan.steps
-    at = f"epoch {progress.epoch + 1}, step {progress.step} of {steps}"
-    remarks = [f"goes on from {path} at {at}"]
     if progress.epoch >= trainer.config.epochs:
-        remarks = [f"{path} has {progress.epoch} epochs already: nothing to do (--epochs N trains longer)"]
+        done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)}"
+        return [f"{path} has {done} already: nothing to do (--epochs N trains longer)"]
+    remarks = [f"goes on from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
         remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps")

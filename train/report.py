@@ -23,6 +23,7 @@ class Report:
 
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
+        self.first_epoch = trainer.progress.epoch
 
     def begin(self, remarks: list[str] | None) -> None:
         """The header, and what a resume needs said; the log forgets what will be trained again."""
@@ -85,14 +86,17 @@ class Report:
 
     def end(self) -> None:
         """What is in the folder, and what to do with it."""
-        config, best = self.trainer.config, os.path.join(self.folder, BEST)
-        self.say(f"\nsaved   {os.path.join(self.folder, LAST)}")
-        if os.path.exists(best):
-            self.say(f"        {best} ({self.trainer.progress.best:.2%})")
-        self.say("next:")
-        self.say(f"  ckpttool strip-prefix {best} model.safetensors")
-        flags = flags_of(config) + flags_of_bits(self.trainer.place.device)
-        self.say(f"  {in_two_lines('python train/evaluate.py model.safetensors', flags)}")
+        last, best = (os.path.join(self.folder, name) for name in (LAST, BEST))
+        saved = [path for path in (best, last) if os.path.exists(path)]
+        if self.trainer.progress.epoch > self.first_epoch:
+            self.say(f"\nsaved   {last}")
+            if best in saved:
+                self.say(f"        {best} ({self.trainer.progress.best:.2%})")
+        if saved:
+            flags = flags_of(self.trainer.config) + flags_of_bits(self.trainer.place.device)
+            self.say("next:")
+            self.say(f"  ckpttool strip-prefix {shlex.quote(saved[0])} model.safetensors")
+            self.say(f"  {in_two_lines('python train/evaluate.py model.safetensors', flags)}")
 
     def say(self, line: str) -> None:
         if self.speaks:
