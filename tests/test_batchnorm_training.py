@@ -148,6 +148,20 @@ def test_a_pooled_run_that_goes_on_is_the_run_that_never_stopped(run_ranks: Any)
     assert run_ranks(2, go_on, None) == run_ranks(2, go_on, 2)
 
 
+def count_compiled(rank: int, world_size: int) -> Any:
+    data = trainings.tensors(SHAPE, 30, dtype=torch.float64)
+    model = torch.compile(trainings.seeded(make_net), backend="eager")
+    trainer = trainings.trainer(rank, world_size, data, model, batchnorm="pooled", batch_size=12)
+    trainings.finish_epoch(trainer)
+    return list(trainer.statistics.met.values())
+
+
+def test_a_compiled_model_counts_all_batches_also_the_short_one_at_the_end(run_ranks: Any) -> None:
+    """30 samples in batches of 12 on two ranks: 6, 6 and 3 samples of 4×4 and 2×2 positions."""
+    for met in run_ranks(2, count_compiled, timeout=90):
+        assert met == [(15 * 16, 3), (15 * 4, 3)]
+
+
 def evaluate_pooled(rank: int, world_size: int) -> Any:
     trainer = make_trainer(rank, world_size, 30, batchnorm="pooled", batch_size=10)
     trainings.finish_epoch(trainer)

@@ -8,6 +8,7 @@ The ranks' own go into the checkpoint too, so that a run that goes on is the run
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,8 @@ class RunningStatistics:
         }
         self.met: dict[str, tuple[int, int]] = dict.fromkeys(self.layers, (0, 0))
         for path, layer in self.layers.items():
-            layer.register_forward_pre_hook(lambda layer, inputs, path=path: self._count(path, inputs[0]))
+            # Compiled with the model, it would miss the first batch of another size.
+            layer.register_forward_pre_hook(torch.compiler.disable(functools.partial(self._count, path)))
 
     def buffer_names(self, model: nn.Module) -> list[str]:
         """The names that DDP must not overwrite with rank 0's; shared layers under each of theirs."""
@@ -73,9 +75,9 @@ class RunningStatistics:
                 for name in BUFFERS:
                     getattr(layer, name).copy_(saved[path][name])
 
-    def _count(self, path: str, input: torch.Tensor) -> None:
-        if self.layers[path].training:
-            values, batches = self.met[path]
+    def _count(self, path: str, layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if layer.training:
+            (input,), (values, batches) = inputs, self.met[path]
             self.met[path] = values + input.numel() // input.shape[1], batches + 1
 
     def _put(self, path: str, values: dict[str, torch.Tensor]) -> None:
