@@ -173,24 +173,29 @@ def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]
     if all(name.isdecimal() for name in modules):  # safetensors has 10 before 2
         names = sorted(modules, key=lambda name: (len(name), name))
     row: list[str] = []
-    kind: _Kind = [], []
+    kind: _Kind = ()
     place: _Place = None
     for name in names:
         before, place = place, _place(name)
         follows = before and place and before[0] == place[0] and before[1] + 1 == place[1]
-        entries = modules[name]
-        own = [form for _, _, form in entries], [key[start + len(name) :] for key, _, _ in entries]
-        if row and not (follows and own == kind):
+        alike, kind = kind, _kind(modules[name], start + len(name))
+        if row and not (follows and alike == kind):
             yield row
             row = []
         row.append(name)
-        kind = own
     if row:
         yield row
 
 
-_Kind = tuple[list[_Form], list[str]]
-"""What two modules have in common that are alike: types and shapes of tensors, and names, in their order."""
+def _kind(entries: list[_Entry], start: int) -> _Kind:
+    """What two modules have in common that are alike: types, shapes and names of tensors, in their order."""
+    if len(entries) == 1:
+        ((name, _, form),) = entries
+        return form, name[start:]
+    return *(form for _, _, form in entries), *(name[start:] for name, _, _ in entries)
+
+
+_Kind = tuple[_Form | str, ...]
 
 _Place = tuple[str, int] | None
 """A module's name as text and the number behind it; None where there is none."""

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ckpttool.formats import torch_pickle
 from ckpttool.formats.inert_machine import PickleFault
 from ckpttool.formats.inert_reader import read_pickle
-from ckpttool.formats.storage_id import StorageId
+from ckpttool.formats.storage_id import StorageForm
 from ckpttool.formats.tensor_pattern import TensorPattern
 from ckpttool.inert import OrderedDict_, Record
 from ckpttool.tensor import ByteRange, Source, Storage, TensorRef
@@ -41,9 +41,9 @@ def read(data: bytes, path: Path, *, pattern: bool) -> tuple[Any, int]:
         source = Source(str(path), os.dup(file.fileno()))
     storages: dict[str, Storage] = {}
 
-    def storage(parsed: StorageId) -> Storage:
-        new = Storage(ByteRange(source, 0, parsed.nbytes), parsed.kind, parsed.location)
-        return storages.setdefault(parsed.key, new)
+    def storage(key: str, form: StorageForm) -> Storage:
+        new = Storage(ByteRange(source, 0, form.nbytes), form.kind, form.location)
+        return storages.setdefault(key, new)
 
     taken = [0]
 

@@ -6,25 +6,36 @@ Source: torch's `serialization.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..inert import Global, in_brief
-from ..tensor import STORAGE_DTYPES, is_count
+from ..tensor import STORAGE_DTYPES, Storage, is_count
 from .inert_machine import PickleFault
 
 UNTYPED = Global("torch.storage", "UntypedStorage")
 STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 
 
-class StorageId(NamedTuple):
-    """A persistent id, checked. `numel` counts elements of `kind`; `view` is (key, offset, numel)."""
+class StorageForm(NamedTuple):
+    """What a persistent id says of a storage, its key aside. `numel` counts elements of `kind`."""
 
     kind: str
-    key: str
     location: str
     numel: int
     nbytes: int
-    view: tuple[str, int, int] | None = None
+
+
+FindStorage = Callable[[str, StorageForm], Storage]
+"""Finds a storage by its key."""
+
+
+class StorageId(NamedTuple):
+    """A persistent id, checked. `view` is (key, offset, numel)."""
+
+    key: str
+    form: StorageForm
+    view: tuple[str, int, int] | None
 
 
 def itemsize(kind: str) -> int:
@@ -56,4 +67,5 @@ def parse_storage_id(identity: object) -> StorageId:
         and view[1] + view[2] <= numel
     ):
         raise PickleFault(f"its pickle has a malformed view of storage '{key}'")
-    return StorageId(kind.name, key, location, numel, numel * itemsize(kind.name), view)
+    form = StorageForm(kind.name, location, numel, numel * itemsize(kind.name))
+    return StorageId(key, form, view)

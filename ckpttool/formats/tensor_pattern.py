@@ -12,13 +12,12 @@ speed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..inert import ORDERED_DICT, Global, OrderedDict_
-from ..tensor import MAX_BYTES, STORAGE_DTYPES, DType, Storage, TensorRef, extent, new_tensor
+from ..tensor import MAX_BYTES, STORAGE_DTYPES, DType, TensorRef, extent, new_tensor
 from .inert_machine import Machine
-from .storage_id import STORAGE_MODULES, StorageId
+from .storage_id import STORAGE_MODULES, FindStorage, StorageForm
 
 GET = rb"(h.|j....)"
 PUT = rb"r(....)"
@@ -47,15 +46,14 @@ class _Form(NamedTuple):
     """What alike tensors have in common.
 
     Attributes:
-        kind, location, numel, nbytes: of their storages.
+        kind: the class under which torch pickles their storages.
+        storage: what these have in common.
         end: bytes from the beginning of the storage to the end of the tensor; 0 where it has no elements.
         tensor: dtype, shape, stride, offset, requires_grad.
     """
 
     kind: Global
-    location: str
-    numel: int
-    nbytes: int
+    storage: StorageForm
     end: int
     tensor: tuple[DType, tuple[int, ...], tuple[int, ...], int, bool]
 
@@ -68,7 +66,7 @@ class TensorPattern:
         storage: finds the storage of a persistent id.
     """
 
-    def __init__(self, rebuild: Global, storage: Callable[[StorageId], Storage]) -> None:
+    def __init__(self, rebuild: Global, storage: FindStorage) -> None:
         self.rebuild = rebuild
         self.storage = storage
         self.forms: dict[tuple[bytes, ...], _Form] = {}
@@ -104,7 +102,7 @@ class TensorPattern:
             except UnicodeDecodeError:
                 break
             key = digits.decode()
-            found = self.storage(StorageId(form.kind.name, key, form.location, form.numel, form.nbytes))
+            found = self.storage(key, form.storage)
             if form.end > found.nbytes:
                 break
             tensor = new_tensor(found, *form.tensor)
@@ -135,7 +133,8 @@ class TensorPattern:
         end = 0 if 0 in sizes else offset + 1 + sum((n - 1) * s for n, s in zip(sizes, steps, strict=True))
         width = dtype.itemsize
         tensor = dtype, tuple(sizes), tuple(steps), offset, grad == b"\x88"
-        self.forms[like] = _Form(kind, location, numel, numel * width, end * width, tensor)
+        storage = StorageForm(kind.name, location, numel, numel * width)
+        self.forms[like] = _Form(kind, storage, end * width, tensor)
         return self.forms[like]
 
     def referred(self, machine: Machine, get: bytes) -> Any:
@@ -157,4 +156,11 @@ def _skipped(
     layout = [sizes for sizes, put in ((tensor.shape, put_shape), (tensor.stride, put_stride)) if put]
     hooks = OrderedDict_()
     args = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.requires_grad, hooks)
-    return [*names, key, ("storage", form.kind, key, form.location, form.numel), *layout, hooks, args]
+    return [
+        *names,
+        key,
+        ("storage", form.kind, key, form.storage.location, form.storage.numel),
+        *layout,
+        hooks,
+        args,
+    ]

@@ -13,7 +13,7 @@ from ..transfer import BUFFER
 from .inert_machine import PickleFault
 from .inert_reader import Pickle
 from .inflate import Inflated, inflated, inflated_bytes
-from .storage_id import StorageId
+from .storage_id import StorageForm
 from .torch_pickle import read_torch_pickle
 from .zip_archive import DEFLATED, STORED
 from .zip_directory import Record, read_directory
@@ -67,26 +67,23 @@ class Archive:
         except PickleFault as fault:
             raise Damaged(self.source.path, str(fault)) from None
 
-    def storage(self, parsed: StorageId) -> Storage:
+    def storage(self, key: str, form: StorageForm) -> Storage:
         """The storage of a persistent id."""
-        kind, key, location, _, nbytes, _ = parsed
+        kind, location, _, nbytes = form
         known = self.storages.get(key)
         if known is None:
             _, data, size, crc32, compression = record = self.record(f"data/{key}")
             if nbytes != size:  # said before anything is inflated
-                raise self._two_sizes(parsed, size)
+                raise self._two_sizes(key, nbytes, size)
             if compression == DEFLATED:
                 data = self.inflated.add(record)
             self.storages[key] = known = Storage(data, kind, location, crc32, self.byteorder)
         elif nbytes != known.nbytes:
-            raise self._two_sizes(parsed, known.nbytes)
+            raise self._two_sizes(key, nbytes, known.nbytes)
         return known
 
-    def _two_sizes(self, parsed: StorageId, nbytes: int) -> Damaged:
-        return Damaged(
-            self.source.path,
-            f"storage '{parsed.key}' should have {parsed.nbytes} bytes, its record has {nbytes}",
-        )
+    def _two_sizes(self, key: str, nbytes: int, size: int) -> Damaged:
+        return Damaged(self.source.path, f"storage '{key}' should have {nbytes} bytes, its record has {size}")
 
     def _byteorder(self) -> str:
         if "byteorder" not in self:

@@ -17,7 +17,7 @@ from ..inert import in_brief
 from ..tensor import ByteRange, Source, Storage
 from .inert_machine import PickleFault
 from .inert_reader import Pickle, read_pickle
-from .storage_id import StorageId
+from .storage_id import StorageForm
 from .torch_pickle import read_torch_pickle
 
 NAME = "torch-legacy"
@@ -47,7 +47,7 @@ def read(source: Source) -> Checkpoint:
 
 def _read_pickles(
     source: Source, mapped: mmap.mmap
-) -> tuple[Pickle, dict[str, tuple[StorageId, Storage]], Pickle]:
+) -> tuple[Pickle, dict[str, tuple[StorageForm, Storage]], Pickle]:
     magic = read_pickle(mapped)
     version = read_pickle(mapped, magic.end)
     if version.value != PROTOCOL_VERSION:
@@ -55,37 +55,35 @@ def _read_pickles(
             f"has version {in_brief(version.value)[:20]} of the legacy format, not {PROTOCOL_VERSION}"
         )
     machine = read_pickle(mapped, version.end)
-    storages: dict[str, tuple[StorageId, Storage]] = {}
+    storages: dict[str, tuple[StorageForm, Storage]] = {}
 
-    def storage(parsed: StorageId) -> Storage:
+    def storage(key: str, form: StorageForm) -> Storage:
         """Storages are met before it is known where they lie (`_locate`); their size is known."""
-        if parsed.key not in storages:
-            unplaced = ByteRange(source, 0, parsed.nbytes)
-            storages[parsed.key] = parsed, Storage(unplaced, parsed.kind, parsed.location)
-        elif storages[parsed.key][0].nbytes != parsed.nbytes:
-            raise PickleFault(f"its pickle has two sizes for storage '{parsed.key}'")
-        return storages[parsed.key][1]
+        if key not in storages:
+            unplaced = ByteRange(source, 0, form.nbytes)
+            storages[key] = form, Storage(unplaced, form.kind, form.location)
+        elif storages[key][0].nbytes != form.nbytes:
+            raise PickleFault(f"its pickle has two sizes for storage '{key}'")
+        return storages[key][1]
 
     tree = read_torch_pickle(mapped, machine.end, storage)
     return tree, storages, read_pickle(mapped, tree.end)
 
 
 def _locate(
-    source: Source, storages: dict[str, tuple[StorageId, Storage]], keys: object, position: int
+    source: Source, storages: dict[str, tuple[StorageForm, Storage]], keys: object, position: int
 ) -> None:
     """Sets where each storage's bytes lie. Where list and tree differ, torch leaves memory unfilled."""
     listed = keys if isinstance(keys, list) and all(isinstance(key, str) for key in keys) else [""]
     if sorted(listed) != sorted(storages):
         raise Damaged(source.path, "its list of storages does not match those its tensors refer to")
     for key in listed:
-        parsed, storage = storages[key]
+        form, storage = storages[key]
         (numel,) = struct.unpack("<q", source.read(position, 8))
-        if numel != parsed.numel:
-            raise Damaged(
-                source.path, f"storage '{key}' has {numel} elements, its tensors say {parsed.numel}"
-            )
+        if numel != form.numel:
+            raise Damaged(source.path, f"storage '{key}' has {numel} elements, its tensors say {form.numel}")
         position += 8
-        if position + parsed.nbytes > source.size:
+        if position + form.nbytes > source.size:
             raise Damaged(source.path, f"is cut short in storage '{key}'")
-        storage.data = ByteRange(source, position, parsed.nbytes)
-        position += parsed.nbytes
+        storage.data = ByteRange(source, position, form.nbytes)
+        position += form.nbytes

@@ -28,7 +28,7 @@ from ..tensor import (
 from .inert_machine import PickleFault
 from .inert_reader import Pickle, read_pickle
 from .inert_writer import write_pickle
-from .storage_id import UNTYPED, StorageId, itemsize, parse_storage_id
+from .storage_id import UNTYPED, FindStorage, itemsize, parse_storage_id
 from .tensor_pattern import TensorPattern
 
 REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
@@ -45,7 +45,7 @@ class StorageView:
     numel: int
 
 
-def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: Callable[[StorageId], Storage]) -> Pickle:
+def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: FindStorage) -> Pickle:
     """Reads a pickle of torch's: storages as `storage` finds them, tensors as TensorRefs.
 
     Raises:
@@ -55,11 +55,9 @@ def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: Callable[[St
     def persistent_load(identity: object) -> object:
         if isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module":
             return identity[1]  # a class beside its source text, in whole pickled models before 1.6
-        parsed = parse_storage_id(identity)
-        found = storage(parsed)
-        if parsed.view is None:
-            return found
-        return StorageView(found, parsed.view[1], parsed.view[2])
+        key, form, view = parse_storage_id(identity)
+        found = storage(key, form)
+        return found if view is None else StorageView(found, view[1], view[2])
 
     shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)}
     return read_pickle(data, start, persistent_load=persistent_load, reducers=REDUCERS, shortcuts=shortcuts)
