@@ -36,6 +36,23 @@ def test_what_is_usual_for_the_optimizer_stands_where_nothing_is_given():
     assert flags.parse([]).lr == 0.1
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--optimizer adamw --lr 0.5 --epochs 3",
+        "--momentum 0 --weight-decay 1e-05 --save-every 20steps --warmup 2epochs --keep 3 --out a/b",
+        "--data folder:x --mean 0.5,0.25,1 --std 1,2,3 --resize 32 --download --drop-last --batchnorm sync",
+        "--out x --resume auto --workers 2 --seed 5 --deterministic --backend gloo --timeout 3.5",
+    ],
+)
+def test_a_configuration_can_be_said_as_flags_again_and_no_usual_one_is(line):
+    config = flags.parse(line.split())
+    again = flags.arguments_of(config)
+    assert flags.parse(again) == config
+    assert len(again) == len(line.split())
+
+
 def test_resume_without_a_value_means_auto():
     assert flags.parse(["--resume", "--out", "x"]).resume == "auto"
 

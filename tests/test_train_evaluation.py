@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -14,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from ranks import trainings
+from ranks.programs import ROOT, TORCHRUN, start
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -178,16 +177,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[s
     def run(ranks: int) -> tuple[str, Any]:
         out = folder / f"on-{ranks}"
         program = [str(ROOT / "train" / "evaluate.py"), "cnn.pt", "--model", "simple-cnn", "--json"]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        done = subprocess.run(
-            [sys.executable, *launcher, *program, "--out", str(out)],
-            cwd=folder,
-            env={name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"},
-            capture_output=True,
-            text=True,
-            timeout=110,
-            check=False,
-        )
+        done = start([*TORCHRUN, str(ranks), *program, "--out", str(out)], folder)
         assert done.returncode == 0, done.stderr
         return done.stdout, json.loads((out / "eval.json").read_text())
 
@@ -207,24 +197,16 @@ def test_torchrun_prints_the_same_json_on_1_rank_and_on_3_but_for_their_number(
 
 
 def test_the_evaluation_that_a_run_proposes_gives_what_it_logged_on_as_many_threads(tmp_path: Path) -> None:
-    def start(*command: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "2"},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+    def said_by(*command: str) -> str:
+        done = start([sys.executable, *command], tmp_path, OMP_NUM_THREADS="2")
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     tiny = ["--data", "digits", "--epochs", "1", "--batch-size", "256", "--out", "run"]
-    said = start(str(ROOT / "train/main.py"), *tiny)
+    said = said_by(str(ROOT / "train/main.py"), *tiny)
     program, *arguments = said.replace("\\\n", "").rpartition("  python ")[2].split()
     assert arguments[-2:] == ["--threads", "2"]
-    start("-m", "ckpttool", "strip-prefix", "run/best.pt", "model.safetensors")
-    found = json.loads(start(str(ROOT / program), *arguments, "--json"))
+    said_by("-m", "ckpttool", "strip-prefix", "run/best.pt", "model.safetensors")
+    found = json.loads(said_by(str(ROOT / program), *arguments, "--json"))
     logged = json.loads((tmp_path / "run/log.jsonl").read_text())
     assert [found[name] for name in SAME] == [logged[name] for name in SAME]

@@ -63,6 +63,17 @@ def without(flag: str, arguments: Sequence[str]) -> list[str]:
     return kept
 
 
+def arguments_of(config: TrainConfig) -> list[str]:
+    """The command line that asks for this configuration, what is usual left out."""
+    usual = {**TrainConfig().plain(), **OPTIMIZERS[config.optimizer]}
+    found = []
+    for name, value in config.plain().items():
+        if value != usual[name]:
+            given = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            found += [f"--{name.replace('_', '-')}", *([] if value is True else [given])]
+    return found
+
+
 def train_parser() -> Parser:
     parser = Parser(
         prog="train/main.py",

@@ -161,14 +161,14 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         job = prepare()
     except CkptToolError as error:
         return complain(error, echo=rank() != 0, as_json=as_json)
-    except KeyboardInterrupt:
-        return _interrupted()
+    except KeyboardInterrupt as interrupt:
+        return _interrupted(interrupt)
     try:
         work(job)
     except CkptToolError as error:
         return complain(error, echo=_is_echo(error), as_json=as_json)
-    except KeyboardInterrupt:
-        return _interrupted()
+    except KeyboardInterrupt as interrupt:
+        return _interrupted(interrupt)
     except RuntimeError as error:  # gloo and NCCL say it in words only
         if LOST_PEER.search(str(error)):
             return complain(_failed(f"rank {rank()}: another rank went away"), echo=True)
@@ -178,9 +178,10 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
     return 0
 
 
-def _interrupted() -> int:
+def _interrupted(interrupt: KeyboardInterrupt) -> int:
+    """Says so on rank 0, with what the program wants to be said of it."""
     if rank() == 0:
-        print("\ninterrupted", file=sys.stderr, flush=True)
+        print("\n" + "; ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)
     return 128 + signal.SIGINT
 
 

@@ -38,7 +38,10 @@ from train.config import TrainConfig
 if TYPE_CHECKING:
     from torch import nn
 
+    from train.checkpoints import Saver
     from train.data import Data
+    from train.engine import Trainer
+    from train.report import Report
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,16 @@ def train(job: Job) -> None:
     report = Report(trainer, folder)
     report.begin(remarks)
 
-    while trainer.progress.epoch < config.epochs:
+    try:
+        run_epochs(trainer, saver, report)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(report.how_to_go_on()) from None
+    report.end()
+
+
+def run_epochs(trainer: Trainer, saver: Saver, report: Report) -> None:
+    """Trains what is left."""
+    while trainer.progress.epoch < trainer.config.epochs:
         began = time.monotonic()
         for _ in report.bar(trainer.steps()):
             saver.after_step()
@@ -109,7 +121,6 @@ def train(job: Job) -> None:
         best = trainer.note_best(tested)
         report.epoch(trained, tested, seconds=time.monotonic() - began, best=best)
         saver.after_epoch(best=best)  # after the log: a resume forgets what it will log again
-    report.end()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -13,6 +14,7 @@ from ckpttool.certificate import Certificate
 from train.config import TrainConfig
 from train.data import Data, count
 from train.engine import Score, Trainer
+from train.flags import arguments_of
 from train.optimizers import learning_rate
 from train.plan import deal
 from train.run_folder import BEST, LAST, append_to_log, cut_log
@@ -97,6 +99,17 @@ class Report:
             self.say("next:")
             self.say(f"  ckpttool strip-prefix {shlex.quote(saved[0])} model.safetensors")
             self.say(f"  {in_two_lines('python train/evaluate.py model.safetensors', flags)}")
+
+    def how_to_go_on(self) -> str:
+        """The command that goes on with a run which was interrupted."""
+        last, place = os.path.join(self.folder, LAST), self.trainer.place
+        if not os.path.exists(last):
+            return "nothing was saved yet (--save-every N[steps|epochs])"
+        resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=None)
+        if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+            return f"to go on, start it as before with --out {shlex.quote(self.folder)} --resume auto"
+        start = f"torchrun --nproc-per-node {place.world_size}" if place.world_size > 1 else "python"
+        return f"to go on: {start} train/main.py {shlex.join(arguments_of(resumed))}"
 
     def say(self, line: str) -> None:
         if self.speaks:

@@ -1,0 +1,25 @@
+"""The two programs of train/ as a user starts them: processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TINY = ["--data", "fake:10", "--epochs", "1", "--batch-size", "4"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's own, with the one thread that torchrun would say it sets."""
+    inherited = {name: value for name, value in os.environ.items() if name != "CKPTTOOL_DEBUG"}
+    return {**inherited, "OMP_NUM_THREADS": "1", **more}
+
+
+def start(command: list[str], cwd: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end; `more` are variables of its environment."""
+    return subprocess.run(
+        command, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=110, check=False
+    )

@@ -1,0 +1,187 @@
+"""How a run ends: well, refused, failed on one rank, interrupted; in real processes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import trainings
+from ranks.programs import ROOT, TINY, TORCHRUN, environment, start
+
+from ckpttool.errors import CkptToolError, RanksDiffer
+from ckpttool.ranks import RankFailed
+from train import flags, launch, main
+from train.engine import Trainer
+from train.report import Report
+
+
+def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path):
+    done = start([*TORCHRUN, "2", "train/main.py", "--data", "fake:0", "--out", str(tmp_path / "x")])
+    assert done.returncode == 1  # torchrun's own
+    assert done.stderr.count("error: --data fake:0") == 1
+    assert "exitcode  : 2" in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_spawn_ends_with_the_ranks_exit_code_and_their_one_line(tmp_path):
+    (tmp_path / "last.pt").touch()
+    done = start([sys.executable, "train/main.py", "--spawn", "2", *TINY, "--out", str(tmp_path)])
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}: holds a run already")
+    assert done.stderr.count("\n") == 1
+
+
+MODEL = """
+import os, torch
+from torch import nn
+
+class Fails(nn.Linear):
+    def forward(self, x):
+        if torch.distributed.is_initialized() and torch.is_grad_enabled() and len(x) > 1:
+            if os.environ["RANK"] == "1":
+                {how}
+        return super().forward(x.flatten(1))
+
+def model():
+    return Fails(3072, 10)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("raise ValueError('on purpose')", 1, "ValueError: on purpose"),
+        ("os.kill(os.getpid(), 9)", 137, "error: rank 1 was ended by SIGKILL\n"),
+    ],
+    ids=["raises", "killed"],
+)
+def test_when_one_rank_fails_the_others_end_too_and_only_it_is_heard(tmp_path, how, code, said):
+    (tmp_path / "own.py").write_text(MODEL.format(how=how))
+    model = ["--model", f"{tmp_path}/own.py:model", "--out", str(tmp_path / "x")]
+    began = time.monotonic()
+    done = start([sys.executable, "train/main.py", "--spawn", "2", *TINY, *model])
+    assert time.monotonic() - began < 60  # not the ten minutes of the process group's timeout
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count(said) == 1
+    assert done.stderr.count("Traceback") == said.startswith("ValueError")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_ends_in_one_line_with_the_command_that_goes_on(tmp_path, ranks):
+    spawn = ["--spawn", str(ranks)] if ranks > 1 else []
+    given = ["--epochs", "999", "--lr", "0.01", "--batch-size", "256", "--out", "my run"]
+    run = subprocess.Popen(
+        [sys.executable, str(ROOT / "train" / "main.py"), *given, *spawn],
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert run.stdout
+    next(line for line in run.stdout if " 2/999" in line)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all that it has in front
+    _, said = run.communicate(timeout=60)
+    start = "torchrun --nproc-per-node 2" if ranks > 1 else "python"
+    interrupted, command = said.strip().split("; to go on: ")
+    assert (run.returncode, interrupted) == (130, "interrupted")
+    program, arguments = command.split(" train/main.py ")
+    assert program == start
+    assert flags.parse(shlex.split(arguments)) == flags.parse([*given, "--resume", "auto"])
+
+
+def test_ctrl_c_before_anything_was_saved_says_that(tmp_path):
+    data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
+    with launch.process_group(trainings.place(0, 1), timeout=5):
+        report = Report(trainings.trainer(0, 1, data, model), str(tmp_path))
+        assert "nothing was saved yet" in report.how_to_go_on()
+
+
+ENDS = {
+    "well": (None, 0),
+    "refused": (CkptToolError("no"), 3),
+    "differing": (RanksDiffer("rank 1 differs"), 1),
+    "lost": (RuntimeError("Connection closed by peer [127.0.0.1]"), 1),
+    "timed out": (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), 1),
+    "interrupted": (KeyboardInterrupt(), 130),
+}
+
+
+def gloo_threads() -> list[str]:
+    """Threads of process groups in this process. One that outlives its group can end it by SIGABRT."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.parametrize("end", ENDS)
+def test_the_process_group_is_destroyed_with_its_threads_on_every_way_out(monkeypatch, end, tmp_path, capsys):
+    error, code = ENDS[end]
+    monkeypatch.setattr(launch, "PATIENCE", 0)
+    seen = []
+
+    def train(job: main.Job) -> None:
+        trainer = Trainer(job.config, job.data, job.model, job.place)
+        seen.append(dist.is_initialized() and bool(gloo_threads()))
+        if error is not None:
+            raise error
+        del trainer
+
+    monkeypatch.setattr(main, "train", train)
+    assert main.main([*TINY, "--out", str(tmp_path)]) == code
+    assert seen == [True]
+    assert not dist.is_initialized()
+    assert gloo_threads() == []
+    said = capsys.readouterr().err
+    assert len(said.split("\n")) == {"well": 1, "interrupted": 3}.get(end, 2)
+
+
+def test_after_a_fault_of_the_program_itself_too_which_is_not_hidden(monkeypatch, tmp_path):
+    def train(job: main.Job) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(main, "train", train)
+    with pytest.raises(ZeroDivisionError):
+        main.main([*TINY, "--out", str(tmp_path)])
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "waits"),
+    [
+        (CkptToolError("own"), "1", False),
+        (RankFailed("of another"), "1", True),
+        (RanksDiffer("all know"), "0", False),
+        (RanksDiffer("all know"), "1", True),
+    ],
+)
+def test_a_rank_that_only_echoes_waits_for_the_one_that_speaks(monkeypatch, error, rank, waits):
+    slept: list[float] = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(launch.time, "sleep", slept.append)
+
+    def work(_: None) -> None:
+        raise error
+
+    launch.run_program(lambda: None, work)
+    assert bool(slept) == waits
+
+
+def test_ranks_that_do_not_find_each_other_say_so(monkeypatch, tmp_path, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert main.main([*TINY, "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 0 did not find the others: ")
+    assert "MASTER_PORT" in said
+    assert said.count("\n") == 1
