@@ -23,7 +23,10 @@ INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 1
 BLOCK = 1 << 16
 """Elements averaged at a time."""
 
-WORKERS = 4
+WORKERS = 2
+"""Threads at work, the one that reads and writes among them: each step of a mean is so short that more of
+them wait for each other's turn with Python's lock."""
+
 STATISTICS = ("running_mean", "running_var")
 
 
@@ -171,7 +174,7 @@ def _means(
     together = zip(*(in_pieces(name, each, BLOCK * part.itemsize) for each in flat), strict=True)
     end = start + nbytes
     at = 0
-    for piece in in_order(_jobs(together, weights, part), cores(WORKERS)):
+    for piece in in_order(_jobs(together, weights, part), cores(WORKERS) - 1):
         begin, at = at, at + len(piece)
         if at > start and begin < end:
             piece = piece[max(start - begin, 0) : end - begin]
