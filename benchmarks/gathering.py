@@ -34,7 +34,7 @@ def set_up_many(folder: Path, size: int) -> Case:
         _way(TENSORS, "tensors", MANY),
     ]
     times = partial(_share, TUPLES, GATHER, TIMES)
-    text = "all_gather_object of tuples / metrics.gather, beyond the start"
+    text = "tuples / metrics.gather, beyond the start"
     return Case(
         f"{MANY:,} predictions of 2 ranks, joined",
         ways,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -187,6 +190,14 @@ def test_over_nccl_rows_stay_on_the_gpu(tmp_path):
         assert torch.equal(torch.cat([rows for _, rows in pieces]), order.bfloat16())
     finally:
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["rows", "tuples", "tensors", "epoch"])
+def test_each_way_of_the_benchmark_runs(kind):
+    """They check what they joined themselves."""
+    command = [sys.executable, "benchmarks/children/gather_rows.py", kind, "130", "2"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 # ---- every sample once ---------------------------------------------------------------------------------
