@@ -37,7 +37,7 @@ class RunningStatistics:
         }
         self.met: dict[str, tuple[int, int]] = dict.fromkeys(self.layers, (0, 0))
         for path, layer in self.layers.items():
-            # Compiled with the model, it would miss the first batch of another size.
+            # Compiled with the model, counts would be constants: compiled anew for each, and batches missed.
             layer.register_forward_pre_hook(torch.compiler.disable(functools.partial(self._count, path)))
 
     def buffer_names(self, model: nn.Module) -> list[str]:
