@@ -189,7 +189,7 @@ def _swapped(piece: memoryview, part: DType) -> memoryview:
 
 
 def _jobs(
-    blocks: Iterator[tuple[bytearray, ...]], weights: list[float], part: DType
+    blocks: Iterator[tuple[bytes | bytearray, ...]], weights: list[float], part: DType
 ) -> Iterator[Callable[[], memoryview]]:
     return (partial(mean, [memoryview(one) for one in block], weights, part) for block in blocks)
 

@@ -82,7 +82,9 @@ def true_bytes(tensor: TensorRef) -> memoryview:
     return _resolve(tensor, memoryview(tensor.data.read()))
 
 
-def in_pieces(name: str, tensor: TensorRef, nbytes: int, *, most: int = MAX_EXPANSION) -> Iterator[bytearray]:
+def in_pieces(
+    name: str, tensor: TensorRef, nbytes: int, *, most: int = MAX_EXPANSION
+) -> Iterator[bytes | bytearray]:
     """The values in pieces of so many bytes, the last of what is left, whatever the chunks of `stream` are.
 
     So that tensors of several files, and of several types, can be looked at in step.
@@ -94,6 +96,10 @@ def in_pieces(name: str, tensor: TensorRef, nbytes: int, *, most: int = MAX_EXPA
     Raises:
         Refused, Damaged: as `stream`.
     """
+    if tensor.is_plain:
+        for start in range(0, tensor.nbytes, nbytes):
+            yield tensor.data.part(start, min(nbytes, tensor.nbytes - start)).read()
+        return
     held = bytearray()
     for chunk in stream(name, tensor, most=most):
         held += chunk
