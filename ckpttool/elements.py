@@ -63,7 +63,7 @@ def stream(name: str, tensor: TensorRef, *, most: int = MAX_EXPANSION) -> Iterat
         raise Refused(
             tensor.storage.data.path,
             f"'{name}' repeats {tensor.storage.nbytes} bytes into {tensor.nbytes} by a stride of 0",
-            hint="keep it a view by writing a .pt file",
+            hint="keep it a view by writing a .pt file" if most == MAX_EXPANSION else None,
         )
     where = tensor.storage.data
     if tensor.is_contiguous:
