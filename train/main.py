@@ -19,7 +19,8 @@ Then, where there is neither this code nor torch.distributed:
 
     ckpttool strip-prefix runs/a/best.pt model.safetensors
 
-Exit codes: 0 done, 1 a check failed (ranks differ, a rank died), 2 wrong flags, 3 unreadable input.
+Exit codes: 0 done, 1 a check failed (ranks differ, a rank died, weights became NaN), 2 wrong flags,
+3 unreadable input.
 """
 
 from __future__ import annotations
