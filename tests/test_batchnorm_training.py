@@ -206,6 +206,14 @@ def test_a_layer_that_can_not_be_synchronised_is_refused_by_name() -> None:
     check(net, batchnorm="pooled", batch_size=4)
 
 
+def test_the_layers_of_torch_that_need_a_gpu_are_refused_on_a_cpu_with_what_trains_there() -> None:
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
+    with pytest.raises(UsageFault, match="works on GPUs alone") as fault:
+        check(net, batchnorm="plain", batch_size=4)
+    assert "--batchnorm sync" in str(fault.value.hint)
+    check(net, batchnorm="sync", batch_size=4)
+
+
 def test_one_sample_a_rank_is_a_batch_for_sync_and_not_for_plain() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
     check(net, batchnorm="sync", batch_size=2)

@@ -30,6 +30,11 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> No
         _check_batchnorm(config, model)
     if sync and place.device.type == "cuda":
         _check_nobody_is_idle(plan, world_size)
+    if place.device.type == "cpu" and not sync and any(type(m) is nn.SyncBatchNorm for m in model.modules()):
+        raise UsageFault(
+            f"--model {config.model}: torch's SyncBatchNorm works on GPUs alone",
+            hint="give --batchnorm sync, which works on a CPU too",
+        )
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         _check_nobody_is_idle(plan, world_size)  # and it can't be tried: it works on GPUs and in groups only
         return
