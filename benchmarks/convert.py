@@ -78,7 +78,7 @@ def set_up(
     return Case(f"{title}, {show_size(size)}", ways, targets, memory=2 * size)
 
 
-START, IN_PLACE = "--dry-run of a small file", "strip-prefix in place"
+START, IN_PLACE = "--dry-run of 1 MB", "strip-prefix in place"
 
 
 def set_up_in_place(folder: Path, size: int) -> Case:
