@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add, lt, sub
 
+from .dtypes import DType
 from .elements import CHUNK, blocks, stream
-from .tensor import MAX_BYTES, BadTensor, Computed, DType, Storage, TensorRef, extent
+from .tensor import MAX_BYTES, BadTensor, Computed, Storage, TensorRef, extent
 
 MAX_CUTS = 8
 """Dimensions along which a tensor may be cut; device meshes have three or four."""

@@ -10,11 +10,12 @@ from functools import partial
 
 from .ahead import cores, in_order
 from .checkpoint import Checkpoint, State
+from .dtypes import DTYPES, DType
 from .elements import in_pieces
 from .errors import Refused, UsageFault
 from .inert import Record, tensor_of
 from .mean import mean
-from .tensor import DTYPES, Computed, DType, Storage, TensorRef
+from .tensor import Computed, Storage, TensorRef
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16", "bcomplex32": "bfloat16"}

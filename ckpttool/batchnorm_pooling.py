@@ -12,11 +12,12 @@ from .batchnorm_layers import COUNTER, MEAN, VARIANCE, find, fits, key
 from .cast import TARGETS, carrier, reader
 from .checkpoint import Checkpoint, State
 from .digest import tensor_digests
+from .dtypes import DType
 from .elements import stream
 from .errors import NothingToDo, Refused, UsageFault
 from .inert import tensor_of
 from .pooling import Counts, pool
-from .tensor import Computed, DType, Storage, TensorRef
+from .tensor import Computed, Storage, TensorRef
 from .transforms import replace_state
 
 if TYPE_CHECKING:

@@ -28,9 +28,10 @@ from .batchnorm_layers import (
     recorded_kinds,
 )
 from .checkpoint import Checkpoint, State
+from .dtypes import DTYPES
 from .errors import NothingToDo, UsageFault
 from .inert import OrderedDict_, remade, tensor_of
-from .tensor import DTYPES, Computed, Storage, TensorRef
+from .tensor import Computed, Storage, TensorRef
 
 VERSION = 2
 """Of layers with a counter."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .ahead import cores, in_order
+from .dtypes import DTYPES, DType
 from .elements import stream, true_bytes
 from .errors import UsageFault
-from .tensor import DTYPES, Computed, DType, Storage, TensorRef
+from .tensor import Computed, Storage, TensorRef
 
 if TYPE_CHECKING:
     import numpy as np

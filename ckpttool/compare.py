@@ -14,11 +14,12 @@ from typing import NamedTuple
 from .alike import Bare, Tolerance, bare_names, in_words, same_value, shared, unchanged
 from .checkpoint import Checkpoint, State
 from .distances import Distance, has_numbers
+from .dtypes import DTYPES
 from .errors import NoState, Unsupported
 from .inert import Record, tensor_of
 from .naming import MAX_NAMES, contents
 from .side_by_side import Pair, distances, unravelled
-from .tensor import DTYPES, Storage, TensorRef
+from .tensor import Storage, TensorRef
 from .transfer import Progress
 
 HOLD_ALL = ("torch-zip", "torch-legacy", "torch-tar", "dcp")

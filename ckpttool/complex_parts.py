@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
+from .dtypes import DTYPES
 from .elements import CHUNK, FORMATS, stream, stretches, swap
 from .errors import Collision
 from .inert import tensor_of
-from .tensor import DTYPES, Computed, Storage, TensorRef
+from .tensor import Computed, Storage, TensorRef
 
 PARTS = {
     "complex128": DTYPES["float64"],

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from .alike import Tolerance
 from .cast import FLOATS, carrier, reader
-from .tensor import DTYPES, DType
+from .dtypes import DTYPES, DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -9,9 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from .dtypes import DTYPES, STORAGE_DTYPES
 from .full_encoding import VERSION, usual_kind
 from .inert import BadKey, Global, OrderedDict_, Record, checked_key
-from .tensor import DTYPES, STORAGE_DTYPES, Storage, TensorRef, checked_tensor
+from .tensor import Storage, TensorRef, checked_tensor
 
 MAX_EQUAL_HASHES = 1000
 """Keys of one dict or set with the same hash."""

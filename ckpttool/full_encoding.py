@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from .dtypes import DTYPES, STORAGE_DTYPES, DType
 from .inert import LEAVES, MAX_DEPTH, Global, OrderedDict_, Record, TooDeep, children, in_brief, tensor_of
 from .naming import contents, dotted, named_values
-from .tensor import DTYPES, STORAGE_DTYPES, DType, Storage, TensorRef
+from .tensor import Storage, TensorRef
 
 VERSION = 1
 """Of the layout."""

@@ -6,9 +6,10 @@ import mmap
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
+from .dtypes import DTYPES
 from .elements import stream
 from .errors import Unsupported
-from .tensor import DTYPES, ByteRange, Computed, TensorRef
+from .tensor import ByteRange, Computed, TensorRef
 
 if TYPE_CHECKING:
     import torch

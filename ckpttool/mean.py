@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from .cast import carrier, reader
-from .tensor import DType
+from .dtypes import DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

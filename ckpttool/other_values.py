@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .checkpoint import Checkpoint, State
+from .dtypes import DTYPES
 from .inert import MAX_DEPTH, PARAMETERS, Global, OrderedDict_, Record, tensor_of, walk
 from .modules import is_module
 from .naming import Entry, dotted, entries
-from .tensor import DTYPES, TensorRef
+from .tensor import TensorRef
 
 MAX_ITEMS = 16
 """A list of at most so many plain values is shown as it is."""

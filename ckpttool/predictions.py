@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from . import formats
 from .commit import replacing
+from .dtypes import DTYPES
 from .elements import stream
 from .errors import OutputExists, Unsupported
 from .formats import safetensors
-from .tensor import DTYPES, Computed, Storage, TensorRef
+from .tensor import Computed, Storage, TensorRef
 from .transfer import Output
 
 if TYPE_CHECKING:

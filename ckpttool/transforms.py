@@ -12,9 +12,10 @@ from fnmatch import fnmatchcase
 from . import complex_parts
 from .cast import Caster, CastReport
 from .checkpoint import Checkpoint, State
+from .dtypes import DType
 from .errors import NothingToDo
 from .inert import OrderedDict_, Record, tensor_of, walk
-from .tensor import DType, Storage, TensorRef
+from .tensor import Storage, TensorRef
 
 WIDEST = 16  # bytes of the widest element: storages are cut at its multiples, so that no type is cut
 

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.average import average
+from ckpttool.dtypes import DTYPES
 from ckpttool.errors import Refused, UsageFault
 from ckpttool.mean import mean
-from ckpttool.tensor import DTYPES
 
 nan, inf = float("nan"), float("inf")
 TYPES = {

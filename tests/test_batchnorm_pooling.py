@@ -17,9 +17,9 @@ from torch import nn
 import ckpttool
 from ckpttool import batchnorm
 from ckpttool.batchnorm_pooling import PoolReport, _rounded, pool_states
+from ckpttool.dtypes import DTYPES
 from ckpttool.errors import NothingToDo, Refused, UsageFault
 from ckpttool.pooling import pool
-from ckpttool.tensor import DTYPES
 
 
 def ranks_of(batch: torch.Tensor, sizes: tuple[int, ...], **settings: Any) -> list[nn.BatchNorm1d]:

@@ -19,8 +19,8 @@ import ckpttool
 from ckpttool import elements, transforms
 from ckpttool.cast import CastReport, converter, count_non_finite, target
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.dtypes import DTYPES
 from ckpttool.errors import NothingToDo, UsageFault
-from ckpttool.tensor import DTYPES
 
 module = import_module("ckpttool.cast")
 TARGETS = ["float64", "float32", "float16", "bfloat16"]

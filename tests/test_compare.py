@@ -26,7 +26,7 @@ from ckpttool import side_by_side
 from ckpttool.alike import Tolerance
 from ckpttool.compare import Change, Comparison, compare
 from ckpttool.distances import Distance, measurer
-from ckpttool.tensor import DTYPES
+from ckpttool.dtypes import DTYPES
 
 nan, inf = float("nan"), float("inf")
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
+from ckpttool.dtypes import DTYPES
 from ckpttool.outline import Branch, outline, tensors_in_words
-from ckpttool.tensor import DTYPES, ByteRange, Source, Storage, TensorRef
+from ckpttool.tensor import ByteRange, Source, Storage, TensorRef
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ from safetensors.torch import load_file, load_model, save, save_file, save_model
 import ckpttool
 from ckpttool import elements
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.dtypes import DTYPES
 from ckpttool.errors import Damaged, NoState, Refused, Unsupported
 from ckpttool.formats import safetensors
-from ckpttool.tensor import DTYPES
 
 F = torch.float32
 

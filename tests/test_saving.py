@@ -91,7 +91,7 @@ def shaped(tensors: dict[Any, Any]) -> None:
 def typed(tensors: dict[Any, Any]) -> None:
     from dataclasses import replace
 
-    from ckpttool.tensor import DTYPES
+    from ckpttool.dtypes import DTYPES
 
     tensors["module.w"] = replace(tensors["module.w"], dtype=DTYPES["int32"])
 

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpttool.dtypes import DTYPES
 from ckpttool.errors import Damaged
-from ckpttool.tensor import DTYPES, ByteRange, Source, Storage, TensorRef
+from ckpttool.tensor import ByteRange, Source, Storage, TensorRef
 
 
 def source_of(path: Path) -> Source:

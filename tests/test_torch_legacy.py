@@ -14,9 +14,9 @@ from test_elements import LAYOUTS, LAZY
 from test_torch_zip import TREES, shared
 
 import ckpttool
+from ckpttool.dtypes import DTYPES
 from ckpttool.elements import stream
 from ckpttool.errors import CkptToolError, Damaged
-from ckpttool.tensor import DTYPES
 
 
 def legacy(value: Any, path: Path, **given: Any) -> Path:

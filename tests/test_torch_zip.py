@@ -25,8 +25,8 @@ from test_elements import LAYOUTS, LAZY, big_endian, numbers
 from test_zip_archive import assert_whole, directory, place_of
 
 import ckpttool
+from ckpttool.dtypes import DTYPES
 from ckpttool.errors import Damaged, Refused, Unsupported
-from ckpttool.tensor import DTYPES
 
 
 def through(value: Any, folder: Path, **given: Any) -> Any:

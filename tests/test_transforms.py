@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 import ckpttool
 from ckpttool import complex_parts, elements, transforms
 from ckpttool.checkpoint import Checkpoint
+from ckpttool.dtypes import DTYPES
 from ckpttool.errors import Collision, NoState, NothingToDo, Refused
-from ckpttool.tensor import DTYPES
 
 
 def opened(value: Any, folder: Path) -> Checkpoint:

@@ -21,10 +21,11 @@ from typing import Any
 from .. import full
 from ..assembly import Part, assembled
 from ..checkpoint import Checkpoint
+from ..dtypes import DTYPES, DType
 from ..errors import Damaged, Unreadable, Unsupported
 from ..inert import Global, Record, in_brief
 from ..modules import detached
-from ..tensor import DTYPES, MAX_AXES, BadTensor, ByteRange, DType, Source, TensorRef, is_count
+from ..tensor import MAX_AXES, BadTensor, ByteRange, Source, TensorRef, is_count
 from ..transfer import open_source_descriptor
 from .inert_reader import PickleFault, read_pickle
 from .torch_archive import Archive

@@ -6,11 +6,12 @@ import warnings
 from collections import OrderedDict
 
 from ..checkpoint import Checkpoint
+from ..dtypes import DTYPES
 from ..errors import Refused
 from ..inert import MAX_DEPTH, Global, OrderedDict_, Record, in_brief, tensor_of, walk
 from ..live import live_tensors
 from ..modules import SETS
-from ..tensor import DTYPES, Storage
+from ..tensor import Storage
 from .dcp import torch_size
 
 MAX_VALUES = 10_000_000

@@ -14,10 +14,11 @@ from typing import Any
 
 from .. import full
 from ..checkpoint import Checkpoint
+from ..dtypes import DTYPES
 from ..elements import stream
 from ..errors import Damaged, Refused, Unsupported
 from ..inert import OrderedDict_
-from ..tensor import DTYPES, MAX_BYTES, ByteRange, Source, Storage, TensorRef, extent, is_count
+from ..tensor import MAX_BYTES, ByteRange, Source, Storage, TensorRef, extent, is_count
 from ..transfer import Output
 from .in_place import MAX_HEADER, read_header
 from .strict_json import parse_object

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..dtypes import STORAGE_DTYPES
 from ..inert import Global, in_brief
-from ..tensor import STORAGE_DTYPES, Storage, is_count
+from ..tensor import Storage, is_count
 from .inert_machine import PickleFault
 
 UNTYPED = Global("torch.storage", "UntypedStorage")

@@ -14,8 +14,9 @@ from __future__ import annotations
 import re
 from typing import Any, NamedTuple
 
+from ..dtypes import STORAGE_DTYPES, DType
 from ..inert import ORDERED_DICT, Global, OrderedDict_
-from ..tensor import MAX_BYTES, STORAGE_DTYPES, DType, TensorRef, extent, new_tensor
+from ..tensor import MAX_BYTES, TensorRef, extent, new_tensor
 from .inert_machine import Machine
 from .storage_id import STORAGE_MODULES, FindStorage, StorageForm
 

@@ -14,17 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..dtypes import DTYPES, STORAGE_DTYPES, DType
 from ..inert import FROM_TYPE, Global, OrderedDict_, Record
-from ..tensor import (
-    DTYPES,
-    STORAGE_DTYPES,
-    BadTensor,
-    DType,
-    Storage,
-    TensorRef,
-    checked_tensor,
-    is_count,
-)
+from ..tensor import BadTensor, Storage, TensorRef, checked_tensor, is_count
 from .inert_machine import PickleFault
 from .inert_reader import Pickle, read_pickle
 from .inert_writer import write_pickle

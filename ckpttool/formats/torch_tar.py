@@ -15,18 +15,10 @@ import struct
 from typing import Any
 
 from ..checkpoint import Checkpoint
+from ..dtypes import STORAGE_DTYPES
 from ..errors import Damaged
 from ..inert import Global, in_brief
-from ..tensor import (
-    STORAGE_DTYPES,
-    BadTensor,
-    ByteRange,
-    Source,
-    Storage,
-    TensorRef,
-    checked_tensor,
-    is_count,
-)
+from ..tensor import BadTensor, ByteRange, Source, Storage, TensorRef, checked_tensor, is_count
 from .inert_machine import PickleFault
 from .inert_reader import Pickle, read_pickle
 from .torch_pickle import StorageView

@@ -1,0 +1,78 @@
+"""Element types, and what each is called in the formats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type.
+
+    Attributes:
+        name: torch's name, `float32`.
+        itemsize: bytes an element.
+        storage: the class under which torch pickles it, `FloatStorage`; types younger than torch 2.0 have
+            none and go as `UntypedStorage` beside their dtype.
+        safetensors: the name in a safetensors header, `F32`; None where that format has no such type.
+        part: bytes of the unit that byte order and sign apply to: half an element for complex types.
+    """
+
+    name: str
+    itemsize: int
+    storage: str | None
+    safetensors: str | None
+    part: int
+
+
+def _table() -> dict[str, DType]:
+    rows = [
+        ("float64", 8, "DoubleStorage", "F64"),
+        ("float32", 4, "FloatStorage", "F32"),
+        ("float16", 2, "HalfStorage", "F16"),
+        ("bfloat16", 2, "BFloat16Storage", "BF16"),
+        ("int64", 8, "LongStorage", "I64"),
+        ("int32", 4, "IntStorage", "I32"),
+        ("int16", 2, "ShortStorage", "I16"),
+        ("int8", 1, "CharStorage", "I8"),
+        ("uint8", 1, "ByteStorage", "U8"),
+        ("bool", 1, "BoolStorage", "BOOL"),
+        ("uint64", 8, None, "U64"),
+        ("uint32", 4, None, "U32"),
+        ("uint16", 2, None, "U16"),
+        ("float8_e4m3fn", 1, None, "F8_E4M3"),
+        ("float8_e5m2", 1, None, "F8_E5M2"),
+        ("float8_e4m3fnuz", 1, None, "F8_E4M3FNUZ"),
+        ("float8_e5m2fnuz", 1, None, "F8_E5M2FNUZ"),
+        ("float8_e8m0fnu", 1, None, None),
+        ("complex128", 16, "ComplexDoubleStorage", None),
+        ("complex64", 8, "ComplexFloatStorage", "C64"),
+        ("complex32", 4, None, None),
+        ("bcomplex32", 4, None, None),
+        # Quantised and bit types: kept as they are where the format can, understood no further.
+        ("qint8", 1, "QInt8Storage", None),
+        ("quint8", 1, "QUInt8Storage", None),
+        ("qint32", 4, "QInt32Storage", None),
+        ("quint4x2", 1, "QUInt4x2Storage", None),
+        ("quint2x4", 1, "QUInt2x4Storage", None),
+        ("float4_e2m1fn_x2", 1, None, None),
+        ("bits8", 1, None, None),
+        ("bits16", 2, None, None),
+        ("bits1x8", 1, None, None),
+        ("bits2x4", 1, None, None),
+        ("bits4x2", 1, None, None),
+    ]
+    return {
+        name: DType(name, size, storage, st, size // 2 if "complex" in name else size)
+        for name, size, storage, st in rows
+    }
+
+
+DTYPES = _table()
+"""Every known element type by torch's name."""
+
+STORAGE_DTYPES = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage}
+"""Element types by the storage class under which torch pickles them."""
+
+SIGNED = ("float16", "float32", "float64", "bfloat16", "complex", "bcomplex")
+"""Types that torch's lazy negative may stand on: flipping the sign bit is all it means."""
