@@ -39,7 +39,7 @@ FLOATS = {
 }
 """The types that are cast; integers, booleans and complex numbers stay as they are."""
 
-PIECE = 4 << 20
+PIECE = 2 << 20
 """Bytes of the source cast as one job."""
 
 BLOCK = 1 << 16

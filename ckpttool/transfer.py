@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import BinaryIO
 
-from .ahead import cores, in_order
+from .ahead import in_order
 from .checksum import combined
 from .errors import Damaged, Unreadable, no_such_file
 from .tensor import ByteRange, Computed
@@ -23,6 +23,9 @@ BUFFER = 4 << 20
 
 AHEAD = 1 << 20
 """Bytes read at a time by another thread."""
+
+READERS = 2
+"""Threads that do so."""
 
 COPY = 64 << 20
 """Bytes asked of the kernel at a time, so that progress shows and a signal is heard."""
@@ -50,6 +53,7 @@ class Output:
         self.position = 0
         self._progress = progress
         self._buffer: memoryview | None = None
+        self._buffers: list[memoryview] = []
         self._ways = [self._copy_file_range, self._sendfile, self._buffered]
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -90,7 +94,7 @@ class Output:
     def copy_with_crc(self, data: ByteRange | Computed) -> int:
         """Append bytes from elsewhere, read once; returns their CRC-32."""
         if isinstance(data, ByteRange) and data.nbytes > AHEAD:
-            summed = in_order(_reads(data), cores(2))
+            summed = in_order(self._reads(data), READERS)
         else:
             summed = ((chunk, zlib.crc32(chunk)) for chunk in data.chunks(self._reused_buffer()))
         crc = 0
@@ -98,6 +102,18 @@ class Output:
             crc = combined(crc, its_crc, len(chunk))
             self.write_all([chunk], len(chunk))
         return crc
+
+    def _reads(self, data: ByteRange) -> Iterator[Callable[[], tuple[memoryview, int]]]:
+        """A range in pieces with their CRC-32, to be read and summed while what came before is written."""
+        buffers = self._several_buffers()
+
+        def read(number: int) -> tuple[memoryview, int]:
+            start = number * AHEAD
+            piece = data.part(start, min(AHEAD, data.nbytes - start))
+            (chunk,) = piece.chunks(buffers[number % len(buffers)])
+            return chunk, zlib.crc32(chunk)
+
+        return (partial(read, number) for number in range(-(-data.nbytes // AHEAD)))
 
     def _copy_file_range(self, range: ByteRange, done: int, count: int) -> int:
         if not hasattr(os, "copy_file_range"):
@@ -117,20 +133,16 @@ class Output:
         self.write_at(self.position + done, buffer[:moved])
         return moved
 
+    def _several_buffers(self) -> list[memoryview]:
+        """One for each piece that is being read or waits, and one for that which is being written."""
+        if not self._buffers:
+            self._buffers = [memoryview(bytearray(AHEAD)) for _ in range(READERS + 2)]
+        return self._buffers
+
     def _reused_buffer(self) -> memoryview:
         if self._buffer is None:
             self._buffer = memoryview(bytearray(BUFFER))
         return self._buffer
-
-
-def _reads(data: ByteRange) -> Iterator[Callable[[], tuple[memoryview, int]]]:
-    """A range in pieces with their CRC-32, to be read and summed while what came before is written."""
-
-    def read(start: int) -> tuple[memoryview, int]:
-        piece = data.part(start, min(AHEAD, data.nbytes - start)).read()
-        return memoryview(piece), zlib.crc32(piece)
-
-    return (partial(read, start) for start in range(0, data.nbytes, AHEAD))
 
 
 class DryOutput(Output):
