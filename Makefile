@@ -18,6 +18,7 @@ lint: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.running_statistics
 
 # What the program says of itself: its help, and the table of formats. Tests fail when either is stale.
 docs: $(INSTALLED)
