@@ -9,7 +9,7 @@ describes them too, as `Computed` bytes that are made when they are written.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, make_dataclass
 from typing import Any, NamedTuple, TypeGuard
 
@@ -158,6 +158,14 @@ def extent(shape: Iterable[int]) -> int:
     return total
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """The stride of each dimension in row-major order, as torch has it: a size of 0 counts as 1."""
+    stride = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        stride[i] = stride[i + 1] * max(shape[i + 1], 1)
+    return tuple(stride)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
     """A tensor as a view of a storage, in torch's terms. Equal only to itself, like a tensor.
@@ -233,10 +241,7 @@ class TensorRef:
     @classmethod
     def contiguous(cls, storage: Storage, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
         """A tensor that begins with its storage and lies in row-major order."""
-        stride = [1] * len(shape)
-        for i in range(len(shape) - 2, -1, -1):
-            stride[i] = stride[i + 1] * max(shape[i + 1], 1)
-        return cls(storage, dtype, shape, tuple(stride))
+        return cls(storage, dtype, shape, contiguous_stride(shape))
 
 
 # Objects of the same fields that may be set: making a frozen one takes five times as long.

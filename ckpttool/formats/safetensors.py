@@ -10,15 +10,25 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import full
 from ..checkpoint import Checkpoint
-from ..dtypes import DTYPES
+from ..dtypes import DTYPES, DType
 from ..elements import stream
 from ..errors import Damaged, Refused, Unsupported
 from ..inert import OrderedDict_
-from ..tensor import MAX_BYTES, ByteRange, Source, Storage, TensorRef, extent, is_count
+from ..tensor import (
+    MAX_BYTES,
+    ByteRange,
+    Source,
+    Storage,
+    TensorRef,
+    contiguous_stride,
+    extent,
+    is_count,
+    new_tensor,
+)
 from ..transfer import Output
 from .in_place import MAX_HEADER, read_header
 from .strict_json import parse_object
@@ -58,13 +68,22 @@ def described(source: Source, raw: bytes) -> Checkpoint:
     header = _parse(source, raw[8:])
     metadata = _metadata(source, header.pop(METADATA, {}))
     tensors: dict[str, TensorRef] = {}
+    forms: dict[tuple[str, tuple[int, ...]], _Form] = {}
     end = len(raw)
     for name, entry in sorted(header.items(), key=lambda item: _begin(source, item)):
-        tensor, begin = _tensor(source, name, entry, len(raw))
-        if begin != end:
+        like = entry["dtype"], tuple(entry["shape"])
+        form = forms.get(like) or forms.setdefault(like, _form(source, name, *like))
+        begin, stop = entry["data_offsets"]
+        if stop - begin != form.nbytes:
+            raise Damaged(
+                source.path,
+                f"tensor '{name}' should have {form.nbytes} bytes by its shape, has {stop - begin}",
+            )
+        if len(raw) + begin != end:
             raise Damaged(source.path, f"tensor '{name}' leaves a gap or overlaps the one before it")
-        tensors[name] = tensor
-        end = begin + tensor.nbytes
+        storage = Storage(ByteRange(source, end, form.nbytes), form.dtype.storage or "UntypedStorage")
+        tensors[name] = new_tensor(storage, form.dtype, form.shape, form.stride)
+        end += form.nbytes
     if end > source.size:
         raise Damaged(source.path, f"is cut short: {end - source.size} bytes are missing")
     if end < source.size:
@@ -119,22 +138,24 @@ def _begin(source: Source, item: tuple[str, Any]) -> tuple[int, int]:
     return begin, end
 
 
-def _tensor(source: Source, name: str, entry: dict[str, Any], data: int) -> tuple[TensorRef, int]:
-    begin, end = entry["data_offsets"]
-    dtype = BY_NAME.get(entry["dtype"])
+class _Form(NamedTuple):
+    """What alike tensors have in common: a file has few forms, and may have 100,000 tensors."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+
+
+def _form(source: Source, name: str, type_name: str, shape: tuple[int, ...]) -> _Form:
+    """The form that a tensor is the first to have."""
+    dtype = BY_NAME.get(type_name)
     if dtype is None:
-        raise Unsupported(
-            source.path, f"tensor '{name}' has the type {entry['dtype'][:20]}, unknown to torch"
-        )
-    if extent(entry["shape"]) * dtype.itemsize > MAX_BYTES:
+        raise Unsupported(source.path, f"tensor '{name}' has the type {type_name[:20]}, unknown to torch")
+    if extent(shape) * dtype.itemsize > MAX_BYTES:
         raise Damaged(source.path, f"tensor '{name}' has a shape larger than any file")
-    storage = Storage(ByteRange(source, data + begin, end - begin), dtype.storage or "UntypedStorage")
-    tensor = TensorRef.contiguous(storage, dtype, tuple(entry["shape"]))
-    if tensor.nbytes != end - begin:
-        raise Damaged(
-            source.path, f"tensor '{name}' should have {tensor.nbytes} bytes by its shape, has {end - begin}"
-        )
-    return tensor, data + begin
+    nbytes = 0 if 0 in shape else extent(shape) * dtype.itemsize
+    return _Form(dtype, shape, contiguous_stride(shape), nbytes)
 
 
 def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, str], out: Output) -> None:
