@@ -6,10 +6,11 @@ from pathlib import Path
 
 from .case import Benchmark, Case, Need, Way
 from .commands import PYTHON, make_checkpoint, tool
+from .process import timed
 from .sizes import show_size
 from .targets import at_least_times_faster, at_most_seconds, peak_at_most
 
-NOTHING, INSPECT = "python -c pass", "ckpttool inspect"
+NOTHING, INSPECT, INSPECT_PT = "python -c pass", "inspect, .safetensors", "inspect, .pt"
 SHA, DIGEST, VERIFY = "sha256sum", "ckpttool digest", "ckpttool verify"
 TENSORS = 100_000
 
@@ -17,10 +18,16 @@ TENSORS = 100_000
 def set_up_inspect(folder: Path, size: int) -> Case:
     source = folder / "many.pt"
     make_checkpoint(source, 16 * TENSORS, TENSORS)
+    converted = folder / "many.safetensors"
+    timed(tool("convert", "-q", source, converted))
     return Case(
         f"inspect of {TENSORS:,} tensors",
-        [Way(NOTHING, [PYTHON, "-c", "pass"]), Way(INSPECT, tool("inspect", source))],
-        [at_most_seconds(INSPECT, 1.0)],
+        [
+            Way(NOTHING, [PYTHON, "-c", "pass"]),
+            Way(INSPECT, tool("inspect", converted)),
+            Way(INSPECT_PT, tool("inspect", source)),
+        ],
+        [at_most_seconds(INSPECT, 1.0), at_most_seconds(INSPECT_PT, 1.0)],
         as_ratio=False,
     )
 
