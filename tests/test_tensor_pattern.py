@@ -142,3 +142,31 @@ def test_a_pickle_of_nothing_but_sets_is_refused() -> None:
 def test_as_many_objects_as_an_honest_file_has_are_read() -> None:
     data = b"(cm\nC\nq\x00" + b"h\x00)\x81" * 250_000 + b"l."
     assert len(read_pickle(data).value) == 250_001  # type: ignore[arg-type]
+
+
+class Sliced(bytes):
+    """Bytes that count those which are copied out of them."""
+
+    copied = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        Sliced.copied += len(found) if isinstance(key, slice) else 0
+        return found
+
+
+def test_what_is_read_of_an_optimizer_grows_with_its_size_alone(tmp_path: Path) -> None:
+    """Its keys are references, not text: what stands where a length would is no length."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(300)]
+    optimizer = torch.optim.Adam(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    data = Sliced(zipfile.ZipFile(file).read("archive/data.pkl"))
+    Sliced.copied = 0
+    value, taken = read(data, tmp_path / "x", pattern=True)
+    assert taken > 800
+    assert len(value["state"]) == 300
+    assert Sliced.copied < 2 * len(data)

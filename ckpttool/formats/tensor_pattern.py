@@ -81,7 +81,7 @@ class TensorPattern:
         if machine.rewrites != self.rewrites:
             self.rewrites = machine.rewrites
             forms.clear()
-        name = b""  # none before the first: the machine has read it
+        text = slice(0)  # where a name lies; the machine has read that of the first
         match = None if machine.far else HERE.match(data, position)
         while match:
             (
@@ -99,7 +99,7 @@ class TensorPattern:
             if form is None or not in_order or length[0] != len(digits):
                 break
             try:
-                names = (name.decode(),) if rebuild else ()
+                names = (data[text].decode(),) if rebuild else ()
             except UnicodeDecodeError:
                 break
             key = digits.decode()
@@ -112,9 +112,8 @@ class TensorPattern:
             extend((*names, tensor))
             position = match.end()
             head = data[position : position + 5]
-            behind = position + 5 + int.from_bytes(head[1:], "little")
-            name = data[position + 5 : behind]
-            match = AFTER_NAME.match(data, behind) if head[:1] == TEXT else None
+            text = slice(position + 5, position + 5 + int.from_bytes(head[1:], "little"))
+            match = AFTER_NAME.match(data, text.stop) if head[:1] == TEXT else None
         return position
 
     def new_form(self, machine: Machine, like: tuple[bytes, ...]) -> _Form | None:
