@@ -29,11 +29,11 @@ def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
 
     Args:
         jobs: taken one after another, as they are needed.
-        workers: threads beside this one; without any the jobs are done in this one.
+        workers: threads beside this one. Where there is one core the jobs are done in this one.
     """
     todo = iter(jobs)
     first = list(islice(todo, 2))
-    if len(first) < 2 or workers < 1:  # nothing to be done beside it
+    if len(first) < 2 or cores(2) < 2:  # nothing to be done beside it, or nowhere
         yield from (job() for job in chain(first, todo))
         return
     from concurrent.futures import ThreadPoolExecutor

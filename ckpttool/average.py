@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from .ahead import cores, in_order
+from .ahead import in_order
 from .checkpoint import Checkpoint, State
 from .dtypes import DTYPES, DType
 from .elements import in_pieces
@@ -24,9 +24,9 @@ INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 1
 BLOCK = 1 << 16
 """Elements averaged at a time."""
 
-WORKERS = 2
-"""Threads at work, the one that reads and writes among them: each step of a mean is so short that more of
-them wait for each other's turn with Python's lock."""
+WORKERS = 1
+"""Threads beside the one that writes: each step of a mean is so short that more of them wait for each other's
+turn with Python's lock."""
 
 STATISTICS = ("running_mean", "running_var")
 
@@ -175,7 +175,7 @@ def _means(
     together = zip(*(in_pieces(name, each, BLOCK * part.itemsize) for each in flat), strict=True)
     end = start + nbytes
     at = 0
-    for piece in in_order(_jobs(together, weights, part), cores(WORKERS) - 1):
+    for piece in in_order(_jobs(together, weights, part), WORKERS):
         begin, at = at, at + len(piece)
         if at > start and begin < end:
             piece = piece[max(start - begin, 0) : end - begin]

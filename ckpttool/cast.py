@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .ahead import cores, in_order
+from .ahead import in_order
 from .dtypes import DTYPES, DType
 from .elements import stream, true_bytes
 from .errors import UsageFault
@@ -50,9 +50,9 @@ MAX_FLOAT = float.fromhex("0x1.ffffffp127")
 MAX_HALF = 65520.0
 MAX_BFLOAT16 = float.fromhex("0x1.ffp127")
 
-WORKERS = 2
-"""Threads at work, the one that writes among them: each step of a cast is so short that more of them wait for
-each other's turn with Python's lock."""
+WORKERS = 1
+"""Threads beside the one that writes: each step of a cast is so short that more of them wait for each other's
+turn with Python's lock."""
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class Caster:
         def make(start: int, nbytes: int) -> Iterator[memoryview]:
             first, many = start // self.to.itemsize, nbytes // self.to.itemsize
             flat = TensorRef(old, dtype, (many,), (1,), first)
-            jobs = in_order(_jobs(convert, flat), cores(WORKERS) - 1)
+            jobs = in_order(_jobs(convert, flat), WORKERS)
             for values in self._counted(number, flat, jobs):
                 # The order of bytes stays that of the file, in which all storages must agree.
                 yield _bytes(values.byteswap() if old.byteorder == "big" else values)

@@ -44,10 +44,10 @@ def pool(
 
     It is exact for what the statistics are statistics of. With momentum 1 that is a rank's last batch, and
     the result is what one process would keep of the whole batch. With a smaller momentum they are averages
-    over batches: the mean is still that of one process, and so is the variance within ranks; between ranks,
-    the square of the averaged difference stands for the average of the squared one, which is larger by what
-    the difference varied from batch to batch. Averages over all batches (`momentum=None`) weigh a rank by
-    its batches too.
+    over batches: where each rank has the same share of every batch the mean is still that of one process,
+    and so is the variance within ranks; between ranks, the square of the averaged difference stands for the
+    average of the squared one, which is larger by what the difference varied from batch to batch. Averages
+    over all batches (`momentum=None`) weigh a rank by its batches too.
 
     Args:
         means, variances: of each rank, as BatchNorm keeps them: NumPy arrays, torch tensors or numbers, of

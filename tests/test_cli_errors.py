@@ -417,6 +417,16 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(arguments: list[str], 
     assert (ran.returncode, ran.stderr) == (141, b"")
 
 
+def test_a_command_whose_output_is_closed_ends_as_it_would_else(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", "import os; os.close(1); os.execv(os.sys.executable, os.sys.argv[1:])"]
+        + [sys.executable, "-m", "ckpttool", "--version"],
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    assert (ran.returncode, ran.stderr) == (0, b"")
+
+
 def test_code_that_a_pickle_names_is_not_run_by_any_command(cli: Any, tmp_path: Path) -> None:
     canary = tmp_path / "CANARY"
     body = dict_of(

@@ -168,9 +168,8 @@ def main() -> NoReturn:
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup sets that
             signal.signal(number, _terminate)
     code = _run(sys.argv[1:])
-    # Nothing is taken down: of a file with very many tensors that would take as long as reading it.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    # All was flushed when it was said. Nothing is taken down: of a file with very many tensors that would
+    # take as long as reading it.
     os._exit(code)
 
 

@@ -71,8 +71,9 @@ def command(
     that off again. InstanceNorm with running statistics keeps the same as BatchNorm: only --model tells them
     apart.
 
-    Several INPUTs are one a rank, of one step: running means and variances become those of all samples,
-    exactly as one process would have them of the whole batch. A rank that met no sample has the count 0.
+    Several INPUTs are one a rank, of one step: running means and variances become those of all samples. Of
+    one batch that is what one process would have of the whole; of averages over batches, see
+    docs/batchnorm.md. A rank that met no sample has the count 0.
     Without --counts, equal ones are assumed, and the factor n/(n-1) stays as it is. Everything else must be
     equal.
 

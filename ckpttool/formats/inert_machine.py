@@ -177,6 +177,7 @@ class Machine:
             fault("its pickle makes an object from malformed arguments")
         reducer = self.reducers.get(id(callable)) if how == "reduce" else None
         value = reducer(args) if reducer else None
+        # Not one of the reducers: there a method would keep this machine, and all it holds, in a cycle.
         if how == "reduce" and callable is ORDERED_DICT:
             value = self.ordered_dict(args)
         if value is None:
