@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool import elements, transforms
+from ckpttool import ahead, elements, transforms
 from ckpttool.cast import CastReport, converter, count_non_finite, target
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import DTYPES
@@ -254,7 +254,8 @@ def test_a_tensor_of_many_pieces_is_cast_whole_and_in_order(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PIECE", 1 << 10)
-    monkeypatch.setattr(module, "cores", lambda most: workers)
+    monkeypatch.setattr(module, "WORKERS", workers)
+    monkeypatch.setattr(ahead, "cores", lambda most: min(workers, most))
     long = torch.randn(100_003)
     torch.save({"t": long, "part": long[5:90_000]}, tmp_path / "in.pt")
     for ending in (".pt", ".safetensors"):
