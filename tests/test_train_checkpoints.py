@@ -131,6 +131,32 @@ def test_ranks_that_differ_stop_naming_tensor_and_rank_and_write_no_file(
     assert os.listdir(tmp_path) == []
 
 
+def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value: float, on: int) -> Any:
+    trainer = make_trainer(rank, world_size)
+    trainings.finish_epoch(trainer)
+    if rank == on:
+        trainer.ddp.module.state_dict()[name][0] = value
+    try:
+        checkpoints.Saver(trainer, folder).after_epoch(best=True)
+    except CkptToolError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("linear.bias", float("nan")), ("bn1.running_var", float("inf"))], ids=str
+)
+@pytest.mark.parametrize("on", [0, 1])
+def test_what_is_lost_on_one_rank_alone_ends_all_and_is_that_ranks_to_tell(
+    run_ranks, tmp_path, name, value, on
+):
+    answers = run_ranks(2, save_what_is_lost, str(tmp_path), name, value, on)
+    said = f"after 2 steps {name} is NaN or infinite: nothing is learned from there on"
+    assert answers.pop(on) == ("CheckFailed", said)
+    assert answers == [("RankFailed", f"rank {on} failed: {said}")]
+    assert os.listdir(tmp_path) == []
+
+
 def save_on_a_full_disk(rank: int, world_size: int, folder: str) -> Any:
     trainer = make_trainer(rank, world_size)
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 import ckpttool
 from ckpttool import ranks
@@ -116,7 +119,8 @@ class Saver:
         self._save([run_folder.LAST] * due + [run_folder.BEST] * best)
 
     def _save(self, names: list[str]) -> None:
-        ranks.alike(self._check_finite)
+        with ranks.together():  # until ranks have been compared, one alone may hold what is lost
+            self._check_finite()
         keep = self.trainer.config.keep
         if run_folder.LAST in names and keep:
             names = [*names, run_folder.numbered(self.trainer.progress.global_step)]
@@ -127,8 +131,9 @@ class Saver:
 
     def _check_finite(self) -> None:
         """Raises CheckFailed where training is lost, so that no checkpoint from before is overwritten."""
-        for name, parameter in self.trainer.ddp.module.named_parameters():
-            if not torch.isfinite(parameter).all():
+        model = self.trainer.ddp.module
+        for name, tensor in (*model.named_parameters(), *_running_statistics(model)):
+            if not torch.isfinite(tensor).all():
                 last = os.path.join(self.folder, run_folder.LAST)
                 before = f"; {last} is from before" if os.path.exists(last) else ""
                 raise CheckFailed(
@@ -136,6 +141,14 @@ class Saver:
                     "nothing is learned from there on",
                     hint=f"give a smaller --lr than {self.trainer.config.lr:g}, or --warmup{before}",
                 )
+
+
+def _running_statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of normalisation layers, by name. Other buffers may be infinite on purpose, as masks are."""
+    for path, layer in model.named_modules():
+        if isinstance(layer, _NormBase):
+            for name, buffer in layer.named_buffers(path, recurse=False):
+                yield name, buffer
 
 
 # ---- going on ------------------------------------------------------------------------------------------
