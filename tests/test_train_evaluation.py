@@ -94,9 +94,11 @@ def test_a_rank_that_fails_while_a_run_evaluates_ends_all_at_once_with_its_error
 # ---- uneven ends ---------------------------------------------------------------------------------------
 
 
-def evaluate_some(rank: int, world_size: int, samples: int, strange: bool) -> Any:
+def evaluate_some(rank: int, world_size: int, samples: int, last_label: int | None = None) -> Any:
     inputs = torch.arange(10.0 * samples).reshape(samples, 10) % 7
-    labels = torch.arange(samples) % 10 - (strange * 100)
+    labels = torch.arange(samples) % 10
+    if last_label is not None:
+        labels[-1] = last_label
     rows = TensorDataset(inputs, labels)
     whole = Data("some", rows, rows, tuple("0123456789"), (10,), "some")
     evaluator = Evaluator(whole, trainings.place(rank, world_size))
@@ -114,15 +116,21 @@ def evaluate_some(rank: int, world_size: int, samples: int, strange: bool) -> An
 def test_ranks_with_few_samples_and_with_none_take_part(
     run_ranks: Any, samples: int, dealt: list[int]
 ) -> None:
-    (alone,) = run_ranks(1, evaluate_some, samples, False)
+    (alone,) = run_ranks(1, evaluate_some, samples)
     assert alone[2]["samples"] == samples
-    for own, answer in zip(dealt, run_ranks(3, evaluate_some, samples, False), strict=True):
+    for own, answer in zip(dealt, run_ranks(3, evaluate_some, samples), strict=True):
         assert answer == (tuple(dealt), own, alone[2])
 
 
-def test_a_label_that_is_none_of_the_classes_ends_all(run_ranks: Any) -> None:
-    names = [name for name, _ in run_ranks(2, evaluate_some, 3, True)]
-    assert sorted(names) == ["IndexError", "RankFailed"]
+@pytest.mark.parametrize("label", [10, -1, -100])
+def test_a_label_that_is_none_of_the_classes_ends_all_and_names_the_sample(
+    run_ranks: Any, label: int
+) -> None:
+    """-100 is what torch's loss passes over."""
+    first, second = run_ranks(2, evaluate_some, BATCH + 2, label)
+    said = f"test sample {BATCH + 1} has the label {label}, which is none of the 10 classes (0 to 9)"
+    assert second == ("CheckFailed", said)
+    assert first == ("RankFailed", f"rank 1 failed: {said}")
 
 
 # ---- workers -------------------------------------------------------------------------------------------
