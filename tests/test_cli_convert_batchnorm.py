@@ -66,6 +66,16 @@ def test_a_model_tells_the_kinds_and_plain_takes_them_off(folder: Path, cli: Cli
     assert (folder / "back.safetensors").read_bytes() == (folder / "straight.safetensors").read_bytes()
 
 
+def test_where_kinds_alone_are_taken_off_no_tensor_moves(folder: Path, cli: Cli) -> None:
+    spec, file = f"{folder}/model.py:net", folder / "sync.safetensors"
+    cli("convert-batchnorm", folder / "rank0.pt", file, "--to", "sync", "--model", spec)
+    inode, payload = file.stat().st_ino, file.read_bytes()[-60:]
+    ran = cli("convert-batchnorm", file, file, "--to", "plain", "--force")
+    assert (ran.code, file.stat().st_ino, file.read_bytes()[-60:]) == (0, inode, payload), ran.err
+    with safe_open(file, "pt") as opened:
+        assert not opened.metadata()
+
+
 def test_kinds_come_from_a_safetensors_file_into_a_torch_file(folder: Path, cli: Cli) -> None:
     spec = f"{folder}/model.py:net"
     cli("convert", folder / "rank0.pt", folder / "in.safetensors")
