@@ -15,6 +15,7 @@ from ckpttool.errors import UsageFault
 from ckpttool.pooling import pool
 from train import checkpoints, flags, models, preflight
 from train.config import TrainConfig
+from train.launch import Place
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 SHAPE = (1, 6, 6)
@@ -153,6 +154,7 @@ def count_compiled(rank: int, world_size: int) -> Any:
     data = trainings.tensors(SHAPE, 30, dtype=torch.float64)
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
     model = torch.compile(net, backend="eager")
+    copy.deepcopy(model).train()(torch.rand(6, *SHAPE).double())  # as a model is tried before it is trained
     trainer = trainings.trainer(rank, world_size, data, model, batchnorm="pooled", batch_size=12, epochs=2)
     trainings.finish_epoch(trainer)
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -163,6 +165,28 @@ def count_compiled(rank: int, world_size: int) -> Any:
 def test_counts_of_a_compiled_model_are_no_part_of_what_is_compiled(run_ranks: Any) -> None:
     """Else each count would be compiled anew. Twice 30 samples in batches of 12 on two ranks: 6, 6 and 3."""
     assert run_ranks(2, count_compiled, timeout=90) == [[(30, 6)], [(30, 6)]]
+
+
+class Named(nn.Module):
+    """Calls its BatchNorm by the name of its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(36, 10), nn.BatchNorm1d(10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(input=self.linear(x.flatten(1)))
+
+
+def count_by_name(rank: int, world_size: int) -> Any:
+    data = trainings.tensors(SHAPE, 30)
+    trainer = trainings.trainer(rank, world_size, data, Named(), batchnorm="pooled", batch_size=12)
+    trainings.finish_epoch(trainer)
+    return list(trainer.statistics.met.values())
+
+
+def test_a_layer_that_is_given_its_input_by_name_is_counted(run_ranks: Any) -> None:
+    assert run_ranks(2, count_by_name) == [[(15, 3)], [(15, 3)]]
 
 
 def evaluate_pooled(rank: int, world_size: int) -> Any:
@@ -185,9 +209,12 @@ class Mine(nn.BatchNorm2d):
     pass
 
 
-def check(model: nn.Module, world_size: int = 2, **settings: Any) -> None:
-    data = trainings.tensors(SHAPE, 12, dtype=torch.float64)
-    place = trainings.place(0, world_size)
+def check(
+    model: nn.Module, world_size: int = 2, *, samples: int = 12, device: str = "cpu", **settings: Any
+) -> None:
+    """On what would be trained on: the check itself looks at the model on the CPU, wherever that is."""
+    data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
+    place = Place(0, world_size, "gloo", torch.device(device))
     preflight.check(TrainConfig(scheduler="none", **settings), data, model, place)
 
 
@@ -212,6 +239,52 @@ def test_the_layers_of_torch_that_need_a_gpu_are_refused_on_a_cpu_with_what_trai
         check(net, batchnorm="plain", batch_size=4)
     assert "--batchnorm sync" in str(fault.value.hint)
     check(net, batchnorm="sync", batch_size=4)
+
+
+class Torchs(nn.SyncBatchNorm):
+    pass
+
+
+def test_one_derived_from_them_is_refused_there_under_sync_too() -> None:
+    net = make_net()
+    net[1] = Torchs(4).double()
+    with pytest.raises(UsageFault, match="works on GPUs alone") as fault:
+        check(net, batchnorm="sync", batch_size=4)
+    assert fault.value.hint is None
+
+
+@pytest.mark.parametrize("convert", [lambda net: net, nn.SyncBatchNorm.convert_sync_batchnorm])
+def test_a_last_batch_that_leaves_a_rank_idle_is_refused_under_sync_on_gpus_alone(convert: Any) -> None:
+    """13 samples in batches of 4 on 2 ranks: the last is one sample."""
+    fitting = {"samples": 13, "batch_size": 4, "batchnorm": "sync"}
+    check(convert(make_net()), **fitting)
+    with pytest.raises(UsageFault, match="leaves one of 2 ranks without a sample"):
+        check(convert(make_net()), **fitting, device="cuda")
+    check(convert(make_net()), **fitting, device="cuda", drop_last=True)
+
+
+def test_torchs_own_layers_need_every_rank_on_gpus_whatever_the_flag() -> None:
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
+    with pytest.raises(UsageFault, match="leaves one of 2 ranks without a sample"):
+        check(net, samples=13, batch_size=4, device="cuda")
+
+
+def test_a_model_that_torch_has_converted_is_tried_under_sync() -> None:
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
+    net[7] = nn.Linear(17, 10).double()
+    with pytest.raises(UsageFault, match="does not take samples of 1×6×6"):
+        check(net, batchnorm="sync", batch_size=4)
+
+
+def test_a_model_compiled_as_one_graph_is_refused_under_pooled_which_counts_outside_of_it() -> None:
+    torch._dynamo.reset()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    check(compiled, batchnorm="plain", batch_size=4)
+    with pytest.raises(UsageFault, match=r"--batchnorm pooled: .* is compiled with fullgraph=True") as fault:
+        check(compiled, batchnorm="pooled", batch_size=4)
+    assert "plain or sync" in str(fault.value.hint)
+    check(torch.compile(net, backend="eager"), batchnorm="pooled", batch_size=4)
 
 
 def test_one_sample_a_rank_is_a_batch_for_sync_and_not_for_plain() -> None:

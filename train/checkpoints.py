@@ -147,8 +147,7 @@ def _running_statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Those of normalisation layers, by name. Other buffers may be infinite on purpose, as masks are."""
     for path, layer in model.named_modules():
         if isinstance(layer, _NormBase):
-            for name, buffer in layer.named_buffers(path, recurse=False):
-                yield name, buffer
+            yield from layer.named_buffers(path, recurse=False)
 
 
 # ---- going on ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import dataclasses
 
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
@@ -17,6 +18,7 @@ from train.data import Data, Samples
 from train.engine import make_plan
 from train.launch import Place
 from train.plan import Plan
+from train.running_statistics import RunningStatistics
 
 
 def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> None:
@@ -26,35 +28,41 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> No
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
     sync = config.batchnorm == "sync"
-    if config.batchnorm != "plain":
-        _check_batchnorm(config, model)
-    if sync and place.device.type == "cuda":
+    trial = _as_trained(config, model)
+    if place.device.type == "cuda" and (sync or _has_torchs_sync(model)):
         _check_nobody_is_idle(plan, world_size)
-    if place.device.type == "cpu" and not sync and any(type(m) is nn.SyncBatchNorm for m in model.modules()):
-        raise UsageFault(
-            f"--model {config.model}: torch's SyncBatchNorm works on GPUs alone",
-            hint="give --batchnorm sync, which works on a CPU too",
-        )
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        _check_nobody_is_idle(plan, world_size)  # and it can't be tried: it works on GPUs and in groups only
+    if _has_torchs_sync(trial):  # which can't be tried: it works on GPUs and in groups only
+        _check_on_gpu(config, place)
         return
     # Synchronised layers see the samples of all ranks, as those of one would.
-    outputs = _try_training(config.model, data, model, plan, 1 if sync else world_size)
+    outputs = _try_training(config, data, trial, plan, 1 if sync else world_size)
     _check_outputs(config.model, outputs, data)
 
 
-def _check_batchnorm(config: TrainConfig, model: nn.Module) -> None:
-    if not any(isinstance(module, _BatchNorm) for module in model.modules()):
+def _as_trained(config: TrainConfig, model: nn.Module) -> nn.Module:
+    """The model with the layers that `--batchnorm` gives it on a CPU; a copy where they are others."""
+    if config.batchnorm != "plain" and not any(isinstance(module, _BatchNorm) for module in model.modules()):
         raise UsageFault(
             f"--batchnorm {config.batchnorm}: {config.model} has no BatchNorm", hint="leave out --batchnorm"
         )
-    if config.batchnorm == "sync":
-        try:
-            batchnorm.to_sync(copy.deepcopy(model))
-        except UsageFault as fault:
-            raise UsageFault(
-                f"--batchnorm sync: {config.model}: {fault}", hint="give plain or pooled"
-            ) from None
+    if config.batchnorm != "sync":
+        return model
+    try:
+        return batchnorm.to_sync(copy.deepcopy(model))
+    except UsageFault as fault:
+        raise UsageFault(f"--batchnorm sync: {config.model}: {fault}", hint="give plain or pooled") from None
+
+
+def _has_torchs_sync(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
+def _check_on_gpu(config: TrainConfig, place: Place) -> None:
+    if place.device.type == "cpu":
+        raise UsageFault(
+            f"--model {config.model}: torch's SyncBatchNorm works on GPUs alone",
+            hint="give --batchnorm sync, which works on a CPU too" if config.batchnorm != "sync" else None,
+        )
 
 
 def _check_plan(config: TrainConfig, plan: Plan) -> None:
@@ -77,13 +85,19 @@ def check_evaluation(name: str, data: Data, model: nn.Module) -> None:
     _check_outputs(name, outputs, data)
 
 
-def _try_training(name: str, data: Data, model: nn.Module, plan: Plan, world_size: int) -> tuple[int, ...]:
+def _try_training(
+    config: TrainConfig, data: Data, model: nn.Module, plan: Plan, world_size: int
+) -> tuple[int, ...]:
     """Runs a copy of the model on the smallest batch that any rank will meet; returns its output's shape."""
-    smallest = min(plan.micro_batch_sizes(world_size) - {0})
+    name, smallest = config.model, min(plan.micro_batch_sizes(world_size) - {0})
     copied = copy.deepcopy(model).train()
+    if config.batchnorm == "pooled":
+        RunningStatistics(copied)
     try:
         outputs = _dry_run(data.train, copied, smallest, backward=True)
     except Exception as error:
+        if isinstance(error, Unsupported) and config.batchnorm == "pooled":
+            raise _compiled_whole(name) from error
         if smallest == 1 and _takes_two(data, model):
             raise _batch_of_one(name, plan, world_size) from error
         raise _unfit(name, data, error) from error
@@ -122,6 +136,14 @@ def _unfit(name: str, data: Data, error: Exception) -> UsageFault:
     shape = "×".join(map(str, data.shape))
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return UsageFault(f"--model {name}: does not take samples of {shape}, as {data.name} has: {reason}")
+
+
+def _compiled_whole(name: str) -> UsageFault:
+    return UsageFault(
+        f"--batchnorm pooled: {name} is compiled with fullgraph=True, and the samples that a BatchNorm meets "
+        "are counted outside of what is compiled",
+        hint="leave out fullgraph, or give --batchnorm plain or sync",
+    )
 
 
 def _batch_of_one(model: str, plan: Plan, world_size: int) -> UsageFault:

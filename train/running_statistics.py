@@ -36,9 +36,11 @@ class RunningStatistics:
             if isinstance(layer, _BatchNorm) and layer.running_mean is not None
         }
         self.met: dict[str, tuple[int, int]] = dict.fromkeys(self.layers, (0, 0))
+        torch.compiler.reset()  # what was compiled before the hooks are there would go on without them
         for path, layer in self.layers.items():
             # Compiled with the model, counts would be constants: compiled anew for each, and batches missed.
-            layer.register_forward_pre_hook(torch.compiler.disable(functools.partial(self._count, path)))
+            count = torch.compiler.disable(functools.partial(self._count, path))
+            layer.register_forward_pre_hook(count, with_kwargs=True)
 
     def buffer_names(self, model: nn.Module) -> list[str]:
         """The names that DDP must not overwrite with rank 0's; shared layers under each of theirs."""
@@ -75,9 +77,9 @@ class RunningStatistics:
                 for name in BUFFERS:
                     getattr(layer, name).copy_(saved[path][name])
 
-    def _count(self, path: str, layer: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+    def _count(self, path: str, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         if layer.training:
-            (input,), (values, batches) = inputs, self.met[path]
+            input, (values, batches) = next(iter((*given, *named.values()))), self.met[path]
             self.met[path] = values + input.numel() // input.shape[1], batches + 1
 
     def _put(self, path: str, values: dict[str, torch.Tensor]) -> None:
