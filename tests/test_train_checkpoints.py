@@ -241,6 +241,14 @@ def test_the_numbered_checkpoints_kept_are_those_written_last_also_when_a_run_we
     assert sorted(os.listdir(tmp_path)) == ["step-000004.pt", "step-000005.pt"]
 
 
+@pytest.mark.parametrize("keep", range(1, 9))
+def test_no_more_numbered_checkpoints_are_dropped_than_are_too_many(tmp_path, keep):
+    for number in range(5):
+        (tmp_path / run_folder.numbered(number)).touch()
+    run_folder.drop_old(str(tmp_path), keep=keep)
+    assert len(os.listdir(tmp_path)) == min(5, keep)
+
+
 def test_a_log_that_cant_be_written_is_a_failure_with_its_path(tmp_path):
     (tmp_path / "log.jsonl").mkdir()
     with pytest.raises(FileError, match=r"log\.jsonl: could not be written"):

@@ -149,5 +149,5 @@ def drop_old(folder: str, keep: int) -> None:
     """
     found = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
     found.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name))
-    for entry in found[: len(found) - keep]:
+    for entry in found[: max(0, len(found) - keep)]:
         os.unlink(entry.path)
