@@ -213,12 +213,14 @@ class Trainer:
 
     def _load(self, steps: list[Step]) -> Iterator[Batch]:
         """The micro-batches of these steps, in order."""
-        samples, epoch = self.data.train, self.progress.epoch
+        samples, epoch, step = self.data.train, self.progress.epoch, self.progress.step
         set_epoch = getattr(samples, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
         indices = [micro_batch for step in steps for micro_batch in step.micro_batches]
-        return iter(load(samples, indices, self.place, self.config.workers))
+        # The step too: a run that goes on in the middle of an epoch would draw its beginning's numbers again.
+        seed = random_state.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
+        return iter(load(samples, indices, self.place, self.config.workers, seed=seed))
 
     def _no_sums(self) -> torch.Tensor:
         """This rank's loss, correct answers and samples in the running epoch."""

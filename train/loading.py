@@ -13,12 +13,19 @@ from train.launch import Place
 
 
 def load(
-    samples: Samples, batches: list[list[int]], place: Place, workers: int, *, again: bool = False
+    samples: Samples,
+    batches: list[list[int]],
+    place: Place,
+    workers: int,
+    *,
+    seed: int = 0,
+    again: bool = False,
 ) -> DataLoader[Any]:
     """Loads these batches of samples, in order.
 
     Args:
         workers: processes that load; 0 for none but this one.
+        seed: what random numbers workers draw follows from it, and from which of them draws.
         again: the same batches will be wanted again, and the workers stay for it.
     """
     return DataLoader(
@@ -30,5 +37,5 @@ def load(
         multiprocessing_context=("fork" if sys.platform == "linux" else None) if workers else None,
         pin_memory=place.device.type == "cuda",
         # Without a generator of its own, each pass would draw from the global one and shift dropout.
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator().manual_seed(seed),
     )
