@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
@@ -174,6 +175,18 @@ def test_a_rank_that_only_echoes_waits_for_the_one_that_speaks(monkeypatch, erro
 
     launch.run_program(lambda: None, work)
     assert bool(slept) == waits
+
+
+@pytest.mark.parametrize(("end", "said"), [("lost", "went away"), ("timed out", "no word from another rank")])
+def test_a_lost_rank_and_a_late_one_are_objects_for_scripts_too(monkeypatch, capsys, end, said):
+    error, code = ENDS[end]
+    monkeypatch.setattr(launch, "PATIENCE", 0)
+
+    def work(_: None) -> None:
+        raise error
+
+    assert launch.run_program(lambda: None, work, as_json=True) == code
+    assert said in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
 def test_ranks_that_do_not_find_each_other_say_so(monkeypatch, tmp_path, capsys):

@@ -171,9 +171,11 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         return _interrupted(interrupt)
     except RuntimeError as error:  # gloo and NCCL say it in words only
         if LOST_PEER.search(str(error)):
-            return complain(_failed(f"rank {rank()}: another rank went away"), echo=True)
+            lost = _failed(f"rank {rank()}: another rank went away")
+            return complain(lost, echo=True, as_json=as_json)
         if TIMED_OUT.search(str(error)):
-            return complain(_failed(f"rank {rank()}: no word from another rank within --timeout"))
+            late = _failed(f"rank {rank()}: no word from another rank within --timeout")
+            return complain(late, as_json=as_json)
         raise
     return 0
 
