@@ -1,8 +1,8 @@
 """What the ranks of a process group do together: decide, broadcast, sum, compare, fail. Imports torch.
 
-Each function is a collective: every rank calls it, in the same order. Without a process group there is one
-rank, and each does what it would do there. Tensors travel as bytes, so every dtype does (bool, bfloat16,
-complex64, ...), over gloo and over NCCL.
+Each function is a collective: every rank calls it, in the same order; but `alike`, `digest` and `digest_all`
+ask nobody. Without a process group there is one rank, and each does what it would do there. Tensors travel as
+bytes, so every dtype does (bool, bfloat16, complex64, ...), over gloo and over NCCL.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def decide(fn: Callable[[], T]) -> T:
 
 
 def alike(fn: Callable[[], T]) -> T:
-    """What `fn` returns on this rank; nothing is sent, as it comes out the same on every rank.
+    """What `fn` returns on this rank; nothing is sent, as it comes out the same on every rank: it looks at
+    nothing but what all have received, or compared. Else a rank that raises leaves the others waiting:
+    `together` is for that.
 
     If it finds something wrong, so does each rank: rank 0 raises that error and the others RankFailed.
     """
@@ -118,7 +120,7 @@ def together() -> Iterator[None]:
     _fail_where_any_did(of_all(bytes([failure is not None])), failure)
 
 
-def compare(values: Mapping[str, Any], when: str = "") -> str:
+def compare(values: Mapping[str, Any], when: str = "", *, hint: str | None = None) -> str:
     """Checks that all ranks hold the same names and values, bit for bit.
 
     Only one digest a rank is exchanged, unless they differ: then the digests of all names are, to say which.
@@ -126,6 +128,7 @@ def compare(values: Mapping[str, Any], when: str = "") -> str:
     Args:
         values: tensors, or plain values with a `repr` that tells them apart.
         when: ends the message, e.g. "before saving".
+        hint: what to do where they differ.
     Returns:
         the SHA-256 of names, dtypes, shapes and values.
     Raises:
@@ -134,17 +137,20 @@ def compare(values: Mapping[str, Any], when: str = "") -> str:
     digests = {name: digest(value) for name, value in values.items()}
     whole = _combined(digests)
     if len(set(of_all(whole))) > 1:
-        raise _difference(gather(digests), when)
+        raise _difference(gather(digests), when, hint)
     return whole.hex()
 
 
-def agree(look: Callable[[], tuple[Mapping[str, Any], int]], when: str = "") -> list[int]:
+def agree(
+    look: Callable[[], tuple[Mapping[str, Any], int]], when: str = "", *, hint: str | None = None
+) -> list[int]:
     """Whether all ranks can begin something, found out with one small message a rank: `together`, `compare`
     and the gathering of a number in one.
 
     Args:
         look: returns what must be the same on all ranks, as `compare` takes it, and a number of this rank.
         when: ends the message where ranks differ.
+        hint: what to do there.
     Returns:
         each rank's number, in rank order.
     Raises:
@@ -163,7 +169,7 @@ def agree(look: Callable[[], tuple[Mapping[str, Any], int]], when: str = "") -> 
     _fail_where_any_did(notes, failure)
     _, numbers, wholes = zip(*map(NOTE.unpack, notes), strict=True)
     if len(set(wholes)) > 1:
-        raise _difference(gather(digests), when)
+        raise _difference(gather(digests), when, hint)
     return list(numbers)
 
 
@@ -255,13 +261,13 @@ def _combined(digests: Mapping[str, bytes]) -> bytes:
     return whole.digest()
 
 
-def _difference(digests: list[dict[str, bytes]], when: str) -> RanksDiffer:
+def _difference(digests: list[dict[str, bytes]], when: str, hint: str | None) -> RanksDiffer:
     """The error for the first name on which ranks differ. Ranks that hold what most hold are right; where
     as many hold one as the other, rank 0 is."""
     names = list(dict.fromkeys(name for of_rank in digests for name in of_rank))
     differing = [name for name in names if len({of_rank.get(name) for of_rank in digests}) > 1]
     if not differing:  # the same names and values, in another order
-        return RanksDiffer(f"ranks hold the same tensors in different orders{_after(when)}")
+        return RanksDiffer(f"ranks hold the same names in different orders{_after(when)}", hint=hint)
     first = [of_rank.get(differing[0]) for of_rank in digests]
     held_by = Counter(first)
     right = max(held_by, key=lambda one: (held_by[one], one == first[0]))
@@ -270,8 +276,7 @@ def _difference(digests: list[dict[str, bytes]], when: str) -> RanksDiffer:
     ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
     verb = "hold" if len(wrong) > 1 else "holds"
     return RanksDiffer(
-        f"{ranks} {verb} another {differing[0]} than rank {first.index(right)}{_after(when)}{more}",
-        hint="look for code that changes weights, buffers or the optimizer on some ranks only",
+        f"{ranks} {verb} another {differing[0]} than rank {first.index(right)}{_after(when)}{more}", hint=hint
     )
 
 

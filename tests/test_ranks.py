@@ -180,7 +180,7 @@ def compare_with_difference(rank: int, world_size: int, wrong: list[int], name: 
     if rank in wrong:
         value = state[name]
         state[name] = value + 1e-7 * (rank + 1) if isinstance(value, torch.Tensor) else value + 1
-    return caught(lambda: ranks.compare(state, "before saving"))
+    return caught(lambda: ranks.compare(state, "before saving", hint="look there"))
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,7 @@ def test_a_difference_names_the_tensor_and_the_ranks_that_most_disagree_with(
     run_ranks, size, wrong, name, said
 ):
     for kind, message, hint, exit_code in run_ranks(size, compare_with_difference, wrong, name):
-        assert (kind, message, exit_code) == ("RanksDiffer", said, 1)
-        assert hint
+        assert (kind, message, hint, exit_code) == ("RanksDiffer", said, "look there", 1)
 
 
 def compare_other_shapes(rank: int, world_size: int, how: str) -> Any:
@@ -208,13 +207,13 @@ def compare_other_shapes(rank: int, world_size: int, how: str) -> Any:
         "missing": {} if rank else {"a": values},
         "order": {"a": values, "b": values} if rank else {"b": values, "a": values},
     }
-    return caught(lambda: ranks.compare(states[how]))
+    return caught(lambda: ranks.compare(states[how], hint="look there"))
 
 
 @pytest.mark.parametrize("how", ["dtype", "shape", "missing", "order"])
 def test_states_of_equal_bytes_differ_in_dtype_shape_names_or_order(run_ranks, how):
-    for kind, message, *_ in run_ranks(2, compare_other_shapes, how):
-        assert kind == RanksDiffer.__name__
+    for kind, message, hint, _ in run_ranks(2, compare_other_shapes, how):
+        assert (kind, hint) == (RanksDiffer.__name__, "look there")
         assert "another a" in message or how == "order"
 
 
@@ -245,7 +244,7 @@ def agree_on(rank: int, world_size: int, kind: str) -> Any:
         return {"piece": rank if kind == "differs" and rank == 2 else 7}, rank * 10
 
     found: list[Any] = []
-    return caught(lambda: found.append(ranks.agree(look, "in gather"))), found
+    return caught(lambda: found.append(ranks.agree(look, "in gather", hint="look there"))), found
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -256,7 +255,7 @@ def test_agreeing_gives_each_ranks_number_to_all(run_ranks, size):
 def test_where_ranks_do_not_agree_all_end_and_say_why(run_ranks):
     said = "rank 2 holds another piece than rank 0, in gather"
     for error, found in run_ranks(4, agree_on, "differs"):
-        assert (error[:2], found) == (("RanksDiffer", said), [])
+        assert (error, found) == (("RanksDiffer", said, "look there", 1), [])
     failed = [error[:2] for error, _ in run_ranks(4, agree_on, "fails")]
     assert failed.pop(1) == ("UsageFault", "--data: not there")
     assert failed == [("RankFailed", "rank 1 failed: --data: not there")] * 3

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from ranks import trainings
 
 from ckpttool.errors import CkptToolError, Damaged, UsageFault
 from train import data
@@ -299,3 +300,22 @@ def test_the_users_data_leaves_the_random_state_as_it_was(own):
     random.seed(4), torch.manual_seed(4), numpy.random.seed(4)
     samples[2]
     assert (random.random(), torch.rand(1).item(), numpy.random.rand()) == before
+
+
+# ---- on several ranks ----------------------------------------------------------------------------------
+
+
+def compare_on_ranks(rank: int, world_size: int, of_rank_1: int) -> Any:
+    whole = trainings.tensors((10,), of_rank_1 if rank else 8)
+    try:
+        data.compare(whole, "before training")
+    except CkptToolError as error:
+        return str(error), error.hint
+    return None
+
+
+def test_ranks_that_have_loaded_other_data_are_told_where_to_look(run_ranks: Any) -> None:
+    assert run_ranks(2, compare_on_ranks, 8) == [None, None]
+    for said, hint in run_ranks(2, compare_on_ranks, 9):
+        assert said == "rank 1 holds another --data than rank 0, before training"
+        assert "the files of --data" in hint

@@ -33,6 +33,8 @@ FREE = {
 # Its value is compared by what it holds: the same folder may lie elsewhere now.
 COMPARED_BY_CONTENT = {"data"}
 
+ON_SOME_RANKS = "look for code that changes weights, buffers or the optimizer on some ranks only"
+
 
 def capture(trainer: Trainer) -> dict[str, Any]:
     """All that the next step depends on. A collective: what ranks must share is checked on the way.
@@ -43,8 +45,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     with trainer.one_model():
         model, optimizer = trainer.ddp.state_dict(), trainer.optimizer.state_dict()
     digests = {
-        "model": ranks.compare(model, "before saving"),
-        "optimizer": ranks.compare(_named(optimizer), "before saving"),
+        "model": ranks.compare(model, "before saving", hint=ON_SOME_RANKS),
+        "optimizer": ranks.compare(_named(optimizer), "before saving", hint=ON_SOME_RANKS),
     }
     own = {"statistics": ranks.gather(trainer.statistics.take())} if trainer.statistics else {}
     return {

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from ckpttool import factory
+from ckpttool import factory, ranks
 from ckpttool.errors import CkptToolError, UsageFault
 from train.config import DataConfig
 from train.pictures import Folder, Scale, find_pictures
@@ -83,6 +83,12 @@ def load(config: DataConfig, *, seed: int = 0) -> Data:
     # Shuffles that depend on how many there are must not pass for the same data.
     sizes = f"{count(train)}/{count(test)}"
     return Data(config.data, train, test, classes, shape, f"{fingerprint} {sizes}")
+
+
+def compare(data: Data, when: str) -> None:
+    """Makes sure that all ranks have loaded the same data. A collective. Raises RanksDiffer."""
+    hint = "see to it that the files of --data are the same on every machine"
+    ranks.compare({"--data": (data.fingerprint, data.classes)}, when, hint=hint)
 
 
 def count(samples: Samples) -> int:

@@ -148,10 +148,10 @@ def work(job: Job) -> None:
 def evaluate(job: Job) -> Certificate:
     """The certificate, on every rank of the process group; rank 0 alone reads the checkpoint."""
     from ckpttool import ranks
-    from train import evaluation
+    from train import data, evaluation
 
     config, model = job.config, job.model
-    ranks.compare({"--data": (job.data.fingerprint, job.data.classes)}, "before evaluating")
+    data.compare(job.data, "before evaluating")
     digest = ranks.decide(lambda: load(job))
     model.to(job.place.device)
     ranks.broadcast_into(model.state_dict().values())

@@ -90,13 +90,13 @@ def work(job: Job) -> None:
 def train(job: Job) -> None:
     """The training itself, on every rank of the process group."""
     from ckpttool import ranks
-    from train import checkpoints, run_folder
+    from train import checkpoints, data, run_folder
     from train.engine import Trainer
     from train.report import Report
 
     config = job.config
     # Each rank has loaded its own copy: were they different, samples would be met twice, or never.
-    ranks.compare({"--data": (job.data.fingerprint, job.data.classes)}, "before training")
+    data.compare(job.data, "before training")
     folder = ranks.decide(lambda: run_folder.choose(config, time.strftime("%Y%m%d-%H%M%S")))
     trainer = Trainer(config, job.data, job.model, job.place)
     remarks = checkpoints.resume(trainer, folder)
