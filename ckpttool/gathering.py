@@ -27,6 +27,8 @@ PIECE = 8 << 20
 ALIGNED = 8
 """Bytes to a multiple of which each column begins in a message, to be seen as numbers where it lies."""
 
+LIKE_OTHERS = "give every rank the same columns, dtypes and further axes, and the same numbers"
+
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -50,7 +52,7 @@ def gather(
         RanksDiffer: columns are not the same kind on all ranks, or `samples` or `piece` not the same.
         TypeError, ValueError: index is no int64 [n], or a column has another number of rows.
     """
-    counts = ranks.agree(lambda: _look(index, columns, samples, piece), "in gather")
+    counts = ranks.agree(lambda: _look(index, columns, samples, piece), "in gather", hint=LIKE_OTHERS)
     ends = [0, *accumulate(counts)]
     places = torch.empty(ends[-1], dtype=torch.int64)
     # Where the numbers of rows don't add up there is nothing to join, and no word on how large it would be.
@@ -76,7 +78,8 @@ def arrays_of_all_ranks(own: NDArray[Any], kind: str = "") -> list[NDArray[Any]]
     Raises:
         RanksDiffer: it is not.
     """
-    counts = ranks.agree(lambda: ({kind: None}, len(own)), "in reduce")
+    hint = "reduce the same metrics, in the same order, on every rank"
+    counts = ranks.agree(lambda: ({kind: None}, len(own)), "in reduce", hint=hint)
     parts = [torch.empty(count, dtype=torch.int64) for count in counts]
     for rank, start, (raw,) in _stretches([torch.from_numpy(own)], counts, PIECE):
         rows = raw.view(torch.int64)
@@ -93,7 +96,7 @@ def _look(
     for name, column in columns.items():
         if column.dim() == 0 or len(column) != len(index):
             raise ValueError(f"'{name}' is {list(column.shape)}, and index has {len(index)} rows")
-    kinds = {name: (column.dtype, tuple(column.shape[1:])) for name, column in columns.items()}
+    kinds = {f"kind of column '{name}'": (c.dtype, tuple(c.shape[1:])) for name, c in columns.items()}
     return {**kinds, "number of samples": samples, "size of a piece": piece}, len(index)
 
 
@@ -139,9 +142,11 @@ def _stretches(
     data = [messages.as_bytes(column) for column in columns]
     if len(counts) == 1:
         yield 0, 0, [_aligned(column) for column in data]
-    elif any(widths):  # else there is nothing to send
-        at_once = piece // (sum(widths) * len(counts)) // ALIGNED * ALIGNED
-        yield from _exchanged(data, widths, counts, max(1, at_once))
+    else:
+        at_once = max(1, piece // (sum(widths) * len(counts)))
+        if at_once > ALIGNED:
+            at_once -= at_once % ALIGNED
+        yield from _exchanged(data, widths, counts, at_once)
 
 
 def _exchanged(

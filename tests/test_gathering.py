@@ -96,6 +96,10 @@ def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
         samples = 9
     elif kind == "dtype" and rank:
         columns = {"x": torch.zeros(len(index), dtype=torch.float64)}
+    elif kind == "name" and rank:
+        columns = {"y": torch.zeros(len(index))}
+    elif kind.startswith("called "):
+        columns = {kind.removeprefix("called "): torch.zeros(len(index), rank)}
     elif kind == "samples" and rank:
         samples = 9
     elif kind == "rows" and rank:
@@ -117,7 +121,22 @@ def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
         ("far beyond", ["CheckFailed", "RankFailed"], "sample 1000000000000 in rank 0 is none of the 10"),
         ("none of many", ["CheckFailed", "RankFailed"], "samples 10–999999999999999 of 1000000000000000 are"),
         ("beyond", ["CheckFailed", "RankFailed"], "sample 9 in rank 1 is none of the 9"),
-        ("dtype", ["RanksDiffer", "RanksDiffer"], "rank 1 holds another x than rank 0, in gather"),
+        (
+            "dtype",
+            ["RanksDiffer", "RanksDiffer"],
+            "rank 1 holds another kind of column 'x' than rank 0, in gather",
+        ),
+        ("name", ["RanksDiffer", "RanksDiffer"], "another kind of column 'x' than rank 0, in gather"),
+        (
+            "called number of samples",
+            ["RanksDiffer", "RanksDiffer"],
+            "another kind of column 'number of samples'",
+        ),
+        (
+            "called size of a piece",
+            ["RanksDiffer", "RanksDiffer"],
+            "another kind of column 'size of a piece'",
+        ),
         ("samples", ["RanksDiffer", "RanksDiffer"], "rank 1 holds another number of samples than rank 0"),
         ("rows", ["RankFailed", "ValueError"], "'x' is [7], and index has 5 rows"),
         ("float index", ["TypeError", "RankFailed"], "index is int64 [n], not torch.float32"),
@@ -157,6 +176,13 @@ def test_what_is_under_way_is_bounded_and_nothing_is_filled_up(run_ranks):
 
 def test_few_rows_are_one_message_a_rank(run_ranks):
     assert run_ranks(3, messages_sent, [2, 0, 3], gathering.PIECE, timeout=200) == [[24, 40]] * 3
+
+
+@pytest.mark.parametrize(("at_once", "each"), [(1, 1), (5, 5), (7, 7), (8, 8), (15, 8), (16, 16)])
+def test_as_many_rows_go_at_once_as_may_be_under_way_by_eights_where_they_are_more(run_ranks, at_once, each):
+    piece = 2 * (8 + 3) * at_once
+    for sent in run_ranks(2, messages_sent, [48, 0], piece, timeout=200):
+        assert len(sent) == -(-48 // each)
 
 
 def uneven_arrays(rank: int, world_size: int) -> list[list[int]]:
