@@ -22,6 +22,9 @@ M = TypeVar("M", bound="torch.nn.Module")
 
 Subclasses = Literal["refuse", "keep"]
 
+COMPILED = ("_orig_mod.",)
+"""What torch.compile puts into paths. Other names of wrappers may be those of parts of a live model."""
+
 
 def to_sync(module: M, *, process_group: Any = None, subclasses: Subclasses = "refuse") -> M:
     """Makes every BatchNorm layer of a module synchronised, in place, and returns the module.
@@ -106,7 +109,7 @@ def kinds_of(module: torch.nn.Module) -> dict[str, str]:
     for path, layer in module.named_modules(remove_duplicate=False):
         kind = type(layer).__name__ if _is_plain(layer) else getattr(layer, "plain_kind", None)
         if kind in KINDS:
-            found[_plain_path(path)] = kind
+            found[unwrapped(path, COMPILED)] = kind
     return found
 
 
@@ -220,8 +223,3 @@ def _sync_classes() -> tuple[type, ...]:
 def _on_gpu(layer: torch.nn.Module) -> bool:
     tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
     return bool(tensors) and all(tensor.is_cuda for tensor in tensors)
-
-
-def _plain_path(path: str) -> str:
-    """A path as the model had it before torch.compile wrapped parts of it."""
-    return ".".join(part for part in path.split(".") if part != "_orig_mod")

@@ -141,9 +141,9 @@ def given_kinds(
     return given
 
 
-def unwrapped(layer: str) -> str:
-    """A layer's path as the model had it before anything wrapped it, or parts of it."""
-    return ".".join(part for part in layer.split(".") if f"{part}." not in WRAPPERS)
+def unwrapped(layer: str, wrappers: Collection[str] = WRAPPERS.keys()) -> str:
+    """A layer's path as the model had it before anything, or one of these, wrapped it or parts of it."""
+    return ".".join(part for part in layer.split(".") if f"{part}." not in wrappers)
 
 
 def key(layer: str, name: str) -> str:

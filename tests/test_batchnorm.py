@@ -197,6 +197,11 @@ def test_kinds_are_named_for_every_place_in_plain_and_in_synchronised_form() -> 
     assert batchnorm.kinds_of(batchnorm.to_sync(net)) == expected
 
 
+def test_a_part_of_the_model_that_is_called_module_is_no_wrapper() -> None:
+    net = nn.ModuleDict({"norm": nn.BatchNorm1d(2), "module": nn.ModuleDict({"norm": nn.BatchNorm2d(2)})})
+    assert batchnorm.kinds_of(net) == {"norm": "BatchNorm1d", "module.norm": "BatchNorm2d"}
+
+
 # ---- what is not converted --------------------------------------------------------------------------------
 
 
