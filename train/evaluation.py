@@ -41,8 +41,12 @@ class Evaluator:
 
     def __init__(self, data: Data, place: Place, *, workers: int = 0) -> None:
         self.data, self.place, self.samples = data, place, count(data.test)
-        batches = evaluation_batches(self.samples, BATCH, place.rank, place.world_size)
-        self.batches = [list(batch) for batch in batches.values()]
+        dealt = [
+            evaluation_batches(self.samples, BATCH, rank, place.world_size).values()
+            for rank in range(place.world_size)
+        ]
+        self.batches = [list(batch) for batch in dealt[place.rank]]
+        self.rank_samples = [sum(map(len, batches)) for batches in dealt]
         self.loader = load(data.test, self.batches, place, workers, again=True)
 
     def evaluate(self, model: nn.Module, *, checkpoint: str | None = None) -> Evaluated:
@@ -58,12 +62,9 @@ class Evaluator:
         own = self.rows(model)
         columns = {name: column for name, column in own.items() if name != "index"}
         joined = gather(own["index"], columns, samples=self.samples)
-        counts = torch.zeros(self.place.world_size, dtype=torch.int64)
-        counts[self.place.rank] = len(own["index"])
-        rank_samples = ranks.total(counts).tolist()
         whole = _predictions({"index": torch.arange(self.samples), **joined})
         about = self._about(checkpoint)
-        return Evaluated(_predictions(own), ranks.alike(lambda: certify(whole, about, rank_samples)))
+        return Evaluated(_predictions(own), ranks.alike(lambda: certify(whole, about, self.rank_samples)))
 
     def rows(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """This rank's rows, by column. All ranks go from batch to batch together: none waits for one that
