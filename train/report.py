@@ -98,7 +98,8 @@ class Report:
             flags = flags_of(self.trainer.config) + flags_of_bits(self.trainer.place.device)
             self.say("next:")
             self.say(f"  ckpttool strip-prefix {shlex.quote(saved[0])} model.safetensors")
-            self.say(f"  {in_two_lines('python train/evaluate.py model.safetensors', flags)}")
+            command = f"python {program('evaluate')} model.safetensors"
+            self.say(f"  {in_two_lines(command, flags)}")
 
     def how_to_go_on(self) -> str:
         """The command that goes on with a run which was interrupted."""
@@ -109,11 +110,18 @@ class Report:
         if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             return f"to go on, start it as before with --out {shlex.quote(self.folder)} --resume auto"
         start = f"torchrun --nproc-per-node {place.world_size}" if place.world_size > 1 else "python"
-        return f"to go on: {start} train/main.py {shlex.join(arguments_of(resumed))}"
+        return f"to go on: {start} {program('main')} {shlex.join(arguments_of(resumed))}"
 
     def say(self, line: str) -> None:
         if self.speaks:
             print(line, flush=True)
+
+
+def program(name: str) -> str:
+    """The path of a program of this package, from where the user stands."""
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
+    below = os.path.relpath(path)
+    return shlex.quote(path if below.startswith(os.pardir) else below)
 
 
 def describe(data: Data) -> str:

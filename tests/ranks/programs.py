@@ -10,6 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 TINY = ["--data", "fake:10", "--epochs", "1", "--batch-size", "4"]
+PATIENCE = 110.0
+"""Seconds that a program has until it fails its test."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -21,5 +23,11 @@ def environment(**more: str) -> dict[str, str]:
 def start(command: list[str], cwd: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end; `more` are variables of its environment."""
     return subprocess.run(
-        command, cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=110, check=False
+        command,
+        cwd=cwd,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
