@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
@@ -285,9 +284,7 @@ def fail_on(rank: int, world_size: int, failing: list[int]) -> Any:
 
 @pytest.mark.parametrize("failing", [[0], [2], [1, 3]])
 def test_what_fails_on_one_rank_fails_on_all_with_the_first_ones_message(run_ranks, failing):
-    began = time.monotonic()
     answers = run_ranks(4, fail_on, failing)
-    assert time.monotonic() - began < 20
     first = failing[0]
     assert answers[first][:2] == ("OSError", f"[Errno 28] disk of rank {first} is full")
     said = f"rank {first} failed: OSError: [Errno 28] disk of rank {first} is full"

@@ -5,7 +5,8 @@ process group on the CPU, and runs case after case in them. A case is an importa
 `case(rank, world_size, *arguments)`; what it returns on each rank comes back in a list.
 
 A rank that dies, or a case that takes too long, fails that one test, with what each rank has said; the ranks
-are ended by their own process ids and started anew for the next case.
+are ended by their own process ids and started anew for the next case. A case has less time than a rank that
+waits for a lost one takes, so a test need not look at the clock.
 """
 
 from __future__ import annotations
