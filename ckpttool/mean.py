@@ -5,7 +5,8 @@ TwoProduct), the quotient to within 2^-100 of itself, and the pair is rounded to
 step, half to even. So the result is the exact mean correctly rounded wherever weights are equal and the
 finite numbers averaged for an element are of types up to float32 and within a factor of 2^50 of each other;
 elsewhere it is the nearest number or, where the mean lies within 2^-40 of the middle of two, its neighbour.
-Doubles so large or small that a pair can't hold their products are averaged as fractions, exactly.
+Where hardly anything is left of the numbers, as they cancel, and where they are so large or small that a pair
+can't hold their products, they are averaged as fractions, exactly.
 
 Most numbers need none of this: where the ends of the interval in which a plain float64 mean can be wrong are
 rounded to the same number, that is the result.
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 SPLITTER = 134217729.0  # 2^27 + 1: cuts a float64 into two halves whose products are exact
 LARGE, SMALL = 2.0**900, 2.0**-900
+
+CANCELLED = 2.0**-40
+"""What is left of the largest number, at the most, where pairs may have lost digits."""
 
 
 def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> memoryview:
@@ -78,14 +82,16 @@ def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DTyp
     with np.errstate(all="ignore"):
         high, low = _quotient(*_sum(values, weights), sum(map(Fraction, weights), Fraction()))
         plain = _plain(values, weights)
-        finite = np.isfinite(plain) if dtype.itemsize < 8 else _in_reach(values)
-        pair = finite & (high != 0)  # a zero has the sign that adding zeros gives
-        out = _rounded(np.where(pair, high, plain), np.where(pair, low, 0.0), dtype)
-    if dtype.itemsize == 8:
-        everywhere = np.logical_and.reduce([np.isfinite(value) for value in values])
-        for place in np.flatnonzero(~finite & everywhere):
-            out[place] = _exact([float(value[place]) for value in values], weights)
-    return out
+        sizes = np.maximum.reduce(
+            [np.abs(value * weight) for value, weight in zip(values, weights, strict=True)]
+        )
+        finite = np.logical_and.reduce([np.isfinite(value) for value in values])
+        # Zeros alone: their mean has the sign that adding zeros gives.
+        numbers = finite & np.logical_or.reduce([value != 0 for value in values])
+        cancelled = np.abs(high) * sum(weights) <= sizes * CANCELLED
+        for place in np.flatnonzero(numbers & (cancelled | ~_in_reach(values))):
+            high[place], low[place] = _exact([float(value[place]) for value in values], weights)
+    return _rounded(np.where(numbers, high, plain), np.where(numbers, low, 0.0), dtype)
 
 
 def _plain(values: list[NDArray[Any]], weights: Sequence[float]) -> Any:
@@ -104,10 +110,12 @@ def _in_reach(values: list[NDArray[Any]]) -> Any:
     return np.logical_and.reduce([(size < LARGE) & ((size > SMALL) | (size == 0)) for size in sizes])
 
 
-def _exact(values: list[float], weights: Sequence[float]) -> float:
+def _exact(values: list[float], weights: Sequence[float]) -> tuple[float, float]:
+    """The mean as a pair, by fractions."""
     total = sum(Fraction(w) * Fraction(value) for w, value in zip(weights, values, strict=True))
     found = Fraction(total) / sum(map(Fraction, weights))
-    return float(found)
+    high = float(found)
+    return high, float(found - Fraction(high))
 
 
 def _sum(values: list[NDArray[Any]], weights: Sequence[float]) -> tuple[Any, Any]:

@@ -92,6 +92,25 @@ def test_what_cancels_in_float64_does_not_cancel_here() -> None:
     assert float(meant(parts)) == nearest(Fraction(1, 3), torch.float64)
 
 
+@pytest.mark.parametrize(
+    "name, row, weights",
+    [
+        ("float32", [2.0**30, 1 + 2.0**-23, -(2.0**30), -1 - 2.0**-23], None),
+        ("float32", [2.0**60, 3, -(2.0**60), -3], None),
+        ("float32", [1e38, 1e20, 1, -1e38, -1e20], None),
+        ("bfloat16", [2.0**60, 3, -(2.0**60), -3], None),
+        ("float64", [0.7, 0.9, -0.7, -0.9], None),
+        ("float64", [1e26, 0.3, -1e26, -0.1, 1e-9], None),
+        ("float64", [-0.5356693863868713, 0.25048819184303284, 0.14259059727191925], [0.1, 0.1, 0.2]),
+    ],
+)
+def test_numbers_that_cancel_leave_what_they_leave(name: str, row: list[float], weights: Any) -> None:
+    values = [torch.tensor([value], dtype=TYPES[name]) for value in row]
+    given = weights or [1.0] * len(row)
+    exact = sum((Fraction(w) * Fraction(float(v)) for w, v in zip(given, values, strict=True)), Fraction())
+    assert float(meant(values, weights)) == nearest(exact / sum(map(Fraction, given)), TYPES[name])
+
+
 def test_doubles_at_both_ends_are_averaged_too() -> None:
     largest, smallest = 1.7976931348623157e308, 5e-324
     rows = [[largest, smallest, largest, 3e-310], [largest, smallest, -largest, 5e-310]]
