@@ -1,8 +1,9 @@
 """Rows of all ranks joined by sample, each exactly once. Imports torch.
 
-Ranks hold any number of rows, none too. One small message a rank says what it has, and that nothing is wrong;
-then rows travel as bytes, all their columns in one message, in rounds of bounded size, and are put where they
-belong in the result. So every dtype does, nothing is pickled, and NCCL sends what lies on the GPU from there.
+Ranks hold any number of rows, none too. Two small messages a rank say what it has, and that it has memory
+for the rows of all; then rows travel as bytes, all their columns in one message, in rounds of bounded size, and
+are put where they belong in the result. So every dtype does, nothing is pickled, and NCCL sends what lies on
+the GPU from there.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ def gather(
     """
     counts = ranks.agree(lambda: _look(index, columns, samples, piece), "in gather", hint=LIKE_OTHERS)
     ends = [0, *accumulate(counts)]
-    places = torch.empty(ends[-1], dtype=torch.int64)
-    # Where the numbers of rows don't add up there is nothing to join, and no word on how large it would be.
-    joined = [_Column(column, samples if ends[-1] == samples else 0) for column in columns.values()]
+    with ranks.together():  # memory may be too little on one rank alone
+        # Where the numbers of rows don't add up there is nothing to join, nor word on how large it would be.
+        joined = [_Column(column, samples if ends[-1] == samples else 0) for column in columns.values()]
+        places = torch.empty(ends[-1], dtype=torch.int64)
     for rank, start, rows in _stretches([index, *columns.values()], counts, piece):
         own = rows[0].view(torch.int64)
         at = own.cpu()

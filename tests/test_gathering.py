@@ -148,6 +148,30 @@ def test_what_can_not_be_joined_fails_on_every_rank_and_says_why(run_ranks, kind
     assert all(said in message for _, message in answers)
 
 
+def gather_without_memory(rank: int, world_size: int) -> tuple[str, str]:
+    class Large(gathering._Column):
+        def __init__(self, *_: Any) -> None:
+            raise MemoryError("too little")
+
+    kept, index = gathering._Column, torch.arange(rank, 10, world_size)
+    try:
+        gathering._Column = Large if rank == 1 else kept  # type: ignore[misc]
+        gathering.gather(index, {"x": index}, samples=10)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        gathering._Column = kept  # type: ignore[misc]
+    return "gathered", ""
+
+
+def test_a_rank_without_memory_for_the_rows_of_all_ends_all(run_ranks):
+    first, second = run_ranks(2, gather_without_memory)
+    assert (first, second) == (
+        ("RankFailed", "rank 1 failed: MemoryError: too little"),
+        ("MemoryError", "too little"),
+    )
+
+
 def messages_sent(rank: int, world_size: int, sizes: list[int], piece: int) -> list[int]:
     """Bytes of each message of a gathering in which rank r has `sizes[r]` rows of 3 bytes and an index."""
     seen = []
