@@ -269,6 +269,16 @@ def test_torchs_own_layers_need_every_rank_on_gpus_whatever_the_flag() -> None:
         check(net, samples=13, batch_size=4, device="cuda")
 
 
+def test_ranks_that_come_through_torchs_layers_less_often_than_others_are_refused_on_gpus() -> None:
+    """A batch of 5 on 2 ranks in 3 passes: 3 samples in 3, and 2 in 2."""
+    fitting = {"batchnorm": "sync", "samples": 10, "batch_size": 5}
+    check(make_net(), **fitting, accumulate=3)
+    check(make_net(), **fitting, accumulate=2, device="cuda")
+    with pytest.raises(UsageFault, match="a batch of 5 gives one of 2 ranks fewer passes") as fault:
+        check(make_net(), **fitting, accumulate=3, device="cuda")
+    assert fault.value.hint == "give another --batch-size or --accumulate"
+
+
 def test_a_model_that_torch_has_converted_is_tried_under_sync() -> None:
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
     net[7] = nn.Linear(17, 10).double()

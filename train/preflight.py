@@ -17,7 +17,7 @@ from train.config import TrainConfig
 from train.data import Data, Samples
 from train.engine import make_plan
 from train.launch import Place
-from train.plan import Plan
+from train.plan import Plan, deal
 from train.running_statistics import RunningStatistics
 
 
@@ -30,7 +30,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> No
     sync = config.batchnorm == "sync"
     trial = _as_trained(config, model)
     if place.device.type == "cuda" and (sync or _has_torchs_sync(model)):
-        _check_nobody_is_idle(plan, world_size)
+        _check_passes(plan, world_size)
     if _has_torchs_sync(trial):  # which can't be tried: it works on GPUs and in groups only
         _check_on_gpu(config, place)
         return
@@ -170,11 +170,20 @@ def _check_outputs(model: str, outputs: tuple[int, ...], data: Data) -> None:
         )
 
 
-def _check_nobody_is_idle(plan: Plan, world_size: int) -> None:
-    """A rank without samples would stay away from the sums inside SyncBatchNorm, and the others wait."""
-    if 0 in plan.share_sizes(world_size):
+def _check_passes(plan: Plan, world_size: int) -> None:
+    """A rank that stayed away from the sums inside torch's SyncBatchNorm would keep the others waiting."""
+    last = plan.global_size(plan.steps - 1)
+    for size in dict.fromkeys((plan.global_size(0), last)):
+        passes = {min(plan.accumulate, len(share)) for share in deal(range(size), world_size)}
+        if len(passes) == 1:
+            continue
+        fault = f"gives one of {world_size} ranks fewer passes than another"
+        if 0 in passes:
+            fault = f"leaves one of {world_size} ranks without a sample"
+        of_last = size < plan.batch_size and plan.steps > 1
         raise UsageFault(
-            f"--batch-size {plan.batch_size}: the last batch of {plan.samples % plan.batch_size} leaves one "
-            f"of {world_size} ranks without a sample, and the model's SyncBatchNorm needs every rank",
-            hint="give --drop-last or another --batch-size",
+            f"--batch-size {plan.batch_size}: {'the last' if of_last else 'a'} batch of {size} {fault}, and "
+            "SyncBatchNorm on GPUs needs every rank",
+            hint=f"give {'--drop-last or ' * of_last}another --batch-size"
+            + " or --accumulate" * (0 not in passes),
         )
