@@ -1,9 +1,9 @@
 """Rows of all ranks joined by sample, each exactly once. Imports torch.
 
 Ranks hold any number of rows, none too. Two small messages a rank say what it has, and that it has memory
-for the rows of all; then rows travel as bytes, all their columns in one message, in rounds of bounded size, and
-are put where they belong in the result. So every dtype does, nothing is pickled, and NCCL sends what lies on
-the GPU from there.
+for the rows of all; then rows travel as bytes, all their columns in one message, in rounds of bounded size,
+and are put where they belong in the result. So every dtype does, nothing is pickled, and NCCL sends what lies
+on the GPU from there.
 """
 
 from __future__ import annotations
