@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from . import formats
 from .commit import replacing
+from .digest import digest
 from .dtypes import DTYPES
 from .elements import stream
-from .errors import OutputExists, Unsupported
+from .errors import Damaged, OutputExists, Unsupported
 from .formats import safetensors
 from .tensor import Computed, Storage, TensorRef
 from .transfer import Output
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 COLUMNS = {"index": "int64", "prediction": "int64", "label": "int64", "loss": "float64"}
+ROWS = "rows"
+"""The metadata that holds the digest of the columns, as `digest.digest` makes it."""
+
 HINT = "a prediction file has index, prediction and label as int64 [n], and loss as float64 [n]"
 
 
@@ -103,8 +107,9 @@ def write(
     tensors = {
         column: _as_tensor(name, values, COLUMNS[column]) for column, values in predictions.columns().items()
     }
+    metadata = {**_as_metadata(evaluation, rank), ROWS: digest(tensors)}
     with replacing(name) as file:
-        safetensors.write(name, tensors, _as_metadata(evaluation, rank), Output(file))
+        safetensors.write(name, tensors, metadata, Output(file))
 
 
 def read(path: str | os.PathLike[str]) -> RankFile:
@@ -120,6 +125,9 @@ def read(path: str | os.PathLike[str]) -> RankFile:
         lengths = {len(column) for column in columns.values()}
         if len(lengths) > 1:
             raise Unsupported(checkpoint.path, "its columns have different numbers of rows", hint=HINT)
+        stated = checkpoint.metadata.get(ROWS)
+        if stated is not None and stated != digest({name: tensors[name] for name in COLUMNS}):
+            raise Damaged(checkpoint.path, "its rows are not those that were written: the digest differs")
         rank, evaluation = _of_metadata(checkpoint.path, checkpoint.metadata)
         return RankFile(checkpoint.path, rank, evaluation, Predictions(**columns))
 

@@ -129,6 +129,14 @@ def test_what_is_wrong_is_exit_1_and_names_samples_and_files(folder, cli, kind, 
     assert answer.json["error"]["kind"] == CheckFailed.kind
 
 
+def test_rows_that_were_changed_afterwards_are_refused(folder, cli):
+    raw = bytearray(Path(FILES[1]).read_bytes())
+    raw[-3] ^= 1  # in a loss: no rule of the format is broken
+    Path(FILES[1]).write_bytes(raw)
+    ran = cli("gather-metrics", *FILES)
+    assert (ran.code, "rank1.safetensors" in ran.err, "digest differs" in ran.err) == (3, True, True)
+
+
 def test_more_samples_than_the_files_speak_of_are_missed(folder, cli):
     answer = cli("gather-metrics", *FILES, "--samples", 41)
     assert (answer.code, "is of 40 samples, not of 41" in answer.err) == (1, True)

@@ -279,12 +279,13 @@ def test_where_there_are_no_links_the_second_file_is_a_copy(tmp_path, monkeypatc
 # ---- the folder ----------------------------------------------------------------------------------------
 
 
-def test_a_folder_that_holds_a_run_is_refused_and_names_the_ways_on(tmp_path):
-    (tmp_path / "last.pt").write_bytes(b"precious")
+@pytest.mark.parametrize("name", ["last.pt", "best.pt", "log.jsonl", "step-000007.pt"])
+def test_a_folder_that_holds_a_run_is_refused_and_names_the_ways_on(name, tmp_path):
+    (tmp_path / name).write_bytes(b"precious")
     with pytest.raises(UsageFault, match="holds a run already") as fault:
         run_folder.choose(TrainConfig(out=str(tmp_path)), "now")
     assert all(flag in fault.value.hint for flag in ("--resume auto", "--force", "--out"))
-    assert (tmp_path / "last.pt").read_bytes() == b"precious"
+    assert (tmp_path / name).read_bytes() == b"precious"
 
 
 def test_force_clears_a_runs_own_files_and_no_others(tmp_path):

@@ -67,6 +67,11 @@ def test_fake_samples_are_the_same_each_time_and_differ_between_train_and_test()
     assert not torch.equal(noise.train[0][0], noise.test[0][0])
 
 
+def test_pictures_that_become_other_numbers_are_other_data(tmp_path):
+    make_pictures = load("fake:8", mean=(0.5, 0.5, 0.5))
+    assert make_pictures.fingerprint != load("fake:8").fingerprint
+
+
 def test_data_sets_with_other_samples_have_other_fingerprints(tmp_path):
     make_folder(tmp_path / "a", {"cat": 6, "dog": 6})
     make_folder(tmp_path / "b", {"cat": 6, "dog": 5, "eel": 1})

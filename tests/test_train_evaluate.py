@@ -107,6 +107,8 @@ def test_an_evaluation_is_overwritten_only_when_asked_and_leaves_no_older_file(s
     arguments = [str(saved / "plain.pt"), "--model", "resnet20", "--data", "fake:20", "--out", str(out)]
     assert main(arguments) == 2
     assert "--force" in capsys.readouterr().err
+    assert main(["missing.pt", *arguments[1:], "--force"]) == 3
+    assert (out / "rank7.safetensors").read_text() == "older"  # until a new one can begin
     assert main([*arguments, "--force"]) == 0
     assert sorted(path.name for path in out.iterdir()) == ["eval.json", "notes.txt", "rank0.safetensors"]
 

@@ -89,6 +89,11 @@ def test_zip64_fields_are_read_where_they_stand(tmp_path: Path) -> None:
     assert contents(tmp_path / "z") == {"r/a": b"123"}
 
 
+def test_a_name_may_be_as_long_as_the_format_allows(tmp_path: Path) -> None:
+    records = {"n" * 65_535: b"abc"}
+    assert contents(zipped(tmp_path / "z", records)) == records
+
+
 def test_a_comment_at_the_end_is_no_harm(tmp_path: Path) -> None:
     zipped(tmp_path / "z", RECORDS)
     with zipfile.ZipFile(tmp_path / "z", "a") as archive:

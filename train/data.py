@@ -82,7 +82,7 @@ def load(config: DataConfig, *, seed: int = 0) -> Data:
     shape = tuple(first_sample(test, config.data)[0].shape)
     # Shuffles that depend on how many there are must not pass for the same data.
     sizes = f"{count(train)}/{count(test)}"
-    return Data(config.data, train, test, classes, shape, f"{fingerprint} {sizes}")
+    return Data(config.data, train, test, classes, shape, f"{fingerprint} {sizes}{_preparation(config)}")
 
 
 def compare(data: Data, when: str) -> None:
@@ -206,7 +206,14 @@ def load_test(config: DataConfig) -> Data:
         path = os.path.join(path, "test")
     files, labels, classes = find_pictures(path)
     samples = Folder(files, labels, _scale(config, channels=3), config.resize)
-    return Data(config.data, samples, samples, classes, tuple(samples[0][0].shape), _fingerprint(path, files))
+    fingerprint = _fingerprint(path, files) + _preparation(config)
+    return Data(config.data, samples, samples, classes, tuple(samples[0][0].shape), fingerprint)
+
+
+def _preparation(config: DataConfig) -> str:
+    """What the flags say of how pictures become numbers: other numbers are another data set."""
+    given = {"mean": config.mean, "std": config.std, "resize": config.resize}
+    return "".join(f", {name} {value}" for name, value in given.items() if value is not None)
 
 
 def _fingerprint(root: str, files: Sequence[str]) -> str:

@@ -163,34 +163,39 @@ def evaluate(job: Job) -> Certificate:
 
 
 def load(job: Job) -> str:
-    """Loads the checkpoint into the model; returns the digest of the state. Makes sure first of `--out`."""
+    """Loads the checkpoint into the model; returns the digest of the state.
+
+    `--out` is made sure of first, and emptied last: an earlier evaluation stays until the new one can begin.
+    """
     from ckpttool import formats
     from ckpttool.digest import digest
     from ckpttool.reloading import reload
 
     config = job.config
-    make_room(config)
+    earlier = make_room(config)
     loaded = reload(config.checkpoint, job.model, state=config.state)
     with formats.open(config.checkpoint) as checkpoint:
-        return digest(checkpoint.state(loaded.state).tensors)
+        found = digest(checkpoint.state(loaded.state).tensors)
+    for path in earlier:
+        os.remove(path)
+    return found
 
 
-def make_room(config: EvaluateConfig) -> None:
-    """The folder of `--out`, without the files of an earlier evaluation.
+def make_room(config: EvaluateConfig) -> list[str]:
+    """The folder of `--out`; returns the files of an earlier evaluation in it.
 
     Raises:
-        OutputExists: it holds one, and there is no `--force`.
+        OutputExists: there are some, and there is no `--force`.
     """
     from ckpttool.errors import OutputExists
 
     if config.out is None:
-        return
+        return []
     os.makedirs(config.out, exist_ok=True)
     earlier = [name for name in os.listdir(config.out) if name == STATEMENT or RANK_FILE.fullmatch(name)]
     if earlier and not config.force:
         raise OutputExists(f"--out {config.out}: holds an evaluation", hint="overwrite it with --force")
-    for name in earlier:
-        os.remove(os.path.join(config.out, name))
+    return [os.path.join(config.out, name) for name in earlier]
 
 
 def write(job: Job, found: Evaluated) -> None:

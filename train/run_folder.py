@@ -28,7 +28,7 @@ def choose(config: TrainConfig, now: str) -> str:
         UsageFault: it holds a run already and nothing says what to do with that, or it can't be made.
     """
     folder = config.out or _unused(os.path.join("runs", now))
-    if os.path.exists(os.path.join(folder, LAST)) and not config.force and not _goes_on_in(folder, config):
+    if _own_files(folder) and not config.force and not _goes_on_in(folder, config):
         raise UsageFault(
             f"{folder}: holds a run already",
             hint="--resume auto goes on with it, --force overwrites it, --out names another folder",
@@ -59,9 +59,16 @@ def _unused(folder: str) -> str:
 
 def _clear(folder: str) -> None:
     """Takes a run's own files out of its folder, so that none is left of one that is overwritten."""
-    for entry in list(os.scandir(folder)):
-        if entry.name in (LAST, BEST, LOG) or NUMBERED.fullmatch(entry.name):
-            os.unlink(entry.path)
+    for path in _own_files(folder):
+        os.unlink(path)
+
+
+def _own_files(folder: str) -> list[str]:
+    """What a run leaves in its folder; one that ended early may have left a log and a best.pt alone."""
+    if not os.path.isdir(folder):
+        return []
+    names = (name for name in os.listdir(folder) if name in (LAST, BEST, LOG) or NUMBERED.fullmatch(name))
+    return [os.path.join(folder, name) for name in names]
 
 
 def write(state: dict[str, Any], folder: str, names: list[str]) -> None:

@@ -6,7 +6,8 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
@@ -76,14 +77,24 @@ class ReaderGone(Exception):
     """Whoever read our output has stopped (`| head`)."""
 
 
+@contextmanager
+def _reader_watched() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise ReaderGone from error
+
+
 class Commands(click.Group):
     """The group of all commands. click itself would take a broken pipe for success."""
 
+    def make_context(self, *args: Any, **given: Any) -> click.Context:
+        with _reader_watched():  # --help and --version print while the words are looked at
+            return super().make_context(*args, **given)
+
     def invoke(self, ctx: click.Context) -> Any:
-        try:
+        with _reader_watched():
             return super().invoke(ctx)
-        except BrokenPipeError as error:
-            raise ReaderGone from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in our order; click sorts them
@@ -161,6 +172,9 @@ def main() -> NoReturn:
     """The entry point: runs a command, turns every expected failure into one line, ends with an exit code."""
     gc.disable()  # a command is over before garbage in cycles could matter, and a search visits every tensor
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's would wait busily for products of matrices
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started this
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # keys may hold what the terminal can't show

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
+from .console import counted
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def command(inputs: tuple[str, ...], weights: str | None, **given: Any) -> None:
                 "others: estimate them again on training data (torch.optim.swa_utils.update_bn)"
             )
         fields = {"files": found.files, "averaged": len(found.averaged), "taken_from_last": found.taken}
-        done = f"averaged {len(found.averaged)} tensors of {found.files} files"
+        done = f"averaged {counted(len(found.averaged), 'tensor', 'tensors')} of {found.files} files"
         left_out = last.outside(last.state(given["state"]))
         return new, Outcome(done, left_out=left_out, where="", fields=fields)
 

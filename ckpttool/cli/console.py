@@ -10,7 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,7 +55,8 @@ class Console:
     def note(self, text: str) -> None:
         """Something worth knowing beside the result."""
         if not (self.quiet or self.json):
-            click.echo(text, err=True)
+            with suppress(OSError):  # what is noted decides nothing
+                click.echo(text, err=True)
 
     def names(self, names: Sequence[str]) -> str:
         """Names in a row: the first few, or with -v all of them."""
@@ -145,12 +146,14 @@ def fail(error: BaseException, *, as_json: bool, to_stderr: bool = False) -> int
         body: dict[str, object] = {"kind": kind, "message": message, "hint": hint}
         if isinstance(error, Mismatch):
             body |= mismatch_fields(error)
-        click.echo(to_json({"error": body}), err=to_stderr)
+        with suppress(OSError):  # a full disk may be what went wrong
+            click.echo(to_json({"error": body}), err=to_stderr)
         if to_stderr:
             return code
-    click.echo(f"{_coloured('error:', 'red')} {printable(message)}", err=True)
-    if hint:
-        click.echo(f"{_coloured('hint:', 'cyan')} {printable(hint)}", err=True)
+    with suppress(OSError):
+        click.echo(f"{_coloured('error:', 'red')} {printable(message)}", err=True)
+        if hint:
+            click.echo(f"{_coloured('hint:', 'cyan')} {printable(hint)}", err=True)
     return code
 
 

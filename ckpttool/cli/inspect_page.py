@@ -162,7 +162,7 @@ def _module(level: int, branch: Branch, where: str) -> str:
     name = printable(branch.name)
     if not level:
         name = f"{where}.{name}" if where and name else where or name or "the file itself"
-    copies = f"  {branch.copies} ×" if branch.copies > 1 else ""
+    copies = f" ({branch.copies} alike)" if branch.copies > 1 else ""
     return "  " * level + name + copies
 
 

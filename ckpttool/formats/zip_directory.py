@@ -214,10 +214,11 @@ def _local(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[str,
         at = header - start
         named = at + fixed + len(raw_name)
         if named > len(window):
-            window = source.read(base + header, max(0, min(WINDOW, limit - header)))
+            wanted = max(WINDOW, fixed + len(raw_name))
+            window = source.read(base + header, max(0, min(wanted, limit - header)))
             start, at, named = header, 0, fixed + len(raw_name)
             if named > len(window):
-                raise Damaged(place.path, f"its record '{name}' lies outside the file")
+                raise Damaged(place.path, f"its record '{name[:80]}' lies outside the file")
         *mine, name_size, extra_size = unpack(window, at)
         if mine[0] != LOCAL_SIGNATURE or window[at + fixed : named] != raw_name or name_size != len(raw_name):
             raise Damaged(place.path, f"its record '{name}' has another name in its local header")
