@@ -165,7 +165,7 @@ def frozen(num_classes):
     ("name", "said"),
     [
         ("idle", "parameter idle.weight has no part in the output"),
-        ("synchronised", "the last batch of 1 leaves one of 2 ranks without a sample"),
+        ("synchronised", "torch's SyncBatchNorm works on GPUs alone (give --batchnorm sync"),
         ("frozen", "has no parameters to train"),
     ],
 )
