@@ -211,7 +211,7 @@ def test_the_evaluation_that_a_run_proposes_gives_what_it_logged_on_as_many_thre
     said = said_by(str(ROOT / "train/main.py"), *tiny)
     program, *arguments = said.replace("\\\n", "").rpartition("  python ")[2].split()
     assert arguments[-2:] == ["--threads", "2"]
-    said_by("-m", "ckpttool", "strip-prefix", "run/best.pt", "model.safetensors")
+    said_by("-m", "ckpttool", "strip-prefix", "run/best.pt", "run/model.safetensors")
     found = json.loads(said_by(str(ROOT / program), *arguments, "--json"))
     logged = json.loads((tmp_path / "run/log.jsonl").read_text())
     assert [found[name] for name in SAME] == [logged[name] for name in SAME]

@@ -62,7 +62,7 @@ def test_all_ways_to_start_are_one_program(runs, way):
 
 def test_the_commands_that_a_run_proposes_work_when_pasted(runs, tmp_path):
     done, _, _ = runs["python"]
-    proposed = done.stdout.split("next:\n")[1].splitlines()
+    proposed = done.stdout.split("next:\n")[1].replace("\\\n", "").splitlines()
     assert len(proposed) == 2
     for line in proposed:
         program, *rest = line.split()

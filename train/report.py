@@ -97,8 +97,10 @@ class Report:
         if saved:
             flags = flags_of(self.trainer.config) + flags_of_bits(self.trainer.place.device)
             self.say("next:")
-            self.say(f"  ckpttool strip-prefix {shlex.quote(saved[0])} model.safetensors")
-            command = f"python {program('evaluate')} model.safetensors"
+            # In the run's own folder: elsewhere the model of another run may stand under that name.
+            model = shlex.quote(os.path.join(self.folder, "model.safetensors"))
+            self.say(f"  ckpttool strip-prefix {shlex.quote(saved[0])} {model} --force")
+            command = f"python {program('evaluate')} {model}"
             self.say(f"  {in_two_lines(command, flags)}")
 
     def how_to_go_on(self) -> str:
