@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # the first DDP would import it inside a process group, which it then keeps
 import torch.distributed as dist
 from ranks import trainings
 from ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, start
