@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks.programs import ROOT, TINY, TORCHRUN, start
+from ranks.programs import OWN_DATA, ROOT, TINY, TORCHRUN, start
 
 from train import launch, main
 from train.launch import Place
@@ -76,21 +76,6 @@ def test_the_commands_that_a_run_proposes_work_when_pasted(runs, tmp_path):
 
 
 # ---- what must not matter ------------------------------------------------------------------------------
-
-OWN_DATA = """
-import random, torch
-from torch.utils.data import Dataset
-
-class Augmented(Dataset):
-    classes = list("ab")
-    def __len__(self):
-        return 12
-    def __getitem__(self, index):
-        return torch.rand(1, 8, 8) + random.random(), index % 2
-
-def pair():
-    return Augmented(), Augmented()
-"""
 
 
 def test_worker_processes_change_nothing(tmp_path):

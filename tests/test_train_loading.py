@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from ranks import trainings
+from ranks.programs import OWN_DATA
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -63,22 +64,6 @@ def test_workers_draw_other_numbers_in_each_epoch_on_each_rank_and_for_each_seed
     assert all(map(torch.equal, alike, drawn()))
     met = [*alike, *drawn(rank=1), *drawn(seed=1), drawn(start=1)[0]]
     assert len({tuple(numbers.flatten().tolist()) for numbers in met}) == 7
-
-
-OWN_DATA = """
-import random, torch
-from torch.utils.data import Dataset
-
-class Augmented(Dataset):
-    classes = list("ab")
-    def __len__(self):
-        return 12
-    def __getitem__(self, index):
-        return torch.rand(1, 8, 8) + random.random(), index % 2
-
-def pair():
-    return Augmented(), Augmented()
-"""
 
 
 def test_random_samples_out_of_workers_are_the_same_after_a_resume_in_the_middle_of_an_epoch(

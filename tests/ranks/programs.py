@@ -13,6 +13,22 @@ TINY = ["--data", "fake:10", "--epochs", "1", "--batch-size", "4"]
 PATIENCE = 110.0
 """Seconds that a program has until it fails its test."""
 
+OWN_DATA = """
+import random, torch
+from torch.utils.data import Dataset
+
+class Augmented(Dataset):
+    classes = list("ab")
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        return torch.rand(1, 8, 8) + random.random(), index % 2
+
+def pair():
+    return Augmented(), Augmented()
+"""
+"""A file of a user's with samples that are drawn anew each time they are loaded."""
+
 
 def environment(**more: str) -> dict[str, str]:
     """This process's own, with the one thread that torchrun would say it sets."""
