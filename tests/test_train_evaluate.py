@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import trainings
+from ranks.programs import start
 from torch import nn
 
 from train import evaluate, models
@@ -257,3 +258,11 @@ def test_a_failure_is_one_line_and_an_object_for_scripts(
         assert set(error) == {"kind", "message", "hint"}
     else:
         assert answer.out == ""
+
+
+def test_an_evaluation_does_not_import_the_compiler(saved):
+    """It takes more than a second, and only training needs it."""
+    code = "import sys; from train.evaluate import main; sys.exit(main() or 'torch._dynamo' in sys.modules)"
+    arguments = [str(saved / "plain.pt"), "--model", "resnet20", "--data", "fake:20"]
+    done = start([sys.executable, "-c", code, *arguments])
+    assert done.returncode == 0, done.stderr

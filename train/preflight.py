@@ -7,7 +7,6 @@ import dataclasses
 
 import torch
 from torch import nn
-from torch._dynamo.exc import Unsupported
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
@@ -96,7 +95,7 @@ def _try_training(
     try:
         outputs = _dry_run(data.train, copied, smallest, backward=True)
     except Exception as error:
-        if isinstance(error, Unsupported) and config.batchnorm == "pooled":
+        if config.batchnorm == "pooled" and _can_not_be_compiled(error):
             raise _compiled_whole(name) from error
         if smallest == 1 and _takes_two(data, model):
             raise _batch_of_one(name, plan, world_size) from error
@@ -136,6 +135,12 @@ def _unfit(name: str, data: Data, error: Exception) -> UsageFault:
     shape = "×".join(map(str, data.shape))
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     return UsageFault(f"--model {name}: does not take samples of {shape}, as {data.name} has: {reason}")
+
+
+def _can_not_be_compiled(error: Exception) -> bool:
+    from torch._dynamo.exc import Unsupported  # here, as importing it takes a second
+
+    return isinstance(error, Unsupported)
 
 
 def _compiled_whole(name: str) -> UsageFault:
