@@ -115,8 +115,8 @@ def process_group(place: Place, timeout: float) -> Iterator[None]:
         traceback.clear_frames(error.__traceback__)  # which hold the model that holds the group
         raise
     finally:
-        # DDP is a cycle of references and keeps the group alive, and the group its threads. One of them that
-        # wants the interpreter while it shuts down ends the process by SIGABRT (one run of four, under load).
+        # DDP keeps the group alive, the group its threads, and a cycle of references (in a model, in hooks)
+        # DDP. A thread that wants the interpreter while that shuts down ends the process by SIGABRT.
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
