@@ -21,7 +21,8 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 MAX_LEVELS = 60
 """Levels that are told apart; honest models have some 15."""
 
-NUMBERED = re.compile(r"(.*?)(0|[1-9][0-9]{0,8})", re.DOTALL)
+MAX_DIGITS = 9
+NUMBERED = re.compile(rf"(.*?)(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,16 +174,15 @@ def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]
     if all(name.isdecimal() for name in modules):  # safetensors has 10 before 2
         names = sorted(modules, key=lambda name: (len(name), name))
     row: list[str] = []
-    kind: _Kind = ()
-    place: _Place = None
+    before: _Kind = ()
+    expected: _Place = None
     for name in names:
-        before, place = place, _place(name)
-        follows = before and place and before[0] == place[0] and before[1] + 1 == place[1]
-        alike, kind = kind, _kind(modules[name], start + len(name))
-        if row and not (follows and alike == kind):
+        place, kind = _place(name), _kind(modules[name], start + len(name))
+        if row and not (place and place == expected and kind == before):
             yield row
             row = []
         row.append(name)
+        before, expected = kind, (place[0], place[1] + 1) if place else None
     if row:
         yield row
 
@@ -202,8 +202,12 @@ _Place = tuple[str, int] | None
 
 
 def _place(name: str) -> _Place:
-    found = NUMBERED.fullmatch(name)
-    return (found[1], int(found[2])) if found else None
+    text = name.rstrip("0123456789")
+    digits = name[len(text) :]
+    if digits[:1] in ("", "0") or len(digits) > MAX_DIGITS:  # then some of them belong to the text
+        found = NUMBERED.fullmatch(name)
+        return (found[1], int(found[2])) if found else None
+    return text, int(digits)
 
 
 def _label(row: list[str]) -> str:

@@ -213,6 +213,7 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
     """Optimizers and schedulers among what a file holds at the top, or in lists and dicts at the top."""
     optimizers: list[OptimizerRow] = []
     schedulers: list[SchedulerRow] = []
+    inside = dict, list  # not `dict | list`, which would be made anew for every tensor
     level: list[tuple[str, object]] = [("", tree)]
     for _ in range(3):
         below: list[tuple[str, object]] = []
@@ -227,7 +228,7 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
                 below += [
                     (f"{name}.{in_brief(key)}" if name else in_brief(key), item)
                     for key, item in entries_
-                    if isinstance(item, dict | list)
+                    if isinstance(item, inside)
                 ]
         level = below
     return tuple(optimizers), tuple(schedulers)

@@ -77,7 +77,7 @@ def found_prefixes(
         lightning: whether Lightning wrote the file.
     """
     keys = list(names)
-    counts: Counter[str] = Counter(match[0] for name in keys if (match := _CHAIN.match(name)))
+    counts: Counter[str] = Counter(match[0] for match in map(_CHAIN.match, keys) if match)
     chains: Counter[str] = Counter()
     for chain, count in counts.items():
         for end in (link.end() for link in _LINK.finditer(chain)):
@@ -119,7 +119,8 @@ def _offered(keys: list[str], known: set[str], lightning: bool) -> Iterator[Foun
     wanted = dict(OFFERED)
     if lightning:
         wanted |= dict.fromkeys(ATTRIBUTES, "an attribute of a LightningModule")
-    carrying = [name for name in keys if name.startswith(tuple(wanted))]
+    prefixes = tuple(wanted)
+    carrying = [name for name in keys if name.startswith(prefixes)]
     for prefix, wrapper in wanted.items():
         count = sum(name.startswith(prefix) for name in carrying) if prefix not in known else 0
         if count:

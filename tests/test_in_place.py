@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import Damaged
-from ckpttool.formats import in_place, saving
+from ckpttool.formats import in_place
 from ckpttool.formats.in_place import Journal, journal_path
 from ckpttool.keys import add_prefix, rename_keys, strip_prefix
 from ckpttool.tensor import Source
@@ -164,7 +164,7 @@ def test_the_values_are_compared_before_the_header_changes(
     strip(path, verify=True)
     assert contents(path) == of(PLAIN)
     before = path.read_bytes()
-    monkeypatch.setattr(saving, "digest", lambda tensors, progress: id(tensors))
+    monkeypatch.setattr("ckpttool.digest.digest", lambda tensors, progress: id(tensors))
     with ckpttool.open(path) as checkpoint, pytest.raises(Damaged, match="does not read back"):
         ckpttool.save(rename_keys(checkpoint, [("layer", "l")])[0], path, force=True, verify=True)
     assert path.read_bytes() == before

@@ -169,10 +169,8 @@ def test_wrong_values_are_found_when_asked_for(
 
 @pytest.mark.parametrize("to", ["safetensors-sharded", "torch-sharded", "dcp"])
 def test_folders_are_read_back_too(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckpttool.formats import saving
-
     checkpoint = ckpttool.open(saved(STATE, tmp_path))
-    monkeypatch.setattr(saving, "digest", lambda tensors, _: str(id(tensors)))
+    monkeypatch.setattr("ckpttool.digest.digest", lambda tensors, _: str(id(tensors)))
     with pytest.raises(Damaged, match="does not read back as it was meant"):
         ckpttool.save(checkpoint, tmp_path / "out", to=to, verify=True)
     assert os.listdir(tmp_path) == ["in.pt"]

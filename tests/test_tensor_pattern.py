@@ -86,6 +86,26 @@ def test_what_is_recognised_is_what_the_machine_makes(tmp_path: Path) -> None:
     assert type(quick["w59"]) is TensorRef
 
 
+def test_tensors_like_one_before_are_known_without_another_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    look = TensorPattern.look
+    monkeypatch.setattr(TensorPattern, "look", lambda self, *args: looks.append(args[1]) or look(self, *args))
+    data = saved(400)
+    quick, taken = read(data, tmp_path / "x", pattern=True)
+    assert taken > 350
+    assert len(looks) < 60  # the first ones, seven shapes for keys of two digits and of three, and the end
+    assert described(quick) == described(read(data, tmp_path / "x", pattern=False)[0])
+
+
+@pytest.mark.parametrize("cut", range(1, 90))
+def test_a_pickle_that_ends_anywhere_in_a_tensor_is_cut_short(cut: int, tmp_path: Path) -> None:
+    data = saved(80)[:-cut]  # the places in the memo end in zero bytes
+    with pytest.raises(PickleFault, match="cut short"):
+        read(data, tmp_path / "x", pattern=True)
+
+
 @given(one=st.integers(256, 400), two=st.integers(256, 400))
 def test_whatever_was_left_out_of_the_memo_is_there_when_it_is_referred_to(
     one: int, two: int, tmp_path_factory: pytest.TempPathFactory

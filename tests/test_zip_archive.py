@@ -217,6 +217,16 @@ def test_a_name_that_is_no_utf_8_is_damaged(tmp_path: Path) -> None:
         directory(place_of(path))
 
 
+def test_zeros_that_are_true_of_one_record_are_no_excuse_for_the_next(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "z", {"r/a": b"", "r/b": b"123"})
+    patched(path, LOCAL, 4, b"\x2d")  # another version: the two headers are not the same bytes
+    assert set(contents(path)) == {"r/a", "r/b"}
+    patched(path, LOCAL, 4, b"\x2d", which=1)
+    patched(path, LOCAL, 14, bytes(12), which=1)
+    with pytest.raises(Damaged, match="'r/b' has two headers that disagree"):
+        directory(place_of(path))
+
+
 def test_records_that_overlap_are_damaged(tmp_path: Path) -> None:
     """Two entries of the directory for the same bytes, as in a zip bomb."""
     path = zipped(tmp_path / "z", {"r/a": b"1", "r/b": b"1"})

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +45,12 @@ class Journal:
             return False
         both = zip(header, self.old, self.new, strict=True)
         return all(byte in (old, new) for byte, old, new in both)
+
+
+def _sha256(data: bytes) -> bytes:
+    import hashlib  # which loads OpenSSL, for a tenth of a command's start
+
+    return hashlib.sha256(data).digest()
 
 
 def journal_path(path: str) -> str:
@@ -86,7 +91,7 @@ def _read_journal(path: str) -> Journal | None:
     except OSError:
         return None
     digest, both = raw[len(MAGIC) : len(MAGIC) + 32], raw[len(MAGIC) + 32 :]
-    if not raw.startswith(MAGIC) or hashlib.sha256(both).digest() != digest:
+    if not raw.startswith(MAGIC) or _sha256(both) != digest:
         return None  # not one of ours, or cut short: so the file itself was not touched
     return Journal(both[: len(both) // 2], both[len(both) // 2 :])
 
@@ -169,7 +174,7 @@ def _with_journal(source: Source, fd: int, header: bytes) -> None:
         _write(fd, old)
     path = journal_path(source.path)
     with replacing(path) as journal:
-        journal.write(MAGIC + hashlib.sha256(old + header).digest() + old + header)
+        journal.write(MAGIC + _sha256(old + header) + old + header)
     try:
         _write(fd, header)
     except BaseException:

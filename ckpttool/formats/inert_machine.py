@@ -9,9 +9,8 @@ like in the file is the business of `inert_opcodes`.
 from __future__ import annotations
 
 import mmap
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from ..inert import ORDERED_DICT, Global, OrderedDict_, Record, checked_key
@@ -34,10 +33,15 @@ Shortcut = Callable[["Machine", int], int]
 """Carries out at once what follows a name in the file, and returns the position after it; or does nothing and
 returns the position it was given."""
 
-Values = Callable[..., Sequence[object]]
 
-SKIPPED = object()
-"""Stands in the memo for a value that a shortcut did not make, because hardly anything ever refers to it."""
+class Skipped(tuple[Any, ...]):
+    """Stands in the memo for values that a shortcut did not make, as hardly anything ever refers to them.
+
+    It holds the place of the first of them, behind which the others follow, a function that makes them all,
+    and its arguments.
+    """
+
+    __slots__ = ()
 
 
 class PickleFault(ValueError):
@@ -75,7 +79,6 @@ class Machine:
         self.memo: list[Any] = []
         self.far: dict[int, Any] = {}
         self.rewrites = 0
-        self.skipped: list[tuple[int, Values, tuple[Any, ...]]] = []  # first index, values, arguments
         self.protocol = 0
         self.hashes: dict[int, tuple[object, Counter[int]]] = {}
         self.copied = 0  # pairs taken from lists, which stay in the memo for another turn
@@ -123,21 +126,16 @@ class Machine:
     def refer(self, index: int) -> None:
         if index < len(self.memo):
             value = self.memo[index]
-            self.stack.append(self.make_up_for(index) if value is SKIPPED else value)
+            self.stack.append(self.make_up_for(index, value) if type(value) is Skipped else value)
         elif index in self.far:
             self.stack.append(self.far[index])
         else:
             fault(f"its pickle refers to value {index}, which it has not stored")
 
-    def skip(self, count: int, values: Values, args: tuple[Any, ...]) -> None:
-        """Leaves out the next values of the memo; `values(*args)` makes them should one be needed."""
-        self.skipped.append((len(self.memo), values, args))
-        self.memo += (SKIPPED,) * count
-
-    def make_up_for(self, index: int) -> object:
-        first, values, args = self.skipped[bisect_right(self.skipped, index, key=lambda skip: skip[0]) - 1]
+    def make_up_for(self, index: int, skipped: Skipped) -> object:
+        first, values, *args = skipped
         for at, value in enumerate(values(*args), first):
-            if self.memo[at] is SKIPPED:
+            if self.memo[at] is skipped:
                 self.memo[at] = value
         return self.memo[index]
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import NoReturn
 
 from ..inert import BadKey, Global
-from .inert_machine import SKIPPED, Machine, PersistentLoad, Reducers, Shortcut
+from .inert_machine import Machine, PersistentLoad, Reducers, Shortcut, Skipped
 from .inert_machine import PickleFault as PickleFault
 from .inert_opcodes import OPCODES, Stop, uint4, unknown
 
@@ -80,8 +80,8 @@ def _run(machine: Machine, position: int) -> NoReturn:
         elif code in (BINGET, LONG_BINGET):
             index = data[position + 1] if code == BINGET else uint4(data, position + 1)[0]
             position += 2 if code == BINGET else 5
-            value = memo[index] if index < len(memo) else SKIPPED
-            if value is SKIPPED:
+            value = memo[index] if index < len(memo) else None
+            if value is None or type(value) is Skipped:
                 machine.refer(index)
             elif id(value) in shortcuts and (end := shortcuts[id(value)](machine, position)) > position:
                 position = end

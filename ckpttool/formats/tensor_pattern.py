@@ -2,8 +2,9 @@
 
 Nearly every tensor of a checkpoint is a name and thirty opcodes that are always the same: the name
 `_rebuild_tensor_v2`, a storage that was not met before, a shape, a stride, no hooks. One regular expression
-finds them all, and the tensor is made without carrying them out, which is several times as fast. Whatever is
-unusual in any way is left to the machine: a tensor that is not accepted here is not a fault.
+finds them all, and the tensor is made without carrying them out, which is several times as fast. Most are
+like one before, byte for byte but for what counts on, and are known by one comparison. Whatever is unusual in
+any way is left to the machine: a tensor that is not accepted here is not a fault.
 
 A checkpoint may hold 100,000 tensors, and each passes through the one loop below, which is written out for
 speed.
@@ -11,13 +12,16 @@ speed.
 
 from __future__ import annotations
 
+import mmap
 import re
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..dtypes import STORAGE_DTYPES, DType
 from ..inert import ORDERED_DICT, Global, OrderedDict_
 from ..tensor import MAX_BYTES, TensorRef, extent, new_tensor
-from .inert_machine import Machine
+from .inert_machine import Machine, Skipped
+from .inert_opcodes import uint4
 from .storage_id import STORAGE_MODULES, FindStorage, StorageForm
 
 GET = rb"(h.|j....)"
@@ -32,8 +36,12 @@ HERE = re.compile(rb"()()" + TENSOR, re.DOTALL)
 AFTER_NAME = re.compile(PUT + GET + TENSOR, re.DOTALL)
 """What follows the text of the name that a tensor stands under: that name's place in the memo first."""
 
-TEXT = b"X"
-"""The opcode of text: four bytes of length, and the text."""
+TEXT, PLACE = ord("X"), b"r"
+"""The opcodes of text, four bytes of length and the text, and of a place in the memo."""
+
+# Groups of the two, by number: references to the memo, numbers, places in the memo, and the storage's key.
+GETS, NUMBERS, PUTS = (2, 3, 4, 8, 17), (9, 11, 12, 14, 16), (1, 7, 10, 13, 15, 18, 19, 20)
+REBUILD, DIGITS, PUT_SIZES = 2, 6, (13, 15)
 
 RISING = [(sum(1 << 32 * i for i in range(n)), sum(i << 32 * i for i in range(n))) for n in range(9)]
 """For n memo indices in a row: read as one number, those from `first` on are `first * ones + steps`. They are
@@ -51,12 +59,51 @@ class _Form(NamedTuple):
         storage: what these have in common.
         end: bytes from the beginning of the storage to the end of the tensor; 0 where it has no elements.
         tensor: dtype, shape, stride, offset, requires_grad.
+        kept: those of shape and stride that have a place in the memo, as all have that are not empty.
     """
 
     kind: Global
     storage: StorageForm
     end: int
     tensor: tuple[DType, tuple[int, ...], tuple[int, ...], int, bool]
+    kept: tuple[tuple[int, ...], ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Stencil:
+    """The opcodes of a tensor, to be laid upon those of another.
+
+    Read as one number, those of alike tensors differ in the places in the memo, each of which counts on from
+    the first, and in the digits of the storage's key. So the number of the next one is known beforehand.
+
+    Attributes:
+        form: what they mean.
+        named: whether they follow the text of a name, and begin with that name's place in the memo.
+        size: in bytes.
+        rest: their number, were the memo empty and the digits zero bytes.
+        ones: what each value in the memo adds to that.
+        made: how many values they add to the memo.
+        key, shift: where the digits stand, and by how many bits that shifts them in the number.
+        next: what followed the last time, and mostly will again.
+    """
+
+    form: _Form
+    named: bool
+    size: int
+    rest: int
+    ones: int
+    made: int
+    key: slice
+    shift: int
+    next: _Stencil | None = None
+
+    def key_at(self, data: bytes | mmap.mmap, begin: int, held: int) -> bytes:
+        """The digits of the key, if these opcodes stand here and the memo holds so many values; else none."""
+        entry = data[begin : begin + self.size]
+        digits = entry[self.key]
+        number = self.rest + self.ones * held + (int.from_bytes(digits, "little") << self.shift)
+        alike = int.from_bytes(entry, "little") == number
+        return digits if alike and digits.isdigit() else b""
 
 
 class TensorPattern:
@@ -70,56 +117,97 @@ class TensorPattern:
     def __init__(self, rebuild: Global, storage: FindStorage) -> None:
         self.rebuild = rebuild
         self.storage = storage
-        self.forms: dict[tuple[bytes, ...], _Form] = {}
+        self.stencils: dict[tuple[bytes, ...], _Stencil] = {}
+        self.last: _Stencil | None = None
         self.rewrites = 0
 
     def __call__(self, machine: Machine, position: int) -> int:
         """A tensor, and those that follow it under a name each: many entries of a dict in one go."""
-        data, memo, extend, skip, forms = (
-            machine.data, machine.memo, machine.stack.extend, machine.skip, self.forms
-        )  # fmt: skip
         if machine.rewrites != self.rewrites:
-            self.rewrites = machine.rewrites
-            forms.clear()
-        text = slice(0)  # where a name lies; the machine has read that of the first
-        match = None if machine.far else HERE.match(data, position)
-        while match:
-            (
-                put_name, rebuild, storage, kind, length, digits, put_key, location, count, put_id, start,
-                shape, put_shape, stride, put_stride, grad, hooks, put_hooks, put_args, put_tensor,
-            ) = match.groups(b"")  # fmt: skip
-            like = rebuild, storage, kind, location, hooks, count, start, shape, stride, grad
-            form = forms.get(like) or self.new_form(machine, like)
-            puts = b"".join(
-                (put_name, put_key, put_id, put_shape, put_stride, put_hooks, put_args, put_tensor)
-            )
-            made = len(puts) // 4
-            ones, steps = RISING[made]
-            in_order = int.from_bytes(puts, "little") == len(memo) * ones + steps
-            if form is None or not in_order or length[0] != len(digits):
-                break
+            self.rewrites, self.last = machine.rewrites, None
+            self.stencils.clear()
+        if machine.far:
+            return position
+        data, memo, extend = machine.data, machine.memo, machine.stack.extend
+        begin, name = position, slice(0)  # of opcodes, and of the text before; the machine has read the first
+        while True:
+            stencil, digits = self.last and self.last.next, b""
+            if stencil and stencil.named is (name.stop > 0):
+                digits = stencil.key_at(data, begin, len(memo))
+            if not digits:
+                stencil, digits = self.look(machine, begin, AFTER_NAME if name.stop else HERE)
+            if not stencil:
+                return position
+            if self.last:
+                self.last.next = stencil
+            self.last, form, key = stencil, stencil.form, digits.decode()
             try:
-                names = (data[text].decode(),) if rebuild else ()
+                names = (data[name].decode(),) if stencil.named else ()
             except UnicodeDecodeError:
-                break
-            key = digits.decode()
+                return position
             found = self.storage(key, form.storage)
             if form.end > found.nbytes:
-                break
+                return position
             tensor = new_tensor(found, *form.tensor)
-            skip(made - 1, _skipped, (names, key, form, tensor, put_shape, put_stride))
+            memo += (Skipped((len(memo), _values, names, key, form, tensor)),) * (stencil.made - 1)
             memo.append(tensor)
             extend((*names, tensor))
-            position = match.end()
-            head = data[position : position + 5]
-            text = slice(position + 5, position + 5 + int.from_bytes(head[1:], "little"))
-            match = AFTER_NAME.match(data, text.stop) if head[:1] == TEXT else None
-        return position
+            position = begin + stencil.size
+            if data[position] != TEXT:
+                return position
+            begin = position + 5 + uint4(data, position + 1)[0]
+            name = slice(position + 5, begin)
 
-    def new_form(self, machine: Machine, like: tuple[bytes, ...]) -> _Form | None:
+    def look(self, machine: Machine, begin: int, pattern: re.Pattern[bytes]) -> tuple[_Stencil | None, bytes]:
+        """A tensor that is like none before, or not like the one that was expected, and its key."""
+        match = pattern.match(machine.data, begin)
+        if not match:
+            return None, b""
+        (
+            put_name, rebuild, storage, kind, length, digits, put_key, location, count, put_id, start,
+            shape, put_shape, stride, put_stride, grad, hooks, put_hooks, put_args, put_tensor,
+        ) = match.groups(b"")  # fmt: skip
+        puts = b"".join((put_name, put_key, put_id, put_shape, put_stride, put_hooks, put_args, put_tensor))
+        ones, steps = RISING[len(puts) // 4]
+        in_order = int.from_bytes(puts, "little") == len(machine.memo) * ones + steps
+        if not in_order or length[0] != len(digits):
+            return None, b""
+        # A place in the memo is the same opcode everywhere; whether there is one is not.
+        like = (
+            rebuild, storage, kind, length, location, count, start,
+            shape, put_shape and PLACE, stride, put_stride and PLACE, grad, hooks,
+        )  # fmt: skip
+        return self.stencils.get(like) or self.new_stencil(machine, match, like), digits
+
+    def new_stencil(
+        self, machine: Machine, match: re.Match[bytes], like: tuple[bytes, ...]
+    ) -> _Stencil | None:
+        """That of the first tensor of its kind, if it is one."""
+        form = self.new_form(machine, match)
+        if not form:
+            return None
+        begin, end = match.span()
+        first, after = match.span(DIGITS)
+        places = [place - begin for place, past in map(match.span, PUTS) if past > place]
+        ones, shift = sum(1 << 8 * place for place in places), 8 * (first - begin)
+        number = int.from_bytes(match[0], "little")
+        stencil = _Stencil(
+            form,
+            named=bool(match[REBUILD]),
+            size=end - begin,
+            rest=number - ones * len(machine.memo) - (int.from_bytes(match[DIGITS], "little") << shift),
+            ones=ones,
+            made=len(places),
+            key=slice(first - begin, after - begin),
+            shift=shift,
+        )
+        self.stencils[like] = stencil
+        return stencil
+
+    def new_form(self, machine: Machine, match: re.Match[bytes]) -> _Form | None:
         """What references to the memo and numbers mean, if it is what a tensor needs and what fits a file."""
-        *gets, count, start, shape, stride, grad = like
-        rebuild, word, kind, location, hooks = (self.referred(machine, get) for get in gets)
+        count, start, shape, stride, grad = match.group(*NUMBERS)
+        rebuild, word, kind, location, hooks = (self.referred(machine, match[at]) for at in GETS)
         dtype = STORAGE_DTYPES.get(kind.name) if type(kind) is Global else None
         if dtype is None or kind.module not in STORAGE_MODULES or type(location) is not str:
             return None
@@ -134,10 +222,10 @@ class TensorPattern:
         width = dtype.itemsize
         tensor = dtype, tuple(sizes), tuple(steps), offset, grad == b"\x88"
         storage = StorageForm(kind.name, location, numel, numel * width)
-        self.forms[like] = _Form(kind, storage, end * width, tensor)
-        return self.forms[like]
+        kept = tuple(each for each, put in zip(tensor[1:3], match.group(*PUT_SIZES), strict=True) if put)
+        return _Form(kind, storage, end * width, tensor, kept)
 
-    def referred(self, machine: Machine, get: bytes) -> Any:
+    def referred(self, machine: Machine, get: bytes | None) -> Any:
         """What a reference to the memo means; none stands at the first tensor, after the name was met."""
         if not get:
             return self.rebuild
@@ -149,18 +237,15 @@ def _numbers(opcodes: bytes) -> list[int]:
     return [int.from_bytes(each[1:], "little", signed=each[:1] == b"J") for each in EACH.findall(opcodes)]
 
 
-def _skipped(
-    names: tuple[str, ...], key: str, form: _Form, tensor: TensorRef, put_shape: bytes, put_stride: bytes
-) -> list[object]:
+def _values(names: tuple[str, ...], key: str, form: _Form, tensor: TensorRef) -> list[object]:
     """What the machine would have put into its memo on the way to a tensor."""
-    layout = [sizes for sizes, put in ((tensor.shape, put_shape), (tensor.stride, put_stride)) if put]
     hooks = OrderedDict_()
     args = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.requires_grad, hooks)
     return [
         *names,
         key,
         ("storage", form.kind, key, form.storage.location, form.storage.numel),
-        *layout,
+        *form.kept,
         hooks,
         args,
     ]

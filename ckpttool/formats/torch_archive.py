@@ -29,6 +29,7 @@ class Archive:
         self.source = source
         self.records = read_directory(source, place)
         self.root = _root(source, self.records)
+        self.data = f"{self.root}/data/"
         self.byteorder = self._byteorder()
         self.inflated = Inflated(source)
         self.storages: dict[str, Storage] = {}
@@ -72,7 +73,10 @@ class Archive:
         kind, location, _, nbytes = form
         known = self.storages.get(key)
         if known is None:
-            _, data, size, crc32, compression = record = self.record(f"data/{key}")
+            record = self.records.get(self.data + key)
+            if record is None or record.compression != STORED:
+                record = self.record(f"data/{key}")
+            _, data, size, crc32, compression = record
             if nbytes != size:  # said before anything is inflated
                 raise self._two_sizes(key, nbytes, size)
             if compression == DEFLATED:
