@@ -110,13 +110,7 @@ def convert(
     wanted = {**known, **given} if to == "sync" else alone
     if as_text is None:
         as_text = checkpoint.format.startswith("safetensors") and not checkpoint.full
-    report = Report(
-        tuple(dict.fromkeys((*layers, *given, *known))),
-        tuple(key(path, COUNTER) for path in layers if key(path, COUNTER) not in found.container),
-        tuple(path for path in layers if _is_old(found, path)),
-        {path: kind for path, kind in wanted.items() if known.get(path) != kind},
-        {path: kind for path, kind in known.items() if path not in wanted},
-    )
+    report = _report(found, layers, [*given, *known], known, wanted)
     if not report.changes:
         raise _fits_both(checkpoint, to)
     entries = _versions(found, report, {} if as_text else wanted)
@@ -124,6 +118,19 @@ def convert(
         found, lambda value: _converted(found, report, entries) if value is found.container else value
     )
     return replace(new, metadata=_text(checkpoint.metadata, wanted if as_text else {})), report
+
+
+def _report(
+    state: State, layers: list[str], named: list[str], known: Mapping[str, str], wanted: Mapping[str, str]
+) -> Report:
+    """What is to be done, where the `known` kinds are recorded and the `wanted` ones should be."""
+    return Report(
+        tuple(dict.fromkeys((*layers, *named))),
+        tuple(key(path, COUNTER) for path in layers if key(path, COUNTER) not in state.container),
+        tuple(path for path in layers if _is_old(state, path)),
+        {path: kind for path, kind in wanted.items() if known.get(path) != kind},
+        {path: kind for path, kind in known.items() if path not in wanted},
+    )
 
 
 def _is_old(state: State, layer: str) -> bool:

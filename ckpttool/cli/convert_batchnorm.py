@@ -82,7 +82,6 @@ def command(
       ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048
       ckpttool convert-batchnorm old.pt sync.pt --to sync
     """
-    from .. import formats
     from ..formats.saving import format_of_output
 
     _check(inputs, to, {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first})
@@ -94,7 +93,8 @@ def command(
 
         pooled, report = None, None
         if inputs[1:]:
-            checkpoint, pooled = _pool(checkpoint)
+            several = {"cumulative": cumulative, "exclude": exclude, "keep_first": keep_first, "state": state}
+            checkpoint, pooled = _pool(checkpoint, inputs[1:], counts, **several)
         choices = {"kinds": _kinds(model), "exclude": exclude, "state": state}
         try:
             written = format_of_output(given["output"], checkpoint, None)
@@ -105,16 +105,18 @@ def command(
                 raise
         return checkpoint, _outcome(len(inputs), to or "plain", pooled, report)
 
-    def _pool(first: Checkpoint) -> tuple[Checkpoint, PoolReport]:
-        from ..batchnorm_pooling import pool_states
-
-        with ExitStack() as stack:
-            others = [stack.enter_context(formats.open(path)) for path in inputs[1:]]
-            numbers = dict(map(_counts, counts)) or None
-            choices = {"cumulative": cumulative, "exclude": exclude, "keep_first": keep_first}
-            return pool_states([first, *others], numbers, **choices, state=state)
-
     rewrite({**given, "input": inputs[0]}, transform)
+
+
+def _pool(
+    first: Checkpoint, others: tuple[str, ...], counts: tuple[str, ...], **choices: Any
+) -> tuple[Checkpoint, PoolReport]:
+    from .. import formats
+    from ..batchnorm_pooling import pool_states
+
+    with ExitStack() as stack:
+        opened = [stack.enter_context(formats.open(path)) for path in others]
+        return pool_states([first, *opened], dict(map(_counts, counts)) or None, **choices)
 
 
 def _check(inputs: tuple[str, ...], to: Target | None, of_several: dict[str, tuple[str, ...]]) -> None:

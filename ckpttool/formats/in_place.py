@@ -48,7 +48,7 @@ class Journal:
 
 
 def _sha256(data: bytes) -> bytes:
-    import hashlib  # which loads OpenSSL, for a tenth of a command's start
+    import hashlib  # loads OpenSSL, without which most commands start sooner
 
     return hashlib.sha256(data).digest()
 

@@ -234,7 +234,7 @@ class _Writing:
             meant, there = self.state.tensors, found.state("").tensors
         same = _structure(meant) == _structure(there)
         if same and values:
-            from ..digest import digest  # whose hashlib loads OpenSSL, for a tenth of a command's start
+            from ..digest import digest  # whose hashlib loads OpenSSL
 
             same = digest(meant, progress) == digest(there, progress)
         if not same:

@@ -36,16 +36,15 @@ HERE = re.compile(rb"()()" + TENSOR, re.DOTALL)
 AFTER_NAME = re.compile(PUT + GET + TENSOR, re.DOTALL)
 """What follows the text of the name that a tensor stands under: that name's place in the memo first."""
 
-TEXT, PLACE = ord("X"), b"r"
-"""The opcodes of text, four bytes of length and the text, and of a place in the memo."""
+TEXT = ord("X")
+"""The opcode of text: four bytes of length, and the text."""
 
-# Groups of the two, by number: references to the memo, numbers, places in the memo, and the storage's key.
-GETS, NUMBERS, PUTS = (2, 3, 4, 8, 17), (9, 11, 12, 14, 16), (1, 7, 10, 13, 15, 18, 19, 20)
-REBUILD, DIGITS, PUT_SIZES = 2, 6, (13, 15)
-
-RISING = [(sum(1 << 32 * i for i in range(n)), sum(i << 32 * i for i in range(n))) for n in range(9)]
-"""For n memo indices in a row: read as one number, those from `first` on are `first * ones + steps`. They are
-that of the name, the storage's key and identity, shape and stride unless empty, hooks, arguments, tensor."""
+# Groups of the two, by number: references to the memo; numbers; the storage's key, with its length before it;
+# and places in the memo: of the name, the storage's key and identity, shape and stride unless empty, hooks,
+# arguments, tensor.
+GETS, NUMBERS, LENGTH, DIGITS = (2, 3, 4, 8, 17), (9, 11, 12, 14, 16), 5, 6
+PUTS, PUT_SIZES = (1, 7, 10, 13, 15, 18, 19, 20), (13, 15)
+REBUILD = GETS[0]
 
 WIDEST = 16
 """Bytes of the widest element."""
@@ -117,7 +116,7 @@ class TensorPattern:
     def __init__(self, rebuild: Global, storage: FindStorage) -> None:
         self.rebuild = rebuild
         self.storage = storage
-        self.stencils: dict[tuple[bytes, ...], _Stencil] = {}
+        self.stencils: dict[tuple[object, ...], _Stencil] = {}
         self.last: _Stencil | None = None
         self.rewrites = 0
 
@@ -163,24 +162,15 @@ class TensorPattern:
         match = pattern.match(machine.data, begin)
         if not match:
             return None, b""
-        (
-            put_name, rebuild, storage, kind, length, digits, put_key, location, count, put_id, start,
-            shape, put_shape, stride, put_stride, grad, hooks, put_hooks, put_args, put_tensor,
-        ) = match.groups(b"")  # fmt: skip
-        puts = b"".join((put_name, put_key, put_id, put_shape, put_stride, put_hooks, put_args, put_tensor))
-        ones, steps = RISING[len(puts) // 4]
-        in_order = int.from_bytes(puts, "little") == len(machine.memo) * ones + steps
-        if not in_order or length[0] != len(digits):
+        held, digits = len(machine.memo), match[DIGITS]
+        puts = [int.from_bytes(put, "little") for put in match.group(*PUTS) if put]
+        if puts != [*range(held, held + len(puts))] or match[LENGTH][0] != len(digits):
             return None, b""
-        # A place in the memo is the same opcode everywhere; whether there is one is not.
-        like = (
-            rebuild, storage, kind, length, location, count, start,
-            shape, put_shape and PLACE, stride, put_stride and PLACE, grad, hooks,
-        )  # fmt: skip
+        like = *match.group(*GETS, *NUMBERS, LENGTH), *map(bool, match.group(*PUT_SIZES))
         return self.stencils.get(like) or self.new_stencil(machine, match, like), digits
 
     def new_stencil(
-        self, machine: Machine, match: re.Match[bytes], like: tuple[bytes, ...]
+        self, machine: Machine, match: re.Match[bytes], like: tuple[object, ...]
     ) -> _Stencil | None:
         """That of the first tensor of its kind, if it is one."""
         form = self.new_form(machine, match)

@@ -81,7 +81,7 @@ def _common_byteorder(checkpoint: Checkpoint, storages: list[Storage]) -> str:
 
 def _serialization_id(pickle: bytes, directory: bytes | bytearray) -> bytes:
     """40 digits that are the same for the same contents, as torch's are; readers only compare them."""
-    import hashlib  # which loads OpenSSL, for a tenth of a command's start
+    import hashlib  # loads OpenSSL, without which most commands start sooner
 
     digest = hashlib.sha256(pickle + directory).digest()
     return str(int.from_bytes(digest[:16], "little")).zfill(40)[:40].encode()
