@@ -42,6 +42,30 @@ def zipped(path: Path, records: dict[str, bytes], **given: Any) -> Path:
     return path
 
 
+class Pipe(io.RawIOBase):
+    """What is written to it can't be returned to, so sizes and checksums stand behind the records."""
+
+    def __init__(self) -> None:
+        self.out = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.out += bytes(data)
+        return len(data)
+
+
+def streamed(path: Path, records: dict[str, bytes], *, wide: bool = False) -> Path:
+    pipe = Pipe()
+    with zipfile.ZipFile(pipe, "w") as archive:  # type: ignore[arg-type]
+        for name, data in records.items():
+            with archive.open(name, "w", force_zip64=wide) as record:
+                record.write(data)
+    path.write_bytes(pipe.out)
+    return path
+
+
 def contents(path: Path) -> dict[str, bytes]:
     return {name: record.data.read() for name, record in directory(place_of(path)).items()}
 
@@ -61,23 +85,23 @@ def test_a_zip_of_torch_is_read(tmp_path: Path) -> None:
         assert contents(tmp_path / "f.pt") == {name: theirs.read(name) for name in theirs.namelist()}
 
 
-def test_a_zip_written_to_a_pipe_keeps_its_sizes_behind_the_records(tmp_path: Path) -> None:
-    class Pipe(io.RawIOBase):
-        def __init__(self) -> None:
-            self.out = bytearray()
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_zip_written_to_a_pipe_keeps_its_sizes_behind_the_records(wide: bool, tmp_path: Path) -> None:
+    assert contents(streamed(tmp_path / "z", RECORDS, wide=wide)) == RECORDS
 
-        def writable(self) -> bool:
-            return True
 
-        def write(self, data: Any) -> int:
-            self.out += bytes(data)
-            return len(data)
-
-    pipe = Pipe()
-    with zipfile.ZipFile(pipe, "w") as archive:  # type: ignore[arg-type]
-        archive.writestr("r/a", b"123")
-    (tmp_path / "z").write_bytes(pipe.out)
-    assert contents(tmp_path / "z") == {"r/a": b"123"}
+@pytest.mark.skipif(not shutil.which("zip"), reason="needs zip")
+@pytest.mark.parametrize("options", [["-0"], ["-0", "-fd"], ["-0", "-fz"]])
+def test_what_was_unpacked_and_zipped_again_is_read(options: list[str], tmp_path: Path) -> None:
+    """Folders have entries of their own, without bytes."""
+    torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
+    records = contents(tmp_path / "f.pt")
+    with zipfile.ZipFile(tmp_path / "f.pt") as theirs:
+        theirs.extractall(tmp_path)
+    subprocess.run(["zip", "-q", "-r", *options, "z.zip", "f"], cwd=tmp_path, check=True)
+    found = contents(tmp_path / "z.zip")
+    assert found.pop("f/") == b""
+    assert {name: data for name, data in found.items() if name[-1] != "/"} == records
 
 
 def test_zip64_fields_are_read_where_they_stand(tmp_path: Path) -> None:
@@ -158,6 +182,10 @@ DISAGREEMENTS = {
     "place past the end": (CENTRAL, 42, word(0x7FFFFFFF)),
     "name past the end": (CENTRAL, 28, short(0xFFFF)),
     "a symbolic link": (CENTRAL, 38, word(0o120777 << 16)),
+    "a folder with bytes, by its attributes": (CENTRAL, 38, word(0x10)),
+    "a checksum said to be elsewhere": (LOCAL, 14, word(0xFFFFFFFF)),
+    "sizes of the local header said to be elsewhere": (LOCAL, 18, word(0xFFFFFFFF) * 2),
+    **{f"flag {flag:#x} of the local header": (LOCAL, 6, short(flag)) for flag in (0x20, 0x40, 0x2000)},
     "count of entries": (b"PK\x05\x06", 8, short(9) * 2),
     "fewer entries": (b"PK\x05\x06", 8, short(1) * 2),
     "size of the directory": (b"PK\x05\x06", 12, word(7)),
@@ -179,7 +207,8 @@ def test_headers_that_disagree_or_lie_are_damaged(what: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "signature, offset, raw, reason",
     [
-        (CENTRAL, 8, short(1), "encrypted"),
+        *[(CENTRAL, 8, short(flag), "encrypted") for flag in (0x1, 0x20, 0x40, 0x2000)],
+        (CENTRAL, 34, short(1), "another volume"),
         (b"PK\x05\x06", 4, short(1), "split"),
         (b"PK\x05\x06", 8, short(1), "split"),
     ],
@@ -225,6 +254,101 @@ def test_zeros_that_are_true_of_one_record_are_no_excuse_for_the_next(tmp_path: 
     patched(path, LOCAL, 14, bytes(12), which=1)
     with pytest.raises(Damaged, match="'r/b' has two headers that disagree"):
         directory(place_of(path))
+
+
+def test_a_length_that_is_true_of_one_name_is_no_excuse_for_the_next(tmp_path: Path) -> None:
+    """torch finds the bytes by the length that the local header states."""
+    path = streamed(tmp_path / "z", {"r/a": b"123", "r/bb": b"123"})
+    patched(path, LOCAL, 26, short(3), which=1)
+    with pytest.raises(Damaged, match="'r/bb' has another name in its local header"):
+        directory(place_of(path))
+
+
+def test_a_folder_that_holds_bytes_is_damaged(tmp_path: Path) -> None:
+    """torch leaves the memory unfilled."""
+    assert contents(zipped(tmp_path / "z", {"r/data/": b""})) == {"r/data/": b""}
+    with pytest.raises(Damaged, match="'r/data/' is a folder"):
+        directory(place_of(zipped(tmp_path / "z", {"r/data/": b"1"})))
+
+
+def with_extra(path: Path, extra: bytes) -> Path:
+    info = zipfile.ZipInfo("r/a")
+    info.extra = extra
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(info, b"123")
+    return path
+
+
+WIDE = struct.pack("<HHQQ", zip_archive.ZIP64_EXTRA, 16, 3, 3)
+OTHER_WIDE = struct.pack("<HHQQ", zip_archive.ZIP64_EXTRA, 16, 2, 2)
+
+
+def test_zip64_fields_of_both_headers_agree(tmp_path: Path) -> None:
+    path = with_extra(tmp_path / "z", WIDE)
+    patched(path, LOCAL, 18, word(0xFFFFFFFF) * 2)
+    assert contents(path) == {"r/a": b"123"}
+    patched(path, CENTRAL, 20, word(0xFFFFFFFF) * 2)
+    assert contents(path) == {"r/a": b"123"}
+    patched(path, LOCAL, 33, OTHER_WIDE)  # the fields before them are the same bytes in both headers
+    with pytest.raises(Damaged, match="two headers that disagree"):
+        directory(place_of(path))
+    patched(path, CENTRAL, 20, word(3) * 2)
+    with pytest.raises(Damaged, match="two headers that disagree"):
+        directory(place_of(path))
+
+
+@pytest.mark.parametrize("header, sizes", [(LOCAL, 18), (CENTRAL, 20)])
+@pytest.mark.parametrize(
+    "extra", [WIDE[:8], WIDE[:-1], WIDE[:2] + short(8) + bytes(8), b"\7\7\xff\xff" + WIDE]
+)
+def test_a_zip64_field_that_is_cut_short_is_damaged(
+    extra: bytes, header: bytes, sizes: int, tmp_path: Path
+) -> None:
+    path = patched(with_extra(tmp_path / "z", extra), header, sizes, word(0xFFFFFFFF) * 2)
+    with pytest.raises(Damaged, match="'r/a' lacks its ZIP64 sizes"):
+        directory(place_of(path))
+
+
+def test_nothing_stands_between_the_two_ends_of_a_wide_directory(tmp_path: Path) -> None:
+    """Python takes what stands last there for the end record, and finds another directory by it."""
+    torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
+    data = (tmp_path / "f.pt").read_bytes()
+    at = data.rindex(b"PK\x06\x06")
+    end, rest = data[at : at + 56], data[at + 56 :]
+    longer = end[:4] + struct.pack("<Q", 44 + 56) + end[12:]
+    (tmp_path / "z").write_bytes(data[:at] + longer + end + rest)
+    with pytest.raises(Damaged, match="ZIP64 directory is malformed"):
+        directory(place_of(tmp_path / "z"))
+
+
+@pytest.mark.parametrize("offset, raw", [(4, word(1)), (16, word(2))])
+def test_a_wide_directory_in_another_volume_is_unsupported(offset: int, raw: bytes, tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
+    with pytest.raises(Unsupported, match="split"):
+        directory(place_of(patched(tmp_path / "f.pt", b"PK\x06\x07", offset, raw)))
+
+
+@pytest.mark.parametrize(
+    "header, offset, raw",
+    [
+        (LOCAL, 14, word(1)),
+        (LOCAL, 26, short(1)),
+        (LOCAL, 28, short(0xFFFF)),
+        (CENTRAL, 8, short(1)),
+        (CENTRAL, 34, short(1)),
+        (CENTRAL, 20, word(5)),
+        (CENTRAL, 20, word(0xFFFFFFFF)),
+        (CENTRAL, 38, word(0o120777 << 16)),
+        (CENTRAL, 38, word(0x10)),
+    ],
+)
+def test_of_a_long_name_a_message_shows_the_beginning(
+    header: bytes, offset: int, raw: bytes, tmp_path: Path
+) -> None:
+    path = patched(zipped(tmp_path / "z", {"n" * 60_000: b"123"}), header, offset, raw)
+    with pytest.raises((Damaged, Unsupported), match="n" * 80) as refusal:
+        directory(place_of(path))
+    assert len(refusal.value.reason) < 200
 
 
 def test_records_that_overlap_are_damaged(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
 ZIP64_EXTRA = 1
 PADDING_EXTRA = 0x4246  # "FB": what torch pads a local header with
 STORED, DEFLATED = 0, 8
-ENCRYPTED, DESCRIPTOR, UTF8 = 1, 8, 0x800
+DESCRIPTOR, UTF8 = 8, 0x800
+UNREADABLE = 0x1 | 0x20 | 0x40 | 0x2000  # encrypted, a patch, strongly encrypted, headers masked
 ALIGNMENT = 64
 
 

@@ -1,8 +1,9 @@
 """The directory of a zip, read strictly.
 
-Everything that two readers of one zip could understand differently is refused: duplicate names, a local
-header that disagrees with the central directory, records that overlap. A record is a range of the file; those
-that another tool than torch compressed are the business of `inflate`. Format: PKWARE APPNOTE 6.3.
+What readers of zips understand differently, torch's and Python's above all, is refused: duplicate names, a
+local header that disagrees with the central directory, records that overlap, folders that hold bytes. The
+descriptors behind records are passed over, as by all who read by the directory. A record is a range of the
+file; those that another tool than torch compressed are the business of `inflate`. Format: PKWARE APPNOTE 6.3.
 
 A checkpoint may hold 100,000 records. Their headers are read in the order of the file, a window at a time,
 and the two loops below are written out for speed.
@@ -20,7 +21,6 @@ from .zip_archive import (
     CENTRAL,
     CENTRAL_SIGNATURE,
     DESCRIPTOR,
-    ENCRYPTED,
     END,
     END64,
     END64_SIGNATURE,
@@ -32,17 +32,23 @@ from .zip_archive import (
     LOCATOR64,
     LOCATOR64_SIGNATURE,
     STORED,
+    UNREADABLE,
     ZIP64_EXTRA,
 )
 
-# The fields that are looked at; what lies between them (versions, times, disks) is passed over.
-CENTRAL_ENTRY = struct.Struct("<I4xHH4xIIIHHH4xII")
-COMMON = struct.Struct("<2xHH4xIIIH")
-LOCAL_HEADER = struct.Struct(f"<I{COMMON.size}sH")
+# The fields that are looked at; what lies between them (versions, times) is passed over.
+CENTRAL_ENTRY = struct.Struct("<I4xHH4xIIIHHHH2xII")
+COMMON = struct.Struct("<2xHH4xIII")
+LOCAL_HEADER = struct.Struct(f"<I{COMMON.size}sHH")
 assert (CENTRAL_ENTRY.size, LOCAL_HEADER.size) == (CENTRAL.size, LOCAL.size)
 
 COMMON_IN_ENTRY = 6
 """Where in an entry those fields begin that a local header has too, in the same order."""
+
+FOLDER, LINK, KIND = 0x10, 0o120000 << 16, 0o170000 << 16
+NO_FILE = FOLDER | LINK & ~(0o100000 << 16)
+"""Attributes: a folder's, as MS-DOS and torch have it; a symbolic link's, among the kinds that Unix has; the
+bits that tell either from a plain file."""
 
 WINDOW = 1 << 15
 """Bytes read at a time for local headers: more than one, where records are small."""
@@ -66,10 +72,10 @@ class Record(NamedTuple):
     compression: int
 
 
-_Entry = tuple[int, bytes, str, bytes, int, int, int, int, int]
+_Entry = tuple[int, bytes, str, int, int, int, int, int, int]
 """What the central directory says of a record: where its local header begins, the name as bytes and as text,
-the fields that a local header has too, flags, compression, checksum, bytes in the file, and bytes once
-inflated. Sorts in the order of the file."""
+where in the directory those fields stand that a local header has too, flags, compression, checksum, bytes in
+the file, and bytes once inflated. Sorts in the order of the file."""
 
 _new: Callable[..., Any] = tuple.__new__
 """Makes a NamedTuple in half the time of its class."""
@@ -89,18 +95,18 @@ def read_directory(source: Source, place: ByteRange | None = None) -> dict[str, 
     count, size, offset = _find_directory(place)
     raw = place.part(offset, size).read()
     try:
-        records = _local(place, _central(place, count, raw), offset)
+        records = _local(place, _central(place, count, raw), raw, offset)
     except _Overlap:  # or not listed in the order of the file, as no writer of torch's does
         try:
-            records = _local(place, sorted(_central(place, count, raw)), offset)
+            records = _local(place, sorted(_central(place, count, raw)), raw, offset)
         except _Overlap as fault:
             raise Damaged(place.path, str(fault)) from None
-    names = "\n" + "\n".join(records)
+    names = "\n" + "\n".join(records) + "\n"
     if len(records) != count or not names.islower():
         _require_apart(place, (entry[2] for entry in _central(place, count, raw)))
-    if any(sign in names for sign in LEAVING):
-        for name in records:
-            _require_inside(place, name)
+    if any(sign in names for sign in ODD):
+        for name, record in records.items():
+            _require_plain(place, name, record.size)
     return records
 
 
@@ -132,16 +138,16 @@ def _end64(place: ByteRange, end: int, narrow: tuple[int, int, int]) -> tuple[in
     at = end - LOCATOR64.size
     if at < 0:
         return (*narrow, end)
-    signature, _, position, _ = LOCATOR64.unpack(place.part(at, LOCATOR64.size).read())
+    signature, end_disk, position, disks = LOCATOR64.unpack(place.part(at, LOCATOR64.size).read())
     if signature != LOCATOR64_SIGNATURE:
         return (*narrow, end)
-    if position + END64.size > at:
+    if position + END64.size != at:  # an extension that may follow it would be taken for it by Python
         raise Damaged(place.path, "its ZIP64 directory is malformed")
     fields = END64.unpack(place.part(position, END64.size).read())
-    if fields[0] != END64_SIGNATURE or position + 12 + fields[1] != at:
+    if fields[:2] != (END64_SIGNATURE, END64.size - 12):
         raise Damaged(place.path, "its ZIP64 directory is malformed")
-    _, _, _, _, disk, start_disk, here, count, size, offset = fields
-    if disk or start_disk or here != count:
+    disk, start_disk, here, count, size, offset = fields[4:]
+    if end_disk or disks > 1 or disk or start_disk or here != count:
         raise Unsupported(place.path, "is one volume of a split zip archive")
     for wide, short, full in zip((count, size, offset), narrow, (FULL16, FULL32, FULL32), strict=True):
         if short not in (full, wide):
@@ -156,7 +162,7 @@ def _central(place: ByteRange, count: int, raw: bytes) -> Iterator[_Entry]:
         begin, common = end + fixed, end + COMMON_IN_ENTRY
         if begin > size_of_all:
             raise Damaged(place.path, "its zip directory ends early")
-        signature, flags, method, crc, packed, size, named, extra, noted, attributes, at = unpack(raw, end)
+        signature, flags, method, crc, packed, size, named, extra, noted, disk, kind, at = unpack(raw, end)
         end = begin + named + extra + noted
         if signature != CENTRAL_SIGNATURE or end > size_of_all:
             raise Damaged(place.path, "its zip directory is malformed")
@@ -168,13 +174,19 @@ def _central(place: ByteRange, count: int, raw: bytes) -> Iterator[_Entry]:
         if packed == FULL32 or size == FULL32 or at == FULL32:
             wide = raw[begin + named : begin + named + extra]
             size, packed, at = _widen(place, name, wide, size, packed, at)
-        if flags & ENCRYPTED:
-            raise Unsupported(place.path, f"its record '{name}' is encrypted")
+            common = size_of_all  # no bytes: the same fields may stand before other ZIP64 sizes
+        if flags & UNREADABLE:
+            raise Unsupported(place.path, f"its record '{name[:80]}' is encrypted or a patch")
+        if disk:
+            raise Unsupported(place.path, f"its record '{name[:80]}' is in another volume of a split zip")
         if packed != size and method == STORED:
-            raise Damaged(place.path, f"its record '{name}' has two sizes")
-        if attributes and (attributes >> 16) & 0o170000 == 0o120000:
-            raise Damaged(place.path, f"its record '{name}' is a symbolic link")
-        yield at, raw_name, name, raw[common : common + COMMON.size], flags, method, crc, packed, size
+            raise Damaged(place.path, f"its record '{name[:80]}' has two sizes")
+        if kind & NO_FILE:
+            if kind & KIND == LINK:
+                raise Damaged(place.path, f"its record '{name[:80]}' is a symbolic link")
+            if kind & FOLDER and size:
+                raise Damaged(place.path, f"its record '{name[:80]}' is a folder that holds bytes")
+        yield at, raw_name, name, common, flags, method, crc, packed, size
     if end != size_of_all:
         raise Damaged(place.path, "its zip directory is longer than its entries")
 
@@ -185,15 +197,18 @@ def _require_apart(place: ByteRange, names: Iterable[str]) -> None:
     for name in names:
         folded = name.lower()
         if folded in seen:
-            raise Damaged(place.path, f"holds the record '{name}' twice")
+            raise Damaged(place.path, f"holds the record '{name[:80]}' twice")
         seen.add(folded)
 
 
-LEAVING = ("\\", "\0", "..", "\n/")
-"""What stands in lines of names of which one may leave the archive."""
+ODD = ("\\", "\0", "..", "\n/", "/\n")
+"""What stands in lines of names of which one may leave the archive, or be that of a folder."""
 
 
-def _require_inside(place: ByteRange, name: str) -> None:
+def _require_plain(place: ByteRange, name: str, size: int) -> None:
+    """That a name stays in the archive, and is no folder's where there are bytes: torch would read none."""
+    if size and name[-1:] == "/":
+        raise Damaged(place.path, f"its record '{name[:80]}' is a folder that holds bytes")
     if "\\" in name or "\0" in name or name[:1] == "/" or ".." in name.split("/"):
         raise Damaged(place.path, f"has a record whose name leaves the archive: {name[:80]!r}")
 
@@ -205,6 +220,8 @@ def _widen(
     position = 0
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, position)
+        if position + 4 + length > len(extra):
+            break
         if kind == ZIP64_EXTRA:
             wide = iter(struct.iter_unpack("<Q", extra[position + 4 : position + 4 + length // 8 * 8]))
             try:
@@ -213,15 +230,16 @@ def _widen(
                 break
             return size, packed, header
         position += 4 + length
-    raise Damaged(place.path, f"its record '{name}' lacks its ZIP64 sizes")
+    raise Damaged(place.path, f"its record '{name[:80]}' lacks its ZIP64 sizes")
 
 
-def _local(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[str, Record]:
+def _local(place: ByteRange, entries: Iterable[_Entry], raw: bytes, limit: int) -> dict[str, Record]:
     """Where each record's bytes begin, by its local header, which must tell the same as the directory.
 
     Args:
         entries: in the order of the file.
-        limit: where the directory begins, and all records must have ended.
+        raw: the directory.
+        limit: where it begins, and all records must have ended.
 
     Raises:
         _Overlap: they overlap, or are not in that order.
@@ -229,46 +247,51 @@ def _local(place: ByteRange, entries: Iterable[_Entry], limit: int) -> dict[str,
     records: dict[str, Record] = {}
     unpack, fixed, source, base = LOCAL_HEADER.unpack_from, LOCAL_HEADER.size, place.source, place.offset
     window, start, end, before = b"", 0, 0, ""
-    usual: tuple[bytes, int, int] | None = None  # fields that agree with whatever the directory says
+    # Fields that leave checksum and sizes to the directory, and the flags and compression that it must have.
+    usual, usual_flags, usual_method = b"", 0, 0
     for header, raw_name, name, common, flags, method, crc, packed, size in entries:
         if header < end:
-            raise _Overlap(f"its records '{before}' and '{name}' overlap")
-        at = header - start
-        named = at + fixed + len(raw_name)
+            raise _Overlap(f"its records '{before[:80]}' and '{name[:80]}' overlap")
+        at, length = header - start, len(raw_name)
+        named = at + fixed + length
         if named > len(window):
-            wanted = max(WINDOW, fixed + len(raw_name))
+            wanted = max(WINDOW, fixed + length)
             window = source.read(base + header, max(0, min(wanted, limit - header)))
-            start, at, named = header, 0, fixed + len(raw_name)
+            start, at, named = header, 0, fixed + length
             if named > len(window):
                 raise Damaged(place.path, f"its record '{name[:80]}' lies outside the file")
-        signature, fields, extra = unpack(window, at)
-        if signature != LOCAL_SIGNATURE or window[at + fixed : named] != raw_name:
-            raise Damaged(place.path, f"its record '{name}' has another name in its local header")
-        if fields != common and (fields, flags, method) != usual:
-            *mine, name_size = COMMON.unpack(fields)
-            if name_size != len(raw_name):
-                raise Damaged(place.path, f"its record '{name}' has another name in its local header")
-            if not _agree(mine, flags, method, crc, packed, size):
-                raise Damaged(place.path, f"its record '{name}' has two headers that disagree")
-            usual = (fields, flags, method) if flags & DESCRIPTOR and not any(mine[2:]) else usual
-        data = header + named - at + extra
+        signature, fields, own_length, extra = unpack(window, at)
+        if signature != LOCAL_SIGNATURE or own_length != length or window[at + fixed : named] != raw_name:
+            raise Damaged(place.path, f"its record '{name[:80]}' has another name in its local header")
+        data = header + fixed + length + extra
+        as_usual = fields == usual and flags == usual_flags and method == usual_method
+        if not as_usual and fields != raw[common : common + COMMON.size]:
+            wide = place.part(data - extra, extra)
+            _require_agreement(place, name, fields, wide, (flags, method, crc, packed, size))
+            if flags & DESCRIPTOR and not any(fields[-12:]):
+                usual, usual_flags, usual_method = fields, flags, method
         end, before = data + packed, name
         if end > limit:
-            raise Damaged(place.path, f"its record '{name}' runs past the end of the records")
+            raise Damaged(place.path, f"its record '{name[:80]}' runs past the end of the records")
         where = _new(ByteRange, (source, base + data, packed))
         records[name] = _new(Record, (name, where, size, crc or None, method))
     return records
 
 
-def _agree(mine: list[int], flags: int, method: int, *theirs: int) -> bool:
-    """Whether a local header that is not the same as the directory's entry means the same.
+def _require_agreement(
+    place: ByteRange, name: str, fields: bytes, wide: ByteRange, theirs: tuple[int, int, int, int, int]
+) -> None:
+    """That a local header which is not the same as the directory's entry means the same.
 
     Args:
-        mine: flags, compression, checksum, and the two sizes.
-        theirs: the last three.
+        fields: those that both have.
+        wide: the extra fields behind them, where ZIP64 sizes stand.
+        theirs: flags, compression, checksum and the two sizes, as the directory has them.
     """
-    if (mine[0] ^ flags) & (ENCRYPTED | DESCRIPTOR) or mine[1] != method:
-        return False
-    # With a descriptor the three stand behind the record, and may be 0 here; FULL32 refers to ZIP64.
-    behind = flags & DESCRIPTOR
-    return all(m in (t, FULL32) or (m == 0 and behind) for m, t in zip(mine[2:], theirs, strict=True))
+    flags, method, crc, packed, size = COMMON.unpack(fields)
+    if FULL32 in (packed, size):
+        size, packed, _ = _widen(place, name, wide.read(), size, packed, 0)
+    mine, behind = (crc, packed, size), flags & DESCRIPTOR  # which stands behind the bytes; 0 here, then
+    same = all(m == t or (m == 0 and behind) for m, t in zip(mine, theirs[2:], strict=True))
+    if (flags ^ theirs[0]) & (UNREADABLE | DESCRIPTOR) or method != theirs[1] or not same:
+        raise Damaged(place.path, f"its record '{name[:80]}' has two headers that disagree")
