@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..dtypes import STORAGE_DTYPES
+from ..dtypes import DTYPES, STORAGE_DTYPES, DType
 from ..inert import Global, in_brief
 from ..tensor import Storage, is_count
 from .inert_machine import PickleFault
@@ -39,10 +39,14 @@ class StorageId(NamedTuple):
     view: tuple[str, int, int] | None
 
 
+def element_type(kind: str) -> DType:
+    """The element type of a storage class; an untyped storage counts bytes."""
+    return STORAGE_DTYPES.get(kind, DTYPES["uint8"])
+
+
 def itemsize(kind: str) -> int:
-    """Bytes of an element of a storage class; an untyped storage counts bytes."""
-    dtype = STORAGE_DTYPES.get(kind)
-    return dtype.itemsize if dtype else 1
+    """Bytes of an element of a storage class."""
+    return element_type(kind).itemsize
 
 
 def parse_storage_id(identity: object) -> StorageId:
@@ -67,6 +71,6 @@ def parse_storage_id(identity: object) -> StorageId:
         and is_count(view[2])
         and view[1] + view[2] <= numel
     ):
-        raise PickleFault(f"its pickle has a malformed view of storage '{key}'")
+        raise PickleFault(f"its pickle has a malformed view of storage '{key[:80]}'")
     form = StorageForm(kind.name, location, numel, numel * itemsize(kind.name))
     return StorageId(key, form, view)

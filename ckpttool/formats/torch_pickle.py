@@ -20,7 +20,7 @@ from ..tensor import BadTensor, Storage, TensorRef, checked_tensor, is_count
 from .inert_machine import PickleFault
 from .inert_reader import Pickle, read_pickle
 from .inert_writer import write_pickle
-from .storage_id import UNTYPED, FindStorage, itemsize, parse_storage_id
+from .storage_id import UNTYPED, FindStorage, element_type, itemsize, parse_storage_id
 from .tensor_pattern import TensorPattern
 
 REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
@@ -30,11 +30,17 @@ REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """A stretch of a storage, in elements, standing for a storage of its own (torch before 0.4)."""
+    """A stretch of a storage, in elements, standing for a storage of its own (torch before 0.4), or for the
+    same storage under another class.
+
+    Attributes:
+        kind: the class whose elements are meant; that of the storage when None.
+    """
 
     storage: Storage
     offset: int
     numel: int
+    kind: str | None = None
 
 
 def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: FindStorage) -> Pickle:
@@ -44,12 +50,19 @@ def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: FindStorage)
         PickleFault: malformed, or a tensor that does not fit its storage.
     """
 
+    empty: dict[tuple[str, DType], Storage] = {}
+
     def persistent_load(identity: object) -> object:
         if isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module":
             return identity[1]  # a class beside its source text, in whole pickled models before 1.6
         key, form, view = parse_storage_id(identity)
-        found = storage(key, form)
-        return found if view is None else StorageView(found, view[1], view[2])
+        found, dtype = storage(key, form), element_type(form.kind)
+        if dtype is not element_type(found.kind):
+            if not found.nbytes:  # torch saves one under several classes: there are no bytes to share
+                own = Storage(found.data, form.kind, form.location, found.crc32, found.byteorder)
+                return empty.setdefault((key, dtype), own)
+            view = view or (key, 0, form.numel)
+        return found if view is None else StorageView(found, view[1], view[2], form.kind)
 
     shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)}
     return read_pickle(data, start, persistent_load=persistent_load, reducers=REDUCERS, shortcuts=shortcuts)
@@ -103,23 +116,24 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
 
     Args:
         args: storage, offset, shape and stride first.
-        dtype: that of the storage when None.
+        dtype: that of the storage's class when None.
         bits: torch's {'conj': …, 'neg': …}, or None.
     """
     storage, offset, shape, stride = args[:4]
-    room = 0
+    room, kind = 0, ""
     if isinstance(storage, StorageView):
-        room = (storage.offset + storage.numel) * itemsize(storage.storage.kind)
+        kind = storage.kind or storage.storage.kind
+        room = (storage.offset + storage.numel) * itemsize(kind)
         offset = offset + storage.offset if is_count(offset) else offset
         storage = storage.storage
     elif isinstance(storage, Storage):
-        room = storage.nbytes
+        room, kind = storage.nbytes, storage.kind
     if not isinstance(storage, Storage):
         raise PickleFault("its pickle has a tensor without a storage")
     if bits and (not isinstance(bits, dict) or not bits.keys() <= {"conj", "neg"}):
         raise PickleFault("its pickle has a tensor with unknown flags")
     conj, neg = (bits.get(flag) is True for flag in ("conj", "neg")) if bits else (False, False)
-    dtype = dtype or STORAGE_DTYPES.get(storage.kind, DTYPES["uint8"])
+    dtype = dtype or element_type(kind)
     try:
         return checked_tensor(storage, dtype, shape, stride, offset, requires_grad, conj, neg, room=room)
     except BadTensor as fault:
