@@ -197,6 +197,41 @@ def test_the_result_can_be_memory_mapped(tmp_path: Path) -> None:
     assert_same(state, torch.load(tmp_path / "out.pt", mmap=True))
 
 
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("before", [0, 60])
+def test_an_empty_storage_under_several_classes_keeps_each_tensor_s_type(
+    before: int, zipped: bool, tmp_path: Path
+) -> None:
+    """torch gives empty tensors that look at one storage one key, whatever their types."""
+    many, empty = {f"w{i}": torch.ones(2) for i in range(before)}, torch.empty(0)
+    views = {
+        name: empty.view(getattr(torch, name)) for name in ("float32", "int32", "int64", "bool", "uint16")
+    }
+    tree = {**many, **views, "again": views["int32"], "storage": empty.untyped_storage()}
+    torch.save(tree, tmp_path / "in.pt", _use_new_zipfile_serialization=zipped)
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt", weights_only=False)
+    for name in views:
+        assert ckpttool.open(tmp_path / "in.pt").tree[name].dtype.name == name
+        assert str(loaded[name].dtype) == f"torch.{name}"
+    assert loaded["again"].dtype == torch.int32
+    assert loaded["storage"].nbytes() == 0
+
+
+@pytest.mark.parametrize("kind, numel, name", [("IntStorage", 4, "int32"), ("DoubleStorage", 2, "float64")])
+def test_a_storage_under_two_classes_is_one_storage_seen_as_two_types(
+    kind: str, numel: int, name: str, tmp_path: Path
+) -> None:
+    """So torch before 1.10 wrote views of another type."""
+    tree = {"a": tensor(storage(4)), "b": tensor(storage(numel, kind=kind), (numel - 1,), (1,), 1)}
+    data = torch.arange(4.0)
+    path = torch_zip(tmp_path / "f", dict_of(tree), {"0": data.numpy().tobytes()})
+    ckpttool.save(ckpttool.open(path), tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt")
+    assert_same({"a": data, "b": data.view(getattr(torch, name))[1:]}, loaded)
+    assert loaded["a"].untyped_storage().data_ptr() == loaded["b"].untyped_storage().data_ptr()
+
+
 def test_a_storage_is_written_once_however_many_tensors_look_at_it(tmp_path: Path) -> None:
     weight = torch.rand(100, 100)
     through({str(i): weight[i] for i in range(100)}, tmp_path)
@@ -364,6 +399,23 @@ def test_a_record_of_another_size_than_its_storage_is_damage(nbytes: int, tmp_pa
 def test_an_unknown_byte_order_is_damage(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="byte order 'middle'"):
         ckpttool.open(torch_zip(tmp_path / "f", b"}", byteorder="middle"))
+
+
+@pytest.mark.parametrize("name", ["archive/BYTEORDER", "ARCHIVE/byteOrder", "archive/Constants.pkl"])
+def test_a_record_that_torch_takes_for_another_is_damage(name: str, tmp_path: Path) -> None:
+    """torch looks for records without regard to the case of letters."""
+    body = dict_of({"a": tensor(storage(2), (2,))})
+    path = torch_zip(tmp_path / "f", body, {"0": bytes(8)}, byteorder=None, more={name: b"big"})
+    with pytest.raises(Damaged, match="takes for another"):
+        ckpttool.open(path)
+
+
+def test_of_a_long_key_a_message_shows_the_beginning(tmp_path: Path) -> None:
+    body = dict_of({"a": tensor(storage(2, key="7" * 60_000), (2,))})
+    for records in ({}, {"7" * 60_000: bytes(4)}):
+        with pytest.raises(Damaged, match="777") as damage:
+            ckpttool.open(torch_zip(tmp_path / "f", body, records))
+        assert len(damage.value.reason) < 200
 
 
 def test_a_zip_of_something_else_is_named(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from .zip_archive import DEFLATED, STORED
 from .zip_directory import Record, read_directory
 
 PICKLE = "/data.pkl"
+LOOKED_UP = (PICKLE, "/byteorder", "/constants.pkl")
+"""Records that are found by their name, or said to be missing; torch finds them in any case of letters."""
 
 
 class Archive:
@@ -41,11 +43,11 @@ class Archive:
         """A record by its name under the root. Raises Damaged, or Unsupported for its compression."""
         record = self.records.get(f"{self.root}/{name}")
         if record is None:
-            raise Damaged(self.source.path, f"its record '{name}' is missing")
+            raise Damaged(self.source.path, f"its record '{name[:80]}' is missing")
         if record.compression != STORED and record.compression != DEFLATED:
             raise Unsupported(
                 self.source.path,
-                f"its record '{name}' is compressed in a way that torch does not read (method "
+                f"its record '{name[:80]}' is compressed in a way that torch does not read (method "
                 f"{record.compression})",
                 hint="unpack it and zip it again without compression",
             )
@@ -58,7 +60,7 @@ class Archive:
             return inflated_bytes(self.source, record)
         data = record.data.read()
         if record.crc32 is not None and zlib.crc32(data) != record.crc32:
-            raise Damaged(self.source.path, f"its record '{name}' does not match its checksum")
+            raise Damaged(self.source.path, f"its record '{name[:80]}' does not match its checksum")
         return data
 
     def read_pickle(self) -> Pickle:
@@ -87,7 +89,9 @@ class Archive:
         return known
 
     def _two_sizes(self, key: str, nbytes: int, size: int) -> Damaged:
-        return Damaged(self.source.path, f"storage '{key}' should have {nbytes} bytes, its record has {size}")
+        return Damaged(
+            self.source.path, f"storage '{key[:80]}' should have {nbytes} bytes, its record has {size}"
+        )
 
     def _byteorder(self) -> str:
         if "byteorder" not in self:
@@ -116,7 +120,12 @@ def is_intact(source: Source, record: Record) -> bool | None:
 
 
 def _root(source: Source, records: dict[str, Record]) -> str:
-    roots = [name.removesuffix(PICKLE) for name in records if name.endswith(PICKLE) and name.count("/") == 1]
+    # Nearly all records are storages, `<root>/data/<key>`; those looked for stand beside their folder.
+    top = [name for name in records if "/data/" not in name and name.count("/") == 1]
+    for name in top:
+        if name.lower().endswith(LOOKED_UP) and not name.endswith(LOOKED_UP):
+            raise Damaged(source.path, f"has a record whose name torch takes for another: {name[:80]!r}")
+    roots = [name.removesuffix(PICKLE) for name in top if name.endswith(PICKLE)]
     if len(roots) == 1:
         return roots[0]
     if roots:

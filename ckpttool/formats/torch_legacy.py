@@ -63,7 +63,7 @@ def _read_pickles(
             unplaced = ByteRange(source, 0, form.nbytes)
             storages[key] = form, Storage(unplaced, form.kind, form.location)
         elif storages[key][0].nbytes != form.nbytes:
-            raise PickleFault(f"its pickle has two sizes for storage '{key}'")
+            raise PickleFault(f"its pickle has two sizes for storage '{key[:80]}'")
         return storages[key][1]
 
     tree = read_torch_pickle(mapped, machine.end, storage)
@@ -81,9 +81,11 @@ def _locate(
         form, storage = storages[key]
         (numel,) = struct.unpack("<q", source.read(position, 8))
         if numel != form.numel:
-            raise Damaged(source.path, f"storage '{key}' has {numel} elements, its tensors say {form.numel}")
+            raise Damaged(
+                source.path, f"storage '{key[:80]}' has {numel} elements, its tensors say {form.numel}"
+            )
         position += 8
         if position + form.nbytes > source.size:
-            raise Damaged(source.path, f"is cut short in storage '{key}'")
+            raise Damaged(source.path, f"is cut short in storage '{key[:80]}'")
         storage.data = ByteRange(source, position, form.nbytes)
         position += form.nbytes
