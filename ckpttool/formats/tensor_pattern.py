@@ -32,7 +32,7 @@ SIZES = rb"(\)|%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,64}t)(?:r(....))?" % ((NUMBER,)
 STORAGE = rb"\(%b%bX(.)\0\0\0([0-9]+)%b%b(%b)t%bQ" % (GET, GET, PUT, GET, NUMBER, PUT)
 HOOKS = GET + rb"\)R" + PUT
 TENSOR = rb"\(%b(%b)%b%b([\x88\x89])%bt%bR%b" % (STORAGE, NUMBER, SIZES, SIZES, HOOKS, PUT, PUT)
-HERE = re.compile(rb"()()" + TENSOR, re.DOTALL)
+HERE = re.compile(rb"()()" + TENSOR, re.DOTALL)  # two empty groups, that all have one number in both
 AFTER_NAME = re.compile(PUT + GET + TENSOR, re.DOTALL)
 """What follows the text of the name that a tensor stands under: that name's place in the memo first."""
 
@@ -97,7 +97,11 @@ class _Stencil:
     next: _Stencil | None = None
 
     def key_at(self, data: bytes | mmap.mmap, begin: int, held: int) -> bytes:
-        """The digits of the key, if these opcodes stand here and the memo holds so many values; else none."""
+        """The digits of the key, if these opcodes stand here and the memo holds so many values; else none.
+
+        At the end of the data there may be fewer bytes: those that are missing count as zeros, as the last of
+        a place in the memo mostly are. `__call__` finds out: it looks at the byte behind.
+        """
         entry = data[begin : begin + self.size]
         digits = entry[self.key]
         number = self.rest + self.ones * held + (int.from_bytes(digits, "little") << self.shift)
