@@ -7,13 +7,13 @@ not every bit of it. A finite value that becomes infinite is counted.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from .ahead import in_order
 from .dtypes import DTYPES, DType
-from .elements import stream, true_bytes
+from .elements import CHUNK, stream
 from .errors import UsageFault
 from .tensor import Computed, Storage, TensorRef
 
@@ -39,9 +39,6 @@ FLOATS = {
 }
 """The types that are cast; integers, booleans and complex numbers stay as they are."""
 
-PIECE = 2 << 20
-"""Bytes of the source cast as one job."""
-
 BLOCK = 1 << 16
 """Elements converted at a time, so that the passes over them stay in the processor's cache."""
 
@@ -49,10 +46,6 @@ BLOCK = 1 << 16
 MAX_FLOAT = float.fromhex("0x1.ffffffp127")
 MAX_HALF = 65520.0
 MAX_BFLOAT16 = float.fromhex("0x1.ffp127")
-
-WORKERS = 1
-"""Threads beside the one that writes: each step of a cast is so short that more of them wait for each other's
-turn with Python's lock."""
 
 
 @dataclass(slots=True)
@@ -102,6 +95,7 @@ class Caster:
         self.report = CastReport()
         self._storages: dict[tuple[int, str], Storage] = {}
         self._kept: list[Storage] = []  # so that no id above is used again
+        self._idle: dict[DType, list[Conversion]] = defaultdict(list)
 
     def cast(self, tensor: TensorRef) -> TensorRef:
         """The tensor in the wanted type: the same view of a storage whose bytes are computed."""
@@ -116,32 +110,29 @@ class Caster:
 
     def _storage(self, old: Storage, dtype: DType) -> Storage:
         count, number = old.nbytes // dtype.itemsize, len(self._kept)
-        convert = converter(dtype, self.to)
 
         def make(start: int, nbytes: int) -> Iterator[memoryview]:
             first, many = start // self.to.itemsize, nbytes // self.to.itemsize
-            flat = TensorRef(old, dtype, (many,), (1,), first)
-            jobs = in_order(_jobs(convert, flat), WORKERS)
-            for values in self._counted(number, flat, jobs):
+            for values in self._values(number, TensorRef(old, dtype, (many,), (1,), first)):
                 # The order of bytes stays that of the file, in which all storages must agree.
                 yield _bytes(values.byteswap() if old.byteorder == "big" else values)
 
         def view(cast: TensorRef) -> Iterator[memoryview]:
-            tensor = replace(cast, storage=old, dtype=dtype)
-            for values in self._counted(number, tensor, map(convert, stream("", tensor))):
-                yield _bytes(values)
+            return map(_bytes, self._values(number, replace(cast, storage=old, dtype=dtype)))
 
-        data = Computed(old.data.path, count * self.to.itemsize, make, view)
+        data = Computed(old.data.path, count * self.to.itemsize, make, view, lambda: len(self.report.counts))
         kind = self.to.storage or "UntypedStorage"
         return Storage(data, kind, old.location, byteorder=old.byteorder)
 
-    def _counted(
-        self, storage: int, tensor: TensorRef, pieces: Iterator[Converted]
-    ) -> Iterator[NDArray[Any]]:
-        overflows = 0
-        for piece in pieces:
-            overflows += piece.overflows
-            yield piece.values
+    def _values(self, storage: int, tensor: TensorRef) -> Iterator[NDArray[Any]]:
+        """The converted elements, each array valid until the next; overflows are counted at the end."""
+        idle, overflows = self._idle[tensor.dtype], 0
+        conversion = idle.pop() if idle else Conversion(tensor.dtype, self.to)
+        for raw in stream("", tensor, buffer=conversion.buffer):
+            values, found = conversion.convert(raw)
+            overflows += found
+            yield values
+        idle.append(conversion)
         if overflows:
             begin, end = tensor.span
             self.report.counts[storage, begin, end] = overflows
@@ -151,42 +142,40 @@ def _bytes(values: NDArray[Any]) -> memoryview:
     return memoryview(values.view("u1"))  # type: ignore[arg-type]
 
 
-def _jobs(convert: Convert, flat: TensorRef) -> Iterator[Callable[[], Converted]]:
-    """The conversion of a row of elements, cut into jobs."""
-    most = PIECE // flat.dtype.itemsize
-    for first in range(0, flat.numel, most):
-        part = replace(flat, shape=(min(most, flat.numel - first),), offset=flat.offset + first)
-        yield lambda part=part: convert(true_bytes(part))  # type: ignore[misc]
+class Conversion:
+    """From elements of one type to elements of another, in memory that is used again.
 
+    Attributes:
+        buffer: where elements may be read to.
+    """
 
-class Converted(NamedTuple):
-    """Elements in another type: an array that carries their bits, and how many overflowed."""
+    def __init__(self, source: DType, to: DType) -> None:
+        import numpy as np
 
-    values: NDArray[Any]
-    overflows: int
+        self.source = carrier(source)
+        self.buffer = memoryview(bytearray(CHUNK))
+        self._read = reader(source)
+        most = CHUNK // source.itemsize
+        self._out = np.empty(most, carrier(to))
+        self._write = _to_bfloat16 if to.name == "bfloat16" else _to_ieee
+        self._bits = np.empty(min(most, BLOCK), "<u4")
 
+    def convert(self, raw: memoryview) -> tuple[NDArray[Any], int]:
+        """The elements as an array that carries the other type's bits, and how many overflowed.
 
-Convert = Callable[[memoryview], Converted]
+        Args:
+            raw: little-endian, CHUNK bytes at most. The array is valid until the next call.
+        """
+        import numpy as np
 
-
-def converter(source: DType, to: DType) -> Convert:
-    """A function from the bytes of elements of one type, little-endian, to those of the other."""
-    import numpy as np
-
-    read = reader(source)
-    write = _to_bfloat16 if to.name == "bfloat16" else _to_ieee
-
-    def convert(raw: memoryview) -> Converted:
-        whole = np.frombuffer(raw, dtype=carrier(source))
-        out = np.empty(len(whole), dtype=carrier(to))
+        whole = np.frombuffer(raw, dtype=self.source)
+        out = self._out[: len(whole)]
         overflows = 0
         with np.errstate(over="ignore", invalid="ignore"):
             for start in range(0, len(whole), BLOCK):
-                block = read(whole[start : start + BLOCK])
-                overflows += write(block, out[start : start + BLOCK])
-        return Converted(out, overflows)
-
-    return convert
+                block = self._read(whole[start : start + BLOCK])
+                overflows += self._write(block, out[start : start + BLOCK], self._bits[: len(block)])
+        return out, overflows
 
 
 def carrier(dtype: DType) -> Any:
@@ -231,7 +220,7 @@ def _table(name: str) -> NDArray[np.float32]:
     return (sign * value).astype("<f4")
 
 
-def _to_ieee(block: NDArray[Any], out: NDArray[Any]) -> int:
+def _to_ieee(block: NDArray[Any], out: NDArray[Any], bits: NDArray[np.uint32]) -> int:
     """Numpy floats into a narrower or wider IEEE type; returns how many overflowed."""
     import numpy as np
 
@@ -242,18 +231,18 @@ def _to_ieee(block: NDArray[Any], out: NDArray[Any]) -> int:
     return int(np.count_nonzero(np.isinf(out) & np.isfinite(block)))
 
 
-def _to_bfloat16(block: NDArray[Any], out: NDArray[Any]) -> int:
-    """Numpy floats into the upper halves of float32; returns how many overflowed."""
+def _to_bfloat16(block: NDArray[Any], out: NDArray[Any], bits: NDArray[np.uint32]) -> int:
+    """Numpy floats into the upper halves of float32, by way of `bits`; returns how many overflowed."""
     import numpy as np
 
     single = block if block.itemsize == 4 else block.astype("<f4")
-    bits = single.view("<u4")
-    rounded = bits >> np.uint32(16)
-    rounded &= np.uint32(1)
-    rounded += bits
-    rounded += np.uint32(0x7FFF)
-    rounded >>= np.uint32(16)
-    out[:] = rounded
+    old = single.view("<u4")
+    np.right_shift(old, np.uint32(16), bits)
+    bits &= np.uint32(1)
+    bits += old
+    bits += np.uint32(0x7FFF)
+    bits >>= np.uint32(16)
+    out[:] = bits
     if _all_below(single, MAX_BFLOAT16):
         return 0
     out[np.isnan(single)] = 0x7FC0  # the rounding carries some NaNs over into other numbers

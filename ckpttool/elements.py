@@ -47,13 +47,16 @@ FLIP_SIGN = bytes(i ^ 0x80 for i in range(256))
 Sizes = tuple[int, ...]
 
 
-def stream(name: str, tensor: TensorRef, *, most: int = MAX_EXPANSION) -> Iterator[memoryview]:
+def stream(
+    name: str, tensor: TensorRef, *, most: int = MAX_EXPANSION, buffer: memoryview | None = None
+) -> Iterator[memoryview]:
     """The values of one tensor, in chunks of at most 1 MiB, each valid until the next.
 
     Args:
         name: for the message.
         tensor: any layout.
         most: bytes by which the values may outgrow the storage.
+        buffer: 1 MiB to read to, where that is all there is to do; new when None.
 
     Raises:
         Refused: an expanded tensor that outgrows it further.
@@ -67,7 +70,8 @@ def stream(name: str, tensor: TensorRef, *, most: int = MAX_EXPANSION) -> Iterat
         )
     where = tensor.storage.data
     if tensor.is_contiguous:
-        pieces: Iterator[memoryview] = tensor.data.chunks(memoryview(bytearray(min(CHUNK, tensor.nbytes))))
+        room = memoryview(bytearray(min(CHUNK, tensor.nbytes))) if buffer is None else buffer
+        pieces: Iterator[memoryview] = tensor.data.chunks(room)
     elif isinstance(where, Computed) and where.view is not None:
         yield from where.view(tensor)
         return
@@ -75,11 +79,6 @@ def stream(name: str, tensor: TensorRef, *, most: int = MAX_EXPANSION) -> Iterat
         pieces = _gather(tensor)
     for piece in pieces:
         yield _resolve(tensor, piece)
-
-
-def true_bytes(tensor: TensorRef) -> memoryview:
-    """The values of a small contiguous tensor at once. Raises Damaged."""
-    return _resolve(tensor, memoryview(tensor.data.read()))
 
 
 def in_pieces(

@@ -101,19 +101,22 @@ class Computed:
         make: `make(start, nbytes)` gives a stretch of them, in pieces that are valid until the next.
         view: gives the true values of a tensor that is a view of them, little-endian, where that takes less
             memory than all of them; None where it can't.
+        noted: how much there is to tell of what this process made so far; None where no other process should
+            make a stretch of them.
     """
 
     path: str
     nbytes: int
     make: Callable[[int, int], Iterator[memoryview]]
     view: Callable[[TensorRef], Iterator[memoryview]] | None = None
+    noted: Callable[[], int] | None = None
 
     def read(self) -> bytes:
         return b"".join(bytes(piece) for piece in self.make(0, self.nbytes))
 
     def part(self, start: int, nbytes: int) -> Computed:
         """A stretch; the caller has checked that it lies inside and cuts no element."""
-        return Computed(self.path, nbytes, lambda at, count: self.make(start + at, count))
+        return Computed(self.path, nbytes, lambda at, count: self.make(start + at, count), noted=self.noted)
 
     def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
         """All bytes in order; the buffer is not needed."""
@@ -220,10 +223,14 @@ class TensorRef:
         return self.storage.byteorder == "big" and self.dtype.part > 1
 
     @property
+    def is_stretch(self) -> bool:
+        """Whether the values are one stretch of the storage's bytes, with nothing to be done to them."""
+        return self.is_contiguous and not (self.conj or self.neg or self.is_swapped)
+
+    @property
     def is_plain(self) -> bool:
         """Whether the values are one byte range of a file, little-endian, to be copied unseen."""
-        lazy = self.conj or self.neg or self.is_swapped or isinstance(self.storage.data, Computed)
-        return self.is_contiguous and not lazy
+        return self.is_stretch and not isinstance(self.storage.data, Computed)
 
     @property
     def data(self) -> ByteRange | Computed:

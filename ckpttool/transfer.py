@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import BinaryIO
 
-from .ahead import in_order
+from .ahead import together
 from .checksum import combined
 from .errors import Damaged, Unreadable, no_such_file
 from .tensor import ByteRange, Computed
 
-BUFFER = 4 << 20
+BUFFER = 1 << 20
 """Bytes moved at a time where data must pass through this process."""
 
-AHEAD = 1 << 20
-"""Bytes read at a time by another thread."""
+STRETCH = 1 << 20
+"""Bytes that one thread, or process, moves before it turns to others; whole elements."""
 
-READERS = 2
-"""Threads that do so."""
+MOVERS = 4
+"""Threads that do so, at most: a file system lets only one write to a file at a time."""
 
 COPY = 64 << 20
 """Bytes asked of the kernel at a time, so that progress shows and a signal is heard."""
@@ -52,8 +52,7 @@ class Output:
         self.fd = file.fileno()
         self.position = 0
         self._progress = progress
-        self._buffer: memoryview | None = None
-        self._buffers: list[memoryview] = []
+        self._spare: list[memoryview] = []
         self._ways = [self._copy_file_range, self._sendfile, self._buffered]
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -91,29 +90,40 @@ class Output:
             self._progress(moved)
         self.position += range.nbytes
 
+    def make(self, data: Computed) -> None:
+        """Append computed bytes."""
+        self.write_all(data.make(0, data.nbytes), data.nbytes)
+
     def copy_with_crc(self, data: ByteRange | Computed) -> int:
         """Append bytes from elsewhere, read once; returns their CRC-32."""
-        if isinstance(data, ByteRange) and data.nbytes > AHEAD:
-            summed = in_order(self._reads(data), READERS)
-        else:
-            summed = ((chunk, zlib.crc32(chunk)) for chunk in data.chunks(self._reused_buffer()))
         crc = 0
-        for chunk, its_crc in summed:
-            crc = combined(crc, its_crc, len(chunk))
-            self.write_all([chunk], len(chunk))
+        if isinstance(data, Computed):
+            for chunk in data.make(0, data.nbytes):
+                crc = zlib.crc32(chunk, crc)
+                self.write_all([chunk], len(chunk))
+            return crc
+        for its_crc, nbytes in together(self._puts(data), MOVERS):
+            crc = combined(crc, its_crc, nbytes)
+            self.position += nbytes
+            self._progress(nbytes)
         return crc
 
-    def _reads(self, data: ByteRange) -> Iterator[Callable[[], tuple[memoryview, int]]]:
-        """A range in pieces with their CRC-32, to be read and summed while what came before is written."""
-        buffers = self._several_buffers()
+    def _puts(self, data: ByteRange) -> Iterator[Callable[[], tuple[int, int]]]:
+        """`put` for each stretch of a range that is appended."""
+        begin = self.position
+        for start in range(0, data.nbytes, STRETCH):
+            part = data.part(start, min(STRETCH, data.nbytes - start))
+            yield partial(self.put, part, begin + start)
 
-        def read(number: int) -> tuple[memoryview, int]:
-            start = number * AHEAD
-            piece = data.part(start, min(AHEAD, data.nbytes - start))
-            (chunk,) = piece.chunks(buffers[number % len(buffers)])
-            return chunk, zlib.crc32(chunk)
-
-        return (partial(read, number) for number in range(-(-data.nbytes // AHEAD)))
+    def put(self, data: ByteRange | Computed, position: int, summed: bool = True) -> tuple[int, int]:
+        """Writes bytes from elsewhere to a place; returns their CRC-32 (0 if not summed) and their number."""
+        buffer, crc = self._buffer(), 0
+        for chunk in data.chunks(buffer):
+            crc = zlib.crc32(chunk, crc) if summed else 0
+            self.write_at(position, chunk)
+            position += len(chunk)
+        self._spare.append(buffer)
+        return crc, data.nbytes
 
     def _copy_file_range(self, range: ByteRange, done: int, count: int) -> int:
         if not hasattr(os, "copy_file_range"):
@@ -128,21 +138,15 @@ class Output:
         return os.sendfile(self.fd, range.source.fd, range.offset + done, count)
 
     def _buffered(self, range: ByteRange, done: int, count: int) -> int:
-        buffer = self._reused_buffer()[:count]
-        moved = os.preadv(range.source.fd, [buffer], range.offset + done)
+        buffer = self._buffer()
+        moved = os.preadv(range.source.fd, [buffer[:count]], range.offset + done)
         self.write_at(self.position + done, buffer[:moved])
+        self._spare.append(buffer)
         return moved
 
-    def _several_buffers(self) -> list[memoryview]:
-        """One for each piece that is being read or waits, and one for that which is being written."""
-        if not self._buffers:
-            self._buffers = [memoryview(bytearray(AHEAD)) for _ in range(READERS + 2)]
-        return self._buffers
-
-    def _reused_buffer(self) -> memoryview:
-        if self._buffer is None:
-            self._buffer = memoryview(bytearray(BUFFER))
-        return self._buffer
+    def _buffer(self) -> memoryview:
+        """One that no thread uses; to be given back to the spare ones."""
+        return self._spare.pop() if self._spare else memoryview(bytearray(BUFFER))
 
 
 class DryOutput(Output):
@@ -157,6 +161,9 @@ class DryOutput(Output):
 
     def copy(self, range: ByteRange) -> None:
         self.position += range.nbytes
+
+    def make(self, data: Computed) -> None:
+        self.write_all(data.make(0, data.nbytes), data.nbytes)
 
     def copy_with_crc(self, data: ByteRange | Computed) -> int:
         self.position += data.nbytes

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool import transfer
+from ckpttool import ahead, transfer
 from ckpttool.errors import CkptToolError, Damaged, Unreadable
 from ckpttool.tensor import ByteRange, Source
 from ckpttool.transfer import DryOutput, Output, open_source_descriptor
@@ -131,10 +131,31 @@ def test_a_source_that_becomes_shorter_is_damaged(
         copied(source, tmp_path / "out")
 
 
-def test_the_checksum_found_while_copying_is_that_of_the_bytes(source: Source, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stretch", [1 << 20, 1000])
+def test_the_checksum_found_while_copying_is_that_of_the_bytes(
+    stretch: int, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "STRETCH", stretch)
+    monkeypatch.setattr(ahead, "cores", lambda most: most)
+    moved: list[int] = []
     with open(tmp_path / "out", "w+b") as file:
-        assert Output(file).copy_with_crc(ByteRange(source, 7, 250_000)) == zlib.crc32(CONTENT[7:250_007])
-    assert (tmp_path / "out").read_bytes() == CONTENT[7:250_007]
+        out = Output(file, moved.append)
+        out.write(b"head")
+        assert out.copy_with_crc(ByteRange(source, 7, 250_000)) == zlib.crc32(CONTENT[7:250_007])
+        assert out.copy_with_crc(ByteRange(source, 9, 0)) == 0
+        out.write(b"end")
+    assert (tmp_path / "out").read_bytes() == b"head" + CONTENT[7:250_007] + b"end"
+    assert sum(moved) == 250_000
+
+
+def test_a_source_that_becomes_shorter_while_it_is_summed_is_damaged(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "STRETCH", 1000)
+    monkeypatch.setattr(ahead, "cores", lambda most: most)
+    (tmp_path / "source").write_bytes(b"short")
+    with open(tmp_path / "out", "w+b") as file, pytest.raises(Damaged, match="became shorter"):
+        Output(file).copy_with_crc(ByteRange(source, 7, 250_000))
 
 
 def test_a_dry_output_only_counts(source: Source) -> None:

@@ -79,6 +79,8 @@ class Console:
             return
         from tqdm import tqdm
 
+        tqdm.monitor_interval = 0  # no thread of its own: a process with threads should not fork
+
         with tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False) as bar:
             yield lambda count: bar.update(min(count, total - bar.n))  # past its end it would lose its shape
 

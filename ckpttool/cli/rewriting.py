@@ -73,7 +73,7 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
         if outcome.where is not None:
             choices["state"] = outcome.where
         with console.progress(_work(new, options) if console.draws else 0, "writing") as progress:
-            saved = formats.save(new, options["output"], progress=progress, **choices)
+            saved = formats.save(new, options["output"], progress=progress, fork=True, **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
 
 

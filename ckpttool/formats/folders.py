@@ -15,7 +15,7 @@ from ..checkpoint import Checkpoint, State
 from ..commit import replacing_folder
 from ..inert import OrderedDict_
 from ..tensor import TensorRef
-from ..transfer import DryOutput, Output, Progress
+from ..transfer import DryOutput, Output
 from . import dcp, dcp_writing, safetensors, sharding, torch_zip
 
 NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
@@ -55,14 +55,18 @@ class FolderWriting:
         self.checkpoint, self.kind, self.state, self.full = checkpoint, kind, state, full
         self.ties, self.shard_size = ties, shard_size
 
-    def write(self, path: str, progress: Progress | None, check: Callable[[str], None]) -> int:
-        """Writes the folder, lets `check(folder)` look at it, and puts it in place; returns its bytes."""
+    def write(self, path: str, opened: sharding.Opened, check: Callable[[str], None]) -> int:
+        """Writes the folder, lets `check(folder)` look at it, and puts it in place; returns its bytes.
+
+        Args:
+            opened: makes an output of a file.
+        """
         with replacing_folder(path, sharding.is_of_a_checkpoint) as folder:
             if self.kind == dcp.NAME:
                 dcp_writing.write(self._for_dcp(), folder)
             else:
                 shards, text = self._shards()
-                sharding.write(folder, self.kind, shards, text, self._write_shard, progress)
+                sharding.write(folder, self.kind, shards, text, self._write_shard, opened)
             check(folder)
             return sum(entry.stat().st_size for entry in os.scandir(folder))
 

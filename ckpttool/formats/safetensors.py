@@ -172,11 +172,12 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
     ordered = sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0]))
     out.write(header(path, ordered, metadata))
     for name, tensor in ordered:
-        data = tensor.data if tensor.is_plain else None
-        if isinstance(data, ByteRange):
+        if not tensor.is_stretch:
+            out.write_all(stream(name, tensor), tensor.nbytes)
+        elif isinstance(data := tensor.data, ByteRange):
             out.copy(data)
         else:
-            out.write_all(stream(name, tensor), tensor.nbytes)
+            out.make(data)
 
 
 def write_full(checkpoint: Checkpoint, out: Output) -> None:

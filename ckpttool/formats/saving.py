@@ -16,6 +16,7 @@ from ..commit import replacing, require_folder
 from ..errors import Damaged, OutputExists, Refused, UsageFault
 from ..tensor import Source, TensorRef
 from ..transfer import DryOutput, Output, Progress
+from ..two_processes import is_worth_it, output
 from . import dcp, folders, in_place, safetensors, sharding, torch_zip
 from .reading import open as open_any
 from .reading import read
@@ -63,6 +64,7 @@ def save(
     force: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
+    fork: bool = False,
 ) -> Saved:
     """Writes a checkpoint; the format follows the name.
 
@@ -81,6 +83,8 @@ def save(
         dry_run: write nothing: the same answer, exact size included, and the same errors.
         progress: called with the number of bytes after each piece; to verify, what was read and what was
             written are read once more.
+        fork: let a second process help with values that are computed, such as those of another type, where
+            that is worth it. For programs of one thread, on Linux; elsewhere it does nothing.
 
     Raises:
         OutputExists, UsageFault: nothing was written.
@@ -96,9 +100,10 @@ def save(
     _check_choices(name, kind, state, full, keep_copies, shard_size)
     whole = kind not in PICKLES and (checkpoint.full if full is None else full)
     writing = _Writing(checkpoint, name, kind, state, whole, keep_copies)
+    opened = partial(output, progress=progress, fork=fork and is_worth_it(checkpoint.storages()))
     if kind in folders.NAMES:
-        return writing.saved(writing.folder(shard_size, verify, dry_run, progress))
-    return writing.saved(writing.dry() if dry_run else writing.file(verify, progress))
+        return writing.saved(writing.folder(shard_size, verify, dry_run, progress, opened))
+    return writing.saved(writing.dry() if dry_run else writing.file(verify, progress, opened))
 
 
 def _way_out(path: str, kind: str) -> str:
@@ -162,13 +167,20 @@ class _Writing:
         if self.state is not None and not (keep_copies or shares):
             self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
 
-    def folder(self, shard_size: int | None, verify: bool, dry_run: bool, progress: Progress | None) -> int:
+    def folder(
+        self,
+        shard_size: int | None,
+        verify: bool,
+        dry_run: bool,
+        progress: Progress | None,
+        opened: sharding.Opened,
+    ) -> int:
         """Writes a folder; returns its bytes."""
         size = shard_size or sharding.DEFAULT_SIZE
         folder = folders.FolderWriting(self.checkpoint, self.format, self.state, self.full, self.ties, size)
         if dry_run:
             return folder.dry()
-        return folder.write(self.path, progress, partial(self.check_folder, values=verify, progress=progress))
+        return folder.write(self.path, opened, partial(self.check_folder, values=verify, progress=progress))
 
     def dry(self) -> int:
         """The bytes that `file` would write, and the same errors."""
@@ -176,7 +188,7 @@ class _Writing:
         self.write(out)
         return out.position if self.header_in_place() is None else self.checkpoint.nbytes
 
-    def file(self, verify: bool, progress: Progress | None) -> int:
+    def file(self, verify: bool, progress: Progress | None, opened: sharding.Opened) -> int:
         """Writes a file, or its header alone where that will do; returns its bytes."""
         header = self.header_in_place()
         if header is not None:
@@ -184,8 +196,8 @@ class _Writing:
             if in_place.replace_header(self.checkpoint.source, header):
                 return self.checkpoint.nbytes
         with replacing(self.path) as file:
-            out = Output(file, progress) if progress else Output(file)
-            self.write(out)
+            with opened(file) as out:
+                self.write(out)
             self.check(file, values=verify, progress=progress)
         if self.path != "-":
             in_place.forget(self.path)

@@ -10,12 +10,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from ..commit import writing_into
 from ..errors import UsageFault
 from ..tensor import TensorRef
-from ..transfer import Output, Progress
+from ..transfer import Output
 
 SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
 STEMS = {SAFETENSORS: ("model", ".safetensors"), TORCH: ("pytorch_model", ".bin")}
@@ -27,6 +29,7 @@ TIES = "ckpttool.ties"
 DEFAULT_SIZE = 5 * 10**9
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
+Opened = Callable[[BinaryIO], AbstractContextManager[Output]]
 WriteShard = Callable[[str, Mapping[str, TensorRef], Output], None]
 
 
@@ -90,13 +93,17 @@ def index(shards: list[Shard], metadata: Mapping[str, object]) -> str:
 
 
 def write(
-    folder: str, kind: str, shards: list[Shard], text: str, write_shard: WriteShard, progress: Progress | None
+    folder: str, kind: str, shards: list[Shard], text: str, write_shard: WriteShard, opened: Opened
 ) -> int:
-    """Writes the shards and their index into a folder; returns the bytes written."""
+    """Writes the shards and their index into a folder; returns the bytes written.
+
+    Args:
+        write_shard: writes one of the shards.
+        opened: makes an output of a file.
+    """
     total = 0
     for shard in shards:
-        with writing_into(os.path.join(folder, shard.name)) as file:
-            out = Output(file, progress) if progress else Output(file)
+        with writing_into(os.path.join(folder, shard.name)) as file, opened(file) as out:
             write_shard(shard.name, shard.tensors, out)
             total += out.position
     with writing_into(os.path.join(folder, index_name(kind))) as file:
