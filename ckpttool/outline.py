@@ -22,6 +22,9 @@ MAX_LEVELS = 60
 """Levels that are told apart; honest models have some 15."""
 
 MAX_DIGITS = 9
+MAX_NUMBER = 10**MAX_DIGITS - 1
+"""Of modules that are numbered: a name of more digits has some of them in its text."""
+
 NUMBERED = re.compile(rf"(.*?)(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})", re.DOTALL)
 
 
@@ -175,14 +178,19 @@ def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]
         names = sorted(modules, key=lambda name: (len(name), name))
     row: list[str] = []
     before: _Kind = ()
-    expected: _Place = None
+    expected: str | None = None  # what the next one of the row is called
+    text, number = "", 0
     for name in names:
-        place, kind = _place(name), _kind(modules[name], start + len(name))
-        if row and not (place and place == expected and kind == before):
-            yield row
+        kind = _kind(modules[name], start + len(name))
+        if name == expected and kind == before:
+            number += 1
+        else:
+            if row:
+                yield row
             row = []
+            text, number = _place(name) or (name, MAX_NUMBER)
         row.append(name)
-        before, expected = kind, (place[0], place[1] + 1) if place else None
+        before, expected = kind, f"{text}{number + 1}" if number < MAX_NUMBER else None
     if row:
         yield row
 
@@ -197,11 +205,9 @@ def _kind(entries: list[_Entry], start: int) -> _Kind:
 
 _Kind = tuple[_Form | str, ...]
 
-_Place = tuple[str, int] | None
-"""A module's name as text and the number behind it; None where there is none."""
 
-
-def _place(name: str) -> _Place:
+def _place(name: str) -> tuple[str, int] | None:
+    """A module's name as text and the number behind it; None where there is none."""
     text = name.rstrip("0123456789")
     digits = name[len(text) :]
     if digits[:1] in ("", "0") or len(digits) > MAX_DIGITS:  # then some of them belong to the text

@@ -36,9 +36,7 @@ LEVELS = 4
 
 def is_state(value: dict[object, object]) -> bool:
     """Whether a dict has a tensor directly inside, and text alone for keys."""
-    return any(tensor_of(item) is not None for item in value.values()) and all(
-        isinstance(key, str) for key in value
-    )
+    return any(tensor_of(item) is not None for item in value.values()) and {*map(type, value)} == {str}
 
 
 def is_optimizer(value: object) -> bool:
@@ -64,12 +62,12 @@ def candidates(root: object) -> Iterator[Path]:
             if isinstance(value, dict):
                 if is_state(value) or (value is root and not value):
                     yield path
+                if {*map(type, value.values())} == {TensorRef}:  # as in most files: a tenth of the time
+                    continue
                 below.extend(
                     ((*path, key), item)
                     for key, item in value.items()
-                    if type(item) is not TensorRef
-                    and isinstance(item, dict | Record)
-                    and isinstance(key, str)
+                    if isinstance(item, dict | Record) and isinstance(key, str)
                 )
         level = below
 

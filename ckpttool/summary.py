@@ -213,7 +213,6 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
     """Optimizers and schedulers among what a file holds at the top, or in lists and dicts at the top."""
     optimizers: list[OptimizerRow] = []
     schedulers: list[SchedulerRow] = []
-    inside = dict, list  # not `dict | list`, which would be made anew for every tensor
     level: list[tuple[str, object]] = [("", tree)]
     for _ in range(3):
         below: list[tuple[str, object]] = []
@@ -224,11 +223,13 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
             elif scheduler is not None:
                 schedulers.append(scheduler)
             elif isinstance(value, dict | list):
-                entries_ = value.items() if isinstance(value, dict) else enumerate(value[:MAX_OPTIMIZERS])
+                entries = value if isinstance(value, dict) else dict(enumerate(value[:MAX_OPTIMIZERS]))
+                if {*map(type, entries.values())} == {TensorRef}:  # a state, of very many
+                    continue
                 below += [
                     (f"{name}.{in_brief(key)}" if name else in_brief(key), item)
-                    for key, item in entries_
-                    if isinstance(item, inside)
+                    for key, item in entries.items()
+                    if isinstance(item, dict | list)
                 ]
         level = below
     return tuple(optimizers), tuple(schedulers)

@@ -131,25 +131,25 @@ class TensorPattern:
             self.stencils.clear()
         if machine.far:
             return position
-        data, memo, extend = machine.data, machine.memo, machine.stack.extend
-        begin, name = position, slice(0)  # of opcodes, and of the text before; the machine has read the first
+        data, memo, extend, storage = machine.data, machine.memo, machine.stack.extend, self.storage
+        begin, text = position, 0  # of opcodes, and of the name before; the machine has read the first one's
         while True:
             stencil, digits = self.last and self.last.next, b""
-            if stencil and stencil.named is (name.stop > 0):
+            if stencil and stencil.named is (text > 0):
                 digits = stencil.key_at(data, begin, len(memo))
             if not digits:
-                stencil, digits = self.look(machine, begin, AFTER_NAME if name.stop else HERE)
-            if not stencil:
-                return position
-            if self.last:
-                self.last.next = stencil
+                stencil, digits = self.look(machine, begin, AFTER_NAME if text else HERE)
+                if not stencil:
+                    return position
+                if self.last:
+                    self.last.next = stencil
             self.last, form, key = stencil, stencil.form, digits.decode()
             try:
-                names = (data[name].decode(),) if stencil.named else ()
+                names = (data[text:begin].decode(),) if text else ()
             except UnicodeDecodeError:
                 return position
-            found = self.storage(key, form.storage)
-            if form.end > found.nbytes:
+            found = storage(key, form.storage)
+            if form.end > found.data.nbytes:
                 return position
             tensor = new_tensor(found, *form.tensor)
             memo += (Skipped((len(memo), _values, names, key, form, tensor)),) * (stencil.made - 1)
@@ -158,8 +158,8 @@ class TensorPattern:
             position = begin + stencil.size
             if data[position] != TEXT:
                 return position
-            begin = position + 5 + uint4(data, position + 1)[0]
-            name = slice(position + 5, begin)
+            text = position + 5
+            begin = text + uint4(data, position + 1)[0]
 
     def look(self, machine: Machine, begin: int, pattern: re.Pattern[bytes]) -> tuple[_Stencil | None, bytes]:
         """A tensor that is like none before, or not like the one that was expected, and its key."""
