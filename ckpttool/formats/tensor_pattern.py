@@ -139,10 +139,10 @@ class TensorPattern:
                 digits = stencil.key_at(data, begin, len(memo))
             if not digits:
                 stencil, digits = self.look(machine, begin, AFTER_NAME if text else HERE)
-                if not stencil:
-                    return position
-                if self.last:
-                    self.last.next = stencil
+            if not stencil:
+                return position
+            if self.last:
+                self.last.next = stencil
             self.last, form, key = stencil, stencil.form, digits.decode()
             try:
                 names = (data[text:begin].decode(),) if text else ()
