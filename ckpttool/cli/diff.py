@@ -20,13 +20,21 @@ MANY_STEPS = 9999
 """More steps than these are not told."""
 
 
+class _Tolerance(click.FloatRange):
+    """A number from 0 on; "nan" is read as a number, and nothing would be within it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value} is no tolerance.", param, ctx)
+        return number
+
+
 @click.command("diff")
 @click.argument("a", metavar="A", type=click.Path(allow_dash=True))
 @click.argument("b", metavar="B", type=click.Path())
-@click.option(
-    "--rtol", type=click.FloatRange(min=0), metavar="X", help="Tolerate differences up to X times |b|."
-)
-@click.option("--atol", type=click.FloatRange(min=0), metavar="X", help="Tolerate differences up to X.")
+@click.option("--rtol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X times |b|.")
+@click.option("--atol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X.")
 @click.option("--ignore-prefix", is_flag=True, help="Match names that differ by wrappers' prefixes alone.")
 @click.option("--model-only", is_flag=True, help="Compare the model's states, not what is beside them.")
 @click.option(
