@@ -48,34 +48,41 @@ MAX_HALF = 65520.0
 MAX_BFLOAT16 = float.fromhex("0x1.ffp127")
 
 
+CELL = 1 << 20
+"""Elements of a storage whose overflows are marked together, a bit for each."""
+
+
 @dataclass(slots=True)
 class CastReport:
     """What casting did, complete once the bytes were written.
 
     Attributes:
         tensors: how many were cast.
-        counts: finite values that became infinite, by storage and the stretch of it that was cast.
+        notes: pieces in which values overflowed; a piece that is cast again, to be compared, counts again.
     """
 
     tensors: int = 0
-    counts: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    notes: int = 0
+    _marks: dict[tuple[int, int], NDArray[np.uint8]] = field(default_factory=dict)
 
     @property
     def overflows(self) -> int:
-        """Finite values that became infinite. A stretch that was cast again, to be compared, counts once."""
-        total = reached = 0
-        before = -1
-        for (storage, _, end), count in sorted(self.counts.items(), key=_outer_first):
-            reached = 0 if storage != before else reached
-            if end > reached:
-                total += count
-            before, reached = storage, max(reached, end)
-        return total
+        """Finite values that became infinite: each element of a storage once, in however many tensors."""
+        import numpy as np
 
+        return sum(int(np.unpackbits(bits).sum()) for bits in self._marks.values())
 
-def _outer_first(item: tuple[tuple[int, int, int], int]) -> tuple[int, int, int]:
-    (storage, begin, end), _ = item
-    return storage, begin, -end
+    def note(self, storage: int, places: NDArray[np.int64]) -> None:
+        """That the elements at these places of a storage overflowed."""
+        import numpy as np
+
+        self.notes += 1
+        cells = places // CELL
+        for cell in np.flatnonzero(np.bincount(cells)).tolist():
+            bits = self._marks.get((storage, cell))
+            marks = np.zeros(CELL, np.uint8) if bits is None else np.unpackbits(bits)
+            marks[places[cells == cell] % CELL] = 1
+            self._marks[storage, cell] = np.packbits(marks)
 
 
 def target(name: str) -> DType:
@@ -120,22 +127,31 @@ class Caster:
         def view(cast: TensorRef) -> Iterator[memoryview]:
             return map(_bytes, self._values(number, replace(cast, storage=old, dtype=dtype)))
 
-        data = Computed(old.data.path, count * self.to.itemsize, make, view, lambda: len(self.report.counts))
+        data = Computed(old.data.path, count * self.to.itemsize, make, view, lambda: self.report.notes)
         kind = self.to.storage or "UntypedStorage"
         return Storage(data, kind, old.location, byteorder=old.byteorder)
 
     def _values(self, storage: int, tensor: TensorRef) -> Iterator[NDArray[Any]]:
-        """The converted elements, each array valid until the next; overflows are counted at the end."""
-        idle, overflows = self._idle[tensor.dtype], 0
+        """The converted elements, each array valid until the next; overflows are noted on the way."""
+        idle, done = self._idle[tensor.dtype], 0
         conversion = idle.pop() if idle else Conversion(tensor.dtype, self.to)
         for raw in stream("", tensor, buffer=conversion.buffer):
-            values, found = conversion.convert(raw)
-            overflows += found
+            values, overflows = conversion.convert(raw)
+            if len(overflows):
+                self.report.note(storage, _places(tensor, overflows + done))
+            done += len(values)
             yield values
         idle.append(conversion)
-        if overflows:
-            begin, end = tensor.span
-            self.report.counts[storage, begin, end] = overflows
+
+
+def _places(tensor: TensorRef, elements: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where in its storage these elements of a tensor stand, which are counted in row-major order."""
+    import numpy as np
+
+    if tensor.is_contiguous:
+        return elements + tensor.offset
+    indices = np.unravel_index(elements, tensor.shape)
+    return sum((i * s for i, s in zip(indices, tensor.stride, strict=True)), start=np.int64(tensor.offset))
 
 
 def _bytes(values: NDArray[Any]) -> memoryview:
@@ -159,9 +175,10 @@ class Conversion:
         self._out = np.empty(most, carrier(to))
         self._write = _to_bfloat16 if to.name == "bfloat16" else _to_ieee
         self._bits = np.empty(min(most, BLOCK), "<u4")
+        self._none = np.empty(0, np.int64)
 
-    def convert(self, raw: memoryview) -> tuple[NDArray[Any], int]:
-        """The elements as an array that carries the other type's bits, and how many overflowed.
+    def convert(self, raw: memoryview) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The elements as an array that carries the other type's bits, and which of them overflowed.
 
         Args:
             raw: little-endian, CHUNK bytes at most. The array is valid until the next call.
@@ -170,12 +187,14 @@ class Conversion:
 
         whole = np.frombuffer(raw, dtype=self.source)
         out = self._out[: len(whole)]
-        overflows = 0
+        overflows = [self._none]
         with np.errstate(over="ignore", invalid="ignore"):
             for start in range(0, len(whole), BLOCK):
                 block = self._read(whole[start : start + BLOCK])
-                overflows += self._write(block, out[start : start + BLOCK], self._bits[: len(block)])
-        return out, overflows
+                found = self._write(block, out[start : start + BLOCK], self._bits[: len(block)])
+                if found is not None:
+                    overflows.append(found + start)
+        return out, np.concatenate(overflows)
 
 
 def carrier(dtype: DType) -> Any:
@@ -220,19 +239,21 @@ def _table(name: str) -> NDArray[np.float32]:
     return (sign * value).astype("<f4")
 
 
-def _to_ieee(block: NDArray[Any], out: NDArray[Any], bits: NDArray[np.uint32]) -> int:
-    """Numpy floats into a narrower or wider IEEE type; returns how many overflowed."""
+def _to_ieee(block: NDArray[Any], out: NDArray[Any], bits: NDArray[np.uint32]) -> NDArray[np.int64] | None:
+    """Numpy floats into a narrower or wider IEEE type; returns which overflowed, None where none can have."""
     import numpy as np
 
     through = block.astype("<f4") if out.itemsize == 2 and block.itemsize == 8 else block
     out[:] = through
     if out.itemsize >= block.itemsize or _all_below(through, MAX_HALF if out.itemsize == 2 else MAX_FLOAT):
-        return 0
-    return int(np.count_nonzero(np.isinf(out) & np.isfinite(block)))
+        return None
+    return np.flatnonzero(np.isinf(out) & np.isfinite(block))
 
 
-def _to_bfloat16(block: NDArray[Any], out: NDArray[Any], bits: NDArray[np.uint32]) -> int:
-    """Numpy floats into the upper halves of float32, by way of `bits`; returns how many overflowed."""
+def _to_bfloat16(
+    block: NDArray[Any], out: NDArray[Any], bits: NDArray[np.uint32]
+) -> NDArray[np.int64] | None:
+    """The same into the upper halves of float32, by way of `bits`."""
     import numpy as np
 
     single = block if block.itemsize == 4 else block.astype("<f4")
@@ -244,9 +265,9 @@ def _to_bfloat16(block: NDArray[Any], out: NDArray[Any], bits: NDArray[np.uint32
     bits >>= np.uint32(16)
     out[:] = bits
     if _all_below(single, MAX_BFLOAT16):
-        return 0
+        return None
     out[np.isnan(single)] = 0x7FC0  # the rounding carries some NaNs over into other numbers
-    return int(np.count_nonzero(((out & 0x7FFF) == 0x7F80) & np.isfinite(block)))
+    return np.flatnonzero(((out & 0x7FFF) == 0x7F80) & np.isfinite(block))
 
 
 def _all_below(block: NDArray[Any], limit: float) -> bool:

@@ -101,8 +101,8 @@ class Computed:
         make: `make(start, nbytes)` gives a stretch of them, in pieces that are valid until the next.
         view: gives the true values of a tensor that is a view of them, little-endian, where that takes less
             memory than all of them; None where it can't.
-        noted: how much there is to tell of what this process made so far; None where no other process should
-            make a stretch of them.
+        noted: counts what there was to note beside the bytes, such as overflows, which this process alone can
+            tell of; None where no other process should make a stretch of them.
     """
 
     path: str

@@ -31,14 +31,16 @@ REPORT = struct.Struct("<?I")
 """Whether a stretch stands in the file, and its CRC-32."""
 
 WORTH = 64 << 20
-"""Bytes from which on a second process is worth its start."""
+"""Computed bytes from which on a second process is worth its start."""
 
+MOST_OWED = 64
+"""Stretches that the first process leaves to the second before it waits for the report on the oldest."""
+
+FIRST, SECOND = (True, False), (False, True)
+"""Whose turn it is, over and over from the beginning of a file: each process counts all stretches."""
 
 ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 """Signals at which the first process ends, and the second one with it."""
-
-AHEAD = 64
-"""Stretches by which one process may be ahead of the other."""
 
 
 class _Part(NamedTuple):
@@ -52,56 +54,105 @@ class _Part(NamedTuple):
         return out.put(self.data, self.position, self.sums is not None)
 
 
-def is_worth_it(storages: Iterable[tuple[object, Storage]]) -> bool:
-    """Whether there is enough that a second process would help with."""
+@contextlib.contextmanager
+def output(
+    file: BinaryIO, storages: Iterable[Storage], progress: Progress | None, *, fork: bool
+) -> Iterator[Output]:
+    """The output that is a file; all that was written to it is there when the block has ended well.
+
+    The second process ends where the block does, however it is left. Nothing may stand in the block that is
+    the first one's to clean up.
+
+    Args:
+        storages: what will be written.
+        fork: write with a second process where that is worth it and can be done; else this one writes alone.
+    """
+    alone = Output(file, progress) if progress else Output(file)
+    if not (fork and _can_fork() and _is_worth_it(storages)):
+        yield alone
+        return
+    with contextlib.ExitStack() as stack:
+        with _undisturbed():
+            second = _start()
+            if second and second.pid:
+                stack.callback(second.end)
+        if second is None:
+            yield alone
+        elif second.pid:
+            with open(second.pipe, "rb", closefd=False) as reports:
+                out = _First(file, progress or alone._progress, reports)
+                yield out
+                out.settle()
+        else:
+            try:
+                yield _Second(alone, second.pipe)
+            finally:
+                os._exit(0)
+
+
+def _can_fork() -> bool:
+    """Whether a fork is safe, and can be waited for.
+
+    It would have copies of the locks of other threads, and nobody to open them; and who looks after children
+    by a signal, or ignores them, may have waited for it first.
+    """
+    if sys.platform != "linux" or cores(2) < 2 or threading.active_count() > 1:
+        return False
+    return signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+
+
+def _is_worth_it(storages: Iterable[Storage]) -> bool:
     sizes = {
         id(storage): storage.nbytes
-        for _, storage in storages
+        for storage in storages
         if isinstance(storage.data, Computed) and storage.data.noted is not None
     }
     return sum(sizes.values()) >= WORTH
 
 
 @contextlib.contextmanager
-def output(file: BinaryIO, progress: Progress | None, *, fork: bool) -> Iterator[Output]:
-    """The output that is a file; all that was written to it is there when the block has ended well.
-
-    Args:
-        fork: write with a second process, if this one has no other threads: a fork has copies of their locks,
-            and nobody to open them. Where there is one core, or no process to be had, this one writes alone.
-    """
-    alone = Output(file, progress) if progress else Output(file)
-    if not fork or sys.platform != "linux" or cores(2) < 2 or threading.active_count() > 1:
-        yield alone
-        return
-    reports, to_report = os.pipe()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # which the second one leaves to the first
-    second = _fork()
-    if second == 0:
-        try:
-            os.close(reports)
-            yield _Second(alone, to_report)
-        finally:
-            os._exit(0)
+def _undisturbed() -> Iterator[None]:
+    """No signal that would end the process is heard before the block ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(to_report)
-        with open(reports, "rb") as file_of_reports:
-            out = _First(file, progress or alone._progress, file_of_reports)
-            yield out
-            out.settle()
+        yield
     finally:
-        if second is not None:
-            os.kill(second, signal.SIGKILL)
-            os.waitpid(second, 0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _fork() -> int | None:
-    """0 in the second process; None where there can be none, which is as if it had ended at once."""
+class _Process(NamedTuple):
+    """The second process: its id, 0 in itself, and this one's end of the pipe of its reports."""
+
+    pid: int
+    pipe: int
+
+    def end(self) -> None:
+        """Whatever it does, it is not needed any more."""
+        with _undisturbed():
+            os.close(self.pipe)
+            os.kill(self.pid, signal.SIGKILL)  # it has not been waited for, so the id is still its own
+            os.waitpid(self.pid, 0)
+
+
+def _start() -> _Process | None:
+    """Forks; None where there are too many processes or files, or too little memory."""
     try:
-        return os.fork()
-    except OSError:  # too many processes, or too little memory
+        reports, to_report = os.pipe()
+    except OSError:
         return None
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(reports)
+        os.close(to_report)
+        return None
+    if pid:
+        os.close(to_report)
+        return _Process(pid, reports)
+    for each in ENDING:  # which the first one hears and answers
+        signal.signal(each, signal.SIG_IGN)
+    os.close(reports)
+    return _Process(0, to_report)
 
 
 class _First(Output):
@@ -110,7 +161,7 @@ class _First(Output):
     def __init__(self, file: BinaryIO, progress: Progress, reports: BinaryIO) -> None:
         super().__init__(file, progress)
         self._reports = reports
-        self._is_mine = cycle((True, False))
+        self._is_mine = cycle(FIRST)
         self._owed: deque[_Part] = deque()
 
     def make(self, data: Computed) -> None:
@@ -130,9 +181,9 @@ class _First(Output):
             crc = combined(crc, *sums[position])
         return crc
 
-    def settle(self, ahead: int = 0) -> None:
-        """Waits until the second process is at most so many stretches behind; does what it has not done."""
-        while len(self._owed) > ahead:
+    def settle(self, owed: int = 0) -> None:
+        """Waits until at most so many reports are missing; does what the second process has not done."""
+        while len(self._owed) > owed:
             part = self._owed.popleft()
             report = self._reports.read(REPORT.size)
             is_there, crc = REPORT.unpack(report) if len(report) == REPORT.size else (False, 0)
@@ -144,7 +195,7 @@ class _First(Output):
                 self._done(part, part.put(self))
             else:
                 self._owed.append(part)
-            self.settle(AHEAD)
+            self.settle(MOST_OWED)
         self.position += data.nbytes
 
     def _done(self, part: _Part, summed: tuple[int, int]) -> None:
@@ -160,7 +211,7 @@ class _Second(DryOutput):
         super().__init__()
         self._out = out
         self._reports = reports
-        self._is_mine = cycle((False, True))
+        self._is_mine = cycle(SECOND)
 
     def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
         self.position += nbytes
@@ -188,7 +239,7 @@ class _Second(DryOutput):
             crc, _ = part.put(self._out)
         except Exception:  # the first process makes the stretch too, and raises what there is to be raised
             return False, 0
-        return noted() == before, crc
+        return noted() == before, crc  # or else all of it is made again, there where it can be told
 
 
 def _parts(data: Computed, position: int, sums: dict[int, tuple[int, int]] | None) -> Iterator[_Part]:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool import elements, transforms
-from ckpttool.cast import CHUNK, CastReport, Conversion, count_non_finite, target
+from ckpttool.cast import CELL, CHUNK, CastReport, Conversion, count_non_finite, target
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import NothingToDo, UsageFault
@@ -47,7 +47,7 @@ def assert_cast_as_torch_casts(raw: bytes, source: str, to: str) -> None:
     for start in range(0, len(raw), CHUNK):
         values, found = conversion.convert(memoryview(raw)[start : start + CHUNK])
         mine += values.tobytes()
-        overflows += found
+        overflows += len(found)
     after = torch.frombuffer(mine, dtype=of(to))
     numbers = ~wanted.isnan()
     assert torch.equal(after.isnan(), wanted.isnan())
@@ -281,10 +281,11 @@ def test_values_that_overflow_are_counted_once(
     assert (report.tensors, report.overflows) == (4, 6)
 
 
-def test_overlapping_stretches_are_counted_each_for_itself_as_each_is_written() -> None:
+def test_an_element_is_counted_once_however_often_it_is_cast() -> None:
     report = CastReport()
-    report.counts = {(0, 0, 8): 2, (0, 4, 12): 2, (0, 4, 8): 1, (1, 0, 4): 1, (0, 20, 24): 5}
-    assert report.overflows == 10
+    for key, places in (0, [0, 7]), (0, [7, 9]), (1, [7]), (0, [9, CELL - 1, CELL, 5 * CELL + 7]):
+        report.note(key, np.array(places))
+    assert report.overflows == 7
 
 
 def test_where_nothing_is_of_another_float_type_there_is_nothing_to_do(tmp_path: Path) -> None:

@@ -18,20 +18,20 @@ from ckpttool import formats, transforms, two_processes
 from ckpttool.dtypes import DTYPES
 from ckpttool.errors import Damaged
 
-Fork = Callable[[], "int | None"]
+Fork = Callable[[], int]
 
 
 @pytest.fixture
-def forks(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+def forks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lets small files fork too, beside the threads of pytest; holds what each fork gave."""
-    made: list[int | None] = []
+    made: list[int] = []
 
-    def fork(real: Fork = two_processes._fork) -> int | None:
+    def fork(real: Fork = os.fork) -> int:
         made.append(real())
         return made[-1]
 
     monkeypatch.setattr(two_processes, "WORTH", 1)
-    monkeypatch.setattr(two_processes, "_fork", fork)
+    monkeypatch.setattr(os, "fork", fork)
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     monkeypatch.setattr(two_processes, "cores", lambda most: most)
     return made
@@ -57,7 +57,7 @@ def cast(source: Path, output: str | Path, to: str = "bfloat16", **choices: Any)
 
 @pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "shards/"])
 def test_the_file_is_the_one_that_one_process_writes(
-    source: Path, tmp_path: Path, forks: list[int | None], name: str
+    source: Path, tmp_path: Path, forks: list[int], name: str
 ) -> None:
     (tmp_path / "alone").mkdir()
     (tmp_path / "helped").mkdir()
@@ -73,18 +73,19 @@ def test_the_file_is_the_one_that_one_process_writes(
     assert alone == helped
 
 
-@pytest.mark.parametrize("fate", ["ends at once", "ends in the middle", "never starts"])
+@pytest.mark.parametrize("fate", ["ends at once", "ends in the middle", "never starts", "has no pipe"])
 def test_what_the_second_process_leaves_undone_the_first_one_does(
-    source: Path, tmp_path: Path, forks: list[int | None], monkeypatch: pytest.MonkeyPatch, fate: str
+    source: Path, tmp_path: Path, forks: list[int], monkeypatch: pytest.MonkeyPatch, fate: str
 ) -> None:
-    def ends_at_once(real: Fork = two_processes._fork) -> int | None:
+    def ends_at_once(real: Fork = os.fork) -> int:
         pid = real()
         if pid == 0:
             os._exit(1)
         return pid
 
-    def no_process() -> int:
-        raise BlockingIOError(errno.EAGAIN, "no more processes")
+    def refused() -> Any:
+        forks.append(-1)
+        raise OSError(errno.EAGAIN, "too many")
 
     made = iter(range(99))
 
@@ -93,32 +94,41 @@ def test_what_the_second_process_leaves_undone_the_first_one_does(
             os._exit(1)
         return real(*args)
 
-    if fate == "ends at once":
-        monkeypatch.setattr(two_processes, "_fork", ends_at_once)
-    elif fate == "never starts":
-        monkeypatch.setattr(os, "fork", no_process)
-    else:
+    if fate == "ends in the middle":
         monkeypatch.setattr(two_processes._Second, "_put", put_or_die)
+    else:
+        call = "pipe" if fate == "has no pipe" else "fork"
+        monkeypatch.setattr(os, call, ends_at_once if fate == "ends at once" else refused)
+    before = len(os.listdir("/proc/self/fd"))
     cast(source, tmp_path / "alone.safetensors")
     cast(source, tmp_path / "helped.safetensors", fork=True)
     assert (tmp_path / "alone.safetensors").read_bytes() == (tmp_path / "helped.safetensors").read_bytes()
     assert forks
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt", "shards/"])
 def test_values_that_overflow_are_counted_once_whoever_meets_them(
-    tmp_path: Path, forks: list[int | None]
+    tmp_path: Path, forks: list[int], name: str, verify: bool
 ) -> None:
-    values = torch.zeros(2_000_000, dtype=torch.float64)
+    values = torch.zeros(3_000_000, dtype=torch.float64)
     values[::100_000] = 1e300
     values[7] = float("nan")
-    torch.save({"a": values}, tmp_path / "in.pt")
-    assert cast(tmp_path / "in.pt", tmp_path / "out.pt", fork=True) == 20
+    grid = values[:2_000_000].view(1000, 2000)
+    torch.save(
+        {"a": values, "part": values[100_001:2_900_000], "grid": grid.t(), "even": values[::2]},
+        tmp_path / "in.pt",
+    )
+    assert cast(tmp_path / "in.pt", f"{tmp_path}/{name}", fork=True, verify=verify) == 30
     assert forks
-    assert torch.load(tmp_path / "out.pt")["a"].isinf().sum() == 20
+    forks.clear()
+    assert cast(tmp_path / "in.pt", f"{tmp_path}/{name}", force=True, verify=verify) == 30
+    assert not forks
 
 
 def test_an_error_in_the_share_of_the_second_process_is_raised(
-    source: Path, tmp_path: Path, forks: list[int | None], monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, forks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "out.safetensors").write_bytes(b"old")
     with formats.open(source) as checkpoint:
@@ -132,7 +142,7 @@ def test_an_error_in_the_share_of_the_second_process_is_raised(
 
 
 def test_whoever_stops_the_first_process_stops_the_second(
-    source: Path, tmp_path: Path, forks: list[int | None]
+    source: Path, tmp_path: Path, forks: list[int]
 ) -> None:
     def interrupt(_: int) -> None:
         raise KeyboardInterrupt
@@ -146,7 +156,7 @@ def test_whoever_stops_the_first_process_stops_the_second(
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & two_processes.ENDING
 
 
-def test_progress_tells_of_all_bytes(source: Path, tmp_path: Path, forks: list[int | None]) -> None:
+def test_progress_tells_of_all_bytes(source: Path, tmp_path: Path, forks: list[int]) -> None:
     told: list[int] = []
     helped: list[int] = []
     cast(source, tmp_path / "alone.pt", progress=told.append)
@@ -156,7 +166,7 @@ def test_progress_tells_of_all_bytes(source: Path, tmp_path: Path, forks: list[i
 
 
 def test_a_process_with_threads_writes_alone(
-    source: Path, tmp_path: Path, forks: list[int | None], monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, forks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threading, "active_count", lambda: 2)
     cast(source, tmp_path / "out.safetensors", fork=True)
@@ -164,10 +174,25 @@ def test_a_process_with_threads_writes_alone(
     assert ckpttool.open(tmp_path / "out.safetensors").state().tensors["big"].dtype.name == "bfloat16"
 
 
-def test_a_small_checkpoint_is_not_worth_a_process(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with formats.open(source) as checkpoint:
-        new, _ = transforms.cast(checkpoint, DTYPES["bfloat16"])
-        assert not two_processes.is_worth_it(new.storages())
-        monkeypatch.setattr(two_processes, "WORTH", 1 << 20)
-        assert two_processes.is_worth_it(new.storages())
-        assert not two_processes.is_worth_it(checkpoint.storages())
+def test_a_process_whose_children_are_not_its_own_to_wait_for_writes_alone(
+    source: Path, tmp_path: Path, forks: list[int]
+) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        cast(source, tmp_path / "out.safetensors", fork=True)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert not forks
+    assert (tmp_path / "out.safetensors").exists()
+
+
+def test_each_file_is_worth_a_process_by_itself_or_not(
+    source: Path, tmp_path: Path, forks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(two_processes, "WORTH", 3_000_000)  # bytes of the largest tensor, cast
+    cast(source, f"{tmp_path}/shards/", shard_size=1000, fork=True)
+    assert len(list((tmp_path / "shards").iterdir())) > 5
+    assert len(forks) == 1
+    with formats.open(source) as checkpoint:  # nothing is computed
+        formats.save(checkpoint, tmp_path / "same.pt", fork=True)
+    assert len(forks) == 1

@@ -59,7 +59,7 @@ class FolderWriting:
         """Writes the folder, lets `check(folder)` look at it, and puts it in place; returns its bytes.
 
         Args:
-            opened: makes an output of a file.
+            opened: makes an output of a file, told which storages go into it.
         """
         with replacing_folder(path, sharding.is_of_a_checkpoint) as folder:
             if self.kind == dcp.NAME:

@@ -16,7 +16,7 @@ from ..commit import replacing, require_folder
 from ..errors import Damaged, OutputExists, Refused, UsageFault
 from ..tensor import Source, TensorRef
 from ..transfer import DryOutput, Output, Progress
-from ..two_processes import is_worth_it, output
+from ..two_processes import output
 from . import dcp, folders, in_place, safetensors, sharding, torch_zip
 from .reading import open as open_any
 from .reading import read
@@ -100,7 +100,7 @@ def save(
     _check_choices(name, kind, state, full, keep_copies, shard_size)
     whole = kind not in PICKLES and (checkpoint.full if full is None else full)
     writing = _Writing(checkpoint, name, kind, state, whole, keep_copies)
-    opened = partial(output, progress=progress, fork=fork and is_worth_it(checkpoint.storages()))
+    opened = partial(output, progress=progress, fork=fork)
     if kind in folders.NAMES:
         return writing.saved(writing.folder(shard_size, verify, dry_run, progress, opened))
     return writing.saved(writing.dry() if dry_run else writing.file(verify, progress, opened))
@@ -196,7 +196,7 @@ class _Writing:
             if in_place.replace_header(self.checkpoint.source, header):
                 return self.checkpoint.nbytes
         with replacing(self.path) as file:
-            with opened(file) as out:
+            with opened(file, (storage for _, storage in self.checkpoint.storages())) as out:
                 self.write(out)
             self.check(file, values=verify, progress=progress)
         if self.path != "-":

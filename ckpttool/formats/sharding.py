@@ -9,14 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from ..commit import writing_into
 from ..errors import UsageFault
-from ..tensor import TensorRef
+from ..tensor import Storage, TensorRef
 from ..transfer import Output
 
 SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
@@ -29,7 +29,7 @@ TIES = "ckpttool.ties"
 DEFAULT_SIZE = 5 * 10**9
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
-Opened = Callable[[BinaryIO], AbstractContextManager[Output]]
+Opened = Callable[[BinaryIO, Iterable[Storage]], AbstractContextManager[Output]]
 WriteShard = Callable[[str, Mapping[str, TensorRef], Output], None]
 
 
@@ -99,11 +99,12 @@ def write(
 
     Args:
         write_shard: writes one of the shards.
-        opened: makes an output of a file.
+        opened: makes an output of a file, told which storages go into it.
     """
     total = 0
     for shard in shards:
-        with writing_into(os.path.join(folder, shard.name)) as file, opened(file) as out:
+        storages = (tensor.storage for tensor in shard.tensors.values())
+        with writing_into(os.path.join(folder, shard.name)) as file, opened(file, storages) as out:
             write_shard(shard.name, shard.tensors, out)
             total += out.position
     with writing_into(os.path.join(folder, index_name(kind))) as file:
