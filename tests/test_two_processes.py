@@ -6,7 +6,7 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ Fork = Callable[[], int]
 
 
 @pytest.fixture
-def forks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Lets small files fork too, beside the threads of pytest; holds what each fork gave."""
+def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Lets small files fork too, whatever threads and handlers other tests left; holds what each fork gave."""
     made: list[int] = []
 
     def fork(real: Fork = os.fork) -> int:
@@ -34,7 +34,9 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(os, "fork", fork)
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     monkeypatch.setattr(two_processes, "cores", lambda most: most)
-    return made
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's DataLoader puts one in its place
+    yield made
+    signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.fixture
