@@ -23,7 +23,7 @@ Fork = Callable[[], int]
 
 @pytest.fixture
 def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Lets small files fork too, whatever threads and handlers other tests left; holds what each fork gave."""
+    """Lets small files fork too, whatever other tests left running; holds what each fork gave."""
     made: list[int] = []
 
     def fork(real: Fork = os.fork) -> int:
