@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from .dtypes import DTYPES, DType
@@ -64,6 +65,7 @@ class CastReport:
     tensors: int = 0
     notes: int = 0
     _marks: dict[tuple[int, int], NDArray[np.uint8]] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     @property
     def overflows(self) -> int:
@@ -73,16 +75,17 @@ class CastReport:
         return sum(int(np.unpackbits(bits).sum()) for bits in self._marks.values())
 
     def note(self, storage: int, places: NDArray[np.int64]) -> None:
-        """That the elements at these places of a storage overflowed."""
+        """That the elements at these places of a storage overflowed. Several threads may look at values."""
         import numpy as np
 
-        self.notes += 1
         cells = places // CELL
-        for cell in np.flatnonzero(np.bincount(cells)).tolist():
-            bits = self._marks.get((storage, cell))
-            marks = np.zeros(CELL, np.uint8) if bits is None else np.unpackbits(bits)
-            marks[places[cells == cell] % CELL] = 1
-            self._marks[storage, cell] = np.packbits(marks)
+        with self._lock:
+            self.notes += 1
+            for cell in np.flatnonzero(np.bincount(cells)).tolist():
+                bits = self._marks.get((storage, cell))
+                marks = np.zeros(CELL, np.uint8) if bits is None else np.unpackbits(bits)
+                marks[places[cells == cell] % CELL] = 1
+                self._marks[storage, cell] = np.packbits(marks)
 
 
 def target(name: str) -> DType:
@@ -134,7 +137,10 @@ class Caster:
     def _values(self, storage: int, tensor: TensorRef) -> Iterator[NDArray[Any]]:
         """The converted elements, each array valid until the next; overflows are noted on the way."""
         idle, done = self._idle[tensor.dtype], 0
-        conversion = idle.pop() if idle else Conversion(tensor.dtype, self.to)
+        try:
+            conversion = idle.pop()
+        except IndexError:  # not asked first: another thread may take the last one in between
+            conversion = Conversion(tensor.dtype, self.to)
         for raw in stream("", tensor, buffer=conversion.buffer):
             values, overflows = conversion.convert(raw)
             if len(overflows):

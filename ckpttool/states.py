@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from .inert import Record, tensor_of
 from .modules import is_module
@@ -39,6 +39,11 @@ def is_state(value: dict[object, object]) -> bool:
     return any(tensor_of(item) is not None for item in value.values()) and {*map(type, value)} == {str}
 
 
+def all_tensors(values: Iterable[object]) -> bool:
+    """Whether values are tensors and nothing else, as of most states: told in a tenth of a loop's time."""
+    return {*map(type, values)} == {TensorRef}
+
+
 def is_optimizer(value: object) -> bool:
     """Whether a value is the state dict of an optimizer."""
     return isinstance(value, dict) and "param_groups" in value and "state" in value
@@ -50,6 +55,7 @@ def candidates(root: object) -> Iterator[Path]:
     A file that is one empty dict is the state of a model without parameters.
     """
     seen: set[int] = set()
+    inside = dict, Record  # not `dict | Record`, which would be made anew for every tensor
     level: list[tuple[Path, object]] = [((), root)]
     for _ in range(LEVELS):
         below: list[tuple[Path, object]] = []
@@ -62,12 +68,12 @@ def candidates(root: object) -> Iterator[Path]:
             if isinstance(value, dict):
                 if is_state(value) or (value is root and not value):
                     yield path
-                if {*map(type, value.values())} == {TensorRef}:  # as in most files: a tenth of the time
+                if all_tensors(value.values()):
                     continue
                 below.extend(
                     ((*path, key), item)
                     for key, item in value.items()
-                    if isinstance(item, dict | Record) and isinstance(key, str)
+                    if isinstance(item, inside) and isinstance(key, str)
                 )
         level = below
 

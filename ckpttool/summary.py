@@ -16,7 +16,7 @@ from .other_values import OtherRow as OtherRow
 from .other_values import other_rows
 from .other_values import unknown_names as unknown_names
 from .outline import Branch, outline
-from .states import is_optimizer
+from .states import all_tensors, is_optimizer
 from .tensor import TensorRef
 from .training import OptimizerRow, SchedulerRow, describe_optimizer, describe_scheduler
 from .wrappers import LIGHTNING, FoundPrefix, found_prefixes
@@ -213,6 +213,7 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
     """Optimizers and schedulers among what a file holds at the top, or in lists and dicts at the top."""
     optimizers: list[OptimizerRow] = []
     schedulers: list[SchedulerRow] = []
+    inside = dict, list  # not `dict | list`, which would be made anew for every tensor
     level: list[tuple[str, object]] = [("", tree)]
     for _ in range(3):
         below: list[tuple[str, object]] = []
@@ -224,12 +225,12 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
                 schedulers.append(scheduler)
             elif isinstance(value, dict | list):
                 entries = value if isinstance(value, dict) else dict(enumerate(value[:MAX_OPTIMIZERS]))
-                if {*map(type, entries.values())} == {TensorRef}:  # a state, of very many
+                if all_tensors(entries.values()):
                     continue
                 below += [
                     (f"{name}.{in_brief(key)}" if name else in_brief(key), item)
                     for key, item in entries.items()
-                    if isinstance(item, dict | list)
+                    if isinstance(item, inside)
                 ]
         level = below
     return tuple(optimizers), tuple(schedulers)

@@ -48,10 +48,10 @@ class Output:
     returns the CRC-32 of what was moved. All three append at `position`.
     """
 
-    def __init__(self, file: BinaryIO, progress: Progress = _ignore) -> None:
+    def __init__(self, file: BinaryIO, progress: Progress | None = None) -> None:
         self.fd = file.fileno()
         self.position = 0
-        self._progress = progress
+        self._progress = progress or _ignore
         self._spare: list[memoryview] = []
         self._ways = [self._copy_file_range, self._sendfile, self._buffered]
 
@@ -146,7 +146,10 @@ class Output:
 
     def _buffer(self) -> memoryview:
         """One that no thread uses; to be given back to the spare ones."""
-        return self._spare.pop() if self._spare else memoryview(bytearray(BUFFER))
+        try:
+            return self._spare.pop()
+        except IndexError:  # not asked first: another thread may take the last one in between
+            return memoryview(bytearray(BUFFER))
 
 
 class DryOutput(Output):
@@ -161,9 +164,6 @@ class DryOutput(Output):
 
     def copy(self, range: ByteRange) -> None:
         self.position += range.nbytes
-
-    def make(self, data: Computed) -> None:
-        self.write_all(data.make(0, data.nbytes), data.nbytes)
 
     def copy_with_crc(self, data: ByteRange | Computed) -> int:
         self.position += data.nbytes

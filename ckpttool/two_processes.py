@@ -67,7 +67,7 @@ def output(
         storages: what will be written.
         fork: write with a second process where that is worth it and can be done; else this one writes alone.
     """
-    alone = Output(file, progress) if progress else Output(file)
+    alone = Output(file, progress)
     if not (fork and _can_fork() and _is_worth_it(storages)):
         yield alone
         return
@@ -80,7 +80,7 @@ def output(
             yield alone
         elif second.pid:
             with open(second.pipe, "rb", closefd=False) as reports:
-                out = _First(file, progress or alone._progress, reports)
+                out = _First(file, progress, reports)
                 yield out
                 out.settle()
         else:
@@ -158,7 +158,7 @@ def _start() -> _Process | None:
 class _First(Output):
     """The output of the process that answers for the file."""
 
-    def __init__(self, file: BinaryIO, progress: Progress, reports: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, progress: Progress | None, reports: BinaryIO) -> None:
         super().__init__(file, progress)
         self._reports = reports
         self._is_mine = cycle(FIRST)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
@@ -286,6 +288,18 @@ def test_an_element_is_counted_once_however_often_it_is_cast() -> None:
     for key, places in (0, [0, 7]), (0, [7, 9]), (1, [7]), (0, [9, CELL - 1, CELL, 5 * CELL + 7]):
         report.note(key, np.array(places))
     assert report.overflows == 7
+
+
+def test_no_overflow_is_lost_where_several_threads_note_them() -> None:
+    report, threads, each = CastReport(), 4, 40
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda place: report.note(0, np.array([place])), range(threads * each)))
+    finally:
+        sys.setswitchinterval(before)
+    assert (report.notes, report.overflows) == (threads * each, threads * each)
 
 
 def test_where_nothing_is_of_another_float_type_there_is_nothing_to_do(tmp_path: Path) -> None:

@@ -198,3 +198,12 @@ def test_each_file_is_worth_a_process_by_itself_or_not(
     with formats.open(source) as checkpoint:  # nothing is computed
         formats.save(checkpoint, tmp_path / "same.pt", fork=True)
     assert len(forks) == 1
+
+
+def test_the_command_casts_in_two_processes_and_renames_in_one(
+    source: Path, tmp_path: Path, forks: list[int], cli: Any
+) -> None:
+    assert cli("convert", "--dtype", "bf16", source, tmp_path / "cast.pt").code == 0
+    assert len(forks) == 1
+    assert cli("add-prefix", source, tmp_path / "renamed.pt").code == 0
+    assert len(forks) == 1

@@ -72,8 +72,9 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
             _say_where(console, checkpoint)
         if outcome.where is not None:
             choices["state"] = outcome.where
+        fork = outcome.casting is not None  # values are computed
         with console.progress(_work(new, options) if console.draws else 0, "writing") as progress:
-            saved = formats.save(new, options["output"], progress=progress, fork=True, **choices)
+            saved = formats.save(new, options["output"], progress=progress, fork=fork, **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
 
 
