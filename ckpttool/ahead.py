@@ -1,4 +1,4 @@
-"""Work done on several cores: while what came before it is being used, or by this thread and others alike."""
+"""Work done on several cores, beside what this thread does."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
-from threading import Lock
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -52,67 +51,11 @@ def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
         pool.shutdown(cancel_futures=True)
 
 
-def together(jobs: Iterable[Callable[[], T]], most: int) -> Iterator[T]:
-    """What the jobs return, in their order; this thread does them too, and others beside it.
-
-    For jobs that use up what they make. Nothing big then goes from one core's cache to another's, which can
-    cost more than the second core gains, and Python's lock changes hands less often.
-
-    Args:
-        jobs: taken one after another, each by the next thread that is free.
-        most: threads, this one included; no more than there are cores.
-    """
-    todo = iter(jobs)
-    first = list(islice(todo, 2))
-    todo = chain(first, todo)
-    if len(first) < 2 or cores(most) < 2:
-        yield from (job() for job in todo)
-        return
-    work = _Shared(todo)
+def beside(job: Callable[[], T], here: Callable[[], object]) -> T:
+    """What a job returns that another thread does while this one does `here`; both have ended then."""
     from concurrent.futures import ThreadPoolExecutor
 
-    pool = ThreadPoolExecutor(cores(most) - 1)
-    try:
-        others = [pool.submit(work.do_all) for _ in range(cores(most) - 1)]
-        while work.do_one():
-            yield from work.results()
-        for other in others:
-            other.result()
-        yield from work.results()
-    finally:
-        work.stopped = True
-        pool.shutdown()
-
-
-class _Shared(Generic[T]):
-    """Jobs that several threads take from one place, and what they returned."""
-
-    def __init__(self, todo: Iterator[Callable[[], T]]) -> None:
-        self.stopped = False
-        self._todo = enumerate(todo)
-        self._lock = Lock()
-        self._done: dict[int, T] = {}
-        self._given = 0
-
-    def do_all(self) -> None:
-        while self.do_one():
-            pass
-
-    def do_one(self) -> bool:
-        """The next job; False where there is none, or another one failed."""
-        with self._lock:
-            number, job = (-1, None) if self.stopped else next(self._todo, (-1, None))
-        if job is None:
-            return False
-        try:
-            self._done[number] = job()
-        except BaseException:
-            self.stopped = True
-            raise
-        return True
-
-    def results(self) -> Iterator[T]:
-        """Those not yet given, as far as none is missing."""
-        while self._given in self._done:
-            yield self._done.pop(self._given)
-            self._given += 1
+    with ThreadPoolExecutor(1) as other:
+        result = other.submit(job)
+        here()
+        return result.result()

@@ -9,11 +9,11 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import BinaryIO
 
-from .ahead import together
+from .ahead import beside, cores
 from .checksum import combined
 from .errors import Damaged, Unreadable, no_such_file
 from .tensor import ByteRange, Computed
@@ -22,13 +22,13 @@ BUFFER = 1 << 20
 """Bytes moved at a time where data must pass through this process."""
 
 STRETCH = 1 << 20
-"""Bytes that one thread, or process, moves before it turns to others; whole elements."""
-
-MOVERS = 4
-"""Threads that do so, at most: a file system lets only one write to a file at a time."""
+"""Bytes that one of two processes makes before the other's turn; whole elements."""
 
 COPY = 64 << 20
 """Bytes asked of the kernel at a time, so that progress shows and a signal is heard."""
+
+WORTH = 2 << 20
+"""Bytes of which the checksum is worth a thread of its own."""
 
 # The kernel's ways of saying "not between these two files": another file system, a file
 # system without the call, an old kernel, a sandbox.
@@ -95,25 +95,34 @@ class Output:
         self.write_all(data.make(0, data.nbytes), data.nbytes)
 
     def copy_with_crc(self, data: ByteRange | Computed) -> int:
-        """Append bytes from elsewhere, read once; returns their CRC-32."""
+        """Append bytes from elsewhere; returns their CRC-32."""
         crc = 0
         if isinstance(data, Computed):
             for chunk in data.make(0, data.nbytes):
                 crc = zlib.crc32(chunk, crc)
                 self.write_all([chunk], len(chunk))
             return crc
-        for its_crc, nbytes in together(self._puts(data), MOVERS):
-            crc = combined(crc, its_crc, nbytes)
-            self.position += nbytes
-            self._progress(nbytes)
+        for start in range(0, data.nbytes, COPY):
+            part = data.part(start, min(COPY, data.nbytes - start))
+            crc = combined(crc, self._copy_part_with_crc(part), part.nbytes)
         return crc
 
-    def _puts(self, data: ByteRange) -> Iterator[Callable[[], tuple[int, int]]]:
-        """`put` for each stretch of a range that is appended."""
-        begin = self.position
-        for start in range(0, data.nbytes, STRETCH):
-            part = data.part(start, min(STRETCH, data.nbytes - start))
-            yield partial(self.put, part, begin + start)
+    def _copy_part_with_crc(self, part: ByteRange) -> int:
+        # Two threads that each read, sum and write would read once, but wait for each other: only one can
+        # write to a file at a time.
+        if part.nbytes >= WORTH and cores(2) == 2:
+            return beside(partial(self._crc, part), partial(self.copy, part))
+        crc, _ = self.put(part, self.position)
+        self.position += part.nbytes
+        self._progress(part.nbytes)
+        return crc
+
+    def _crc(self, data: ByteRange) -> int:
+        buffer, crc = self._buffer(), 0
+        for chunk in data.chunks(buffer):
+            crc = zlib.crc32(chunk, crc)
+        self._spare.append(buffer)
+        return crc
 
     def put(self, data: ByteRange | Computed, position: int, summed: bool = True) -> tuple[int, int]:
         """Writes bytes from elsewhere to a place; returns their CRC-32 (0 if not summed) and their number."""

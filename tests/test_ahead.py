@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
 
 from ckpttool import ahead
-from ckpttool.ahead import in_order, together
-
-Way = Callable[[Iterator[Callable[[], int]], int], Iterator[int]]
-WAYS = [in_order, together]
+from ckpttool.ahead import beside, in_order
 
 
 @pytest.fixture(params=[1, 3])
@@ -28,14 +24,12 @@ def late(number: int) -> int:
     return number
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("count", [0, 1, 2, 50])
-def test_results_come_in_the_order_of_the_jobs(way: Way, count: int, threads: int) -> None:
-    assert list(way((partial(late, n) for n in range(count)), 3)) == list(range(count))
+def test_results_come_in_the_order_of_the_jobs(count: int, threads: int) -> None:
+    assert list(in_order((partial(late, n) for n in range(count)), 3)) == list(range(count))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_an_error_is_raised_and_ends_the_work(way: Way, threads: int) -> None:
+def test_an_error_is_raised_and_ends_the_work(threads: int) -> None:
     done: list[int] = []
 
     def job(number: int) -> int:
@@ -46,37 +40,50 @@ def test_an_error_is_raised_and_ends_the_work(way: Way, threads: int) -> None:
         return number
 
     with pytest.raises(ValueError, match="the sixth"):
-        list(way((partial(job, n) for n in range(1000)), 3))
+        list(in_order((partial(job, n) for n in range(1000)), 3))
     assert len(done) < 20
     assert not running()
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_who_stops_asking_stops_the_work(way: Way, threads: int) -> None:
+def test_who_stops_asking_stops_the_work(threads: int) -> None:
     done: list[int] = []
 
     def job(number: int) -> int:
         done.append(number)
         return number
 
-    results = way((partial(job, n) for n in range(100_000)), 3)
+    results = in_order((partial(job, n) for n in range(100_000)), 3)
     assert next(results) == 0
     results.close()  # type: ignore[attr-defined]
     assert len(done) < 100_000
     assert not running()
 
 
-def test_together_means_that_this_thread_works_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "cores", lambda most: min(2, most))
+def test_one_job_is_done_beside_what_this_thread_does() -> None:
     both = threading.Barrier(2, timeout=10)  # passed by two threads at once, or by none
 
     def job() -> int:
         both.wait()
         return threading.get_ident()
 
-    workers = set(together((job for _ in range(10)), 2))
-    assert len(workers) == 2
-    assert threading.get_ident() in workers
+    assert beside(job, both.wait) != threading.get_ident()
+    assert not running()
+
+
+@pytest.mark.parametrize("which", ["beside", "here"])
+def test_an_error_beside_or_here_is_raised_when_both_have_ended(which: str) -> None:
+    ended: list[str] = []
+
+    def job(name: str) -> None:
+        time.sleep(0.001)
+        ended.append(name)
+        if name == which:
+            raise ValueError(name)
+
+    with pytest.raises(ValueError, match=which):
+        beside(partial(job, "beside"), partial(job, "here"))
+    assert sorted(ended) == ["beside", "here"]
+    assert not running()
 
 
 def running() -> list[threading.Thread]:

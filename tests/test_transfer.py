@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckpttool import ahead, transfer
+from ckpttool import transfer
 from ckpttool.errors import CkptToolError, Damaged, Unreadable
 from ckpttool.tensor import ByteRange, Source
 from ckpttool.transfer import DryOutput, Output, open_source_descriptor
@@ -131,12 +131,16 @@ def test_a_source_that_becomes_shorter_is_damaged(
         copied(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("stretch", [1 << 20, 1000])
-def test_the_checksum_found_while_copying_is_that_of_the_bytes(
-    stretch: int, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "STRETCH", stretch)
-    monkeypatch.setattr(ahead, "cores", lambda most: most)
+@pytest.fixture(params=["summed by another thread", "read once"])
+def summing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "COPY", 100_000)
+    monkeypatch.setattr(transfer, "WORTH", 100_000)
+    count = 2 if request.param == "summed by another thread" else 1
+    monkeypatch.setattr(transfer, "cores", lambda most: min(count, most))
+
+
+@pytest.mark.usefixtures("summing")
+def test_the_checksum_found_while_copying_is_that_of_the_bytes(source: Source, tmp_path: Path) -> None:
     moved: list[int] = []
     with open(tmp_path / "out", "w+b") as file:
         out = Output(file, moved.append)
@@ -148,11 +152,8 @@ def test_the_checksum_found_while_copying_is_that_of_the_bytes(
     assert sum(moved) == 250_000
 
 
-def test_a_source_that_becomes_shorter_while_it_is_summed_is_damaged(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer, "STRETCH", 1000)
-    monkeypatch.setattr(ahead, "cores", lambda most: most)
+@pytest.mark.usefixtures("summing")
+def test_a_source_that_becomes_shorter_while_it_is_summed_is_damaged(source: Source, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"short")
     with open(tmp_path / "out", "w+b") as file, pytest.raises(Damaged, match="became shorter"):
         Output(file).copy_with_crc(ByteRange(source, 7, 250_000))
