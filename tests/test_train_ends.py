@@ -76,6 +76,42 @@ def test_when_one_rank_fails_the_others_end_too_and_only_it_is_heard(tmp_path, h
     assert done.stderr.count("Traceback") == said.startswith("ValueError")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's way to tell of a parent's end is Linux's")
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
+    given = ["--epochs", "9999", "--lr", "0.01", "--out", str(tmp_path / "x")]
+    run = subprocess.Popen(
+        [sys.executable, str(ROOT / "train" / "main.py"), *given, "--spawn", "2"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert run.stdout
+        next(line for line in run.stdout if " 1/9999" in line)
+        run.kill()
+        run.communicate(timeout=30)  # reads on until no rank has stdout open any more
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_a_stdout_that_takes_no_more_is_one_line(tmp_path):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "train/main.py", *TINY, "--out", str(tmp_path / "x")],
+            cwd=ROOT,
+            env=environment(),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "error: standard output: no space left on device\n")
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_ends_in_one_line_with_the_command_that_goes_on(tmp_path, ranks):
     spawn = ["--spawn", str(ranks)] if ranks > 1 else []

@@ -10,6 +10,7 @@ from ranks import trainings
 from torch import nn
 from torch.nn import functional as F
 
+from ckpttool.errors import CheckFailed
 from train import models
 
 SETTINGS: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}
@@ -215,6 +216,22 @@ def test_ranks_evaluate_with_rank_0s_batchnorm_statistics(run_ranks):
     assert torch.equal(second[1], first[0])
     assert first[2] == second[2]
     assert second[3]
+
+
+def train_with_a_label(rank: int, world_size: int, label: int) -> str:
+    data = trainings.tensors((10,), 8)
+    data.train.tensors[1][5] = label  # type: ignore[attr-defined]
+    trainer = trainings.trainer(rank, world_size, data, nn.Linear(10, 10), batch_size=8)
+    with pytest.raises(CheckFailed) as fault:
+        trainings.finish_epoch(trainer)
+    return str(fault.value)
+
+
+@pytest.mark.parametrize("label", [10, -1, -100])
+def test_a_training_label_that_is_none_of_the_classes_names_its_sample(run_ranks, label):
+    """-100 is what torch's loss passes over, and the mean would be over fewer samples than it says."""
+    said = f"training sample 5 has the label {label}, which is none of the 10 classes (0 to 9)"
+    assert run_ranks(1, train_with_a_label, label) == [said]
 
 
 def train_without_randomness(rank: int, world_size: int) -> Any:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from ckpttool import factory, ranks
-from ckpttool.errors import CkptToolError, UsageFault
+from ckpttool.errors import CheckFailed, CkptToolError, UsageFault
 from train.config import DataConfig
 from train.pictures import Folder, Scale, find_pictures
 from train.random_state import Keyed
@@ -53,6 +53,24 @@ class Data:
     classes: tuple[str, ...]
     shape: tuple[int, ...]
     fingerprint: str
+
+    def check_labels(self, labels: torch.Tensor, samples: Sequence[int], part: str) -> None:
+        """The loss would end in a traceback, or pass over the label that is its `ignore_index`.
+
+        Args:
+            labels: int64 [n], of `samples`, the places of as many in the `part` "training" or "test".
+
+        Raises:
+            CheckFailed: a label is none of the classes.
+        """
+        classes = len(self.classes)
+        for sample, label in zip(samples, labels.tolist(), strict=True):
+            if not 0 <= label < classes:
+                raise CheckFailed(
+                    f"{part} sample {sample} has the label {label}, which is none of the {classes} classes "
+                    f"(0 to {classes - 1})",
+                    hint=f"look at the labels of --data {self.name}",
+                )
 
 
 def load(config: DataConfig, *, seed: int = 0) -> Data:

@@ -212,7 +212,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _load(self, steps: list[Step]) -> Iterator[Batch]:
-        """The micro-batches of these steps, in order."""
+        """The micro-batches of these steps, in order. Raises CheckFailed for a label that is no class."""
         samples, epoch, step = self.data.train, self.progress.epoch, self.progress.step
         set_epoch = getattr(samples, "set_epoch", None)
         if set_epoch is not None:
@@ -220,7 +220,10 @@ class Trainer:
         indices = [micro_batch for step in steps for micro_batch in step.micro_batches]
         # The step too: a run that goes on in the middle of an epoch would draw its beginning's numbers again.
         seed = random_state.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
-        return iter(load(samples, indices, self.place, self.config.workers, seed=seed))
+        loaded = load(samples, indices, self.place, self.config.workers, seed=seed)
+        for micro_batch, (inputs, labels) in zip(indices, loaded, strict=True):
+            self.data.check_labels(labels, micro_batch, "training")
+            yield inputs, labels
 
     def _no_sums(self) -> torch.Tensor:
         """This rank's loss, correct answers and samples in the running epoch."""

@@ -142,7 +142,7 @@ def work(job: Job) -> None:
     with launch.process_group(job.place, job.config.timeout):
         found = evaluate(job)
     if job.place.rank == 0:
-        print(json.dumps(as_json(job, found), indent=2) if job.config.json else in_words(job, found))
+        launch.say(json.dumps(as_json(job, found), indent=2) if job.config.json else in_words(job, found))
 
 
 def evaluate(job: Job) -> Certificate:

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from ckpttool import ranks
 from ckpttool.certificate import Certificate, certify
-from ckpttool.errors import CheckFailed
 from ckpttool.gathering import gather
 from ckpttool.predictions import COLUMNS, Evaluation, Predictions
 from train.data import Data, count
@@ -85,24 +84,13 @@ class Evaluator:
                 if number < len(self.batches):
                     loaded = loaded or iter(self.loader)
                     inputs, labels = next(loaded)
-                    self._check_labels(labels, self.batches[number])
+                    self.data.check_labels(labels, self.batches[number], "test")
                     scores = model(inputs.to(self.place.device)).cpu()
                     losses = F.cross_entropy(scores.double(), labels, reduction="none")
                     found.append((torch.tensor(self.batches[number]), scores.argmax(dim=1), labels, losses))
         whole, real = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
         columns = zip((whole, whole, whole, real), *found, strict=True)
         return {name: torch.cat(column) for name, column in zip(COLUMNS, columns, strict=True)}
-
-    def _check_labels(self, labels: torch.Tensor, samples: list[int]) -> None:
-        """The loss would end in a traceback, or pass over the label that is its `ignore_index`."""
-        classes = len(self.data.classes)
-        for sample, label in zip(samples, labels.tolist(), strict=True):
-            if not 0 <= label < classes:
-                raise CheckFailed(
-                    f"test sample {sample} has the label {label}, which is none of the {classes} classes "
-                    f"(0 to {classes - 1})",
-                    hint=f"look at the labels of --data {self.data.name}",
-                )
 
     def _about(self, checkpoint: str | None) -> Evaluation:
         return Evaluation(

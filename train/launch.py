@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -28,6 +29,9 @@ PATIENCE = 5.0
 
 Torchrun ends the waiting ranks as soon as the one that spoke is gone, so nobody waits this long under it.
 """
+
+PR_SET_PDEATHSIG = 1
+"""The number in linux/prctl.h."""
 
 LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.IGNORECASE)
 TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
@@ -148,6 +152,16 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     return 0
 
 
+def end_with_torchrun() -> None:
+    """Has the kernel end this rank when torchrun is gone without having ended it, as after `kill -9`.
+
+    It would train on, or wait, with nobody to see it, and hold its GPU. Linux. Not for other launchers, whose
+    process may rightly be gone before the ranks.
+    """
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_json: bool = False) -> int:
     """Runs a program on this rank and returns its exit code; an error on purpose is one line on stderr.
 
@@ -157,6 +171,7 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         work: what the ranks do together, with what `prepare` returned.
         as_json: say an error as one JSON object on stdout too.
     """
+    end_with_torchrun()
     try:
         job = prepare()
     except CkptToolError as error:
@@ -207,9 +222,18 @@ def leave(code: int) -> NoReturn:
     C++ threads, and on a busy machine they were seen to abort a rank that had done its work ("terminate
     called without an active exception"), which makes torchrun report a failure.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # what could not be written has been told by `say`
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
+
+
+def say(text: str) -> None:
+    """A line on stdout, at once. Raises CkptToolError where that can't be: a full disk, a reader gone."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        raise _failed(f"standard output: {(error.strerror or str(error)).lower()}") from error
 
 
 def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False) -> int:
@@ -220,7 +244,8 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
         traceback.print_exception(error)
     if as_json:
         body = {"kind": error.kind, "message": str(error), "hint": error.hint}
-        print(json.dumps({"error": body}, indent=2), flush=True)
+        with contextlib.suppress(OSError):  # it is told on stderr too
+            print(json.dumps({"error": body}, indent=2), flush=True)
     hint = f" ({error.hint})" if error.hint else ""
     print(f"error: {error}{hint}".replace("\n", " "), file=sys.stderr, flush=True)
     return error.exit_code

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from ckpttool.certificate import Certificate
+from train import launch
 from train.config import TrainConfig
 from train.data import Data, count
 from train.engine import Score, Trainer
@@ -116,7 +117,7 @@ class Report:
 
     def say(self, line: str) -> None:
         if self.speaks:
-            print(line, flush=True)
+            launch.say(line)
 
 
 def program(name: str) -> str:
