@@ -112,7 +112,7 @@ class _Whole:
 
     def scatter(self, out: bytearray, size: Index, begin: Index, part: TensorRef) -> None:
         """Puts a part into a block of size `size`: runs of bytes that lie together in both."""
-        data = b"".join(stream(self.name, part))
+        data = b"".join(stream(part))
         together = len(size)  # from this dimension on the part is as wide as the block
         while together and part.shape[together - 1] == size[together - 1]:
             together -= 1

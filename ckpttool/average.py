@@ -10,15 +10,15 @@ from functools import partial
 
 from .ahead import in_order
 from .checkpoint import Checkpoint, State
-from .dtypes import DTYPES, DType
-from .elements import in_pieces
+from .dtypes import DType, real_dtype
+from .elements import MAX_REPEATED, in_pieces, require_bounded
 from .errors import Refused, UsageFault
-from .inert import Record, tensor_of
+from .inert import remade, tensor_of, with_tensor
 from .mean import mean
+from .states import MEAN, VARIANCE
 from .tensor import Computed, Storage, TensorRef
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
-PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16", "bcomplex32": "bfloat16"}
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
 
 BLOCK = 1 << 16
@@ -27,8 +27,6 @@ BLOCK = 1 << 16
 WORKERS = 1
 """Threads beside the one that writes: each step of a mean is so short that more of them wait for each other's
 turn with Python's lock."""
-
-STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +73,10 @@ def average(
     for checkpoint, found in zip(checkpoints[:-1], states[:-1], strict=True):
         _require_same(checkpoint, found, checkpoints[-1], states[-1])
     last, work = states[-1], _Averaging(states, shares)
-    container = type(last.container)(
-        {key: work.entry(str(key), value) for key, value in last.container.items()}
+    container = remade(
+        last.container, ((key, work.entry(str(key), value)) for key, value in last.container.items())
     )
-    if hasattr(container, "attributes"):
-        container.attributes = last.container.attributes  # type: ignore[attr-defined]
-    statistics = tuple(name for name in work.averaged if name.endswith(STATISTICS))
+    statistics = tuple(name for name in work.averaged if name.endswith((MEAN, VARIANCE)))
     done = Averaged(len(states), tuple(work.averaged), tuple(work.kept), tuple(work.taken), statistics)
     return replace(checkpoints[-1], tree=container, opened=()), done
 
@@ -126,14 +122,11 @@ class _Averaging:
         tensor = tensor_of(value)
         if tensor is None:
             return value
-        new = self.tensor(name, tensor)
-        if isinstance(value, Record) and isinstance(value.args, tuple):
-            return replace(value, args=(new, *value.args[1:]))
-        return new
+        return with_tensor(value, self.tensor(name, tensor))
 
     def tensor(self, name: str, last: TensorRef) -> TensorRef:
         inputs = [state.tensors[name] for state in self.states]
-        part = DTYPES[PARTS.get(last.dtype.name, last.dtype.name)]
+        part = real_dtype(last.dtype)
         if last.dtype.name in INTEGERS:
             same = all(_same(name, each, last) for each in inputs[:-1])
             (self.kept if same else self.taken).append(name)
@@ -144,10 +137,12 @@ class _Averaging:
                 f"'{name}' is {last.dtype.name}, which can't be averaged",
                 hint="convert the files first: ckpttool convert --dtype bf16",
             )
+        for each in inputs:
+            require_bounded(name, each)
         self.averaged.append(name)
         views = tuple(each.view for each in inputs)
         if views not in self.storages:
-            make = partial(_means, name, inputs, self.weights, part)
+            make = partial(_means, inputs, self.weights, part)
             data = Computed(last.storage.data.path, last.nbytes, make)
             self.storages[views] = Storage(
                 data, last.dtype.storage or "UntypedStorage", last.storage.location
@@ -157,14 +152,14 @@ class _Averaging:
 
 
 def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
-    pairs = zip(
-        in_pieces(name, a, BLOCK * a.dtype.part), in_pieces(name, b, BLOCK * b.dtype.part), strict=True
-    )
+    for each in (a, b):
+        require_bounded(name, each, MAX_REPEATED)
+    pairs = zip(in_pieces(a, BLOCK * a.dtype.part), in_pieces(b, BLOCK * b.dtype.part), strict=True)
     return all(x == y for x, y in pairs)
 
 
 def _means(
-    name: str, inputs: list[TensorRef], weights: list[float], part: DType, start: int, nbytes: int
+    inputs: list[TensorRef], weights: list[float], part: DType, start: int, nbytes: int
 ) -> Iterator[memoryview]:
     """A stretch of the means' bytes; where the inputs are contiguous nothing before it is read."""
     if all(each.is_contiguous for each in inputs):
@@ -172,7 +167,7 @@ def _means(
         start = 0
     else:
         flat = inputs
-    together = zip(*(in_pieces(name, each, BLOCK * part.itemsize) for each in flat), strict=True)
+    together = zip(*(in_pieces(each, BLOCK * part.itemsize) for each in flat), strict=True)
     end = start + nbytes
     at = 0
     for piece in in_order(_jobs(together, weights, part), WORKERS):

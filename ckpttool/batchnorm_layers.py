@@ -17,8 +17,8 @@ from .cast import FLOATS
 from .checkpoint import Checkpoint, State
 from .errors import Refused, UsageFault
 from .keys import WRAPPERS
+from .states import COUNTER, MEAN, VARIANCE
 
-MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
 WITHOUT_STATISTICS = {"weight", "bias"}
 """All that a BatchNorm layer keeps with `track_running_stats=False`."""
 OF_BATCHNORM = {*WITHOUT_STATISTICS, MEAN, VARIANCE, COUNTER}

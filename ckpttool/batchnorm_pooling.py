@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .batchnorm_layers import COUNTER, MEAN, VARIANCE, find, fits, key
+from .batchnorm_layers import find, fits, key
 from .cast import TARGETS, carrier, reader
 from .checkpoint import Checkpoint, State
 from .digest import tensor_digests
 from .dtypes import DType
-from .elements import stream
+from .elements import require_bounded, stream
 from .errors import NothingToDo, Refused, UsageFault
 from .inert import tensor_of
 from .pooling import Counts, pool
+from .states import COUNTER, MEAN, VARIANCE
 from .tensor import Computed, Storage, TensorRef
 from .transforms import replace_state
 
@@ -189,7 +190,8 @@ def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
     """A tensor's values in float64, or int64 for counters."""
     import numpy as np
 
-    raw = b"".join(bytes(piece) for piece in stream(name, tensor))
+    require_bounded(name, tensor)
+    raw = b"".join(bytes(piece) for piece in stream(tensor))
     if tensor.dtype.name == "int64":
         return np.frombuffer(raw, dtype="<i8").reshape(tensor.shape)
     if tensor.dtype.name not in TARGETS:

@@ -16,11 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from .batchnorm_layers import (
-    COUNTER,
     KIND,
-    MEAN,
     TEXT,
-    VARIANCE,
     find,
     fits,
     given_kinds,
@@ -31,6 +28,7 @@ from .checkpoint import Checkpoint, State
 from .dtypes import DTYPES
 from .errors import NothingToDo, UsageFault
 from .inert import OrderedDict_, remade, tensor_of
+from .states import COUNTER, MEAN, VARIANCE
 from .tensor import Computed, Storage, TensorRef
 
 VERSION = 2

@@ -141,7 +141,7 @@ class Caster:
             conversion = idle.pop()
         except IndexError:  # not asked first: another thread may take the last one in between
             conversion = Conversion(tensor.dtype, self.to)
-        for raw in stream("", tensor, buffer=conversion.buffer):
+        for raw in stream(tensor, buffer=conversion.buffer):
             values, overflows = conversion.convert(raw)
             if len(overflows):
                 self.report.note(storage, _places(tensor, overflows + done))

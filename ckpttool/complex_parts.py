@@ -6,18 +6,16 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from .dtypes import DTYPES
-from .elements import CHUNK, FORMATS, stream, stretches, swap
+from .dtypes import DTYPES, REAL_TYPES
+from .elements import CHUNK, FORMATS, require_bounded, stream, stretches, swap
 from .errors import Collision
 from .inert import tensor_of
 from .tensor import Computed, Storage, TensorRef
 
-PARTS = {
-    "complex128": DTYPES["float64"],
-    "complex64": DTYPES["float32"],
-    "complex32": DTYPES["float16"],
-}
-WHOLES = {part.name: DTYPES[name] for name, part in PARTS.items()}
+SPLIT = {name: part for name, part in REAL_TYPES.items() if name != "bcomplex32"}
+"""What is split, and so joined: few versions of torch have the other one."""
+
+WHOLES = {part.name: DTYPES[name] for name, part in SPLIT.items()}
 
 Container = dict[object, object]
 
@@ -38,7 +36,7 @@ def split(old: Container, names: Collection[str]) -> Container:
 def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
     real = replace(
         tensor,
-        dtype=PARTS[tensor.dtype.name],
+        dtype=SPLIT[tensor.dtype.name],
         stride=tuple(2 * step for step in tensor.stride),
         offset=2 * tensor.offset,
         conj=False,
@@ -104,13 +102,15 @@ def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
 
 def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
     """A complex tensor whose elements are made of the two parts, element by element."""
+    for part in (real, imag):
+        require_bounded(name, part)
     dtype, old = WHOLES[real.dtype.name], real.storage
     path, width = old.data.path, real.dtype.itemsize
 
     def make(start: int, nbytes: int) -> Iterator[memoryview]:
         first, count = start // dtype.itemsize, nbytes // dtype.itemsize
         left, right = (
-            chain.from_iterable(stream(name, part) for part in stretches(tensor, first, count))
+            chain.from_iterable(stream(part) for part in stretches(tensor, first, count))
             for tensor in (real, imag)
         )
         for a, b in _in_step(left, right, CHUNK):

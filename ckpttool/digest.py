@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from .ahead import cores, in_order
-from .elements import MAX_REPEATED, stream
+from .elements import MAX_REPEATED, require_bounded, stream
 from .tensor import ByteRange, TensorRef
 from .transfer import Progress
 
@@ -115,7 +115,8 @@ def _hash_part(name: str, data: ByteRange, is_last: bool) -> list[_Piece]:
 def _hash_stream(name: str, tensor: TensorRef) -> _Piece:
     """All pieces of a stream, cut where they end."""
     digests, value, room = b"", hashlib.sha256(), PIECE
-    for chunk in stream(name, tensor, most=MAX_REPEATED):
+    require_bounded(name, tensor, MAX_REPEATED)
+    for chunk in stream(tensor):
         rest = chunk
         while rest:
             value.update(rest[:room])

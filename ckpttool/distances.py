@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from .alike import Tolerance
 from .cast import FLOATS, carrier, reader
-from .dtypes import DTYPES, DType
+from .dtypes import REAL_TYPES, DType, real_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16", "bcomplex32": "bfloat16"}
 INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
 
 
@@ -108,7 +107,7 @@ def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
 
 def has_numbers(dtype: DType) -> bool:
     """Whether elements of a type stand for numbers by themselves; those of quantised types do not."""
-    return dtype.name in FLOATS or dtype.name in PARTS or dtype.name in INTEGERS
+    return dtype.name in FLOATS or dtype.name in REAL_TYPES or dtype.name in INTEGERS
 
 
 def _rows(dtype: DType, raw: memoryview) -> NDArray[Any]:
@@ -122,12 +121,12 @@ def _values(dtype: DType, rows: NDArray[Any]) -> NDArray[Any]:
     """Bits as float64, complex128, int64 or uint64: (elements,)."""
     import numpy as np
 
-    part = DTYPES[PARTS.get(dtype.name, dtype.name)]
+    part = real_dtype(dtype)
     if part.name not in FLOATS:
         kind = "u" if part.name[0] in "ub" else "i"
         return rows[:, 0].view(f"<{kind}{part.itemsize}").astype(f"<{kind}8")
     floats = reader(part)(np.ascontiguousarray(rows).view(carrier(part))).astype("<f8")
-    return floats.view("<c16")[:, 0] if dtype.name in PARTS else floats[:, 0]
+    return floats.view("<c16")[:, 0] if dtype.name in REAL_TYPES else floats[:, 0]
 
 
 class _Numbers:
@@ -194,7 +193,7 @@ def _steps(dtype: DType, x: NDArray[Any], y: NDArray[Any]) -> Any:
     """
     import numpy as np
 
-    part = DTYPES[PARTS.get(dtype.name, dtype.name)]
+    part = real_dtype(dtype)
     top = 8 * part.itemsize - 1
 
     def place(rows: NDArray[Any]) -> Any:

@@ -74,5 +74,19 @@ DTYPES = _table()
 STORAGE_DTYPES = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage}
 """Element types by the storage class under which torch pickles them."""
 
+REAL_TYPES = {
+    "complex128": DTYPES["float64"],
+    "complex64": DTYPES["float32"],
+    "complex32": DTYPES["float16"],
+    "bcomplex32": DTYPES["bfloat16"],
+}
+"""The types of the real and imaginary parts of complex types."""
+
+
+def real_dtype(dtype: DType) -> DType:
+    """The type of the parts of a complex type; any other type itself."""
+    return REAL_TYPES.get(dtype.name, dtype)
+
+
 SIGNED = ("float16", "float32", "float64", "bfloat16", "complex", "bcomplex")
 """Types that torch's lazy negative may stand on: flipping the sign bit is all it means."""

@@ -47,27 +47,35 @@ FLIP_SIGN = bytes(i ^ 0x80 for i in range(256))
 Sizes = tuple[int, ...]
 
 
-def stream(
-    name: str, tensor: TensorRef, *, most: int = MAX_EXPANSION, buffer: memoryview | None = None
-) -> Iterator[memoryview]:
-    """The values of one tensor, in chunks of at most 1 MiB, each valid until the next.
-
-    Args:
-        name: for the message.
-        tensor: any layout.
-        most: bytes by which the values may outgrow the storage.
-        buffer: 1 MiB to read to, where that is all there is to do; new when None.
-
-    Raises:
-        Refused: an expanded tensor that outgrows it further.
-        Damaged: the file ends early.
-    """
+def require_bounded(
+    name: str, tensor: TensorRef, most: int = MAX_EXPANSION, *, hint: str | None = None
+) -> None:
+    """Raises Refused, with this hint, where a view's values outgrow its storage by more than `most` bytes."""
     if tensor.nbytes > tensor.storage.nbytes + most:
         raise Refused(
             tensor.storage.data.path,
-            f"'{name}' repeats {tensor.storage.nbytes} bytes into {tensor.nbytes} by a stride of 0",
-            hint="keep it a view by writing a .pt file" if most == MAX_EXPANSION else None,
+            f"'{name}' is a view that repeats {tensor.storage.nbytes} bytes into {tensor.nbytes}",
+            hint=hint,
         )
+
+
+def without_repeats(tensor: TensorRef) -> tuple[TensorRef, int]:
+    """The tensor with what a stride of 0 repeats there once, and how often each element was there."""
+    shape = tuple(n if step else min(n, 1) for n, step in zip(tensor.shape, tensor.stride, strict=True))
+    once = replace(tensor, shape=shape)
+    return once, tensor.numel // once.numel if once.numel else 1
+
+
+def stream(tensor: TensorRef, *, buffer: memoryview | None = None) -> Iterator[memoryview]:
+    """The values of one tensor, in chunks of at most 1 MiB, each valid until the next.
+
+    Args:
+        tensor: any layout, however often it repeats its elements: see `require_bounded`.
+        buffer: 1 MiB to read to, where that is all there is to do; new when None.
+
+    Raises:
+        Damaged: the file ends early.
+    """
     where = tensor.storage.data
     if tensor.is_contiguous:
         room = memoryview(bytearray(min(CHUNK, tensor.nbytes))) if buffer is None else buffer
@@ -81,26 +89,24 @@ def stream(
         yield _resolve(tensor, piece)
 
 
-def in_pieces(
-    name: str, tensor: TensorRef, nbytes: int, *, most: int = MAX_EXPANSION
-) -> Iterator[bytes | bytearray]:
+def in_pieces(tensor: TensorRef, nbytes: int) -> Iterator[bytes | bytearray]:
     """The values in pieces of so many bytes, the last of what is left, whatever the chunks of `stream` are.
 
     So that tensors of several files, and of several types, can be looked at in step.
 
     Args:
-        name, tensor, most: as for `stream`.
+        tensor: as for `stream`.
         nbytes: of a piece; whole elements.
 
     Raises:
-        Refused, Damaged: as `stream`.
+        Damaged: the file ends early.
     """
     if tensor.is_plain:
         for start in range(0, tensor.nbytes, nbytes):
             yield tensor.data.part(start, min(nbytes, tensor.nbytes - start)).read()
         return
     held = bytearray()
-    for chunk in stream(name, tensor, most=most):
+    for chunk in stream(tensor):
         held += chunk
         whole = len(held) - len(held) % nbytes
         for begin in range(0, whole, nbytes):

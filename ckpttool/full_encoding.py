@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .dtypes import DTYPES, STORAGE_DTYPES, DType
+from .dtypes import DTYPES, STORAGE_DTYPES, DType, real_dtype
 from .inert import LEAVES, MAX_DEPTH, Global, OrderedDict_, Record, TooDeep, children, in_brief, tensor_of
 from .naming import contents, dotted, named_values
 from .tensor import Storage, TensorRef
@@ -222,8 +222,8 @@ def flat(storage: Storage, dtype: DType | None = None) -> TensorRef:
         dtype: of a tensor that looks at it, for storages that have no type of their own.
     """
     dtype = STORAGE_DTYPES.get(storage.kind, dtype or DTYPES["uint8"])
-    pairs = {"complex128": DTYPES["float64"], "complex32": DTYPES["float16"]}
-    dtype = pairs.get(dtype.name, dtype)
+    if dtype.safetensors is None:
+        dtype = real_dtype(dtype)
     if dtype.safetensors is None or storage.nbytes % dtype.itemsize:
         dtype = DTYPES["uint8"]
     return TensorRef(storage, dtype, (storage.nbytes // dtype.itemsize,), (1,))

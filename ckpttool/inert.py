@@ -9,7 +9,7 @@ None of them imports, calls or hashes what the file says; each keeps all that is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .tensor import Storage, TensorRef
@@ -96,12 +96,13 @@ FROM_TYPE = {
     Global("torch.tensor", "_rebuild_from_type"),
 }
 
-# What wraps a tensor without changing its values: the inner tensor stands first.
-PARAMETERS = {
+PARAMETER = {
     Global("torch._utils", "_rebuild_parameter"),
     Global("torch._utils", "_rebuild_parameter_with_state"),
-    *FROM_TYPE,
 }
+
+# What wraps a tensor without changing its values: the inner tensor is the first argument.
+WRAPPERS = PARAMETER | FROM_TYPE
 
 
 class BadKey(ValueError):
@@ -131,10 +132,17 @@ def tensor_of(value: object) -> TensorRef | None:
     """The tensor that a value is, or that a saved `nn.Parameter` wraps; None when it is no tensor."""
     if isinstance(value, TensorRef):
         return value
-    if isinstance(value, Record) and value.callable in PARAMETERS and isinstance(value.args, tuple):
+    if isinstance(value, Record) and value.callable in WRAPPERS and isinstance(value.args, tuple):
         inner = value.args[0] if value.args else None
         return inner if isinstance(inner, TensorRef) else None
     return None
+
+
+def with_tensor(value: object, tensor: TensorRef) -> object:
+    """The same value around another tensor: what wraps one still does, and a bare one is replaced."""
+    if isinstance(value, Record) and isinstance(value.args, tuple):
+        return replace(value, args=(tensor, *value.args[1:]))
+    return tensor
 
 
 def children(value: object) -> Iterator[object]:

@@ -13,8 +13,8 @@ from math import prod
 
 from .checkpoint import Checkpoint, State
 from .errors import Collision, NothingToDo, UsageFault
-from .inert import Record, tensor_of
-from .tensor import TensorRef
+from .inert import tensor_of, with_tensor
+from .tensor import MAX_AXES, TensorRef
 from .transforms import replace_state
 
 Sizes = tuple[int, ...]
@@ -71,6 +71,8 @@ def reshape(
     """
 
     def shaped(key: str, tensor: TensorRef, shape: Sizes) -> TensorRef:
+        if len(shape) > MAX_AXES:
+            raise UsageFault(f"a shape of {len(shape)} axes, and torch has at most {MAX_AXES}")
         if prod(shape) != tensor.numel:
             raise UsageFault(
                 f"{checkpoint.path}: '{key}' has {tensor.numel} elements, and {_listed(shape)} {prod(shape)}"
@@ -121,14 +123,14 @@ def _by_pattern(
 
 
 def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, TensorRef]) -> Checkpoint:
-    """The checkpoint with other tensors under the names of some; a Parameter stays one."""
+    """The checkpoint with other tensors under the names of some; a Parameter of two names stays one."""
+    done: dict[tuple[object, ...], object] = {}
 
     def put(key: object, value: object) -> object:
         if not isinstance(key, str) or key not in tensors or tensor_of(value) is None:
             return value
-        if isinstance(value, Record) and isinstance(value.args, tuple):
-            return replace(value, args=(tensors[key], *value.args[1:]))
-        return tensors[key]
+        new = tensors[key]
+        return done.setdefault((id(value), *new.view), with_tensor(value, new))
 
     return replace_state(
         checkpoint, state, lambda old: type(old)({key: put(key, value) for key, value in old.items()})

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
 from .dtypes import DTYPES
-from .elements import stream
+from .elements import require_bounded, stream
 from .errors import Unsupported
 from .tensor import ByteRange, Computed, TensorRef
 
@@ -38,7 +38,8 @@ def live_tensors(tensors: Mapping[str, TensorRef]) -> dict[str, torch.Tensor]:
         if not tensor.numel:
             made[name] = torch.empty(tensor.shape, dtype=dtype)
         elif tensor.conj or tensor.neg or tensor.is_swapped or not _mappable(data, tensor):
-            raw = b"".join(bytes(chunk) for chunk in stream(name, tensor))
+            require_bounded(name, tensor)
+            raw = b"".join(bytes(chunk) for chunk in stream(tensor))
             made[name] = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(tensor.shape)
         else:
             key = id(tensor.storage)

@@ -17,7 +17,7 @@ from typing import Any
 from .assignment import assignments
 from .checkpoint import Checkpoint
 from .errors import NothingToDo, Refused
-from .inert import Record, remade, tensor_of
+from .inert import PARAMETER, Record, remade, tensor_of
 from .momentum import (
     FLAT,
     BadOptimizer,
@@ -31,7 +31,7 @@ from .momentum import (
     without_prefix,
 )
 from .naming import contents, dotted
-from .states import is_optimizer
+from .states import BUFFERS, is_optimizer
 
 __all__ = [
     "BadOptimizer",
@@ -45,8 +45,6 @@ __all__ = [
 ]
 
 FLOATING = ("float", "bfloat", "complex")
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""BatchNorm's buffers: in a model's state, and no parameters."""
 
 
 def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
@@ -313,7 +311,7 @@ def _parameters(
         elif live:
             fits = bare[name] in live
         else:
-            fits = tensor.dtype.name.startswith(FLOATING) and not name.endswith(STATISTICS)
+            fits = tensor.dtype.name.startswith(FLOATING) and not name.endswith(BUFFERS)
         if fits and tensor.view not in seen:
             seen.add(tensor.view)
             listed.append((name, tensor.shape))
@@ -322,8 +320,4 @@ def _parameters(
 
 def _is_parameter(value: object) -> bool:
     """Whether a value was saved as an `nn.Parameter`, as in a pickled model."""
-    return (
-        isinstance(value, Record)
-        and tensor_of(value) is not None
-        and str(value.callable).startswith("torch._utils._rebuild_parameter")
-    )
+    return isinstance(value, Record) and tensor_of(value) is not None and value.callable in PARAMETER

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .checkpoint import Checkpoint, State
 from .dtypes import DTYPES
-from .inert import MAX_DEPTH, PARAMETERS, Global, OrderedDict_, Record, tensor_of, walk
+from .inert import MAX_DEPTH, WRAPPERS, Global, OrderedDict_, Record, tensor_of, walk
 from .modules import is_module
 from .naming import Entry, dotted, entries
 from .tensor import TensorRef
@@ -17,7 +17,7 @@ MAX_ITEMS = 16
 
 # Names that honest files mention and that are understood, or are plain data: no reason to be wary.
 UNDERSTOOD = {
-    *(str(name) for name in PARAMETERS),
+    *(str(name) for name in WRAPPERS),
     *(f"torch.{name}" for name in DTYPES),
     "_codecs.encode",
     "collections.OrderedDict",

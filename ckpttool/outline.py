@@ -13,10 +13,8 @@ from operator import attrgetter, methodcaller
 from os.path import commonprefix
 from typing import NamedTuple
 
+from .states import BUFFERS
 from .tensor import TensorRef
-
-BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-"""BatchNorm's statistics: in the state, but no parameters."""
 
 MAX_LEVELS = 60
 """Levels that are told apart; honest models have some 15."""
@@ -114,10 +112,9 @@ def _tied(tensors: Mapping[str, TensorRef]) -> set[str]:
     tied: set[str] = set()
     for name, tensor in tensors.items():
         if storages[id(tensor.storage)] > 1:
-            view = (id(tensor.storage), tensor.offset, tensor.shape)
-            if view in counted:
+            if tensor.view in counted:
                 tied.add(name)
-            counted.add(view)
+            counted.add(tensor.view)
     return tied
 
 

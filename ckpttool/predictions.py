@@ -16,7 +16,7 @@ from . import formats
 from .commit import replacing
 from .digest import digest
 from .dtypes import DTYPES
-from .elements import stream
+from .elements import require_bounded, stream
 from .errors import Damaged, OutputExists, Unsupported
 from .formats import safetensors
 from .tensor import Computed, Storage, TensorRef
@@ -153,7 +153,8 @@ def _column(path: str, tensors: Mapping[str, TensorRef], name: str) -> NDArray[A
     if tensor.dtype.name != COLUMNS[name] or len(tensor.shape) != 1:
         found = f"{tensor.dtype.name} {list(tensor.shape)}"
         raise Unsupported(path, f"is no prediction file: its '{name}' is {found}", hint=HINT)
-    raw = b"".join(bytes(piece) for piece in stream(name, tensor))
+    require_bounded(name, tensor)
+    raw = b"".join(bytes(piece) for piece in stream(tensor))
     return np.frombuffer(raw, dtype=np.dtype(COLUMNS[name]).newbyteorder("<")).astype(COLUMNS[name])
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .ahead import cores, in_order
 from .alike import Tolerance
 from .distances import Distance, Measure, measurer
-from .elements import MAX_REPEATED, in_pieces
+from .elements import MAX_REPEATED, in_pieces, require_bounded
 from .tensor import ByteRange, TensorRef
 from .transfer import Progress
 
@@ -151,7 +151,9 @@ def _in_step(pair: Pair, measure: Measure) -> _Done:
     )
     once, other = replace(a, shape=shape), replace(b, shape=shape)
     found, first = Distance(0), 0
-    sides = (in_pieces(name, t, ELEMENTS * t.dtype.itemsize, most=MAX_REPEATED) for t in (once, other))
+    for side in (once, other):
+        require_bounded(name, side, MAX_REPEATED)
+    sides = (in_pieces(side, ELEMENTS * side.dtype.itemsize) for side in (once, other))
     for x, y in zip(*sides, strict=True):
         if a.dtype is not b.dtype or x != y:
             found += measure(memoryview(x), memoryview(y), first)

@@ -30,6 +30,9 @@ STATE_NAMES = (
     "ema",
 )
 
+BUFFERS = MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
+"""BatchNorm's buffers: in a model's state, and not parameters."""
+
 LEVELS = 4
 """How deep a state may stand: the file itself, and three levels below."""
 

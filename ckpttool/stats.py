@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .cast import FLOATS, carrier, reader
-from .elements import stream
+from .elements import MAX_REPEATED, require_bounded, stream, without_repeats
 from .tensor import TensorRef
 
 if TYPE_CHECKING:
@@ -42,20 +42,19 @@ def measure(name: str, tensor: TensorRef) -> Stats | None:
         name: for messages.
 
     Raises:
+        Refused: an overlapping view that is larger than anybody can wait for.
         Damaged: the file ends early.
     """
     kind = tensor.dtype.name
     if kind not in FLOATS and kind not in INTEGERS:
         return None
-    # What a stride of 0 repeats is looked at once: repeating all values alike changes no mean.
-    once = tuple(n if step else min(n, 1) for n, step in zip(tensor.shape, tensor.stride, strict=True))
-    single = replace(tensor, shape=once)
+    once, repeats = without_repeats(tensor)  # repeating all values alike changes no mean
+    require_bounded(name, once, MAX_REPEATED)
     sums = _Sums()
-    for piece in stream(name, single):
+    for piece in stream(once):
         values = _values(kind, tensor, piece)
         for start in range(0, len(values), BLOCK):
             sums.add(values[start : start + BLOCK])
-    repeats = tensor.numel // single.numel if single.numel else 1
     return sums.stats(repeats)
 
 

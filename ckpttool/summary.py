@@ -191,7 +191,7 @@ class _Looks:
         for group in self.shared:
             dtypes.update(tensor.dtype.name for tensor in group)
             devices[group[0].storage.location] += len(group) - 1
-            nbytes += sum({(t.offset, t.shape): t.nbytes for t in reversed(group)}.values())
+            nbytes += sum({t.view: t.nbytes for t in group}.values())
         return Kinds(dict(dtypes.most_common()), dict(devices.most_common()), nbytes)
 
     def unused(self) -> int:

@@ -14,7 +14,7 @@ from .cast import Caster, CastReport
 from .checkpoint import Checkpoint, State
 from .dtypes import DType
 from .errors import NothingToDo
-from .inert import OrderedDict_, Record, tensor_of, walk
+from .inert import OrderedDict_, remade, tensor_of, walk, with_tensor
 from .tensor import Storage, TensorRef
 
 WIDEST = 16  # bytes of the widest element: storages are cut at its multiples, so that no type is cut
@@ -117,14 +117,10 @@ def _map_tensors(
         if tensor is None:
             return value
         if id(value) not in done:
-            new = change(tensor)
-            if isinstance(value, Record) and isinstance(value.args, tuple):
-                done[id(value)] = replace(value, args=(new, *value.args[1:]))
-            else:
-                done[id(value)] = new
+            done[id(value)] = with_tensor(value, change(tensor))
         return done[id(value)]
 
-    return type(container)({key: changed(value) for key, value in container.items()})
+    return remade(container, ((key, changed(value)) for key, value in container.items()))
 
 
 def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -138,7 +134,7 @@ def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[
         NoState.
     """
     found = checkpoint.state(state)
-    names = tuple(name for name, tensor in found.tensors.items() if tensor.dtype.name in complex_parts.PARTS)
+    names = tuple(name for name, tensor in found.tensors.items() if tensor.dtype.name in complex_parts.SPLIT)
     if not names:
         raise NothingToDo(f"{checkpoint.path}: no tensor is complex")
     return replace_state(checkpoint, found, lambda old: complex_parts.split(old, names)), names
@@ -178,10 +174,7 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
     def change(value: object) -> object:
         if not isinstance(value, dict) or id(value) not in doomed:
             return value
-        new = type(value)({key: item for key, item in value.items() if key not in doomed[id(value)]})
-        if isinstance(new, OrderedDict_) and isinstance(value, OrderedDict_):
-            new.attributes = value.attributes
-        return new
+        return remade(value, ((key, item) for key, item in value.items() if key not in doomed[id(value)]))
 
     return checkpoint.rebuilt(change)
 
@@ -212,11 +205,7 @@ def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
         NoState.
     """
     found = checkpoint.state(state)
-    trim = _Trimmer(found)
-    container = _map_tensors(found.container, trim)
-    if isinstance(container, OrderedDict_) and isinstance(found.container, OrderedDict_):
-        container.attributes = found.container.attributes
-    return replace(checkpoint, tree=container, opened=(), full=False)
+    return replace(checkpoint, tree=_map_tensors(found.container, _Trimmer(found)), opened=(), full=False)
 
 
 class _Trimmer:

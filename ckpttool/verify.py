@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .cast import FLOATS, count_non_finite
 from .checkpoint import Checkpoint, State
 from .digest import tensor_digests
-from .elements import stream
+from .dtypes import real_dtype
+from .elements import MAX_REPEATED, require_bounded, stream, without_repeats
 from .errors import Collision, NoState
 from .formats import torch_zip, torchscript
 from .formats.sharding import TORCH
@@ -24,8 +25,6 @@ from .transfer import BUFFER, Progress
 
 ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)
 """The formats that are zips, or made of them."""
-
-PARTS_OF_COMPLEX = {"complex64": "float32", "complex128": "float64", "complex32": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,18 +232,15 @@ def other_differences(mine: Mapping[str, list[object]], theirs: Mapping[str, lis
 
 def _non_finite(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[tuple[str, int]]:
     for name, tensor in checkpoint.tensors():
-        kind = PARTS_OF_COMPLEX.get(tensor.dtype.name, tensor.dtype.name)
+        kind = real_dtype(tensor.dtype).name
         if kind in FLOATS:
-            # What a stride of 0 repeats is counted once and multiplied: it may be more than fits anywhere.
-            once = tuple(
-                n if step else min(n, 1) for n, step in zip(tensor.shape, tensor.stride, strict=True)
-            )
-            single = replace(tensor, shape=once)
-            count = sum(count_non_finite(kind, chunk) for chunk in stream(name, single))
+            once, repeats = without_repeats(tensor)  # with them it may be more than fits anywhere
+            require_bounded(name, once, MAX_REPEATED)
+            count = sum(count_non_finite(kind, chunk) for chunk in stream(once))
             if progress:
-                progress(single.nbytes)
+                progress(once.nbytes)
             if count:
-                yield name, count * (tensor.numel // single.numel)
+                yield name, count * repeats
 
 
 def differences(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from .. import full
 from ..checkpoint import Checkpoint
 from ..dtypes import DTYPES, DType
-from ..elements import stream
+from ..elements import require_bounded, stream
 from ..errors import Damaged, Refused, Unsupported
 from ..inert import OrderedDict_
 from ..tensor import (
@@ -167,13 +167,15 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
         metadata: text to text. With more than one entry it is sorted; the library's order is random.
 
     Raises:
-        Refused: a type, or a name, that the format can't hold.
+        Refused: a type, or a name, that the format can't hold, or a view that repeats its elements too often.
     """
     ordered = sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0]))
-    out.write(header(path, ordered, metadata))
     for name, tensor in ordered:
+        require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
+    out.write(header(path, ordered, metadata))
+    for _, tensor in ordered:
         if not tensor.is_stretch:
-            out.write_all(stream(name, tensor), tensor.nbytes)
+            out.write_all(stream(tensor), tensor.nbytes)
         elif isinstance(data := tensor.data, ByteRange):
             out.copy(data)
         else:

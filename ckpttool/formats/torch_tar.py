@@ -18,14 +18,13 @@ from ..checkpoint import Checkpoint
 from ..dtypes import STORAGE_DTYPES
 from ..errors import Damaged
 from ..inert import Global, in_brief
-from ..tensor import BadTensor, ByteRange, Source, Storage, TensorRef, checked_tensor, is_count
+from ..tensor import MAX_AXES, BadTensor, ByteRange, Source, Storage, TensorRef, checked_tensor, is_count
 from .inert_machine import PickleFault
 from .inert_reader import Pickle, read_pickle
 from .torch_pickle import StorageView
 
 NAME = "torch-tar"
 MEMBERS = ("storages", "tensors", "pickle")
-MAX_DIMENSIONS = 64  # torch's own bound
 
 Objects = dict[int, Storage | StorageView | TensorRef]
 
@@ -146,7 +145,7 @@ def _read_tensors(member: _Member, storages: Objects) -> Objects:
         key, storage_key, _ = _triple(member, "tensor")
         storage = storages.get(storage_key) if isinstance(storage_key, int) else None
         dimensions, _ = member.numbers("<iI")
-        if storage is None or isinstance(storage, TensorRef) or not 0 <= dimensions <= MAX_DIMENSIONS:
+        if storage is None or isinstance(storage, TensorRef) or not 0 <= dimensions <= MAX_AXES:
             raise PickleFault("has a tensor without a storage, or of malformed size")
         shape, stride = member.numbers(f"<{dimensions}q"), member.numbers(f"<{dimensions}q")
         (offset,) = member.numbers("<q")
