@@ -41,6 +41,9 @@ class State:
     versions: dict[object, object] | None
     module: Record | None = None
 
+    def __repr__(self) -> str:
+        return f"<State '{self.where}': {len(self.tensors)} tensors>"
+
     @property
     def where(self) -> str:
         """The dotted path, `""` when the file itself is the state."""
@@ -93,6 +96,9 @@ class Checkpoint:
     unread: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
     full: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path}: {self.format}, {self.nbytes} bytes>"
 
     @property
     def path(self) -> str:

@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields, make_dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 from .dtypes import SIGNED, DType
-from .errors import Damaged
+from .errors import Damaged, Unreadable
 
 MAX_BYTES = 2**63 - 1
 
@@ -28,12 +28,19 @@ class Source:
     `path` is for messages only: the descriptor is what is read, whatever happens to the name meanwhile.
     """
 
-    __slots__ = ("fd", "path", "size")
+    __slots__ = ("_fd", "path", "size")
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
-        self.fd = fd
+        self._fd = fd
         self.size = os.fstat(fd).st_size
+
+    @property
+    def fd(self) -> int:
+        """The descriptor. Raises Unreadable after `close`."""
+        if self._fd < 0:
+            raise Unreadable(self.path, "is closed", hint="read its tensors inside the `with` block")
+        return self._fd
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Exactly these bytes. Raises Damaged when the file ends before them."""
@@ -50,9 +57,9 @@ class Source:
         return b"".join(pieces)
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def __del__(self) -> None:
         self.close()
@@ -189,6 +196,9 @@ class TensorRef:
     requires_grad: bool = False
     conj: bool = False
     neg: bool = False
+
+    def __repr__(self) -> str:
+        return f"<TensorRef {self.dtype.name} {list(self.shape)} in {self.storage.data.path}>"
 
     @property
     def numel(self) -> int:

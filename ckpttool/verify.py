@@ -6,6 +6,7 @@ import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from .cast import FLOATS, count_non_finite
 from .checkpoint import Checkpoint, State
@@ -25,6 +26,8 @@ from .transfer import BUFFER, Progress
 
 ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)
 """The formats that are zips, or made of them."""
+
+_NOTHING = ("nothing",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +205,12 @@ def _others(checkpoint: Checkpoint) -> dict[str, list[object]]:
             found.setdefault(dotted(path), []).append(("object", value.type_name))
         elif isinstance(value, set | frozenset):
             found.setdefault(dotted(path), []).append(sorted(map(in_brief, value)))
-        elif tensor_of(value) is None and not isinstance(value, dict | list | tuple):
+        elif isinstance(value, dict | list | tuple):
+            if not value:
+                found.setdefault(dotted(path), []).append(
+                    ("empty", "dict" if isinstance(value, dict) else "list")
+                )
+        elif tensor_of(value) is None:
             found.setdefault(dotted(path), []).append(repr(value) if isinstance(value, float) else value)
     return found
 
@@ -224,23 +232,34 @@ def other_differences(mine: Mapping[str, list[object]], theirs: Mapping[str, lis
             problems.append(Problem("only-here", name, "is not in the other file"))
         elif name not in mine:
             problems.append(Problem("only-there", name, "is only in the other file"))
-        elif [(type(v), v) for v in mine[name]] != [(type(v), v) for v in theirs[name]]:
-            here, there = (in_brief(values[name][0])[:40] for values in (mine, theirs))
-            problems.append(Problem("values", name, f"{here}, there {there}"))
+        elif pair := _first_difference(mine[name], theirs[name]):
+            problems.append(Problem("values", name, f"{pair[0]}, there {pair[1]}"))
     return problems
 
 
+def _first_difference(mine: list[object], theirs: list[object]) -> tuple[str, str] | None:
+    """The first two values of one name that differ, in brief."""
+    for here, there in zip_longest(mine, theirs, fillvalue=_NOTHING):
+        if (type(here), here) != (type(there), there):
+            return in_brief(here)[:40], in_brief(there)[:40]
+    return None
+
+
 def _non_finite(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[tuple[str, int]]:
+    counts: dict[tuple[object, ...], int] = {}  # of another name for the same tensor too
     for name, tensor in checkpoint.tensors():
         kind = real_dtype(tensor.dtype).name
-        if kind in FLOATS:
+        if kind not in FLOATS:
+            continue
+        if tensor.view not in counts:
             once, repeats = without_repeats(tensor)  # with them it may be more than fits anywhere
             require_bounded(name, once, MAX_REPEATED)
-            count = sum(count_non_finite(kind, chunk) for chunk in stream(once))
+            found = sum(count_non_finite(kind, chunk) for chunk in stream(once))
+            counts[tensor.view] = found * repeats
             if progress:
                 progress(once.nbytes)
-            if count:
-                yield name, count * repeats
+        if count := counts[tensor.view]:
+            yield name, count
 
 
 def differences(

@@ -263,3 +263,26 @@ def test_missing_files_and_folders_are_unreadable(tmp_path: Path) -> None:
         ckpttool.open(tmp_path / "missing.pt")
     with pytest.raises(Unreadable, match="is a folder"):
         ckpttool.open(tmp_path)
+
+
+def test_a_closed_file_says_that_it_is_closed(tmp_path: Path) -> None:
+    torch.save({"w": MANY}, tmp_path / "f.pt")
+    with ckpttool.open(tmp_path / "f.pt") as checkpoint:
+        state = checkpoint.state()
+    with pytest.raises(Unreadable, match="is closed"):
+        state.load()
+    with pytest.raises(Unreadable, match="is closed"):
+        ckpttool.save(checkpoint, tmp_path / "out.pt")
+
+
+def test_what_is_shown_of_a_checkpoint_is_a_line(opened: Any) -> None:
+    checkpoint = opened({"model": {f"w{i}": MANY for i in range(1000)}})
+    state = checkpoint.state()
+    assert repr(state) == "<State 'model': 1000 tensors>"
+    assert repr(checkpoint).endswith(f"f.pt: torch-zip, {checkpoint.nbytes} bytes>")
+    assert repr(state.tensors["w1"]).startswith("<TensorRef float32 [100] in ")
+
+
+def test_only_a_checkpoint_can_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="not OrderedDict"):
+        ckpttool.save(OrderedDict(w=MANY), tmp_path / "out.pt")  # type: ignore[arg-type]

@@ -159,3 +159,16 @@ def test_the_state_that_is_named_is_changed_and_no_other(tmp_path: Path) -> None
     checkpoint = opened({"model": {"w": BASE}, "ema": {"w": BASE + 1}}, tmp_path)
     new, _ = permute(checkpoint, [("w", (2, 0, 1))], state="ema")
     assert_same({"model": {"w": BASE}, "ema": {"w": (BASE + 1).permute(2, 0, 1)}}, loaded(new, tmp_path))
+
+
+def test_a_parameter_of_two_names_stays_one(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(BASE.clone())
+    new, _ = permute(opened({"a": parameter, "b": parameter}, tmp_path), [("*", (2, 1, 0))])
+    found = loaded(new, tmp_path)
+    assert found["a"] is found["b"]
+    assert torch.equal(found["a"], BASE.permute(2, 1, 0))
+
+
+def test_more_axes_than_torch_has_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageFault, match="65 axes"):
+        reshape(opened({"w": torch.ones(1)}, tmp_path), [("w", (1,) * 65)])

@@ -184,6 +184,16 @@ def test_parts_that_are_no_tensors_of_this_library_are_joined_as_torch_joins(tmp
     assert list(found) == ["a", "b"]
 
 
+def test_parts_that_repeat_their_elements_too_often_are_refused_at_once(tmp_path: Path) -> None:
+    parts = {
+        "a.real": torch.zeros(1).expand(1 << 20, 1 << 20),
+        "a.imag": torch.zeros(1).expand(1 << 20, 1 << 20),
+    }
+    checkpoint = opened(parts, tmp_path)
+    with pytest.raises(Refused, match="'a' is a view that repeats 4 bytes"):
+        transforms.join_complex(checkpoint)
+
+
 def test_parts_next_to_each_other_that_are_no_halves_of_one_number_are_not_taken_for_it(
     tmp_path: Path,
 ) -> None:

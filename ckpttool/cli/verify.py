@@ -57,10 +57,10 @@ def _report(console: Console, file: str, format: str, against: str | None, found
     if len(found.problems) > len(shown):
         console.note(f"and {len(found.problems) - len(shown)} more: -v shows them")
     if found.non_finite:
-        total = counted(sum(found.non_finite.values()), "value is", "values are")
-        console.note(f"{total} NaN or infinite, in {console.names(tuple(found.non_finite))}")
+        names = tuple(f"{name} ({count})" for name, count in found.non_finite.items())
+        console.note(f"NaN or infinite values: {console.names(names)}")
     if found.unsummed:
-        lack = counted(found.unsummed, "tensor has", "tensors have")
+        lack = counted(found.unsummed, "storage has", "storages have")
         console.note(f"{lack} no checksum, as {format} files may")
     what = "contents" if found.compared == "everything" else "model state"
     same = f", same {what} as {printable(against)}" if against and found.ok else ""

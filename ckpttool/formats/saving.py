@@ -92,6 +92,10 @@ def save(
         NoState: safetensors was asked for and there is no state.
         Damaged: what was written does not read back as it was meant; it was removed.
     """
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            f"save takes a Checkpoint, as ckpttool.open gives it, not {type(checkpoint).__name__}"
+        )
     name = os.fspath(path)
     kind = format_of_output(name, checkpoint, to)
     if name != "-" and os.path.lexists(name) and not force:
