@@ -195,7 +195,3 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     started = time.monotonic()
     reason(str(tmp_path / "pipe"))
     assert time.monotonic() - started < 5
-
-
-def test_the_buffer_is_no_larger_than_needed_for_speed() -> None:
-    assert transfer.BUFFER <= 8 << 20

@@ -186,4 +186,6 @@ def describe(error: BaseException) -> tuple[str, str, str | None, int]:
     if isinstance(error, OSError):
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         return "system", where + (error.strerror or str(error)).lower(), None, 3
+    if isinstance(error, ImportError) and not (error.name or "").startswith("ckpttool"):
+        return "unsupported", f"a library can't be imported: {error}", "pip install torch torchvision", 3
     raise error
