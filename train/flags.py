@@ -199,8 +199,8 @@ def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimizer").add_argument
     add("--optimizer", choices=tuple(OPTIMIZERS), default=default.optimizer, help="sgd by default")
     add("--lr", type=_number(above=0), metavar="X", help="learning rate (sgd 0.1, adamw 0.001)")
-    add("--momentum", type=_number(least=0, below=1), metavar="X", help="sgd's (0.9)")
-    add("--weight-decay", type=_number(least=0), metavar="X", help="(sgd 0.0001, adamw 0.01)")
+    add("--momentum", type=_number(least=0, below=1), metavar="X", help="for sgd (0.9)")
+    add("--weight-decay", type=_number(least=0), metavar="X", help="sgd 0.0001, adamw 0.01")
     add(
         "--scheduler",
         choices=("none", "cosine", "step"),

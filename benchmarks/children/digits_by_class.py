@@ -1,4 +1,4 @@
-"""Ranks that each have other classes, as where data can't be moved: what `running_statistics` trains on.
+"""Each rank has other classes, as when data can't be moved: the training data of `running_statistics`.
 
 `digits_by_class.py:shards` for `--data`, `digits_by_class.py:network` for `--model`.
 """
@@ -17,7 +17,7 @@ CLASSES = 10
 
 
 class Shard(Dataset[tuple[Tensor, int]]):
-    """A rank's own samples, under as many indices as all ranks have samples: each stands under several."""
+    """A rank's own samples, under as many indices as all ranks have samples: each has several indices."""
 
     classes = tuple(map(str, range(CLASSES)))
 
