@@ -129,9 +129,8 @@ def process_group(place: Place, timeout: float) -> Iterator[None]:
 def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     """Runs the program on `ranks` ranks of this machine, as torchrun would; returns its exit code."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", str(threads)
-    )  # otherwise torchrun sets it to 1 and prints a note
+    # Otherwise torchrun sets it to 1 and prints a note.
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     import logging
 
     from torch.distributed import run
