@@ -188,12 +188,12 @@ def test_a_run_can_go_on_on_another_number_of_ranks_in_the_middle_of_an_epoch(
 @pytest.mark.parametrize(
     ("settings", "samples", "said"),
     [
-        ({"batch_size": 10}, 44, "of a training with --batch-size 12"),
-        ({"lr": 0.3, "seed": 5}, 44, "of a training with --lr 0.1 --seed 0"),
-        ({"model": "resnet20"}, 44, "of a training with --model simple-cnn"),
-        ({"warmup": Every(0, "epochs")}, 44, "of a training with --warmup 2steps"),
-        ({"drop_last": True}, 44, "of a training with no --drop-last"),
-        ({}, 45, "of a training on other samples"),
+        ({"batch_size": 10}, 44, "to a training with --batch-size 12"),
+        ({"lr": 0.3, "seed": 5}, 44, "to a training with --lr 0.1 --seed 0"),
+        ({"model": "resnet20"}, 44, "to a training with --model simple-cnn"),
+        ({"warmup": Every(0, "epochs")}, 44, "to a training with --warmup 2steps"),
+        ({"drop_last": True}, 44, "to a training with no --drop-last"),
+        ({}, 45, "to a training on other samples"),
     ],
     ids=["batch size", "several", "model", "warmup", "switch", "data"],
 )
