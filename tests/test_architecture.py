@@ -144,7 +144,7 @@ def rows(text: str) -> list[str]:
 
 def order() -> list[str]:
     """All rooms from the ground up, those of a folder in the place of that folder."""
-    text = PAGE.partition("## Rooms")[2].partition("## Who may call whom")[0]
+    text = PAGE.partition("## Modules")[2].partition("## Who may call whom")[0]
     whole, *inside = re.split(r"^Inside `", text, flags=re.MULTILINE)
     found = rows(whole)
     for part in inside:
