@@ -16,14 +16,14 @@ LONG = 40
 """Characters of a text that are shown."""
 
 Bare = Callable[[str], str]
-"""A name without what stands before it in its own file."""
+"""A name without what precedes it in its own file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """What counts as the same: |a - b| <= atol + rtol * |b|, as `torch.allclose` has it.
 
-    NaN is the same as NaN, whatever its bits, -0.0 the same as 0.0, and an infinity the same as itself alone.
+    NaN is the same as NaN, whatever its bits, -0.0 the same as 0.0, and an infinity the same only as itself.
     """
 
     rtol: float = 0.0

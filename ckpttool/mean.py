@@ -36,7 +36,7 @@ def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> m
 
     Args:
         raw: of each input the bytes of the same elements.
-        weights: one an input, not negative, of a positive sum. Equal ones weigh nothing at all.
+        weights: one per input, not negative, of a positive sum. Equal ones weigh nothing at all.
         dtype: float64, float32, float16 or bfloat16.
     """
     import numpy as np
@@ -95,7 +95,7 @@ def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DTyp
 
 
 def _plain(values: list[NDArray[Any]], weights: Sequence[float]) -> Any:
-    """As anybody would: for infinities, NaN and zeros, where it is right."""
+    """As usual: for infinities, NaN and zeros, where it is right."""
     total = values[0] * weights[0]
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total = total + value * weight

@@ -56,7 +56,7 @@ def send(payload: bytes, source: int) -> bytes:
 def begin_sending(data: torch.Tensor, source: int) -> dist.Work:
     """Overwrites a tensor, where it lies, with that of one rank; done when the work has been waited for."""
     work = dist.broadcast(data, source, async_op=True)
-    assert work is not None  # torch returns None only to a rank that is no member of the group
+    assert work is not None  # torch returns None only to a rank that is not a member of the group
     return work
 
 

@@ -31,7 +31,7 @@ STATE_NAMES = (
 )
 
 LEVELS = 4
-"""How deep a state may stand: the file itself, and three levels below."""
+"""How deep a state may be nested: the file itself, and three levels below."""
 
 
 def is_state(value: dict[object, object]) -> bool:
@@ -40,7 +40,7 @@ def is_state(value: dict[object, object]) -> bool:
 
 
 def all_tensors(values: Iterable[object]) -> bool:
-    """Whether values are tensors and nothing else, as of most states: told in a tenth of a loop's time."""
+    """Whether values are tensors and nothing else, as in most states: decided in a tenth of a loop's time."""
     return {*map(type, values)} == {TensorRef}
 
 

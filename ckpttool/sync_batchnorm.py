@@ -111,7 +111,7 @@ class _Synchronised(torch.autograd.Function):
     """Normalises by the statistics of all ranks; its gradient is that of the sum of all ranks' losses.
 
     So under DistributedDataParallel, which averages, each rank's loss is weighted before backward. The
-    gradients of weight and bias are of this rank's samples alone: they are summed by whoever sums those of
+    gradients of weight and bias are of this rank's samples alone: they are summed by what sums those of
     all parameters.
     """
 

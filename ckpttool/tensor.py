@@ -38,7 +38,7 @@ class Source:
     def read(self, offset: int, nbytes: int) -> bytes:
         """Exactly these bytes. Raises Damaged when the file ends before them."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
-            raise Damaged(self.path, f"ends at byte {self.size}, before what it says it holds")
+            raise Damaged(self.path, f"ends at byte {self.size}, before its stated contents do")
         pieces = []
         while nbytes:
             piece = os.pread(self.fd, nbytes, offset)
@@ -125,7 +125,7 @@ class Computed:
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Bytes that tensors look at. Two tensors share memory exactly when they have the same Storage object.
+    """Bytes that tensors use. Two tensors share memory exactly when they have the same Storage object.
 
     Not changed once a reader has handed it out.
 
@@ -219,7 +219,7 @@ class TensorRef:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether the bytes of an element stand in the file the other way round."""
+        """Whether the bytes of an element are in the other order in the file."""
         return self.storage.byteorder == "big" and self.dtype.part > 1
 
     @property
@@ -268,7 +268,7 @@ def new_tensor(*args: Any) -> TensorRef:
 
 
 class BadTensor(ValueError):
-    """A description that fits no tensor; reads on after "a tensor"."""
+    """A description that no tensor can have; reads on after "a tensor"."""
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -290,7 +290,7 @@ def checked_tensor(
     """A tensor as a file describes it, each of whose elements lies in its storage.
 
     Args:
-        room: bytes of the storage that it may look at; all when None.
+        room: bytes of the storage that it may use; all when None.
 
     Raises:
         BadTensor: malformed, negative, overflowing, or reaching past the storage.

@@ -163,7 +163,8 @@ def test_cumulative_layers_weigh_ranks_by_their_counters(folder: Path, cli: Cli)
 def test_without_counts_it_says_what_it_assumed(folder: Path, cli: Cli) -> None:
     ran = cli("convert-batchnorm", folder / "rank0.pt", folder / "rank1.pt", folder / "out.pt")
     assert ran.out.startswith(
-        "pooled the statistics of 2 ranks in 2 BatchNorm layers, of equal counts (--counts gives others) -> "
+        "pooled the statistics of 2 ranks in 2 BatchNorm layers, "
+        "assuming equal counts (--counts gives others) -> "
     )
 
 
@@ -179,7 +180,7 @@ def test_a_dry_run_writes_nothing(folder: Path, cli: Cli) -> None:
         (["rank0.pt", "out.pt"], 2, "--to is needed"),
         (["rank0.pt", "out.pt", "--to", "sync", "--counts", "3,4"], 2, "--counts is for several"),
         (["rank0.pt", "out.pt", "--to", "sync", "--cumulative", "*"], 2, "--cumulative is for several"),
-        (["rank0.pt", "rank1.pt", "out.pt", "--cumulative", "x*"], 2, "no BatchNorm layer fits 'x*'"),
+        (["rank0.pt", "rank1.pt", "out.pt", "--cumulative", "x*"], 2, "no BatchNorm layer matches 'x*'"),
         (["old.pt", "out.pt", "--to", "plain", "--model", "model.py:with_instances"], 3, "'module.1' is no"),
         (["rank0.pt", "rank1.pt", "out.pt", "--counts", "3"], 2, "2 files, 1 counts"),
         (["rank0.pt", "rank1.pt", "out.pt", "--counts", "3,x"], 2, "is not N0,N1"),

@@ -166,7 +166,7 @@ def test_a_folder_is_no_output(name: str, tmp_path: Path) -> None:
 
 
 def test_a_device_is_no_output() -> None:
-    with pytest.raises(UsageFault, match="not a plain file"), replacing("/dev/null"):
+    with pytest.raises(UsageFault, match="not a regular file"), replacing("/dev/null"):
         pass
 
 
