@@ -37,7 +37,7 @@ def unchanged(name: str) -> str:
 def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
     """For each of two states a rule that takes off what wrappers, or one outer module, put before its names.
 
-    A rule that would make one name of two is not used.
+    A rule that would give two names the same result is not used.
     """
     names = list(a), list(b)
     rules = [_first_one_to_one(all_, _without_wrappers) for all_ in names]

@@ -1,7 +1,7 @@
 """Live BatchNorm layers made synchronised, and plain again. Imports torch when it is called.
 
 torch has the way there, `SyncBatchNorm.convert_sync_batchnorm`, and none back (pytorch#41081). Here a layer
-stays the object it is and changes its class alone, as torch's own lazy modules do: so parameters, buffers,
+stays the object it is and changes only its class, as torch's own lazy modules do: so parameters, buffers,
 hooks, flags, devices, and every place that refers to the layer, stay as they are, and the way back is exact.
 """
 

@@ -80,8 +80,8 @@ def convert(
     as they are known; to `plain`, the records are taken off, so that the way back is exact. No weight and no
     statistic is touched. A state that is a plain dict becomes an OrderedDict where something is recorded.
 
-    InstanceNorm with running statistics keeps exactly what BatchNorm keeps: by its state alone it is taken
-    for it. With `kinds`, which name every BatchNorm of a model, it is refused. With `kinds` alone layers are
+    InstanceNorm with running statistics keeps exactly what BatchNorm keeps: without a model it is taken
+    for it. With `kinds`, which name every BatchNorm of a model, it is refused. Only with `kinds` are layers
     found that keep no statistics.
 
     Args:

@@ -89,7 +89,7 @@ def compare(
         tolerance: what counts as the same; None for the same bits. With it tensors of different types are
             compared by value, and numbers beside the tensors too.
         state: dotted path of the model's state in both files, or in one of them; found when None. When it is
-            given the states alone are compared.
+            given, only the states are compared.
         model_only: compares only the states.
         ignore_prefix: names are the same when they differ only in wrappers' prefixes.
         progress: called with numbers of bytes, those of the first file.
@@ -219,7 +219,7 @@ class _Comparing:
     def _below(
         self, path: str, mine: dict[str, object], theirs: dict[str, object], sides: _Sides
     ) -> Iterator[tuple[str, object, object]]:
-        """Compares what both containers have under one name; reports what only one has."""
+        """Compares what both containers have under the same name; reports what only one has."""
         for each, state in ((mine, sides.states[0]), (theirs, sides.states[1])):
             for name in [name for name, value in each.items() if state is not None and value is state]:
                 del each[name]

@@ -79,7 +79,7 @@ def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
     """A function from the bytes of the same elements in two types, little-endian, to their distance.
 
     It takes the number of the first element too, as `where` counts from there. Types that differ need a
-    tolerance. Types that have no numbers (quantised ones) are compared by their bits alone.
+    tolerance. Types that have no numbers (quantised ones) are compared only by their bits.
     """
     as_numbers = has_numbers(one) and has_numbers(other)
 

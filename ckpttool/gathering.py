@@ -55,7 +55,7 @@ def gather(
     """
     counts = ranks.agree(lambda: _look(index, columns, samples, piece), "in gather", hint=LIKE_OTHERS)
     ends = [0, *accumulate(counts)]
-    with ranks.together():  # memory may be too little on one rank alone
+    with ranks.together():  # memory may be short on only one rank
         # Where the numbers of rows don't add up there is nothing to join, nor word on how large it would be.
         joined = [_Column(column, samples if ends[-1] == samples else 0) for column in columns.values()]
         places = torch.empty(ends[-1], dtype=torch.int64)

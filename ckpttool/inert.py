@@ -187,7 +187,7 @@ def walk(root: object) -> Iterator[object]:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is made of containers, tensors, numbers and text alone, and needs no code to exist."""
+    """Whether a value is made of only containers, tensors, numbers and text, and needs no code to exist."""
     return all(
         each is None or isinstance(each, (dict, list, tuple, TensorRef, str, int, float, complex, bytes))
         for each in walk(value)

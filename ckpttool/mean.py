@@ -86,7 +86,7 @@ def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DTyp
             [np.abs(value * weight) for value, weight in zip(values, weights, strict=True)]
         )
         finite = np.logical_and.reduce([np.isfinite(value) for value in values])
-        # Zeros alone: their mean has the sign that adding zeros gives.
+        # Only zeros: their mean has the sign that adding zeros gives.
         numbers = finite & np.logical_or.reduce([value != 0 for value in values])
         cancelled = np.abs(high) * sum(weights) <= sizes * CANCELLED
         for place in np.flatnonzero(numbers & (cancelled | ~_in_reach(values))):

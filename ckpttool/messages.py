@@ -1,6 +1,6 @@
 """Bytes from rank to rank, over gloo and over NCCL, which carries only what lies on a GPU. Imports torch.
 
-Each function but those of one rank alone is a collective: every rank calls it, in the same order. Without a
+Each function except those of only one rank is a collective: every rank calls it, in the same order. Without a
 process group there is one rank, which sends nothing.
 """
 

@@ -1,7 +1,7 @@
 """Whose momentum is whose: what an optimizer keeps of each parameter, and whether a model would get its own.
 
-torch numbers the parameters through all groups and keys the state by these numbers; loading goes by place
-alone. An optimizer built from `named_parameters()` (torch 2.6) also keeps `param_names` in each group, which
+torch numbers the parameters through all groups and keys the state by these numbers; loading goes by
+index. An optimizer built from `named_parameters()` (torch 2.6) also keeps `param_names` in each group, which
 loading ignores: they are the only record of which index is which. By name, `state` has parameter names for
 keys and each group lists names as its `params`, which is what `torch.distributed.checkpoint` calls FQNs.
 """

@@ -1,6 +1,6 @@
 """The state of an optimizer, keyed by index or by parameter name.
 
-torch numbers the parameters through all groups, keys the state by these numbers, and loads by place alone. By
+torch numbers the parameters through all groups, keys the state by these numbers, and loads only by index. By
 name, `state` has parameter names for keys and each group lists names as its `params`: what
 `torch.distributed.checkpoint` calls fully qualified names. Both forms hold the same, and each can be made of
 the other where it is known which parameter is which: by the names in the file (`param_names`), or by the

@@ -144,7 +144,7 @@ def compare(values: Mapping[str, Any], when: str = "", *, hint: str | None = Non
 def agree(
     look: Callable[[], tuple[Mapping[str, Any], int]], when: str = "", *, hint: str | None = None
 ) -> list[int]:
-    """Whether all ranks can begin something, found out with one small message a rank: `together`, `compare`
+    """Whether all ranks can begin something, found out with one small message per rank: `together`, `compare`
     and the gathering of a number in one.
 
     Args:

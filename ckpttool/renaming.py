@@ -1,4 +1,4 @@
-"""New names for the keys of a state, worked out on names alone, and refused when two would become one."""
+"""New names for the keys of a state, computed from names only, and refused if two would become the same."""
 
 from __future__ import annotations
 

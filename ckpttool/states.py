@@ -35,7 +35,7 @@ LEVELS = 4
 
 
 def is_state(value: dict[object, object]) -> bool:
-    """Whether a dict has a tensor directly inside, and text alone for keys."""
+    """Whether a dict has a tensor directly inside, and only text for keys."""
     return any(tensor_of(item) is not None for item in value.values()) and {*map(type, value)} == {str}
 
 

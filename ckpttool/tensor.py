@@ -2,7 +2,7 @@
 
 A `Source` is an open file, a `ByteRange` a stretch of it, a `Storage` what torch calls a storage (bytes that
 several tensors may share), and a `TensorRef` a tensor as a view of a storage. All are descriptions: reading
-a checkpoint of any size makes a few hundred bytes a tensor. A transform that changes values (another dtype)
+a checkpoint of any size makes a few hundred bytes per tensor. A transform that changes values (another dtype)
 describes them too, as `Computed` bytes that are made when they are written.
 """
 
@@ -101,8 +101,8 @@ class Computed:
         make: `make(start, nbytes)` gives a stretch of them, in pieces that are valid until the next.
         view: gives the true values of a tensor that is a view of them, little-endian, where that takes less
             memory than all of them; None where it can't.
-        noted: counts what there was to note beside the bytes, such as overflows, which this process alone can
-            tell of; None where no other process should make a stretch of them.
+        noted: counts what there was to note beside the bytes, such as overflows, which only this process can
+            report; None if no other process should make a stretch of them.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Pure changes of a checkpoint: fewer keys, other types, complex numbers apart, the state alone.
+"""Pure changes of a checkpoint: fewer keys, other dtypes, complex numbers apart, only the state.
 
 Each takes a Checkpoint and gives a new one whose tensors still lie in the old file. Renaming is in `keys`.
 """
@@ -54,7 +54,7 @@ def select(
     """A checkpoint with fewer keys in its state.
 
     Args:
-        only: shell patterns (`layer1.*`); a key must fit one of them, when there are any.
+        only: shell patterns (`layer1.*`); a key must match one of them, if there are any.
         exclude: shell patterns; a key that matches one is left out.
         state: dotted path of the model's state; found when None.
 

@@ -116,7 +116,7 @@ def test_the_bytes_of_all_other_tensors_stay_and_so_does_the_rest_of_the_file(tm
 
 def test_nothing_is_done_to_a_state_that_fits_both(tmp_path: Path) -> None:
     for to in ("sync", "plain"):
-        with pytest.raises(NothingToDo, match="keep the same") as caught:
+        with pytest.raises(NothingToDo, match="have the same keys") as caught:
             convert(make_model().state_dict(), tmp_path, to)
         assert ("--model" in str(caught.value.hint)) == (to == "sync")
 

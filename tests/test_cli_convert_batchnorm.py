@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def test_lacking_counters_are_added(folder: Path, cli: Cli) -> None:
     ran = cli("convert-batchnorm", folder / "old.pt", folder / "out.pt", "--to", "sync")
     assert (ran.code, ran.err) == (0, "")
-    assert ran.out.startswith("fitted 2 BatchNorm layers for sync, 2 counters added -> ")
+    assert ran.out.startswith("converted 2 BatchNorm layers for sync, 2 counters added -> ")
     saved = torch.load(folder / "out.pt", weights_only=True)
     assert saved["epoch"] == 7
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
@@ -176,7 +176,7 @@ def test_a_dry_run_writes_nothing(folder: Path, cli: Cli) -> None:
 @pytest.mark.parametrize(
     "arguments, code, said",
     [
-        (["rank0.pt", "out.pt", "--to", "sync"], 1, "keep the same"),
+        (["rank0.pt", "out.pt", "--to", "sync"], 1, "have the same keys"),
         (["rank0.pt", "out.pt"], 2, "--to is needed"),
         (["rank0.pt", "out.pt", "--to", "sync", "--counts", "3,4"], 2, "--counts is for several"),
         (["rank0.pt", "out.pt", "--to", "sync", "--cumulative", "*"], 2, "--cumulative is for several"),

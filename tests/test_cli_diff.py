@@ -66,7 +66,7 @@ def test_tolerances(files: tuple[Path, Path], cli: Cli) -> None:
     assert "~ w" not in cli("diff", a, b, "--atol", "0.5").out
     assert "~ epoch" not in cli("diff", a, b, "--rtol", "0.25").out
     assert cli("diff", a, b, "--atol", "-1").code == 2
-    assert "nan is no tolerance" in cli("diff", a, b, "--rtol", "nan").err
+    assert "nan is not a tolerance" in cli("diff", a, b, "--rtol", "nan").err
     assert cli("diff", a, b, "--model-only", "--sort", "name").out.startswith("- gone\n~ n")
 
 

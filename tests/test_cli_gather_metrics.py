@@ -113,7 +113,7 @@ def wrong(kind: str) -> list[str]:
             "rank 1 of 3 is missing; samples 1, 4, 7, 10, 13, 16 and 7 more of 40 are missing",
         ),
         ("a file twice", "rank 1 has several files: rank1.safetensors, ./rank1.safetensors; samples 1, 4,"),
-        ("a sample twice", "sample 0 stands more than once: in rank0.safetensors, rank1.safetensors"),
+        ("a sample twice", "sample 0 appears more than once: in rank0.safetensors, rank1.safetensors"),
         ("a gap", "sample 37 of 40 is missing"),
         (
             "another checkpoint",

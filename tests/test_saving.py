@@ -329,7 +329,7 @@ def test_a_dry_run_of_a_cast_reads_no_values(
 def test_a_dry_run_refuses_what_the_format_can_t_hold(tmp_path: Path) -> None:
     wide = ckpttool.open(saved({"w": torch.zeros(1).expand(1 << 20, 1 << 20)}, tmp_path))
     for dry in (True, False):
-        with pytest.raises(Refused, match="repeats 4 bytes"):
+        with pytest.raises(Refused, match="expands 4 bytes"):
             ckpttool.save(wide, tmp_path / "out.safetensors", dry_run=dry)
 
 

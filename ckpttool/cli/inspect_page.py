@@ -115,7 +115,7 @@ def _training(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Where the bytes of the file go, when it is not into the state alone."""
+    """Where the bytes of the file go, when it is not only into the state."""
     optimizers = sum(row.nbytes for row in summary.optimizers)
     others = summary.beside.nbytes - optimizers
     rest = summary.nbytes - summary.here.nbytes - summary.beside.nbytes - summary.unused

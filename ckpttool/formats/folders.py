@@ -71,7 +71,7 @@ class FolderWriting:
             return sum(entry.stat().st_size for entry in os.scandir(folder))
 
     def dry(self) -> int:
-        """The bytes that `write` would write; of DCP those of the values alone."""
+        """The bytes that `write` would write; for DCP only those of the values."""
         if self.kind == dcp.NAME:
             return sum(tensor.nbytes for _, tensor in self._for_dcp().tensors())
         shards, text = self._shards()

@@ -1,10 +1,11 @@
-"""A safetensors file whose header alone changes, rewritten in place: no payload moves.
+"""A safetensors file of which only the header changes, rewritten in place: no payload moves.
 
 A header can't be replaced in one atomic step. So the old one and the new one are first saved
 beside the file, in a journal that is on the disk before the first byte changes. A reader that finds a mixture
 of the two in the file takes the old one from the journal; the next rewriting puts it back. A journal that
-explains nothing (its rewriting ended, or another program wrote the file anew) is ignored. Where the file system can share blocks between files (reflink: btrfs, xfs), a clone gets the new
-header and is renamed over the old file.
+explains nothing (its rewriting ended, or another program wrote the file anew) is ignored. Where the file
+system can share blocks between files (reflink: btrfs, xfs), a clone gets the new header and is renamed over
+the old file.
 """
 
 from __future__ import annotations

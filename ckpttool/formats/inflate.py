@@ -94,7 +94,7 @@ def inflated(source: Source, record: Record) -> Iterator[bytes]:
     """The contents of a compressed record, piece by piece.
 
     Raises:
-        Damaged: its size or its checksum are wrong; some faults show at the end alone.
+        Damaged: its size or its checksum are wrong; some faults show only at the end.
     """
     if record.size > MAX_RATIO * record.data.nbytes:
         raise Damaged(source.path, f"its record '{record.name}' states a size that deflate can't reach")

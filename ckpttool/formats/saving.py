@@ -189,7 +189,7 @@ class _Writing:
         return out.position if self.header_in_place() is None else self.checkpoint.nbytes
 
     def file(self, verify: bool, progress: Progress | None, opened: sharding.Opened) -> int:
-        """Writes a file, or its header alone where that will do; returns its bytes."""
+        """Writes a file, or only its header where that is enough; returns its bytes."""
         header = self.header_in_place()
         if header is not None:
             self.compare(safetensors.described(self.checkpoint.source, header), verify, progress)
