@@ -50,7 +50,7 @@ def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise BadJson("has one name twice in a dict")
+        raise BadJson("has the same name twice in a dict")
     return made
 
 
@@ -70,7 +70,7 @@ def distinct_keys(values: Iterable[Any]) -> Iterator[Any]:
         if isinstance(value, tuple | frozenset) or (isinstance(value, int) and value.bit_length() > 60):
             hashes[hash(value)] += 1
             if hashes[hash(value)] > MAX_EQUAL_HASHES:
-                raise BadKey("one of many keys that were made to collide")
+                raise BadKey("one of many keys that were crafted to collide")
         yield value
 
 
@@ -93,13 +93,13 @@ class _Decoder:
     def text(self, node: Any) -> str:
         found = self.value(node)
         if not isinstance(found, str):
-            raise BadJson("names something by what is no text")
+            raise BadJson("names something by what is not text")
         return found
 
     def define(self, number: int, node: Any) -> Any:
         """A container that others refer to: entered before its contents, which may refer to it."""
         if type(number) is not int or number in self.shared:
-            raise BadJson(f"defines {str(number)[:20]!r} twice, or it is no number")
+            raise BadJson(f"defines {str(number)[:20]!r} twice, or it is not a number")
         empty = self.empty(node)
         if empty is None:  # immutable: what is in it can't refer to it
             self.shared[number] = self.value(node)
@@ -136,14 +136,14 @@ class _Decoder:
             keys = distinct_keys(self.value(key) for key, _ in pairs)
             new.update((key, self.value(item)) for key, (_, item) in zip(keys, pairs, strict=True))
             if len(new) != len(pairs):
-                raise BadJson("has one key twice in a dict")
+                raise BadJson("has the same key twice in a dict")
         return new
 
     def elements(self, nodes: tuple[Any, ...], kind: Callable[[Iterable[Any]], Any]) -> Any:
         """A set or frozenset."""
         made = kind(distinct_keys(map(self.value, nodes)))
         if len(made) != len(nodes):
-            raise BadJson("has one element twice in a set")
+            raise BadJson("has the same element twice in a set")
         return made
 
     def fill_ordered(self, new: OrderedDict_, items: Any, *attributes: Any) -> OrderedDict_:

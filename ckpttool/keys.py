@@ -1,4 +1,4 @@
-"""Names in a checkpoint changed: wrappers' prefixes taken off and put on, and other renamings.
+"""Names in a checkpoint changed: wrappers' prefixes removed and added, and other renamings.
 
 A renaming is applied to all that carries the names: the state and its copies, torch's `_metadata`, and the
 parameter names inside optimizers.
@@ -166,7 +166,7 @@ def _apply(
         wrappers: entries to put first among the module versions.
 
     Raises:
-        Collision: two parameters of an optimizer would get one name.
+        Collision: two parameters of an optimizer would get the same name.
     """
     states = {id(each.container): (each, theirs) for each, theirs in [*others, (state, renaming)]}
     names = {old: new for _, theirs in reversed(states.values()) for old, new in theirs.names.items()}

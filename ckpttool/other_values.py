@@ -1,4 +1,4 @@
-"""What in a checkpoint is no tensor, in rows of name, type and value; and the names it mentions."""
+"""What in a checkpoint is not a tensor, in rows of name, type and value; and the names it mentions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tensor import TensorRef
 MAX_ITEMS = 16
 """A list of at most so many plain values is shown as it is."""
 
-# Names that honest files mention and that are understood, or are plain data: no reason to be wary.
+# Names that ordinary files mention and that are understood, or are plain data: no reason to be wary.
 UNDERSTOOD = {
     *(str(name) for name in WRAPPERS),
     *(f"torch.{name}" for name in DTYPES),
@@ -34,7 +34,7 @@ UNDERSTOOD = {
 
 @dataclass(frozen=True, slots=True)
 class OtherRow:
-    """Something that is no tensor. `value` is set when it is plain and short; `size` counts what is in it."""
+    """Anything but a tensor. `value` is set when it is plain and short; `size` counts what is in it."""
 
     name: str
     type: str
@@ -54,7 +54,7 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
 
     def inside(value: object) -> Iterable[Entry] | None:
         if state is not None and value is state.container:
-            return state.others.items()  # its module versions are told by torch, not by people
+            return state.others.items()  # its module versions are for torch, not for people
         if is_module(value):
             return None
         return entries(value) if isinstance(value, dict) or _attributes(value) is not None else None

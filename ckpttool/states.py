@@ -34,16 +34,16 @@ BUFFERS = MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_
 """BatchNorm's buffers: in a model's state, and not parameters."""
 
 LEVELS = 4
-"""How deep a state may stand: the file itself, and three levels below."""
+"""How deep a state may be nested: the file itself, and three levels below."""
 
 
 def is_state(value: dict[object, object]) -> bool:
-    """Whether a dict has a tensor directly inside, and text alone for keys."""
+    """Whether a dict has a tensor directly inside, and only text for keys."""
     return any(tensor_of(item) is not None for item in value.values()) and {*map(type, value)} == {str}
 
 
 def all_tensors(values: Iterable[object]) -> bool:
-    """Whether values are tensors and nothing else, as of most states: told in a tenth of a loop's time."""
+    """Whether values are tensors and nothing else, as in most states: decided in a tenth of a loop's time."""
     return {*map(type, values)} == {TensorRef}
 
 

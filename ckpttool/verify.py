@@ -41,7 +41,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a look at every byte found.
+    """What reading every byte found.
 
     Attributes:
         checked_bytes: bytes that were read and compared with a checksum, or at least read: of storages and,
@@ -115,7 +115,7 @@ def verify(
 
 
 class _Checksums:
-    """What a look at every checksum found, and which bytes it has seen."""
+    """What checking every checksum found, and which bytes were read."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.progress = progress
@@ -125,7 +125,7 @@ class _Checksums:
         self.buffer = memoryview(bytearray(BUFFER))
 
     def check_storages(self, checkpoint: Checkpoint) -> None:
-        """Each storage once, under the name of the first tensor that looks at it."""
+        """Each storage once, under the name of the first tensor that uses it."""
         done: set[int] = set()
         for name, storage in checkpoint.storages():
             if id(storage) in done or not storage.nbytes:
@@ -139,7 +139,7 @@ class _Checksums:
                 self.problems.append(Problem("checksum", name, "its bytes do not match their checksum"))
 
     def check_records(self, source: Source) -> None:
-        """Everything else in a zip: the pickle, code, and storages that no tensor looks at."""
+        """Everything else in a zip: the pickle, code, and storages that no tensor uses."""
         if source.read(0, 4) != b"PK\x03\x04":
             return
         for record in read_directory(source).values():
@@ -162,7 +162,7 @@ class _Checksums:
 
 
 def _states(checkpoint: Checkpoint, against: Checkpoint, where: str | None) -> Iterator[State]:
-    """The states to compare; one file may have just the state that stands at `where` in the other."""
+    """The states to compare; one file may have just the state that is at `where` in the other."""
     both = checkpoint, against
     has = [where is not None and _has(each, where) for each in both]
     for each, here in zip(both, has, strict=True):
@@ -191,7 +191,7 @@ def _hint(checkpoint: Checkpoint, state: State, other: State) -> str | None:
         if set(plain) == set(other.tensors):
             path = shlex.quote(checkpoint.path)
             return (
-                f"the names differ in '{found.prefix}' alone; take it off, and compare again: "
+                f"the names differ only in '{found.prefix}'; remove it, and compare again: "
                 f"ckpttool strip-prefix {path} plain.safetensors --prefix {found.prefix}"
             )
     return None
@@ -224,7 +224,7 @@ def _but_versions(value: object) -> Iterable[Entry] | None:
 
 
 def other_differences(mine: Mapping[str, list[object]], theirs: Mapping[str, list[object]]) -> list[Problem]:
-    """How what is no tensor differs, by name: numbers also by their type, and -0.0 from 0.0."""
+    """How values other than tensors differ, by name: numbers also by their type, and -0.0 from 0.0."""
     both = [*mine, *(name for name in theirs if name not in mine)]
     problems = []
     for name in both:

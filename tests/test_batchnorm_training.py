@@ -228,7 +228,7 @@ def test_a_model_without_batchnorm_is_refused(kind: str) -> None:
 def test_a_layer_that_can_not_be_synchronised_is_refused_by_name() -> None:
     net = make_net()
     net[1] = Mine(4).double()
-    with pytest.raises(UsageFault, match=r"--batchnorm sync: simple-cnn: '1' is of the class .*Mine"):
+    with pytest.raises(UsageFault, match=r"--batchnorm sync: simple-cnn: '1' is a .*Mine"):
         check(net, batchnorm="sync", batch_size=4)
     check(net, batchnorm="pooled", batch_size=4)
 

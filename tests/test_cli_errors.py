@@ -108,7 +108,7 @@ def test_with_json_the_error_is_one_object_on_stdout_and_the_line_on_stderr(
 ) -> None:
     ran = cli(*arguments(command, tmp_path / "missing.pt", tmp_path / "out.pt"), "--json")
     assert ran.code == 3
-    message, hint = f"{tmp_path}/missing.pt: no such file", f"look what is there: ls {tmp_path}"
+    message, hint = f"{tmp_path}/missing.pt: no such file", f"see what is there: ls {tmp_path}"
     assert ran.json == {"error": {"kind": "unreadable", "message": message, "hint": hint}}
     assert ran.err == f"error: {message}\nhint: {hint}\n"
 
@@ -170,10 +170,10 @@ def test_no_command_at_all_shows_the_help_and_exits_2(cli: Any) -> None:
 
 
 REFUSED_OUTPUTS = {
-    "a name without ending": ("out", "does not tell the format"),
-    "an ending of nobody": ("out.xyz", "does not tell the format"),
+    "a name without ending": ("out", "does not say which format"),
+    "an ending of nobody": ("out.xyz", "does not say which format"),
     "a folder that is not there": ("missing/out.pt", "there is no folder"),
-    "a folder": ("folder.pt", "exists already"),
+    "a folder": ("folder.pt", "already exists"),
     "an existing file": ("old.pt", "--force"),
 }
 
@@ -208,8 +208,8 @@ NEAR = {
     "another name": ("runs/epoch9.ckpt", "the folder runs has best.safetensors, last.pt"),
     "no folder": ("nosuch/deep/last.pt", "there is no folder nosuch"),
     "no folder in a folder": ("runs/7/last.pt", "there is no folder runs/7"),
-    "nothing like it": ("empty/last.pt", "look what is there: ls empty"),
-    "here": ("last", "look what is there: ls ."),
+    "nothing like it": ("empty/last.pt", "see what is there: ls empty"),
+    "here": ("last", "see what is there: ls ."),
 }
 
 
@@ -252,7 +252,7 @@ def test_the_output_may_be_the_input(suffix: str, cli: Any, tmp_path: Path) -> N
     path = tmp_path / f"in{suffix}"
     (save_file if suffix == ".safetensors" else torch.save)({"module.a": torch.ones(1)}, path)
     ran = cli("strip-prefix", path, path)
-    assert_one_line(ran, 2, "exists already", "--force")
+    assert_one_line(ran, 2, "already exists", "--force")
     assert cli("strip-prefix", path, path, "--force").code == 0
     assert [row["name"] for row in cli("inspect", path, "--json").json["tensors"]] == ["a"]
     assert [found.name for found in tmp_path.iterdir()] == [path.name]

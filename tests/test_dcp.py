@@ -405,7 +405,7 @@ def test_two_paths_that_become_one_are_refused(tmp_path: Path) -> None:
 
 def test_what_dcp_drops_is_known(tmp_path: Path) -> None:
     torch.save({**training(), "nothing": {}, "deep": {"l": [], "e": {}}}, tmp_path / "in.pt")
-    numbered = "optimizer.state (keys that are no text)"
+    numbered = "optimizer.state (keys that are not text)"
     lost = ours.lost(ckpttool.open(tmp_path / "in.pt").tree)
     assert lost == ["model._metadata", numbered, "nothing", "deep.e"]
 

@@ -167,7 +167,7 @@ def test_a_folder_without_an_index_names_its_files(tmp_path: Path) -> None:
 
 def test_json_without_a_map_is_no_index(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
-    with pytest.raises(Unsupported, match="no index of a sharded checkpoint"):
+    with pytest.raises(Unsupported, match="not the index of a sharded checkpoint"):
         ckpttool.open(tmp_path / "config.json")
 
 
@@ -202,7 +202,7 @@ def test_a_shard_that_is_a_folder_is_named(tmp_path: Path) -> None:
 def test_a_shard_that_was_never_fetched_is_named(raw: bytes, tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", SAFE)
     (folder / SECOND).write_bytes(raw)
-    refused(folder, f"its shard '{SECOND}' is no checkpoint")
+    refused(folder, f"its shard '{SECOND}' is not a checkpoint")
 
 
 def test_a_shard_that_is_cut_short_is_named(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_a_shard_named_twice_in_different_case_is_named(tmp_path: Path) -> None:
 def test_two_names_of_one_file_are_named(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", {FIRST: WHOLE}, weight_map=TOLD)
     (folder / SECOND).symlink_to(FIRST)
-    refused(folder, f"its shards '{FIRST}' and '{SECOND}' are one file")
+    refused(folder, f"its shards '{FIRST}' and '{SECOND}' are the same file")
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_shard_that_is_no_state_is_refused(tree: object, tmp_path: Path) -> No
 
 def test_an_index_is_no_shard(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", SAFE, weight_map={"a": "model.safetensors.index.json"})
-    refused(folder, "is no checkpoint")
+    refused(folder, "is not a checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -179,8 +179,8 @@ def test_what_can_t_be_opened_says_why(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert reason(str(tmp_path / "missing")) == "no such file"
     assert reason(str(tmp_path)) == "is a folder"
-    assert reason(str(tmp_path / "pipe")) == "is no plain file"
-    assert reason("/dev/null") == "is no plain file"
+    assert reason(str(tmp_path / "pipe")) == "is not a regular file"
+    assert reason("/dev/null") == "is not a regular file"
     assert reason(str(tmp_path / ("x" * 300))) == "file name too long"
 
 

@@ -232,7 +232,7 @@ def test_an_overlapping_view_may_be_as_large_as_what_is_only_looked_at(
     checkpoint = opened({"w": torch.as_strided(ODD, (3, 3), (1, 1))}, tmp_path)
     assert verify(checkpoint).non_finite.keys() == {"w"}
     monkeypatch.setattr(importlib.import_module("ckpttool.verify"), "MAX_REPEATED", 1)
-    with pytest.raises(Refused, match="'w' is a view that repeats"):
+    with pytest.raises(Refused, match="'w' is a view that expands"):
         verify(checkpoint)
 
 

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 
 @click.command("add-prefix")
-@click.option("--prefix", default="module.", show_default=True, help="What to put before keys, dot included.")
+@click.option(
+    "--prefix", default="module.", show_default=True, help="What to put before keys, including the dot."
+)
 @options.writing
 def command(prefix: str, **given: Any) -> None:
     """Put a wrapper's prefix before every key: the inverse of strip-prefix.

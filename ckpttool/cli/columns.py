@@ -36,7 +36,7 @@ def cut(text: str, width: int | None) -> str:
 
 
 def cut_front(text: str, width: int) -> str:
-    """The same from its end: where names share their beginning, the end tells them apart."""
+    """The same from its end: where names share their beginning, the end distinguishes them."""
     if columns(text) <= width:
         return text
     return "…" + text[::-1][: fitting(text[::-1], max(width - 1, 1))][::-1]

@@ -88,7 +88,7 @@ class Console:
 def to_json(data: Mapping[str, object]) -> str:
     """JSON that every reader takes: no NaN, and text with lone surrogates escaped.
 
-    What nobody reads by eye has one line a field: an indent takes Python's own encoder, ten times as slow.
+    What nobody reads by eye has one line per field: an indent takes Python's own encoder, ten times as slow.
     """
     try:
         fields = {key: json.dumps(value, allow_nan=False) for key, value in data.items()}
@@ -141,7 +141,7 @@ def fail(error: BaseException, *, as_json: bool, to_stderr: bool = False) -> int
 
     Args:
         as_json: one object on stdout, besides the line.
-        to_stderr: the output file goes to stdout: the object goes where the result would, and stands alone.
+        to_stderr: the output file goes to stdout: the object goes where the result would, alone.
     """
     kind, message, hint, code = describe(error)
     if as_json:

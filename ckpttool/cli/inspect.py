@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 @click.command("inspect")
 @options.file_argument
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Show modules N levels deep.")
-@click.option("--tensors", "listed", is_flag=True, help="One line a tensor: name, dtype, shape, bytes.")
-@click.option("--stats", "measured", is_flag=True, help="Read every value: extremes, mean, deviation, NaN.")
+@click.option("--tensors", "listed", is_flag=True, help="One line per tensor: name, dtype, shape, bytes.")
+@click.option(
+    "--stats", "measured", is_flag=True, help="Read every value: min, max, mean, standard deviation, NaN."
+)
 @options.state_option
 @options.reading
 def command(
@@ -31,8 +33,8 @@ def command(
 ) -> None:
     """Show what is in FILE, without loading it or running anything it names.
 
-    Modules are shown as a tree, as deep as a screen has room for; alike ones that follow each other stand in
-    one line, with the sums of all.
+    Modules are shown as a tree, as deep as fits on a screen; identical ones in a row are shown in one line,
+    with their totals.
 
     \b
     Example:

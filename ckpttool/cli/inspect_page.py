@@ -1,4 +1,4 @@
-"""The page that `inspect` prints: what is in a file, for a person who looks at it."""
+"""The page that `inspect` prints: what is in a file, for a person to read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..wrappers import FoundPrefix
 
 MAX_LINES = 200
-"""Modules, where one level alone has more than a person reads; `-v` shows them all."""
+"""Modules, if a single level has more than anyone reads; `-v` shows them all."""
 
 MAX_OTHERS = 12
 """Values shown below one name; `-v` shows them all."""
@@ -56,7 +56,7 @@ def page(
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     most = 1_000_000 if everything else 6
     if summary.state is None:
-        yield "state", "none: no dict of tensors in it"
+        yield "state", "none: it holds no dict of tensors"
     else:
         where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
@@ -98,7 +98,7 @@ def _prefix(found: FoundPrefix) -> str:
 
 def _training(summary: Summary) -> Iterator[tuple[str, str]]:
     for row in summary.optimizers:
-        kind = row.kind or "of a kind that is not known"
+        kind = row.kind or "of an unknown kind"
         state = f"state of {row.with_state} of {counted(row.parameters, 'parameter', 'parameters')}"
         kept = f": {show_names(row.per_parameter)}" if row.per_parameter else ""
         size = f", {show_bytes(row.nbytes)}" if row.nbytes else ""
@@ -115,7 +115,7 @@ def _training(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Where the bytes of the file go, when it is not into the state alone."""
+    """Where the bytes of the file go, when it is not only into the state."""
     optimizers = sum(row.nbytes for row in summary.optimizers)
     others = summary.beside.nbytes - optimizers
     rest = summary.nbytes - summary.here.nbytes - summary.beside.nbytes - summary.unused
@@ -132,7 +132,7 @@ def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.unused:
         yield (
             "unused",
-            f"{show_bytes(summary.unused)} of storages that no tensor looks at: slim leaves them out",
+            f"{show_bytes(summary.unused)} of storages that no tensor uses: slim leaves them out",
         )
 
 
@@ -174,7 +174,7 @@ def _inside(branch: Branch, usual: str, *, closed: bool) -> str:
 
 
 def _others(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
-    """Everything else by name, the contents of optimizers and schedulers aside, as the facts tell them."""
+    """Everything else by name, the contents of optimizers and schedulers aside, as the facts show them."""
     rows = [*(row.name for row in summary.optimizers), *(row.name for row in summary.schedulers)]
     told = tuple(f"{name}." for name in rows if name)
     shown: dict[str, int] = {}
@@ -198,7 +198,7 @@ def _value(row: OtherRow) -> str:
 
 
 def tensor_lines(rows: Iterable[TensorRow], width: int | None) -> Iterator[str]:
-    """One line a tensor: name, dtype, shape, bytes, and the name it shares memory with.
+    """One line per tensor: name, dtype, shape, bytes, and the name it shares memory with.
 
     Args:
         width: columns for the eye, so many; None: tabs, for grep, cut and awk.
@@ -216,7 +216,7 @@ def tensor_lines(rows: Iterable[TensorRow], width: int | None) -> Iterator[str]:
 def stats_table(
     rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
 ) -> Iterator[str]:
-    """One line a tensor: what values it has."""
+    """One line per tensor: what values it has."""
     cells: list[Sequence[str]] = [("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")]
     for row in rows:
         found = stats.get(row.name)

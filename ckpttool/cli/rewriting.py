@@ -24,7 +24,7 @@ class Outcome:
     Attributes:
         done: the head of the line: `stripped 'module.' from 3 of 4 keys`.
         renamed: the keys that changed their name, and what they are called now.
-        left_out: names that the transform took out.
+        left_out: names that the transform left out.
         kept: names that stayed as they were where others changed.
         also: other states of the file that were renamed with it, and how many of their keys.
         where: where the state lies in the new checkpoint, when it moved.
@@ -91,7 +91,7 @@ def _say_where(console: Console, checkpoint: Checkpoint) -> None:
     paths = [".".join(path) for path in checkpoint.states()]
     if len(paths) > 1:
         taken = f"'{printable(paths[0])}'" if paths[0] else "the file itself"
-        console.note(f"state: {taken}; there are also --state {console.names(paths[1:])}")
+        console.note(f"state: {taken}; also available: --state {console.names(paths[1:])}")
 
 
 def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
@@ -102,10 +102,10 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
     for said, names in (
         ("kept as they were", outcome.kept),
         ("renamed too", [f"{where} ({count} keys)" for where, count in also.items()]),
-        ("taken out", outcome.left_out),
+        ("left out", outcome.left_out),
         (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
-        ("kept once, the tie in the metadata", saved.tied),
-        ("written for each name, though they share memory", saved.copied),
+        ("written once, with the tie in the metadata", saved.tied),
+        ("written once per name, though they share memory", saved.copied),
         ("code that its pickle now names, and that loading it without weights_only runs", saved.mentions),
     ):
         if names:

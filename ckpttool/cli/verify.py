@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def command(file: str, against: str | None, finite: bool, state: str | None, **given: Any) -> int:
     """Read every byte of FILE: structure, checksums, values that are not finite.
 
-    torch never looks at the checksums it writes, so a flipped bit loads in silence; it does not pass here.
+    torch never checks the checksums it writes, so it loads a flipped bit silently; verify finds it.
 
     \b
     Examples:

@@ -15,7 +15,7 @@ from ..tensor import Storage
 from .dcp import torch_size
 
 MAX_VALUES = 10_000_000
-"""Values that are written: what stands in several places is written in each, and places can multiply."""
+"""Values that are written: what appears in several places is written in each, and places can multiply."""
 
 
 def write(checkpoint: Checkpoint, folder: str) -> None:
@@ -32,7 +32,9 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     if not isinstance(checkpoint.tree, dict):
-        raise Refused(checkpoint.path, "is no dict at the top, as DCP needs", hint="write a .pt file instead")
+        raise Refused(
+            checkpoint.path, "is not a dict at the top, as DCP needs", hint="write a .pt file instead"
+        )
     live = _Live(checkpoint)
     state = {str(key): live.value(item, (str(key),)) for key, item in checkpoint.tree.items()}
     with warnings.catch_warnings():
@@ -49,7 +51,7 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
 
 def lost(tree: object) -> list[str]:
     """What DCP does not keep, in words that begin with a dotted name: empty dicts, the module versions of a
-    state dict, and the type of keys that are no text.
+    state dict, and the type of keys that are not text.
     """
     names: list[str] = []
     seen: set[int] = set()
@@ -65,7 +67,7 @@ def lost(tree: object) -> list[str]:
             stack.extend(reversed([(f"{inside}{number}", item) for number, item in apart]))
             continue
         names += [] if value else [name]
-        names += [] if all(isinstance(key, str) for key in value) else [f"{name} (keys that are no text)"]
+        names += [] if all(isinstance(key, str) for key in value) else [f"{name} (keys that are not text)"]
         if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
             names += [f"{inside}{attribute}" for attribute in value.attributes]
         stack.extend((f"{inside}{in_brief(key)}", item) for key, item in reversed(value.items()))
@@ -117,6 +119,6 @@ class _Live:
         what = value.type_name if isinstance(value, Record) else str(value)
         raise Refused(
             self.path,
-            f"'{name}' is an object ({what}), and objects are not made from a file here",
+            f"'{name}' is an object ({what}), and objects are never created from a file here",
             hint=f"write a .pt file, which keeps it as it is, or leave it out: --drop {name}",
         )

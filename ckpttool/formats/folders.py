@@ -1,6 +1,6 @@
 """Writing the formats that are folders: shards with an index, and DCP.
 
-The folder appears whole or not at all. With `full`, what is no tensor goes as one JSON text (`full`): into
+The folder appears whole or not at all. With `full`, what is not a tensor goes as one JSON text (`full`): into
 the index of shards of safetensors, or into DCP as an entry of that name.
 """
 
@@ -56,10 +56,10 @@ class FolderWriting:
         self.ties, self.shard_size = ties, shard_size
 
     def write(self, path: str, opened: sharding.Opened, check: Callable[[str], None]) -> int:
-        """Writes the folder, lets `check(folder)` look at it, and puts it in place; returns its bytes.
+        """Writes the folder, lets `check(folder)` check it, and puts it in place; returns its bytes.
 
         Args:
-            opened: makes an output of a file, told which storages go into it.
+            opened: makes an output of a file, given which storages go into it.
         """
         with replacing_folder(path, sharding.is_of_a_checkpoint) as folder:
             if self.kind == dcp.NAME:
@@ -71,7 +71,7 @@ class FolderWriting:
             return sum(entry.stat().st_size for entry in os.scandir(folder))
 
     def dry(self) -> int:
-        """The bytes that `write` would write; of DCP those of the values alone."""
+        """The bytes that `write` would write; for DCP only those of the values."""
         if self.kind == dcp.NAME:
             return sum(tensor.nbytes for _, tensor in self._for_dcp().tensors())
         shards, text = self._shards()

@@ -19,7 +19,7 @@ from .sharding import INDEX
 
 
 class Format(Protocol):
-    """What one file a format provides: a look at the first 512 bytes, and reading."""
+    """What one file per format provides: a check of the first 512 bytes, and reading."""
 
     def sniff(self, head: bytes) -> bool: ...
 
@@ -28,13 +28,13 @@ class Format(Protocol):
 
 READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, dcp, sharded)
 
-# The file that tells what is in a folder, the one to prefer first; other indexes come after these.
+# The file that says what is in a folder, the one to prefer first; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 MAX_REPLACED = 1000
 """Times that a folder may be replaced while it is read."""
 
-# Things that stand where a checkpoint should be, by how they begin.
+# Things that are found where a checkpoint should be, by how they begin.
 STRANGERS = (
     (b"version https://git-lfs", "is a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
     (b"<!doctype html", "is an HTML page, not a checkpoint", "download the file again, from its raw link"),
@@ -64,7 +64,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     if kept:
         raise Unreadable(
             name,
-            "its replacing was cut off, and its old contents still lie beside it",
+            "its replacement was interrupted, and its old contents are still beside it",
             hint=f"put them back: mv {shlex.quote(kept)} {shlex.quote(name)}",
         )
     return read(Source(name, open_source_descriptor(name)))
@@ -84,7 +84,7 @@ def _open_in(name: str, folder: str) -> Checkpoint:
             if is_still_there():
                 return checkpoint
             checkpoint.close()
-    raise Unreadable(name, "is replaced all the time by somebody else")
+    raise Unreadable(name, "is being replaced continuously by another process")
 
 
 @contextmanager
@@ -92,9 +92,7 @@ def _held(folder: str) -> Iterator[Callable[[], bool]]:
     """Tells whether a folder is still the one that it was; held open, its number can't go to another."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (
-        OSError
-    ):  # the error that reading meets says more; without permission to list it there is no telling
+    except OSError:  # the error that reading meets says more; without permission to list it this is unknown
         yield lambda: True
         return
 
@@ -111,7 +109,7 @@ def _held(folder: str) -> Iterator[Callable[[], bool]]:
 
 
 def _telling(folder: str) -> str:
-    """The name of the file that tells what is in a folder. Raises Unreadable."""
+    """The name of the file that says what is in a folder. Raises Unreadable."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -140,7 +138,7 @@ def read(source: Source) -> Checkpoint:
     head = source.read(0, min(source.size, 512))
     if not head:
         raise Unsupported(
-            source.path, "is empty", hint="it was never written, or a copy failed; get it again"
+            source.path, "is empty", hint="it was never written, or a copy failed; copy it again"
         )
     for reader in READERS:
         if reader.sniff(head):

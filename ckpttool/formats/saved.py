@@ -25,8 +25,8 @@ class Saved:
         left_out: dotted names of what the format can't hold.
         tied: names kept as another name of a tensor, by a record in the metadata.
         copied: names that share memory and were written out each for itself.
-        mentions: names of code that the output's pickle mentions, and no pickle of the input's did: whoever
-            unpickles it without `weights_only` runs them. As `inspect` tells them.
+        mentions: names of code that the output's pickle mentions, and no pickle of the input's did: anyone
+            who unpickles it without `weights_only` runs them. As `inspect` reports them.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Saved:
     @property
     def why_left_out(self) -> str:
         """Why the format can't hold what was left out, to follow its name."""
-        return "holds tensors alone" if self.format in TENSORS_ALONE else "has no place for it"
+        return "holds only tensors" if self.format in TENSORS_ALONE else "has no place for it"
 
 
 def saved_whole(
@@ -51,7 +51,7 @@ def saved_whole(
 
     Args:
         state: the model's, where there is one.
-        full: what is no tensor went as text.
+        full: what is not a tensor went as text.
     """
     lost = checkpoint.unread
     if kind in (torch_zip.NAME, dcp.NAME):  # which have no place for the text of a safetensors header
@@ -73,7 +73,7 @@ def saved_whole(
 def saved_state(
     checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State, ties: Mapping[str, str]
 ) -> Saved:
-    """Of an output that holds the model's tensors alone, some of them as another name of a tensor."""
+    """Of an output that holds only the model's tensors, some of them as another name of a tensor."""
     lost = _beside(checkpoint, state) + checkpoint.unread
     if kind == sharding.TORCH:  # has no place for the text of a safetensors header, and keeps what is shared
         lost += tuple(f"metadata '{name}'" for name in checkpoint.metadata)
@@ -88,14 +88,14 @@ def _mentions(checkpoint: Checkpoint, kind: str) -> tuple[str, ...]:
 
 
 def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
-    """What a file of the state's tensors alone leaves behind, by the shortest names that say it."""
+    """What a file of only the state's tensors leaves behind, by the shortest names that say it."""
     inside = [*state.others, *(["_metadata"] if state.versions is not None else [])]
     where = f"{state.where}." if state.path else ""
     return (*(where + name for name in inside), *checkpoint.outside(state))
 
 
 def copied(state: State) -> tuple[str, ...]:
-    """Names whose bytes stand under another name too: each name gets a copy in a format without sharing."""
+    """Names whose bytes another name has too: each name gets a copy in a format without sharing."""
     storages: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in state.tensors.items():
         storages.setdefault(id(tensor.storage), []).append((*tensor.span, name))

@@ -49,12 +49,12 @@ def parse_size(text: str) -> int:
         or found[2].upper() not in UNITS
         or not (size := int(float(found[1]) * UNITS[found[2].upper()]))
     ):
-        raise UsageFault(f"'{text}' is no size of a shard", hint="for example 5GB, 500MB or 1GiB")
+        raise UsageFault(f"'{text}' is not a shard size", hint="for example 5GB, 500MB or 1GiB")
     return size
 
 
 def cut(kind: str, tensors: Mapping[str, TensorRef], size: int) -> list[Shard]:
-    """Shards of at most `size` bytes, in the order of the tensors; one tensor larger than that stands alone.
+    """Shards of at most `size` bytes, in the order of the tensors; a larger tensor gets its own.
 
     Tensors that share a storage go into one shard, so that they can share it there.
     """
@@ -99,7 +99,7 @@ def write(
 
     Args:
         write_shard: writes one of the shards.
-        opened: makes an output of a file, told which storages go into it.
+        opened: makes an output of a file, given which storages go into it.
     """
     total = 0
     for shard in shards:
