@@ -7,18 +7,40 @@ the index of shards of safetensors, or into DCP as an entry of that name.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from .. import full
 from ..checkpoint import Checkpoint, State
 from ..commit import replacing_folder
+from ..errors import names_in
 from ..inert import OrderedDict_
 from ..tensor import TensorRef
 from ..transfer import DryOutput, Output
 from . import dcp, dcp_writing, safetensors, sharding, torch_zip
 
 NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
+
+TELLING = (
+    (dcp.METADATA, dcp.NAME),
+    (dcp.ENDING, dcp.NAME),
+    (f".safetensors{sharding.INDEX}", sharding.SAFETENSORS),
+    (f".bin{sharding.INDEX}", sharding.TORCH),
+)
+"""How names end that tell the format of a folder, in the order in which reading prefers them."""
+
+
+def kind_of(path: str) -> str | None:
+    """The format of the checkpoint that a folder holds, as the names in it tell; None where none does."""
+    names = names_in(path)
+    return next((kind for ending, kind in TELLING if any(name.endswith(ending) for name in names)), None)
+
+
+def is_of_a_checkpoint(name: str) -> bool:
+    """Whether a file of this name belongs to a sharded or DCP checkpoint, and may be replaced with it."""
+    shard = re.fullmatch(r".+-\d{5}-of-\d{5}\.(safetensors|bin)", name)
+    return bool(shard) or name == dcp.METADATA or name.endswith((sharding.INDEX, dcp.ENDING))
 
 
 def without_models(checkpoint: Checkpoint) -> Checkpoint:
@@ -31,6 +53,11 @@ def lost_in_dcp(checkpoint: Checkpoint) -> tuple[str, ...]:
     """What DCP does not keep, by dotted name; of a pickled model its class."""
     whole = without_models(checkpoint)
     return (*dcp_writing.lost(whole.tree), *whole.opened)
+
+
+def text_keys_in_dcp(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The dicts whose keys, numbers and the like, are text in DCP, by dotted name."""
+    return tuple(dcp_writing.with_keys_made_text(without_models(checkpoint).tree))
 
 
 class FolderWriting:
@@ -61,7 +88,7 @@ class FolderWriting:
         Args:
             opened: makes an output of a file, told which storages go into it.
         """
-        with replacing_folder(path, sharding.is_of_a_checkpoint) as folder:
+        with replacing_folder(path, is_of_a_checkpoint) as folder:
             if self.kind == dcp.NAME:
                 dcp_writing.write(self._for_dcp(), folder)
             else:
@@ -73,7 +100,9 @@ class FolderWriting:
     def dry(self) -> int:
         """The bytes that `write` would write; of DCP those of the values alone."""
         if self.kind == dcp.NAME:
-            return sum(tensor.nbytes for _, tensor in self._for_dcp().tensors())
+            whole = self._for_dcp()
+            dcp_writing.check(whole)
+            return sum(tensor.nbytes for _, tensor in whole.tensors())
         shards, text = self._shards()
         total = len(text.encode())
         for shard in shards:
