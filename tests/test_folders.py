@@ -99,16 +99,80 @@ def test_a_new_folder_is_of_the_input_s_format_where_the_command_is_not_about_fo
 
 
 @pytest.mark.parametrize("more", [[], ["--force"], ["--force", "--dry-run"]], ids=str)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_other_files_in_a_folder_are_told_at_once(
-    in_place: bool, more: list[str], cli: Cli, tmp_path: Path
-) -> None:
+def test_other_files_in_a_folder_are_told_at_once(more: list[str], cli: Cli, tmp_path: Path) -> None:
     folder = folder_of("safetensors-sharded", tmp_path / "d")
     (folder / "config.json").write_text("{}")
-    ran = cli("convert", folder if in_place else tmp_path / "in.pt", folder, *more)
+    ran = cli("convert", tmp_path / "in.pt", folder, *more)
     assert ran.code == 2
     assert f"{folder}: exists already, and holds other files too (config.json)\n" in ran.err
     assert ran.err.endswith("hint: name a new folder, or a file in it\n")
+
+
+@pytest.mark.parametrize("by_index", [False, True], ids=["folder", "index"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_the_other_files_of_a_folder_that_is_changed_in_place_stay(
+    kind: str, by_index: bool, cli: Cli, tmp_path: Path
+) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    (folder / "config.json").write_text("{}")
+    (tmp_path / "vocabulary").write_text("a b")
+    (folder / "vocab.txt").symlink_to("../vocabulary")
+    source = folder
+    if by_index:
+        source = next(path for path in folder.iterdir() if path.name.endswith((".index.json", ".metadata")))
+    assert "write it anyway with --force" in cli("strip-prefix", source, folder).err
+    ran = cli("strip-prefix", source, folder, "--force", "--json")
+    assert ran.code == 0
+    new = ckpttool.open(folder)
+    assert set(new.state().tensors) == {"a", "b"}
+    assert ran.json["bytes"] == sum(
+        path.stat().st_size for path in folder.iterdir() if path.name not in ("config.json", "vocab.txt")
+    )
+    assert (folder / "config.json").read_text() == "{}"
+    assert os.readlink(folder / "vocab.txt") == "../vocabulary"
+    assert sorted(os.listdir(tmp_path)) == ["d", "in.pt", "vocabulary"]
+
+
+@pytest.mark.parametrize("what", ["a folder", "a link that leads nowhere"])
+def test_what_is_no_plain_file_keeps_a_folder_from_being_changed_in_place(
+    what: str, cli: Cli, tmp_path: Path
+) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+    (folder / "onnx").mkdir() if what == "a folder" else (folder / "onnx").symlink_to("nowhere")
+    ran = cli("strip-prefix", folder, folder, "--force")
+    assert ran.code == 2 and "holds other files too (onnx)" in ran.err
+
+
+def test_another_checkpoint_in_a_folder_that_is_changed_in_place_stays(cli: Cli, tmp_path: Path) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+    for path in folder_of("torch-sharded", tmp_path / "other").iterdir():
+        path.rename(folder / path.name)
+    index = folder / "pytorch_model.bin.index.json"
+    assert cli("strip-prefix", folder, folder, "--force").code == 0
+    assert set(ckpttool.open(folder).state().tensors) == {"a", "b"}
+    assert set(ckpttool.open(index).state().tensors) == {"module.a", "module.b"}
+    assert cli("add-prefix", index, folder, "--prefix", "x.", "--force").code == 0
+    assert set(ckpttool.open(folder).state().tensors) == {"a", "b"}
+    assert set(ckpttool.open(index).state().tensors) == {"x.module.a", "x.module.b"}
+    ran = cli("convert", index, folder, "--to", "safetensors-sharded", "--force")
+    assert ran.code == 2 and "which can't be kept: file exists" in ran.err
+
+
+def test_files_that_can_t_be_kept_leave_all_as_it_was(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+    (folder / "config.json").write_text("{}")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuses)
+    ran = cli("strip-prefix", folder, folder, "--force")
+    assert ran.code == 2 and "(config.json), which can't be kept: operation not permitted" in ran.err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(os.listdir(tmp_path)) == ["d", "in.pt"]
 
 
 def test_what_contradicts_itself_is_told_before_force_is_proposed(cli: Cli, tmp_path: Path) -> None:

@@ -38,6 +38,8 @@ def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
         if to not in known:
             raise UsageFault(f"no format is called '{to}'", hint=f"one of {', '.join(known)}")
         return to
+    if folders.is_in_place(checkpoint, path):
+        return checkpoint.format
     if path.endswith("/") or os.path.isdir(path):
         return folders.kind_of(path) or folders.NAMES[0]
     suffix = os.path.splitext(path)[1].lower()
@@ -79,7 +81,8 @@ def save(
         to: the format; told by the name when None, and by what is there when that is a folder.
         shard_size: bytes of a shard at most, in the formats that are cut; 5 GB when None.
         verify: compare the values too before the output counts, not only names, types and shapes.
-        force: replace an existing output.
+        force: replace an existing output. A folder is replaced as a whole, if it holds a checkpoint alone;
+            the other files of one that is written in place stay.
         dry_run: write nothing: the same answer, exact size included, and the same errors. Of DCP the size is
             that of the values alone, and an error of torch's own library is not foreseen.
         progress: called with the number of bytes after each piece; to verify, what was read and what was
@@ -96,7 +99,7 @@ def save(
     name = os.fspath(path)
     kind = format_of_output(name, checkpoint, to)
     _check_choices(name, kind, state, full, keep_copies, shard_size)
-    _check_place(name, kind, force)
+    _check_place(checkpoint, name, kind, force)
     require_folder(name)
     whole = kind not in PICKLES and (checkpoint.full if full is None else full)
     writing = _Writing(checkpoint, name, kind, state, whole, keep_copies)
@@ -106,25 +109,26 @@ def save(
     return writing.saved(writing.dry() if dry_run else writing.file(verify, progress, opened))
 
 
-def _check_place(path: str, kind: str, force: bool) -> None:
+def _check_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> None:
     """Raises OutputExists for what is there already and may not be replaced."""
     if path == "-" or not os.path.lexists(path):
         return
-    found = _conflict(path, kind)
+    found = _conflict(checkpoint, path, kind)
     if found is not None:
         raise OutputExists(f"{path}: exists already, and {found[0]}", hint=found[1])
     if not force:
         raise OutputExists(f"{path}: exists already", hint="write it anyway with --force")
 
 
-def _conflict(path: str, kind: str) -> tuple[str, str] | None:
+def _conflict(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, str] | None:
     """What `--force` does not replace either, other files and other kinds, and what to do instead."""
     if not os.path.isdir(path):
         is_other = kind in folders.NAMES and os.path.exists(path)
         return (f"is a file, where {kind} is a folder", "name a new folder") if is_other else None
     if kind not in folders.NAMES:
         return "is a folder", "name a file in it"
-    others = [name for name in sorted(os.listdir(path)) if not folders.is_of_a_checkpoint(name)]
+    kept = folders.companions(checkpoint, path)
+    others = [name for name in folders.strangers(path) if name not in kept]
     if others:
         return f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
     return None
@@ -150,10 +154,12 @@ def _check_choices(
             hint="leave out --keep-copies, or write safetensors without --full",
         )
     if shard_size is not None and kind not in (sharding.SAFETENSORS, sharding.TORCH):
-        what = "is one folder that is not cut" if kind in folders.NAMES else "is one file"
+        what, way = "is one file", "end OUTPUT in /"
+        if kind in folders.NAMES:
+            what, way = "is one folder that is not cut", f"say --to {sharding.SAFETENSORS}"
         raise UsageFault(
             f"{path}: {what}, and a size of shards was given",
-            hint="end OUTPUT in / for a folder of shards, or leave out --shard-size",
+            hint=f"{way} for a folder of shards, or leave out --shard-size",
         )
     if kind in folders.NAMES and path == "-":
         raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
