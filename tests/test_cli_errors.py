@@ -123,9 +123,9 @@ def test_the_hint_for_an_output_that_exists_is_one_that_helps(cli: Any, tmp_path
     torch.save({"w": torch.ones(1)}, tmp_path / "in.pt")
     hints = {
         (): "write it anyway with --force",
-        (tmp_path,): "it is a folder that holds other files too: name a new folder, or a file in it",
-        (tmp_path, "--to", "torch-zip"): "it is a folder: name a file in it",
-        (tmp_path / "in.pt", "--to", "dcp"): "it is a file, and dcp is a folder: name a new folder",
+        (tmp_path,): "name a new folder, or a file in it",
+        (tmp_path, "--to", "torch-zip"): "name a file in it",
+        (tmp_path / "in.pt", "--to", "dcp"): "name a new folder",
     }
     for output, hint in hints.items():
         ran = cli("convert", tmp_path / "in.pt", *(output or (tmp_path / "in.pt",)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -59,7 +61,8 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
     Args:
         options: those of `options.writing`.
         transform: makes the new checkpoint of the old.
-        choices: further arguments of `formats.save`.
+        choices: further arguments of `formats.save`. Without `to` the command is about something else than
+            formats, and a folder becomes a folder of the same format.
     """
     from .. import formats
 
@@ -72,10 +75,24 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
             _say_where(console, checkpoint)
         if outcome.where is not None:
             choices["state"] = outcome.where
+        if "to" not in choices:
+            choices["to"] = _format_of_new_folder(checkpoint, options["output"])
         fork = outcome.casting is not None  # values are computed
         with console.progress(_work(new, options) if console.draws else 0, "writing") as progress:
             saved = formats.save(new, options["output"], progress=progress, fork=fork, **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
+
+
+def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
+    """INPUT's format where it is a folder's and OUTPUT is to be a folder; None where OUTPUT tells its own."""
+    from ..formats import folders
+
+    is_new = output.endswith("/") or os.path.isdir(output)
+    return (
+        checkpoint.format
+        if is_new and checkpoint.format in folders.NAMES and not folders.kind_of(output)
+        else None
+    )
 
 
 def _work(new: Checkpoint, options: dict[str, Any]) -> int:
@@ -95,23 +112,11 @@ def _say_where(console: Console, checkpoint: Checkpoint) -> None:
 
 
 def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
-    if console.verbose:
-        for old, new in outcome.renamed.items():
-            console.note(f"{printable(old)} -> {printable(new)}")
     also = {where: count for where, count in outcome.also.items() if where not in saved.left_out}
-    for said, names in (
-        ("kept as they were", outcome.kept),
-        ("renamed too", [f"{where} ({count} keys)" for where, count in also.items()]),
-        ("left out", outcome.left_out),
-        (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
-        ("written once, with the tie in the metadata", saved.tied),
-        ("written once per name, though they share memory", saved.copied),
-        ("code that its pickle now names, and that loading it without weights_only runs", saved.mentions),
-    ):
-        if names:
-            console.note(f"{said}: {console.names(names)}")
+    _note(console, outcome, saved, also)
     verb = f"would have {outcome.done}" if dry else outcome.done
-    size = f"{show_bytes(saved.nbytes)}, {seconds:.2f} s"
+    about = "about " if dry and saved.format == "dcp" else ""
+    size = f"{about}{show_bytes(saved.nbytes)}, {seconds:.2f} s"
     data: dict[str, object] = {
         "output": saved.path,
         "format": saved.format,
@@ -124,6 +129,10 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "seconds": round(seconds, 4),
         **outcome.fields,
     }
+    if saved.text_keys:
+        data["text_keys"] = saved.text_keys
+    if saved.keyed_by_text:
+        data["keyed_by_text"] = saved.keyed_by_text
     if dry:
         data["dry_run"] = True
     elif outcome.casting is not None:
@@ -131,3 +140,36 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         if overflows:
             console.note(f"{counted(overflows, 'finite value', 'finite values')} became infinite")
     console.result(f"{verb} -> {printable(saved.path)} ({size})", data)
+
+
+def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, int]) -> None:
+    """What is worth knowing of what was written, beside the result."""
+    if console.verbose:
+        for old, new in outcome.renamed.items():
+            console.note(f"{printable(old)} -> {printable(new)}")
+    for said, names in (
+        ("kept as they were", outcome.kept),
+        ("renamed too", [f"{where} ({count} keys)" for where, count in also.items()]),
+        ("left out", outcome.left_out),
+        (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
+        ("written once, with the tie in the metadata", saved.tied),
+        ("written once per name, though they share memory", saved.copied),
+        ("code that its pickle now names, and that loading it without weights_only runs", saved.mentions),
+        ("keys became text, as dcp has no others (convert --full keeps them)", saved.text_keys),
+    ):
+        if names:
+            console.note(f"{said}: {console.names(names)}")
+    if saved.keyed_by_text:
+        console.note(
+            "keyed by text, with which torch loads no momentum outside DCP: "
+            f"{console.names(saved.keyed_by_text)}; numbers again: {_to_indices(saved)}"
+        )
+
+
+def _to_indices(saved: Saved) -> str:
+    """The command that keys the optimizers of what was written by numbers."""
+    if saved.path == "-":
+        return "ckpttool optimizer IN OUT --to indices"
+    path = shlex.quote(saved.path)
+    output = "last.pt" if saved.format == "dcp" else f"{path} --force"
+    return f"ckpttool optimizer {path} {output} --to indices"

@@ -33,6 +33,9 @@ from .torch_archive import Archive
 
 NAME = "dcp"
 METADATA = ".metadata"
+ENDING = ".distcp"
+"""How the names of its other files end."""
+
 MODULE = "torch.distributed.checkpoint"
 SPARE = 1000
 """Places of lists that may stay empty, beside as many as 100 for each entry: DCP drops empty items."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..checkpoint import Checkpoint, State
+from ..naming import contents, dotted
+from ..states import is_optimizer
 from ..summary import unknown_names
 from . import dcp, folders, safetensors, sharding, torch_zip
+from .dcp_writing import TOP
 
 PICKLES = (torch_zip.NAME, sharding.TORCH)
 TENSORS_ALONE = (safetensors.NAME, sharding.SAFETENSORS, sharding.TORCH)
@@ -27,6 +31,9 @@ class Saved:
         copied: names that share memory and were written out each for itself.
         mentions: names of code that the output's pickle mentions, and no pickle of the input's did: anyone
             who unpickles it without `weights_only` runs them. As `inspect` reports them.
+        text_keys: dicts whose keys, numbers and the like, are text in the output.
+        keyed_by_text: optimizers whose state has text for keys where their groups list numbers, since they
+            went into DCP or came out of it: outside DCP torch loads no momentum of them.
     """
 
     path: str
@@ -37,6 +44,8 @@ class Saved:
     tied: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
     mentions: tuple[str, ...] = ()
+    text_keys: tuple[str, ...] = ()
+    keyed_by_text: tuple[str, ...] = ()
 
     @property
     def why_left_out(self) -> str:
@@ -67,6 +76,8 @@ def saved_whole(
         lost,
         copied=copied(state) if state and apart else (),
         mentions=_mentions(checkpoint, kind),
+        text_keys=folders.text_keys_in_dcp(checkpoint) if apart else (),
+        keyed_by_text=_keyed_by_text(checkpoint, kind, full),
     )
 
 
@@ -80,6 +91,25 @@ def saved_state(
         return Saved(path, kind, nbytes, len(state.tensors), lost)
     apart = tuple(name for name in copied(state) if name not in ties)
     return Saved(path, kind, nbytes, len(state.tensors), lost, tuple(ties), apart)
+
+
+def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, ...]:
+    """The optimizers whose keys, numbers before, DCP makes text, or has made text."""
+    into, out_of = kind == dcp.NAME and not full, checkpoint.format == dcp.NAME
+    if into == out_of:
+        return ()
+    named = ((dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value))
+    return tuple(name or TOP for name, value in named if _keeps_numbers(value, int if into else str))
+
+
+def _keeps_numbers(optimizer: Any, kind: type) -> bool:
+    """Whether state is kept of parameters that the groups list as numbers, under keys of this type."""
+    state, groups = optimizer["state"], optimizer["param_groups"]
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return False
+    listed = [group.get("params") for group in groups if isinstance(group, dict)]
+    numbers = {str(key) for keys in listed if isinstance(keys, list) for key in keys if type(key) is int}
+    return any(type(key) is kind and str(key) in numbers for key in state)
 
 
 def _mentions(checkpoint: Checkpoint, kind: str) -> tuple[str, ...]:

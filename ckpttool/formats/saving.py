@@ -32,14 +32,16 @@ ENDINGS = {
 
 
 def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
-    """The format that a name asks for. Raises UsageFault if the name does not say."""
+    """The format that a name asks for, or that a folder there has. Raises UsageFault if neither says."""
     if to is not None:
         known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
         if to not in known:
             raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")
         return to
+    if folders.is_in_place(checkpoint, path):
+        return checkpoint.format
     if path.endswith("/") or os.path.isdir(path):
-        return folders.NAMES[0]
+        return folders.kind_of(path) or folders.NAMES[0]
     suffix = os.path.splitext(path)[1].lower()
     if suffix in ENDINGS:
         return ENDINGS[suffix]
@@ -76,11 +78,13 @@ def save(
         full: everything the input holds, also into a format of tensors; None: if the input is already such a
             file.
         keep_copies: each name of a tied tensor gets its own values, instead of a record of the tie.
-        to: the format; chosen by the name when None.
+        to: the format; None: that of the folder which is there, or as the name says.
         shard_size: the most bytes of a shard, in sharded formats; 5 GB when None.
         verify: compare the values too before the output counts, not only names, types and shapes.
-        force: replace an existing output.
-        dry_run: write nothing: the same answer, exact size included, and the same errors.
+        force: replace an existing output. A folder is replaced as a whole, if it holds a checkpoint alone;
+            the other files of one that is written in place stay.
+        dry_run: write nothing: the same answer, exact size included, and the same errors. Of DCP the size is
+            that of the values alone, and an error of torch's own library is not foreseen.
         progress: called with the number of bytes after each piece; to verify, what was read and what was
             written are read once more.
         fork: let a second process help with values that are computed, such as those of another type, where
@@ -98,10 +102,9 @@ def save(
         )
     name = os.fspath(path)
     kind = format_of_output(name, checkpoint, to)
-    if name != "-" and os.path.lexists(name) and not force:
-        raise OutputExists(f"{name}: already exists", hint=_way_out(name, kind))
-    require_folder(name)
     _check_choices(name, kind, state, full, keep_copies, shard_size)
+    _check_place(checkpoint, name, kind, force)
+    require_folder(name)
     whole = kind not in PICKLES and (checkpoint.full if full is None else full)
     writing = _Writing(checkpoint, name, kind, state, whole, keep_copies)
     opened = partial(output, progress=progress, fork=fork)
@@ -110,16 +113,29 @@ def save(
     return writing.saved(writing.dry() if dry_run else writing.file(verify, progress, opened))
 
 
-def _way_out(path: str, kind: str) -> str:
-    """What to do where there is something already; `--force` replaces neither other files nor other kinds."""
-    is_folder = os.path.isdir(path)
-    if is_folder and kind not in folders.NAMES:
-        return "it is a folder: name a file in it"
-    if is_folder and not all(map(sharding.is_of_a_checkpoint, os.listdir(path))):
-        return "it is a folder that holds other files too: name a new folder, or a file in it"
-    if kind in folders.NAMES and not is_folder:
-        return f"it is a file, and {kind} is a folder: name a new folder"
-    return "write it anyway with --force"
+def _check_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> None:
+    """Raises OutputExists for what is there already and may not be replaced."""
+    if path == "-" or not os.path.lexists(path):
+        return
+    found = _conflict(checkpoint, path, kind)
+    if found is not None:
+        raise OutputExists(f"{path}: already exists, and {found[0]}", hint=found[1])
+    if not force:
+        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+
+
+def _conflict(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, str] | None:
+    """What `--force` does not replace either, other files and other kinds, and what to do instead."""
+    if not os.path.isdir(path):
+        is_other = kind in folders.NAMES and os.path.exists(path)
+        return (f"is a file, where {kind} is a folder", "name a new folder") if is_other else None
+    if kind not in folders.NAMES:
+        return "is a folder", "name a file in it"
+    kept = folders.companions(checkpoint, path)
+    others = [name for name in folders.strangers(path) if name not in kept]
+    if others:
+        return f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
+    return None
 
 
 def _check_choices(
@@ -142,10 +158,12 @@ def _check_choices(
             hint="leave out --keep-copies, or write safetensors without --full",
         )
     if shard_size is not None and kind not in (sharding.SAFETENSORS, sharding.TORCH):
-        what = "is one folder that is not cut" if kind in folders.NAMES else "is one file"
+        what, way = "is one file", "end OUTPUT in /"
+        if kind in folders.NAMES:
+            what, way = "is one folder that is not cut", f"say --to {sharding.SAFETENSORS}"
         raise UsageFault(
             f"{path}: {what}, but a shard size was given",
-            hint="end OUTPUT in / for a folder of shards, or leave out --shard-size",
+            hint=f"{way} for a folder of shards, or leave out --shard-size",
         )
     if kind in folders.NAMES and path == "-":
         raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
