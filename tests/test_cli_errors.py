@@ -162,6 +162,11 @@ def test_a_wrong_call_with_json_is_an_object_too(what: str, cli: Any) -> None:
     assert (ran.code, ran.json["error"]["kind"]) == (2, "usage")
 
 
+def test_a_value_that_is_missing_leads_to_the_help_of_its_command(cli: Any) -> None:
+    ran = cli("convert", "x.pt", "y.pt", "--complex")
+    assert ran.err.splitlines()[1] == "hint: ckpttool convert --help"
+
+
 def test_no_command_at_all_shows_the_help_and_exits_2(cli: Any) -> None:
     ran = cli()
     assert (ran.code, ran.err) == (2, "")

@@ -182,3 +182,26 @@ def test_an_empty_state_is_told(tmp_path: Path, cli: Any) -> None:
     torch.save({}, tmp_path / "f.pt")
     ran = cli("inspect", tmp_path / "f.pt")
     assert "the file itself: 0 tensors, 0 parameters" in ran.out
+
+
+def test_other_states_are_ready_to_paste_and_none_is_a_score_or_a_generator(tmp_path: Path, cli: Any) -> None:
+    tree = {"state_dict": {"a": ONE}, "rng": torch.get_rng_state(), "best": torch.tensor(0.5)}
+    torch.save(tree | {"cuda": {"rng": torch.get_rng_state()}, "loop": {"score": ONE[0]}}, tmp_path / "f.pt")
+    assert "--state" not in cli("inspect", tmp_path / "f.pt").out
+    torch.save(tree | {"w": ONE, "v": ONE, "my copy": {"a": ONE, "b": ONE}}, tmp_path / "f.pt")
+    lines = cli("inspect", tmp_path / "f.pt").out.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines if "--state" in line] == [
+        "--state ''",
+        "--state 'my copy'",
+    ]
+    ran = cli("slim", tmp_path / "f.pt", tmp_path / "g.pt")
+    assert "state: 'state_dict'; there are also --state '', --state 'my copy'\n" in ran.err
+
+
+def test_a_state_named_where_the_file_is_the_state(tmp_path: Path, cli: Any) -> None:
+    torch.save({"a": ONE}, tmp_path / "f.pt")
+    ran = cli("inspect", tmp_path / "f.pt", "--state", "model")
+    assert (ran.code, ran.err.splitlines()[1]) == (
+        3,
+        "hint: the file itself is the state: leave out --state",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -66,7 +67,7 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
         if set(summary.here.devices) - {"cpu"}:
             yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
     for name in summary.other_states:
-        yield "also", f"--state {printable(name) or repr('')}"
+        yield "also", f"--state {printable(shlex.quote(name))}"
     for found in summary.prefixes:
         yield "prefix", _prefix(found)
     for names in summary.ties[:most]:
