@@ -63,10 +63,29 @@ def test_one_line_a_tensor_for_grep_and_cut(checkpoint: Path, cli: Any) -> None:
 
 def test_values_are_looked_at_when_asked(checkpoint: Path, cli: Any) -> None:
     rows = [line.split() for line in cli("inspect", checkpoint, "--stats").out.splitlines()]
-    assert rows[0] == ["tensor", "dtype", "shape", "min", "max", "mean", "std", "not", "finite"]
-    assert rows[1] == ["model.module.fc.weight", "float32", "2×3", "1", "1", "1", "0", "0"]
+    assert rows[0] == ["tensor", "dtype", "shape", "min", "max", "mean", "std"]
+    assert rows[1] == ["model.module.fc.weight", "float32", "2×3", "1", "1", "1", "0"]
     found = cli("inspect", checkpoint, "--stats", "--json").json["tensors"]
     assert found[2]["stats"] == {"minimum": 1, "maximum": 1, "mean": 1.0, "deviation": 0.0, "non_finite": 0}
+
+
+def test_values_that_are_not_finite_have_a_column_where_there_are_any(tmp_path: Path, cli: Any) -> None:
+    torch.save({"a": torch.tensor([float("nan"), 2.0]), "b": ONE}, tmp_path / "f.pt")
+    lines = cli("inspect", tmp_path / "f.pt", "--stats").out.splitlines()
+    assert lines[0].endswith("not finite") and [line.split()[-1] for line in lines[1:]] == ["1", "0"]
+
+
+def test_tensors_for_grep_have_their_figures_too_when_asked(checkpoint: Path, cli: Any) -> None:
+    lines = cli("inspect", checkpoint, "--tensors", "--stats").out.splitlines()
+    assert lines[0] == "model.module.fc.weight\tfloat32\t[2,3]\t24\t\t1\t1\t1\t0\t0"
+    assert len(lines) == 4
+
+
+def test_json_names_the_class_of_a_pickled_model(tmp_path: Path, cli: Any) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "f.pt")
+    found = cli("inspect", tmp_path / "f.pt", "--json").json
+    assert found["model"] == "torch.nn.modules.linear.Linear"
+    assert found["state_bytes"] == 24
 
 
 def test_json_has_the_fields_that_scripts_rely_on(checkpoint: Path, cli: Any) -> None:

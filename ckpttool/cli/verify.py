@@ -65,7 +65,7 @@ def _report(console: Console, file: str, format: str, against: str | None, found
     what = "contents" if found.compared == "everything" else "model state"
     same = f", same {what} as {printable(against)}" if against and found.ok else ""
     if found.hint:
-        console.note(f"hint: {printable(found.hint)}")
+        console.note(f"hint: {printable(found.hint)}", pasted=True)
     verdict = f"ok{same}" if found.ok else counted(len(found.problems), "problem", "problems")
     data = {
         "ok": found.ok,
