@@ -161,7 +161,7 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
     yield cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
     for name, count, size, (inside, brief) in zip(names, counts, sizes, insides, strict=True):
         if width and columns(inside) > room - first:
-            inside = brief if ";" in brief else cut_middle(brief, room - first)
+            inside = brief if ";" in brief else cut_middle(brief, max(room - first, 16))
         figures = f"{right(count, second)}  {right(size, third)}"
         yield cut(f"{left(cut_middle(name, first), first)}  {figures}  {inside}".rstrip(), width)
     if len(lines) > len(shown):
