@@ -13,7 +13,7 @@ from .inert import OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
 from .modules import BadModules, is_module, named
 from .naming import MAX_NAMES, Entry, Path, TooManyNames, contents, named_values
 from .naming import dotted as dotted
-from .states import all_tensors, candidates, follow, is_state, likelihood, path_of
+from .states import all_tensors, candidates, follow, is_offered, is_state, likelihood, path_of
 from .states import is_optimizer as is_optimizer
 from .tensor import Source, Storage, TensorRef
 
@@ -185,6 +185,11 @@ class Checkpoint:
             )
         return make_state(path, container, value if isinstance(value, Record) else None)
 
+    def other_states(self, taken: Path | None) -> list[str]:
+        """The dotted paths of what could be meant instead of the state taken, the likeliest first."""
+        paths = (path for path in self.states() if path != taken)
+        return [dotted(path) for path in paths if is_offered(path, follow(self.tree, path))]
+
     def outside(self, state: State) -> tuple[str, ...]:
         """What there is beside a state, by the shortest dotted names that say it."""
         names: list[str] = []
@@ -234,9 +239,11 @@ class Checkpoint:
         return likelihood(path, lambda: self._container(follow(self.tree, path)) or {})
 
     def _where_to_look(self) -> str:
-        names = [dotted(path) or '""' for path in self.states()]
+        names = [shlex.quote(dotted(path)) for path in self.states()]
         if not names:
             return f"see what is in it: ckpttool inspect {shlex.quote(self.path)}"
+        if names == ["''"]:
+            return "the file itself is the state: leave out --state"
         return f"there are: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
 
 

@@ -147,9 +147,18 @@ def _nothing(checkpoint: Checkpoint, state: State, prefix: str, carriers: list[S
     elif inner:
         best = inner[0]
         hint = f"{best.keys} of {best.of} keys hold '{best.prefix}' inside: --prefix {best.prefix} --anywhere"
+    elif common := _common_prefix(_keys(state)):
+        hint = f"all keys begin with '{common}': --prefix {shlex.quote(common)}"
     else:
         hint = _first_key(state)
     return NothingToDo(f"{checkpoint.path}: no key{where} begins with '{prefix}'", hint=hint)
+
+
+def _common_prefix(keys: list[str]) -> str:
+    """The name, with its dot, of the one module that all others are in; `""` where there is none."""
+    prefix = keys[0].partition(".")[0] + "." if keys else ""
+    inside = {key[len(prefix) :].partition(".")[0] for key in keys if key.count(".") > 1}
+    return prefix if len(inside) > 1 and all(key.startswith(prefix) for key in keys) else ""
 
 
 def _apply(

@@ -218,12 +218,13 @@ def _label(row: list[str]) -> str:
     return row[0] if len(row) == 1 or not last else f"{row[0]}-{last[1]}"
 
 
-def tensors_in_words(branch: Branch, usual: str, most: int) -> str:
+def tensors_in_words(branch: Branch, usual: str, most: int, *, brief: bool = False) -> str:
     """Its own tensors by name and shape: `weight 16×3×3×3; bias 16`.
 
     Args:
         usual: the element type that goes without saying.
         most: how many are named.
+        brief: of several of one shape, the first and the last alone.
     """
     groups: list[tuple[list[str], str]] = []
     for name, tensor in branch.tensors[:most]:
@@ -235,7 +236,10 @@ def tensors_in_words(branch: Branch, usual: str, most: int) -> str:
         else:
             groups.append(([name], form))
     more = len(branch.tensors) - most
-    words = [f"{', '.join(names)} {form}".strip() for names, form in groups]
+    shown = [
+        f"{names[0]} … {names[-1]}" if brief and len(names) > 2 else ", ".join(names) for names, _ in groups
+    ]
+    words = [f"{names} {form}".strip() for names, (_, form) in zip(shown, groups, strict=True)]
     return "; ".join(words + [f"{more:,} more"] * (more > 0))
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .checkpoint import Checkpoint, State
 from .errors import NoState
 from .inert import in_brief, tensor_of
-from .naming import Entry, contents, dotted
+from .naming import Entry, contents
 from .other_values import OtherRow as OtherRow
 from .other_values import other_rows
 from .other_values import unknown_names as unknown_names
@@ -95,14 +95,12 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     Raises:
         NoState: `state` was given and is not there.
     """
-    states = checkpoint.states()
     try:
         found = checkpoint.state(state)
     except NoState:
         if state is not None:
             raise
         found = None
-    others = [dotted(path) for path in states]
     tensors = found.tensors if found else {}
     modules = outline(tensors)
     here = _Looks(tensors.values())
@@ -116,7 +114,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         nbytes=checkpoint.nbytes,
         state=found.where if found else None,
         model=found.module.type_name if found and found.module else None,
-        other_states=tuple(name for name in others if found is None or name != found.where),
+        other_states=tuple(checkpoint.other_states(found.path if found else None)),
         keys=len(tensors),
         parameters=modules.parameters,
         prefixes=tuple(_prefixes(checkpoint, found)) if found else (),

@@ -59,7 +59,10 @@ def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Cli) -> None:
         "renamed": 0,
         "also_renamed": {},
         "left_out": ["head.weight", "head.count", "optimizer", "epoch", "best"],
+        "kept": [],
         "tied": [],
+        "copied": [],
+        "mentions": [],
         "bytes": out.stat().st_size,
         "seconds": 0,
         "overflows": 0,
@@ -303,3 +306,23 @@ def test_a_layout_that_can_t_be_is_an_error_and_nothing_is_written(
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *flags)
     assert (ran.code, ran.out) == (code, "") and said in ran.err
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_where_everything_is_kept_no_state_is_taken(cli: Cli, tmp_path: Path) -> None:
+    source, out = tmp_path / "in 1.pt", tmp_path / "out.pt"
+    torch.save({"model": {"w": base}, "ema": {"w": base}}, source)
+    assert cli("convert", source, out).err == ""
+    assert "--state ema" in cli("convert", source, out, "--force", "--dtype", "fp16").err
+    ran = cli("convert", source, out, "--force", "--state", "ema")
+    assert (ran.code, ran.err.splitlines()[1]) == (
+        2,
+        f"hint: that state alone: ckpttool slim --state ema '{source}' {out}",
+    )
+    assert cli("convert", source, out, "--force", "--state", "ema", "--dtype", "fp16").code == 0
+
+
+def test_types_and_formats_in_any_case(cli: Cli, tmp_path: Path) -> None:
+    torch.save({"w": base}, tmp_path / "in.pt")
+    flags = ["--dtype", "BF16", "--to", "Safetensors", "--json"]
+    assert cli("convert", tmp_path / "in.pt", tmp_path / "out", *flags).json["format"] == "safetensors"
+    assert load_file(tmp_path / "out")["w"].dtype == torch.bfloat16

@@ -162,6 +162,18 @@ def test_a_wrong_call_with_json_is_an_object_too(what: str, cli: Any) -> None:
     assert (ran.code, ran.json["error"]["kind"]) == (2, "usage")
 
 
+def test_a_value_that_is_missing_leads_to_the_help_of_its_command(cli: Any) -> None:
+    ran = cli("convert", "x.pt", "y.pt", "--complex")
+    assert ran.err.splitlines()[1] == "hint: ckpttool convert --help"
+
+
+@pytest.mark.parametrize("command", ["verify", "digest"])
+def test_two_files_lead_to_the_command_that_compares_them(command: str, cli: Any) -> None:
+    ran = cli(command, "a.pt", "b c.pt")
+    hint = "hint: to compare: ckpttool verify a.pt --against 'b c.pt'"
+    assert (ran.code, ran.err.splitlines()[1]) == (2, hint)
+
+
 def test_no_command_at_all_shows_the_help_and_exits_2(cli: Any) -> None:
     ran = cli()
     assert (ran.code, ran.err) == (2, "")

@@ -260,3 +260,11 @@ def test_a_directory_of_format_ending_in_slash_is_a_folder_of_shards(
 ) -> None:
     assert cli("strip-prefix", ddp, f"{tmp_path}/shards/").code == 0
     assert (tmp_path / "shards").is_dir()
+
+
+def test_the_prefix_that_all_keys_have_is_named(cli: Any, tmp_path: Path) -> None:
+    torch.save(
+        {"state_dict": {"model.a.w": torch.ones(1), "model.b.w": torch.ones(1)}}, tmp_path / "light.ckpt"
+    )
+    ran = cli("strip-prefix", tmp_path / "light.ckpt", tmp_path / "out.ckpt")
+    assert (ran.code, ran.err.splitlines()[1]) == (1, "hint: all keys begin with 'model.': --prefix model.")

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from crafting import call, dict_of, list_of, name, number, storage, tensor, text, torch_zip
@@ -184,3 +185,10 @@ def test_hostile_values_are_described_in_bounded_time(body: bytes, tmp_path: Pat
     found = summarize(ckpttool.open(path))
     assert found.state == ""
     assert len(found.other) < 500
+
+
+def test_a_score_that_is_a_number_of_numpy_is_told(tmp_path: Path) -> None:
+    scores = {"d": np.float64(0.875), "f": np.float32(1.5), "i": np.int64(-3), "b": np.bool_(True)}
+    torch.save({"model": {"w": torch.ones(1)}, **scores, "s": np.str_("x")}, tmp_path / "f.pt")
+    rows = summarize(ckpttool.open(tmp_path / "f.pt")).other
+    assert {row.name: row.value for row in rows if row.has_value} == scores

@@ -93,8 +93,14 @@ class Commands(click.Group):
             return super().make_context(*args, **given)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _reader_watched():
-            return super().invoke(ctx)
+        try:
+            with _reader_watched():
+                return super().invoke(ctx)
+        except click.UsageError as error:  # click's parser does not say of which command
+            command = self.commands.get(ctx.invoked_subcommand or "")
+            if error.ctx is None and command is not None:
+                error.ctx = click.Context(command, info_name=command.name, parent=ctx)
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in our order; click sorts them

@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
 from ..errors import CkptToolError, Mismatch
 from ..transfer import Progress
+from .columns import wrapped
 
 if TYPE_CHECKING:
     from ..diagnosis.fit import Fit
@@ -52,11 +54,17 @@ class Console:
         elif not self.quiet:
             click.echo(text, err=self.to_stderr)
 
-    def note(self, text: str) -> None:
-        """Something worth knowing beside the result."""
+    def note(self, text: str, *, pasted: bool = False) -> None:
+        """Something worth knowing beside the result.
+
+        Args:
+            pasted: holds a command, which has to stay on one line.
+        """
         if not (self.quiet or self.json):
+            width = None if pasted else terminal_width(sys.stderr)
+            lines = [text] if width is None else wrapped(text, width)
             with suppress(OSError):  # what is noted decides nothing
-                click.echo(text, err=True)
+                click.echo("\n".join(lines), err=True)
 
     def names(self, names: Sequence[str]) -> str:
         """Names in a row: the first few, or with -v all of them."""
@@ -83,6 +91,11 @@ class Console:
 
         with tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False) as bar:
             yield lambda count: bar.update(min(count, total - bar.n))  # past its end it would lose its shape
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Columns to keep to; None where the text goes elsewhere than to a terminal."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
 def to_json(data: Mapping[str, object]) -> str:

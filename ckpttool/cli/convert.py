@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "dcp")
 
+OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target")
+"""Options that change the tensors of one state."""
+
 
 @click.command("convert")
 @click.option(
     "--to",
-    type=click.Choice(FORMATS),
+    type=click.Choice(FORMATS, case_sensitive=False),
     metavar="FORMAT",
     help=f"Write FORMAT, whatever OUTPUT's name: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
 )
@@ -99,10 +102,10 @@ def command(
     from ..cast import target
     from ..formats import sharding
 
-    options = {**given, "target": target(dtype) if dtype else None}
+    options = {**given, "target": target(dtype.lower()) if dtype else None}
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        outcome = Outcome(f"converted {checkpoint.format}")
+        outcome = Outcome(f"converted {checkpoint.format}", of_state=any(options[name] for name in OF_STATE))
         for step in (_fewer, _laid_out, _complex, _cast):
             checkpoint = step(checkpoint, outcome, options)
         return checkpoint, outcome

@@ -61,7 +61,7 @@ def command(to: str, model: str | None, **given: Any) -> None:
         fields = {"optimizers": found.optimizers, "parameters": found.parameters, "moved": found.moved}
         return new, Outcome(done, fields=fields)
 
-    rewrite(given, transform, full=True)
+    rewrite({**given, "state": None}, transform, full=True)
 
 
 def _parameters(spec: str) -> dict[str, tuple[int, ...]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
+from ..errors import UsageFault
 from .console import Console
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -48,6 +50,17 @@ quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print only erro
 verbose_option = click.option(
     "-v", "--verbose", is_flag=True, help="Show every name, not only the first few."
 )
+
+
+MORE_FILES = {"allow_extra_args": True}
+"""Settings of a command whose `require_one_file` has a better answer to two files than click."""
+
+
+def require_one_file(file: str) -> None:
+    """Raises UsageFault for a second file, with the command that compares the two."""
+    if more := click.get_current_context().args:
+        words = ["ckpttool", "verify", file, "--against", more[0]]
+        raise UsageFault(f"takes one FILE, and got '{more[0]}' too", hint=f"to compare: {shlex.join(words)}")
 
 
 def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:

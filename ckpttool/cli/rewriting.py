@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UsageFault
 from .console import Console, counted, printable, show_bytes
 from .options import console as console_of
 
@@ -29,6 +30,7 @@ class Outcome:
         left_out: names that the transform left out.
         kept: names that stayed as they were where others changed.
         also: other states of the file that were renamed with it, and how many of their keys.
+        of_state: whether it changed one state, and not the file as a whole or nothing.
         where: where the state lies in the new checkpoint, when it moved.
         casting: what the cast did, complete once the bytes were written.
         fields: what a command's JSON has beside the fields of all.
@@ -39,6 +41,7 @@ class Outcome:
     left_out: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     also: Mapping[str, int] = field(default_factory=dict)
+    of_state: bool = True
     where: str | None = None
     casting: CastReport | None = None
     fields: Mapping[str, object] = field(default_factory=dict)
@@ -71,8 +74,8 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
     choices |= {name: options[name] for name in ("state", "verify", "force", "dry_run")}
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
-        if options["state"] is None and not choices.get("full"):
-            _say_where(console, checkpoint)
+        if not (choices.get("full") or _keeps_everything(options, outcome, new, choices)):
+            _say_where(console, checkpoint, options["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
         if "to" not in choices:
@@ -103,12 +106,33 @@ def _work(new: Checkpoint, options: dict[str, Any]) -> int:
     return sum(sizes.values()) * (3 if options["verify"] else 1)
 
 
-def _say_where(console: Console, checkpoint: Checkpoint) -> None:
-    """Which state was taken, where there are several to take."""
-    paths = [".".join(path) for path in checkpoint.states()]
-    if len(paths) > 1:
-        taken = f"'{printable(paths[0])}'" if paths[0] else "the file itself"
-        console.note(f"state: {taken}; also available: --state {console.names(paths[1:])}")
+def _keeps_everything(
+    options: Mapping[str, Any], outcome: Outcome, new: Checkpoint, choices: Mapping[str, Any]
+) -> bool:
+    """Whether no state is taken: none was changed, and the output holds all. --state is a UsageFault then."""
+    from ..formats import saving
+
+    if outcome.of_state:
+        return False
+    if saving.format_of_output(options["output"], new, choices.get("to")) not in saving.WHOLE:
+        return False
+    if options["state"] is not None:
+        words = ["ckpttool", "slim", "--state", options["state"], options["input"], options["output"]]
+        raise UsageFault(
+            f"{options['output']}: gets everything that is there, but one state of it was named "
+            f"('{options['state']}')",
+            hint=f"that state alone: {shlex.join(words)}",
+        )
+    return True
+
+
+def _say_where(console: Console, checkpoint: Checkpoint, asked: str | None) -> None:
+    """Which state was found, where others could be meant."""
+    taken = next(iter(checkpoint.states()), None) if asked is None else None
+    if taken is not None and (others := checkpoint.other_states(taken)):
+        where = f"'{printable('.'.join(taken))}'" if taken else "the file itself"
+        flags = [f"--state {shlex.quote(other)}" for other in others]
+        console.note(f"state: {where}; also available: {console.names(flags)}")
 
 
 def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
@@ -124,7 +148,10 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "renamed": len(outcome.renamed),
         "also_renamed": also,
         "left_out": [*outcome.left_out, *saved.left_out],
+        "kept": outcome.kept,
         "tied": saved.tied,
+        "copied": saved.copied,
+        "mentions": saved.mentions,
         "bytes": saved.nbytes,
         "seconds": round(seconds, 4),
         **outcome.fields,

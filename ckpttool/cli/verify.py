@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..verify import Verified
 
 
-@click.command("verify")
+@click.command("verify", context_settings=options.MORE_FILES)
 @options.file_argument
 @click.option(
     "--against",
@@ -39,6 +39,7 @@ def command(file: str, against: str | None, finite: bool, state: str | None, **g
     from .. import formats
     from ..verify import verify
 
+    options.require_one_file(file)
     console = options.console(given)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(formats.open(file))
@@ -65,7 +66,7 @@ def _report(console: Console, file: str, format: str, against: str | None, found
     what = "contents" if found.compared == "everything" else "model state"
     same = f", same {what} as {printable(against)}" if against and found.ok else ""
     if found.hint:
-        console.note(f"hint: {printable(found.hint)}")
+        console.note(f"hint: {printable(found.hint)}", pasted=True)
     verdict = f"ok{same}" if found.ok else counted(len(found.problems), "problem", "problems")
     data = {
         "ok": found.ok,
