@@ -36,6 +36,9 @@ from .strict_json import parse_object
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
+OF_TORCH = ("format", "pt")
+"""What transformers writes into each header, and before version 5 required."""
+
 RESERVED = ("format", full.ENTRY)
 """Metadata with a meaning of its own, whatever tensors there are: never another name of a tensor."""
 

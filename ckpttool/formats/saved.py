@@ -64,7 +64,7 @@ def saved_whole(
     """
     lost = checkpoint.unread
     if kind in (torch_zip.NAME, dcp.NAME):  # which have no place for the text of a safetensors header
-        lost += tuple(f"metadata '{name}'" for name in checkpoint.metadata)
+        lost += _lost_metadata(checkpoint)
     apart = kind == dcp.NAME and not full
     if apart:
         lost = (*folders.lost_in_dcp(checkpoint), *lost)
@@ -87,10 +87,16 @@ def saved_state(
     """Of an output that holds only the model's tensors, some of them as another name of a tensor."""
     lost = _beside(checkpoint, state) + checkpoint.unread
     if kind == sharding.TORCH:  # has no place for the text of a safetensors header, and keeps what is shared
-        lost += tuple(f"metadata '{name}'" for name in checkpoint.metadata)
+        lost += _lost_metadata(checkpoint)
         return Saved(path, kind, nbytes, len(state.tensors), lost)
     apart = tuple(name for name in copied(state) if name not in ties)
     return Saved(path, kind, nbytes, len(state.tensors), lost, tuple(ties), apart)
+
+
+def _lost_metadata(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The text of a safetensors header, but for the note that its tensors are torch's."""
+    texts = checkpoint.metadata.items()
+    return tuple(f"metadata '{name}'" for name, text in texts if (name, text) != safetensors.OF_TORCH)
 
 
 def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, ...]:
