@@ -211,7 +211,7 @@ def saved_without_objects(
 
 
 def facts(checkpoint: ckpttool.Checkpoint) -> set[tuple[str, str]]:
-    """The text of a safetensors header, but for the note that its tensors are torch's, which all of them are."""
+    """The text of a safetensors header, but for the note that its tensors are torch's."""
     return {*checkpoint.metadata.items()} - {("format", "pt")}
 
 

@@ -13,6 +13,7 @@ import torch
 from comparing import values
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ckpttool
@@ -82,6 +83,17 @@ def test_legacy_torch_shards_are_read_too(tmp_path: Path) -> None:
     for name, tensors in TORCH.items():
         torch.save(tensors, folder / name, _use_new_zipfile_serialization=False)
     assert_is_whole(ckpttool.open(folder))
+
+
+def test_each_shard_says_that_its_tensors_are_torch_s(tmp_path: Path) -> None:
+    """transformers before version 5 refuses a file that does not."""
+    torch.save({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "in.pt")
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out", to="safetensors-sharded", shard_size=8)
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) == 2
+    for shard in shards:
+        with safe_open(shard, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
 
 
 def test_shards_become_one_file(tmp_path: Path) -> None:
