@@ -11,14 +11,17 @@ import errno
 import os
 import shlex
 import shutil
+import signal
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from .errors import UsageFault
 from .transfer import BUFFER
+from .two_processes import ENDING
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -132,10 +135,38 @@ def replacing_folder(path: str, is_ours: Callable[[str], bool]) -> Iterator[str]
     try:
         yield temporary
         sync_folder(temporary)
-        _put(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with _undisturbed():
+            _put(temporary, target)
+            shutil.rmtree(temporary, ignore_errors=True)
+    except BaseException:
+        with _undisturbed():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     sync_folder(parent)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals that end the process wait until the block has ended.
+
+    A mask would not do: where one thread blocks a signal, the kernel gives it to another. Handlers run in the
+    main thread alone, so every other thread is undisturbed already, and may set none.
+    """
+    heard: list[int] = []
+    with contextlib.ExitStack() as after:
+        if threading.current_thread() is threading.main_thread():
+            after.callback(_raise_all, heard)
+            for number in ENDING:
+                before = signal.getsignal(number)
+                if before not in (None, signal.SIG_IGN):  # None: set by what is not Python
+                    after.callback(signal.signal, number, before)
+                    signal.signal(number, lambda number, _: heard.append(number))
+        yield
+
+
+def _raise_all(heard: list[int]) -> None:
+    for number in heard:
+        signal.raise_signal(number)
 
 
 def _check_folder(path: str, target: str, is_ours: Callable[[str], bool]) -> None:
