@@ -20,10 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from .errors import UsageFault
-from .transfer import BUFFER
+from .transfer import BUFFER, no_room_named
 from .two_processes import ENDING
-
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 TEMPORARY, ASIDE = ".tmp", ".tmp.old"
 """How the names end of what is being written, and of a folder on its way out."""
@@ -55,11 +53,13 @@ def _to_standard_output() -> Iterator[BinaryIO]:
     if sys.stdout.isatty():
         raise UsageFault("-: standard output is a terminal", hint="redirect it, or name a file")
     with tempfile.TemporaryFile() as spool:
-        yield spool
-        spool.flush()
+        with no_room_named(tempfile.gettempdir()):
+            yield spool
+            spool.flush()
         spool.seek(0)
-        shutil.copyfileobj(spool, sys.stdout.buffer, BUFFER)
-        sys.stdout.buffer.flush()
+        with no_room_named("standard output"):
+            shutil.copyfileobj(spool, sys.stdout.buffer, BUFFER)
+            sys.stdout.buffer.flush()
 
 
 @contextlib.contextmanager
@@ -73,17 +73,16 @@ def _replacing(path: str) -> Iterator[BinaryIO]:
     except OSError as error:
         raise _not_there(path, error) from error
     try:
-        with os.fdopen(fd, "w+b") as file:
-            yield file
-            file.flush()
-            _keep_permissions(target, file.fileno())
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException as error:
+        with no_room_named(path):
+            with os.fdopen(fd, "w+b") as file:
+                yield file
+                file.flush()
+                _keep_permissions(target, file.fileno())
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+    except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            error.filename = path  # the calls that meet it know no names
         raise
     sync_folder(folder)
 
@@ -133,8 +132,9 @@ def replacing_folder(path: str, is_ours: Callable[[str], bool]) -> Iterator[str]
     except OSError as error:
         raise _not_there(path, error) from error
     try:
-        yield temporary
-        sync_folder(temporary)
+        with no_room_named(path):
+            yield temporary
+            sync_folder(temporary)
         with _undisturbed():
             _put(temporary, target)
             shutil.rmtree(temporary, ignore_errors=True)

@@ -233,6 +233,57 @@ def test_a_disk_that_is_full_leaves_nothing_and_names_the_file(tmp_path: Path) -
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
+FULL = """
+    import resource, sys
+    from ckpttool import cli
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+    sys.argv = ["ckpttool", *sys.argv[1:]]
+    cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["convert", "in.pt", "out/"], "out/"),
+        (["convert", "in.pt", "-", "--to", "safetensors"], "room"),
+        (["digest", "-"], "room"),
+    ],
+)
+def test_a_disk_that_is_full_is_named_by_what_was_written_to_it(
+    words: list[str], named: str, tmp_path: Path
+) -> None:
+    """A folder of shards; the spools of what is streamed to standard output, and from standard input."""
+    import torch
+
+    torch.save({"a": torch.ones(100_000)}, tmp_path / "in.pt")
+    (tmp_path / "room").mkdir()
+    command = [sys.executable, "-c", textwrap.dedent(FULL), *words]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "room"), "PYTHONPATH": str(ROOT)}
+    raw = (tmp_path / "in.pt").read_bytes()
+    ran = subprocess.run(command, input=raw, capture_output=True, cwd=tmp_path, env=environment, check=False)
+    where = tmp_path / named if named == "room" else named
+    assert (ran.returncode, ran.stderr.decode()) == (3, f"error: {where}: file too large\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "room"]
+
+
+def test_a_standard_output_that_is_full_is_named(tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"a": torch.ones(10)}, tmp_path / "in.pt")
+    command = [sys.executable, "-m", "ckpttool", "convert", "in.pt", "-", "--to", "safetensors"]
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run(
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+    assert b"error: standard output: no space left on device" in ran.stderr
+
+
 SLOW = """
     import sys, time
     from ckpttool import cli, formats
