@@ -11,16 +11,17 @@ import errno
 import os
 import shlex
 import shutil
+import signal
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from .errors import UsageFault
-from .transfer import BUFFER
-
-NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+from .transfer import BUFFER, no_room_named
+from .two_processes import ENDING
 
 TEMPORARY, ASIDE = ".tmp", ".tmp.old"
 """How the names end of what is being written, and of a folder on its way out."""
@@ -52,11 +53,13 @@ def _to_standard_output() -> Iterator[BinaryIO]:
     if sys.stdout.isatty():
         raise UsageFault("-: standard output is a terminal", hint="redirect it, or name a file")
     with tempfile.TemporaryFile() as spool:
-        yield spool
-        spool.flush()
+        with no_room_named(tempfile.gettempdir()):
+            yield spool
+            spool.flush()
         spool.seek(0)
-        shutil.copyfileobj(spool, sys.stdout.buffer, BUFFER)
-        sys.stdout.buffer.flush()
+        with no_room_named("standard output"):
+            shutil.copyfileobj(spool, sys.stdout.buffer, BUFFER)
+            sys.stdout.buffer.flush()
 
 
 @contextlib.contextmanager
@@ -70,17 +73,16 @@ def _replacing(path: str) -> Iterator[BinaryIO]:
     except OSError as error:
         raise _not_there(path, error) from error
     try:
-        with os.fdopen(fd, "w+b") as file:
-            yield file
-            file.flush()
-            _keep_permissions(target, file.fileno())
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException as error:
+        with no_room_named(path):
+            with os.fdopen(fd, "w+b") as file:
+                yield file
+                file.flush()
+                _keep_permissions(target, file.fileno())
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+    except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            error.filename = path  # the calls that meet it know no names
         raise
     sync_folder(folder)
 
@@ -130,12 +132,41 @@ def replacing_folder(path: str, is_ours: Callable[[str], bool]) -> Iterator[str]
     except OSError as error:
         raise _not_there(path, error) from error
     try:
-        yield temporary
-        sync_folder(temporary)
-        _put(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with no_room_named(path):
+            yield temporary
+            sync_folder(temporary)
+        with _undisturbed():
+            _put(temporary, target)
+            shutil.rmtree(temporary, ignore_errors=True)
+    except BaseException:
+        with _undisturbed():
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     sync_folder(parent)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Signals that end the process wait until the block has ended.
+
+    A mask would not do: where one thread blocks a signal, the kernel gives it to another. Handlers run in the
+    main thread alone, so every other thread is undisturbed already, and may set none.
+    """
+    heard: list[int] = []
+    with contextlib.ExitStack() as after:
+        if threading.current_thread() is threading.main_thread():
+            after.callback(_raise_all, heard)
+            for number in ENDING:
+                before = signal.getsignal(number)
+                if before not in (None, signal.SIG_IGN):  # None: set by what is not Python
+                    after.callback(signal.signal, number, before)
+                    signal.signal(number, lambda number, _: heard.append(number))
+        yield
+
+
+def _raise_all(heard: list[int]) -> None:
+    for number in heard:
+        signal.raise_signal(number)
 
 
 def _check_folder(path: str, target: str, is_ours: Callable[[str], bool]) -> None:

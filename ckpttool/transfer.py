@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -9,7 +10,7 @@ import stat
 import sys
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import BinaryIO
 
@@ -34,11 +35,24 @@ WORTH = 2 << 20
 # system without the call, an old kernel, a sandbox.
 NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM}
 
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
 Progress = Callable[[int], object]
 
 
 def _ignore(_: int) -> None:
     pass
+
+
+@contextlib.contextmanager
+def no_room_named(path: str) -> Iterator[None]:
+    """An error that says there is no room gets the name of the place: the calls that meet it know none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            error.filename = path
+        raise
 
 
 class Output:
@@ -209,7 +223,7 @@ def open_source_descriptor(path: str) -> int:
 def _standard_input() -> int:
     if stat.S_ISREG(os.fstat(0).st_mode):
         return os.dup(0)
-    with tempfile.TemporaryFile() as spool:
+    with no_room_named(tempfile.gettempdir()), tempfile.TemporaryFile() as spool:
         shutil.copyfileobj(sys.stdin.buffer, spool, BUFFER)
         spool.flush()
         return os.dup(spool.fileno())

@@ -86,5 +86,50 @@ def test_an_error_beside_or_here_is_raised_when_both_have_ended(which: str) -> N
     assert not running()
 
 
+@pytest.fixture(params=[0, 1, 2])
+def startable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Only so many threads can be started, as under a limit on processes."""
+    count: int = request.param
+    rest, start = [None] * count, threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if not rest:
+            raise RuntimeError("can't start new thread")
+        rest.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    monkeypatch.setattr(ahead, "cores", lambda most: most)
+    return count
+
+
+@pytest.mark.parametrize("count", [2, 3, 200])
+def test_where_threads_can_not_be_started_this_one_does_each_job_once(count: int, startable: int) -> None:
+    done: list[int] = []
+
+    def job(number: int) -> int:
+        done.append(number)
+        return late(number)
+
+    assert list(in_order((partial(job, n) for n in range(count)), 3)) == list(range(count))
+    assert sorted(done) == list(range(count))
+    assert not running()
+
+
+def test_where_no_thread_can_be_started_both_jobs_are_done_here(startable: int) -> None:
+    done: list[str] = []
+    beside(partial(done.append, "beside"), partial(done.append, "here"))
+    assert sorted(done) == ["beside", "here"]
+    assert not running()
+
+
+def test_an_error_is_raised_where_threads_can_not_be_started(startable: int) -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(in_order((partial(divmod, 1, n) for n in (2, 1, 0, 1)), 3))
+    with pytest.raises(ZeroDivisionError):
+        beside(partial(divmod, 1, 0), int)
+    assert not running()
+
+
 def running() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]

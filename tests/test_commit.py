@@ -15,6 +15,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -232,6 +233,57 @@ def test_a_disk_that_is_full_leaves_nothing_and_names_the_file(tmp_path: Path) -
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
 
 
+FULL = """
+    import resource, sys
+    from ckpttool import cli
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+    sys.argv = ["ckpttool", *sys.argv[1:]]
+    cli.main()
+"""
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["convert", "in.pt", "out/"], "out/"),
+        (["convert", "in.pt", "-", "--to", "safetensors"], "room"),
+        (["digest", "-"], "room"),
+    ],
+)
+def test_a_disk_that_is_full_is_named_by_what_was_written_to_it(
+    words: list[str], named: str, tmp_path: Path
+) -> None:
+    """A folder of shards; the spools of what is streamed to standard output, and from standard input."""
+    import torch
+
+    torch.save({"a": torch.ones(100_000)}, tmp_path / "in.pt")
+    (tmp_path / "room").mkdir()
+    command = [sys.executable, "-c", textwrap.dedent(FULL), *words]
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "room"), "PYTHONPATH": str(ROOT)}
+    raw = (tmp_path / "in.pt").read_bytes()
+    ran = subprocess.run(command, input=raw, capture_output=True, cwd=tmp_path, env=environment, check=False)
+    where = tmp_path / named if named == "room" else named
+    assert (ran.returncode, ran.stderr.decode()) == (3, f"error: {where}: file too large\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "room"]
+
+
+def test_a_standard_output_that_is_full_is_named(tmp_path: Path) -> None:
+    import torch
+
+    torch.save({"a": torch.ones(10)}, tmp_path / "in.pt")
+    command = [sys.executable, "-m", "ckpttool", "convert", "in.pt", "-", "--to", "safetensors"]
+    with open("/dev/full", "wb") as full:
+        ran = subprocess.run(
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            check=False,
+        )
+    assert b"error: standard output: no space left on device" in ran.stderr
+
+
 SLOW = """
     import sys, time
     from ckpttool import cli, formats
@@ -425,6 +477,57 @@ def test_a_kill_between_the_two_steps_leaves_the_old_folder_and_a_word_where_it_
     assert fault.value.hint == f"put them back: mv {aside} {tmp_path / 'out'}"
     subprocess.run(fault.value.hint.partition(": ")[2].split(), check=True)
     assert values_in(tmp_path / "out") == {1.0}
+
+
+DELETING = """
+    import shutil, sys, threading, time
+    from ckpttool import cli
+    delete = shutil.rmtree
+    def slowly(folder, **given):
+        print("deleting", flush=True)
+        time.sleep(0.5)
+        delete(folder, **given)
+    shutil.rmtree = slowly
+    threading.Thread(target=time.sleep, args=[30], daemon=True).start()  # one that hears what the first masks
+    sys.argv = ["ckpttool", "convert", "--force", "--to", "safetensors-sharded", *sys.argv[1:]]
+    cli.main()
+"""
+
+
+@pytest.mark.parametrize("by, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_while_the_old_folder_is_deleted_leaves_nothing_of_it(
+    by: int, code: int, tmp_path: Path
+) -> None:
+    import torch
+
+    shards_of(1.0, tmp_path)
+    torch.save({name: torch.full((100,), 2.0) for name in "abc"}, tmp_path / "in.pt")
+    command = [sys.executable, "-c", textwrap.dedent(DELETING), tmp_path / "in.pt", tmp_path / "out"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"deleting\n"
+        running.send_signal(by)
+        assert running.wait(20) == code
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
+    assert values_in(tmp_path / "out") == {2.0}
+
+
+def test_a_folder_is_replaced_in_any_thread_and_handlers_are_left_as_they_were(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in commit.ENDING]
+    for replace in (shards_of, in_a_thread(shards_of)):
+        for value in (1.0, 2.0):
+            replace(value, tmp_path)
+            assert values_in(tmp_path / "out") == {value}
+    assert [signal.getsignal(number) for number in commit.ENDING] == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
+
+
+def in_a_thread(function: Callable[..., None]) -> Callable[..., None]:
+    def call(*given: object) -> None:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(function, *given).result()
+
+    return call
 
 
 def test_a_folder_that_another_one_takes_the_place_of_while_it_is_read_is_read_again(

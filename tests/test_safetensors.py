@@ -406,6 +406,37 @@ def test_a_header_that_breaks_the_rules_is_damaged(lie: str, tmp_path: Path) -> 
     assert len(damage.value.reason) < 300
 
 
+ONE = b'"a%b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+TEXT = b'{"__metadata__":{"%b":"%b"},' + ONE % b"" + b"}"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"{" + ONE % text + b"}" for text in (rb"\ud800", rb"\udfff", rb"\ude00\ud83d", rb"\ud800\u0041")),
+        TEXT % (rb"\uD800", b""),
+        TEXT % (b"", rb"\udC00"),
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[-0,1]}}',
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[ -0 ,1]}}',
+    ],
+)
+def test_text_and_numbers_that_only_python_takes_are_damaged(header: bytes, tmp_path: Path) -> None:
+    path = safetensors_file(tmp_path / "f", header, b"a")
+    with pytest.raises(SafetensorError):
+        load_file(path)
+    with pytest.raises(Damaged):
+        ckpttool.open(path)
+
+
+@pytest.mark.parametrize("text", [rb"\ud83d\ude00", rb"\\ud800", rb"\u00e9", b"-0", b",-0", "é".encode()])
+def test_text_that_looks_like_that_is_read_as_the_library_reads_it(text: bytes, tmp_path: Path) -> None:
+    path = safetensors_file(tmp_path / "f", TEXT % (text, text) + b" ", b"a")
+    with safe_open(path, "pt") as theirs:
+        assert ckpttool.open(path).metadata == theirs.metadata()
+    path = safetensors_file(tmp_path / "g", b"{" + ONE % text + b"}", b"a")
+    assert list(ckpttool.open(path).state().tensors) == list(load_file(path))
+
+
 def test_a_type_unknown_to_torch_is_unsupported_and_named(tmp_path: Path) -> None:
     path = safetensors_file(
         tmp_path / "f", {"a": {"dtype": "F6_E3M2", "shape": [4], "data_offsets": [0, 3]}}, b"abc"

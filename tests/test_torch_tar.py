@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import struct
 import tarfile
+import tempfile
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +23,9 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged
+from ckpttool.formats import torch_tar
 from ckpttool.live import live_tensors
+from ckpttool.tensor import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of tar files in general
 
@@ -247,6 +252,101 @@ def test_a_dimension_count_beyond_torch_s_is_damaged(tmp_path: Path) -> None:
     parts["tensors"] = parts["tensors"][:at] + struct.pack("<i", 2**31 - 1) + parts["tensors"][at + 4 :]
     with pytest.raises(Damaged):
         ckpttool.open(tar(tmp_path / "f", parts.items()))
+
+
+def sealed(raw: bytearray, at: int = 0) -> bytearray:
+    """A tar with the checksum that fits the header that begins there."""
+    raw[at + 148 : at + 156] = b" " * 8
+    raw[at + 148 : at + 156] = b"%06o\0 " % sum(raw[at : at + 512])
+    return raw
+
+
+def header(kind: bytes, size: int) -> bytearray:
+    raw = bytearray(512)
+    raw[0:1], raw[124:136], raw[156:157], raw[257:265] = b"a", b"%011o\0" % size, kind, b"ustar\x0000"
+    return sealed(raw)
+
+
+def test_an_extended_header_of_digits_is_refused_at_once(tmp_path: Path) -> None:
+    """tarfile takes ten seconds for these 100 KB."""
+    (tmp_path / "f").write_bytes(header(b"x", 100_000) + b"1" * 100_000 + bytes(352))
+    began = time.process_time()
+    with pytest.raises(Damaged, match="extended header"):
+        ckpttool.open(tmp_path / "f")
+    assert time.process_time() - began < 1
+
+
+def test_a_sparse_member_whose_map_goes_on_behind_the_file_is_damaged(tmp_path: Path) -> None:
+    raw = header(b"S", 0)
+    raw[482], raw[483:495] = 1, b"00000000001\0"
+    (tmp_path / "f").write_bytes(sealed(raw))
+    with pytest.raises(Damaged, match="'a' is no plain file"):
+        ckpttool.open(tmp_path / "f")
+
+
+@pytest.mark.parametrize("record", [b"15 path=pickle\n", b"9 size=1\n", b"22 GNU.sparse.major=1\n", b"mtime"])
+def test_an_extended_header_that_changes_the_next_entry_is_damaged(record: bytes, tmp_path: Path) -> None:
+    raw = saved(tmp_path / "f", ORDERED, STORAGES, TENSORS).read_bytes()
+    extended = header(b"x", len(record)) + record.ljust(512, b"\0")
+    (tmp_path / "f").write_bytes(extended + raw)
+    with pytest.raises(Damaged, match="extended header"):
+        ckpttool.open(tmp_path / "f")
+
+
+def test_a_tar_of_many_files_is_refused_by_its_first_few(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(header(b"0", 0) + sealed(header(b"x", 0)) * 100_000)
+    with pytest.raises(Damaged, match="many files"):
+        ckpttool.open(tmp_path / "f")
+
+
+def test_a_size_that_octal_digits_can_not_hold_is_read(tmp_path: Path) -> None:
+    """Of 8 GB and more GNU tar, which torch had it write, puts down the bytes of the number."""
+    raw = bytearray(saved(tmp_path / "f", ORDERED, STORAGES, TENSORS, form=tarfile.GNU_FORMAT).read_bytes())
+    with tarfile.open(tmp_path / "f") as archive:
+        for member in archive:
+            raw[member.offset + 124 : member.offset + 136] = b"\x80" + member.size.to_bytes(11, "big")
+            sealed(raw, member.offset)
+    (tmp_path / "f").write_bytes(raw)
+    assert_same(*both(tmp_path / "f"))
+
+
+TIMES = st.sampled_from([0, 1480000000.25])
+FIELDS = [
+    *range(100),
+    *range(124, 136),
+    156,
+    *range(257, 265),
+    *range(345, 500),
+]  # name, size, kind, magic, folder
+
+
+@given(st.data())
+def test_the_entries_of_a_tar_are_those_that_tarfile_finds(data: st.DataObject) -> None:
+    raw = io.BytesIO()
+    names = st.lists(st.sampled_from(["pickle", "ж", "f/" * 60 + "f", "n" * 100]), max_size=4)
+    forms = st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+    with tarfile.open(fileobj=raw, mode="w:", format=data.draw(forms)) as archive:
+        for member in data.draw(names):
+            info = tarfile.TarInfo(member)
+            info.size, info.mtime = data.draw(st.sampled_from([0, 1, 511, 512, 513])), data.draw(TIMES)
+            archive.addfile(info, io.BytesIO(bytes(info.size)))
+    changed = bytearray(raw.getvalue())
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = 512 * data.draw(st.integers(0, 6))
+        changed[at + data.draw(st.sampled_from(FIELDS))] = data.draw(
+            st.sampled_from(b"\x00\xff\x8017 /x5SLa")
+        )
+        sealed(changed, at)
+    with tempfile.TemporaryFile() as file:
+        file.write(changed)
+        file.flush()
+        try:
+            found = list(torch_tar._entries(Source("f", os.dup(file.fileno()))))
+            with tarfile.open(fileobj=io.BytesIO(changed), mode="r:") as archive:
+                theirs = [(m.name, m.offset_data, m.size) for m in archive]
+        except (Damaged, tarfile.ReadError):  # tarfile refuses an extended header that nothing follows
+            return
+    assert [(name, place.offset, place.nbytes) for name, place in found] == theirs
 
 
 def test_extended_headers_one_after_another_are_damaged(tmp_path: Path) -> None:

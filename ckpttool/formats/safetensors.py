@@ -115,7 +115,13 @@ def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str
 def _parse(source: Source, raw: bytes) -> dict[str, Any]:
     if raw[:1] != b"{":
         raise Damaged(source.path, "its header is not a JSON object")
-    return parse_object(source.path, raw, "its header")
+    header = parse_object(source.path, raw, "its header")
+    if b"\\u" in raw:
+        try:
+            json.dumps(header, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError):
+            raise Damaged(source.path, "its header has text that is not valid Unicode") from None
+    return header
 
 
 def _metadata(source: Source, found: object) -> dict[str, str]:
