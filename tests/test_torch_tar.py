@@ -280,7 +280,7 @@ def test_a_sparse_member_whose_map_goes_on_behind_the_file_is_damaged(tmp_path: 
     raw = header(b"S", 0)
     raw[482], raw[483:495] = 1, b"00000000001\0"
     (tmp_path / "f").write_bytes(sealed(raw))
-    with pytest.raises(Damaged, match="'a' is no plain file"):
+    with pytest.raises(Damaged, match="'a' is not a regular file"):
         ckpttool.open(tmp_path / "f")
 
 

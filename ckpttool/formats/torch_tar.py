@@ -95,7 +95,7 @@ def _entries(source: Source) -> Iterator[tuple[str, ByteRange]]:
             if size > BLOCK or not TIMES.fullmatch(place.read()):
                 raise Damaged(source.path, "its tar has an extended header that says more than times")
         elif header[156:157] not in PLAIN or name.endswith("/"):
-            raise Damaged(source.path, f"its '{name[:80].rstrip('/')}' is no plain file")
+            raise Damaged(source.path, f"its '{name[:80].rstrip('/')}' is not a regular file")
         else:
             yield name, place
         position = place.offset + size + -size % BLOCK
