@@ -108,7 +108,7 @@ class Computed:
         make: `make(start, nbytes)` gives a stretch of them, in pieces that are valid until the next.
         view: gives the true values of a tensor that is a view of them, little-endian, where that takes less
             memory than all of them; None where it can't.
-        noted: counts what there was to note beside the bytes, such as overflows, which only this process can
+        events: counts what there was to note beside the bytes, such as overflows, which only this process can
             report; None if no other process should make a stretch of them.
     """
 
@@ -116,14 +116,14 @@ class Computed:
     nbytes: int
     make: Callable[[int, int], Iterator[memoryview]]
     view: Callable[[TensorRef], Iterator[memoryview]] | None = None
-    noted: Callable[[], int] | None = None
+    events: Callable[[], int] | None = None
 
     def read(self) -> bytes:
         return b"".join(bytes(piece) for piece in self.make(0, self.nbytes))
 
     def part(self, start: int, nbytes: int) -> Computed:
         """A stretch; the caller has checked that it lies inside and cuts no element."""
-        return Computed(self.path, nbytes, lambda at, count: self.make(start + at, count), noted=self.noted)
+        return Computed(self.path, nbytes, lambda at, count: self.make(start + at, count), events=self.events)
 
     def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
         """All bytes in order; the buffer is not needed."""

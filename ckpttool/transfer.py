@@ -28,7 +28,7 @@ STRETCH = 1 << 20
 COPY = 64 << 20
 """Bytes asked of the kernel at a time, so that progress shows and a signal is heard."""
 
-WORTH = 2 << 20
+MIN_TO_THREAD = 2 << 20
 """Bytes of which the checksum is worth a thread of its own."""
 
 # The kernel's ways of saying "not between these two files": another file system, a file
@@ -124,7 +124,7 @@ class Output:
     def _copy_part_with_crc(self, part: ByteRange) -> int:
         # Two threads that each read, sum and write would read once, but wait for each other: only one can
         # write to a file at a time.
-        if part.nbytes >= WORTH and cores(2) == 2:
+        if part.nbytes >= MIN_TO_THREAD and cores(2) == 2:
             return beside(partial(self._crc, part), partial(self.copy, part))
         crc, _ = self.put(part, self.position)
         self.position += part.nbytes

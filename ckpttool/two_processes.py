@@ -28,17 +28,17 @@ from .transfer import STRETCH, DryOutput, Output, Progress
 REPORT = struct.Struct("<?I")
 """Whether a stretch is in the file, and its CRC-32."""
 
-WORTH = 64 << 20
-"""How many computed bytes make a second process worth starting."""
+MIN_TO_FORK = 64 << 20
+"""How many computed bytes make a fork worthwhile."""
 
-MOST_OWED = 64
-"""Stretches that the first process leaves to the second before it waits for the report on the oldest."""
+MAX_PENDING = 64
+"""Stretches that the parent leaves to the child before it waits for the report on the oldest."""
 
-FIRST, SECOND = (True, False), (False, True)
+PARENT, CHILD = (True, False), (False, True)
 """Whose turn it is, over and over from the beginning of a file: each process counts all stretches."""
 
 ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-"""Signals at which the first process ends, and the second one with it."""
+"""Signals at which the parent ends, and the child with it."""
 
 
 class _Part(NamedTuple):
@@ -58,12 +58,12 @@ def output(
 ) -> Iterator[Output]:
     """The output to a file; everything is written once the block has ended without an error.
 
-    The second process ends with the block, however it is left. The block may hold nothing that the first one
+    The child ends with the block, however it is left. The block may hold nothing that the parent
     must clean up.
 
     Args:
         storages: what will be written.
-        fork: write with a second process where that is worth it and can be done; else this one writes alone.
+        fork: write with a forked child where that is worthwhile and possible; else this process writes alone.
     """
     alone = Output(file, progress)
     if not (fork and _can_fork() and _is_worth_it(storages)):
@@ -71,19 +71,19 @@ def output(
         return
     with contextlib.ExitStack() as stack:
         with _undisturbed():
-            second = _start()
-            if second and second.pid:
-                stack.callback(second.end)
-        if second is None:
+            child = _start()
+            if child and child.pid:
+                stack.callback(child.end)
+        if child is None:
             yield alone
-        elif second.pid:
-            with open(second.pipe, "rb", closefd=False) as reports:
-                out = _First(file, progress, reports)
+        elif child.pid:
+            with open(child.pipe, "rb", closefd=False) as reports:
+                out = _Parent(file, progress, reports)
                 yield out
                 out.settle()
         else:
             try:
-                yield _Second(alone, second.pipe)
+                yield _Child(alone, child.pipe)
             finally:
                 os._exit(0)
 
@@ -103,9 +103,9 @@ def _is_worth_it(storages: Iterable[Storage]) -> bool:
     sizes = {
         id(storage): storage.nbytes
         for storage in storages
-        if isinstance(storage.data, Computed) and storage.data.noted is not None
+        if isinstance(storage.data, Computed) and storage.data.events is not None
     }
-    return sum(sizes.values()) >= WORTH
+    return sum(sizes.values()) >= MIN_TO_FORK
 
 
 @contextlib.contextmanager
@@ -119,7 +119,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 class _Process(NamedTuple):
-    """The second process: its id, 0 in itself, and this one's end of the pipe of its reports."""
+    """The child: its process id, 0 in itself, and this process's end of the pipe of reports."""
 
     pid: int
     pipe: int
@@ -147,29 +147,29 @@ def _start() -> _Process | None:
     if pid:
         os.close(to_report)
         return _Process(pid, reports)
-    for each in ENDING:  # which the first one hears and answers
+    for each in ENDING:  # which the parent hears and answers
         signal.signal(each, signal.SIG_IGN)
     os.close(reports)
     return _Process(0, to_report)
 
 
-class _First(Output):
+class _Parent(Output):
     """The output of the process that answers for the file."""
 
     def __init__(self, file: BinaryIO, progress: Progress | None, reports: BinaryIO) -> None:
         super().__init__(file, progress)
         self._reports = reports
-        self._is_mine = cycle(FIRST)
-        self._owed: deque[_Part] = deque()
+        self._is_mine = cycle(PARENT)
+        self._pending: deque[_Part] = deque()
 
     def make(self, data: Computed) -> None:
-        if data.noted is None:
+        if data.events is None:
             super().make(data)
         else:
             self._share(data, None)
 
     def copy_with_crc(self, data: ByteRange | Computed) -> int:
-        if isinstance(data, ByteRange) or data.noted is None:
+        if isinstance(data, ByteRange) or data.events is None:
             return super().copy_with_crc(data)
         sums: dict[int, tuple[int, int]] = {}
         self._share(data, sums)
@@ -179,10 +179,10 @@ class _First(Output):
             crc = combined(crc, *sums[position])
         return crc
 
-    def settle(self, owed: int = 0) -> None:
-        """Waits until at most so many reports are missing; does what the second process has not done."""
-        while len(self._owed) > owed:
-            part = self._owed.popleft()
+    def settle(self, pending: int = 0) -> None:
+        """Waits until at most so many reports are missing; does what the child has not done."""
+        while len(self._pending) > pending:
+            part = self._pending.popleft()
             report = self._reports.read(REPORT.size)
             is_there, crc = REPORT.unpack(report) if len(report) == REPORT.size else (False, 0)
             self._done(part, (crc, part.data.nbytes) if is_there else part.put(self))
@@ -192,8 +192,8 @@ class _First(Output):
             if next(self._is_mine):
                 self._done(part, part.put(self))
             else:
-                self._owed.append(part)
-            self.settle(MOST_OWED)
+                self._pending.append(part)
+            self.settle(MAX_PENDING)
         self.position += data.nbytes
 
     def _done(self, part: _Part, summed: tuple[int, int]) -> None:
@@ -202,14 +202,14 @@ class _First(Output):
         self._progress(part.data.nbytes)
 
 
-class _Second(DryOutput):
+class _Child(DryOutput):
     """The output of the process that does nothing but its share."""
 
     def __init__(self, out: Output, reports: int) -> None:
         super().__init__()
         self._out = out
         self._reports = reports
-        self._is_mine = cycle(SECOND)
+        self._is_mine = cycle(CHILD)
 
     def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
         self.position += nbytes
@@ -225,19 +225,19 @@ class _Second(DryOutput):
         return 0
 
     def _share(self, data: Computed, sums: dict[int, tuple[int, int]] | None) -> None:
-        if data.noted is not None:
+        if data.events is not None:
             for part in _parts(data, self.position, sums):
                 if next(self._is_mine):
-                    os.write(self._reports, REPORT.pack(*self._put(part, data.noted)))
+                    os.write(self._reports, REPORT.pack(*self._put(part, data.events)))
         self.position += data.nbytes
 
-    def _put(self, part: _Part, noted: Callable[[], int]) -> tuple[bool, int]:
-        before = noted()
+    def _put(self, part: _Part, events: Callable[[], int]) -> tuple[bool, int]:
+        before = events()
         try:
             crc, _ = part.put(self._out)
-        except Exception:  # the first process makes the stretch too, and raises what there is to be raised
+        except Exception:  # the parent makes the stretch too, and raises what there is to be raised
             return False, 0
-        return noted() == before, crc  # else the parent makes it again, and can report what was noted
+        return events() == before, crc  # else the parent makes it again, and can report what was events
 
 
 def _parts(data: Computed, position: int, sums: dict[int, tuple[int, int]] | None) -> Iterator[_Part]:

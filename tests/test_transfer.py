@@ -134,7 +134,7 @@ def test_a_source_that_becomes_shorter_is_damaged(
 @pytest.fixture(params=["summed by another thread", "read once"])
 def summing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "COPY", 100_000)
-    monkeypatch.setattr(transfer, "WORTH", 100_000)
+    monkeypatch.setattr(transfer, "MIN_TO_THREAD", 100_000)
     count = 2 if request.param == "summed by another thread" else 1
     monkeypatch.setattr(transfer, "cores", lambda most: min(count, most))
 

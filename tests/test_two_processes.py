@@ -30,7 +30,7 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         made.append(real())
         return made[-1]
 
-    monkeypatch.setattr(two_processes, "WORTH", 1)
+    monkeypatch.setattr(two_processes, "MIN_TO_FORK", 1)
     monkeypatch.setattr(os, "fork", fork)
     monkeypatch.setattr(threading, "active_count", lambda: 1)
     monkeypatch.setattr(two_processes, "cores", lambda most: most)
@@ -91,13 +91,13 @@ def test_what_the_second_process_leaves_undone_the_first_one_does(
 
     made = iter(range(99))
 
-    def put_or_die(*args: Any, real: Any = two_processes._Second._put) -> Any:
+    def put_or_die(*args: Any, real: Any = two_processes._Child._put) -> Any:
         if next(made) == 2:
             os._exit(1)
         return real(*args)
 
     if fate == "ends in the middle":
-        monkeypatch.setattr(two_processes._Second, "_put", put_or_die)
+        monkeypatch.setattr(two_processes._Child, "_put", put_or_die)
     else:
         call = "pipe" if fate == "has no pipe" else "fork"
         monkeypatch.setattr(os, call, ends_at_once if fate == "ends at once" else refused)
@@ -191,7 +191,7 @@ def test_a_process_whose_children_are_not_its_own_to_wait_for_writes_alone(
 def test_each_file_is_worth_a_process_by_itself_or_not(
     source: Path, tmp_path: Path, forks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(two_processes, "WORTH", 3_000_000)  # bytes of the largest tensor, cast
+    monkeypatch.setattr(two_processes, "MIN_TO_FORK", 3_000_000)  # bytes of the largest tensor, cast
     cast(source, f"{tmp_path}/shards/", shard_size=1000, fork=True)
     assert len(list((tmp_path / "shards").iterdir())) > 5
     assert len(forks) == 1
