@@ -311,14 +311,9 @@ def cycles() -> dict[str, Any]:
     entered_by_tuple[0].append(entered_by_tuple)
     owner = Plain()
     owner.value = [owner]
-    in_set, in_frozenset, by_arguments = Plain(), Plain(), Remade([])
-    in_set.value = {in_set}
-    in_frozenset.value = frozenset({in_frozenset})
+    by_arguments = Remade([])
     by_arguments.value.append(by_arguments)
     return {
-        "set": in_set.value,
-        "frozenset": in_frozenset.value,
-        "object in a set": in_set,
         "arguments": [by_arguments, ["a"], ["b"]],
         "list": inside,
         "dict": in_dict,
@@ -339,6 +334,25 @@ def test_what_contains_itself_still_does_after_reading_and_writing(what: str, pr
 def test_what_contains_itself_still_does_in_a_copy(what: str) -> None:
     read = read_pickle(pickle.dumps(cycles()[what], 2)).value
     assert_same(cycles()[what], pickle.loads(written(rebuild(read, lambda item: item))))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("kind", [set, frozenset])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_set_of_an_object_that_holds_the_set_still_is(protocol: int, kind: Any, copied: bool) -> None:
+    owner = Plain()
+    owner.value = kind([owner])
+    for start in (owner, owner.value, [owner.value, owner, "text", ["list"]]):
+        read = read_pickle(pickle.dumps(start, protocol))
+        tree = rebuild(read.value, lambda value: value) if copied else read.value
+        again = pickle.loads(written(tree, protocol))
+        if isinstance(again, list):
+            assert again[2:] == ["text", ["list"]]
+            assert again[1].value is again[0]
+            again = again[0]
+        again = again if isinstance(again, kind) else again.value
+        (inside,) = again
+        assert inside.value is again
 
 
 def doubled(times: int) -> bytes:
