@@ -87,6 +87,9 @@ class Set_(set[Any]):
     def __iter__(self) -> Iterator[Any]:
         return iter(self.order)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return set, (list(self),)  # to others, such as DCP's library, it is a set
+
     def update(self, *groups: Iterable[Any]) -> None:
         for items in groups:
             new = dict.fromkeys(items)
@@ -108,6 +111,9 @@ class FrozenSet_(frozenset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.order)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return frozenset, (list(self),)
 
 
 CONTAINERS = (dict, list, tuple, set, frozenset, bytearray)

@@ -131,3 +131,12 @@ def test_inspect_calls_them_by_their_names(protocol: int, cli: Callable[..., Ran
     page = cli("inspect", tmp_path / "in.pt").out
     assert "builtin" not in page and "_codecs" not in page
     assert "set" in page and "frozenset" in page
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_dcp_holds_them_as_python_has_them(protocol: int, tmp_path: Path) -> None:
+    value = {**PLAIN, "inside": [{torch.ones(2)}]}
+    torch.save(value, tmp_path / "in.pt", pickle_protocol=protocol)
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "dcp", to="dcp")
+    assert compare(ckpttool.open(tmp_path / "in.pt"), ckpttool.open(tmp_path / "dcp")).same
+    assert not any(b"ckpttool" in file.read_bytes() for file in (tmp_path / "dcp").iterdir())

@@ -99,6 +99,9 @@ class _Live:
             return OrderedDict(items) if isinstance(value, OrderedDict_) else items
         if isinstance(value, list | tuple):
             return type(value)(self.value(item, (*path, str(i))) for i, item in enumerate(value))
+        if isinstance(value, set | frozenset):
+            made = [self.value(item, (*path, str(i))) for i, item in enumerate(value)]
+            return set(made) if isinstance(value, set) else frozenset(made)
         if isinstance(value, Global | Record | Storage):
             return self.known(value, ".".join(path))
         return value
