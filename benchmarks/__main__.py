@@ -38,7 +38,7 @@ BENCHMARKS = {
 
 def main() -> int:
     options = parse(None, BENCHMARKS)
-    # SIGTERM unwinds the stack as Ctrl-C does, so that gigabytes do not stay behind in memory.
+    # SIGTERM unwinds the stack as Ctrl-C does, so that no gigabytes are left in memory.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:
         _run(options)
@@ -52,9 +52,9 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    """Measures what was asked for, prints each table when it is ready, and all of them as Markdown."""
+    """Runs the selected benchmarks, prints each table when it is ready, then all of them as Markdown."""
     chosen = [BENCHMARKS[name] for name in options.only]
-    # Room for each benchmark in its smallest size is enough: a larger one can be left out.
+    # Space for each benchmark at its smallest size is enough: a larger size can be skipped.
     files = max(benchmark.need(min(options.size)).files for benchmark in chosen)
     folder, remark = (options.folder, "") if options.folder else choose_folder(files)
     about = _about(folder, options.ready_memory)
@@ -77,10 +77,10 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _about(folder: Path, ready_memory: bool) -> str:
-    """What the numbers hold for: it goes wherever they go."""
+    """What the numbers apply to; printed wherever they are."""
     parts = [machine.date(), machine.versions(), machine.size(folder)]
     if not in_memory(folder):
-        parts.append("on a disk, which ckpttool alone waits for (fsync)")
+        parts.append("on a disk, which only ckpttool waits for (fsync)")
     if ready_memory:
         parts.append("memory made ready before each run")
     return "; ".join(parts)
@@ -94,7 +94,7 @@ def _say_80(*texts: str) -> None:
 def _measure(
     benchmark: Benchmark, size: int, parent: Path, options: argparse.Namespace
 ) -> tuple[Case, Results]:
-    """One benchmark at one size, in a folder of its own that is gone afterwards."""
+    """One benchmark at one size, in its own folder, which is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="ckpttool-bench-", dir=parent) as folder, _progress() as say:
         say(f"{benchmark.name}: making its files")
         case = benchmark.set_up(Path(folder), size)
@@ -107,7 +107,7 @@ def _measure(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Say]:
-    """Where a long measurement stands: one line on a terminal, gone at the end; else nothing."""
+    """Progress of a long measurement: one line on a terminal, erased at the end; otherwise nothing."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return

@@ -29,12 +29,12 @@ def set_up(folder: Path, size: int) -> Case:
 
 
 def _ratio(way: str, against: str, results: Results) -> float:
-    """Of the steps alone: importing torch and joining the group take longer than many of them."""
+    """Of the steps only: importing torch and joining the group takes longer than many of them."""
     return beyond(results, way, START) / beyond(results, against, START)
 
 
 def _part(way: str, results: Results) -> float:
-    """What the step would not take without the layers."""
+    """The fraction of the step's time spent in the layers."""
     return beyond(results, way, NONE) / beyond(results, way, START)
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark is: the words that the harness and each benchmark share."""
+"""What a benchmark is: the types shared by the harness and the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class Run:
     """One process, from its start to its end.
 
     Attributes:
-        seconds: by the wall clock.
-        cpu: seconds of processor; fewer than `seconds` where it waited, for a disk or a busy machine.
-        peak: largest resident memory in bytes, pages of mapped files included.
+        seconds: wall-clock time.
+        cpu: CPU seconds; less than `seconds` if it waited, for a disk or a busy machine.
+        peak: peak resident memory in bytes, including pages of mapped files.
     """
 
     seconds: float
@@ -23,7 +23,7 @@ class Run:
 
 
 Results = Mapping[str, Sequence[Run]]
-"""The runs of each way by its name; the n-th runs of all ways are one round."""
+"""The runs of each way, by name; the n-th runs of all ways are one round."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Way:
     """One way to do the job.
 
     Attributes:
-        name: as it stands in the table.
-        command: what is run, without a shell.
-        output: the file or folder it writes, removed after each run, outside the timed part.
-        before: called before each run, outside the timed part: for what a run uses up.
-        compared: the file it writes must have the same bytes as those of the other compared ways.
+        name: as in the table.
+        command: run without a shell.
+        output: the file or folder it writes; removed after each run, outside the timed part.
+        before: called before each run, outside the timed part, to restore what a run changes.
+        compared: its output must have the same bytes as that of the other compared ways.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Way:
 
 @dataclass(frozen=True)
 class Target:
-    """What one number should be; `targets` makes them.
+    """A target for one number; `targets` builds them.
 
     Attributes:
         text: which number.
-        measure: works it out.
-        limit: what it should be at most, or at least.
-        show: the number with its unit.
+        measure: computes it.
+        limit: its maximum, or minimum.
+        show: formats the number with its unit.
     """
 
     text: str
@@ -69,13 +69,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """A benchmark that is set up: its files exist.
+    """A benchmark after setup: its files exist.
 
     Attributes:
         title: what is done, with the size.
-        ways: in the order in which they take turns; the first is what the others are compared with.
-        as_ratio: compare by ratio (the long ones), or by seconds beyond the first (the short ones).
-        memory: bytes that the largest of the ways takes, its output included: what is made ready on request.
+        ways: in the order in which they take turns; the others are compared with the first.
+        as_ratio: compare by ratio (long runs), or by seconds beyond the first way (short runs).
+        memory: bytes that the largest way needs, output included; made ready on request.
     """
 
     title: str
@@ -87,7 +87,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Need:
-    """What a benchmark takes at most at one moment, in bytes: of files, and of memory beside them."""
+    """The most that a benchmark needs at any moment, in bytes: for files, and memory in addition."""
 
     files: int
     memory: int
@@ -98,9 +98,9 @@ class Benchmark:
     """A benchmark by name.
 
     Attributes:
-        sized: done once for each size asked for, or once (`size` is then 0).
-        need: size -> what it takes.
-        set_up: (empty folder, size) -> the case, its input files written into the folder.
+        sized: run once per requested size, or only once (`size` is then 0).
+        need: size -> what it needs.
+        set_up: (empty folder, size) -> the case, with its input files written to the folder.
     """
 
     name: str

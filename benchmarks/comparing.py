@@ -1,4 +1,4 @@
-"""Two files compared with each other, and several averaged: how long, and in how much memory."""
+"""Comparing two files, and averaging several: how long it takes, and how much memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def set_up_diff(folder: Path, size: int) -> Case:
 
 
 def set_up_average(folder: Path, size: int) -> Case:
-    """Five files, of the size together."""
+    """Five files, with the given total size."""
     make_checkpoint(folder / "0.pt", size // FILES)
     inputs = [folder / f"{i}.pt" for i in range(FILES)]
     for path in inputs[1:]:

@@ -1,4 +1,4 @@
-"""From each format to each other: a conversion should cost what copying the source costs."""
+"""Conversions between formats, which should cost what copying the source costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = 1_000_000
 
 @dataclass(frozen=True)
 class Conversion:
-    """One way to write the source anew: the command's words, the output's name, and how slow it may be."""
+    """One way to rewrite the source: the command's arguments, the output's name, and how slow it may be."""
 
     words: tuple[str, ...]
     output: str
@@ -52,7 +52,7 @@ def from_shards(folder: Path, size: int) -> Path:
 
 
 def _through(folder: Path, size: int, source: Path, *options: str) -> Path:
-    """The source in another format than torch writes."""
+    """The source, in a format other than torch's."""
     torch_file = from_torch(folder, size)
     timed(tool("convert", "-q", torch_file, source, *options))
     torch_file.unlink()
@@ -82,7 +82,7 @@ START, IN_PLACE = "--dry-run of 1 MB", "strip-prefix in place"
 
 
 def set_up_in_place(folder: Path, size: int) -> Case:
-    """The header of a large file, rewritten where it stands: hardly more than starting the same command."""
+    """The header of a large file, rewritten in place: hardly more than the start-up of the same command."""
     file, small = from_safetensors(folder, size), folder / "small"
     small.mkdir()
     plan = tool("strip-prefix", "--dry-run", from_safetensors(small, SMALL), small / "out.safetensors")

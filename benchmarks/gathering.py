@@ -1,4 +1,4 @@
-"""What it costs to join the predictions of ranks exactly: beside evaluating, and all_gather_object."""
+"""The cost of joining the ranks' predictions exactly, compared with evaluating and all_gather_object."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def set_up_few(folder: Path, size: int) -> Case:
 
 
 def _share(way: str, against: str, factor: float, results: Results) -> float:
-    """Of the work alone: importing torch and joining the group take longer than most of it."""
+    """Of the work only: importing torch and joining the group takes longer than most of it."""
     return factor * beyond(results, way, START) / beyond(results, against, START)
 
 

@@ -1,4 +1,4 @@
-"""What only looks at a file: a list of very many tensors, and a digest of very many bytes."""
+"""Read-only commands: listing very many tensors, and a digest of very many bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a table was measured on and with: without it a number means little."""
+"""What a table was measured on and with; without that a number means little."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def date() -> str:
 
 
 def versions() -> str:
-    """Of the package metadata: importing torch would make the harness large, and its children with it."""
+    """From package metadata: importing torch would make the harness, and so its children, large."""
     kernel = re.match(r"[\d.]*\d", platform.release())
     parts = [f"Python {platform.python_version()}"]
     parts += [f"{name} {version(name)}" for name in ("torch", "safetensors")]
@@ -26,7 +26,7 @@ def versions() -> str:
 
 
 def size(folder: Path) -> str:
-    """Cores this process may use, memory, and the file system of the files."""
+    """The cores this process may use, the memory, and the file system of the files."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory = total_memory()
     parts = [f"{cores} core{'s' * (cores != 1)}"]
@@ -36,5 +36,5 @@ def size(folder: Path) -> str:
 
 
 def load() -> str:
-    """How busy the machine is: of little weight for ratios, of much for seconds."""
+    """How busy the machine is, which matters little for ratios and much for seconds."""
     return f"load {os.getloadavg()[0]:.1f}"

@@ -13,7 +13,7 @@ SIZES = [2_000_000_000, 4_000_000_000]
 
 
 def parse(arguments: Sequence[str] | None, names: Iterable[str]) -> argparse.Namespace:
-    """`size`, `rounds`, `only`, `folder`, `ready_memory`, `markdown`; a fault ends the program with 2."""
+    """`size`, `rounds`, `only`, `folder`, `ready_memory`, `markdown`; a usage error exits with 2."""
     parser = _parser(list(names))
     options = parser.parse_args(arguments)
     if options.folder and not options.folder.is_dir():
@@ -23,7 +23,7 @@ def parse(arguments: Sequence[str] | None, names: Iterable[str]) -> argparse.Nam
             check_marks(options.markdown)
         except ValueError as error:
             parser.error(f"--markdown {error}")
-    # Not as argparse's defaults: to those it would append.
+    # Not as argparse's defaults, because it would append to those.
     options.size = options.size or SIZES
     options.only = options.only or list(names)
     return options
@@ -32,19 +32,19 @@ def parse(arguments: Sequence[str] | None, names: Iterable[str]) -> argparse.Nam
 def _parser(names: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="ckpttool beside what a user would use instead. An option marked + may be repeated.",
+        description="Compares ckpttool with what a user would use instead. Options marked + may be repeated.",
     )
     add = parser.add_argument
-    add("--size", type=_size, action="append", metavar="SIZE", help="of the input + (2GB and 4GB)")
-    add("--rounds", type=_count, default=5, metavar="N", help="after a warm-up (%(default)s)")
-    add("--only", choices=names, action="append", metavar="NAME", help=f"of {', '.join(names)} + (all)")
-    add("--folder", type=Path, metavar="DIR", help="for the files (the largest tmpfs, if it has the room)")
+    add("--size", type=_size, action="append", metavar="SIZE", help="size of the input + (2GB and 4GB)")
+    add("--rounds", type=_count, default=5, metavar="N", help="rounds after a warm-up (%(default)s)")
+    add("--only", choices=names, action="append", metavar="NAME", help=f"one of {', '.join(names)} + (all)")
+    add("--folder", type=Path, metavar="DIR", help="for the files (the largest tmpfs, if it is large enough)")
     add(
         "--ready-memory",
         action="store_true",
-        help="touch memory before each run, so that none waits for what a virtual machine gave back",
+        help="touch memory before each run, so that no run waits for memory a virtual machine returned",
     )
-    add("--markdown", type=Path, metavar="FILE", help=f"also put the tables into FILE, behind {BEGIN}")
+    add("--markdown", type=Path, metavar="FILE", help=f"also write the tables to FILE, after {BEGIN}")
     return parser
 
 
@@ -57,5 +57,5 @@ def _size(text: str) -> int:
 
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of rounds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rounds")
     return int(text)

@@ -1,4 +1,4 @@
-"""One command in its own process: how long it took, and how much memory at most."""
+"""One command in its own process: its time and its peak memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .case import Run
 
 LAUNCHER = [sys.executable, "-I", "-S", str(Path(__file__).parent / "children/launch.py")]
 
-# Python may keep the bytecode it makes, as everywhere: what counts is a program's second start.
+# Python may keep its bytecode, as usual: what counts is a program's second start.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 # macOS counts bytes, everyone else kilobytes.
@@ -30,10 +30,10 @@ def timed(command: Sequence[str | Path]) -> Run:
     """Runs a command to its end.
 
     Raises:
-        CommandFailed: with the end of what it wrote to stderr.
+        CommandFailed: with the end of its stderr.
     """
     with tempfile.TemporaryFile() as errors:
-        # Its own session, so that it can be ended with everything it started.
+        # Its own session, so that it can be killed with everything it started.
         launcher = subprocess.Popen(
             [*LAUNCHER, *command],
             stdin=subprocess.DEVNULL,
@@ -44,7 +44,7 @@ def timed(command: Sequence[str | Path]) -> Run:
         )
         try:
             answer = launcher.communicate()[0].split()
-        except BaseException:  # Ctrl-C, SIGTERM: nothing may go on writing into a folder that is removed
+        except BaseException:  # Ctrl-C, SIGTERM: nothing may keep writing to a folder that is removed
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.communicate()
             raise
@@ -55,7 +55,7 @@ def timed(command: Sequence[str | Path]) -> Run:
 
 @functools.cache
 def smallest_peak() -> int:
-    """The least `Run.peak` that can be seen, in bytes: the launcher's own pages count (see `launch`)."""
+    """The smallest measurable `Run.peak`, in bytes: the launcher's own pages count (see `launch`)."""
     return timed(["true"]).peak
 
 

@@ -1,4 +1,4 @@
-"""The measured tables, put between two marks of a Markdown file, so that nobody copies numbers by hand."""
+"""Writes the tables between two marks in a Markdown file, so that nobody copies numbers by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 
 def check_marks(file: Path) -> None:
-    """Raises ValueError when a file can't be updated: known before an hour is spent measuring."""
+    """Raises ValueError if a file can't be updated, before an hour is spent measuring."""
     try:
         _split(file)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A large checkpoint into a model, and once through it: no more memory than it has, no slower than torch."""
+"""Loading a large checkpoint and one forward pass: in no more memory than its size, no slower than torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def set_up(folder: Path, size: int) -> Case:
 
 
 def _beyond_torch(limit: float) -> Target:
-    """Memory beyond what torch itself takes: the pages of the mapped file, each looked at once."""
+    """Memory beyond that of torch itself: the pages of the mapped file, each read once."""
     return Target(
         f"{RELOAD}, memory beyond torch", lambda r: float(peak(r, RELOAD) - peak(r, IMPORT)), limit, show_size
     )

@@ -1,4 +1,4 @@
-"""The results as a table: one for a terminal of 80 columns, and the same in Markdown."""
+"""The results as tables: for a terminal of 80 columns, and in Markdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def as_markdown(case: Case, results: Results) -> str:
 
 
 def _tables(case: Case, results: Results) -> list[list[Row]]:
-    """The ways, and the targets where there are any."""
+    """The ways, and the targets if there are any."""
     tables = [[_header(case), *_rows(case, results)]]
     if case.targets:
         tables.append([("target", "limit", "measured", ""), *_verdicts(case, results)])
@@ -56,7 +56,7 @@ def _rows(case: Case, results: Results) -> list[Row]:
 
 
 def _seconds(runs: Sequence[Run]) -> Row:
-    """The median, the fastest and the slowest, and the median of processor time."""
+    """The median, the fastest and the slowest, and the median CPU time."""
     walls = [run.seconds for run in runs]
     middle, low, high = median(walls), min(walls), max(walls)
     digits = 3 if middle < 1 else 2
@@ -70,7 +70,7 @@ def _three_digits(number: float) -> str:
 
 
 def _memory(count: int) -> str:
-    # Near the launcher's own size it is the launcher that was seen, a page more or less.
+    # Near the launcher's own size, the launcher was measured, give or take a page.
     hidden = count < 1.1 * smallest_peak()
     return f"{'< ' * hidden}{count / 1e6:.0f} MB"
 
@@ -88,7 +88,7 @@ def _verdicts(case: Case, results: Results) -> list[Row]:
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
-    """The first column to the left, the numbers to the right, two spaces between."""
+    """The first column left-aligned, the numbers right-aligned, two spaces between."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:

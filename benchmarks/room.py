@@ -1,4 +1,4 @@
-"""Where the files of a benchmark can lie, and whether there is room for them."""
+"""Where to put the files of a benchmark, and whether there is space for them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .case import Need
 from .sizes import show_size
 
 SPARE = 1 << 30
-"""Bytes of memory left to everything else on the machine."""
+"""Bytes of memory left for everything else on the machine."""
 
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
 def choose_folder(files: int) -> tuple[Path, str]:
-    """A folder for that many bytes of files, and what there is to say about the choice.
+    """A folder for that many bytes of files, and a remark on the choice.
 
-    A tmpfs if one has the room: a disk's speed would hide the difference between the ways.
+    A tmpfs if one is large enough: a disk's speed would hide the difference between the ways.
     """
     free = {path: shutil.disk_usage(path).free for path in _writable(IN_MEMORY)}
     best = max(free, key=lambda path: free[path], default=None)
@@ -27,7 +27,7 @@ def choose_folder(files: int) -> tuple[Path, str]:
         return best, ""
     folder = Path(tempfile.gettempdir())
     found = "no tmpfs here" if best is None else f"the largest tmpfs has only {show_size(free[best])} free"
-    return folder, f"{found}: in the temporary folder instead"
+    return folder, f"{found}: using the temporary folder instead"
 
 
 def in_memory(folder: Path) -> bool:
@@ -35,15 +35,15 @@ def in_memory(folder: Path) -> bool:
 
 
 def file_system(folder: Path) -> str:
-    """The type of the file system a folder is on; `?` where the system does not tell."""
+    """The type of the file system a folder is on; `?` if the system does not report it."""
     here = os.path.realpath(folder)
     inside = [(len(point), kind) for kind, point in _mounts() if os.path.commonpath([point, here]) == point]
-    # Of two mounts on one point the later hides the earlier.
+    # Of two mounts on one mount point, the later hides the earlier.
     return max(reversed(inside), key=lambda mount: mount[0])[1] if inside else "?"
 
 
 def shortage(need: Need, folder: Path) -> str:
-    """Why there is no room for a benchmark; empty when there is."""
+    """Why there is not enough space for a benchmark; empty if there is."""
     free = shutil.disk_usage(folder).free
     if need.files > free:
         return f"it needs {show_size(need.files)} of files, and {show_size(free)} are free"
@@ -57,7 +57,7 @@ def shortage(need: Need, folder: Path) -> str:
 
 
 def available_memory() -> int | None:
-    """Bytes that processes can still take; None where the system does not tell."""
+    """Bytes that processes can still allocate; None if the system does not report it."""
     return _memory("MemAvailable")
 
 

@@ -1,10 +1,10 @@
-"""What per-rank BatchNorm statistics cost in accuracy, and what pooling gives back.
+"""What per-rank BatchNorm statistics cost in accuracy, and what pooling recovers.
 
     python -m benchmarks.running_statistics
 
-Each rank trains on classes of its own (`children/digits_by_class.py`), once with `--batchnorm plain` and once
-with `--batchnorm pooled`; nothing else differs. Then the statistics of each rank are put into a file of their
-own, and the files pooled by `ckpttool convert-batchnorm`. All are scored on the test set of all classes.
+Each rank trains on its own classes (`children/digits_by_class.py`), once with `--batchnorm plain` and once
+with `--batchnorm pooled`; nothing else differs. Then the statistics of each rank are written to a separate
+file, and the files pooled by `ckpttool convert-batchnorm`. All are scored on the test set of all classes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Measured:
 
     Attributes:
         plain, pooled: of the two trainings, after each epoch.
-        ranks: at the end, with the statistics of each rank.
-        offline: at the end, with those that `convert-batchnorm` made of them.
+        ranks: at the end, with each rank's statistics.
+        offline: at the end, with the statistics pooled by `convert-batchnorm`.
         same_weights: whether both trainings ended with the same parameters, bit for bit.
     """
 
@@ -46,10 +46,10 @@ class Measured:
 
 
 def measure(folder: Path, *, ranks: int = 4, epochs: int = 4, seed: int = 0) -> Measured:
-    """Runs the whole example in an empty folder; some 40 seconds on two cores.
+    """Runs the whole example in an empty folder; about 40 seconds on two cores.
 
     Raises:
-        subprocess.CalledProcessError: one of its commands failed; what it said is on stderr.
+        subprocess.CalledProcessError: one of its commands failed; its output is on stderr.
     """
     for kind in ("plain", "pooled"):
         _run(
@@ -70,7 +70,7 @@ def measure(folder: Path, *, ranks: int = 4, epochs: int = 4, seed: int = 0) -> 
 
 
 def write_rank_files(checkpoint: Path, folder: Path) -> list[Path]:
-    """The model of a `pooled` checkpoint once a rank, with the statistics that the rank itself had."""
+    """Writes the model of a `pooled` checkpoint once per rank, with that rank's own statistics."""
     import torch
 
     saved, paths = torch.load(checkpoint, weights_only=True), []
@@ -133,7 +133,7 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, usual in (("ranks", 4), ("epochs", 4), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=usual, metavar="N", help="(%(default)s)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also put the tables into FILE")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
     options = parser.parse_args()
     if options.markdown:
         try:

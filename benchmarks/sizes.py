@@ -8,10 +8,10 @@ UNITS = {"kB": 1000, "MB": 1000**2, "GB": 1000**3, "TB": 1000**4}
 
 
 def parse_size(text: str) -> int:
-    """Raises ValueError for what is no size."""
+    """Raises ValueError if the text is not a size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(kB|MB|GB|TB)", text)
     if not match:
-        raise ValueError(f"{text!r} is no size: write 2GB, or 500MB")
+        raise ValueError(f"{text!r} is not a size: write for example 2GB or 500MB")
     return round(float(match[1]) * UNITS[match[2]])
 
 

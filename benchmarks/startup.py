@@ -1,4 +1,4 @@
-"""What a short command costs before and beside its work: nobody waits for a tool to start."""
+"""What a short command costs apart from its work: nobody should wait for a tool to start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A large `.pt` to `.safetensors` without its prefix: it should cost what copying the bytes costs."""
+"""A large `.pt` to `.safetensors` without its prefix, which should cost what copying the bytes costs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def set_up(folder: Path, size: int) -> Case:
 
 
 def need(size: int) -> Need:
-    """Input and output as files; the plain way holds a loaded copy beside them."""
+    """Input and output as files; plain `torch.load` also holds a loaded copy."""
     return Need(files=2 * size, memory=size + TORCH)
 
 

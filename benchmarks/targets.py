@@ -1,4 +1,4 @@
-"""What the numbers of a way become, compared pair by pair: each run with the other way's run of its round."""
+"""Comparisons of two ways, pair by pair: each run with the other way's run in the same round."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .sizes import show_size
 
 
 def ratio(results: Results, way: str, against: str) -> float:
-    """The median of the per-round ratios of seconds: a busy round falls on both and cancels out."""
+    """The median of the per-round ratios of seconds: a busy round affects both and cancels out."""
     return _paired(results, way, against, lambda ours, theirs: ours / theirs)
 
 
@@ -42,17 +42,17 @@ def at_least_times_faster(way: str, against: str, limit: float) -> Target:
 
 
 def at_most_beyond(way: str, against: str, limit: float) -> Target:
-    """At most that many seconds longer than another way."""
+    """At most `limit` seconds longer than another way."""
     return Target(f"{way}, beyond {against}", lambda r: beyond(r, way, against), limit, "{:.3f} s".format)
 
 
 def at_most_seconds(way: str, limit: float) -> Target:
-    """At most that many seconds by itself, start included."""
+    """At most `limit` seconds in total, including start-up."""
     return Target(
         f"{way}, seconds", lambda r: median(run.seconds for run in r[way]), limit, "{:.2f} s".format
     )
 
 
 def peak_at_most(way: str, limit: int) -> Target:
-    """At most that many bytes of memory, whatever the size."""
+    """At most `limit` bytes of memory, whatever the size."""
     return Target(f"{way}, memory", lambda r: float(peak(r, way)), limit, show_size)

@@ -17,12 +17,12 @@ Say = Callable[[str], object]
 def in_turns(case: Case, rounds: int, say: Say = lambda text: None, *, ready: bool = False) -> Results:
     """Runs every way once to warm up, then `rounds` times in turns.
 
-    The warm-up also holds the outputs of the compared ways against each other: a fast wrong answer is not
+    The warm-up also compares the outputs of the compared ways with each other: a fast wrong answer is not
     worth a row.
 
     Args:
-        say: told where the measurement stands.
-        ready: make the memory ready before each run, see `make_memory_ready`.
+        say: called with the progress of the measurement.
+        ready: make the memory ready before each run; see `make_memory_ready`.
 
     Raises:
         CommandFailed: a way failed, or two outputs differ.

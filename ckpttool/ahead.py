@@ -1,4 +1,4 @@
-"""Work done on several cores, beside what this thread does."""
+"""Jobs run on other threads, results in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def cores(most: int) -> int:
-    """How many cores this process may use, `most` at the most."""
+    """How many cores this process may use, at most `most`."""
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), most)
     return min(os.cpu_count() or 1, most)
@@ -24,12 +24,12 @@ def cores(most: int) -> int:
 def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
     """What the jobs return, in their order, while the next few are under way.
 
-    Threads gain only where the work is done without Python's lock: reading, hashing, numpy. Memory holds the
-    results of at most `workers` + 1 jobs.
+    Threads help only where the work releases the GIL: reading, hashing, numpy. Memory holds the results of at
+    most `workers` + 1 jobs.
 
     Args:
         jobs: taken one after another, as they are needed.
-        workers: threads beside this one. Where there is one core the jobs are done in this one.
+        workers: threads besides this one. With a single core the jobs run in this one.
     """
     todo = iter(jobs)
     first = list(islice(todo, 2))
@@ -52,7 +52,10 @@ def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
 
 
 def beside(job: Callable[[], T], here: Callable[[], object]) -> T:
-    """What a job returns that another thread does while this one does `here`; both have ended then."""
+    """Runs `job` on another thread while this one runs `here`.
+
+    Returns the job's result once both are done.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(1) as other:

@@ -16,14 +16,14 @@ LONG = 40
 """Characters of a text that are shown."""
 
 Bare = Callable[[str], str]
-"""A name without what stands before it in its own file."""
+"""A name without what precedes it in its own file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """What counts as the same: |a - b| <= atol + rtol * |b|, as `torch.allclose` has it.
 
-    NaN is the same as NaN, whatever its bits, -0.0 the same as 0.0, and an infinity the same as itself alone.
+    NaN is the same as NaN, whatever its bits, -0.0 the same as 0.0, and an infinity the same only as itself.
     """
 
     rtol: float = 0.0
@@ -37,7 +37,7 @@ def unchanged(name: str) -> str:
 def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
     """For each of two states a rule that takes off what wrappers, or one outer module, put before its names.
 
-    A rule that would make one name of two is not used.
+    A rule that would give two names the same result is not used.
     """
     names = list(a), list(b)
     rules = [_first_one_to_one(all_, _without_wrappers) for all_ in names]

@@ -25,8 +25,8 @@ BLOCK = 1 << 16
 """Elements averaged at a time."""
 
 WORKERS = 1
-"""Threads beside the one that writes: each step of a mean is so short that more of them wait for each other's
-turn with Python's lock."""
+"""Threads beside the one that writes: each step of a mean is so short that more of them only wait for the
+GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Averaged:
         kept: names of integers and booleans that were the same in all files.
         taken: names of integers and booleans that differ, and are those of the last file.
         statistics: names of BatchNorm's running statistics among the means: a model that is an average has
-            others of its own, which only data can tell.
+            others of its own, which only data can give.
     """
 
     files: int
@@ -52,19 +52,19 @@ class Averaged:
 def average(
     checkpoints: Sequence[Checkpoint], *, weights: Sequence[float] | None = None, state: str | None = None
 ) -> tuple[Checkpoint, Averaged]:
-    """A checkpoint of the model's state alone, whose values are the means, computed when they are written.
+    """A checkpoint of only the model's state, whose values are the means, computed when they are written.
 
-    Floats and complex numbers are added in pairs of float64 and rounded once, half to even; what that
-    guarantees stands in `mean`. Integers and booleans (BatchNorm's counters) are never averaged: where the
+    Floats and complex numbers are added in pairs of float64 and rounded once, half to even; `mean`
+    says what that guarantees. Integers and booleans (BatchNorm's counters) are never averaged: where the
     files differ, the last one's are taken. Names that share a tensor in every file share it here.
 
     Args:
         checkpoints: two or more, kept open until the result is saved.
-        weights: one a checkpoint, at least 0, not all 0; all equal when None.
+        weights: one per checkpoint, at least 0, not all 0; all equal when None.
         state: dotted path of the model's state in each; found when None.
 
     Raises:
-        UsageFault: fewer than two checkpoints, or weights that are none.
+        UsageFault: fewer than two checkpoints, or invalid weights.
         Refused: names, types or shapes differ, or a type that can't be averaged.
         NoState.
     """
@@ -83,14 +83,14 @@ def average(
 
 def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
     if count < 2:
-        raise UsageFault("an average takes two files or more", hint="ckpttool average a.pt b.pt mean.pt")
+        raise UsageFault("an average needs two files or more", hint="ckpttool average a.pt b.pt mean.pt")
     shares = [1.0] * count if weights is None else list(weights)
     if len(shares) != count:
-        raise UsageFault(f"{len(shares)} weights for {count} files", hint="--weights w0,w1,… one a file")
+        raise UsageFault(f"{len(shares)} weights for {count} files", hint="--weights w0,w1,… one per file")
     if not all(math.isfinite(share) and (share == 0 or 1e-30 < share < 1e30) for share in shares) or not any(
         shares
     ):
-        raise UsageFault("weights are numbers from 0 up, and not all 0", hint="--weights 0.5,0.25,0.25")
+        raise UsageFault("weights must be 0 or more, and not all 0", hint="--weights 0.5,0.25,0.25")
     return shares
 
 
@@ -118,7 +118,7 @@ class _Averaging:
         self.storages: dict[tuple[object, ...], Storage] = {}
 
     def entry(self, name: str, value: object) -> object:
-        """What stands in the result for an entry of the last file's state."""
+        """What the result has for an entry of the last file's state."""
         tensor = tensor_of(value)
         if tensor is None:
             return value

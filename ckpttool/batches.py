@@ -21,9 +21,9 @@ def as_floats(values: Any, *, dims: int | None = None) -> NDArray[Any]:
 
     found = _array(values)
     if found.dtype.kind not in "fiub":
-        raise TypeError(f"numbers are wanted, not {found.dtype}")
+        raise TypeError(f"expected numbers, not {found.dtype}")
     if dims is not None and found.ndim != dims:
-        raise ValueError(f"{dims} axis is wanted, one number a sample; its shape is {found.shape}")
+        raise ValueError(f"{dims} axis is wanted, one number per sample; its shape is {found.shape}")
     return found.astype(np.float64)
 
 
@@ -51,7 +51,7 @@ def as_labels(values: Any, *, below: int | None = None) -> NDArray[Any]:
         below: where given, classes are 0 and more, and less than this.
 
     Raises:
-        TypeError, ValueError: they are no whole numbers, not of one axis, or beyond.
+        TypeError, ValueError: they are not whole numbers, not of one axis, or out of range.
     """
     import numpy as np
 
@@ -59,7 +59,7 @@ def as_labels(values: Any, *, below: int | None = None) -> NDArray[Any]:
     if found.dtype.kind not in "iub":
         raise TypeError(f"classes are whole numbers, not {found.dtype}")
     if found.ndim != 1:
-        raise ValueError(f"one class a sample is wanted; the shape is {found.shape}")
+        raise ValueError(f"expected one class per sample; the shape is {found.shape}")
     classes = found.astype(np.int64)
     if below is not None and len(classes) and not (classes.min() >= 0 and classes.max() < below):
         wrong = classes[(classes < 0) | (classes >= below)][0]

@@ -1,7 +1,7 @@
 """Live BatchNorm layers made synchronised, and plain again. Imports torch when it is called.
 
 torch has the way there, `SyncBatchNorm.convert_sync_batchnorm`, and none back (pytorch#41081). Here a layer
-stays the object it is and changes its class alone, as torch's own lazy modules do: so parameters, buffers,
+stays the object it is and changes only its class, as torch's own lazy modules do: so parameters, buffers,
 hooks, flags, devices, and every place that refers to the layer, stay as they are, and the way back is exact.
 """
 
@@ -89,8 +89,8 @@ def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[s
         kind = getattr(layer, "plain_kind", None) or given.get(path) or given.get(unwrapped(path))
         if kind not in KINDS:
             raise UsageFault(
-                f"'{path}' is a SyncBatchNorm, and nothing tells whether it was 1d, 2d or 3d",
-                hint="give a plain model of the same names as like=, or kinds=",
+                f"'{path}' is a SyncBatchNorm, and nothing says whether it was 1d, 2d or 3d",
+                hint="give a plain model with the same names as like=, or kinds=",
             )
         chosen.append((layer, getattr(torch.nn, kind)))
     for layer, plain in chosen:
@@ -103,7 +103,7 @@ def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[s
 def kinds_of(module: torch.nn.Module) -> dict[str, str]:
     """Layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, of plain layers and of those that remember it.
 
-    A layer that stands in several places is named in each; prefixes of torch.compile are left out.
+    A layer that appears in several places is named in each; prefixes of torch.compile are left out.
     """
     found = {}
     for path, layer in module.named_modules(remove_duplicate=False):
@@ -123,8 +123,8 @@ def pool_over_ranks(
 
     Args:
         layers: with running statistics, the same on every rank and in the same order.
-        met: values a channel, and batches, that each layer met on this rank. Averages over all batches
-            (`momentum=None`) weigh a rank by its values, others by its values a batch.
+        met: values per channel, and batches, that each layer met on this rank. Averages over all batches
+            (`momentum=None`) weigh a rank by its values, others by its values per batch.
 
     Returns:
         mean and variance of each layer, float64, on the CPU; those of this rank where no rank met anything.
@@ -185,11 +185,11 @@ def _refusal(path: str, layer: Any) -> UsageFault:
     elif isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
         what, hint = "has no parameters yet", "run a batch through the model first"
     elif _has_own_forward(layer):
-        what = "has a forward of its own, which would go on being called"
-        hint = "take it off, or subclasses='keep' leaves the layer as it is"
+        what = "has its own forward, which would still be called"
+        hint = "remove it, or leave the layer as it is: subclasses='keep'"
     else:
         name = f"{type(layer).__module__}.{type(layer).__qualname__}"
-        what, hint = f"is of the class {name}, which may do more", "subclasses='keep' leaves it as it is"
+        what, hint = f"is a {name}, which may do more", "leave it as it is: subclasses='keep'"
     return UsageFault(f"'{path or 'the module itself'}' {what}", hint=hint)
 
 

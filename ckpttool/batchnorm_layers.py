@@ -1,6 +1,6 @@
 """BatchNorm layers found in the states of files, and which of them are 1d, 2d and 3d.
 
-A state's keys tell which layers keep running statistics. The kind is told by a model, or by a record: beside
+A state's keys show which layers keep running statistics. The kind is given by a model, or by a record: beside
 the layer's version, `_metadata["bn1"] = {"version": 2, "kind": "BatchNorm2d"}`, where `torch.load` and
 `load_state_dict` pass over it; in a safetensors file, which has no `_metadata`, as JSON in the header's text
 under `batchnorm.kinds`.
@@ -35,7 +35,7 @@ def find(path: str, state: State, exclude: Iterable[str] = ()) -> list[str]:
     """The paths of the BatchNorm layers of a state that keep statistics, in its order.
 
     A layer is BatchNorm when it holds a `running_mean` and a `running_var` of one float type and one length,
-    and beside them nothing that BatchNorm has not.
+    and nothing else that BatchNorm does not have.
 
     Args:
         path: the file, for messages.
@@ -53,19 +53,19 @@ def find(path: str, state: State, exclude: Iterable[str] = ()) -> list[str]:
             raise Refused(
                 path,
                 f"'{layer or 'the model itself'}' is not BatchNorm: {fault}",
-                hint=f"leave it alone: --exclude {shlex.quote(layer)}",
+                hint=f"skip it: --exclude {shlex.quote(layer)}",
             )
         layers.append(layer)
     return layers
 
 
 def fits(layer: str, patterns: Iterable[str]) -> bool:
-    """Whether a path fits one of these shell patterns."""
+    """Whether a path matches one of these shell patterns."""
     return any(fnmatchcase(layer, pattern) for pattern in patterns)
 
 
 def _members(state: State, exclude: Iterable[str]) -> dict[str, set[str]]:
-    """Module -> the names of what it keeps itself; without those that fit a pattern."""
+    """Module -> the names of what it keeps itself; without those that match a pattern."""
     members: dict[str, set[str]] = {}
     for entry in state.container:
         if isinstance(entry, str):
@@ -78,13 +78,13 @@ def _members(state: State, exclude: Iterable[str]) -> dict[str, set[str]]:
 
 
 def _fault(state: State, layer: str, names: Collection[str]) -> str | None:
-    """Why a layer with running statistics is none of BatchNorm's; None when it may be."""
+    """Why a layer with running statistics is not BatchNorm; None when it may be."""
     there = {name: state.tensors.get(key(layer, name)) for name in names}
     mean, variance = there.get(MEAN), there.get(VARIANCE)
     if mean is None or variance is None:
         return f"it has no '{VARIANCE if mean is not None else MEAN}'"
     if mean.dtype.name not in FLOATS or mean.dtype is not variance.dtype:
-        return f"its statistics are of {mean.dtype.name} and {variance.dtype.name}"
+        return f"its statistics are {mean.dtype.name} and {variance.dtype.name}"
     if len(mean.shape) != 1:
         return f"its '{MEAN}' has the shape {list(mean.shape)}"
     for name in (VARIANCE, "weight", "bias"):
@@ -96,7 +96,7 @@ def _fault(state: State, layer: str, names: Collection[str]) -> str | None:
 
 
 def recorded_kinds(checkpoint: Checkpoint, state: State) -> dict[str, str]:
-    """Layer -> kind, as a conversion has recorded it in a file; what is no record of ours is passed over."""
+    """Layer -> kind, as a conversion has recorded it in a file; what is not one of our records is ignored."""
     found: dict[object, object] = {}
     try:
         text = json.loads(checkpoint.metadata.get(TEXT, "{}"))
@@ -121,7 +121,7 @@ def given_kinds(
         kinds: layer -> kind, by the model's own paths; prefixes of wrappers in the file's are looked through.
 
     Raises:
-        Refused: one of `layers` is no BatchNorm in the model.
+        Refused: one of `layers` is not BatchNorm in the model.
         UsageFault: no such kind.
     """
     for name, kind in kinds.items():
@@ -135,8 +135,8 @@ def given_kinds(
         elif layer in tracked:
             raise Refused(
                 path,
-                f"'{layer or 'the model itself'}' is no BatchNorm1d, 2d or 3d in the model",
-                hint=f"leave it alone: --exclude {shlex.quote(layer)}",
+                f"'{layer or 'the model itself'}' is not a BatchNorm1d, 2d or 3d in the model",
+                hint=f"skip it: --exclude {shlex.quote(layer)}",
             )
     return given
 

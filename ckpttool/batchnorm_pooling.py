@@ -57,19 +57,19 @@ def pool_states(
     step has not counted it. Everything outside the model's state is the first file's.
 
     Args:
-        checkpoints: one a rank, of one model at one step.
-        counts: shell pattern for layers -> values a channel in a batch of each rank; the first that fits
+        checkpoints: one per rank, of one model at one step.
+        counts: shell pattern for layers -> values per channel in a batch of each rank; the first match
             counts. None: equal ones.
         cumulative: shell patterns for layers with `momentum=None`, whose statistics are averages over all
             batches: a rank weighs by the batches that its counter has, too.
-        exclude: shell patterns for layers that are no BatchNorm, or not to be pooled.
+        exclude: shell patterns for layers that are not BatchNorm, or not to be pooled.
         keep_first: shell patterns for keys that may differ; the first file's are taken.
         state: dotted path of the model's state; found when None.
 
     Raises:
         NothingToDo: there is no BatchNorm, or all files hold the same statistics.
         Refused: the files differ in something else, which is named; a cumulative layer has no counter.
-        UsageFault: counts that do not fit the files, or a pattern that fits no layer.
+        UsageFault: counts that do not match the files, or a pattern that matches no layer.
         NoState.
     """
     _check_counts(checkpoints, counts)
@@ -95,7 +95,7 @@ def pool_states(
 
 def _check_counts(checkpoints: Sequence[Checkpoint], counts: Mapping[str, Counts] | None) -> None:
     if len(checkpoints) < 2:
-        raise UsageFault("pooling takes the files of two ranks or more")
+        raise UsageFault("pooling needs the files of two ranks or more")
     for numbers in (counts or {}).values():
         listed = ",".join(f"{number:g}" for number in numbers)
         if len(numbers) != len(checkpoints):
@@ -103,8 +103,8 @@ def _check_counts(checkpoints: Sequence[Checkpoint], counts: Mapping[str, Counts
             raise UsageFault(f"--counts {listed}: {len(checkpoints)} files, {len(numbers)} counts", hint=hint)
         if min(numbers) < 0 or 1 in numbers or sum(numbers) <= 1:
             raise UsageFault(
-                f"--counts {listed}: no variance rests on fewer than two values",
-                hint="a count is batch × positions: 64 pictures of 8×8 are 4096",
+                f"--counts {listed}: a variance needs at least two values",
+                hint="a count is batch × positions: 64 images of 8×8 are 4096",
             )
 
 
@@ -113,7 +113,8 @@ def _check_patterns(layers: Sequence[str], given: Mapping[str, Iterable[str]]) -
         for pattern in patterns:
             if not any(fits(layer, [pattern]) for layer in layers):
                 raise UsageFault(
-                    f"{flag}: no BatchNorm layer fits '{pattern}'", hint=f"there are {', '.join(layers[:3])}"
+                    f"{flag}: no BatchNorm layer matches '{pattern}'",
+                    hint=f"there are {', '.join(layers[:3])}",
                 )
 
 
@@ -123,7 +124,7 @@ def _counts_of(layer: str, counts: Mapping[str, Counts] | None) -> Counts | None
     found = next((numbers for pattern, numbers in counts.items() if fits(layer, [pattern])), None)
     if found is None:
         raise UsageFault(
-            f"--counts: none fits the layer '{layer}'", hint="give the last one without a pattern"
+            f"--counts: none matches the layer '{layer}'", hint="give the last one without a pattern"
         )
     return found
 
@@ -144,7 +145,7 @@ def _check_alike(
         more = f" (and {len(wrong) - 1} more keys)" if wrong[1:] else ""
         raise Refused(
             differing[wrong[0]],
-            f"'{wrong[0]}' is not as in {first}{more}: ranks of a run differ in BatchNorm's statistics alone",
+            f"'{wrong[0]}' is not as in {first}{more}: ranks of a run differ only in BatchNorm's statistics",
             hint=f"are they of one step? to take the first file's: --keep-first {shlex.quote(wrong[0])}",
         )
     return tuple(differing)
@@ -195,7 +196,7 @@ def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
     if tensor.dtype.name == "int64":
         return np.frombuffer(raw, dtype="<i8").reshape(tensor.shape)
     if tensor.dtype.name not in TARGETS:
-        raise Refused(path, f"'{name}' is of {tensor.dtype.name}, and can't be pooled in it")
+        raise Refused(path, f"'{name}' is {tensor.dtype.name}, which can't be pooled")
     return (
         reader(tensor.dtype)(np.frombuffer(raw, dtype=carrier(tensor.dtype)))
         .astype("f8")

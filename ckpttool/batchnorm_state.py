@@ -70,23 +70,23 @@ def convert(
     as_text: bool | None = None,
     state: str | None = None,
 ) -> tuple[Checkpoint, Report]:
-    """A checkpoint whose BatchNorm layers are fit for synchronised layers, or for plain ones again.
+    """A checkpoint whose BatchNorm layers are converted to synchronised layers, or back to plain ones.
 
     Both ways, a layer without a counter gets one: an int64 scalar of 0, as torch gives it when it loads such
-    a state. It matters to layers with `momentum=None` alone, whose next batch would then replace what they
+    a state. It matters only to layers with `momentum=None`, whose next batch would then replace what they
     have. A layer whose version in `_metadata` is older gets version 2. To `sync`, kinds are recorded, as far
     as they are known; to `plain`, the records are taken off, so that the way back is exact. No weight and no
     statistic is touched. A state that is a plain dict becomes an OrderedDict where something is recorded.
 
-    InstanceNorm with running statistics keeps exactly what BatchNorm keeps: by its state alone it is taken
-    for it. With `kinds`, which name every BatchNorm of a model, it is refused. With `kinds` alone layers are
+    InstanceNorm with running statistics keeps exactly what BatchNorm keeps: without a model it is taken
+    for it. With `kinds`, which name every BatchNorm of a model, it is refused. Only with `kinds` are layers
     found that keep no statistics.
 
     Args:
         to: `sync` or `plain`.
         kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, as `batchnorm.kinds_of(model)` gives
             them; prefixes of wrappers in the file's paths are looked through.
-        exclude: shell patterns for the paths of layers to leave alone.
+        exclude: shell patterns for the paths of layers to skip.
         as_text: record kinds in the text of a safetensors header; None for where the input has its own.
         state: dotted path of the model's state; found when None.
 
@@ -97,7 +97,7 @@ def convert(
         NoState.
     """
     if to not in ("sync", "plain"):
-        raise UsageFault(f"--to {to}: no such kind of BatchNorm", hint="sync or plain")
+        raise UsageFault(f"--to {to}: not a kind of BatchNorm", hint="sync or plain")
     found, patterns = checkpoint.state(state), tuple(exclude)
     layers = find(checkpoint.path, found, patterns)
     given = {} if kinds is None else given_kinds(checkpoint.path, found, layers, kinds, patterns)
@@ -201,7 +201,7 @@ def _none(checkpoint: Checkpoint, state: State) -> NothingToDo:
     where = f" in '{state.where}'" if state.where else ""
     return NothingToDo(
         f"{checkpoint.path}: there is no BatchNorm{where}: no '{MEAN}' beside a '{VARIANCE}'",
-        hint=f"look what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
+        hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
     )
 
 
@@ -209,5 +209,5 @@ def _fits_both(checkpoint: Checkpoint, to: Target) -> NothingToDo:
     hint = "it can be loaded as it is"
     if to == "sync":
         hint += "; --model SPEC records which layers are 1d, 2d and 3d"
-    same = "plain and synchronised BatchNorm keep the same, and nothing is lacking"
+    same = "plain and synchronised BatchNorm have the same keys, and none is missing"
     return NothingToDo(f"{checkpoint.path}: {same}", hint=hint)

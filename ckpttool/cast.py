@@ -75,7 +75,7 @@ class CastReport:
         return sum(int(np.unpackbits(bits).sum()) for bits in self._marks.values())
 
     def note(self, storage: int, places: NDArray[np.int64]) -> None:
-        """That the elements at these places of a storage overflowed. Several threads may look at values."""
+        """That the elements at these places of a storage overflowed. Several threads may cast at once."""
         import numpy as np
 
         cells = places // CELL
@@ -91,9 +91,7 @@ class CastReport:
 def target(name: str) -> DType:
     """The type that `--dtype NAME` asks for. Raises UsageFault."""
     if name not in TARGETS:
-        raise UsageFault(
-            f"--dtype {name}: not a type that can be cast to", hint=f"one of {', '.join(TARGETS)}"
-        )
+        raise UsageFault(f"--dtype {name}: not a dtype to cast to", hint=f"one of {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
@@ -151,7 +149,7 @@ class Caster:
 
 
 def _places(tensor: TensorRef, elements: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where in its storage these elements of a tensor stand, which are counted in row-major order."""
+    """Where in its storage these elements of a tensor are, which are counted in row-major order."""
     import numpy as np
 
     if tensor.is_contiguous:

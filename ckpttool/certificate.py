@@ -1,6 +1,6 @@
 """The certificate of an evaluation: exact numbers of every sample, once. Imports numpy when it is called.
 
-An evaluation and whoever checks its files later come to the same certificate by the same code.
+An evaluation, and anyone who checks its files later, compute the same certificate by the same code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Certificate:
         per_class: by label.
         classes: their names.
         rank_samples: how many samples each rank has scored.
-        index_digest: SHA-256 of the set of samples; every one stands once.
+        index_digest: SHA-256 of the set of samples; each appears once.
     """
 
     evaluation: Evaluation
@@ -86,7 +86,7 @@ class Certificate:
 
 
 def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[int]) -> Certificate:
-    """The certificate of predictions in which every sample is known to stand once.
+    """The certificate of predictions in which every sample is known to appear once.
 
     Raises:
         CheckFailed: a label is none of the classes.
@@ -97,7 +97,7 @@ def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[
         classes = tuple(map(str, range(int(labels.max()) + 1 if len(labels) else 0)))
     wrong = joined.index[(labels < 0) | (labels >= len(classes))]
     if len(wrong):
-        raise CheckFailed(f"sample {wrong[0]} has a label that is none of the {len(classes)} classes")
+        raise CheckFailed(f"sample {wrong[0]} has a label that is not one of the {len(classes)} classes")
     accuracy, loss, per_class = Accuracy(), Loss(), PerClass(len(classes))
     accuracy.update(joined.prediction, labels)
     loss.update(joined.loss)
@@ -121,7 +121,7 @@ def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certific
         samples: how many there are; what the files say when None.
 
     Raises:
-        CheckFailed: a file is missing or of another evaluation, a sample is missing or stands more than once;
+        CheckFailed: a file is missing or of another evaluation, a sample is missing or appears twice or more;
             names the files and the samples.
         UsageFault: neither the files nor `samples` say how many samples there are.
     """
@@ -135,7 +135,7 @@ def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certific
             f"{ordered[0].path}: does not say how many samples there are", hint="give the number as --samples"
         )
     if evaluation.samples not in (None, wanted):
-        raise CheckFailed(f"{ordered[0].path}: is of {evaluation.samples} samples, not of {wanted}")
+        raise CheckFailed(f"{ordered[0].path}: is of {evaluation.samples} samples, not {wanted}")
     said = [*_missing_ranks(ordered, evaluation.world_size), *_faults(ordered, wanted)]
     if said:
         raise CheckFailed("; ".join(said), hint="give the file of every rank, each once")
@@ -156,7 +156,7 @@ def _common(files: Sequence[RankFile]) -> Evaluation:
             here, there = getattr(first.evaluation, field.name), getattr(file.evaluation, field.name)
             if here != there:
                 raise CheckFailed(
-                    f"{file.path}: is of another evaluation than {first.path}: "
+                    f"{file.path}: is of a different evaluation than {first.path}: "
                     f"its {field.name} is {there}, not {here}",
                     hint="give the files of one evaluation",
                 )

@@ -13,7 +13,7 @@ from .inert import OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
 from .modules import BadModules, is_module, named
 from .naming import MAX_NAMES, Entry, Path, TooManyNames, contents, named_values
 from .naming import dotted as dotted
-from .states import all_tensors, candidates, follow, is_state, likelihood, path_of
+from .states import all_tensors, candidates, follow, is_offered, is_state, likelihood, path_of
 from .states import is_optimizer as is_optimizer
 from .tensor import Source, Storage, TensorRef
 
@@ -28,8 +28,8 @@ class State:
     Attributes:
         path: the keys that lead to the state in the file; none when the file itself is the state.
         container: the dict in the checkpoint's tree; of a pickled model, one that was made of it.
-        tensors: name -> tensor, in the file's order; names as they stand in the file.
-        others: entries that are no tensors (`_extra_state`, counters kept as plain numbers).
+        tensors: name -> tensor, in the file's order; names as in the file.
+        others: entries that are not tensors (`_extra_state`, counters kept as plain numbers).
         versions: torch's `_metadata`, module path -> {'version': …}; None where the file has none.
         module: the pickled model that the state was found in; None where it is a dict of its own.
     """
@@ -40,6 +40,9 @@ class State:
     others: dict[str, object]
     versions: dict[object, object] | None
     module: Record | None = None
+
+    def __repr__(self) -> str:
+        return f"<State '{self.where}': {len(self.tensors)} tensors>"
 
     @property
     def where(self) -> str:
@@ -61,7 +64,7 @@ class State:
 
     @property
     def anchor(self) -> object:
-        """What stands in the checkpoint's tree for the state: the dict, or the pickled model."""
+        """What holds the state in the checkpoint's tree: the dict, or the pickled model."""
         return self.container if self.module is None else self.module
 
 
@@ -72,7 +75,7 @@ class Checkpoint:
     Use it as a context manager, or let it go: a file is closed with the last tensor that refers to it.
 
     Attributes:
-        source: the open file; in a folder the one that tells what is in the others.
+        source: the open file; in a folder the one that says what is in the others.
         format: its name, as cli.md lists them: `torch-zip`, `safetensors`, …
         tree: what the file holds, in the values of `inert`.
         protocol: the pickle protocol it was read under; 2 where there was no pickle.
@@ -80,8 +83,8 @@ class Checkpoint:
         shards: the other open files of a folder.
         unread: what the file holds and the tree can't, in words: the code of a TorchScript archive.
         opened: pickled objects that a change put a dict of tensors in place of, as `model (package.Class)`: a
-            format that could hold the object must not be given the dict in silence.
-        full: a format of tensors alone held a whole checkpoint (`--full`); what is made of it does so again.
+            format that could hold the object must not silently be given the dict.
+        full: a format of tensors held a whole checkpoint (`--full`); what is made from it does so again.
     """
 
     source: Source
@@ -93,6 +96,9 @@ class Checkpoint:
     unread: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
     full: bool = False
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path}: {self.format}, {self.nbytes} bytes>"
 
     @property
     def path(self) -> str:
@@ -142,7 +148,7 @@ class Checkpoint:
         try:
             yield from named_values(self.tree, inside, MAX_NAMES + 64 * self.nbytes)
         except TooManyNames:
-            raise Unsupported(self.path, "its names are too long to be told") from None
+            raise Unsupported(self.path, "its dotted names need too much memory") from None
 
     def states(self) -> list[Path]:
         """The paths of everything that could be a model's state, the likeliest first."""
@@ -163,7 +169,7 @@ class Checkpoint:
             raise NoState(
                 self.path,
                 "holds no dict of tensors, so no model's state",
-                hint=f"look what is in it: ckpttool inspect {shlex.quote(self.path)}",
+                hint=f"see what is in it: ckpttool inspect {shlex.quote(self.path)}",
             )
         # A dotted name may fit several paths; among those that are states the likeliest is meant.
         path = next((path for path in found if where in (None, dotted(path))), None)
@@ -174,8 +180,15 @@ class Checkpoint:
         if path is None or container is None:
             raise NoState(self.path, f"holds no state named '{where}'", hint=self._where_to_look())
         if path not in found and not is_state(container):
-            raise NoState(self.path, f"'{where}' is no dict of tensors by name", hint=self._where_to_look())
+            raise NoState(
+                self.path, f"'{where}' is not a dict of tensors by name", hint=self._where_to_look()
+            )
         return make_state(path, container, value if isinstance(value, Record) else None)
+
+    def other_states(self, taken: Path | None) -> list[str]:
+        """The dotted paths of what could be meant instead of the state taken, the likeliest first."""
+        paths = (path for path in self.states() if path != taken)
+        return [dotted(path) for path in paths if is_offered(path, follow(self.tree, path))]
 
     def outside(self, state: State) -> tuple[str, ...]:
         """What there is beside a state, by the shortest dotted names that say it."""
@@ -226,14 +239,16 @@ class Checkpoint:
         return likelihood(path, lambda: self._container(follow(self.tree, path)) or {})
 
     def _where_to_look(self) -> str:
-        names = [dotted(path) or '""' for path in self.states()]
+        names = [shlex.quote(dotted(path)) for path in self.states()]
         if not names:
-            return f"look what is in it: ckpttool inspect {shlex.quote(self.path)}"
+            return f"see what is in it: ckpttool inspect {shlex.quote(self.path)}"
+        if names == ["''"]:
+            return "the file itself is the state: leave out --state"
         return f"there are: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
 
 
 def make_state(path: Path, container: dict[object, object], module: Record | None = None) -> State:
-    """A dict as a state: its tensors apart from what is none."""
+    """A dict as a state: its tensors, and apart from them the rest."""
     tensors: dict[str, TensorRef] = {}
     others: dict[str, object] = {}
     if {*map(type, container)} <= {str} and all_tensors(container.values()):

@@ -1,4 +1,4 @@
-"""Exact metrics of classes: how often the right one was told, in counts. Imports numpy when one is made."""
+"""Exact metrics of classes: how often the right one was predicted, in counts. Imports numpy when used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Count(Metric[int]):
         super().__init__(counts=1)
 
     def update(self, samples: Any) -> None:
-        """Args: anything with one row a sample."""
+        """Args: anything with one row per sample."""
         self.counts[0] += len(samples)
 
     def compute(self) -> int:

@@ -41,7 +41,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     those that the umask gives. `-` is standard output: the file is spooled and then sent there.
 
     Raises:
-        UsageFault: the folder does not exist or can't be written, or the target is no plain file.
+        UsageFault: the folder does not exist or can't be written, or the target is not a regular file.
     """
     with _to_standard_output() if os.fspath(path) == "-" else _replacing(os.fspath(path)) as file:
         yield file
@@ -115,7 +115,7 @@ def writing_into(path: str) -> Iterator[BinaryIO]:
 def replacing_folder(path: str, is_ours: Callable[[str], bool]) -> Iterator[str]:
     """An empty folder that becomes `path` when the block ends well; else nothing is left of it.
 
-    A folder that is there already is replaced as a whole, if it holds nothing but what `is_ours` knows by
+    A folder that already exists is replaced as a whole, if it holds nothing but what `is_ours` knows by
     name: somebody's other files are never removed.
 
     Raises:
@@ -151,7 +151,7 @@ def _check_folder(path: str, target: str, is_ours: Callable[[str], bool]) -> Non
 
 
 def _put(new: str, target: str) -> None:
-    """Puts a folder in its place; an old one that stood there ends up under the new one's name."""
+    """Puts a folder in its place; an old one that was there ends up under the new one's name."""
     if not os.path.lexists(target):
         os.rename(new, target)
     elif not _exchange(new, target):
@@ -208,7 +208,7 @@ def _check_target(path: str, target: str) -> None:
     except OSError as error:
         raise UsageFault(f"{path}: {error.strerror}") from error
     if not stat.S_ISREG(mode):
-        raise UsageFault(f"{path}: is not a plain file, so it can't be replaced")
+        raise UsageFault(f"{path}: is not a regular file, so it can't be replaced")
 
 
 def _keep_permissions(target: str, fd: int) -> None:

@@ -29,7 +29,7 @@ HOLD_ALL = ("torch-zip", "torch-legacy", "torch-tar", "dcp")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that stands in both files under one name and is not the same.
+    """Something that both files have under the same name, but differs.
 
     Attributes:
         why: `shape`, `dtype` or `values` of a tensor; `type` or `value` of anything else.
@@ -90,9 +90,9 @@ def compare(
         tolerance: what counts as the same; None for the same bits. With it tensors of different types are
             compared by value, and numbers beside the tensors too.
         state: dotted path of the model's state in both files, or in one of them; found when None. When it is
-            given the states alone are compared.
-        model_only: compares the states alone.
-        ignore_prefix: names are the same when they differ by wrappers' prefixes alone.
+            given, only the states are compared.
+        model_only: compares only the states.
+        ignore_prefix: names are the same when they differ only in wrappers' prefixes.
         progress: called with numbers of bytes, those of the first file.
 
     Raises:
@@ -125,7 +125,7 @@ def compare(
 
 
 def _states(a: Checkpoint, b: Checkpoint, where: str | None, *, needed: bool) -> tuple[State, State] | None:
-    """Both models' states; one file may have just the state that stands at `where` in the other."""
+    """Both models' states; one file may have just the state that is at `where` in the other."""
     found = _state(a, where), _state(b, where)
     if where is not None and not any(found):
         a.state(where)
@@ -149,14 +149,14 @@ def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
 
 
 def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
-    """Whether a file lacks what it lacks by choice, and not because its format holds tensors alone."""
+    """Whether a file lacks what it lacks by choice, and not because its format holds only tensors."""
     return checkpoint.format in HOLD_ALL or bool(_beside(checkpoint, state))
 
 
 class _Sides(NamedTuple):
-    """What to leave out of a walk through both trees, and how their names are told apart.
+    """What to leave out of a walk through both trees, and how their names are distinguished.
 
-    `states`: what stands for the model's state in each tree, which was compared by itself.
+    `states`: what holds the model's state in each tree, which was compared by itself.
     """
 
     path: str
@@ -214,13 +214,13 @@ class _Comparing:
                 below = list(self._below(f"{name}." if name else "", mine, theirs, sides))
                 room -= sum(len(path) for path, _, _ in below)
                 if room < 0:
-                    raise Unsupported(sides.path, "its names are too long to be told")
+                    raise Unsupported(sides.path, "its dotted names need too much memory")
                 stack.extend(reversed(below))
 
     def _below(
         self, path: str, mine: dict[str, object], theirs: dict[str, object], sides: _Sides
     ) -> Iterator[tuple[str, object, object]]:
-        """What both containers have under one name; what only one has is told."""
+        """Compares what both containers have under the same name; reports what only one has."""
         for each, state in ((mine, sides.states[0]), (theirs, sides.states[1])):
             for name in [name for name, value in each.items() if state is not None and value is state]:
                 del each[name]
@@ -232,7 +232,7 @@ class _Comparing:
         self.only[1].extend(path + name for name in theirs if name not in mine)
 
     def value(self, name: str, x: object, y: object, sides: _Sides) -> None:
-        """Two things of which at least one is no container."""
+        """Two things of which at least one is not a container."""
         a, b = _as_tensor(x), _as_tensor(y)
         if a is not None and b is not None:
             self.tensor(name, a, b)
@@ -243,7 +243,7 @@ class _Comparing:
     def result(
         self, progress: Progress | None, aside: tuple[tuple[str, ...], tuple[str, ...]], gained: int
     ) -> Comparison:
-        """Reads the values, and puts what differs where it stands in the first file."""
+        """Reads the values, and puts what differs in the order of the first file."""
         place = {id(pair): before for before, pair in self.pairs}
         changes = [(before, 1, change) for before, change in enumerate(self.changes)]
         for pair, found in distances((pair for _, pair in self.pairs), self.tolerance, progress):

@@ -28,7 +28,7 @@ def split(old: Container, names: Collection[str]) -> Container:
         parts = {str(key): value} if tensor is None or key not in names else _parts(str(key), tensor)
         for name, part in parts.items():
             if name in new or (name != key and name in old):
-                raise Collision(f"'{key}' would be split into '{name}', which is there already")
+                raise Collision(f"'{key}' would be split into '{name}', which already exists")
             new[name] = part
     return new
 
@@ -61,7 +61,7 @@ def join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[str
     for name in names:
         if name in old:
             both = f"'{name}.real' and '{name}.imag'"
-            raise Collision(f"{both} would be joined into '{name}', which is there already")
+            raise Collision(f"{both} would be joined into '{name}', which already exists")
     for key, value in old.items():
         name = str(key).removesuffix(".real").removesuffix(".imag")
         if name not in names or name == key:
@@ -84,7 +84,7 @@ def _is_pair(real: TensorRef, imag: TensorRef | None) -> bool:
 
 
 def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
-    """The complex tensor whose storage both parts already look at, as `split_complex` makes them."""
+    """The complex tensor whose storage both parts already use, as `split_complex` makes them."""
     dtype, old = WHOLES[real.dtype.name], real.storage
     steps = [step if size > 1 else 0 for size, step in zip(real.shape, real.stride, strict=True)]
     if replace(imag, offset=real.offset, neg=real.neg).view != real.view or imag.offset != real.offset + 1:

@@ -1,7 +1,6 @@
 """One SHA-256 for the contents of a state: names, types, shapes and values, whatever the format.
 
-The definition stands in docs/digest.md, so that anybody can compute it again. It hashes pieces, so that
-several cores can.
+docs/digest.md defines it, so that anyone can recompute it. It hashes pieces, so that several cores can.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def _jobs(tensors: Mapping[str, TensorRef]) -> Iterator[Callable[[], list[_Piece
             for start in range(0, data.nbytes, PIECE):
                 part = data.part(start, min(PIECE, data.nbytes - start))
                 yield partial(_hash_part, name, part, start + PIECE >= data.nbytes)
-        else:  # values that must be made are one stream, which is read here
+        else:  # computed bytes are made in this thread: making them holds the GIL
             yield partial(list, [_hash_stream(name, tensor)])
     if small:
         yield partial(_hash_all, small)

@@ -28,7 +28,7 @@ class Distance:
     Attributes:
         differ: elements that are not the same: their bits differ, or they are further apart than tolerated.
         of: how many elements the tensor has; 0 for a stretch of one.
-        nans: of those that differ, how many are NaN on one side alone; no distance counts them.
+        nans: of those that differ, how many are NaN on only one side; no distance counts them.
         max_abs: the largest |a - b|, exact for integers; None where no two numbers could be compared.
         max_rel: the largest |a - b| / |b|; infinite where b is 0.
         max_ulp: the largest number of steps from one number to the other, in their type; None for integers
@@ -48,7 +48,7 @@ class Distance:
     b: complex | float | int | None = None
 
     def __add__(self, other: Distance) -> Distance:
-        """Two stretches of one tensor as one; what is equal stands where it came first."""
+        """Two stretches of one tensor as one; what is equal is placed where it came first."""
         first = self if not other.differ or (self.differ and self._rank() >= other._rank()) else other
         return replace(
             first,
@@ -78,7 +78,7 @@ def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
     """A function from the bytes of the same elements in two types, little-endian, to their distance.
 
     It takes the number of the first element too, as `where` counts from there. Types that differ need a
-    tolerance. Types that have no numbers (quantised ones) are compared by their bits alone.
+    tolerance. Types that have no numbers (quantised ones) are compared only by their bits.
     """
     as_numbers = has_numbers(one) and has_numbers(other)
 
@@ -106,7 +106,7 @@ def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
 
 
 def has_numbers(dtype: DType) -> bool:
-    """Whether elements of a type stand for numbers by themselves; those of quantised types do not."""
+    """Whether elements of a type are numbers by themselves; those of quantised types are not."""
     return dtype.name in FLOATS or dtype.name in REAL_TYPES or dtype.name in INTEGERS
 
 

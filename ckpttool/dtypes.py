@@ -11,7 +11,7 @@ class DType:
 
     Attributes:
         name: torch's name, `float32`.
-        itemsize: bytes an element.
+        itemsize: bytes per element.
         storage: the class under which torch pickles it, `FloatStorage`; types younger than torch 2.0 have
             none and go as `UntypedStorage` beside their dtype.
         safetensors: the name in a safetensors header, `F32`; None where that format has no such type.
@@ -89,4 +89,4 @@ def real_dtype(dtype: DType) -> DType:
 
 
 SIGNED = ("float16", "float32", "float64", "bfloat16", "complex", "bcomplex")
-"""Types that torch's lazy negative may stand on: flipping the sign bit is all it means."""
+"""Types that torch's lazy negative may be set on: flipping the sign bit is all it means."""

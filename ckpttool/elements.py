@@ -6,7 +6,7 @@ copying is done by strided slices of memoryviews, so the inner loop runs in C.
 
 Memory holds a block of the result and a window of the file, whatever the layout. A row of a transposed matrix
 lies scattered over the whole file, and every page that is mapped counts as memory: so a block is gathered
-tile by tile, each of which looks at one window.
+tile by tile, each of which uses one window.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CHUNK = 1 << 20
 """Bytes handed out at a time."""
 
 WINDOW = 4
-"""Chunks of the file that are looked at together."""
+"""Chunks of the file that are read together."""
 
 BLOCK = 6
 """Chunks that are gathered together: each block of a transposed matrix passes over all of the file."""
@@ -35,7 +35,7 @@ MAX_EXPANSION = 1 << 30
 """Bytes by which a tensor may outgrow its storage when written out (stride 0 repeats elements for free)."""
 
 MAX_REPEATED = 1 << 36
-"""The same where values are looked at and not written: a file may promise more than anybody can wait for."""
+"""The same for values that are read and not written: a file may promise more than anyone can wait for."""
 
 LONG_ENOUGH = 32
 """Elements in a run of the result that are worth a loop in C, even where another axis is longer."""
@@ -54,7 +54,7 @@ def require_bounded(
     if tensor.nbytes > tensor.storage.nbytes + most:
         raise Refused(
             tensor.storage.data.path,
-            f"'{name}' is a view that repeats {tensor.storage.nbytes} bytes into {tensor.nbytes}",
+            f"'{name}' is a view that expands {tensor.storage.nbytes} bytes to {tensor.nbytes}",
             hint=hint,
         )
 
@@ -117,7 +117,7 @@ def in_pieces(tensor: TensorRef, nbytes: int) -> Iterator[bytes | bytearray]:
 
 
 def stretches(tensor: TensorRef, first: int, count: int) -> Iterator[TensorRef]:
-    """The elements from the `first` on, so many in row-major order, as views: whole rows where it can."""
+    """`count` elements from `first` on, in row-major order, as views; whole rows where possible."""
     if count == tensor.numel:
         yield tensor
         return
@@ -288,7 +288,7 @@ def _copy(
 
 
 def _resolve(tensor: TensorRef, piece: memoryview) -> memoryview:
-    """Byte order first, then the sign bits that the lazy conjugate and negative stand for."""
+    """Byte order first, then the sign bits that the lazy conjugate and negative mean."""
     part = tensor.dtype.part
     if not (tensor.is_swapped or tensor.neg or tensor.conj):
         return piece

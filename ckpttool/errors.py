@@ -78,7 +78,7 @@ class NoState(FileError):
 
 
 class Collision(CkptToolError):
-    """Two keys would get one name."""
+    """Two keys would get the same name."""
 
     kind = "collision"
 
@@ -126,7 +126,7 @@ class UsageFault(CkptToolError):
 
 
 class OutputExists(UsageFault):
-    """The output is there already and may not be overwritten."""
+    """The output already exists and may not be overwritten."""
 
     kind = "output-exists"
 
@@ -154,7 +154,7 @@ def _near(folder: str, name: str) -> str:
     here = f"the folder {folder}" if folder else "this folder"
     if found := checkpoints_among(names):
         return f"{here} has {', '.join(found[:4])}" + (f" and {len(found) - 4} more" if found[4:] else "")
-    return f"look what is there: ls {shlex.quote(folder or '.')}"
+    return f"see what is there: ls {shlex.quote(folder or '.')}"
 
 
 def _first_missing(folder: str) -> str:

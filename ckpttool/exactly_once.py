@@ -1,4 +1,4 @@
-"""Whether samples stand exactly once, and what to say where they don't. Imports numpy when it is called."""
+"""Whether samples appear exactly once, and what to say if they don't. Imports numpy when it is called."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_SHOWN = 6
 
 
 def faults(parts: Mapping[str, NDArray[Any]], samples: int) -> list[str]:
-    """What is wrong with samples that should each stand once in one part; nothing when all is well.
+    """What is wrong with samples that should each appear once in one part; nothing when all is well.
 
     Args:
         parts: name of a part, as a message says it -> int64 [n], its samples in any order.
@@ -33,9 +33,9 @@ def faults(parts: Mapping[str, NDArray[Any]], samples: int) -> list[str]:
     said = []
     if len(beyond):
         verb = "is" if len(beyond) == 1 else "are"
-        said.append(f"{_named(_runs(beyond))} in {_holders(parts, beyond)} {verb} none of the {samples}")
+        said.append(f"{_named(_runs(beyond))} in {_holders(parts, beyond)} {verb} not among the {samples}")
     if len(repeated):
-        verb = "stands" if len(repeated) == 1 else "stand"
+        verb = "appears" if len(repeated) == 1 else "appear"
         said.append(f"{_named(_runs(repeated))} {verb} more than once: in {_holders(parts, repeated)}")
     if missing:
         one = missing[0][0] == missing[-1][1]
@@ -54,7 +54,7 @@ def index_digest(samples: int) -> str:
 
 
 def _each_once(parts: Collection[NDArray[Any]], samples: int) -> bool:
-    """Whether each of 0 to samples - 1 stands once: the quick way, for the usual case."""
+    """Whether each of 0 to samples - 1 appears once: the quick way, for the usual case."""
     import numpy as np
 
     if sum(map(len, parts)) != samples:
@@ -64,7 +64,7 @@ def _each_once(parts: Collection[NDArray[Any]], samples: int) -> bool:
         if len(part) and not (part.min() >= 0 and part.max() < samples):
             return False
         met[part] = True
-    return bool(met.all())  # as many as there are, and none left out: so none stands twice
+    return bool(met.all())  # as many as there are, and none left out: so none appears twice
 
 
 def _gaps(found: NDArray[Any], samples: int) -> list[tuple[int, int]]:

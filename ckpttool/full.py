@@ -32,7 +32,7 @@ def encode_entry(path: str, tree: object, protocol: int) -> Flat:
     except TooDeep:
         raise Refused(path, "its contents are nested too deeply to be written") from None
     except TooManyNames:
-        raise Refused(path, "its names are too long to be written") from None
+        raise Refused(path, "its dotted names need too much memory") from None
     except Unholdable as fault:
         raise Refused(
             path, f"JSON can't hold {fault}", hint=f"leave it out, or what it is in: --drop {fault.name}"

@@ -47,7 +47,7 @@ def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise BadJson("has one name twice in a dict")
+        raise BadJson("has the same name twice in a dict")
     return made
 
 
@@ -74,13 +74,13 @@ class _Decoder:
     def text(self, node: Any) -> str:
         found = self.value(node)
         if not isinstance(found, str):
-            raise BadJson("names something by what is no text")
+            raise BadJson("names something by what is not text")
         return found
 
     def define(self, number: int, node: Any) -> Any:
         """A container that others refer to: entered before its contents, which may refer to it."""
         if type(number) is not int or number in self.shared:
-            raise BadJson(f"defines {str(number)[:20]!r} twice, or it is no number")
+            raise BadJson(f"defines {str(number)[:20]!r} twice, or it is not a number")
         empty = self.empty(node)
         if empty is None:  # immutable: what is in it can't refer to it
             self.shared[number] = self.value(node)
@@ -117,14 +117,14 @@ class _Decoder:
             keys = (self.guard.check(self.value(key), new) for key, _ in pairs)
             new.update((key, self.value(item)) for key, (_, item) in zip(keys, pairs, strict=True))
             if len(new) != len(pairs):
-                raise BadJson("has one key twice in a dict")
+                raise BadJson("has the same key twice in a dict")
         return new
 
     def elements(self, nodes: tuple[Any, ...], kind: Callable[[Iterable[Any]], Any]) -> Any:
         """A set or frozenset."""
         made = kind(self.guard.check(self.value(node), nodes) for node in nodes)
         if len(made) != len(nodes):
-            raise BadJson("has one element twice in a set")
+            raise BadJson("has the same element twice in a set")
         return made
 
     def fill_ordered(self, new: OrderedDict_, items: Any, *attributes: Any) -> OrderedDict_:

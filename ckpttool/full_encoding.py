@@ -34,7 +34,7 @@ MAX_NAMES = 1 << 30
 """Characters of all names together; a header holds a tenth of it."""
 
 SAFE_INTEGER = 2**53
-"""Integers beyond this lose digits in readers of JSON that know doubles alone; they go as hex."""
+"""Integers beyond this lose digits in JSON readers that only know doubles; they are written as hex."""
 
 
 class Unholdable(ValueError):
@@ -80,7 +80,7 @@ def _is_shared_by_identity(value: object) -> bool:
 
 
 def _references(tree: object) -> Counter[int]:
-    """How often each value that can be shared stands in the tree, by id."""
+    """How often each value that can be shared appears in the tree, by id."""
     counts: Counter[int] = Counter()
     stack = [tree]
     while stack:
@@ -98,7 +98,7 @@ class _Encoder:
         self.counts = _references(tree)
         self.numbers: dict[int, int] = {}  # what others may refer to, by id
         self.referred: set[int] = set()
-        self.unfinished = 0  # tuples that are being taken apart, and may stand inside themselves
+        self.unfinished = 0  # tuples that are being taken apart, and may contain themselves
         self.owners: dict[int, tuple[str, TensorRef]] = {}  # what holds a storage's bytes, by its id
         for path, value in named_values(tree, contents, MAX_NAMES):
             tensor = tensor_of(value)
@@ -110,7 +110,9 @@ class _Encoder:
         """Lets a tensor hold the bytes of its storage, under its dotted path."""
         base = ".".join(path).encode("utf-8", "backslashreplace").decode() or "value"
         name, number = base, 2
-        while name in self.tensors or name == "__metadata__":  # keys with dots make two paths one name
+        while (
+            name in self.tensors or name == "__metadata__"
+        ):  # keys with dots can give two paths the same name
             name, number = f"{base}~{number}", number + 1
         self.tensors[name] = tensor
         self.owners[id(tensor.storage)] = name, tensor
@@ -125,7 +127,7 @@ class _Encoder:
         return made
 
     def maybe_shared(self, value: object, path: tuple[str, ...]) -> object:
-        """A value that stands in several places: whole in the first of them, a reference in the others."""
+        """A value that appears in several places: whole in the first of them, a reference in the others."""
         if id(value) in self.numbers:
             self.referred.add(self.numbers[id(value)])
             return ["ref", self.numbers[id(value)]]
@@ -230,7 +232,7 @@ def flat(storage: Storage, dtype: DType | None = None) -> TensorRef:
     """All elements of a storage, in a type that safetensors has: complex ones as pairs.
 
     Args:
-        dtype: of a tensor that looks at it, for storages that have no type of their own.
+        dtype: of a tensor that uses it, for storages that have no type of their own.
     """
     dtype = STORAGE_DTYPES.get(storage.kind, dtype or DTYPES["uint8"])
     if dtype.safetensors is None:

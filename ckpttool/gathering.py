@@ -1,6 +1,6 @@
 """Rows of all ranks joined by sample, each exactly once. Imports torch.
 
-Ranks hold any number of rows, none too. Two small messages a rank say what it has, and that it has memory
+Ranks hold any number of rows, none too. Two small messages per rank say what it has, and that it has memory
 for the rows of all; then rows travel as bytes, all their columns in one message, in rounds of bounded size,
 and are put where they belong in the result. So every dtype does, nothing is pickled, and NCCL sends what lies
 on the GPU from there.
@@ -48,14 +48,14 @@ def gather(
         name -> tensor [samples, ...], on the device on which this rank's columns lie.
 
     Raises:
-        CheckFailed: a sample is missing, stands more than once, or is none; names samples and ranks. On
+        CheckFailed: a sample is missing, repeated or out of range; names samples and ranks. On
             other ranks than 0 RankFailed.
         RanksDiffer: columns are not the same kind on all ranks, or `samples` or `piece` not the same.
-        TypeError, ValueError: index is no int64 [n], or a column has another number of rows.
+        TypeError, ValueError: index is not int64 [n], or a column has another number of rows.
     """
     counts = ranks.agree(lambda: _look(index, columns, samples, piece), "in gather", hint=LIKE_OTHERS)
     ends = [0, *accumulate(counts)]
-    with ranks.together():  # memory may be too little on one rank alone
+    with ranks.together():  # memory may be short on only one rank
         # Where the numbers of rows don't add up there is nothing to join, nor word on how large it would be.
         joined = [_Column(column, samples if ends[-1] == samples else 0) for column in columns.values()]
         places = torch.empty(ends[-1], dtype=torch.int64)
@@ -189,7 +189,7 @@ def _columns(message: torch.Tensor, widths: list[int], rows: int) -> list[torch.
 
 
 def _aligned(raw: torch.Tensor) -> torch.Tensor:
-    """The same bytes, copied where they begin at an odd place: numbers can't be seen there."""
+    """The same bytes, copied if they are not aligned: they can't be viewed as numbers there."""
     odd = raw.data_ptr() % ALIGNED or raw.storage_offset() % ALIGNED
     return raw.clone() if odd else raw
 

@@ -1,6 +1,6 @@
 """What a pickle holds, as values that can't do anything.
 
-Python's own plain values (None, bool, int, float, str, bytes, tuple, list, dict, set) stand for themselves.
+Python's own plain values (None, bool, int, float, str, bytes, tuple, list, dict, set) are kept as they are.
 Everything else that a pickle can name becomes one of three records: a `Global` for a name, a `Record` for
 what calling that name would have made, and an `OrderedDict_` for the one class that every state dict is. Sets
 keep the order of the file (`Set_`, `FrozenSet_`).
@@ -39,7 +39,7 @@ class Record:
             `callable.__new__(callable, *args, **kwargs)`.
         callable: usually a Global.
         state: what BUILD would have handed to `__setstate__`; None when there is none.
-        has_state: tells a state of None from no state.
+        has_state: distinguishes a state of None from no state.
         elements: what would have been appended, for subclasses of list (and sets).
         items: what would have been set by key, for subclasses of dict.
     """
@@ -135,7 +135,7 @@ def remade(original: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[A
 ORDERED_DICT = Global("collections", "OrderedDict")
 
 # What a tensor with a type or attributes of its own (nn.Buffer, a subclass) is pickled as: a call on the
-# function that makes a tensor and its arguments. Here the tensor itself stands in their place; the writer
+# function that makes a tensor and its arguments. Here the tensor itself takes their place; the writer
 # writes the two again.
 FROM_TYPE = {
     Global("torch._tensor", "_rebuild_from_type_v2"),
@@ -153,7 +153,7 @@ WRAPPERS = PARAMETER | FROM_TYPE
 
 
 def tensor_of(value: object) -> TensorRef | None:
-    """The tensor that a value is, or that a saved `nn.Parameter` wraps; None when it is no tensor."""
+    """The tensor that a value is, or that a saved `nn.Parameter` wraps; None when it is not a tensor."""
     if isinstance(value, TensorRef):
         return value
     if isinstance(value, Record) and value.callable in WRAPPERS and isinstance(value.args, tuple):
@@ -219,7 +219,7 @@ def walk(root: object) -> Iterator[object]:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is made of containers, tensors, numbers and text alone, and needs no code to exist."""
+    """Whether a value is made of only containers, tensors, numbers and text, and needs no code to exist."""
     return all(
         each is None or isinstance(each, (dict, list, tuple, TensorRef, str, int, float, complex, bytes))
         for each in walk(value)
@@ -229,8 +229,8 @@ def is_plain(value: object) -> bool:
 def rebuild(root: object, change: Callable[[object], object]) -> object:
     """A copy of a tree in which `change` may put another value in place of any container.
 
-    `change(value)` gets each dict, list, tuple, set and Record once and returns it, or what stands for it.
-    Values that stood in several places are one value in the copy too. Leaves are shared with the original.
+    `change(value)` gets each dict, list, tuple, set and Record once and returns it, or what replaces it.
+    Values that were in several places are one value in the copy too. Leaves are shared with the original.
 
     Raises:
         TooDeep: the nesting is deeper than MAX_DEPTH, or a tuple contains itself.
@@ -239,7 +239,7 @@ def rebuild(root: object, change: Callable[[object], object]) -> object:
 
 
 class TooDeep(ValueError):
-    """A tree is nested deeper than any honest one."""
+    """A tree is nested deeper than any ordinary one."""
 
 
 class _Copier:

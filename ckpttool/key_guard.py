@@ -23,7 +23,7 @@ MAX_EQUAL_HASHES = 1000
 
 
 class BadKey(ValueError):
-    """A value that is no key of an honest dict; says what it is."""
+    """A value that is not a key in any ordinary dict; says what it is."""
 
 
 class KeyGuard:
@@ -41,7 +41,7 @@ class KeyGuard:
             _, hashes = self.hashes.setdefault(id(owner), (owner, Counter()))
             hashes[hash(value)] += 1
             if hashes[hash(value)] > MAX_EQUAL_HASHES:
-                raise BadKey("one of many that were made to collide")
+                raise BadKey("one of many that were crafted to collide")
         return value
 
     def _look_inside(self, value: Any) -> None:

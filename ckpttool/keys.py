@@ -1,4 +1,4 @@
-"""Names in a checkpoint changed: wrappers' prefixes taken off and put on, and other renamings.
+"""Names in a checkpoint changed: wrappers' prefixes removed and added, and other renamings.
 
 A renaming is applied to all that carries the names: the state and its copies, torch's `_metadata`, and the
 parameter names inside optimizers.
@@ -147,9 +147,18 @@ def _nothing(checkpoint: Checkpoint, state: State, prefix: str, carriers: list[S
     elif inner:
         best = inner[0]
         hint = f"{best.keys} of {best.of} keys hold '{best.prefix}' inside: --prefix {best.prefix} --anywhere"
+    elif common := _common_prefix(_keys(state)):
+        hint = f"all keys begin with '{common}': --prefix {shlex.quote(common)}"
     else:
         hint = _first_key(state)
     return NothingToDo(f"{checkpoint.path}: no key{where} begins with '{prefix}'", hint=hint)
+
+
+def _common_prefix(keys: list[str]) -> str:
+    """The name, with its dot, of the one module that all others are in; `""` where there is none."""
+    prefix = keys[0].partition(".")[0] + "." if keys else ""
+    inside = {key[len(prefix) :].partition(".")[0] for key in keys if key.count(".") > 1}
+    return prefix if len(inside) > 1 and all(key.startswith(prefix) for key in keys) else ""
 
 
 def _apply(
@@ -166,7 +175,7 @@ def _apply(
         wrappers: entries to put first among the module versions.
 
     Raises:
-        Collision: two parameters of an optimizer would get one name.
+        Collision: two parameters of an optimizer would get the same name.
     """
     states = {id(each.container): (each, theirs) for each, theirs in [*others, (state, renaming)]}
     names = {old: new for _, theirs in reversed(states.values()) for old, new in theirs.names.items()}

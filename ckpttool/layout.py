@@ -33,15 +33,16 @@ def permute(
         The new checkpoint, and the keys that changed.
 
     Raises:
-        NothingToDo: a pattern fits no key.
-        UsageFault: the axes are no order of a tensor's axes.
+        NothingToDo: a pattern matches no key.
+        UsageFault: the axes are not a permutation of a tensor's axes.
         NoState.
     """
 
     def moved(key: str, tensor: TensorRef, axes: Sizes) -> TensorRef:
         if sorted(axes) != list(range(len(tensor.shape))):
             raise UsageFault(
-                f"{checkpoint.path}: {_listed(axes)} is no order of the {len(tensor.shape)} axes of '{key}'",
+                f"{checkpoint.path}: {_listed(axes)} is not a permutation of the "
+                f"{len(tensor.shape)} axes of '{key}'",
                 hint="count axes from 0: 1,0 transposes a matrix",
             )
         return replace(
@@ -65,8 +66,8 @@ def reshape(
         The new checkpoint, and the keys that changed.
 
     Raises:
-        NothingToDo: a pattern fits no key.
-        UsageFault: the shape holds another number of elements, or is no view of a tensor that is one itself.
+        NothingToDo: a pattern matches no key.
+        UsageFault: the shape has another number of elements, or a strided tensor can't be viewed so.
         NoState.
     """
 
@@ -80,8 +81,8 @@ def reshape(
         stride = _strides(tensor, shape)
         if stride is None:
             raise UsageFault(
-                f"{checkpoint.path}: '{key}' is a strided view and can't be seen as {_listed(shape)}",
-                hint="make it contiguous first: convert to .safetensors, and that again",
+                f"{checkpoint.path}: '{key}' is a strided view and can't be viewed as {_listed(shape)}",
+                hint="make it contiguous first: convert to .safetensors, then convert that",
             )
         return replace(tensor, shape=shape, stride=stride)
 
@@ -105,7 +106,7 @@ def _by_pattern(
     change: Callable[[str, TensorRef, Sizes], TensorRef],
     where: str | None,
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Every tensor whose key fits a pattern, changed by what stands beside the pattern; rules in order."""
+    """Every tensor whose key matches a pattern, changed as given beside the pattern; rules in order."""
     found = checkpoint.state(where)
     tensors = dict(found.tensors)
     changed: dict[str, None] = {}
@@ -113,7 +114,7 @@ def _by_pattern(
         fitting = [key for key in tensors if fnmatchcase(key, pattern)]
         if not fitting:
             raise NothingToDo(
-                f"{checkpoint.path}: no tensor's key fits '{pattern}'",
+                f"{checkpoint.path}: no tensor's key matches '{pattern}'",
                 hint=f"the first key is '{next(iter(tensors), '')}'",
             )
         for key in fitting:
@@ -158,7 +159,7 @@ def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str 
                 hint=f"the first key is '{next(iter(found.tensors), '')}'",
             )
         if new in found.container or new in more:
-            raise Collision(f"'{new}' would be another name of '{old}', and is there already")
+            raise Collision(f"'{new}' would be another name of '{old}', but already exists")
         more[new] = found.container[old]
     return replace_state(checkpoint, found, lambda kept: type(kept)({**kept, **more}))
 

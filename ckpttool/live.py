@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def live_tensors(tensors: Mapping[str, TensorRef]) -> dict[str, torch.Tensor]:
-    """torch tensors that look at the file by a private mapping: nothing is read until it is used.
+    """torch tensors that view the file through a private mapping: nothing is read until it is used.
 
     Tensors that share a storage in the file share memory here. Values that are not plain bytes of the file
     (lazy bits, big-endian, an address the processor would not like) are read at once.

@@ -36,7 +36,7 @@ def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> m
 
     Args:
         raw: of each input the bytes of the same elements.
-        weights: one an input, not negative, of a positive sum. Equal ones weigh nothing at all.
+        weights: one per input, not negative, of a positive sum. Equal ones weigh nothing at all.
         dtype: float64, float32, float16 or bfloat16.
     """
     import numpy as np
@@ -86,7 +86,7 @@ def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DTyp
             [np.abs(value * weight) for value, weight in zip(values, weights, strict=True)]
         )
         finite = np.logical_and.reduce([np.isfinite(value) for value in values])
-        # Zeros alone: their mean has the sign that adding zeros gives.
+        # Only zeros: their mean has the sign that adding zeros gives.
         numbers = finite & np.logical_or.reduce([value != 0 for value in values])
         cancelled = np.abs(high) * sum(weights) <= sizes * CANCELLED
         for place in np.flatnonzero(numbers & (cancelled | ~_in_reach(values))):
@@ -95,7 +95,7 @@ def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DTyp
 
 
 def _plain(values: list[NDArray[Any]], weights: Sequence[float]) -> Any:
-    """As anybody would: for infinities, NaN and zeros, where it is right."""
+    """As usual: for infinities, NaN and zeros, where it is right."""
     total = values[0] * weights[0]
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total = total + value * weight

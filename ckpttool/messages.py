@@ -1,6 +1,6 @@
 """Bytes from rank to rank, over gloo and over NCCL, which carries only what lies on a GPU. Imports torch.
 
-Each function but those of one rank alone is a collective: every rank calls it, in the same order. Without a
+Each function except those of only one rank is a collective: every rank calls it, in the same order. Without a
 process group there is one rank, which sends nothing.
 """
 
@@ -56,7 +56,7 @@ def send(payload: bytes, source: int) -> bytes:
 def begin_sending(data: torch.Tensor, source: int) -> dist.Work:
     """Overwrites a tensor, where it lies, with that of one rank; done when the work has been waited for."""
     work = dist.broadcast(data, source, async_op=True)
-    assert work is not None  # torch returns None only to a rank that is no member of the group
+    assert work is not None  # torch returns None only to a rank that is not a member of the group
     return work
 
 

@@ -1,7 +1,7 @@
 """Metrics that are exact: the same to the last bit for any number of ranks, any batches and any order.
 
     accuracy = metrics.Accuracy()
-    for scores, labels in batches:                 # of this rank alone
+    for scores, labels in batches:                 # only of this rank
         accuracy.update(scores, labels)
     print(metrics.reduce(accuracy).compute())      # of all ranks, on every rank
 

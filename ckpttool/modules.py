@@ -2,7 +2,7 @@
 
 A module is pickled as its attributes, and four of them hold all that its state dict is made of, whatever its
 class: `_parameters`, `_buffers`, `_non_persistent_buffers_set` and `_modules`. So the class is not needed.
-Two things stand in it alone and can't be had from the file: what `get_extra_state` would return, and the
+Two things are only in the class, not in the file: what `get_extra_state` would return, and the
 version numbers in `_metadata`. Hooks that a model would run on its state dict are not run.
 Source: `Module.state_dict` and `Module._save_to_state_dict` in torch's `nn/modules/module.py`.
 """
@@ -53,7 +53,7 @@ class Parts:
 
 
 def attributes(value: object) -> dict[object, object] | None:
-    """A pickled module's attributes; None when the value is no module."""
+    """A pickled module's attributes; None when the value is not a module."""
     if not isinstance(value, Record):
         return None
     found = value.state
@@ -72,7 +72,7 @@ def is_module(value: object) -> bool:
 
 
 def parts(module: object) -> Parts:
-    """The parts of a pickled module; None stands for a parameter that is not there (`bias=False`)."""
+    """The parts of a pickled module; None is a parameter that is not there (`bias=False`)."""
     found = attributes(module) or {}
     hidden = _members(found.get("_non_persistent_buffers_set"))
     tensors = _present(found.get("_parameters"))
@@ -103,7 +103,7 @@ def inside(module: object) -> Iterator[tuple[str, object]]:
 
 
 def detached(value: object) -> object:
-    """A tensor as it stands in a state dict: no parameter, and no gradient asked for."""
+    """A tensor as it is in a state dict: not a Parameter, without requires_grad."""
     tensor = tensor_of(value)
     if tensor is None or (isinstance(value, Record) and value.callable in FROM_TYPE and _is_subclass(value)):
         return value
@@ -118,7 +118,7 @@ def _is_subclass(value: Record) -> bool:
 def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tuple[str, object]]:
     """The entries of a model's state dict, in its order: a module's own before those of the modules inside.
 
-    A module that stands in several places is named in each, as torch does.
+    A module that appears in several places is named in each, as torch does.
 
     Args:
         root: the outermost module.
@@ -135,7 +135,7 @@ def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tu
         prefix, depth, module = stack.pop()
         del above[depth:]
         if id(module) in above or depth > MAX_DEPTH:
-            raise BadModules(f"its module '{prefix[:80]}' stands inside itself, or too deep")
+            raise BadModules(f"its module '{prefix[:80]}' is nested in itself, or too deep")
         above.append(id(module))
         new = id(module) not in kept
         if new:
@@ -149,4 +149,4 @@ def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tu
         here = sum(100 + len(prefix) + len(name) for name in (*found.tensors, *found.modules))
         text, once = text + here, once + here * new
         if text > max(MAX_TEXT, MAX_REPEATS * once):
-            raise BadModules("its modules stand inside each other in too many ways")
+            raise BadModules("its modules are nested in each other in too many ways")

@@ -1,7 +1,7 @@
 """Whose momentum is whose: what an optimizer keeps of each parameter, and whether a model would get its own.
 
-torch numbers the parameters through all groups and keys the state by these numbers; loading goes by place
-alone. An optimizer built from `named_parameters()` (torch 2.6) also keeps `param_names` in each group, which
+torch numbers the parameters through all groups and keys the state by these numbers; loading goes by
+index. An optimizer built from `named_parameters()` (torch 2.6) also keeps `param_names` in each group, which
 loading ignores: they are the only record of which index is which. By name, `state` has parameter names for
 keys and each group lists names as its `params`, which is what `torch.distributed.checkpoint` calls FQNs.
 """
@@ -25,7 +25,7 @@ FLAT = ("old_dirs", "prev_flat_grad")
 """What LBFGS keeps of all parameters in one vector, in their order."""
 
 FEW = 8
-"""Misfits that are told one by one."""
+"""Misfits that are listed one by one."""
 
 Shape = tuple[int, ...]
 
@@ -39,7 +39,7 @@ class BadOptimizer(ValueError):
 
 
 class Slot(NamedTuple):
-    """One parameter's place in an optimizer: its key, its name where the file tells it, and its shape.
+    """One parameter's place in an optimizer: its key, its name if the file has it, and its shape.
 
     `shape` is that of its momentum; None where it has none (plain SGD, or never stepped).
     """
@@ -129,7 +129,7 @@ class OrderCheck:
     Attributes:
         kept, parameters: how many parameters the optimizer keeps, and how many the model has.
         shapes: momentum of another shape than the parameter that would get it.
-        names: the file's own names of parameters stand in another order, or the model has no such parameter.
+        names: the file's own names of parameters are in another order, or the model has no such parameter.
         order: the file names no parameters, its momentum fits the order of its own model state, and that is
             not the model's order: shapes may agree and the momentum be another parameter's all the same.
         problem: why nothing could be compared; `""` when it could.

@@ -59,7 +59,7 @@ def named_values(
 ) -> Iterator[tuple[Path, object]]:
     """Every value of a tree with its path, in the file's order; a container before what is in it.
 
-    A container that stands in several places is entered once, at the first, and none is entered deeper than
+    A container that appears in several places is entered once, at the first, and none is entered deeper than
     any honest file goes.
 
     Args:

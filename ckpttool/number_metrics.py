@@ -22,7 +22,7 @@ class Loss(Metric[float]):
         super().__init__(counts=1, sums=1)
 
     def update(self, losses: Any) -> None:
-        """Args: floats [n], one a sample (`reduction="none"`): means of batches are refused."""
+        """Args: floats [n], one per sample (`reduction="none"`): means of batches are refused."""
         values = as_floats(losses, dims=1)
         self.counts[0] += len(values)
         self.sums[0].add(values)
@@ -78,7 +78,7 @@ class AUROC(Metric[float]):
         values, right = as_floats(scores, dims=1), as_labels(labels, below=2)
         same_length(values, right)
         if np.isnan(values).any():
-            raise ValueError("a score is NaN, which is in no order with the others")
+            raise ValueError("a score is NaN, which can't be ordered")
         self._met.append((values + 0.0, right, 1 - right))  # -0.0 + 0.0 is 0.0, the same score
 
     def compute(self) -> float:

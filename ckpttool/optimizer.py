@@ -1,6 +1,6 @@
 """The state of an optimizer, keyed by index or by parameter name.
 
-torch numbers the parameters through all groups, keys the state by these numbers, and loads by place alone. By
+torch numbers the parameters through all groups, keys the state by these numbers, and loads only by index. By
 name, `state` has parameter names for keys and each group lists names as its `params`: what
 `torch.distributed.checkpoint` calls fully qualified names. Both forms hold the same, and each can be made of
 the other where it is known which parameter is which: by the names in the file (`param_names`), or by the
@@ -84,7 +84,7 @@ class Rekeyed:
     Attributes:
         optimizers: their dotted names; `""` for a file that is one.
         parameters: how many parameters they keep, together.
-        moved: how many of them stand at another place than before.
+        moved: how many of them are at another place than before.
         absent: parameters of the live model that no optimizer keeps.
     """
 
@@ -104,7 +104,7 @@ def to_names(
 
     Args:
         parameters: name -> shape of a live model's parameters, in the order of `named_parameters()`. Each
-            group is put in this order, and where neither the file's own names nor its state tell which
+            group is put in this order, and where neither the file's own names nor its state say which
             parameter is which, this order does.
         state: dotted path of the model's state whose parameters they are; every state is tried when None.
 
@@ -147,7 +147,7 @@ def _rekeyed(
     if not found:
         raise NothingToDo(
             f"{checkpoint.path}: holds no optimizer's state",
-            hint=f"look what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
+            hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
         )
     live = None if parameters is None else {name: tuple(shape) for name, shape in parameters.items()}
     source = _Source(checkpoint, live, state)
@@ -252,7 +252,7 @@ def _same_keys(old: object, new: object) -> bool:
 
 
 class _Source:
-    """Where a file, or a live model, tells which parameter is which."""
+    """Where a file, or a live model, says which parameter is which."""
 
     def __init__(self, checkpoint: Checkpoint, live: Mapping[str, Shape] | None, state: str | None) -> None:
         where = [state] if state is not None else [dotted(path) for path in checkpoint.states()]
@@ -285,15 +285,15 @@ class _Source:
                 return
 
 
-HINT = "--model SPEC tells the parameters where the file does not; --state WHERE which state is meant"
+HINT = "--model SPEC gives the parameters if the file does not; --state WHERE says which state is meant"
 
 
 def _unnamed(several: bool, asked: bool) -> str:
     if not asked:
         return "names no parameters, and the file has no model's state that would"
     if several:
-        return "names no parameters, and more than one assignment of the state's tensors fits it"
-    return "names no parameters, and no assignment of the state's tensors fits it"
+        return "names no parameters, and more than one assignment of the state's tensors fits"
+    return "names no parameters, and no assignment of the state's tensors fits"
 
 
 def _parameters(

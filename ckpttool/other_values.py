@@ -1,7 +1,8 @@
-"""What in a checkpoint is no tensor, in rows of name, type and value; and the names it mentions."""
+"""What in a checkpoint is not a tensor, in rows of name, type and value; and the names it mentions."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,12 @@ from .tensor import TensorRef
 MAX_ITEMS = 16
 """A list of at most so many plain values is shown as it is."""
 
-# Names that honest files mention and that are understood, or are plain data: no reason to be wary.
+SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+
+NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i4": "i", "i8": "q", "u4": "I", "u8": "Q"}
+"""NumPy's names of element types, and what `struct` calls them."""
+
+# Names that ordinary files mention and that are understood, or are plain data: no reason to be wary.
 UNDERSTOOD = {
     *(str(name) for name in WRAPPERS),
     *(f"torch.{name}" for name in DTYPES),
@@ -34,7 +40,7 @@ UNDERSTOOD = {
 
 @dataclass(frozen=True, slots=True)
 class OtherRow:
-    """Something that is no tensor. `value` is set when it is plain and short; `size` counts what is in it."""
+    """Anything but a tensor. `value` is set when it is plain and short; `size` counts what is in it."""
 
     name: str
     type: str
@@ -54,7 +60,7 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
 
     def inside(value: object) -> Iterable[Entry] | None:
         if state is not None and value is state.container:
-            return state.others.items()  # its module versions are told by torch, not by people
+            return state.others.items()  # its module versions are for torch, not for people
         if is_module(value):
             return None
         return entries(value) if isinstance(value, dict) or _attributes(value) is not None else None
@@ -96,7 +102,29 @@ def _plain(value: object, levels: int = 2) -> object:
         return items if all(i is not None or v is None for i, v in zip(items, value, strict=True)) else None
     if isinstance(value, Global):
         return str(value)
+    return _number(value) if isinstance(value, Record) else None
+
+
+def _number(value: Record) -> object:
+    """What a scalar of NumPy's holds, as a best score often is one; None of any other object."""
+    if value.type_name not in SCALARS:
+        return None
+    match value.args:
+        case (Record(args=(str(code), *_), state=(_, str(order), *_)), raw) if code in NUMBERS:
+            layout = (order if order in ("<", ">") else "=") + NUMBERS[code]
+            content = _bytes(raw)
+            return struct.unpack(layout, content)[0] if len(content) == struct.calcsize(layout) else None
     return None
+
+
+def _bytes(value: object) -> bytes:
+    """Bytes as a pickle holds them: themselves, or as the text of protocol 2."""
+    match value:
+        case bytes():
+            return value
+        case Record(callable=Global(module="_codecs", name="encode"), args=(str(text), "latin1")):
+            return text.encode("latin1", "ignore")  # too short then for any number
+    return b""
 
 
 def type_name(value: object) -> str:

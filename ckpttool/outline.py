@@ -17,7 +17,7 @@ from .states import BUFFERS
 from .tensor import TensorRef
 
 MAX_LEVELS = 60
-"""Levels that are told apart; honest models have some 15."""
+"""Levels that are distinguished; real models have about 15."""
 
 MAX_DIGITS = 9
 MAX_NUMBER = 10**MAX_DIGITS - 1
@@ -28,11 +28,11 @@ NUMBERED = re.compile(rf"(.*?)(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A module, or a row of alike ones, or a tensor that stands beside modules.
+    """A module, or a row of identical ones, or a tensor beside modules.
 
     Attributes:
         name: its path below the branch above; `layers.0-11` is a row of twelve.
-        copies: how many alike ones it stands for, within one of the branch above.
+        copies: how many identical ones it represents, within one of the branch above.
         parameters, nbytes: of all of them, in every copy of what encloses them. What is tied counts once.
         count: tensors in all of them.
         tensors: its own, by name (`""` for a branch that is a tensor); of the first, where there are copies.
@@ -57,7 +57,7 @@ class Branch:
                 stack.extend((level + 1, inner) for inner in reversed(branch.branches))
 
     def depth_within(self, lines: int) -> int:
-        """The most levels, and at least one, that are told in so many lines."""
+        """The most levels, at least one, that fit on `lines` lines."""
         depth, level, count = 0, [self], 1
         while level := [inner for branch in level for inner in branch.branches]:
             count += len(level)
@@ -104,7 +104,7 @@ def _entries(tensors: Mapping[str, TensorRef]) -> list[_Entry]:
 
 
 def _tied(tensors: Mapping[str, TensorRef]) -> set[str]:
-    """Names of tensors that stand under a name before."""
+    """Names of tensors that an earlier name has too."""
     storages = Counter(map(id, map(attrgetter("storage"), tensors.values())))
     if len(storages) == len(tensors):
         return set()
@@ -124,8 +124,8 @@ def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: in
     Args:
         entries: all the tensors in it.
         start: where in their names the part begins that is below it.
-        times: in how many copies of what encloses them its copies stand.
-        levels: how many more are told apart.
+        times: how many copies there are of what encloses its copies.
+        levels: how many more are distinguished.
     """
     own, modules = _parted(entries, start) if levels else (entries, {})
     times *= copies
@@ -136,7 +136,7 @@ def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: in
     if inside and own:  # tensors beside modules get lines of their own, before them
         inside[:0] = [_leaf(entry, start, times) for entry in own]
         own = []
-    if len(inside) == 1 and copies == 1:  # nothing to tell of the module around it
+    if len(inside) == 1 and copies == 1:  # nothing to say about the module around it
         only = inside[0]
         return replace(only, name=f"{name}.{only.name}" if name else only.name)
     forms = [form for _, _, form in entries]
@@ -218,12 +218,13 @@ def _label(row: list[str]) -> str:
     return row[0] if len(row) == 1 or not last else f"{row[0]}-{last[1]}"
 
 
-def tensors_in_words(branch: Branch, usual: str, most: int) -> str:
+def tensors_in_words(branch: Branch, usual: str, most: int, *, brief: bool = False) -> str:
     """Its own tensors by name and shape: `weight 16×3×3×3; bias 16`.
 
     Args:
         usual: the element type that goes without saying.
         most: how many are named.
+        brief: of several of one shape, the first and the last alone.
     """
     groups: list[tuple[list[str], str]] = []
     for name, tensor in branch.tensors[:most]:
@@ -235,7 +236,10 @@ def tensors_in_words(branch: Branch, usual: str, most: int) -> str:
         else:
             groups.append(([name], form))
     more = len(branch.tensors) - most
-    words = [f"{', '.join(names)} {form}".strip() for names, form in groups]
+    shown = [
+        f"{names[0]} … {names[-1]}" if brief and len(names) > 2 else ", ".join(names) for names, _ in groups
+    ]
+    words = [f"{names} {form}".strip() for names, (_, form) in zip(shown, groups, strict=True)]
     return "; ".join(words + [f"{more:,} more"] * (more > 0))
 
 

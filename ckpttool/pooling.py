@@ -24,8 +24,8 @@ class Pooled:
     """Statistics of all ranks.
 
     Attributes:
-        mean, variance: a value a channel, float64; the variance with the factor of all values.
-        count: how many values a channel they rest on, in one batch of all ranks.
+        mean, variance: one value per channel, float64; the variance with the factor of all values.
+        count: how many values per channel they rest on, in one batch of all ranks.
     """
 
     mean: Any
@@ -45,28 +45,28 @@ def pool(
     It is exact for what the statistics are statistics of. With momentum 1 that is a rank's last batch, and
     the result is what one process would keep of the whole batch. With a smaller momentum they are averages
     over batches: where each rank has the same share of every batch the mean is still that of one process,
-    and so is the variance within ranks; between ranks, the square of the averaged difference stands for the
+    and so is the variance within ranks; between ranks, the square of the averaged difference is taken for the
     average of the squared one, which is larger by what the difference varied from batch to batch. Averages
     over all batches (`momentum=None`) weigh a rank by its batches too.
 
     Args:
         means, variances: of each rank, as BatchNorm keeps them: NumPy arrays, torch tensors or numbers, of
             one shape.
-        counts: values a channel in a batch of each rank, batch × positions. A rank of 0 has met nothing and
+        counts: values per channel in a batch of each rank, batch × positions. A rank of 0 has met nothing and
             is passed over. None: equal and large, so that the factor is 1.
         batches: how many batches of that size a rank has met, for averages over all batches; None: as many as
             the others.
 
     Raises:
-        ValueError: lists of different lengths, a count below 0, or fewer than two values in all.
+        ValueError: lists of different lengths, a count is negative, or fewer than two values in all.
     """
     exact = counts is not None
     counts = [1.0] * len(means) if counts is None else counts
     batches = [1.0] * len(means) if batches is None else batches
     if not len(means) == len(variances) == len(counts) == len(batches):
-        raise ValueError("a mean, a variance and a count are needed of each rank")
+        raise ValueError("each rank needs a mean, a variance and a count")
     if min(counts, default=0) < 0 or min(batches, default=0) < 0:
-        raise ValueError("a count below 0")
+        raise ValueError("a count is negative")
     ranks = [
         (n * t, _double(mean), _double(variance) * ((n - 1) / n if exact else 1.0))
         for mean, variance, n, t in zip(means, variances, counts, batches, strict=True)
@@ -75,7 +75,7 @@ def pool(
     count = float(sum(n for n, t in zip(counts, batches, strict=True) if t))
     total = sum(weight for weight, _, _ in ranks)
     if not ranks or (exact and count <= 1):
-        raise ValueError("no variance rests on fewer than two values")
+        raise ValueError("a variance needs at least two values")
     mean = sum(weight * own for weight, own, _ in ranks) / total
     biased = sum(weight * (spread + (own - mean) ** 2) for weight, own, spread in ranks) / total
     return Pooled(mean, biased * (count / (count - 1) if exact else 1.0), count)

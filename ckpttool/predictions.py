@@ -1,7 +1,7 @@
 """Prediction files: what one rank found in an evaluation, written and read. Imports numpy when it is called.
 
 A safetensors file of columns, `index`, `prediction` and `label` as int64 [n] and `loss` as float64 [n], a
-row for each sample that the rank has scored. What it is a part of stands in the metadata.
+row for each sample that the rank has scored. The metadata says what it is a part of.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HINT = "a prediction file has index, prediction and label as int64 [n], and loss
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
-    """Samples and what a model made of them: numpy arrays of one length, a row a sample.
+    """Samples and what a model made of them: numpy arrays of the same length, a row per sample.
 
     Attributes:
         index: int64, the number of the sample in its set.
@@ -103,7 +103,7 @@ def write(
     """
     name = os.fspath(path)
     if os.path.lexists(name) and not force:
-        raise OutputExists(f"{name}: exists already", hint="write it anyway with --force")
+        raise OutputExists(f"{name}: already exists", hint="write it anyway with --force")
     tensors = {
         column: _as_tensor(name, values, COLUMNS[column]) for column, values in predictions.columns().items()
     }
@@ -149,10 +149,10 @@ def _column(path: str, tensors: Mapping[str, TensorRef], name: str) -> NDArray[A
 
     tensor = tensors.get(name)
     if tensor is None:
-        raise Unsupported(path, f"is no prediction file: it has no '{name}'", hint=HINT)
+        raise Unsupported(path, f"is not a prediction file: it has no '{name}'", hint=HINT)
     if tensor.dtype.name != COLUMNS[name] or len(tensor.shape) != 1:
         found = f"{tensor.dtype.name} {list(tensor.shape)}"
-        raise Unsupported(path, f"is no prediction file: its '{name}' is {found}", hint=HINT)
+        raise Unsupported(path, f"is not a prediction file: its '{name}' is {found}", hint=HINT)
     require_bounded(name, tensor)
     raw = b"".join(bytes(piece) for piece in stream(tensor))
     return np.frombuffer(raw, dtype=np.dtype(COLUMNS[name]).newbyteorder("<")).astype(COLUMNS[name])

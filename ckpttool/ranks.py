@@ -27,7 +27,7 @@ from .tensor_trees import Place, places, put_back, take_out
 T = TypeVar("T")
 
 NOTE = struct.Struct("<?q32s")
-"""What a rank tells the others before they do something together: that it failed, a number, a digest."""
+"""What a rank sends the others before they do something together: that it failed, a number, a digest."""
 
 
 class RankFailed(CkptToolError):
@@ -46,7 +46,7 @@ def decide(fn: Callable[[], T]) -> T:
 
 
 def alike(fn: Callable[[], T]) -> T:
-    """What `fn` returns on this rank; nothing is sent, as it comes out the same on every rank: it looks at
+    """What `fn` returns on this rank; nothing is sent, as it comes out the same on every rank: it uses
     nothing but what all have received, or compared. Else a rank that raises leaves the others waiting:
     `together` is for that.
 
@@ -85,7 +85,7 @@ def broadcast_into(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def total(values: torch.Tensor) -> torch.Tensor:
-    """The elementwise sum over ranks, on the CPU. Of int64 or float64 alone: other sums are not exact
+    """The elementwise sum over ranks, on the CPU. Only of int64 or float64: other sums are not exact
     enough to be divided afterwards."""
     if values.dtype not in (torch.int64, torch.float64):
         raise TypeError(f"sums over ranks are int64 or float64, not {values.dtype}")
@@ -126,7 +126,7 @@ def compare(values: Mapping[str, Any], when: str = "", *, hint: str | None = Non
     Only one digest a rank is exchanged, unless they differ: then the digests of all names are, to say which.
 
     Args:
-        values: tensors, or plain values with a `repr` that tells them apart.
+        values: tensors, or plain values with a `repr` that distinguishes them.
         when: ends the message, e.g. "before saving".
         hint: what to do where they differ.
     Returns:
@@ -144,7 +144,7 @@ def compare(values: Mapping[str, Any], when: str = "", *, hint: str | None = Non
 def agree(
     look: Callable[[], tuple[Mapping[str, Any], int]], when: str = "", *, hint: str | None = None
 ) -> list[int]:
-    """Whether all ranks can begin something, found out with one small message a rank: `together`, `compare`
+    """Whether all ranks can begin something, found out with one small message per rank: `together`, `compare`
     and the gathering of a number in one.
 
     Args:

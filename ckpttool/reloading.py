@@ -1,6 +1,6 @@
 """Into a plain model, strictly, with nothing distributed. Imports torch when it is called.
 
-The state is taken as it stands, or, when the model does not know its names, without the prefixes that
+The state is taken as it is, or, when the model does not know its names, without the prefixes that
 wrappers put there. What does not fit is said by name and shape before a single parameter is changed.
 """
 
@@ -137,7 +137,7 @@ def _has_own_rules(module: torch.nn.Module) -> bool:
 
 
 def _values(path: str, state: State) -> dict[str, Any]:
-    """The state dict to load: tensors, and what is no tensor where the model asks for it and it is plain."""
+    """The state dict to load: tensors, and other plain values where the model asks for them."""
     others = {name: _made(path, name, value) for name, value in state.others.items()}
     return _with_versions(state, {**live_tensors(state.tensors), **others})
 
@@ -148,7 +148,7 @@ def _made(path: str, name: str, value: object) -> object:
             return _plain(value)
     except RecursionError:  # it contains itself
         pass
-    raise Refused(path, f"'{name}' is or holds an object, and objects are not made from a file here")
+    raise Refused(path, f"'{name}' is or holds an object, and objects are never created from a file here")
 
 
 def _plain(value: object) -> object:

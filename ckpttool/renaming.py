@@ -1,4 +1,4 @@
-"""New names for the keys of a state, worked out on names alone, and refused when two would become one."""
+"""New names for the keys of a state, computed from names only, and refused if two would become the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Renaming:
         return sum(old != new for old, new in self.names.items())
 
     def modules(self) -> Callable[[str], str]:
-        """Old path of a module -> new path, as the keys below it tell; `""` is the root module.
+        """Old path of a module -> new path, as the keys below it show; `""` is the root module.
 
         A key and its new name are compared from their ends, part by part: with `module.conv.weight` renamed
         `conv.weight`, `module.conv` becomes `conv` and `module` the root. Where the number of parts differs,
@@ -70,7 +70,7 @@ def strip_names(
         anywhere: also inside a name, between whole parts (`0._orig_mod.weight`).
 
     Raises:
-        Collision: two keys would get one name.
+        Collision: two keys would get the same name.
         UsageFault: the prefix is empty, or lacks its dot.
     """
     _require(prefix)
@@ -93,22 +93,22 @@ def add_names(names: Iterable[str], prefix: str = "module.") -> Renaming:
 
 def _require(prefix: str) -> None:
     if not prefix:
-        raise UsageFault("the prefix is empty", hint="name it, with its dot: --prefix module.")
+        raise UsageFault("the prefix is empty", hint="give it with its dot: --prefix module.")
 
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What to do where two keys would get one name, or one would get none."""
+    """What to do where two keys would get the same name, or one would get none."""
 
     same: str
     none: str
 
 
 PREFIXES = Hints(
-    "the two differ in the prefix alone: keep them apart, or take one out first", "give a shorter --prefix"
+    "the two differ only in the prefix: keep them distinct, or remove one first", "give a shorter --prefix"
 )
 MAPS = Hints(
-    "give a --map that keeps them apart, or take one out first", "give a --map that leaves something"
+    "give a --map that keeps them distinct, or remove one first", "give a --map that leaves something"
 )
 
 
@@ -141,7 +141,7 @@ def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Rena
 
     Raises:
         UsageFault: an expression or a replacement is malformed.
-        Collision: two keys would get one name.
+        Collision: two keys would get the same name.
     """
     try:
         compiled = [(re.compile(expression), replacement) for expression, replacement in rules]

@@ -55,7 +55,7 @@ def distances(
 
     Raises:
         Damaged: a file ends early.
-        Refused: an expanded tensor, in one of the files alone, more than 64 GiB larger than its bytes.
+        Refused: an expanded tensor, in only one of the files, more than 64 GiB larger than its bytes.
     """
     so_far = Distance(0)
     for done in in_order(_jobs(pairs, tolerance), cores(WORKERS)):
@@ -70,7 +70,7 @@ def distances(
 
 
 class _Done(NamedTuple):
-    """What came of a piece. `of`: the elements of the whole tensor, with its last piece alone."""
+    """What came of a piece. `of`: the elements of the whole tensor, only with its last piece."""
 
     pair: Pair
     found: Distance

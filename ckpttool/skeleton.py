@@ -55,7 +55,7 @@ def skeleton(spec: str) -> torch.nn.Module:
     """The model that a SPEC names, without memory for its parameters where its constructor allows that.
 
     Raises:
-        UsageFault: as `factory.build`, or what was made is no module.
+        UsageFault: as `factory.build`, or the result is not a module.
     """
     import torch
 
@@ -63,7 +63,7 @@ def skeleton(spec: str) -> torch.nn.Module:
         with skeletons():
             model = factory.build(spec)
     except UsageFault:
-        model = None  # a constructor that looks at values fails without them; any other fails again below
+        model = None  # a constructor that reads values fails without them; any other fails again below
     if model is None or (isinstance(model, torch.nn.Module) and _lost_values(model)):
         model = factory.build(spec)
     if not isinstance(model, torch.nn.Module):

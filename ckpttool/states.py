@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 
 from .inert import Record, tensor_of
 from .modules import is_module
@@ -34,16 +35,16 @@ BUFFERS = MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_
 """BatchNorm's buffers: in a model's state, and not parameters."""
 
 LEVELS = 4
-"""How deep a state may stand: the file itself, and three levels below."""
+"""How deep a state may be nested: the file itself, and three levels below."""
 
 
 def is_state(value: dict[object, object]) -> bool:
-    """Whether a dict has a tensor directly inside, and text alone for keys."""
+    """Whether a dict has a tensor directly inside, and only text for keys."""
     return any(tensor_of(item) is not None for item in value.values()) and {*map(type, value)} == {str}
 
 
 def all_tensors(values: Iterable[object]) -> bool:
-    """Whether values are tensors and nothing else, as of most states: told in a tenth of a loop's time."""
+    """Whether values are tensors and nothing else, as in most states: decided in a tenth of a loop's time."""
     return {*map(type, values)} == {TensorRef}
 
 
@@ -91,6 +92,19 @@ def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> 
     if not path and 2 * len(tensors) > len(value):
         return 1, 0, 0
     return 2, -sum(tensor.nbytes for tensor in tensors), len(path)
+
+
+def is_offered(path: Path, value: object) -> bool:
+    """Whether a candidate that was not taken is worth a mention.
+
+    A pickled model is, a dict of a name that states have, and one with two tensors that may be weights, being
+    neither scalars (a best score) nor bytes (the state of a generator).
+    """
+    if is_module(value) or (path and path[-1].lower() in STATE_NAMES):
+        return True
+    tensors = map(tensor_of, value.values()) if isinstance(value, dict) else ()
+    weights = (each for each in tensors if each is not None and each.shape and each.dtype.name != "uint8")
+    return len(list(islice(weights, 2))) == 2
 
 
 def follow(root: object, path: Path) -> object:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .checkpoint import Checkpoint, State
 from .errors import NoState
 from .inert import in_brief, tensor_of
-from .naming import Entry, contents, dotted
+from .naming import Entry, contents
 from .other_values import OtherRow as OtherRow
 from .other_values import other_rows
 from .other_values import unknown_names as unknown_names
@@ -26,7 +26,7 @@ MAX_OPTIMIZERS = 16
 
 
 class TensorRow(NamedTuple):
-    """A tensor by its dotted path in the file. `shared_with`: the first name that looks at the same bytes."""
+    """A tensor by its dotted path in the file. `shared_with`: the first name that uses the same bytes."""
 
     name: str
     dtype: str
@@ -61,7 +61,7 @@ class Summary:
         modules: the state's modules as a tree.
         ties: names in the state that are one tensor.
         here, beside: the tensors of the state, and all the others.
-        unused: bytes of storages that no tensor looks at.
+        unused: bytes of storages that no tensor uses.
         unknown: names that the file's pickle mentions and that are not understood here; never imported.
     """
 
@@ -95,14 +95,12 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     Raises:
         NoState: `state` was given and is not there.
     """
-    states = checkpoint.states()
     try:
         found = checkpoint.state(state)
     except NoState:
         if state is not None:
             raise
         found = None
-    others = [dotted(path) for path in states]
     tensors = found.tensors if found else {}
     modules = outline(tensors)
     here = _Looks(tensors.values())
@@ -116,7 +114,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         nbytes=checkpoint.nbytes,
         state=found.where if found else None,
         model=found.module.type_name if found and found.module else None,
-        other_states=tuple(name for name in others if found is None or name != found.where),
+        other_states=tuple(checkpoint.other_states(found.path if found else None)),
         keys=len(tensors),
         parameters=modules.parameters,
         prefixes=tuple(_prefixes(checkpoint, found)) if found else (),
@@ -152,7 +150,7 @@ def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
 
 
 def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[TensorRef]:
-    """The tensors that stand elsewhere than directly in the state."""
+    """The tensors that are elsewhere than directly in the state."""
 
     def inside(value: object) -> Iterable[Entry] | None:
         return state.others.items() if state is not None and value is state.container else contents(value)
@@ -161,7 +159,7 @@ def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[TensorRef]
 
 
 class _Looks:
-    """What some tensors look at. Most have a storage to themselves, and few forms: those are counted by form.
+    """The bytes that some tensors use. Most have their own storage, and few forms: they are counted by form.
 
     Attributes:
         alone: one tensor for each form, and how many have it, of those with a storage of their own.
@@ -195,7 +193,7 @@ class _Looks:
         return Kinds(dict(dtypes.most_common()), dict(devices.most_common()), nbytes)
 
     def unused(self) -> int:
-        """Bytes of storages that none of the tensors looks at, gaps between a view's elements aside."""
+        """Bytes of storages that none of the tensors uses, gaps between a view's elements aside."""
         used = 0
         for tensor, count in self.alone:
             begin, stop = tensor.span

@@ -3,7 +3,7 @@
 torch's SyncBatchNorm raises on a CPU. This is the same mathematics: each rank sends the count, the mean and
 the sum of squared deviations of its samples, and combines those of all in float64 and in rank order (Chan,
 Golub and LeVeque 1979), so that all ranks have the same bits, and large means cost no digits. Backward sums
-two numbers a channel over ranks: the gradient, and the gradient times the normalised input. A rank without
+two numbers per channel over ranks: the gradient, and the gradient times the normalised input. A rank without
 samples takes part with a count of 0.
 """
 
@@ -53,7 +53,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
-            # Seen by the kernel alone it would be seen too late: other ranks would wait, or abort.
+            # If only the kernel checked, it would be too late: other ranks would wait, or abort.
             raise ValueError(f"expected {self.num_features} channels (got an input of {list(input.shape)})")
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         if not (by_batch and self.training and _size(self.process_group) > 1):
@@ -111,7 +111,7 @@ class _Synchronised(torch.autograd.Function):
     """Normalises by the statistics of all ranks; its gradient is that of the sum of all ranks' losses.
 
     So under DistributedDataParallel, which averages, each rank's loss is weighted before backward. The
-    gradients of weight and bias are of this rank's samples alone: they are summed by whoever sums those of
+    gradients of weight and bias are only of this rank's samples: they are summed by what sums those of
     all parameters.
     """
 

@@ -2,7 +2,7 @@
 
 A `Source` is an open file, a `ByteRange` a stretch of it, a `Storage` what torch calls a storage (bytes that
 several tensors may share), and a `TensorRef` a tensor as a view of a storage. All are descriptions: reading
-a checkpoint of any size makes a few hundred bytes a tensor. A transform that changes values (another dtype)
+a checkpoint of any size makes a few hundred bytes per tensor. A transform that changes values (another dtype)
 describes them too, as `Computed` bytes that are made when they are written.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass, fields, make_dataclass
 from typing import Any, NamedTuple, TypeGuard
 
 from .dtypes import SIGNED, DType
-from .errors import Damaged
+from .errors import Damaged, Unreadable
 
 MAX_BYTES = 2**63 - 1
 
@@ -28,17 +28,24 @@ class Source:
     `path` is for messages only: the descriptor is what is read, whatever happens to the name meanwhile.
     """
 
-    __slots__ = ("fd", "path", "size")
+    __slots__ = ("_fd", "path", "size")
 
     def __init__(self, path: str, fd: int) -> None:
         self.path = path
-        self.fd = fd
+        self._fd = fd
         self.size = os.fstat(fd).st_size
+
+    @property
+    def fd(self) -> int:
+        """The descriptor. Raises Unreadable after `close`."""
+        if self._fd < 0:
+            raise Unreadable(self.path, "is closed", hint="read its tensors inside the `with` block")
+        return self._fd
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Exactly these bytes. Raises Damaged when the file ends before them."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
-            raise Damaged(self.path, f"ends at byte {self.size}, before what it says it holds")
+            raise Damaged(self.path, f"ends at byte {self.size}, before its stated contents do")
         pieces = []
         while nbytes:
             piece = os.pread(self.fd, nbytes, offset)
@@ -50,9 +57,9 @@ class Source:
         return b"".join(pieces)
 
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def __del__(self) -> None:
         self.close()
@@ -101,8 +108,8 @@ class Computed:
         make: `make(start, nbytes)` gives a stretch of them, in pieces that are valid until the next.
         view: gives the true values of a tensor that is a view of them, little-endian, where that takes less
             memory than all of them; None where it can't.
-        noted: counts what there was to note beside the bytes, such as overflows, which this process alone can
-            tell of; None where no other process should make a stretch of them.
+        noted: counts what there was to note beside the bytes, such as overflows, which only this process can
+            report; None if no other process should make a stretch of them.
     """
 
     path: str
@@ -125,7 +132,7 @@ class Computed:
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Bytes that tensors look at. Two tensors share memory exactly when they have the same Storage object.
+    """Bytes that tensors use. Two tensors share memory exactly when they have the same Storage object.
 
     Not changed once a reader has handed it out.
 
@@ -190,6 +197,9 @@ class TensorRef:
     conj: bool = False
     neg: bool = False
 
+    def __repr__(self) -> str:
+        return f"<TensorRef {self.dtype.name} {list(self.shape)} in {self.storage.data.path}>"
+
     @property
     def numel(self) -> int:
         """How many elements it has."""
@@ -219,7 +229,7 @@ class TensorRef:
 
     @property
     def is_swapped(self) -> bool:
-        """Whether the bytes of an element stand in the file the other way round."""
+        """Whether the bytes of an element are in the other order in the file."""
         return self.storage.byteorder == "big" and self.dtype.part > 1
 
     @property
@@ -268,7 +278,7 @@ def new_tensor(*args: Any) -> TensorRef:
 
 
 class BadTensor(ValueError):
-    """A description that fits no tensor; reads on after "a tensor"."""
+    """A description that no tensor can have; reads on after "a tensor"."""
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -290,7 +300,7 @@ def checked_tensor(
     """A tensor as a file describes it, each of whose elements lies in its storage.
 
     Args:
-        room: bytes of the storage that it may look at; all when None.
+        room: bytes of the storage that it may use; all when None.
 
     Raises:
         BadTensor: malformed, negative, overflowing, or reaching past the storage.

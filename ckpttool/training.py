@@ -1,4 +1,4 @@
-"""Optimizers and schedulers, told by what their states hold: neither says what it is."""
+"""Optimizers and schedulers, recognised by what their states hold: neither says what it is."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from .inert import tensor_of
 from .states import is_optimizer
 
-# Names in the state of a parameter, names in a group that must be there too, and who has them; the first
-# that fits. Sources: torch/optim/*.py, and for Lion and LAMB the papers' code.
+# Names in the state of a parameter, names in a group that must be there too, and which have them; the
+# first match. Sources: torch/optim/*.py, and for Lion and LAMB the papers' code.
 OPTIMIZERS: tuple[tuple[set[str], set[str], str], ...] = (
     ({"mu_product"}, set(), "NAdam"),
     ({"exp_avg", "exp_inf"}, set(), "Adamax"),
@@ -32,7 +32,7 @@ OPTIMIZERS: tuple[tuple[set[str], set[str], str], ...] = (
     (set(), {"betas"}, "of the Adam family"),
 )
 
-# What a scheduler's state holds beside its counters, and who has it. Source: torch/optim/lr_scheduler.py.
+# What a scheduler's state holds beside its counters, and which have it. Source: torch/optim/lr_scheduler.py.
 SCHEDULERS: tuple[tuple[set[str], str], ...] = (
     ({"_schedulers", "_milestones"}, "SequentialLR"),
     ({"_schedulers"}, "ChainedScheduler"),
@@ -60,7 +60,7 @@ class OptimizerRow:
 
     Attributes:
         name: its dotted path.
-        kind: what it probably is; None where nothing tells.
+        kind: what it probably is; None if unknown.
         parameters: how many parameters its groups list.
         with_state: how many of them have a state.
         per_parameter: names of the entries that parameters have, in their order.

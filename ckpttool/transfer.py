@@ -183,7 +183,7 @@ class DryOutput(Output):
 
 
 def open_source_descriptor(path: str) -> int:
-    """A read-only descriptor of a plain file; `-` is standard input, spooled when it can't seek.
+    """A read-only descriptor of a regular file; `-` is standard input, spooled when it can't seek.
 
     Raises:
         Unreadable: with the reason in words.
@@ -197,11 +197,11 @@ def open_source_descriptor(path: str) -> int:
     except OSError as error:
         raise Unreadable(path, (error.strerror or str(error)).lower()) from error
     except ValueError:
-        raise Unreadable(path, "is no name of a file") from None
+        raise Unreadable(path, "is not a file name") from None
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
-        what = "a folder" if stat.S_ISDIR(mode) else "no plain file"
+        what = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
         raise Unreadable(path, f"is {what}", hint="name the checkpoint file")
     return fd
 

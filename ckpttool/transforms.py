@@ -1,4 +1,4 @@
-"""Pure changes of a checkpoint: fewer keys, other types, complex numbers apart, the state alone.
+"""Pure changes of a checkpoint: fewer keys, other dtypes, complex numbers apart, only the state.
 
 Each takes a Checkpoint and gives a new one whose tensors still lie in the old file. Renaming is in `keys`.
 """
@@ -54,12 +54,12 @@ def select(
     """A checkpoint with fewer keys in its state.
 
     Args:
-        only: shell patterns (`layer1.*`); a key must fit one of them, when there are any.
-        exclude: shell patterns; a key that fits one is left out.
+        only: shell patterns (`layer1.*`); a key must match one of them, if there are any.
+        exclude: shell patterns; a key that matches one is left out.
         state: dotted path of the model's state; found when None.
 
     Raises:
-        NothingToDo: a pattern fits no key, or no key is left.
+        NothingToDo: a pattern matches no key, or no key is left.
         NoState.
     """
     found = checkpoint.state(state)
@@ -68,7 +68,7 @@ def select(
     for pattern in (*only, *exclude):
         if not any(fnmatchcase(key, pattern) for key in keys):
             raise NothingToDo(
-                f"{checkpoint.path}: no key fits '{pattern}'",
+                f"{checkpoint.path}: no key matches '{pattern}'",
                 hint=f"the first key is '{next(iter(keys), '')}'",
             )
     kept = {key for key in keys if not only or any(fnmatchcase(key, pattern) for pattern in only)}
@@ -101,7 +101,7 @@ def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tupl
     new = replace_state(checkpoint, found, lambda old: _map_tensors(old, caster.cast))
     if not caster.report.tensors:
         raise NothingToDo(
-            f"{checkpoint.path}: no tensor to cast: none is of another float type than {to.name}"
+            f"{checkpoint.path}: no tensor to cast: none has a float dtype other than {to.name}"
         )
     return new, caster.report
 
@@ -144,8 +144,8 @@ def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[C
     """The inverse of `split_complex`: each pair `NAME.real`, `NAME.imag` as one complex tensor.
 
     Raises:
-        NothingToDo: there is no such pair of float tensors of one shape.
-        Collision: NAME is there already.
+        NothingToDo: there is no such pair of float tensors of the same shape.
+        Collision: NAME already exists.
         NoState.
     """
     found = checkpoint.state(state)
@@ -197,7 +197,7 @@ def _entry(tree: object, name: str) -> tuple[dict[object, object], object] | Non
 
 
 def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
-    """The model's state alone, without the bytes of storages that no tensor of it looks at.
+    """Only the model's state, without the bytes of storages that none of its tensors uses.
 
     Ties and overlapping views stay; module versions stay.
 
@@ -209,7 +209,7 @@ def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
 
 
 class _Trimmer:
-    """Cuts storages to what the tensors of a state look at; tensors that shared one still do."""
+    """Cuts storages to what the tensors of a state use; tensors that shared one still do."""
 
     def __init__(self, state: State) -> None:
         self.spans: dict[int, tuple[int, int]] = {}

@@ -1,12 +1,10 @@
-"""Two processes that write one file, where values are computed for it. Linux.
+"""Writes one file with two processes if its values must be computed. Linux only.
 
-To cast takes many short steps, and after each of them a thread waits for its turn with Python's lock: two
-threads are no faster than one. Two processes share no lock.
-
-The second process is a fork, and walks through the same writing as the first. Of all that is written it puts
-down nothing but every other stretch of what is computed, and reports each. What it can't make, or what there
-is more to tell of than its bytes, is made by the first one, which then tells it or raises; so is the rest,
-should the second one end early. So the file does not depend on it.
+A cast is many short numpy calls, each of which needs the GIL: two threads are no faster than one. So a
+forked child runs the same writing code as its parent, but writes only every other stretch of the computed
+bytes, and reports each through a pipe. A stretch that fails in the child, or that has overflows to count, is
+written again by the parent; if the child dies, the parent writes the rest. The output never depends on the
+child.
 """
 
 from __future__ import annotations
@@ -28,10 +26,10 @@ from .tensor import ByteRange, Computed, Storage
 from .transfer import STRETCH, DryOutput, Output, Progress
 
 REPORT = struct.Struct("<?I")
-"""Whether a stretch stands in the file, and its CRC-32."""
+"""Whether a stretch is in the file, and its CRC-32."""
 
 WORTH = 64 << 20
-"""Computed bytes from which on a second process is worth its start."""
+"""How many computed bytes make a second process worth starting."""
 
 MOST_OWED = 64
 """Stretches that the first process leaves to the second before it waits for the report on the oldest."""
@@ -58,10 +56,10 @@ class _Part(NamedTuple):
 def output(
     file: BinaryIO, storages: Iterable[Storage], progress: Progress | None, *, fork: bool
 ) -> Iterator[Output]:
-    """The output that is a file; all that was written to it is there when the block has ended well.
+    """The output to a file; everything is written once the block has ended without an error.
 
-    The second process ends where the block does, however it is left. Nothing may stand in the block that is
-    the first one's to clean up.
+    The second process ends with the block, however it is left. The block may hold nothing that the first one
+    must clean up.
 
     Args:
         storages: what will be written.
@@ -93,8 +91,8 @@ def output(
 def _can_fork() -> bool:
     """Whether a fork is safe, and can be waited for.
 
-    It would have copies of the locks of other threads, and nobody to open them; and who looks after children
-    by a signal, or ignores them, may have waited for it first.
+    A child would inherit locks held by other threads, which nothing would release; and a SIGCHLD handler
+    might reap the child before we do.
     """
     if sys.platform != "linux" or cores(2) < 2 or threading.active_count() > 1:
         return False
@@ -239,7 +237,7 @@ class _Second(DryOutput):
             crc, _ = part.put(self._out)
         except Exception:  # the first process makes the stretch too, and raises what there is to be raised
             return False, 0
-        return noted() == before, crc  # or else all of it is made again, there where it can be told
+        return noted() == before, crc  # else the parent makes it again, and can report what was noted
 
 
 def _parts(data: Computed, position: int, sums: dict[int, tuple[int, int]] | None) -> Iterator[_Part]:

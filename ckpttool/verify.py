@@ -6,6 +6,7 @@ import shlex
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from .cast import FLOATS, count_non_finite
 from .checkpoint import Checkpoint, State
@@ -26,6 +27,8 @@ from .transfer import BUFFER, Progress
 ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)
 """The formats that are zips, or made of them."""
 
+_NOTHING = ("nothing",)
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -38,7 +41,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What a look at every byte found.
+    """What reading every byte found.
 
     Attributes:
         checked_bytes: bytes that were read and compared with a checksum, or at least read: of storages and,
@@ -112,7 +115,7 @@ def verify(
 
 
 class _Checksums:
-    """What a look at every checksum found, and which bytes it has seen."""
+    """What checking every checksum found, and which bytes were read."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.progress = progress
@@ -122,7 +125,7 @@ class _Checksums:
         self.buffer = memoryview(bytearray(BUFFER))
 
     def check_storages(self, checkpoint: Checkpoint) -> None:
-        """Each storage once, under the name of the first tensor that looks at it."""
+        """Each storage once, under the name of the first tensor that uses it."""
         done: set[int] = set()
         for name, storage in checkpoint.storages():
             if id(storage) in done or not storage.nbytes:
@@ -136,7 +139,7 @@ class _Checksums:
                 self.problems.append(Problem("checksum", name, "its bytes do not match their checksum"))
 
     def check_records(self, source: Source) -> None:
-        """Everything else in a zip: the pickle, code, and storages that no tensor looks at."""
+        """Everything else in a zip: the pickle, code, and storages that no tensor uses."""
         if source.read(0, 4) != b"PK\x03\x04":
             return
         for record in read_directory(source).values():
@@ -159,7 +162,7 @@ class _Checksums:
 
 
 def _states(checkpoint: Checkpoint, against: Checkpoint, where: str | None) -> Iterator[State]:
-    """The states to compare; one file may have just the state that stands at `where` in the other."""
+    """The states to compare; one file may have just the state that is at `where` in the other."""
     both = checkpoint, against
     has = [where is not None and _has(each, where) for each in both]
     for each, here in zip(both, has, strict=True):
@@ -188,7 +191,7 @@ def _hint(checkpoint: Checkpoint, state: State, other: State) -> str | None:
         if set(plain) == set(other.tensors):
             path = shlex.quote(checkpoint.path)
             return (
-                f"the names differ in '{found.prefix}' alone; take it off, and compare again: "
+                f"the names differ only in '{found.prefix}'; remove it, and compare again: "
                 f"ckpttool strip-prefix {path} plain.safetensors --prefix {found.prefix}"
             )
     return None
@@ -202,7 +205,12 @@ def _others(checkpoint: Checkpoint) -> dict[str, list[object]]:
             found.setdefault(dotted(path), []).append(("object", value.type_name))
         elif isinstance(value, set | frozenset):
             found.setdefault(dotted(path), []).append(sorted(map(in_brief, value)))
-        elif tensor_of(value) is None and not isinstance(value, dict | list | tuple):
+        elif isinstance(value, dict | list | tuple):
+            if not value:
+                found.setdefault(dotted(path), []).append(
+                    ("empty", "dict" if isinstance(value, dict) else "list")
+                )
+        elif tensor_of(value) is None:
             found.setdefault(dotted(path), []).append(repr(value) if isinstance(value, float) else value)
     return found
 
@@ -216,7 +224,7 @@ def _but_versions(value: object) -> Iterable[Entry] | None:
 
 
 def other_differences(mine: Mapping[str, list[object]], theirs: Mapping[str, list[object]]) -> list[Problem]:
-    """How what is no tensor differs, by name: numbers also by their type, and -0.0 from 0.0."""
+    """How values other than tensors differ, by name: numbers also by their type, and -0.0 from 0.0."""
     both = [*mine, *(name for name in theirs if name not in mine)]
     problems = []
     for name in both:
@@ -224,23 +232,34 @@ def other_differences(mine: Mapping[str, list[object]], theirs: Mapping[str, lis
             problems.append(Problem("only-here", name, "is not in the other file"))
         elif name not in mine:
             problems.append(Problem("only-there", name, "is only in the other file"))
-        elif [(type(v), v) for v in mine[name]] != [(type(v), v) for v in theirs[name]]:
-            here, there = (in_brief(values[name][0])[:40] for values in (mine, theirs))
-            problems.append(Problem("values", name, f"{here}, there {there}"))
+        elif pair := _first_difference(mine[name], theirs[name]):
+            problems.append(Problem("values", name, f"{pair[0]}, there {pair[1]}"))
     return problems
 
 
+def _first_difference(mine: list[object], theirs: list[object]) -> tuple[str, str] | None:
+    """The first two values of one name that differ, in brief."""
+    for here, there in zip_longest(mine, theirs, fillvalue=_NOTHING):
+        if (type(here), here) != (type(there), there):
+            return in_brief(here)[:40], in_brief(there)[:40]
+    return None
+
+
 def _non_finite(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[tuple[str, int]]:
+    counts: dict[tuple[object, ...], int] = {}  # of another name for the same tensor too
     for name, tensor in checkpoint.tensors():
         kind = real_dtype(tensor.dtype).name
-        if kind in FLOATS:
+        if kind not in FLOATS:
+            continue
+        if tensor.view not in counts:
             once, repeats = without_repeats(tensor)  # with them it may be more than fits anywhere
             require_bounded(name, once, MAX_REPEATED)
-            count = sum(count_non_finite(kind, chunk) for chunk in stream(once))
+            found = sum(count_non_finite(kind, chunk) for chunk in stream(once))
+            counts[tensor.view] = found * repeats
             if progress:
                 progress(once.nbytes)
-            if count:
-                yield name, count * repeats
+        if count := counts[tensor.view]:
+            yield name, count
 
 
 def differences(

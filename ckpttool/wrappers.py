@@ -1,7 +1,7 @@
-"""What wrappers do to the names of a state, and how to tell them from modules that are really called so.
+"""What wrappers do to the names of a state, and how to distinguish them from modules of these names.
 
 A wrapper holds one module and passes calls on to it, so every name of what it wraps begins with the name of
-that one attribute. A module of the model that is called `module` stands beside others.
+that one attribute. A module of the model that is called `module` is one among others.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ COMPANIONS = {"n_averaged": "AveragedModel"}
 """Entries of wrappers themselves, beside what they wrap: AveragedModel counts the models it has averaged."""
 
 OFFERED = {
-    "ema.module.": "an average kept beside the model, as an attribute `ema`",
-    "ema_model.": "an average kept beside the model, as an attribute `ema_model`",
+    "ema.module.": "an average kept beside the model, in the attribute `ema`",
+    "ema_model.": "an average kept beside the model, in the attribute `ema_model`",
     "online_model.": "the model, where an average keeps it beside `ema_model`",
 }
-"""Prefixes that tell which of several models in one state is meant."""
+"""Prefixes that say which of several models in one state is meant."""
 
 LIGHTNING = "pytorch-lightning_version"
 """The entry by which a file of Lightning's is known."""
@@ -53,7 +53,7 @@ class FoundPrefix:
     Attributes:
         prefix: with its dot, nested ones as a chain (`module._orig_mod.`).
         keys, of: how many of how many keys carry it.
-        wrapper: who puts it there.
+        wrapper: what puts it there.
         certain: whether it can be nothing else; what is not is offered, and never taken off unasked.
         reason: why it is not certain, `""` where it is.
     """
@@ -96,14 +96,14 @@ def _judged(
     beside = _beside(chain, versions)
     reason = ""
     if last == "module." and beside:
-        reason = f"a module of that name may stand beside '{beside}'"
+        reason = f"there may be a module of that name beside '{beside}'"
     elif last == "module." and count + len(own) < of:
         reason = f"{of - count} keys lack it: it may be a module of that name"
     return FoundPrefix(chain, count, of, wrapper, not reason, reason)
 
 
 def _beside(chain: str, versions: Mapping[object, object]) -> str:
-    """A module that stands beside the one of a chain's last name; a wrapper's stands alone."""
+    """A module beside the one with a chain's last name; a wrapper's is the only one."""
     path = chain.removesuffix(".")
     above = path.rpartition(".")[0]
     start = f"{above}." if above else ""
@@ -124,7 +124,7 @@ def _offered(keys: list[str], known: set[str], lightning: bool) -> Iterator[Foun
     for prefix, wrapper in wanted.items():
         count = sum(name.startswith(prefix) for name in carrying) if prefix not in known else 0
         if count:
-            yield FoundPrefix(prefix, count, len(keys), wrapper, False, "its name alone tells")
+            yield FoundPrefix(prefix, count, len(keys), wrapper, False, "only its name says so")
 
 
 def inner_prefixes(names: Iterable[str]) -> list[FoundPrefix]:

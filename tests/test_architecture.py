@@ -144,7 +144,7 @@ def rows(text: str) -> list[str]:
 
 def order() -> list[str]:
     """All rooms from the ground up, those of a folder in the place of that folder."""
-    text = PAGE.partition("## Rooms")[2].partition("## Who may call whom")[0]
+    text = PAGE.partition("## Modules")[2].partition("## Who may call whom")[0]
     whole, *inside = re.split(r"^Inside `", text, flags=re.MULTILINE)
     found = rows(whole)
     for part in inside:
@@ -250,6 +250,31 @@ def test_the_torch_free_commands_read_and_write_every_file_without_it(
     ):
         ran = run(without_torch, *command)
         assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["slim IN OUT.pt", "convert IN OUT/", "verify IN", "digest IN", "diff IN IN"]
+)
+def test_commands_that_only_read_and_move_bytes_need_no_torch(
+    command: str, without_torch: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "stubs" / "numpy" / "__init__.py").unlink()  # values are looked at by numpy
+    (tmp_path / "stubs" / "numpy").rmdir()
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "in.pt")
+    words = command.replace("IN", str(tmp_path / "in.pt")).replace("OUT", str(tmp_path / "out")).split()
+    assert run(without_torch, *words).returncode == 0
+
+
+def test_a_command_that_needs_torch_says_so_in_one_line(
+    without_torch: dict[str, str], tmp_path: Path
+) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
+    for command in (["reload"], ["doctor"]):
+        ran = run(without_torch, *command, tmp_path / "in.pt", "--model", "torchvision:resnet18")
+        assert ran.returncode == 3
+        assert ran.stderr == (
+            "error: a library can't be imported: torch was imported\nhint: pip install torch torchvision\n"
+        )
 
 
 def test_importing_the_library_imports_neither_torch_nor_the_command_line() -> None:

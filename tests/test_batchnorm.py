@@ -160,7 +160,7 @@ def test_torchs_layers_become_ours_on_a_cpu_where_they_can_not_train() -> None:
     assert type(net[0]) is SyncBatchNorm
     assert net[0] is layer and net[0].weight is weight and net[0].process_group is group
     net(torch.randn(2, 3, 4, 4)).sum().backward()
-    with pytest.raises(UsageFault, match="nothing tells"):
+    with pytest.raises(UsageFault, match="nothing says"):
         batchnorm.to_plain(net)
 
 
@@ -222,14 +222,14 @@ class MineSync(nn.SyncBatchNorm):
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda: Mine(3), "is of the class .*Mine"),
+        (lambda: Mine(3), "is a .*Mine"),
         (lambda: nn.LazyBatchNorm2d(), "has no parameters yet"),
         (lambda: torch.jit.script(nn.BatchNorm2d(3)), "is scripted"),
         (
             lambda: nn.utils.parametrizations.spectral_norm(nn.BatchNorm2d(3)),
-            "is of the class .*ParametrizedBatchNorm2d",
+            "is a .*ParametrizedBatchNorm2d",
         ),
-        (with_own_forward, "has a forward of its own"),
+        (with_own_forward, "has its own forward"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -260,13 +260,13 @@ def test_a_cumulative_layer_without_a_counter_is_refused(tmp_path: Path) -> None
 
 def test_ranks_that_together_met_one_value_are_refused(tmp_path: Path) -> None:
     paths = save_averages(tmp_path, (3, 0))
-    with pytest.raises(Refused, match="'0' can't be pooled: no variance rests on fewer than two values"):
+    with pytest.raises(Refused, match="'0' can't be pooled: a variance needs at least two values"):
         pool_files(paths, {"*": [0, 8]}, cumulative=["*"])
 
 
 @pytest.mark.parametrize("given", [{"counts": {"typo*": [8, 8], "*": [8, 8]}}, {"cumulative": ["typo*"]}])
 def test_a_pattern_that_fits_no_layer_is_usage(given: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UsageFault, match=r"no BatchNorm layer fits 'typo\*'"):
+    with pytest.raises(UsageFault, match=r"no BatchNorm layer matches 'typo\*'"):
         pool_files(save_ranks(tmp_path, (2, 3)), **given)
 
 
@@ -308,11 +308,11 @@ def test_layers_of_other_lengths_are_refused_before_anything_is_computed(tmp_pat
     "counts, said",
     [
         ({"*": [1, 2, 3]}, "2 files, 3 counts"),
-        ({"*": [0, 1]}, "fewer than two values"),
-        ({"*": [1, 64]}, "fewer than two values"),  # BatchNorm itself refuses such a batch
-        ({"*": [0, 0]}, "fewer than two values"),
-        ({"*": [-4, 8]}, "fewer than two values"),
-        ({"1": [4, 4]}, "none fits the layer '2.1'"),
+        ({"*": [0, 1]}, "at least two values"),
+        ({"*": [1, 64]}, "at least two values"),  # BatchNorm itself refuses such a batch
+        ({"*": [0, 0]}, "at least two values"),
+        ({"*": [-4, 8]}, "at least two values"),
+        ({"1": [4, 4]}, "none matches the layer '2.1'"),
     ],
 )
 def test_counts_that_do_not_fit_are_usage(counts: Any, said: str, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_the_bytes_of_all_other_tensors_stay_and_so_does_the_rest_of_the_file(tm
 
 def test_nothing_is_done_to_a_state_that_fits_both(tmp_path: Path) -> None:
     for to in ("sync", "plain"):
-        with pytest.raises(NothingToDo, match="keep the same") as caught:
+        with pytest.raises(NothingToDo, match="have the same keys") as caught:
             convert(make_model().state_dict(), tmp_path, to)
         assert ("--model" in str(caught.value.hint)) == (to == "sync")
 
@@ -275,7 +275,7 @@ def test_what_is_not_batchnorm_is_refused_by_name_and_can_be_left_alone(kind: st
         state[f"layers.norm.{name}"] = tensor
     with pytest.raises(Refused, match=r"in.pt: 'layers.norm' is not BatchNorm: ") as caught:
         convert(state, tmp_path)
-    assert caught.value.hint == "leave it alone: --exclude layers.norm"
+    assert caught.value.hint == "skip it: --exclude layers.norm"
     out, report = convert(state, tmp_path, exclude=["layers.*"])
     assert report.layers == ("bn", "head.0")
     assert "layers.norm.num_batches_tracked" not in torch.load(out)
@@ -285,14 +285,14 @@ def test_instancenorm_is_taken_for_batchnorm_without_a_model_and_refused_with_on
     model = nn.Sequential(nn.BatchNorm2d(3), nn.InstanceNorm2d(3, track_running_stats=True))
     _, report = convert(old_state(model), tmp_path)
     assert report.layers == ("0", "1")
-    with pytest.raises(Refused, match="'1' is no BatchNorm1d, 2d or 3d in the model"):
+    with pytest.raises(Refused, match="'1' is not a BatchNorm1d, 2d or 3d in the model"):
         convert(old_state(model), tmp_path, kinds={"0": "BatchNorm2d"})
 
 
 @pytest.mark.parametrize("to", ["sync", "plain"])
 def test_a_model_tells_instancenorm_apart_in_both_directions(to: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True))
-    with pytest.raises(Refused, match="'0' is no BatchNorm1d, 2d or 3d in the model"):
+    with pytest.raises(Refused, match="'0' is not a BatchNorm1d, 2d or 3d in the model"):
         convert(old_state(model), tmp_path, to, kinds={})
     with pytest.raises(NothingToDo, match="no BatchNorm"):
         convert(old_state(model), tmp_path, to, kinds={}, exclude=["0"])

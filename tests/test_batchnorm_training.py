@@ -228,14 +228,14 @@ def test_a_model_without_batchnorm_is_refused(kind: str) -> None:
 def test_a_layer_that_can_not_be_synchronised_is_refused_by_name() -> None:
     net = make_net()
     net[1] = Mine(4).double()
-    with pytest.raises(UsageFault, match=r"--batchnorm sync: simple-cnn: '1' is of the class .*Mine"):
+    with pytest.raises(UsageFault, match=r"--batchnorm sync: simple-cnn: '1' is a .*Mine"):
         check(net, batchnorm="sync", batch_size=4)
     check(net, batchnorm="pooled", batch_size=4)
 
 
 def test_the_layers_of_torch_that_need_a_gpu_are_refused_on_a_cpu_with_what_trains_there() -> None:
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
-    with pytest.raises(UsageFault, match="works on GPUs alone") as fault:
+    with pytest.raises(UsageFault, match="works only on GPUs") as fault:
         check(net, batchnorm="plain", batch_size=4)
     assert "--batchnorm sync" in str(fault.value.hint)
     check(net, batchnorm="sync", batch_size=4)
@@ -248,7 +248,7 @@ class Torchs(nn.SyncBatchNorm):
 def test_one_derived_from_them_is_refused_there_under_sync_too() -> None:
     net = make_net()
     net[1] = Torchs(4).double()
-    with pytest.raises(UsageFault, match="works on GPUs alone") as fault:
+    with pytest.raises(UsageFault, match="works only on GPUs") as fault:
         check(net, batchnorm="sync", batch_size=4)
     assert fault.value.hint is None
 
@@ -282,7 +282,7 @@ def test_ranks_that_come_through_torchs_layers_less_often_than_others_are_refuse
 def test_a_model_that_torch_has_converted_is_tried_under_sync() -> None:
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
     net[7] = nn.Linear(17, 10).double()
-    with pytest.raises(UsageFault, match="does not take samples of 1×6×6"):
+    with pytest.raises(UsageFault, match="does not take the 1×6×6 samples"):
         check(net, batchnorm="sync", batch_size=4)
 
 

@@ -304,13 +304,13 @@ def test_no_overflow_is_lost_where_several_threads_note_them() -> None:
 
 def test_where_nothing_is_of_another_float_type_there_is_nothing_to_do(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2), "n": torch.arange(3)}, tmp_path / "in.pt")
-    with pytest.raises(NothingToDo, match="none is of another float type than float32"):
+    with pytest.raises(NothingToDo, match="none has a float dtype other than float32"):
         cast_file(tmp_path / "in.pt", "fp32")
 
 
 @pytest.mark.parametrize("wanted", ["int8", "fp8", "float8_e4m3fn", "complex64", "", "BF16"])
 def test_a_type_that_can_not_be_cast_to_is_a_usage_fault(wanted: str) -> None:
-    with pytest.raises(UsageFault, match=f"--dtype {wanted}: not a type") as fault:
+    with pytest.raises(UsageFault, match=f"--dtype {wanted}: not a dtype") as fault:
         target(wanted)
     assert "bf16" in str(fault.value.hint)
 

@@ -78,7 +78,7 @@ def test_the_name_that_was_found_finds_it_again(what: str, opened: Any) -> None:
 def test_a_file_without_a_state_says_so_and_what_to_do(tree: Any, opened: Any) -> None:
     with pytest.raises(NoState, match="holds no dict of tensors") as none:
         opened(tree).state()
-    assert none.value.hint.startswith("look what is in it: ckpttool inspect ")
+    assert none.value.hint.startswith("see what is in it: ckpttool inspect ")
 
 
 def test_an_empty_dict_is_the_state_of_a_model_without_parameters(opened: Any) -> None:
@@ -205,7 +205,7 @@ def test_names_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
     long = b"X" + (300_000).to_bytes(4, "little") + b"k" * 300_000 + b"q\x01"
     levels = b"}" + text("w") + TENSOR + b"s" + long + (b"}" + text("w") + TENSOR + b"sh\x01") * 150
     checkpoint = ckpttool.open(torch_zip(tmp_path / "f", levels + b"N" + b"s" * 151, BYTES))
-    with pytest.raises(Unsupported, match="names are too long"):
+    with pytest.raises(Unsupported, match="names need too much memory"):
         list(checkpoint.tensors())
 
 
@@ -263,3 +263,26 @@ def test_missing_files_and_folders_are_unreadable(tmp_path: Path) -> None:
         ckpttool.open(tmp_path / "missing.pt")
     with pytest.raises(Unreadable, match="is a folder"):
         ckpttool.open(tmp_path)
+
+
+def test_a_closed_file_says_that_it_is_closed(tmp_path: Path) -> None:
+    torch.save({"w": MANY}, tmp_path / "f.pt")
+    with ckpttool.open(tmp_path / "f.pt") as checkpoint:
+        state = checkpoint.state()
+    with pytest.raises(Unreadable, match="is closed"):
+        state.load()
+    with pytest.raises(Unreadable, match="is closed"):
+        ckpttool.save(checkpoint, tmp_path / "out.pt")
+
+
+def test_what_is_shown_of_a_checkpoint_is_a_line(opened: Any) -> None:
+    checkpoint = opened({"model": {f"w{i}": MANY for i in range(1000)}})
+    state = checkpoint.state()
+    assert repr(state) == "<State 'model': 1000 tensors>"
+    assert repr(checkpoint).endswith(f"f.pt: torch-zip, {checkpoint.nbytes} bytes>")
+    assert repr(state.tensors["w1"]).startswith("<TensorRef float32 [100] in ")
+
+
+def test_only_a_checkpoint_can_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="not OrderedDict"):
+        ckpttool.save(OrderedDict(w=MANY), tmp_path / "out.pt")  # type: ignore[arg-type]

@@ -46,3 +46,13 @@ def test_metadata_of_a_safetensors_file_stays(cli: Any, tmp_path: Path) -> None:
     cli("add-prefix", tmp_path / "in.safetensors", tmp_path / "out.safetensors")
     save_file({"module.a": torch.ones(1)}, tmp_path / "oracle", metadata={"format": "pt"})
     assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "oracle").read_bytes()
+
+
+def test_a_prefix_without_a_dot_is_noted(cli: Any, tmp_path: Path) -> None:
+    torch.save({"emb.weight": torch.ones(1)}, tmp_path / "in.pt")
+    ran = cli("add-prefix", tmp_path / "in.pt", tmp_path / "out.pt", "--prefix", "model")
+    assert (ran.code, ran.err.strip()) == (
+        0,
+        "the prefix ends in no dot, so that there is 'modelemb.weight': with one, --prefix model.",
+    )
+    assert cli("add-prefix", tmp_path / "in.pt", tmp_path / "out.pt", "--force").err == ""

@@ -27,7 +27,7 @@ def test_the_mean_is_written_and_what_is_not_averaged_is_said(files: list[Path],
     assert ran.out.startswith(f"averaged 2 tensors of 3 files -> {out} (")
     assert f"integers that differ, taken from {files[2]}: n" in ran.err
     assert "1 running statistics of BatchNorm were averaged too" in ran.err
-    assert "taken out: epoch" in ran.err
+    assert "left out: epoch" in ran.err
     found = torch.load(out, weights_only=True)
     assert (found["w"].tolist(), found["n"].item()) == ([2.0] * 3, 5)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.cli.columns import columns, cut, cut_front, fitting, left, right, table, wrapped
+from ckpttool.cli.columns import columns, cut, cut_front, cut_middle, fitting, left, right, table, wrapped
 from ckpttool.cli.inspect_page import page, stats_table, tensor_lines
 from ckpttool.stats import measure
 from ckpttool.summary import summarize, tensor_rows
@@ -32,7 +32,7 @@ def test_nothing_is_wider_than_asked_and_what_is_shown_is_as_much_as_fits(text: 
     count = fitting(text, width)
     assert columns(text[:count]) <= width
     assert count == len(text) or columns(text[: count + 1]) > width
-    assert columns(cut(text, width)) <= width and columns(cut_front(text, width)) <= width
+    assert all(columns(shorten(text, width)) <= width for shorten in (cut, cut_front, cut_middle))
     assert all(columns(line) <= width for line in wrapped(text, width))
     assert "".join(wrapped(text, width)).replace(" ", "") == text.replace(" ", "")
 
@@ -80,7 +80,34 @@ def test_tables_of_tensors_show_the_end_of_a_name_and_all_their_figures(
     stats = {name: measure(name, tensor) for name, tensor in checkpoint.tensors()}
     measured = list(stats_table(tensor_rows(checkpoint), stats, 80))
     assert max(map(columns, measured)) <= 80
-    assert all(line.split()[-1] == "0" for line in measured[1:])
+    assert [line.split()[1] for line in measured] == ["dtype", *["float32"] * 4]
+    assert all("weight" in line.split()[0] for line in measured[1:4])
+
+
+def saved(folder: Path, names: list[str], values: torch.Tensor) -> ckpttool.Checkpoint:
+    torch.save(dict.fromkeys(names, values), folder / "f.pt")
+    return ckpttool.open(folder / "f.pt")
+
+
+def test_deviations_and_means_give_way_before_names_and_what_is_not_finite(tmp_path: Path) -> None:
+    names = [f"model.layers.{i}.self_attention.weight" for i in range(3)]
+    checkpoint = saved(tmp_path, names, torch.tensor([0.123456, 7.0, float("nan")]))
+    stats = {name: measure(name, tensor) for name, tensor in checkpoint.tensors()}
+    heads = [next(stats_table(tensor_rows(checkpoint), stats, width)).split() for width in (100, 84, 80)]
+    assert [set(head) & {"mean", "std"} for head in heads] == [{"mean", "std"}, {"mean"}, set()]
+    assert all(head[-2:] == ["not", "finite"] for head in heads)
+    lines = list(stats_table(tensor_rows(checkpoint), stats, 80))
+    assert [line.split()[0] for line in lines[1:]] == names
+
+
+def test_names_are_cut_in_their_middle_before_a_shape_is(tmp_path: Path) -> None:
+    names = [f"block.{part}" for part in ("weight", "bias", "running_mean", "running_var")]
+    checkpoint = saved(
+        tmp_path, [*names, "a_table_of_relative_positions.with_a_long_name"], torch.ones(12, 34)
+    )
+    lines = list(page(summarize(checkpoint), None, 76, 40, everything=False))
+    assert any(line.endswith("weight … running_var 12×34") for line in lines)
+    assert any(line.startswith("  a_table_of") and line.endswith(" with_a_long_name 12×34") for line in lines)
 
 
 def test_no_tensors_are_no_lines() -> None:

@@ -50,7 +50,7 @@ def test_verbose_with_dry_run_shows_what_a_renaming_would_do(many: Path, cli: An
 
 
 def test_verbose_says_every_tensor_that_is_not_finite(many: Path, cli: Any) -> None:
-    assert "model.module.a3 and 3 more" in cli("verify", many).err
+    assert "model.module.a3 (2) and 3 more" in cli("verify", many).err
     assert "model.module.a6" in cli("verify", many, "-v").err
 
 
@@ -65,6 +65,8 @@ def test_json_is_alone_on_stdout_and_stderr_is_empty(many: Path, cli: Any, tmp_p
     assert (ran.code, ran.err) == (0, "")
     assert (ran.json["keys"], ran.json["renamed"]) == (14, 7)
     assert ran.json["left_out"] == [f"beside{i}" for i in range(7)]
+    assert ran.json["kept"] == [f"b{i}" for i in range(7)]
+    assert (ran.json["copied"], ran.json["mentions"]) == ([], [])
 
 
 class Terminal(io.StringIO):
@@ -90,6 +92,19 @@ def test_long_work_shows_its_bytes_on_a_terminal(
     out = [] if command in ("verify", "digest") else [str(tmp_path / "out.pt")]
     assert command_line._run([command, str(many), *out]) == 0
     assert "%|" in stderr.getvalue() and "B/s]" in stderr.getvalue()
+
+
+def test_notes_break_between_words_on_a_terminal_and_nowhere_in_a_pipe(
+    many: Path, cli: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    said = cli("slim", many, tmp_path / "a.pt").err
+    assert len(said.splitlines()) == 1 and len(said) > 40
+    stderr = on_a_terminal(monkeypatch)
+    monkeypatch.setattr(console, "BAR_FROM", 1 << 30)
+    assert command_line._run(["slim", str(many), str(tmp_path / "b.pt")]) == 0
+    lines = stderr.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40 and " ".join(lines) == said.strip()
 
 
 @pytest.mark.parametrize("flag", ["--json", "--quiet"])

@@ -43,7 +43,7 @@ def test_one_line_says_what_was_done(path: Path, cli: Cli) -> None:
 def test_what_safetensors_leaves_out_is_named(path: Path, cli: Cli) -> None:
     ran = cli("convert", path, path.parent / "out.safetensors")
     assert ran.code == 0
-    assert ran.err == "left out, as safetensors holds tensors alone: optimizer, epoch, best\n"
+    assert ran.err == "left out, as safetensors holds only tensors: optimizer, epoch, best\n"
     assert list(load_file(path.parent / "out.safetensors")) == sorted(STATE)
 
 
@@ -59,7 +59,10 @@ def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Cli) -> None:
         "renamed": 0,
         "also_renamed": {},
         "left_out": ["head.weight", "head.count", "optimizer", "epoch", "best"],
+        "kept": [],
         "tied": [],
+        "copied": [],
+        "mentions": [],
         "bytes": out.stat().st_size,
         "seconds": 0,
         "overflows": 0,
@@ -110,7 +113,7 @@ def test_no_overflow_is_not_mentioned_and_a_dry_run_does_not_know(path: Path, cl
 def test_an_unknown_type_is_exit_2_with_those_there_are(path: Path, cli: Cli) -> None:
     ran = cli("convert", path, path.parent / "out.pt", "--dtype", "int8")
     assert ran.code == 2
-    assert "--dtype int8: not a type that can be cast to" in ran.err and "bf16" in ran.err
+    assert "--dtype int8: not a dtype to cast to" in ran.err and "bf16" in ran.err
     assert not (path.parent / "out.pt").exists()
 
 
@@ -127,16 +130,16 @@ def test_keys_are_chosen_and_those_taken_out_are_named(path: Path, cli: Cli) -> 
     patterns = ["--only", "stem.*", "--only", "head.w*", "--exclude", "*.bias"]
     ran = cli("convert", path, path.parent / "out.pt", *patterns)
     assert ran.code == 0
-    assert ran.err == "taken out: stem.bias, head.count\n"
+    assert ran.err == "left out: stem.bias, head.count\n"
     assert list(torch.load(path.parent / "out.pt")["model"]) == ["stem.weight", "head.weight"]
 
 
 def test_many_names_are_cut_short_unless_asked_for(cli: Cli, tmp_path: Path) -> None:
     torch.save({f"a{i}": base for i in range(9)} | {"b": base}, tmp_path / "in.pt")
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--only", "b")
-    assert ran.err == "taken out: a0, a1, a2, a3 and 5 more\n"
+    assert ran.err == "left out: a0, a1, a2, a3 and 5 more\n"
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--only", "b", "--force", "-v")
-    assert ran.err == f"taken out: {', '.join(f'a{i}' for i in range(9))}\n"
+    assert ran.err == f"left out: {', '.join(f'a{i}' for i in range(9))}\n"
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--only", "b", "--force", "-q")
     assert (ran.out, ran.err) == ("", "")
 
@@ -144,7 +147,7 @@ def test_many_names_are_cut_short_unless_asked_for(cli: Cli, tmp_path: Path) -> 
 def test_a_pattern_that_fits_nothing_is_exit_1(path: Path, cli: Cli) -> None:
     ran = cli("convert", path, path.parent / "out.pt", "--only", "body.*")
     assert ran.code == 1
-    assert "no key fits 'body.*'" in ran.err and "stem.weight" in ran.err
+    assert "no key matches 'body.*'" in ran.err and "stem.weight" in ran.err
     assert not (path.parent / "out.pt").exists()
 
 
@@ -166,7 +169,7 @@ def test_a_name_that_is_not_there_can_t_be_dropped(path: Path, cli: Cli) -> None
 def test_the_state_that_is_meant_can_be_named(cli: Cli, tmp_path: Path) -> None:
     torch.save({"model": {"w": base}, "ema": {"w": base + 1}}, tmp_path / "in.pt")
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "a.safetensors")
-    assert "state: 'model'; there are also --state ema" in ran.err
+    assert "state: 'model'; also available: --state ema" in ran.err
     cli("convert", tmp_path / "in.pt", tmp_path / "b.safetensors", "--state", "ema", "--dtype", "fp16")
     assert torch.equal(load_file(tmp_path / "b.safetensors")["w"], (base + 1).half())
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "c.safetensors", "--state", "emma")
@@ -203,7 +206,7 @@ def test_a_collision_is_exit_3_and_names_both(cli: Cli, tmp_path: Path) -> None:
     torch.save({"z": torch.complex(base, base), "z.real": base}, tmp_path / "in.pt")
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", "--complex", "split")
     assert ran.code == 3
-    assert "'z' would be split into 'z.real', which is there already" in ran.err
+    assert "'z' would be split into 'z.real', which already exists" in ran.err
 
 
 def test_other_words_for_complex_are_exit_2(path: Path, cli: Cli) -> None:
@@ -218,10 +221,10 @@ def test_ties_are_said_and_copies_too(cli: Cli, tmp_path: Path) -> None:
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", "--json")
     assert ran.json["tied"] == ["head"]
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", "--force")
-    assert "kept once, the tie in the metadata: head" in ran.err
-    assert "written for each name, though they share memory: row" in ran.err
+    assert "written once, with the tie in the metadata: head" in ran.err
+    assert "written once per name, though they share memory: row" in ran.err
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", "--force", "--keep-copies")
-    assert ran.err == "written for each name, though they share memory: head, row\n"
+    assert ran.err == "written once per name, though they share memory: head, row\n"
 
 
 # Where from and where to.
@@ -281,19 +284,19 @@ def test_axes_shapes_and_ties_by_flags(cli: Cli, tmp_path: Path) -> None:
     assert found["head"].data_ptr() == found["a.weight"].data_ptr()
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors", *flags)
     assert torch.equal(load_file(tmp_path / "out.safetensors")["b.weight"], base.T + 1)
-    assert "kept once, the tie in the metadata: head" in ran.err
+    assert "written once, with the tie in the metadata: head" in ran.err
 
 
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        (["--permute", "w=0,0"], 2, "0,0 is no order of the 2 axes of 'w'"),
+        (["--permute", "w=0,0"], 2, "0,0 is not a permutation of the 2 axes of 'w'"),
         (["--permute", "w=1,x"], 2, "'1,x' is not a shape"),
-        (["--reshape", "w"], 2, "'w' is not two things with = between them"),
+        (["--reshape", "w"], 2, "'w' is not two parts with = between them"),
         (["--reshape", "w=5"], 2, "'w' has 12 elements, and 5 5"),
-        (["--tie", "w=w"], 3, "'w' would be another name of 'w', and is there already"),
+        (["--tie", "w=w"], 3, "'w' would be another name of 'w', but already exists"),
         (["--tie", "x=y"], 1, "no tensor is named 'y'"),
-        (["--permute", "x*=1,0"], 1, "no tensor's key fits 'x*'"),
+        (["--permute", "x*=1,0"], 1, "no tensor's key matches 'x*'"),
     ],
 )
 def test_a_layout_that_can_t_be_is_an_error_and_nothing_is_written(
@@ -303,3 +306,23 @@ def test_a_layout_that_can_t_be_is_an_error_and_nothing_is_written(
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt", *flags)
     assert (ran.code, ran.out) == (code, "") and said in ran.err
     assert not (tmp_path / "out.pt").exists()
+
+
+def test_where_everything_is_kept_no_state_is_taken(cli: Cli, tmp_path: Path) -> None:
+    source, out = tmp_path / "in 1.pt", tmp_path / "out.pt"
+    torch.save({"model": {"w": base}, "ema": {"w": base}}, source)
+    assert cli("convert", source, out).err == ""
+    assert "--state ema" in cli("convert", source, out, "--force", "--dtype", "fp16").err
+    ran = cli("convert", source, out, "--force", "--state", "ema")
+    assert (ran.code, ran.err.splitlines()[1]) == (
+        2,
+        f"hint: that state alone: ckpttool slim --state ema '{source}' {out}",
+    )
+    assert cli("convert", source, out, "--force", "--state", "ema", "--dtype", "fp16").code == 0
+
+
+def test_types_and_formats_in_any_case(cli: Cli, tmp_path: Path) -> None:
+    torch.save({"w": base}, tmp_path / "in.pt")
+    flags = ["--dtype", "BF16", "--to", "Safetensors", "--json"]
+    assert cli("convert", tmp_path / "in.pt", tmp_path / "out", *flags).json["format"] == "safetensors"
+    assert load_file(tmp_path / "out")["w"].dtype == torch.bfloat16

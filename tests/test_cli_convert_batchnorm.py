@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def test_lacking_counters_are_added(folder: Path, cli: Cli) -> None:
     ran = cli("convert-batchnorm", folder / "old.pt", folder / "out.pt", "--to", "sync")
     assert (ran.code, ran.err) == (0, "")
-    assert ran.out.startswith("fitted 2 BatchNorm layers for sync, 2 counters added -> ")
+    assert ran.out.startswith("converted 2 BatchNorm layers for sync, 2 counters added -> ")
     saved = torch.load(folder / "out.pt", weights_only=True)
     assert saved["epoch"] == 7
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
@@ -163,7 +163,8 @@ def test_cumulative_layers_weigh_ranks_by_their_counters(folder: Path, cli: Cli)
 def test_without_counts_it_says_what_it_assumed(folder: Path, cli: Cli) -> None:
     ran = cli("convert-batchnorm", folder / "rank0.pt", folder / "rank1.pt", folder / "out.pt")
     assert ran.out.startswith(
-        "pooled the statistics of 2 ranks in 2 BatchNorm layers, of equal counts (--counts gives others) -> "
+        "pooled the statistics of 2 ranks in 2 BatchNorm layers, "
+        "assuming equal counts (--counts gives others) -> "
     )
 
 
@@ -175,11 +176,11 @@ def test_a_dry_run_writes_nothing(folder: Path, cli: Cli) -> None:
 @pytest.mark.parametrize(
     "arguments, code, said",
     [
-        (["rank0.pt", "out.pt", "--to", "sync"], 1, "keep the same"),
+        (["rank0.pt", "out.pt", "--to", "sync"], 1, "have the same keys"),
         (["rank0.pt", "out.pt"], 2, "--to is needed"),
         (["rank0.pt", "out.pt", "--to", "sync", "--counts", "3,4"], 2, "--counts is for several"),
         (["rank0.pt", "out.pt", "--to", "sync", "--cumulative", "*"], 2, "--cumulative is for several"),
-        (["rank0.pt", "rank1.pt", "out.pt", "--cumulative", "x*"], 2, "no BatchNorm layer fits 'x*'"),
+        (["rank0.pt", "rank1.pt", "out.pt", "--cumulative", "x*"], 2, "no BatchNorm layer matches 'x*'"),
         (["old.pt", "out.pt", "--to", "plain", "--model", "model.py:with_instances"], 3, "'module.1' is no"),
         (["rank0.pt", "rank1.pt", "out.pt", "--counts", "3"], 2, "2 files, 1 counts"),
         (["rank0.pt", "rank1.pt", "out.pt", "--counts", "3,x"], 2, "is not N0,N1"),

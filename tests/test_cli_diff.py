@@ -55,7 +55,7 @@ def test_the_same_contents_are_exit_0_and_what_a_format_can_t_hold_is_said(
     other = tmp_path / "c.safetensors"
     assert cli("convert", files[0], other).code == 0
     ran = cli("diff", files[0], other)
-    assert (ran.code, ran.err) == (0, f"not compared, as {other} holds tensors alone: epoch\n")
+    assert (ran.code, ran.err) == (0, f"not compared, as {other} holds only tensors: epoch\n")
     assert ran.out == f"{files[0]} and {other} are the same (3 tensors compared)\n"
     assert cli("diff", "-q", files[0], other).out == ""
 
@@ -66,7 +66,7 @@ def test_tolerances(files: tuple[Path, Path], cli: Cli) -> None:
     assert "~ w" not in cli("diff", a, b, "--atol", "0.5").out
     assert "~ epoch" not in cli("diff", a, b, "--rtol", "0.25").out
     assert cli("diff", a, b, "--atol", "-1").code == 2
-    assert "nan is no tolerance" in cli("diff", a, b, "--rtol", "nan").err
+    assert "nan is not a tolerance" in cli("diff", a, b, "--rtol", "nan").err
     assert cli("diff", a, b, "--model-only", "--sort", "name").out.startswith("- gone\n~ n")
 
 
@@ -76,7 +76,7 @@ def test_a_prefix_alone_is_hinted_at_and_ignored_when_asked(cli: Cli, tmp_path: 
     save_file(state, tmp_path / "plain.safetensors")
     ran = cli("diff", tmp_path / "ddp.pt", tmp_path / "plain.safetensors")
     assert ran.code == 1
-    assert ran.err == "2 names are in both files but for a wrapper's prefix: --ignore-prefix\n"
+    assert ran.err == "2 names are in both files except for a wrapper's prefix: --ignore-prefix\n"
     assert cli("diff", tmp_path / "ddp.pt", tmp_path / "plain.safetensors", "--ignore-prefix").code == 0
 
 
@@ -85,7 +85,7 @@ def test_nan_and_zeros_of_other_signs_are_told(cli: Cli, tmp_path: Path) -> None
     torch.save({"z": torch.tensor([-0.0, 1.0]), "w": torch.tensor([float("nan"), 2.5])}, tmp_path / "b.pt")
     lines = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt").out.splitlines()
     assert lines[0].startswith(
-        "~ z  float32 [2]: 1 of 2 differs by bits alone (NaN, or the sign of zero), at [0]"
+        "~ z  float32 [2]: 1 of 2 differs only in bits (NaN, or the sign of zero), at [0]"
     )
     assert lines[1].startswith("~ w  float32 [2]: 2 of 2 differ, 1 by NaN on one side, by up to 0.5")
     assert lines[1].endswith(", at [0]: 1 -> nan")

@@ -108,7 +108,7 @@ def test_with_json_the_error_is_one_object_on_stdout_and_the_line_on_stderr(
 ) -> None:
     ran = cli(*arguments(command, tmp_path / "missing.pt", tmp_path / "out.pt"), "--json")
     assert ran.code == 3
-    message, hint = f"{tmp_path}/missing.pt: no such file", f"look what is there: ls {tmp_path}"
+    message, hint = f"{tmp_path}/missing.pt: no such file", f"see what is there: ls {tmp_path}"
     assert ran.json == {"error": {"kind": "unreadable", "message": message, "hint": hint}}
     assert ran.err == f"error: {message}\nhint: {hint}\n"
 
@@ -123,9 +123,9 @@ def test_the_hint_for_an_output_that_exists_is_one_that_helps(cli: Any, tmp_path
     torch.save({"w": torch.ones(1)}, tmp_path / "in.pt")
     hints = {
         (): "write it anyway with --force",
-        (tmp_path,): "it is a folder that holds other files too: name a new folder, or a file in it",
-        (tmp_path, "--to", "torch-zip"): "it is a folder: name a file in it",
-        (tmp_path / "in.pt", "--to", "dcp"): "it is a file, and dcp is a folder: name a new folder",
+        (tmp_path,): "name a new folder, or a file in it",
+        (tmp_path, "--to", "torch-zip"): "name a file in it",
+        (tmp_path / "in.pt", "--to", "dcp"): "name a new folder",
     }
     for output, hint in hints.items():
         ran = cli("convert", tmp_path / "in.pt", *(output or (tmp_path / "in.pt",)))
@@ -162,6 +162,18 @@ def test_a_wrong_call_with_json_is_an_object_too(what: str, cli: Any) -> None:
     assert (ran.code, ran.json["error"]["kind"]) == (2, "usage")
 
 
+def test_a_value_that_is_missing_leads_to_the_help_of_its_command(cli: Any) -> None:
+    ran = cli("convert", "x.pt", "y.pt", "--complex")
+    assert ran.err.splitlines()[1] == "hint: ckpttool convert --help"
+
+
+@pytest.mark.parametrize("command", ["verify", "digest"])
+def test_two_files_lead_to_the_command_that_compares_them(command: str, cli: Any) -> None:
+    ran = cli(command, "a.pt", "b c.pt")
+    hint = "hint: to compare: ckpttool verify a.pt --against 'b c.pt'"
+    assert (ran.code, ran.err.splitlines()[1]) == (2, hint)
+
+
 def test_no_command_at_all_shows_the_help_and_exits_2(cli: Any) -> None:
     ran = cli()
     assert (ran.code, ran.err) == (2, "")
@@ -170,10 +182,10 @@ def test_no_command_at_all_shows_the_help_and_exits_2(cli: Any) -> None:
 
 
 REFUSED_OUTPUTS = {
-    "a name without ending": ("out", "does not tell the format"),
-    "an ending of nobody": ("out.xyz", "does not tell the format"),
+    "a name without ending": ("out", "does not say which format"),
+    "an ending of nobody": ("out.xyz", "does not say which format"),
     "a folder that is not there": ("missing/out.pt", "there is no folder"),
-    "a folder": ("folder.pt", "exists already"),
+    "a folder": ("folder.pt", "already exists"),
     "an existing file": ("old.pt", "--force"),
 }
 
@@ -208,8 +220,8 @@ NEAR = {
     "another name": ("runs/epoch9.ckpt", "the folder runs has best.safetensors, last.pt"),
     "no folder": ("nosuch/deep/last.pt", "there is no folder nosuch"),
     "no folder in a folder": ("runs/7/last.pt", "there is no folder runs/7"),
-    "nothing like it": ("empty/last.pt", "look what is there: ls empty"),
-    "here": ("last", "look what is there: ls ."),
+    "nothing like it": ("empty/last.pt", "see what is there: ls empty"),
+    "here": ("last", "see what is there: ls ."),
 }
 
 
@@ -252,7 +264,7 @@ def test_the_output_may_be_the_input(suffix: str, cli: Any, tmp_path: Path) -> N
     path = tmp_path / f"in{suffix}"
     (save_file if suffix == ".safetensors" else torch.save)({"module.a": torch.ones(1)}, path)
     ran = cli("strip-prefix", path, path)
-    assert_one_line(ran, 2, "exists already", "--force")
+    assert_one_line(ran, 2, "already exists", "--force")
     assert cli("strip-prefix", path, path, "--force").code == 0
     assert [row["name"] for row in cli("inspect", path, "--json").json["tensors"]] == ["a"]
     assert [found.name for found in tmp_path.iterdir()] == [path.name]

@@ -113,13 +113,13 @@ def wrong(kind: str) -> list[str]:
             "rank 1 of 3 is missing; samples 1, 4, 7, 10, 13, 16 and 7 more of 40 are missing",
         ),
         ("a file twice", "rank 1 has several files: rank1.safetensors, ./rank1.safetensors; samples 1, 4,"),
-        ("a sample twice", "sample 0 stands more than once: in rank0.safetensors, rank1.safetensors"),
+        ("a sample twice", "sample 0 appears more than once: in rank0.safetensors, rank1.safetensors"),
         ("a gap", "sample 37 of 40 is missing"),
         (
             "another checkpoint",
-            "rank1.safetensors: is of another evaluation than rank0.safetensors: its checkpoint",
+            "rank1.safetensors: is of a different evaluation than rank0.safetensors: its checkpoint",
         ),
-        ("a label beyond", "has a label that is none of the 3 classes"),
+        ("a label beyond", "has a label that is not one of the 3 classes"),
     ],
 )
 def test_what_is_wrong_is_exit_1_and_names_samples_and_files(folder, cli, kind, said):
@@ -139,7 +139,7 @@ def test_rows_that_were_changed_afterwards_are_refused(folder, cli):
 
 def test_more_samples_than_the_files_speak_of_are_missed(folder, cli):
     answer = cli("gather-metrics", *FILES, "--samples", 41)
-    assert (answer.code, "is of 40 samples, not of 41" in answer.err) == (1, True)
+    assert (answer.code, "is of 40 samples, not 41" in answer.err) == (1, True)
     assert cli("gather-metrics", *FILES, "--samples", 40).code == 0
 
 

@@ -63,10 +63,29 @@ def test_one_line_a_tensor_for_grep_and_cut(checkpoint: Path, cli: Any) -> None:
 
 def test_values_are_looked_at_when_asked(checkpoint: Path, cli: Any) -> None:
     rows = [line.split() for line in cli("inspect", checkpoint, "--stats").out.splitlines()]
-    assert rows[0] == ["tensor", "dtype", "shape", "min", "max", "mean", "std", "not", "finite"]
-    assert rows[1] == ["model.module.fc.weight", "float32", "2×3", "1", "1", "1", "0", "0"]
+    assert rows[0] == ["tensor", "dtype", "shape", "min", "max", "mean", "std"]
+    assert rows[1] == ["model.module.fc.weight", "float32", "2×3", "1", "1", "1", "0"]
     found = cli("inspect", checkpoint, "--stats", "--json").json["tensors"]
     assert found[2]["stats"] == {"minimum": 1, "maximum": 1, "mean": 1.0, "deviation": 0.0, "non_finite": 0}
+
+
+def test_values_that_are_not_finite_have_a_column_where_there_are_any(tmp_path: Path, cli: Any) -> None:
+    torch.save({"a": torch.tensor([float("nan"), 2.0]), "b": ONE}, tmp_path / "f.pt")
+    lines = cli("inspect", tmp_path / "f.pt", "--stats").out.splitlines()
+    assert lines[0].endswith("not finite") and [line.split()[-1] for line in lines[1:]] == ["1", "0"]
+
+
+def test_tensors_for_grep_have_their_figures_too_when_asked(checkpoint: Path, cli: Any) -> None:
+    lines = cli("inspect", checkpoint, "--tensors", "--stats").out.splitlines()
+    assert lines[0] == "model.module.fc.weight\tfloat32\t[2,3]\t24\t\t1\t1\t1\t0\t0"
+    assert len(lines) == 4
+
+
+def test_json_names_the_class_of_a_pickled_model(tmp_path: Path, cli: Any) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "f.pt")
+    found = cli("inspect", tmp_path / "f.pt", "--json").json
+    assert found["model"] == "torch.nn.modules.linear.Linear"
+    assert found["state_bytes"] == 24
 
 
 def test_json_has_the_fields_that_scripts_rely_on(checkpoint: Path, cli: Any) -> None:
@@ -182,3 +201,26 @@ def test_an_empty_state_is_told(tmp_path: Path, cli: Any) -> None:
     torch.save({}, tmp_path / "f.pt")
     ran = cli("inspect", tmp_path / "f.pt")
     assert "the file itself: 0 tensors, 0 parameters" in ran.out
+
+
+def test_other_states_are_ready_to_paste_and_none_is_a_score_or_a_generator(tmp_path: Path, cli: Any) -> None:
+    tree = {"state_dict": {"a": ONE}, "rng": torch.get_rng_state(), "best": torch.tensor(0.5)}
+    torch.save(tree | {"cuda": {"rng": torch.get_rng_state()}, "loop": {"score": ONE[0]}}, tmp_path / "f.pt")
+    assert "--state" not in cli("inspect", tmp_path / "f.pt").out
+    torch.save(tree | {"w": ONE, "v": ONE, "my copy": {"a": ONE, "b": ONE}}, tmp_path / "f.pt")
+    lines = cli("inspect", tmp_path / "f.pt").out.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines if "--state" in line] == [
+        "--state ''",
+        "--state 'my copy'",
+    ]
+    ran = cli("slim", tmp_path / "f.pt", tmp_path / "g.pt")
+    assert "state: 'state_dict'; also available: --state '', --state 'my copy'\n" in ran.err
+
+
+def test_a_state_named_where_the_file_is_the_state(tmp_path: Path, cli: Any) -> None:
+    torch.save({"a": ONE}, tmp_path / "f.pt")
+    ran = cli("inspect", tmp_path / "f.pt", "--state", "model")
+    assert (ran.code, ran.err.splitlines()[1]) == (
+        3,
+        "hint: the file itself is the state: leave out --state",
+    )

@@ -72,3 +72,8 @@ def test_what_can_not_be_known_is_exit_3_and_a_file_without_an_optimizer_exit_1(
     torch.save({"w": torch.ones(1)}, path)
     assert cli("optimizer", path, path.with_name("out.pt"), "--to", "names").code == 1
     assert cli("optimizer", path, path.with_name("out.pt")).code == 2
+
+
+def test_a_state_can_be_named(path: Path, cli: Cli) -> None:
+    assert cli("optimizer", path, path.with_name("out.pt"), "--to", "names", "--state", "model").code == 0
+    assert "epoch" in torch.load(path.with_name("out.pt"), weights_only=True)

@@ -84,7 +84,7 @@ def test_counters_that_the_file_lacks_are_said(net: str, state: Any, cli: Any, t
     torch.save({k: v for k, v in state.items() if "num_batches" not in k}, tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", net)
     assert ran.code == 0
-    assert "as the file lacks them: 1.num_batches_tracked" in ran.err
+    assert "missing in the file, kept as they are in the model: 1.num_batches_tracked" in ran.err
 
 
 @pytest.mark.parametrize(

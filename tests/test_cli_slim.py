@@ -26,7 +26,7 @@ def test_the_state_alone_is_written_and_what_stays_behind_is_named(ending: str, 
     out = path.parent / f"out{ending}"
     ran = cli("slim", path, out)
     assert ran.code == 0
-    assert ran.err == "taken out: args, run.optimizer, run.epoch\n"
+    assert ran.err == "left out: args, run.optimizer, run.epoch\n"
     assert ran.out.startswith(f"slimmed {path.stat().st_size / 1000:.0f} kB -> {out} (")
     loaded = torch.load(out) if ending == ".pt" else load_file(out)
     assert {name: tensor.tolist() for name, tensor in loaded.items()} == {"part": [10, 11, 12], "own": [1, 1]}

@@ -77,7 +77,7 @@ def test_a_pt_keeps_everything_and_its_names_follow(
 
 def test_what_safetensors_leaves_out_is_named(training: Path, cli: Any, tmp_path: Path) -> None:
     ran = cli("strip-prefix", training, tmp_path / "out.safetensors")
-    assert "left out, as safetensors holds tensors alone: " in ran.err
+    assert "left out, as safetensors holds only tensors: " in ran.err
     assert all(name in ran.err for name in ("epoch", "optimizer", "model._metadata"))
     found = cli("strip-prefix", training, tmp_path / "out.safetensors", "--force", "--json")
     assert found.json["left_out"] == ["model._metadata", "epoch", "optimizer"]
@@ -216,9 +216,9 @@ def test_which_state_was_taken_is_said_and_can_be_chosen(cli: Any, tmp_path: Pat
     tree = {"model": {"module.a": torch.ones(1)}, "ema": {"module.b": torch.ones(1)}}
     torch.save(tree, tmp_path / "in.pt")
     ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.safetensors")
-    assert "state: 'model'; there are also --state ema" in ran.err
+    assert "state: 'model'; also available: --state ema" in ran.err
     ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "ema.safetensors", "--state", "ema")
-    assert "there are also" not in ran.err
+    assert "also available" not in ran.err
     assert list(load_file(tmp_path / "ema.safetensors")) == ["b"]
     assert cli("strip-prefix", tmp_path / "in.pt", tmp_path / "x.pt", "--state", "teacher").code == 3
 
@@ -260,3 +260,11 @@ def test_a_directory_of_format_ending_in_slash_is_a_folder_of_shards(
 ) -> None:
     assert cli("strip-prefix", ddp, f"{tmp_path}/shards/").code == 0
     assert (tmp_path / "shards").is_dir()
+
+
+def test_the_prefix_that_all_keys_have_is_named(cli: Any, tmp_path: Path) -> None:
+    torch.save(
+        {"state_dict": {"model.a.w": torch.ones(1), "model.b.w": torch.ones(1)}}, tmp_path / "light.ckpt"
+    )
+    ran = cli("strip-prefix", tmp_path / "light.ckpt", tmp_path / "out.ckpt")
+    assert (ran.code, ran.err.splitlines()[1]) == (1, "hint: all keys begin with 'model.': --prefix model.")

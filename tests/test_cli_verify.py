@@ -78,21 +78,19 @@ def test_values_that_are_not_finite_are_told_and_an_error_only_when_asked(cli: C
     torch.save({"w": torch.tensor([nan, 1.0, nan]), "v": torch.tensor([1.0])}, tmp_path / "in.pt")
     ran = cli("verify", tmp_path / "in.pt")
     assert ran.code == 0
-    assert ran.err == "2 values are NaN or infinite, in w\n"
+    assert ran.err == "NaN or infinite values: w (2)\n"
     ran = cli("verify", tmp_path / "in.pt", "--finite")
     assert ran.code == 1
     assert "non-finite: w: 2 of its values are NaN or infinite" in ran.err
     ran = cli("verify", tmp_path / "in.pt", "--finite", "--json")
     assert (ran.code, ran.json["non_finite"]) == (1, {"w": 2})
-    torch.save({"w": torch.tensor([nan])}, tmp_path / "one.pt")
-    assert cli("verify", tmp_path / "one.pt").err == "1 value is NaN or infinite, in w\n"
 
 
 def test_files_without_checksums_say_so(cli: Cli, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "in.safetensors")
     ran = cli("verify", tmp_path / "in.safetensors")
     assert ran.code == 0
-    assert ran.err == "2 tensors have no checksum, as safetensors files may\n"
+    assert ran.err == "2 storages have no checksum, as safetensors files may\n"
 
 
 def test_against_a_file_of_another_format(path: Path, cli: Cli) -> None:

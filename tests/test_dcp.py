@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import pickle
+import shlex
 import shutil
 import subprocess
 import sys
@@ -319,6 +320,19 @@ def test_ranks_that_saved_each_for_itself_are_named(tmp_path: Path) -> None:
         ckpttool.open(folder)
 
 
+def test_a_part_of_a_folder_is_named_as_such(cli: Callable[..., Any], tmp_path: Path) -> None:
+    folder = saved(training(), tmp_path / "d")
+    for name in ("__0_0.distcp", "renamed"):
+        if name == "renamed":
+            (folder / "__0_0.distcp").rename(folder / name)
+        with pytest.raises(Unsupported, match="is a part of a DCP folder") as refusal:
+            ckpttool.open(folder / name)
+        assert refusal.value.hint == f"name the folder: {folder}"
+    (tmp_path / "other.pt").write_bytes((folder / "renamed").read_bytes())
+    with pytest.raises(Damaged):
+        ckpttool.open(tmp_path / "other.pt")
+
+
 def test_an_extension_is_named(tmp_path: Path) -> None:
     folder = saved({"a": torch.ones(2)}, tmp_path / "d")
     with pytest.raises(Unsupported, match=r"extension.*stream\.zstd"):
@@ -397,6 +411,67 @@ def test_an_object_is_named_and_not_made(tmp_path: Path) -> None:
         ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
 
 
+class Own:
+    """An object of the user's."""
+
+
+OBJECTS: dict[str, Any] = {
+    "best": argparse.Namespace(lr=1),
+    "run": {"args": Own()},
+    "list": [{"o": Own()}],
+    "t": (Own(),),
+    "s": {"o o": Own()},
+}
+
+
+def test_all_objects_are_named_at_once_and_the_ways_out(cli: Callable[..., Any], tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), **OBJECTS}, tmp_path / "in.pt")
+    words = ["convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp"]
+    for more in ([], ["--dry-run"]):
+        ran = cli(*words, *more)
+        assert ran.code == 3
+        assert (
+            "holds objects: 'best' (argparse.Namespace), 'run.args' (test_dcp.Own), 'list.0.o' "
+            "(test_dcp.Own), 't.0' (test_dcp.Own) and 1 more; objects are never created from a file here"
+            in ran.err
+        )
+        assert "hint: keep everything with convert --full, or leave out" in ran.err
+        assert ran.err.endswith("--drop best --drop run.args --drop list.0.o --drop t.0\n")
+    assert not (tmp_path / "d").exists()
+    assert cli(*words, "--full").code == 0
+
+
+def test_objects_are_dropped_by_the_words_of_the_hint(cli: Callable[..., Any], tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "best": Own(), "s": {"o o": Own()}}, tmp_path / "in.pt")
+    words = ["convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp"]
+    told = shlex.split(cli(*words).err.rpartition("without: ")[2])
+    assert told == ["--drop", "best", "--drop", "s.o o"]
+    assert cli(*words, *told).code == 0
+    assert list(ckpttool.open(tmp_path / "d").tree) == ["a"]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_sets_sizes_and_types_are_data(protocol: int, tmp_path: Path) -> None:
+    tree = {"s": {1, 2}, "f": ({torch.Size([2])}, {torch.float16}), "x": [torch.Size([1])]}
+    torch.save(tree, tmp_path / "in.pt", pickle_protocol=protocol)
+    ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
+    dcp_to_torch_save(tmp_path / "d", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt", weights_only=False) == tree
+
+
+@pytest.mark.parametrize("tree", [torch.ones(2), {5: torch.ones(1), "5": torch.zeros(1)}])
+def test_what_dcp_can_t_name_is_refused_and_full_keeps_it(tree: object, tmp_path: Path) -> None:
+    torch.save(tree, tmp_path / "in.pt")
+    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    for dry_run in (True, False):
+        with pytest.raises(Refused, match=r"as DCP needs|all keys are text in DCP") as refusal:
+            ckpttool.save(checkpoint, tmp_path / "d", to="dcp", dry_run=dry_run)
+        assert "--full" in str(refusal.value.hint)
+    ckpttool.save(checkpoint, tmp_path / "d", to="dcp", full=True)
+    ckpttool.save(ckpttool.open(tmp_path / "d"), tmp_path / "out.pt")
+    assert_same(torch.load(tmp_path / "out.pt"), tree)
+
+
 def test_two_paths_that_become_one_are_refused(tmp_path: Path) -> None:
     torch.save({"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}, tmp_path / "in.pt")
     with pytest.raises(Refused, match=r"a\.b"):
@@ -405,9 +480,55 @@ def test_two_paths_that_become_one_are_refused(tmp_path: Path) -> None:
 
 def test_what_dcp_drops_is_known(tmp_path: Path) -> None:
     torch.save({**training(), "nothing": {}, "deep": {"l": [], "e": {}}}, tmp_path / "in.pt")
-    numbered = "optimizer.state (keys that are no text)"
-    lost = ours.lost(ckpttool.open(tmp_path / "in.pt").tree)
-    assert lost == ["model._metadata", numbered, "nothing", "deep.e"]
+    tree = ckpttool.open(tmp_path / "in.pt").tree
+    assert ours.lost(tree) == ["model._metadata", "nothing", "deep.e"]
+    assert ours.with_keys_made_text(tree) == ["optimizer.state"]
+
+
+def test_keys_that_become_text_are_told_and_a_command_makes_them_numbers_again(
+    cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.save(training(), tmp_path / "in.pt")
+    for words in (
+        ["convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp"],
+        ["convert", tmp_path / "d", tmp_path / "back.pt"],
+    ):
+        ran = cli(*words)
+        assert ran.code == 0
+        told = shlex.split(ran.err.rpartition("outside DCP: optimizer; numbers again: ckpttool ")[2])
+        (tmp_path / "last.pt").unlink(missing_ok=True)
+        assert told[:2] == ["optimizer", str(words[2])]
+        assert cli(*(tmp_path / word if word == "last.pt" else word for word in told)).code == 0
+    into = cli("convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", "--force")
+    assert "keys became text, as dcp has no others (convert --full keeps them): optimizer.state\n" in into.err
+    assert "left out, as dcp has no place for it: model._metadata\n" in into.err
+    found = torch.load(tmp_path / "back.pt")["optimizer"]
+    assert_same(found["state"], training()["optimizer"]["state"])
+
+
+def test_json_tells_the_keys_that_became_text(cli: Callable[..., Any], tmp_path: Path) -> None:
+    torch.save({5: torch.ones(1), "b": {7: torch.ones(2)}, **training()}, tmp_path / "in.pt")
+    words = ["convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", "--json"]
+    ran = cli(*words).json
+    assert ran["text_keys"] == ["the dict at the top", "b", "optimizer.state"]
+    assert (ran["keyed_by_text"], ran["left_out"]) == (["optimizer"], ["model._metadata"])
+    ran = cli(*words, "--full", "--force").json
+    assert "text_keys" not in ran and "keyed_by_text" not in ran
+
+
+@pytest.mark.parametrize("key", ["number", "name"])
+def test_an_optimizer_keyed_by_names_needs_no_mending(
+    key: str, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.save(training(), tmp_path / "in.pt")
+    words = ["--to", "names"] if key == "name" else []
+    source = tmp_path / "in.pt"
+    if words:
+        source = tmp_path / "named.pt"
+        assert cli("optimizer", tmp_path / "in.pt", source, *words).code == 0
+    cli("convert", source, tmp_path / "d", "--to", "dcp")
+    ran = cli("convert", tmp_path / "d", tmp_path / "back.pt")
+    assert ("numbers again" in ran.err) == (key == "number")
 
 
 def test_a_folder_moves(tmp_path: Path) -> None:

@@ -459,7 +459,7 @@ def test_what_no_command_mends_is_said_in_words(what: str, cli: Cli, tmp_path: P
     assert problem["kind"] == kind
     assert words in problem["message"]
     assert "command" not in problem
-    assert "# no command can mend that" in cli("doctor", tmp_path / "f.pt", "--model", spec(model)).out
+    assert "# no command can fix that" in cli("doctor", tmp_path / "f.pt", "--model", spec(model)).out
 
 
 def test_a_state_with_objects_in_it_is_not_promised_to_reload(cli: Cli, tmp_path: Path) -> None:
@@ -482,7 +482,7 @@ FILES = {
         "git lfs pull",
     ),
     "a web page": (b"<!DOCTYPE html><html></html>", "download the file again"),
-    "nothing": (b"", "get it again"),
+    "nothing": (b"", "copy it again"),
 }
 
 
@@ -513,7 +513,7 @@ def test_square_matrices_beside_transposed_ones_are_pointed_out(cli: Cli, tmp_pa
         tmp_path / "f.pt",
     )
     found = cli("doctor", tmp_path / "f.pt", "--model", spec("numbered"), "--json")
-    assert "no shape tells" not in found.json["problems"][0]["message"]
+    assert "don't show" not in found.json["problems"][0]["message"]
     (tmp_path / "m.py").write_text(
         "import torch\ndef net(): return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 5))\n"
     )
@@ -538,11 +538,11 @@ def test_tensors_that_several_orders_of_axes_would_fit_are_pointed_out(cli: Cli,
     torch.save({**last, "0.bias": torch.rand(8), "1.bias": torch.rand(8)}, tmp_path / "f.pt")
     found = cli("doctor", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:convs", "--json")
     message = found.json["problems"][0]["message"]
-    assert "of 1 others no shape tells whether they are too (0.weight)" in message
+    assert "the shapes of 1 others don't show whether they are too (0.weight)" in message
     torch.save({"w": torch.rand(4, 2, 2)}, tmp_path / "g.pt")
     found = cli("doctor", tmp_path / "g.pt", "--model", f"{tmp_path}/m.py:odd", "--json")
     assert (
-        "of 1 no shape tells in which order, and one is guessed (w)" in found.json["problems"][0]["message"]
+        "the shapes of 1 don't show which order, so it is guessed (w)" in found.json["problems"][0]["message"]
     )
 
 

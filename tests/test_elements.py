@@ -134,7 +134,7 @@ def test_lazy_conjugates_and_negatives_are_resolved(
 
 def test_a_small_storage_blown_up_by_stride_0_is_refused_by_name(tmp_path: Path) -> None:
     ref = stored(torch.zeros(1).expand(1 << 20, 1 << 20), tmp_path)
-    with pytest.raises(Refused, match=r"'t' is a view that repeats 4 bytes into 4398046511104") as refusal:
+    with pytest.raises(Refused, match=r"'t' is a view that expands 4 bytes to 4398046511104") as refusal:
         require_bounded("t", ref, hint="do this")
     assert refusal.value.hint == "do this"
     require_bounded("t", ref, most=1 << 42)

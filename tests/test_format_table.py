@@ -222,7 +222,7 @@ def cell(source: Path, folder: Path, wanted: dict[str, Any]) -> str:
         is_flat(found) and is_flat(checkpoint) and sharing(found) == sharing(checkpoint)
     )
     same &= dict(found.metadata) == dict(checkpoint.metadata) and not checkpoint.unread
-    named = [*saved.left_out, *saved.copied, *dropped]
+    named = [*saved.left_out, *saved.copied, *saved.text_keys, *dropped]
     assert same == (not named), f"{same}, and named as left behind: {named}"
     if same:
         return EVERYTHING

@@ -116,11 +116,11 @@ def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("kind", "names", "said"),
     [
-        ("twice", ["CheckFailed", "RankFailed"], "samples 4–5 stand more than once: in rank 0, rank 1"),
+        ("twice", ["CheckFailed", "RankFailed"], "samples 4–5 appear more than once: in rank 0, rank 1"),
         ("gap", ["CheckFailed", "RankFailed"], "samples 10–11 of 12 are missing"),
-        ("far beyond", ["CheckFailed", "RankFailed"], "sample 1000000000000 in rank 0 is none of the 10"),
+        ("far beyond", ["CheckFailed", "RankFailed"], "sample 1000000000000 in rank 0 is not among the 10"),
         ("none of many", ["CheckFailed", "RankFailed"], "samples 10–999999999999999 of 1000000000000000 are"),
-        ("beyond", ["CheckFailed", "RankFailed"], "sample 9 in rank 1 is none of the 9"),
+        ("beyond", ["CheckFailed", "RankFailed"], "sample 9 in rank 1 is not among the 9"),
         (
             "dtype",
             ["RanksDiffer", "RanksDiffer"],
@@ -262,20 +262,20 @@ def parts(*shares: list[int]) -> dict[str, np.ndarray]:
     [
         (([2, 0], [1]), 3, []),
         (([], []), 0, []),
-        (([0, 1], [1, 2]), 3, ["sample 1 stands more than once: in p0, p1"]),
-        (([0, 0], [2]), 3, ["sample 0 stands more than once: in p0", "sample 1 of 3 is missing"]),
-        (([0, 0], [1]), 2, ["sample 0 stands more than once: in p0"]),
+        (([0, 1], [1, 2]), 3, ["sample 1 appears more than once: in p0, p1"]),
+        (([0, 0], [2]), 3, ["sample 0 appears more than once: in p0", "sample 1 of 3 is missing"]),
+        (([0, 0], [1]), 2, ["sample 0 appears more than once: in p0"]),
         (([0], [3]), 6, ["samples 1–2, 4–5 of 6 are missing"]),
         (([0],), 2, ["sample 1 of 2 is missing"]),
-        (([-1, 0], [9]), 1, ["samples -1, 9 in p0, p1 are none of the 1"]),
+        (([-1, 0], [9]), 1, ["samples -1, 9 in p0, p1 are not among the 1"]),
         ((list(range(0, 40, 2)),), 40, ["samples 1, 3, 5, 7, 9, 11 and 14 more of 40 are missing"]),
         (([],), 10**15, ["samples 0–999999999999999 of 1000000000000000 are missing"]),
         (
             ([0, 0, 5],),
             3,
             [
-                "sample 5 in p0 is none of the 3",
-                "sample 0 stands more than once: in p0",
+                "sample 5 in p0 is not among the 3",
+                "sample 0 appears more than once: in p0",
                 "samples 1–2 of 3 are missing",
             ],
         ),

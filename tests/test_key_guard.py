@@ -59,7 +59,7 @@ def test_colliding_keys_are_counted_by_owner() -> None:
     for number in colliding[:-1]:
         guard.check(number, owner)
     guard.check(colliding[-1], object())
-    with pytest.raises(BadKey, match="made to collide"):
+    with pytest.raises(BadKey, match="crafted to collide"):
         guard.check(colliding[-1], owner)
 
 

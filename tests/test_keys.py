@@ -146,7 +146,7 @@ def test_a_module_without_parameters_beside_it_is_a_sign_too() -> None:
     """`_metadata` names it, where the keys do not; inside the module it is none."""
     versions = {"": {}, "module": {}, "module.a": {}, "relu": {}}
     (found,) = found_prefixes(["module.a.w"], versions)
-    assert (found.certain, found.reason) == (False, "a module of that name may stand beside 'relu'")
+    assert (found.certain, found.reason) == (False, "there may be a module of that name beside 'relu'")
     assert judged("module.a.w", versions={"": {}, "module": {}, "module.relu": {}}) == [("module.", True)]
     nested = {"": {}, "module": {}, "module.module": {}, "module.relu": {}, "module.module.a": {}}
     assert judged("module.module.a.w", versions=nested) == [("module.", True), ("module.module.", False)]

@@ -210,7 +210,7 @@ def test_a_prediction_beyond_the_classes_is_wrong_and_of_none():
 @pytest.mark.parametrize(
     ("update", "said"),
     [
-        (lambda: metrics.Loss().update(torch.tensor(0.3)), "one number a sample"),
+        (lambda: metrics.Loss().update(torch.tensor(0.3)), "one number per sample"),
         (lambda: metrics.Loss().update(torch.zeros(1, dtype=torch.complex64)), "complex"),
         (lambda: metrics.Accuracy().update(np.zeros(3), np.zeros(3, int)), "whole numbers"),
         (lambda: metrics.Accuracy().update(np.zeros(3, int), np.zeros(2, int)), "3 samples on one side, 2"),

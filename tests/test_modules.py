@@ -331,7 +331,7 @@ def test_a_module_inside_itself_is_refused(tmp_path: Path) -> None:
     body = name("m", "M") + b")\x81" + put(7)
     groups = {"_parameters": b"}", "_buffers": b"}", "_modules": dict_of({"again": get(7)})}
     path = torch_zip(tmp_path / "f", body + dict_of(groups) + b"b")
-    with pytest.raises(Damaged, match="stands inside itself"):
+    with pytest.raises(Damaged, match="is nested in itself"):
         ckpttool.open(path).state()
 
 

@@ -40,11 +40,11 @@ def full_file(folder: Path, tree: object = TRAINING) -> ckpttool.Checkpoint:
     [
         ("out.safetensors", {"full": True, "state": "ema"}, "one state of it was named"),
         ("out.pt", {"full": True, "state": "ema"}, "one state of it was named"),
-        ("out/", {"full": True, "to": "torch-sharded"}, "holds the model's state alone"),
+        ("out/", {"full": True, "to": "torch-sharded"}, "holds only the model's state"),
         ("out.pt", {"keep_copies": True}, "copies were asked for"),
         ("out.safetensors", {"keep_copies": True, "full": True}, "copies were asked for"),
         ("out/", {"keep_copies": True, "to": "torch-sharded"}, "copies were asked for"),
-        ("out.pt", {"shard_size": 100}, "is one file, and a size of shards was given"),
+        ("out.pt", {"shard_size": 100}, "is one file, but a shard size was given"),
         ("out", {"shard_size": 100, "to": "dcp"}, "is one folder that is not cut"),
     ],
 )
@@ -124,4 +124,4 @@ def test_what_a_format_has_no_place_for_is_called_so(cli: Any, tmp_path: Path) -
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt")
     assert "left out, as torch-zip has no place for it: code" in ran.err
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors")
-    assert "left out, as safetensors holds tensors alone: code" in ran.err
+    assert "left out, as safetensors holds only tensors: code" in ran.err

@@ -141,7 +141,7 @@ def test_a_fault_in_writing_is_exit_3_and_one_line(
     monkeypatch.setattr(torch_zip, "write", wrongly(TREES["another shape"], torch_zip.write))
     ran = cli("convert", saved(STATE, tmp_path), tmp_path / "out.pt")
     assert (ran.code, ran.out, ran.err.count("\n")) == (3, "", 1)
-    assert "does not read back as it was meant, and was not kept" in ran.err
+    assert "does not read back as intended, and was not kept" in ran.err
     assert os.listdir(tmp_path) == ["in.pt"]
 
 
@@ -160,7 +160,7 @@ def test_wrong_values_are_found_when_asked_for(
         os.pwrite(self.fd, bytes([raw[0] ^ 1]), begin + data.nbytes - 1)
 
     monkeypatch.setattr(Output, "copy", flipping)
-    with pytest.raises(Damaged, match="does not read back as it was meant"):
+    with pytest.raises(Damaged, match="does not read back as intended"):
         ckpttool.save(checkpoint, tmp_path / f"out{ending}", full=full, verify=True)
     assert os.listdir(tmp_path) == ["in.pt"]
     monkeypatch.setattr(Output, "copy", copy)
@@ -171,7 +171,7 @@ def test_wrong_values_are_found_when_asked_for(
 def test_folders_are_read_back_too(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = ckpttool.open(saved(STATE, tmp_path))
     monkeypatch.setattr("ckpttool.digest.digest", lambda tensors, _: str(id(tensors)))
-    with pytest.raises(Damaged, match="does not read back as it was meant"):
+    with pytest.raises(Damaged, match="does not read back as intended"):
         ckpttool.save(checkpoint, tmp_path / "out", to=to, verify=True)
     assert os.listdir(tmp_path) == ["in.pt"]
 
@@ -329,7 +329,7 @@ def test_a_dry_run_of_a_cast_reads_no_values(
 def test_a_dry_run_refuses_what_the_format_can_t_hold(tmp_path: Path) -> None:
     wide = ckpttool.open(saved({"w": torch.zeros(1).expand(1 << 20, 1 << 20)}, tmp_path))
     for dry in (True, False):
-        with pytest.raises(Refused, match="repeats 4 bytes"):
+        with pytest.raises(Refused, match="expands 4 bytes"):
             ckpttool.save(wide, tmp_path / "out.safetensors", dry_run=dry)
 
 
@@ -368,10 +368,10 @@ def test_the_format_can_be_named_where_the_ending_does_not_tell(tmp_path: Path) 
     checkpoint = ckpttool.open(saved(STATE, tmp_path))
     assert ckpttool.save(checkpoint, tmp_path / "weights", to="safetensors").format == "safetensors"
     assert "module.w" in load_file(tmp_path / "weights")
-    with pytest.raises(UsageFault, match="its ending does not tell the format") as fault:
+    with pytest.raises(UsageFault, match="its ending does not say which format") as fault:
         ckpttool.save(checkpoint, tmp_path / "out.onnx")
     assert ".safetensors" in str(fault.value.hint)
-    with pytest.raises(UsageFault, match="no format is called 'onnx'") as fault:
+    with pytest.raises(UsageFault, match="there is no format 'onnx'") as fault:
         ckpttool.save(checkpoint, tmp_path / "out.pt", to="onnx")
     assert "torch-zip" in str(fault.value.hint)
     assert sorted(os.listdir(tmp_path)) == ["in.pt", "weights"]
@@ -381,7 +381,7 @@ def test_an_output_that_is_there_needs_force(tmp_path: Path) -> None:
     checkpoint = ckpttool.open(saved(STATE, tmp_path))
     (tmp_path / "out.pt").symlink_to("nowhere")
     for dry in (True, False):
-        with pytest.raises(OutputExists, match=r"out\.pt: exists already") as exists:
+        with pytest.raises(OutputExists, match=r"out\.pt: already exists") as exists:
             ckpttool.save(checkpoint, tmp_path / "out.pt", dry_run=dry)
     assert "--force" in str(exists.value.hint)
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import ckpttool
-from ckpttool.errors import CkptToolError, Damaged, Unreadable, Unsupported
+from ckpttool.errors import CkptToolError, Damaged, Unreadable, Unsupported, UsageFault
+from ckpttool.formats.sharding import parse_size
 from ckpttool.live import live_tensors
 
 State = dict[str, torch.Tensor]
@@ -159,15 +160,46 @@ def test_of_several_indexes_one_must_be_named(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_an_index_names_its_files(tmp_path: Path) -> None:
+    save_file(ONE, tmp_path / "weights.safetensors")
+    with pytest.raises(Unreadable, match="folder without the index") as refusal:
+        ckpttool.open(tmp_path)
+    assert "weights.safetensors" in str(refusal.value.hint)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_model_that_is_not_cut_is_found_in_its_folder_as_transformers_finds_it(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (save_file if name == "model.safetensors" else torch.save)(ONE, tmp_path / name)  # type: ignore[operator]
+    checkpoint = ckpttool.open(tmp_path)
+    assert checkpoint.path == str(tmp_path / name)
+    assert_is_whole(checkpoint, ONE)
+
+
+def test_of_two_models_that_are_not_cut_one_must_be_named(tmp_path: Path) -> None:
     save_file(ONE, tmp_path / "model.safetensors")
+    torch.save(ONE, tmp_path / "pytorch_model.bin")
     with pytest.raises(Unreadable, match="folder without the index") as refusal:
         ckpttool.open(tmp_path)
     assert "model.safetensors" in str(refusal.value.hint)
 
 
+def test_an_index_goes_before_a_model_that_is_not_cut(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    save_file(ONE, folder / "model.safetensors")
+    assert ckpttool.open(folder).format == "safetensors-sharded"
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 400 + "GB", "0.1B", "5 apples"])
+def test_a_size_that_no_shard_can_have_is_a_fault_of_usage(text: str) -> None:
+    with pytest.raises(UsageFault, match="is not a shard size"):
+        parse_size(text)
+
+
 def test_json_without_a_map_is_no_index(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 8}')
-    with pytest.raises(Unsupported, match="no index of a sharded checkpoint"):
+    with pytest.raises(Unsupported, match="not the index of a sharded checkpoint"):
         ckpttool.open(tmp_path / "config.json")
 
 
@@ -202,7 +234,7 @@ def test_a_shard_that_is_a_folder_is_named(tmp_path: Path) -> None:
 def test_a_shard_that_was_never_fetched_is_named(raw: bytes, tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", SAFE)
     (folder / SECOND).write_bytes(raw)
-    refused(folder, f"its shard '{SECOND}' is no checkpoint")
+    refused(folder, f"its shard '{SECOND}' is not a checkpoint")
 
 
 def test_a_shard_that_is_cut_short_is_named(tmp_path: Path) -> None:
@@ -246,7 +278,7 @@ def test_a_shard_named_twice_in_different_case_is_named(tmp_path: Path) -> None:
 def test_two_names_of_one_file_are_named(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", {FIRST: WHOLE}, weight_map=TOLD)
     (folder / SECOND).symlink_to(FIRST)
-    refused(folder, f"its shards '{FIRST}' and '{SECOND}' are one file")
+    refused(folder, f"its shards '{FIRST}' and '{SECOND}' are the same file")
 
 
 @pytest.mark.parametrize(
@@ -272,7 +304,7 @@ def test_a_shard_that_is_no_state_is_refused(tree: object, tmp_path: Path) -> No
 
 def test_an_index_is_no_shard(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "m", SAFE, weight_map={"a": "model.safetensors.index.json"})
-    refused(folder, "is no checkpoint")
+    refused(folder, "is not a checkpoint")
 
 
 @pytest.mark.parametrize(

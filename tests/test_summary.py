@@ -7,6 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from crafting import call, dict_of, list_of, name, number, storage, tensor, text, torch_zip
@@ -65,7 +66,7 @@ OTHERS: dict[str, tuple[Any, OtherRow]] = {
     "none": (None, OtherRow("x", "NoneType", None, True)),
     "text": ("abc", OtherRow("x", "str", "abc", True)),
     "long text": ("a" * 2000, OtherRow("x", "str")),
-    "bytes": (b"abc", OtherRow("x", "bytes")),
+    "bytes": (b"abc", OtherRow("x", "bytes", size=3)),
     "a short list": ([1, 2.5, "a", None], OtherRow("x", "list", [1, 2.5, "a", None], True, 4)),
     "a list of lists": ([[1, 2], [3]], OtherRow("x", "list", [[1, 2], [3]], True, 2)),
     "a long list": (list(range(100)), OtherRow("x", "list", None, False, 100)),
@@ -73,7 +74,7 @@ OTHERS: dict[str, tuple[Any, OtherRow]] = {
     "a tuple": ((0.9, 0.99), OtherRow("x", "tuple", [0.9, 0.99], True, 2)),
     "an empty dict": ({}, OtherRow("x", "dict", size=0)),
     "a dtype": (torch.float16, OtherRow("x", "dtype", "torch.float16", True)),
-    "a set": ({1, 2}, OtherRow("x", "set")),
+    "a set": ({1, 2}, OtherRow("x", "set", size=2)),
     "a class": (argparse.Namespace, OtherRow("x", "name", "argparse.Namespace", True)),
     "a large number": (10**4000, OtherRow("x", "int")),
 }
@@ -184,3 +185,10 @@ def test_hostile_values_are_described_in_bounded_time(body: bytes, tmp_path: Pat
     found = summarize(ckpttool.open(path))
     assert found.state == ""
     assert len(found.other) < 500
+
+
+def test_a_score_that_is_a_number_of_numpy_is_told(tmp_path: Path) -> None:
+    scores = {"d": np.float64(0.875), "f": np.float32(1.5), "i": np.int64(-3), "b": np.bool_(True)}
+    torch.save({"model": {"w": torch.ones(1)}, **scores, "s": np.str_("x")}, tmp_path / "f.pt")
+    rows = summarize(ckpttool.open(tmp_path / "f.pt")).other
+    assert {row.name: row.value for row in rows if row.has_value} == scores

@@ -202,7 +202,7 @@ def test_a_member_that_is_no_file_is_damaged(kind: bytes, tmp_path: Path) -> Non
         info = tarfile.TarInfo("storages")
         info.type, info.linkname = kind, "/etc/passwd"
         archive.addfile(info)
-    with pytest.raises(Damaged, match="'storages' is no plain file"):
+    with pytest.raises(Damaged, match="'storages' is not a regular file"):
         ckpttool.open(tmp_path / "f")
 
 

@@ -130,7 +130,7 @@ class Packed(nn.Module):
 
 def test_a_module_that_packs_its_state_is_named(tmp_path: Path) -> None:
     torch.jit.script(nn.Sequential(Packed())).save(str(tmp_path / "packed.pt"))
-    with pytest.raises(Unsupported, match=r"Packed packs its state in a way of its own"):
+    with pytest.raises(Unsupported, match=r"Packed packs its state in its own way"):
         ckpttool.open(tmp_path / "packed.pt")
 
 

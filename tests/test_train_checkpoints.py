@@ -151,7 +151,7 @@ def test_what_is_lost_on_one_rank_alone_ends_all_and_is_that_ranks_to_tell(
     run_ranks, tmp_path, name, value, on
 ):
     answers = run_ranks(2, save_what_is_lost, str(tmp_path), name, value, on)
-    said = f"after 2 steps {name} is NaN or infinite: nothing is learned from there on"
+    said = f"after 2 steps {name} is NaN or infinite: nothing can be learned from here on"
     assert answers.pop(on) == ("CheckFailed", said)
     assert answers == [("RankFailed", f"rank {on} failed: {said}")]
     assert os.listdir(tmp_path) == []
@@ -282,7 +282,7 @@ def test_where_there_are_no_links_the_second_file_is_a_copy(tmp_path, monkeypatc
 @pytest.mark.parametrize("name", ["last.pt", "best.pt", "log.jsonl", "step-000007.pt"])
 def test_a_folder_that_holds_a_run_is_refused_and_names_the_ways_on(name, tmp_path):
     (tmp_path / name).write_bytes(b"precious")
-    with pytest.raises(UsageFault, match="holds a run already") as fault:
+    with pytest.raises(UsageFault, match="already holds a run") as fault:
         run_folder.choose(TrainConfig(out=str(tmp_path)), "now")
     assert all(flag in fault.value.hint for flag in ("--resume auto", "--force", "--out"))
     assert (tmp_path / name).read_bytes() == b"precious"
@@ -322,7 +322,7 @@ def test_a_missing_file_is_unreadable(tmp_path):
 @pytest.mark.parametrize("state", [{"model": {}}, [1], nn.Linear(2, 2).state_dict()], ids=str)
 def test_another_programs_checkpoint_is_refused(tmp_path, state):
     torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(Refused, match="no checkpoint of this trainer") as refused:
+    with pytest.raises(Refused, match="not a checkpoint of this trainer") as refused:
         checkpoints.read(str(tmp_path / "other.pt"))
     assert "ckpttool inspect" in refused.value.hint
 

@@ -136,7 +136,7 @@ def test_a_batchnorm_batch_of_one_is_refused_and_names_the_flags(tmp_path, capsy
 def test_a_model_that_does_not_fit_the_data_is_refused_with_its_own_reason(capsys):
     assert main(["--data", "digits", "--model", "torchvision:resnet18"]) == 2
     said = capsys.readouterr().err
-    assert "does not take samples of 1×8×8" in said
+    assert "does not take the 1×8×8 samples" in said
     assert "channels" in said
 
 
@@ -164,8 +164,8 @@ def frozen(num_classes):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("idle", "parameter idle.weight has no part in the output"),
-        ("synchronised", "torch's SyncBatchNorm works on GPUs alone (give --batchnorm sync"),
+        ("idle", "parameter idle.weight does not affect the output"),
+        ("synchronised", "torch's SyncBatchNorm works only on GPUs (give --batchnorm sync"),
         ("frozen", "has no parameters to train"),
     ],
 )
@@ -181,7 +181,7 @@ def test_models_that_ddp_would_stumble_over_are_refused(tmp_path, capsys, monkey
 def test_a_model_with_fewer_outputs_than_classes_is_refused(capsys):
     model = "torchvision:squeezenet1_1(num_classes=3)"
     assert main(["--data", "fake:8", "--batch-size", "8", "--model", model]) == 2
-    assert "has 3 outputs, and fake:8 10 classes" in capsys.readouterr().err
+    assert "has 3 outputs, but fake:8 has 10 classes" in capsys.readouterr().err
 
 
 def test_wrong_flags_are_refused_without_importing_torch():

@@ -101,7 +101,7 @@ def test_a_download_that_fails_says_why_and_what_else_to_do(tmp_path, monkeypatc
         raise OSError("no route to host")
 
     monkeypatch.setattr(datasets.MNIST, "download", offline)
-    with pytest.raises(CkptToolError, match="could not be fetched: no route to host") as failure:
+    with pytest.raises(CkptToolError, match="could not be downloaded: no route to host") as failure:
         load("mnist", data_root=str(tmp_path), download=True)
     assert str(tmp_path) in failure.value.hint
 
@@ -140,7 +140,7 @@ def test_cifar10_is_normalised_as_colour_pictures_are(tmp_path, monkeypatch):
     assert labels(cifar.test) == [1, 9]
 
 
-# ---- folders of pictures -------------------------------------------------------------------------------
+# ---- folders of images ---------------------------------------------------------------------------------
 
 
 def make_folder(root: Path, classes: dict[str, int], size: tuple[int, int] = (6, 4)) -> None:
@@ -193,14 +193,14 @@ def test_mean_and_std_can_be_given_for_all_channels_or_for_each(tmp_path):
     picture = data.load_test(DataConfig(**config)).test[0][0]
     plain = data.load_test(DataConfig(data=f"folder:{tmp_path}", mean=(0.0,), std=(1.0,))).test[0][0]
     assert torch.allclose(picture, (plain - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1))
-    with pytest.raises(UsageFault, match="--mean: 2 numbers for pictures of 3 channels"):
+    with pytest.raises(UsageFault, match="--mean: 2 numbers for images of 3 channels"):
         load(f"folder:{tmp_path}", mean=(0.1, 0.2))
 
 
 def test_pictures_of_two_sizes_are_refused_until_resize_makes_them_one(tmp_path):
     make_folder(tmp_path, {"cat": 2})
     make_folder(tmp_path, {"dog": 1}, size=(8, 8))
-    with pytest.raises(UsageFault, match=r"is 8×8, and .* is 6×4") as fault:
+    with pytest.raises(UsageFault, match=r"is 8×8, but .* is 6×4") as fault:
         load(f"folder:{tmp_path}")
     assert "--resize" in fault.value.hint
     resized = data.load_test(DataConfig(data=f"folder:{tmp_path}", resize=5)).test
@@ -217,8 +217,8 @@ def test_a_file_that_is_no_picture_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda root: None, "no folders of pictures"),
-        (lambda root: (root / "cat").mkdir(), "hold no pictures"),
+        (lambda root: None, "no folders of images"),
+        (lambda root: (root / "cat").mkdir(), "hold no images"),
         (
             lambda root: (make_folder(root / "train", {"cat": 1}), make_folder(root / "test", {"eel": 1})),
             "the training data has no such class",

@@ -38,7 +38,7 @@ def test_spawn_ends_with_the_ranks_exit_code_and_their_one_line(tmp_path):
     (tmp_path / "last.pt").touch()
     done = start([sys.executable, "train/main.py", "--spawn", "2", *TINY, "--out", str(tmp_path)])
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path}: holds a run already")
+    assert done.stderr.startswith(f"error: {tmp_path}: already holds a run")
     assert done.stderr.count("\n") == 1
 
 
@@ -62,7 +62,7 @@ def model():
     ("how", "code", "said"),
     [
         ("raise ValueError('on purpose')", 1, "ValueError: on purpose"),
-        ("os.kill(os.getpid(), 9)", 137, "error: rank 1 was ended by SIGKILL\n"),
+        ("os.kill(os.getpid(), 9)", 137, "error: rank 1 was killed by SIGKILL\n"),
     ],
     ids=["raises", "killed"],
 )
@@ -134,7 +134,7 @@ def test_ctrl_c_ends_in_one_line_with_the_command_that_goes_on(tmp_path, ranks):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
     start = "torchrun --nproc-per-node 2" if ranks > 1 else "python"
-    interrupted, command = said.strip().split("; to go on: ")
+    interrupted, command = said.strip().split("; to continue: ")
     assert (run.returncode, interrupted) == (130, "interrupted")
     program, arguments = command.split(f" {ROOT}/train/main.py ")  # not under the folder that it runs in
     assert program == start
@@ -241,7 +241,9 @@ def test_a_rank_that_only_echoes_waits_for_the_one_that_speaks(monkeypatch, erro
     assert bool(slept) == waits
 
 
-@pytest.mark.parametrize(("end", "said"), [("lost", "went away"), ("timed out", "no word from another rank")])
+@pytest.mark.parametrize(
+    ("end", "said"), [("lost", "lost the connection"), ("timed out", "no answer from another rank")]
+)
 def test_a_lost_rank_and_a_late_one_are_objects_for_scripts_too(monkeypatch, capsys, end, said):
     error, code = ENDS[end]
     monkeypatch.setattr(launch, "PATIENCE", 0)
@@ -259,6 +261,6 @@ def test_ranks_that_do_not_find_each_other_say_so(monkeypatch, tmp_path, capsys)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     assert main.main([*TINY, "--out", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("error: rank 0 did not find the others: ")
+    assert said.startswith("error: rank 0 could not join the others: ")
     assert "MASTER_PORT" in said
     assert said.count("\n") == 1

@@ -230,7 +230,7 @@ def train_with_a_label(rank: int, world_size: int, label: int) -> str:
 @pytest.mark.parametrize("label", [10, -1, -100])
 def test_a_training_label_that_is_none_of_the_classes_names_its_sample(run_ranks, label):
     """-100 is what torch's loss passes over, and the mean would be over fewer samples than it says."""
-    said = f"training sample 5 has the label {label}, which is none of the 10 classes (0 to 9)"
+    said = f"training sample 5 has the label {label}, which is not one of the 10 classes (0 to 9)"
     assert run_ranks(1, train_with_a_label, label) == [said]
 
 

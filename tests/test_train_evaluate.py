@@ -225,7 +225,7 @@ def test_the_numbers_are_those_of_plain_pytorch(saved, capsys):
         (["absent.pt", "--model", "resnet20", "--data", "fake:9"], 3, "absent.pt: no such file"),
         (["ddp.pt", "--model", "simple-cnn", "--data", "fake:9"], 1, "does not fit the model"),
         (["ddp.pt", "--model", "resnet20", "--data", "folder:/no/such"], 2, "/no/such: no such folder"),
-        (["ddp.pt", "--model", "torchvision:resnet18", "--data", "digits"], 2, "does not take samples"),
+        (["ddp.pt", "--model", "torchvision:resnet18", "--data", "digits"], 2, "does not take the"),
         (["ddp.pt", "--model", "no-such", "--data", "fake:9"], 2, "no such model"),
         (["ddp.pt", "--data", "fake:9"], 2, "--model"),
         (["--model", "resnet20"], 2, "CKPT"),

@@ -125,7 +125,7 @@ def test_a_label_that_is_none_of_the_classes_ends_all_and_names_the_sample(
 ) -> None:
     """-100 is what torch's loss passes over."""
     first, second = run_ranks(2, evaluate_some, BATCH + 2, label)
-    said = f"test sample {BATCH + 1} has the label {label}, which is none of the 10 classes (0 to 9)"
+    said = f"test sample {BATCH + 1} has the label {label}, which is not one of the 10 classes (0 to 9)"
     assert second == ("CheckFailed", said)
     assert first == ("RankFailed", f"rank 1 failed: {said}")
 

@@ -63,7 +63,7 @@ def test_a_users_factory_gets_the_number_of_classes_if_it_takes_it(tmp_path):
     assert models.build(f"{tmp_path}/own.py:sized", shape=(4,), classes=7).out_features == 7
     assert models.build(f"{tmp_path}/own.py:sized(num_classes=2)", shape=(4,), classes=7).out_features == 2
     assert isinstance(models.build(f"{tmp_path}/own.py:fixed", shape=(4,), classes=7), nn.Linear)
-    with pytest.raises(UsageFault, match=r"made a int, not a torch\.nn\.Module"):
+    with pytest.raises(UsageFault, match=r"returned int, not a torch\.nn\.Module"):
         models.build(f"{tmp_path}/own.py:other", shape=(4,), classes=7)
 
 
@@ -74,5 +74,5 @@ def test_an_unknown_name_lists_those_there_are():
 
 
 def test_models_of_pictures_refuse_samples_that_are_none():
-    with pytest.raises(UsageFault, match="takes pictures"):
+    with pytest.raises(UsageFault, match="takes images"):
         models.build("simple-cnn", shape=(5,), classes=10)

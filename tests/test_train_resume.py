@@ -136,7 +136,7 @@ def resume_auto_where_only_rank_0_sees_the_folder(rank: int, world_size: int, fo
 def test_rank_0_alone_decides_whether_there_is_something_to_go_on_from(run_ranks, tmp_path):
     run_ranks(2, run, str(tmp_path), {"epochs": 1})
     said, _ = run_ranks(2, resume_auto_where_only_rank_0_sees_the_folder, str(tmp_path))
-    assert "goes on from" in said
+    assert "continues from" in said
     assert [entry["epoch"] for entry in log(tmp_path)] == [1, 2]
 
 
@@ -152,7 +152,7 @@ def test_a_finished_run_has_nothing_to_do_and_says_how_to_train_longer(run_ranks
     said, _ = run_ranks(2, run, str(tmp_path), {"epochs": 1, "resume": "auto"})
     remarks = [line for line in said.splitlines() if line.startswith("resume")]
     assert remarks == [
-        f"resume  {tmp_path}/last.pt has 1 epoch already: nothing to do (--epochs N trains longer)"
+        f"resume  {tmp_path}/last.pt already has 1 epoch: nothing to do (--epochs N trains longer)"
     ]
     assert "saved" not in said
     assert (tmp_path / "last.pt").read_bytes() == before
@@ -188,12 +188,12 @@ def test_a_run_can_go_on_on_another_number_of_ranks_in_the_middle_of_an_epoch(
 @pytest.mark.parametrize(
     ("settings", "samples", "said"),
     [
-        ({"batch_size": 10}, 44, "of a training with --batch-size 12"),
-        ({"lr": 0.3, "seed": 5}, 44, "of a training with --lr 0.1 --seed 0"),
-        ({"model": "resnet20"}, 44, "of a training with --model simple-cnn"),
-        ({"warmup": Every(0, "epochs")}, 44, "of a training with --warmup 2steps"),
-        ({"drop_last": True}, 44, "of a training with no --drop-last"),
-        ({}, 45, "of a training on other samples"),
+        ({"batch_size": 10}, 44, "to a training with --batch-size 12"),
+        ({"lr": 0.3, "seed": 5}, 44, "to a training with --lr 0.1 --seed 0"),
+        ({"model": "resnet20"}, 44, "to a training with --model simple-cnn"),
+        ({"warmup": Every(0, "epochs")}, 44, "to a training with --warmup 2steps"),
+        ({"drop_last": True}, 44, "to a training with no --drop-last"),
+        ({}, 45, "to a training on other samples"),
     ],
     ids=["batch size", "several", "model", "warmup", "switch", "data"],
 )
@@ -216,7 +216,7 @@ def test_a_resume_from_elsewhere_does_not_overwrite_the_run_in_the_folder(run_ra
     before = (tmp_path / "b" / "last.pt").read_bytes()
     elsewhere = {"epochs": 2, "resume": str(tmp_path / "a" / "last.pt")}
     (said,) = run_ranks(1, run, str(tmp_path / "b"), elsewhere)
-    assert "holds a run already" in said
+    assert "already holds a run" in said
     assert (tmp_path / "b" / "last.pt").read_bytes() == before
 
 
@@ -246,7 +246,7 @@ def test_a_run_whose_weights_are_no_numbers_any_more_ends_and_overwrites_nothing
     failed = {"epochs": 2, "lr": 1e30, "save_every": Every(1, unit)}
     first, second = run_ranks(2, run, str(tmp_path / unit), failed)
     assert first.startswith("CheckFailed: after ")
-    assert "is NaN or infinite: nothing is learned from there on" in first
+    assert "is NaN or infinite: nothing can be learned from here on" in first
     assert "give a smaller --lr than 1e+30" in first
     assert second.startswith("RankFailed: rank 0 failed: after ")
     assert first[-1] == second[-1] == "1"

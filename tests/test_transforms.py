@@ -81,7 +81,7 @@ def test_patterns_know_capitals_apart(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["only", "exclude"])
 def test_a_pattern_that_fits_no_key_is_said(which: str, tmp_path: Path) -> None:
-    with pytest.raises(NothingToDo, match=r"no key fits 'head\.\*'") as nothing:
+    with pytest.raises(NothingToDo, match=r"no key matches 'head\.\*'") as nothing:
         transforms.select(opened(STATE, tmp_path), **{which: ["fc.*", "head.*"]})
     assert "stem.w" in str(nothing.value.hint)
 
@@ -92,7 +92,7 @@ def test_no_key_left_is_nothing_to_do(tmp_path: Path) -> None:
 
 
 def test_an_empty_state_has_no_key_that_fits(tmp_path: Path) -> None:
-    with pytest.raises(NothingToDo, match="no key fits"):
+    with pytest.raises(NothingToDo, match="no key matches"):
         transforms.select(opened({}, tmp_path), only=["*"])
 
 
@@ -184,6 +184,16 @@ def test_parts_that_are_no_tensors_of_this_library_are_joined_as_torch_joins(tmp
     assert list(found) == ["a", "b"]
 
 
+def test_parts_that_repeat_their_elements_too_often_are_refused_at_once(tmp_path: Path) -> None:
+    parts = {
+        "a.real": torch.zeros(1).expand(1 << 20, 1 << 20),
+        "a.imag": torch.zeros(1).expand(1 << 20, 1 << 20),
+    }
+    checkpoint = opened(parts, tmp_path)
+    with pytest.raises(Refused, match="'a' is a view that expands 4 bytes"):
+        transforms.join_complex(checkpoint)
+
+
 def test_parts_next_to_each_other_that_are_no_halves_of_one_number_are_not_taken_for_it(
     tmp_path: Path,
 ) -> None:
@@ -231,7 +241,7 @@ def test_without_complex_tensors_there_is_nothing_to_split(tmp_path: Path) -> No
 @pytest.mark.parametrize("order", [["a", "a.imag"], ["a.imag", "a"]])
 def test_a_part_that_would_take_another_key_s_name_is_refused(order: list[str], tmp_path: Path) -> None:
     both = {"a": complex_numbers(2), "a.imag": numbers(2)}
-    with pytest.raises(Collision, match=r"'a' would be split into 'a\.imag', which is there already"):
+    with pytest.raises(Collision, match=r"'a' would be split into 'a\.imag', which already exists"):
         transforms.split_complex(opened({key: both[key] for key in order}, tmp_path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 import zipfile
 from collections import OrderedDict
@@ -19,7 +20,7 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.checkpoint import Checkpoint
-from ckpttool.errors import CkptToolError, Damaged, NoState
+from ckpttool.errors import CkptToolError, Damaged, NoState, Refused
 from ckpttool.formats.zip_directory import read_directory
 from ckpttool.verify import Verified, verify
 
@@ -217,6 +218,24 @@ def test_what_a_stride_of_nothing_repeats_counts_each_time(tmp_path: Path) -> No
     assert found.non_finite == {"wide": 3 << 20, "huge": 1 << 40}
 
 
+def test_a_tensor_of_two_names_is_read_once_and_named_twice(tmp_path: Path) -> None:
+    read: list[int] = []
+    checkpoint = opened({"a": ODD, "b": ODD}, tmp_path)
+    found = verify(checkpoint, progress=read.append)
+    assert found.non_finite == {"a": 3, "b": 3}
+    assert sum(read) == 2 * ODD.nbytes  # once for the checksum, once as numbers
+
+
+def test_an_overlapping_view_may_be_as_large_as_what_is_only_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = opened({"w": torch.as_strided(ODD, (3, 3), (1, 1))}, tmp_path)
+    assert verify(checkpoint).non_finite.keys() == {"w"}
+    monkeypatch.setattr(importlib.import_module("ckpttool.verify"), "MAX_REPEATED", 1)
+    with pytest.raises(Refused, match="'w' is a view that expands"):
+        verify(checkpoint)
+
+
 def test_big_endian_values_are_looked_at_as_values(tmp_path: Path) -> None:
     numbers = np.array([np.nan, np.inf, 1.0, 2.0], ">f4").tobytes()
     path = torch_zip(tmp_path / "in.pt", dict_of({"w": tensor(storage())}), {"0": numbers}, byteorder="big")
@@ -364,3 +383,17 @@ def test_names_that_differ_in_a_prefix_alone_come_with_the_command_that_takes_it
     assert str(verify(wrapped, against=plain).hint).endswith(command)
     assert verify(plain, against=opened({"module.w": base}, tmp_path)).hint is None
     assert verify(plain, against=plain).hint is None
+
+
+def test_the_two_values_that_differ_are_told_where_names_meet(tmp_path: Path) -> None:
+    mine = {"model": {"w": torch.ones(1)}, "x": {"k": 1.0}, "x.k": 2.0}
+    theirs = {"model": {"w": torch.ones(1)}, "x": {"k": 1.0}, "x.k": 3.0}
+    found = verify(opened(mine, tmp_path), against=opened(theirs, tmp_path, "other.pt"))
+    assert [problem.message for problem in found.problems] == ["2.0, there 3.0"]
+
+
+def test_an_empty_dict_that_is_not_there_is_a_difference(tmp_path: Path) -> None:
+    mine = {"model": {"w": torch.ones(1)}, "epoch": 3, "loops": {}}
+    theirs = {"model": {"w": torch.ones(1)}, "epoch": 3}
+    found = verify(opened(mine, tmp_path), against=opened(theirs, tmp_path, "other.pt"))
+    assert problems(found) == [("only-here", "loops")]

@@ -1,1 +1,1 @@
-"""An exact data-parallel trainer; `train/main.py` is where to begin."""
+"""An exact data-parallel trainer; start with `train/main.py`."""

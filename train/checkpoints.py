@@ -1,8 +1,8 @@
-"""What is saved, when, and how a run goes on.
+"""What is saved, when, and how a run resumes.
 
 A checkpoint is one dict of primitives and tensors, so `torch.load(weights_only=True)` reads it. It holds
-what the next step depends on and nothing else: with it a run goes on as if it had never stopped, bit for
-bit on the same number of ranks. Rank 0 alone writes and reads; the others give and receive.
+what the next step depends on and nothing else: from it a run continues as if it had never stopped, bit for
+bit on the same number of ranks. Only rank 0 writes and reads; the others send and receive.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from train import random_state, run_folder
 from train.config import TrainConfig
 from train.engine import Progress, Trainer
 
-# Flags that may differ when a run goes on; any other would make it another training.
+# Flags that may differ on resume; a change of any other would make it another training.
 FREE = {
     *("epochs", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
     *("out", "save_every", "keep", "resume", "force", "data_root", "download"),
 }
 
-# Its value is compared by what it holds: the same folder may lie elsewhere now.
+# Compared by content, not by value: the same folder may be elsewhere now.
 COMPARED_BY_CONTENT = {"data"}
 
-ON_SOME_RANKS = "look for code that changes weights, buffers or the optimizer on some ranks only"
+ON_SOME_RANKS = "look for code that changes weights, buffers or the optimizer on only some ranks"
 
 
 def capture(trainer: Trainer) -> dict[str, Any]:
-    """All that the next step depends on. A collective: what ranks must share is checked on the way.
+    """Everything that the next step depends on. A collective: checks what must be equal on all ranks.
 
     Raises:
-        RanksDiffer: on every rank, if parameters, buffers or optimizer states are not the same on all.
+        RanksDiffer: on every rank, if parameters, buffers or optimizer states are not equal on all.
     """
     with trainer.one_model():
         model, optimizer = trainer.ddp.state_dict(), trainer.optimizer.state_dict()
@@ -65,7 +65,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """What the last bits of a result depend on besides the checkpoint."""
+    """What the last bits of a result depend on, apart from the checkpoint."""
     return {
         "ckpttool": ckpttool.__version__,
         "torch": str(torch.__version__),
@@ -94,8 +94,8 @@ def save(trainer: Trainer, folder: str, names: list[str]) -> None:
     """Writes one checkpoint under each of these names. If rank 0 can't, every rank fails.
 
     Raises:
-        RanksDiffer: and nothing is written.
-        FileError: the file could not be written; the old one is as it was.
+        RanksDiffer: nothing is written.
+        FileError: the file could not be written; the old one is unchanged.
     """
     state = capture(trainer)
     with ranks.together():
@@ -104,7 +104,7 @@ def save(trainer: Trainer, folder: str, names: list[str]) -> None:
 
 
 class Saver:
-    """When something is saved: each `--save-every`, after the last epoch, and for the best model yet."""
+    """Decides when to save: every `--save-every`, after the last epoch, and for the best model so far."""
 
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder = trainer, folder
@@ -121,7 +121,7 @@ class Saver:
         self._save([run_folder.LAST] * due + [run_folder.BEST] * best)
 
     def _save(self, names: list[str]) -> None:
-        with ranks.together():  # until ranks have been compared, one alone may hold what is lost
+        with ranks.together():  # before ranks are compared, NaN may be on one rank only
             self._check_finite()
         keep = self.trainer.config.keep
         if run_folder.LAST in names and keep:
@@ -132,36 +132,36 @@ class Saver:
             run_folder.drop_old(self.folder, keep)
 
     def _check_finite(self) -> None:
-        """Raises CheckFailed where training is lost, so that no checkpoint from before is overwritten."""
+        """Raises CheckFailed if training has diverged, before an earlier checkpoint is overwritten."""
         model = self.trainer.ddp.module
         for name, tensor in (*model.named_parameters(), *_running_statistics(model)):
             if not torch.isfinite(tensor).all():
                 last = os.path.join(self.folder, run_folder.LAST)
-                before = f"; {last} is from before" if os.path.exists(last) else ""
+                before = f"; {last} is from before that" if os.path.exists(last) else ""
                 raise CheckFailed(
                     f"after {self.trainer.progress.global_step} steps {name} is NaN or infinite: "
-                    "nothing is learned from there on",
+                    "nothing can be learned from here on",
                     hint=f"give a smaller --lr than {self.trainer.config.lr:g}, or --warmup{before}",
                 )
 
 
 def _running_statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of normalisation layers, by name. Other buffers may be infinite on purpose, as masks are."""
+    """Those of normalisation layers, by name. Other buffers may be infinite on purpose, such as masks."""
     for path, layer in model.named_modules():
         if isinstance(layer, _NormBase):
             yield from layer.named_buffers(path, recurse=False)
 
 
-# ---- going on ------------------------------------------------------------------------------------------
+# ---- resuming -----------------------------------------------------------------------------------------
 
 
 def resume(trainer: Trainer, folder: str) -> list[str] | None:
-    """Goes on from the checkpoint that `--resume` names, if there is one. A collective.
+    """Continues from the checkpoint that `--resume` names, if there is one. A collective.
 
     Returns:
         Remarks for the user; None for a fresh start.
     Raises:
-        CkptToolError: the file can't be read, or is of another training; on every rank.
+        CkptToolError: on every rank, if the file can't be read, or belongs to another training.
     """
     config = trainer.config
     path = ranks.decide(lambda: _find(config, folder))
@@ -181,14 +181,14 @@ def _find(config: TrainConfig, folder: str) -> str | None:
 
 
 def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
-    """The checkpoint, if it is whole and of this training."""
+    """The checkpoint, if it is intact and belongs to this training."""
     state = read(path)
     _check_same_training(path, state, trainer)
     return state
 
 
 def read(path: str) -> dict[str, Any]:
-    """A checkpoint of this trainer, compared with the digests in it: torch checks no checksums.
+    """A checkpoint of this trainer, compared with the digests in it, as torch checks no checksums.
 
     Raises:
         Unreadable, Damaged, Refused: with the path and the reason.
@@ -197,18 +197,20 @@ def read(path: str) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise Unreadable(path, (error.strerror or str(error)).lower()) from error
-    except Exception as error:  # torch raises whatever the broken bytes lead it to
+    except Exception as error:  # torch raises all kinds of errors for damaged bytes
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Damaged(path, f"can't be read: {reason}") from error
     if not isinstance(state, dict) or not {"model", "optimizer", "progress", "digests"} <= state.keys():
-        raise Refused(path, "is no checkpoint of this trainer", hint=f"look into it: ckpttool inspect {path}")
+        raise Refused(
+            path, "is not a checkpoint of this trainer", hint=f"inspect it: ckpttool inspect {path}"
+        )
     found = {
         "model": ranks.digest_all(state["model"]),
         "optimizer": ranks.digest_all(_named(state["optimizer"])),
     }
     for part, digest in state["digests"].items():
         if found[part] != digest:
-            raise Damaged(path, f"the {part}'s values are not those that were saved")
+            raise Damaged(path, f"the {part}'s values are not the saved ones")
     return state
 
 
@@ -217,10 +219,12 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
     other = [name for name in now if name not in FREE | COMPARED_BY_CONTENT and now[name] != then.get(name)]
     if other:
         flags = " ".join(_flag(name, then.get(name)) for name in other)
-        raise UsageFault(f"{path}: is of a training with {flags}", hint="give the same, or start another run")
+        raise UsageFault(
+            f"{path}: belongs to a training with {flags}", hint="give the same, or start another run"
+        )
     if state["plan"]["data"] != trainer.data.fingerprint:
         raise UsageFault(
-            f"{path}: is of a training on other samples ({then['data']}: {state['plan']['data']}; now "
+            f"{path}: belongs to a training on other samples ({then['data']}: {state['plan']['data']}; now "
             f"{now['data']}: {trainer.data.fingerprint})",
             hint="give the same --data, or start another run",
         )
@@ -234,15 +238,17 @@ def _flag(name: str, value: Any) -> str:
 
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Puts everything back. Raises UsageFault where the model is another than the one saved."""
+    """Restores everything. Raises UsageFault if the model is not the saved one."""
     saved, own = state["optimizer"], trainer.optimizer.state_dict()
     if _parameter_names(saved) != _parameter_names(own):
-        raise UsageFault(f"--model {trainer.config.model}: its parameters have other names than those saved")
+        raise UsageFault(
+            f"--model {trainer.config.model}: its parameters have other names than the saved ones"
+        )
     try:
         trainer.ddp.load_state_dict(state["model"], strict=True)
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise UsageFault(f"--model {trainer.config.model}: is not as it was saved: {reason}") from error
+        raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error
     trainer.optimizer.load_state_dict(saved)
     trainer.scheduler.load_state_dict(state["scheduler"])
     progress = dict(state["progress"])
@@ -254,7 +260,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         trainer.sums.copy_(torch.tensor(sums[rank], dtype=torch.float64))
         random_state.put_back(states[rank])
         return
-    if rank == 0:  # other ranks than those that saved: the sums are whole in one of them
+    if rank == 0:  # a different number of ranks: one of them holds the total
         trainer.sums.copy_(torch.tensor(sums, dtype=torch.float64).sum(dim=0))
     seed = random_state.seed_from(trainer.config.seed, "rank", rank, progress["global_step"])
     random_state.seed_all(seed)
@@ -265,12 +271,12 @@ def _parameter_names(optimizer: dict[str, Any]) -> list[list[str]]:
 
 
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
-    """What the user should know about this resume: where it is, and why bits may differ."""
+    """What the user should know about this resume: its position, and why bits may differ."""
     progress, steps = trainer.progress, trainer.plan.steps
     if progress.epoch >= trainer.config.epochs:
         done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)}"
-        return [f"{path} has {done} already: nothing to do (--epochs N trains longer)"]
-    remarks = [f"goes on from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
+        return [f"{path} already has {done}: nothing to do (--epochs N trains longer)"]
+    remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
         remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps")

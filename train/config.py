@@ -1,4 +1,4 @@
-"""What a run is told, and what of it can be refused without torch."""
+"""The configuration of a run, and the checks on it that need no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ckpttool.errors import UsageFault
 from train import launch
 
-# What is usual for each optimizer, where the flag is not given.
+# The defaults of each optimizer.
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
     "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 1e-2},
@@ -17,7 +17,7 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 
 
 class Every(NamedTuple):
-    """So many steps, or so many epochs."""
+    """A number of steps or epochs."""
 
     number: int
     unit: str
@@ -35,7 +35,7 @@ EACH_EPOCH = Every(1, "epochs")
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which data, and how its pictures become numbers. `mean`, `std`: None for what is usual."""
+    """Which data, and how its images become numbers. `mean`, `std`: None for the default."""
 
     data: str = "digits"
     data_root: str = "data"
@@ -47,7 +47,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig(DataConfig):
-    """Everything a run is told. The field names are the flags' names."""
+    """The whole configuration of a run. The field names are the flags' names."""
 
     model: str = "simple-cnn"
     epochs: int = 10
@@ -74,25 +74,27 @@ class TrainConfig(DataConfig):
     force: bool = False
 
     def plain(self) -> dict[str, Any]:
-        """The fields as primitives, as a checkpoint holds them."""
+        """The fields as primitives, as stored in a checkpoint."""
         fields = dataclasses.asdict(self)
         return fields | {"warmup": str(self.warmup), "save_every": str(self.save_every)}
 
 
 def check(config: TrainConfig) -> None:
-    """Refuses what is wrong whatever the data and the model. Raises UsageFault, which names the flag."""
+    """Refuses values that are wrong whatever the data and the model. Raises UsageFault, naming the flag."""
     if config.optimizer != "sgd" and config.momentum:
         raise UsageFault(f"--momentum: {config.optimizer} has none", hint="leave it out")
     if config.resume == "auto" and config.out is None:
-        raise UsageFault("--resume auto: in which folder?", hint="give it as --out")
+        raise UsageFault("--resume auto: needs a folder", hint="give it as --out")
     if config.resume and config.force:
-        raise UsageFault("--force begins anew and --resume goes on", hint="give one of them")
+        raise UsageFault("--force starts over and --resume continues", hint="give one of them")
     if config.accumulate > config.batch_size:
         raise UsageFault(
-            f"--accumulate {config.accumulate}: more passes than the {config.batch_size} samples of a batch"
+            f"--accumulate {config.accumulate}: more passes than the {config.batch_size} samples in a batch"
         )
     if config.spawn and launch.started_by_torchrun():
-        raise UsageFault("--spawn starts ranks, and torchrun has started this one", hint="leave out --spawn")
+        raise UsageFault(
+            "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
+        )
     check_batch(config.batch_size, config.spawn or launch.world_size())
     check_pictures(config)
 
@@ -100,7 +102,7 @@ def check(config: TrainConfig) -> None:
 def check_batch(batch_size: int, world_size: int) -> None:
     if batch_size < world_size:
         raise UsageFault(
-            f"--batch-size {batch_size}: a rank without samples in every step, on {world_size} ranks",
+            f"--batch-size {batch_size}: leaves a rank without samples in every step, on {world_size} ranks",
             hint=f"give --batch-size {world_size} or more, or start fewer ranks",
         )
 
@@ -109,7 +111,7 @@ def check_pictures(config: DataConfig) -> None:
     if config.std and not all(value > 0 for value in config.std):
         raise UsageFault(f"--std {_joined(config.std)}: must be above 0")
     if config.resize and not config.data.startswith("folder:"):
-        raise UsageFault("--resize: is for --data folder:PATH", hint="leave it out")
+        raise UsageFault("--resize: works only with --data folder:PATH", hint="leave it out")
 
 
 def _joined(values: tuple[float, ...]) -> str:

@@ -1,7 +1,7 @@
 """Data sets by name, each as (training samples, test samples).
 
-A sample is (picture, label): a float32 tensor of channels × height × width, and an int. Nothing here is
-random, except what a data set of the user's own does; that is keyed by (seed, epoch, sample).
+A sample is (image, label): a float32 tensor of channels × height × width, and an int. Nothing here is
+random, except in a user's own data set; that is keyed by (seed, epoch, sample).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from train.pictures import Folder, Scale, find_pictures
 from train.random_state import Keyed
 
 COLOUR = Scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""What pictures in colour are normalised with: the mean and deviation of ImageNet's, as is usual."""
+"""How colour images are normalised: the usual mean and standard deviation of ImageNet."""
 
 NAMES = "digits, cifar10, mnist, folder:PATH, fake:N or file.py:factory"
 FAKE_SHAPE = (3, 32, 32)
 HELD_OUT = 5
-"""Where a data set comes undivided, every fifth sample of a class is a test sample."""
+"""If a data set has no test set, every fifth sample of a class becomes a test sample."""
 
 Samples = Dataset[tuple[torch.Tensor, int]]
 
@@ -43,8 +43,8 @@ class Data:
         name: as on the command line.
         train, test: map-style data sets.
         classes: their names, by label.
-        shape: channels, height and width of the first picture.
-        fingerprint: differs between data sets with other samples, as far as can be told without reading them.
+        shape: channels, height and width of the first image.
+        fingerprint: differs between data sets with different samples, as far as known without reading them.
     """
 
     name: str
@@ -55,21 +55,21 @@ class Data:
     fingerprint: str
 
     def check_labels(self, labels: torch.Tensor, samples: Sequence[int], part: str) -> None:
-        """The loss would end in a traceback, or pass over the label that is its `ignore_index`.
+        """Checks labels; the loss would end in a traceback, or skip a label equal to its `ignore_index`.
 
         Args:
-            labels: int64 [n], of `samples`, the places of as many in the `part` "training" or "test".
+            labels: int64 [n], of the samples with the indices `samples` in `part`, "training" or "test".
 
         Raises:
-            CheckFailed: a label is none of the classes.
+            CheckFailed: a label is not one of the classes.
         """
         classes = len(self.classes)
         for sample, label in zip(samples, labels.tolist(), strict=True):
             if not 0 <= label < classes:
                 raise CheckFailed(
-                    f"{part} sample {sample} has the label {label}, which is none of the {classes} classes "
-                    f"(0 to {classes - 1})",
-                    hint=f"look at the labels of --data {self.name}",
+                    f"{part} sample {sample} has the label {label}, which is not one of the {classes} "
+                    f"classes (0 to {classes - 1})",
+                    hint=f"check the labels of --data {self.name}",
                 )
 
 
@@ -77,8 +77,8 @@ def load(config: DataConfig, *, seed: int = 0) -> Data:
     """The data set that `--data` names.
 
     Raises:
-        UsageFault: there is no such data set, its files are not there, or a flag does not fit it; names the
-            path looked at and the flag to give.
+        UsageFault: there is no such data set, its files are missing, or a flag does not fit it; names the
+            path that was searched and the flag to give.
     """
     name, _, argument = config.data.partition(":")
     if config.data == "digits":
@@ -98,14 +98,14 @@ def load(config: DataConfig, *, seed: int = 0) -> Data:
         if not count(samples):
             raise UsageFault(f"--data {config.data}: there are no {part} samples")
     shape = tuple(first_sample(test, config.data)[0].shape)
-    # Shuffles that depend on how many there are must not pass for the same data.
+    # The shuffle depends on the number of samples, so other sizes are other data.
     sizes = f"{count(train)}/{count(test)}"
     return Data(config.data, train, test, classes, shape, f"{fingerprint} {sizes}{_preparation(config)}")
 
 
 def compare(data: Data, when: str) -> None:
-    """Makes sure that all ranks have loaded the same data. A collective. Raises RanksDiffer."""
-    hint = "see to it that the files of --data are the same on every machine"
+    """Checks that all ranks have loaded the same data. A collective. Raises RanksDiffer."""
+    hint = "make sure that the files of --data are the same on every machine"
     ranks.compare({"--data": (data.fingerprint, data.classes)}, when, hint=hint)
 
 
@@ -114,7 +114,7 @@ def count(samples: Samples) -> int:
 
 
 def first_sample(samples: Samples, name: str) -> tuple[torch.Tensor, int]:
-    """The first sample, checked to be a picture and its label."""
+    """The first sample, checked to be an image and its label."""
     sample = samples[0]
     if not isinstance(sample, tuple | list) or len(sample) != 2 or not isinstance(sample[0], torch.Tensor):
         raise UsageFault(f"--data {name}: a sample is {type(sample).__name__}, not (tensor, label)")
@@ -122,7 +122,7 @@ def first_sample(samples: Samples, name: str) -> tuple[torch.Tensor, int]:
 
 
 def _digits(config: DataConfig) -> tuple[Samples, Samples, tuple[str, ...], str]:
-    """scikit-learn's handwritten digits, 1,797 of 1×8×8: they come with it, so there is no download."""
+    """scikit-learn's handwritten digits, 1,797 of 1×8×8, included in the package: no download."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -136,7 +136,7 @@ def _digits(config: DataConfig) -> tuple[Samples, Samples, tuple[str, ...], str]
 
 
 def _torchvision(config: DataConfig) -> tuple[Samples, Samples, tuple[str, ...], str]:
-    """CIFAR-10 and MNIST, as torchvision fetches and reads them."""
+    """CIFAR-10 and MNIST, downloaded and read by torchvision."""
     try:
         from torchvision import datasets
     except ImportError:
@@ -154,7 +154,7 @@ def _torchvision(config: DataConfig) -> tuple[Samples, Samples, tuple[str, ...],
         except RuntimeError:
             raise UsageFault(
                 f"--data {config.data}: not found in {os.path.join(config.data_root, folder)}",
-                hint="--download fetches it, --data-root names another folder",
+                hint="--download downloads it, --data-root names another folder",
             ) from None
         pictures = torch.as_tensor(found.data)
         pictures = pictures.unsqueeze(1) if pictures.dim() == 3 else pictures.permute(0, 3, 1, 2)
@@ -164,14 +164,14 @@ def _torchvision(config: DataConfig) -> tuple[Samples, Samples, tuple[str, ...],
 
 
 def _download(kind: Any, config: DataConfig) -> None:
-    """Each rank comes here; one a machine fetches, the others wait and find it there."""
+    """Called by every rank; one per machine downloads, the others wait and find the files."""
     os.makedirs(config.data_root, exist_ok=True)
     with _lock(os.path.join(config.data_root, f".{config.data}.lock")):
         try:
             kind(config.data_root, download=True)
         except (OSError, RuntimeError) as error:
             raise CkptToolError(
-                f"--download: {config.data} could not be fetched: {error}",
+                f"--download: {config.data} could not be downloaded: {error}",
                 hint=f"put its files into {config.data_root}, or give --data-root",
             ) from error
 
@@ -184,7 +184,7 @@ def _lock(path: str) -> Iterator[None]:
 
 
 class _Bytes(Dataset[tuple[torch.Tensor, int]]):
-    """Pictures held as bytes, and scaled when they are asked for."""
+    """Images held as bytes, scaled on access."""
 
     def __init__(self, pictures: torch.Tensor, labels: torch.Tensor, scale: Scale) -> None:
         self.pictures, self.labels, self.scale = pictures, labels.tolist(), scale
@@ -197,7 +197,7 @@ class _Bytes(Dataset[tuple[torch.Tensor, int]]):
 
 
 def _folder(config: DataConfig, path: str) -> tuple[Samples, Samples, tuple[str, ...], str]:
-    """PATH/train/<class>/* and PATH/test/<class>/*; or PATH/<class>/*, undivided."""
+    """PATH/train/<class>/* and PATH/test/<class>/*; or PATH/<class>/*, without a test set."""
     if not os.path.isdir(path):
         raise UsageFault(f"--data folder:{path}: no such folder", hint="give folder:PATH")
     scale = _scale(config, channels=3)
@@ -215,7 +215,7 @@ def _folder(config: DataConfig, path: str) -> tuple[Samples, Samples, tuple[str,
 
 
 def load_test(config: DataConfig) -> Data:
-    """For evaluation: as `load`, but a folder with one level of classes is the test set itself."""
+    """For evaluation: like `load`, but a folder with one level of classes is the test set itself."""
     path = config.data.removeprefix("folder:")
     inner = [os.path.isdir(os.path.join(path, part)) for part in ("train", "test")]
     if path == config.data or all(inner) or not os.path.isdir(path):
@@ -229,7 +229,7 @@ def load_test(config: DataConfig) -> Data:
 
 
 def _preparation(config: DataConfig) -> str:
-    """What the flags say of how pictures become numbers: other numbers are another data set."""
+    """The flags for turning images into numbers: other numbers are another data set."""
     given = {"mean": config.mean, "std": config.std, "resize": config.resize}
     return "".join(f", {name} {value}" for name, value in given.items() if value is not None)
 
@@ -240,9 +240,9 @@ def _fingerprint(root: str, files: Sequence[str]) -> str:
 
 
 def _fake(config: DataConfig, argument: str) -> tuple[Samples, Samples, tuple[str, ...], str]:
-    """Noise of CIFAR's shape, for trying things out: N training samples, and a fifth as many for the test."""
+    """Noise of CIFAR's shape, for trying things out: N training samples, and a fifth as many test samples."""
     if not argument.isdecimal() or not int(argument):
-        raise UsageFault(f"--data {config.data}: how many?", hint="for example fake:64")
+        raise UsageFault(f"--data {config.data}: needs a number of samples", hint="for example fake:64")
     number, scale = int(argument), _scale(config, FAKE_SHAPE[0], usual=Scale())
     train = _Noise(0, number, scale)
     test = _Noise(number, max(1, number // HELD_OUT), scale)
@@ -265,9 +265,9 @@ class _Noise(Dataset[tuple[torch.Tensor, int]]):
 
 
 def _factory(config: DataConfig, seed: int) -> tuple[Samples, Samples, tuple[str, ...], str]:
-    """What a function of the user's returns: two data sets, the first of which knows its classes."""
+    """What a user's function returns: two data sets, of which the first knows its classes."""
     if config.mean or config.std:
-        raise UsageFault(f"--mean, --std: {config.data} makes its own pictures", hint="leave them out")
+        raise UsageFault(f"--mean, --std: {config.data} makes its own images", hint="leave them out")
     made = factory.build(config.data)
     if not isinstance(made, tuple) or len(made) != 2:
         raise UsageFault(f"--data {config.data}: must return (train, test), two data sets")
@@ -291,7 +291,7 @@ def _classes(samples: Any, name: str) -> tuple[str, ...]:
 
 
 def _split(samples: Samples, labels: Sequence[int]) -> tuple[Samples, Samples]:
-    """The same division every time, with the same share of each class in both parts."""
+    """The same split every time, with the same fraction of each class in both parts."""
     seen: defaultdict[int, int] = defaultdict(int)
     train: list[int] = []
     test: list[int] = []
@@ -302,10 +302,10 @@ def _split(samples: Samples, labels: Sequence[int]) -> tuple[Samples, Samples]:
 
 
 def _scale(config: DataConfig, channels: int, usual: Scale | None = None) -> Scale:
-    """The normalisation asked for, or what is usual for so many channels."""
+    """The normalisation from the flags, or the default for this number of channels."""
     if usual is None:
         usual = COLOUR if channels == 3 else Scale()
     for flag, values in (("--mean", config.mean), ("--std", config.std)):
         if values is not None and len(values) not in (1, channels):
-            raise UsageFault(f"{flag}: {len(values)} numbers for pictures of {channels} channels")
+            raise UsageFault(f"{flag}: {len(values)} numbers for images of {channels} channels")
     return Scale(config.mean or usual.mean, config.std or usual.std)

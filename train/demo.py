@@ -1,8 +1,8 @@
-"""The whole way once, as `make demo` runs it: train on two ranks, strip the prefix, score in one process.
+"""The whole workflow once, as run by `make demo`: train on two ranks, strip the prefix, score in one process.
 
-Everything goes into runs/demo* and is overwritten by the next demo. Ends in a report that a person can check,
-and fails unless the stripped file gives exactly as many correct test images as the training counted, and at
-least 95 %.
+Everything is written to runs/demo* and overwritten by the next demo. Ends in a report that a person can
+check. Fails unless the stripped file gives exactly as many correct test images as the training counted, and
+at least 95 %.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def best_epoch(log: list[dict[str, Any]]) -> dict[str, Any]:
-    """The epoch that best.pt is of: the first of those with the best accuracy."""
+    """The epoch of best.pt: the first one with the best accuracy."""
     return max(log, key=lambda entry: entry["accuracy"])
 
 
@@ -58,9 +58,9 @@ def report(trained: dict[str, Any], said: str, scored: dict[str, Any]) -> tuple[
         LINE,
     ]
     if not same:
-        lines.append("FAILED: the stripped file does not give the count that the training saw")
+        lines.append("FAILED: the stripped file gives another count than the training")
     if not enough:
-        lines.append(f"FAILED: less than {LEAST_ACCURACY:.0%} of the test images are right")
+        lines.append(f"FAILED: less than {LEAST_ACCURACY:.0%} of the test images are correct")
     if same and enough:
         lines.append("passed: the same number of correct test images, before and after")
     return "\n".join(lines), same and enough
@@ -71,9 +71,9 @@ def _score(entry: dict[str, Any]) -> str:
 
 
 def _run(name: str, program: list[str], arguments: list[str], *, capture: bool = False) -> str:
-    """Shows a command as one would type it, and runs it. A command that fails ends the demo."""
+    """Prints a command as one would type it, and runs it. A command that fails ends the demo."""
     print(f"\n$ {shlex.join([name, *arguments])}\n", flush=True)
-    # Set, so that torchrun need not say at length that it sets it.
+    # Otherwise torchrun prints a long note that it sets it.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(
         [*program, *arguments],

@@ -1,8 +1,8 @@
 """One epoch of training: the arithmetic of data parallelism.
 
-DDP averages gradients over W ranks. The gradient wanted is that of the mean loss over the N samples of a
-global batch, so each rank's loss is W · Σℓ / N over its own samples: exact for shares of any sizes, where
-the usual mean of each rank's mean is not.
+DDP averages gradients over W ranks. The gradient we want is that of the mean loss over the N samples of a
+global batch, so each rank's loss is W · Σℓ / N over its own samples: exact for shares of any size, unlike
+the usual mean of each rank's mean.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from train.plan import Plan, Step
 from train.running_statistics import RunningStatistics
 
 IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The attribute of a model in which DDP finds the names of what it is to leave alone."""
+"""The model attribute that lists the names DDP must ignore."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
 class Progress:
-    """Where a training stands.
+    """The progress of a training run.
 
     Attributes:
         epoch: epochs finished.
-        step: optimizer steps done in the running epoch.
+        step: optimizer steps done in the current epoch.
         global_step: optimizer steps done since the beginning.
-        samples: samples consumed since the beginning, by all ranks.
+        samples: samples used since the beginning, by all ranks.
         best: the best accuracy on the test set so far.
     """
 
@@ -59,7 +59,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Score:
-    """How often a model was right on the samples it was trained with."""
+    """A model's score on the samples it was trained on."""
 
     correct: int
     samples: int
@@ -75,7 +75,7 @@ def make_plan(config: TrainConfig, data: Data) -> Plan:
 
 
 class Trainer:
-    """A model on this rank, wrapped in DDP, with its optimizer and the place in the plan."""
+    """A model on this rank, wrapped in DDP, with its optimizer and its position in the plan."""
 
     def __init__(self, config: TrainConfig, data: Data, model: nn.Module, place: Place) -> None:
         self.config, self.data, self.place = config, data, place
@@ -99,7 +99,7 @@ class Trainer:
         random_state.seed_all(random_state.seed_from(config.seed, "rank", place.rank))
 
     def steps(self) -> Iterator[None]:
-        """Trains what is left of the running epoch, and yields after each optimizer step."""
+        """Trains the rest of the current epoch, and yields after each optimizer step."""
         progress, place = self.progress, self.place
         self.ddp.train()
         steps = list(self.plan.of_rank(progress.epoch, place.rank, place.world_size, start=progress.step))
@@ -112,7 +112,7 @@ class Trainer:
             yield
 
     def finish_epoch(self) -> Score:
-        """Ends the running epoch; returns the score on its training samples, as they were met."""
+        """Ends the current epoch; returns the score on its training samples, each taken when it was used."""
         loss, correct, samples = ranks.total(self.sums).tolist()
         self.sums = self._no_sums()
         self.progress.epoch += 1
@@ -120,12 +120,12 @@ class Trainer:
         return Score(int(correct), int(samples), loss / samples)
 
     def evaluate(self) -> Certificate:
-        """What train/evaluate.py would find, of the bare model as it would be saved. A collective."""
+        """The result train/evaluate.py would give for the bare model as it would be saved. A collective."""
         with self.one_model():
             return self.evaluator.evaluate(self.ddp.module).certificate
 
     def note_best(self, score: Certificate) -> bool:
-        """Whether this is the best score on the test set so far, which is remembered. NaN never is."""
+        """Whether this is the best score on the test set so far; if so, remembers it. NaN never is."""
         is_best = math.isfinite(score.loss) and score.accuracy > self.progress.best
         if is_best:
             self.progress.best = score.accuracy
@@ -133,11 +133,11 @@ class Trainer:
 
     @contextlib.contextmanager
     def one_model(self) -> Iterator[None]:
-        """While this lasts every rank has the same buffers. A collective.
+        """Inside this context every rank has the same buffers. A collective.
 
-        Until then they rightly differ: each rank's BatchNorm has met other samples. They become rank 0's, as
-        DDP makes them before each forward pass, and stay so; but `pooled` statistics become those of all
-        samples, and each rank's own come back.
+        Before, they differ, and rightly so: each rank's BatchNorm has seen different samples. They become
+        rank 0's, as DDP makes them before each forward pass, and stay so; but `pooled` statistics become
+        those of all samples, and each rank's own are restored afterwards.
         """
         apart = getattr(self.ddp, "parameters_to_ignore", ())
         ranks.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
@@ -145,7 +145,7 @@ class Trainer:
             yield
 
     def _take(self, step: Step, batches: Iterator[Batch]) -> None:
-        """One optimizer step. All ranks come through backward exactly once with gradients in sync."""
+        """One optimizer step. Every rank runs backward exactly once with gradient synchronisation."""
         passes = self._passes(step)
         for number in range(1, passes + 1):
             in_sync = number == passes
@@ -166,20 +166,20 @@ class Trainer:
         self.scheduler.step()
 
     def _passes(self, step: Step) -> int:
-        """Forward passes in a step: those of this rank's samples, or as many as any rank's where layers are
-        synchronised, and every rank must come through each equally often."""
+        """Forward passes in a step: this rank's own, or, with synchronised layers, which every rank must pass
+        equally often, the most of any rank."""
         if self.config.batchnorm != "sync":
             return max(len(step.micro_batches), 1)
         largest_share = -(-step.global_size // self.place.world_size)
         return min(self.config.accumulate, largest_share)
 
     def _pass_standing_in(self, *, together: bool = True) -> None:
-        """Takes part in backward with a gradient of zero, for a rank that has no samples.
+        """Takes part in backward with a gradient of zero, on a rank that has no samples.
 
         A sample stands in for the empty batch, because models fail on those (`view(0, -1)`) and a mean over
-        nothing is NaN. It must not show: normalisation layers are frozen, and buffers are put back.
+        nothing is NaN. It must leave no trace: normalisation layers are frozen, and buffers are restored.
         Synchronised layers take part, with a count of 0: the other ranks wait for this one, and all keep the
-        same statistics. Where all ranks stand in (not `together` with others that train) they are frozen too.
+        same statistics. If no rank trains in this pass (not `together`), they are frozen too.
         """
         layers = [m for m in self.ddp.modules() if isinstance(m, _NormBase) and m.training]
         taking_part = [m for m in layers if isinstance(m, SyncBatchNorm) and together]
@@ -200,11 +200,11 @@ class Trainer:
                 buffer.copy_(before)
 
     def _settle_buckets(self) -> None:
-        """Lets DDP choose its buckets now.
+        """Makes DDP settle on its buckets now.
 
         It rebuilds them after the first backward pass, and sums gradients in another order from then on. A
-        run that goes on from a checkpoint would take its first step in the old order, and with three ranks
-        or more it would differ in the last bits from the run that never stopped. So both begin like this.
+        resumed run would take its first step in the old order, and with three or more ranks
+        it would differ in the last bits from a run that never stopped. So both begin like this.
         """
         self.ddp.train()
         for _ in range(2):
@@ -212,13 +212,13 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _load(self, steps: list[Step]) -> Iterator[Batch]:
-        """The micro-batches of these steps, in order. Raises CheckFailed for a label that is no class."""
+        """The micro-batches of these steps, in order. Raises CheckFailed for a label that is not a class."""
         samples, epoch, step = self.data.train, self.progress.epoch, self.progress.step
         set_epoch = getattr(samples, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
         indices = [micro_batch for step in steps for micro_batch in step.micro_batches]
-        # The step too: a run that goes on in the middle of an epoch would draw its beginning's numbers again.
+        # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
         seed = random_state.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
         loaded = load(samples, indices, self.place, self.config.workers, seed=seed)
         for micro_batch, (inputs, labels) in zip(indices, loaded, strict=True):
@@ -226,5 +226,5 @@ class Trainer:
             yield inputs, labels
 
     def _no_sums(self) -> torch.Tensor:
-        """This rank's loss, correct answers and samples in the running epoch."""
+        """This rank's loss, correct predictions and samples in the current epoch."""
         return torch.zeros(3, dtype=torch.float64, device=self.place.device)

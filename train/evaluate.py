@@ -1,17 +1,18 @@
-"""Scores a checkpoint on a test set, on one process or many: the same numbers on any number of ranks.
+"""Scores a checkpoint on a test set, in one process or many: the same numbers on any number of ranks.
 
     python train/evaluate.py runs/a/best.pt --model simple-cnn --data digits
     torchrun --nproc-per-node 3 train/evaluate.py model.safetensors --model resnet20 --data folder:pictures
 
     python train/evaluate.py model.pt --model simple-cnn --spawn 2 --out eval    # without torchrun
 
-Any checkpoint that ckpttool reads: saved from DDP or not, .pt, legacy .th or .safetensors. Only rank 0 reads
-it. Every test sample is scored once; a folder with one level of classes is the test set itself. `--out` gets
+The checkpoint can be any that ckpttool reads: saved from DDP or not, .pt, legacy .th or .safetensors. Only
+rank 0 reads it. Every test sample is scored once; a folder with one level of classes is the test set itself.
+`--out` gets
 
-    eval.json            the numbers, and what they rest on: every sample once, of which checkpoint
-    rank0.safetensors    what rank 0 found of its samples, and so on
+    eval.json            the numbers and their basis: every sample once, and which checkpoint
+    rank0.safetensors    the predictions of rank 0, and so on for each rank
 
-from which `ckpttool gather-metrics eval/rank*.safetensors` computes the numbers again.
+from which `ckpttool gather-metrics eval/rank*.safetensors` recomputes the numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class EvaluateConfig(DataConfig):
 
 @dataclass(frozen=True)
 class Job:
-    """An evaluation that has been found possible."""
+    """An evaluation that has passed all checks."""
 
     config: EvaluateConfig
     place: launch.Place
@@ -89,12 +90,12 @@ def parse(arguments: Sequence[str]) -> EvaluateConfig:
         metavar="SPEC",
         help="simple-cnn, resnet20, torchvision:NAME, file.py:factory",
     )
-    parser.add_argument("--state", metavar="WHERE", help="which state to take, when the file holds several")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--state", metavar="WHERE", help="which state to take if the file holds several")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument(
         "--out",
         metavar="DIR",
-        help=f"for {STATEMENT} and one file of predictions a rank; nothing if not given",
+        help=f"write {STATEMENT} and one file of predictions per rank here; by default nothing is written",
     )
     parser.add_argument("--force", action="store_true", help="overwrite an evaluation in --out")
     flags.add_data_flags(parser)
@@ -104,7 +105,7 @@ def parse(arguments: Sequence[str]) -> EvaluateConfig:
         type=int,
         default=EvaluateConfig.threads,
         metavar="N",
-        help="of each rank, on the CPU; their number changes the last bits (1)",
+        help="CPU threads per rank; their number changes the last bits (1)",
     )
     start.add_argument(
         "--spawn", type=int, metavar="N", help="start N ranks on this machine, without torchrun"
@@ -115,22 +116,24 @@ def parse(arguments: Sequence[str]) -> EvaluateConfig:
 
 
 def check(config: EvaluateConfig) -> None:
-    """Refuses what is wrong whatever the data and the model. Raises UsageFault, which names the flag."""
+    """Refuses values that are wrong whatever the data and the model. Raises UsageFault, naming the flag."""
     for flag, number in (("--threads", config.threads), ("--spawn", config.spawn)):
         if number is not None and number < 1:
             raise UsageFault(f"{flag} {number}: is less than 1")
     if config.spawn and launch.started_by_torchrun():
-        raise UsageFault("--spawn starts ranks, and torchrun has started this one", hint="leave out --spawn")
+        raise UsageFault(
+            "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
+        )
     check_pictures(config)
 
 
 def prepare(config: EvaluateConfig) -> Job:
-    """Finds out whether the evaluation is possible, on this rank alone."""
+    """Checks that the evaluation is possible, on this rank alone."""
     import torch
 
     from train import data, models, preflight
 
-    torch.set_num_threads(config.threads)  # torchrun and a process of its own would differ
+    torch.set_num_threads(config.threads)  # the default differs with and without torchrun
     place = launch.find_place(config.backend)
     loaded = data.load_test(config)
     model = models.build(config.model, shape=loaded.shape, classes=len(loaded.classes))
@@ -146,7 +149,7 @@ def work(job: Job) -> None:
 
 
 def evaluate(job: Job) -> Certificate:
-    """The certificate, on every rank of the process group; rank 0 alone reads the checkpoint."""
+    """The certificate, on every rank of the process group; only rank 0 reads the checkpoint."""
     from ckpttool import ranks
     from train import data, evaluation
 
@@ -165,7 +168,7 @@ def evaluate(job: Job) -> Certificate:
 def load(job: Job) -> str:
     """Loads the checkpoint into the model; returns the digest of the state.
 
-    `--out` is made sure of first, and emptied last: an earlier evaluation stays until the new one can begin.
+    `--out` is checked first and emptied last: an earlier evaluation is kept until the new one can begin.
     """
     from ckpttool import formats
     from ckpttool.digest import digest
@@ -182,10 +185,10 @@ def load(job: Job) -> str:
 
 
 def make_room(config: EvaluateConfig) -> list[str]:
-    """The folder of `--out`; returns the files of an earlier evaluation in it.
+    """Makes the folder of `--out`; returns the files of an earlier evaluation in it.
 
     Raises:
-        OutputExists: there are some, and there is no `--force`.
+        OutputExists: there are some, and `--force` is not given.
     """
     from ckpttool.errors import OutputExists
 
@@ -199,7 +202,7 @@ def make_room(config: EvaluateConfig) -> list[str]:
 
 
 def write(job: Job, found: Evaluated) -> None:
-    """Each rank's file, and when all are there eval.json."""
+    """Writes each rank's file and, once all are written, eval.json."""
     from ckpttool import predictions, ranks
     from ckpttool.commit import replacing
 

@@ -1,7 +1,7 @@
 """Evaluations: every sample scored once, with the same bits on any number of ranks.
 
-The test set is cut into batches first, and whole batches are dealt to ranks, so no sample's neighbours depend
-on how many ranks there are. What was found is joined by sample, and all numbers are made of the joined rows.
+The test set is cut into batches before whole batches are dealt to ranks, so a sample's batch does not depend
+on the number of ranks. The results are joined by sample, and all numbers are computed from the joined rows.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from train.loading import load
 from train.plan import evaluation_batches
 
 BATCH = 128
-"""Test samples in one forward pass. Always the same, so that the same sample gets the same numbers."""
+"""Test samples in one forward pass. Fixed, so that a sample always gets the same numbers."""
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation found: this rank's rows, and the certificate of those of all."""
+    """The result of an evaluation: this rank's rows, and the certificate over all ranks' rows."""
 
     own: Predictions
     certificate: Certificate
 
 
 class Evaluator:
-    """Scores bare models on one test set. Its workers stay from one evaluation to the next."""
+    """Scores bare models on one test set. Its workers are kept from one evaluation to the next."""
 
     def __init__(self, data: Data, place: Place, *, workers: int = 0) -> None:
         self.data, self.place, self.samples = data, place, count(data.test)
@@ -49,14 +49,14 @@ class Evaluator:
         self.loader = load(data.test, self.batches, place, workers, again=True)
 
     def evaluate(self, model: nn.Module, *, checkpoint: str | None = None) -> Evaluated:
-        """Every rank scores its batches and returns the certificate of all. A collective.
+        """Every rank scores its batches and returns the certificate over all. A collective.
 
         Args:
             checkpoint: the digest of the model's state, for the certificate.
 
         Raises:
-            CheckFailed: a label is none of the classes; on the ranks without that sample RankFailed.
-            RankFailed: another rank failed; all end after the batch that they were at.
+            CheckFailed: a label is not one of the classes; ranks without that sample raise RankFailed.
+            RankFailed: another rank failed; all ranks end after the current batch.
         """
         own = self.rows(model)
         columns = {name: column for name, column in own.items() if name != "index"}
@@ -66,8 +66,8 @@ class Evaluator:
         return Evaluated(_predictions(own), ranks.alike(lambda: certify(whole, about, self.rank_samples)))
 
     def rows(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """This rank's rows, by column. All ranks go from batch to batch together: none waits for one that
-        has failed."""
+        """This rank's rows, by column. All ranks advance batch by batch together, so none waits for one
+        that has failed."""
         was_training = model.training
         model.eval()
         try:

@@ -1,4 +1,4 @@
-"""The command lines of the trainer and of the evaluation: flags in, a frozen configuration out."""
+"""The command lines of the trainer and the evaluation: flags in, a frozen configuration out."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageFault instead of exiting, and lets rank 0 alone print the help."""
+    """Raises UsageFault instead of exiting, and lets only rank 0 print the help."""
 
     def __init__(self, **options: Any) -> None:
-        # Abbreviated flags would reach torchrun's ranks by another name than the one looked for.
+        # An abbreviated flag would reach torchrun's ranks under a name that is not recognised.
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -39,10 +39,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """The configuration that a command line asks for.
+    """The configuration that a command line specifies.
 
     Raises:
-        UsageFault: for what is wrong whatever the data and the model; names the flag.
+        UsageFault: a value is wrong whatever the data and the model; names the flag.
     """
     values = vars(train_parser().parse_args(arguments))
     for name, usual in OPTIMIZERS[values["optimizer"]].items():
@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
 
 
 def without(flag: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments less one flag that takes a value."""
+    """The arguments without one flag that takes a value."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument != flag and not argument.startswith(f"{flag}="):
@@ -64,7 +64,7 @@ def without(flag: str, arguments: Sequence[str]) -> list[str]:
 
 
 def arguments_of(config: TrainConfig) -> list[str]:
-    """The command line that asks for this configuration, what is usual left out."""
+    """The command line that gives this configuration, without defaults."""
     usual = {**TrainConfig().plain(), **OPTIMIZERS[config.optimizer]}
     found = []
     for name, value in config.plain().items():
@@ -102,19 +102,22 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
         "one level of classes), fake:N, or file.py:factory, which returns (train, test)",
     )
     flags.add_argument(
-        "--data-root", default=default.data_root, metavar="DIR", help="where cifar10 and mnist lie (data)"
+        "--data-root",
+        default=default.data_root,
+        metavar="DIR",
+        help="where cifar10 and mnist are stored (data)",
     )
-    flags.add_argument("--download", action="store_true", help="fetch cifar10 or mnist if it is not there")
+    flags.add_argument("--download", action="store_true", help="download cifar10 or mnist if it is missing")
     flags.add_argument(
         "--mean",
         type=_numbers,
         metavar="M,M,M",
-        help="subtracted from each channel in [0, 1] (pictures in colour: 0.485,0.456,0.406; others: none)",
+        help="subtracted from each channel in [0, 1] (colour images: 0.485,0.456,0.406; others: none)",
     )
     flags.add_argument(
-        "--std", type=_numbers, metavar="S,S,S", help="then each channel is divided by it (0.229,0.224,0.225)"
+        "--std", type=_numbers, metavar="S,S,S", help="each channel is then divided by it (0.229,0.224,0.225)"
     )
-    flags.add_argument("--resize", type=_at_least(1), metavar="N", help="make a folder's pictures N by N")
+    flags.add_argument("--resize", type=_at_least(1), metavar="N", help="resize a folder's images to N by N")
 
 
 def add_start_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -125,13 +128,13 @@ def add_start_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
         type=_at_least(0),
         default=default.workers,
         metavar="N",
-        help="processes that load data, for each rank (0: the rank itself)",
+        help="processes that load data, per rank (0: the rank itself)",
     )
     flags.add_argument(
         "--backend",
         choices=BACKENDS,
         default=default.backend,
-        help="auto: nccl where each rank has a GPU, else gloo on the CPU",
+        help="auto: nccl if each rank has a GPU, otherwise gloo on the CPU",
     )
     flags.add_argument(
         "--timeout",
@@ -157,7 +160,7 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
         type=_at_least(1),
         default=default.epochs,
         metavar="N",
-        help=f"how often each sample is met ({default.epochs})",
+        help=f"passes over the training samples ({default.epochs})",
     )
     add(
         "--batch-size",
@@ -171,24 +174,24 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
         type=_at_least(1),
         default=default.accumulate,
         metavar="N",
-        help="take each rank's part of the batch in N passes: the same training in less memory (1)",
+        help="take each rank's share of the batch in N passes: the same training in less memory (1)",
     )
     add("--drop-last", action="store_true", help="leave out the short batch that ends an epoch")
     add(
         "--batchnorm",
         choices=BATCHNORMS,
         default=default.batchnorm,
-        help="plain (the default): of each rank's samples, and rank 0's statistics are kept; sync: of all "
-        "ranks' samples; pooled: plain, and the statistics of all ranks are evaluated and saved",
+        help="plain (the default): normalise by each rank's samples, keep rank 0's statistics; sync: by all "
+        "ranks' samples; pooled: as plain, but evaluate and save the statistics of all ranks",
     )
     add(
         "--seed",
         type=_at_least(0),
         default=default.seed,
         metavar="N",
-        help="of weights, dropout and the order of samples (0)",
+        help="seeds weights, dropout and the order of samples (0)",
     )
-    add("--deterministic", action="store_true", help="only algorithms that give the same bits each time")
+    add("--deterministic", action="store_true", help="use only algorithms that give the same bits each time")
 
 
 def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
@@ -196,13 +199,13 @@ def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimizer").add_argument
     add("--optimizer", choices=tuple(OPTIMIZERS), default=default.optimizer, help="sgd by default")
     add("--lr", type=_number(above=0), metavar="X", help="learning rate (sgd 0.1, adamw 0.001)")
-    add("--momentum", type=_number(least=0, below=1), metavar="X", help="sgd's (0.9)")
-    add("--weight-decay", type=_number(least=0), metavar="X", help="(sgd 0.0001, adamw 0.01)")
+    add("--momentum", type=_number(least=0, below=1), metavar="X", help="for sgd (0.9)")
+    add("--weight-decay", type=_number(least=0), metavar="X", help="sgd 0.0001, adamw 0.01")
     add(
         "--scheduler",
         choices=("none", "cosine", "step"),
         default=default.scheduler,
-        help="of the learning rate: cosine by default; step takes a tenth of it after half and after three "
+        help="learning rate schedule: cosine by default; step divides it by ten after half and after three "
         "quarters of the epochs",
     )
     add(
@@ -210,7 +213,7 @@ def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
         type=_every(least=0),
         default=default.warmup,
         metavar="N[steps|epochs]",
-        help="raise the learning rate from zero over so many (0)",
+        help="raise the learning rate from zero over this many (0)",
     )
 
 
@@ -223,26 +226,26 @@ def _add_saving_flags(parser: argparse.ArgumentParser) -> None:
         type=_every(least=1),
         default=default.save_every,
         metavar="N[steps|epochs]",
-        help="write last.pt so often; epochs if not said (1)",
+        help="how often to write last.pt; in epochs by default (1)",
     )
     add(
         "--keep",
         type=_at_least(0),
         default=default.keep,
         metavar="K",
-        help="keep the last K of them too, as step-<number>.pt (0)",
+        help="also keep the last K of them, as step-<number>.pt (0)",
     )
     add(
         "--resume",
         nargs="?",
         const="auto",
         metavar="auto|PATH",
-        help="go on from this checkpoint; auto: from last.pt in --out, if it is there",
+        help="continue from this checkpoint; auto: from last.pt in --out, if it exists",
     )
-    add("--force", action="store_true", help="begin anew in a folder that holds a run, and overwrite it")
+    add("--force", action="store_true", help="start over in a folder that holds a run, and overwrite it")
 
 
-# ---- what flags accept ---------------------------------------------------------------------------------
+# ---- flag values ---------------------------------------------------------------------------------------
 
 
 def _at_least(least: int) -> Callable[[str], int]:
@@ -250,7 +253,7 @@ def _at_least(least: int) -> Callable[[str], int]:
         try:
             value = int(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
         if value < least:
             raise argparse.ArgumentTypeError(f"{value} is less than {least}")
         return value
@@ -265,7 +268,7 @@ def _number(
         try:
             value = float(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
         if not (above < value < below and value >= least):
             raise argparse.ArgumentTypeError(f"{text} is out of range")
         return value

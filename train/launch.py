@@ -1,4 +1,4 @@
-"""How ranks are started, form a process group, and end."""
+"""How ranks start, form a process group, and end."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 Job = TypeVar("Job")
 
 PATIENCE = 5.0
-"""Seconds that a rank which only echoes another's failure leaves it to speak.
+"""Seconds that a rank waits before it repeats another rank's failure, so that that rank reports it first.
 
-Torchrun ends the waiting ranks as soon as the one that spoke is gone, so nobody waits this long under it.
+Torchrun ends the waiting ranks as soon as the failed one has exited, so under it no rank waits this long.
 """
 
 PR_SET_PDEATHSIG = 1
-"""The number in linux/prctl.h."""
+"""From linux/prctl.h."""
 
 LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.IGNORECASE)
 TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
@@ -39,7 +39,7 @@ TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands among the ranks."""
+    """This process's rank, world size, backend and device."""
 
     rank: int
     world_size: int
@@ -48,7 +48,7 @@ class Place:
 
 
 def rank() -> int:
-    """This process's rank as torchrun gives it, 0 for a process of its own; needs no torch."""
+    """This process's rank as set by torchrun, 0 without it; does not need torch."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -61,7 +61,7 @@ def started_by_torchrun() -> bool:
 
 
 def find_place(backend: str) -> Place:
-    """Backend and device: NCCL when each rank of this machine can have its own GPU, else gloo on the CPU.
+    """Backend and device: NCCL if each rank on this machine can have its own GPU, else gloo on the CPU.
 
     Raises:
         UsageFault: `--backend nccl` without enough GPUs.
@@ -85,7 +85,7 @@ def find_place(backend: str) -> Place:
 
 
 def make_deterministic() -> None:
-    """Only algorithms that give the same bits each time; before CUDA starts."""
+    """Allows only algorithms that give the same bits each time. Call it before CUDA starts."""
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -95,9 +95,9 @@ def make_deterministic() -> None:
 
 @contextlib.contextmanager
 def process_group(place: Place, timeout: float) -> Iterator[None]:
-    """The default process group, destroyed on every way out.
+    """The default process group, destroyed however the block ends.
 
-    A single process gets one too (its store lives in memory: no port, no network), so that DDP and its
+    A single process gets one too (its store is in memory: no port, no network), so that DDP and its
     `module.` keys are the same however a run was started.
     """
     import torch
@@ -113,30 +113,31 @@ def process_group(place: Place, timeout: float) -> Iterator[None]:
         try:
             dist.init_process_group(place.backend, **options)
         except (RuntimeError, ValueError) as error:
-            raise _failed(f"rank {place.rank} did not find the others: {error}") from error
+            raise _failed(f"rank {place.rank} could not join the others: {error}") from error
         yield
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # which hold the model that holds the group
+        traceback.clear_frames(error.__traceback__)  # frames hold the model, which holds the group
         raise
     finally:
-        # DDP keeps the group alive, the group its threads, and a cycle of references (in a model, in hooks)
-        # DDP. A thread that wants the interpreter while that shuts down ends the process by SIGABRT.
+        # A reference cycle (in a model, in hooks) keeps DDP alive, DDP the group, and the group its threads.
+        # A thread that needs the interpreter while it shuts down ends the process with SIGABRT.
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
-    """Starts the program again on `ranks` ranks of this machine, as torchrun would; returns its exit code."""
+    """Runs the program on `ranks` ranks of this machine, as torchrun would; returns its exit code."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # unset, torchrun sets it to 1 and says so
+    # Otherwise torchrun sets it to 1 and prints a note.
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     import logging
 
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # Its report of a failure is a traceback of this process; the rank that failed has told its own.
+    # torchrun reports a failure with a traceback of this process; the failed rank has reported its own.
     logging.disable(logging.CRITICAL)
     options = run.parse_args(["--standalone", "--nproc-per-node", str(ranks), script, *arguments])
     try:
@@ -145,7 +146,7 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
         index, failure = error.get_first_failure()
         if failure.exitcode >= 0:
             return int(failure.exitcode)
-        print(f"error: rank {index} was ended by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
+        print(f"error: rank {index} was killed by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
         return 128 - int(failure.exitcode)
     except SignalException as error:
         return 128 + int(error.sigval)
@@ -153,23 +154,23 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
 
 
 def end_with_torchrun() -> None:
-    """Has the kernel end this rank when torchrun is gone without having ended it, as after `kill -9`.
+    """Has the kernel end this rank if torchrun exits without ending it, as after `kill -9`.
 
-    It would train on, or wait, with nobody to see it, and hold its GPU. Linux. Not for other launchers, whose
-    process may rightly be gone before the ranks.
+    Otherwise the rank would go on training or waiting unseen, and hold its GPU. Linux only. Not for other
+    launchers, whose process may legitimately exit before the ranks.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_json: bool = False) -> int:
-    """Runs a program on this rank and returns its exit code; an error on purpose is one line on stderr.
+    """Runs a program on this rank and returns its exit code; an expected error is one line on stderr.
 
     Args:
-        prepare: everything that one rank can refuse by itself. It fails on all ranks alike, before any
-            process group starts, so rank 0 speaks for all.
+        prepare: everything that a rank can refuse by itself. It fails on all ranks alike, before any
+            process group starts, so rank 0 reports for all.
         work: what the ranks do together, with what `prepare` returned.
-        as_json: say an error as one JSON object on stdout too.
+        as_json: also print an error as one JSON object on stdout.
     """
     end_with_torchrun()
     try:
@@ -184,26 +185,26 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         return complain(error, echo=_is_echo(error), as_json=as_json)
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt)
-    except RuntimeError as error:  # gloo and NCCL say it in words only
+    except RuntimeError as error:  # gloo and NCCL report it only in the message
         if LOST_PEER.search(str(error)):
-            lost = _failed(f"rank {rank()}: another rank went away")
+            lost = _failed(f"rank {rank()}: lost the connection to another rank")
             return complain(lost, echo=True, as_json=as_json)
         if TIMED_OUT.search(str(error)):
-            late = _failed(f"rank {rank()}: no word from another rank within --timeout")
+            late = _failed(f"rank {rank()}: no answer from another rank within --timeout")
             return complain(late, as_json=as_json)
         raise
     return 0
 
 
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
-    """Says so on rank 0, with what the program wants to be said of it."""
+    """Reports it on rank 0, with the program's own message."""
     if rank() == 0:
         print("\n" + "; ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)
     return 128 + signal.SIGINT
 
 
 def _is_echo(error: CkptToolError) -> bool:
-    """Whether another rank tells this failure."""
+    """Whether another rank reports this failure."""
     from ckpttool.ranks import RankFailed
 
     return isinstance(error, RankFailed) or (isinstance(error, RanksDiffer) and rank() != 0)
@@ -216,20 +217,20 @@ def _failed(message: str) -> CkptToolError:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process with an exit code, its output flushed, and nothing torn down.
+    """Ends this process with an exit code: flushes its output, and runs no destructors.
 
-    All is over by now and the process group destroyed. What would still run are the destructors of torch's
-    C++ threads, and on a busy machine they were seen to abort a rank that had done its work ("terminate
-    called without an active exception"), which makes torchrun report a failure.
+    The work is done by now and the process group destroyed. Only the destructors of torch's
+    C++ threads would still run, and on a busy machine they were seen to abort a rank that had done its work
+    ("terminate called without an active exception"), which makes torchrun report a failure.
     """
-    with contextlib.suppress(OSError):  # what could not be written has been told by `say`
+    with contextlib.suppress(OSError):  # `say` has reported what could not be written
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
 def say(text: str) -> None:
-    """A line on stdout, at once. Raises CkptToolError where that can't be: a full disk, a reader gone."""
+    """Prints a line at once. Raises CkptToolError if stdout can't be written: disk full, reader gone."""
     try:
         print(text, flush=True)
     except OSError as error:
@@ -237,14 +238,14 @@ def say(text: str) -> None:
 
 
 def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False) -> int:
-    """Says an error in one line on stderr and returns its exit code."""
+    """Prints an error as one line on stderr and returns its exit code."""
     if echo:
         time.sleep(PATIENCE)
     if os.environ.get("CKPTTOOL_DEBUG") == "1":
         traceback.print_exception(error)
     if as_json:
         body = {"kind": error.kind, "message": str(error), "hint": error.hint}
-        with contextlib.suppress(OSError):  # it is told on stderr too
+        with contextlib.suppress(OSError):  # it goes to stderr too
             print(json.dumps({"error": body}, indent=2), flush=True)
     hint = f" ({error.hint})" if error.hint else ""
     print(f"error: {error}{hint}".replace("\n", " "), file=sys.stderr, flush=True)

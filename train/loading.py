@@ -1,4 +1,4 @@
-"""Batches of chosen samples, loaded in this process or ahead of it by workers."""
+"""Batches of given samples, loaded in this process or ahead of it by workers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def load(
     """Loads these batches of samples, in order.
 
     Args:
-        workers: processes that load; 0 for none but this one.
-        seed: what random numbers workers draw follows from it, and from which of them draws.
-        again: the same batches will be wanted again, and the workers stay for it.
+        workers: loading processes; 0 to load in this process.
+        seed: with the worker's number, determines the random numbers that each worker draws.
+        again: the same batches will be loaded again, so the workers are kept.
     """
     return DataLoader(
         samples,
         batch_sampler=batches,
         num_workers=workers,
         persistent_workers=again and workers > 0,
-        # Forked where that is safe: then data sets out of a user's file need not be picklable.
+        # Forked where that is safe: then data sets from a user's file need not be picklable.
         multiprocessing_context=("fork" if sys.platform == "linux" else None) if workers else None,
         pin_memory=place.device.type == "cuda",
         # Without a generator of its own, each pass would draw from the global one and shift dropout.

@@ -1,21 +1,21 @@
-"""Trains a model with DistributedDataParallel, on one process or many, exactly.
+"""Trains a model with DistributedDataParallel, exactly, on one process or many.
 
     torchrun --nproc-per-node 2 train/main.py        # two ranks: the digits, a small CNN, ten seconds
     torchrun --nproc-per-node 2 -m train.main        # the same
     python train/main.py --spawn 2                   # the same, without torchrun
     python train/main.py                             # one rank, and the same training
 
-All flags: python train/main.py --help. The global batch is what `--batch-size` says on any number of ranks,
-so adding ranks makes a run faster and nothing else. Rank 0 writes into `--out`:
+All flags: python train/main.py --help. `--batch-size` is the global batch on any number of ranks, so adding
+ranks makes a run faster and changes nothing else. Rank 0 writes to `--out`:
 
-    last.pt      the run as it stands; `--resume auto` goes on from it, in the middle of an epoch too
-    best.pt      the same, as it stood when the test accuracy was best
-    log.jsonl    one object an epoch
+    last.pt      the current state; `--resume auto` continues from it, even in the middle of an epoch
+    best.pt      the state when the test accuracy was best
+    log.jsonl    one object per epoch
 
-    python train/main.py --out runs/a --save-every 100steps        # and after a power cut, or to train longer
-    python train/main.py --out runs/a --resume auto --epochs 20
+    python train/main.py --out runs/a --save-every 100steps
+    python train/main.py --out runs/a --resume auto --epochs 20    # after a power cut, or to train longer
 
-Then, where there is neither this code nor torch.distributed:
+Then, where neither this code nor torch.distributed is available:
 
     ckpttool strip-prefix runs/a/best.pt model.safetensors
 
@@ -35,7 +35,7 @@ from ckpttool.errors import UsageFault
 from train import flags, launch
 from train.config import TrainConfig
 
-# torch is imported where it is needed, so that wrong flags are refused in a tenth of a second.
+# torch is imported only where it is needed, so that wrong flags are refused within a tenth of a second.
 if TYPE_CHECKING:
     from torch import nn
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """A training that has been found possible."""
+    """A training run that has passed all checks."""
 
     config: TrainConfig
     place: launch.Place
@@ -67,8 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare(config: TrainConfig) -> Job:
-    """Finds out whether the training is possible, on this rank alone."""
-    import torch._dynamo  # noqa: F401  DDP does; done inside a process group, it never lets go of the group
+    """Checks that the training is possible, on this rank alone."""
+    import torch._dynamo  # noqa: F401  as DDP does; inside a process group, it would keep the group alive
 
     from train import data, models, preflight, random_state
 
@@ -95,7 +95,7 @@ def train(job: Job) -> None:
     from train.report import Report
 
     config = job.config
-    # Each rank has loaded its own copy: were they different, samples would be met twice, or never.
+    # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
     data.compare(job.data, "before training")
     folder = ranks.decide(lambda: run_folder.choose(config, time.strftime("%Y%m%d-%H%M%S")))
     trainer = Trainer(config, job.data, job.model, job.place)
@@ -112,7 +112,7 @@ def train(job: Job) -> None:
 
 
 def run_epochs(trainer: Trainer, saver: Saver, report: Report) -> None:
-    """Trains what is left."""
+    """Trains the remaining epochs."""
     while trainer.progress.epoch < trainer.config.epochs:
         began = time.monotonic()
         for _ in report.bar(trainer.steps()):
@@ -121,7 +121,7 @@ def run_epochs(trainer: Trainer, saver: Saver, report: Report) -> None:
         tested = trainer.evaluate()
         best = trainer.note_best(tested)
         report.epoch(trained, tested, seconds=time.monotonic() - began, best=best)
-        saver.after_epoch(best=best)  # after the log: a resume forgets what it will log again
+        saver.after_epoch(best=best)  # after the log: a resume drops the entries it will log again
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models by name. Each is a plain module; what trains it on many ranks wraps it."""
+"""Models by name. Each is a plain module; the trainer wraps it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ NAMES = "simple-cnn, resnet20, torchvision:NAME or file.py:factory"
 
 
 def build(name: str, *, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """The model that `--model` names, for pictures of `shape` (channels, height, width).
+    """The model that `--model` names, for images of `shape` (channels, height, width).
 
     Raises:
-        UsageFault: there is no such model, or what the user's factory raised.
+        UsageFault: there is no such model, or the user's factory raised an error.
     """
     if name in ("simple-cnn", "resnet20"):
         if len(shape) != 3:
-            raise UsageFault(f"--model {name}: takes pictures, not samples of shape {list(shape)}")
+            raise UsageFault(f"--model {name}: takes images, not samples of shape {list(shape)}")
         if name == "resnet20":
             return resnet20(num_classes=classes, channels=shape[0])
         return simple_cnn(num_classes=classes, channels=shape[0], height=shape[1], width=shape[2])
@@ -31,14 +31,14 @@ def build(name: str, *, shape: tuple[int, ...], classes: int) -> nn.Module:
         raise UsageFault(f"--model {name}: no such model", hint=f"one of {NAMES}")
     made: Any = factory.build(name, num_classes=classes)
     if not isinstance(made, nn.Module):
-        raise UsageFault(f"--model {name}: made a {type(made).__name__}, not a torch.nn.Module")
+        raise UsageFault(f"--model {name}: returned {type(made).__name__}, not a torch.nn.Module")
     return made
 
 
 def simple_cnn(num_classes: int = 10, channels: int = 1, height: int = 8, width: int = 8) -> nn.Sequential:
-    """Convolutions that halve the picture until it is small, then one hidden layer. Fits the digits as it is.
+    """Convolutions that halve the image until it is small, then one hidden layer. Suits the digits as it is.
 
-    Without BatchNorm, so a batch gives the same gradient however it is divided among ranks.
+    It has no BatchNorm, so a batch gives the same gradient however it is divided among ranks.
     """
     features: list[nn.Module] = [nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU()]
     width_of_layer = 32
@@ -58,7 +58,7 @@ def simple_cnn(num_classes: int = 10, channels: int = 1, height: int = 8, width:
 class ResNet(nn.Module):
     """The residual networks for CIFAR of arXiv 1512.03385, section 4.2: 6n + 2 layers, 16, 32 and 64 wide.
 
-    Parameters bear the names of akamaster/pytorch_resnet_cifar10, whose published weights load strictly.
+    Parameters are named as in akamaster/pytorch_resnet_cifar10, whose published weights load strictly.
     """
 
     def __init__(self, blocks: int, num_classes: int, channels: int) -> None:
@@ -80,7 +80,7 @@ class ResNet(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions around which the input goes straight."""
+    """Two convolutions with a shortcut around them."""
 
     def __init__(self, width_in: int, width_out: int, stride: int) -> None:
         super().__init__()

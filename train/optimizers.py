@@ -1,4 +1,4 @@
-"""The optimizer and the course of its learning rate."""
+"""The optimizer and its learning rate schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from train.config import TrainConfig
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
-    """Over named parameters, so that its state says which parameter is whose."""
+    """Built from named parameters, so that its state records which entry belongs to which parameter."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if config.optimizer == "adamw":
         return AdamW(named, lr=config.lr, weight_decay=config.weight_decay)
@@ -20,19 +20,19 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
 
 
 def build_scheduler(config: TrainConfig, optimizer: Optimizer, steps_per_epoch: int) -> LambdaLR:
-    """Moves the learning rate after each step."""
+    """Changes the learning rate after each step."""
     warmup, steps = config.warmup.in_steps(steps_per_epoch), config.epochs * steps_per_epoch
     return LambdaLR(optimizer, lambda step: rate(config.scheduler, step, steps, warmup))
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """The learning rate of one step, by the same rule."""
+    """The learning rate of one step, from the same schedule."""
     warmup, steps = config.warmup.in_steps(steps_per_epoch), config.epochs * steps_per_epoch
     return config.lr * rate(config.scheduler, step, steps, warmup)
 
 
 def rate(course: str, step: int, steps: int, warmup: int) -> float:
-    """What the learning rate is multiplied with in step `step` (from 0) of `steps`."""
+    """The factor of the learning rate in step `step` (from 0) of `steps`."""
     if step < warmup:
         return (step + 1) / warmup
     if course == "cosine":

@@ -1,4 +1,4 @@
-"""Folders of pictures: PATH/<class>/<file>."""
+"""Folders of images: PATH/<class>/<file>."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".t
 
 @dataclass(frozen=True)
 class Scale:
-    """Normalisation of pictures in [0, 1]: one number for all channels, or one for each."""
+    """Normalisation of images in [0, 1]: one number for all channels, or one per channel."""
 
     mean: tuple[float, ...] = (0.0,)
     std: tuple[float, ...] = (1.0,)
 
     def apply(self, pictures: torch.Tensor) -> torch.Tensor:
-        """Of (..., channels, height, width), in float32 as torchvision's Normalize."""
+        """Normalises (..., channels, height, width) in float32, as torchvision's Normalize does."""
         mean = torch.tensor(self.mean, dtype=torch.float32).view(-1, 1, 1)
         std = torch.tensor(self.std, dtype=torch.float32).view(-1, 1, 1)
         return (pictures - mean) / std
@@ -31,17 +31,17 @@ class Scale:
 def find_pictures(
     root: str, classes: Sequence[str] | None = None
 ) -> tuple[list[str], list[int], tuple[str, ...]]:
-    """The picture files under `root`, their labels, and the classes, each in order of name.
+    """The image files under `root`, their labels, and the classes, each sorted by name.
 
     Args:
-        classes: those that label the pictures, where another folder has given them.
+        classes: the classes to use, if another folder defines them.
     Raises:
-        UsageFault: there are no class folders or no pictures in them, or a class that is not among `classes`.
+        UsageFault: there are no class folders, no images in them, or a class that is not in `classes`.
     """
     names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     if not names:
         raise UsageFault(
-            f"{root}: has no folders of pictures, one a class", hint="give folder:PATH with PATH/<class>/*"
+            f"{root}: has no folders of images, one per class", hint="give folder:PATH with PATH/<class>/*"
         )
     labels_of = {name: label for label, name in enumerate(classes or names)}
     unknown = [name for name in names if name not in labels_of]
@@ -55,12 +55,12 @@ def find_pictures(
         files += found
         labels += [labels_of[name]] * len(found)
     if not files:
-        raise UsageFault(f"{root}: its folders hold no pictures", hint=f"endings known: {' '.join(ENDINGS)}")
+        raise UsageFault(f"{root}: its folders hold no images", hint=f"known extensions: {' '.join(ENDINGS)}")
     return files, labels, tuple(classes or names)
 
 
 class Folder(Dataset[tuple[torch.Tensor, int]]):
-    """Picture files, read as RGB. All of one size, which the first has, unless `resize` makes them so."""
+    """Image files, read as RGB. All must have the size of the first, unless `resize` is given."""
 
     def __init__(
         self, files: Sequence[str], labels: Sequence[int], scale: Scale, resize: int | None = None
@@ -88,7 +88,7 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
         return data.view(picture.height, picture.width, 3).permute(2, 0, 1).float().div(255)
 
     def _check_sizes(self) -> None:
-        """Looks at every file's header: a batch of two sizes would fail hours into a run."""
+        """Reads every file's header: a batch of two sizes would fail hours into a run."""
         image_kind = _pillow()
         first: tuple[int, int] | None = None
         for path in self.files:
@@ -100,19 +100,19 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
             first = first or size
             if size != first:
                 raise UsageFault(
-                    f"{path}: is {size[0]}×{size[1]}, and {self.files[0]} is {first[0]}×{first[1]}",
-                    hint="--resize N makes all pictures N×N",
+                    f"{path}: is {size[0]}×{size[1]}, but {self.files[0]} is {first[0]}×{first[1]}",
+                    hint="--resize N makes all images N×N",
                 )
 
 
 def _unreadable(path: str, error: OSError) -> Unreadable | Damaged:
     if error.errno is not None:
         return Unreadable(path, (error.strerror or str(error)).lower())
-    return Damaged(path, "is no picture that can be read")
+    return Damaged(path, "is not a readable image")
 
 
 def _pillow():  # type: ignore[no-untyped-def]
-    """Pillow's Image, imported when a picture is wanted."""
+    """Pillow's Image, imported when an image is needed."""
     try:
         from PIL import Image
     except ImportError:

@@ -1,11 +1,11 @@
 """Which rank takes which sample, at which step.
 
-Pure arithmetic, so every rank knows the whole plan and nobody has to ask. An epoch is a permutation of the
-samples, made from (seed, epoch) alone, and cut into global batches; each global batch is dealt to the ranks.
-So the ranks together take every sample exactly once, in the same steps however many ranks there are, and a
-run can go on at any step, on another number of ranks.
+Pure arithmetic, so every rank knows the whole plan without communication. An epoch is a permutation of the
+samples, derived from (seed, epoch) alone, and cut into global batches; each global batch is dealt to the
+ranks. So together the ranks take every sample exactly once, in the same steps for any number of ranks, and a
+run can resume at any step, on another number of ranks.
 
-Why not DistributedSampler: it pads by repeating samples, or drops some, so that all shares are equal.
+Why not DistributedSampler: it repeats or drops samples, so that all shares are equal.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Step:
 
     Attributes:
         index: number of the step in its epoch.
-        global_size: samples that all ranks together take in it.
-        micro_batches: sample indices, one list a forward pass; none when this rank's share is empty.
+        global_size: samples that all ranks together take in this step.
+        micro_batches: sample indices, one list per forward pass; none if this rank's share is empty.
     """
 
     index: int
@@ -73,12 +73,12 @@ class Plan:
         return deal(share, min(self.accumulate, len(share)))
 
     def share_sizes(self, world_size: int) -> set[int]:
-        """Every size that some rank's share has in some step."""
+        """All sizes of a rank's share in a step."""
         batches = {self.global_size(step) for step in (0, self.steps - 1) if self.steps}
         return {len(share) for size in batches for share in deal(range(size), world_size)}
 
     def micro_batch_sizes(self, world_size: int) -> set[int]:
-        """Every size that a batch of one forward pass has on some rank in some step."""
+        """All sizes of a forward pass's batch on any rank in any step."""
         shares = self.share_sizes(world_size)
         return {len(micro) for size in shares for micro in self._micro_batches(list(range(size)))}
 
@@ -91,8 +91,8 @@ def deal(items: Sequence[int], parts: int) -> list[list[int]]:
 def evaluation_batches(samples: int, batch_size: int, rank: int, world_size: int) -> dict[int, range]:
     """This rank's batches of a test set, by their number.
 
-    The set is cut into batches first and whole batches are dealt, so no sample ever stands in another batch
-    because there are more ranks: its numbers come out the same.
+    The set is cut into batches before whole batches are dealt, so a sample is in the same batch on any number
+    of ranks, and gets the same numbers.
     """
     count = -(-samples // batch_size)
     return {

@@ -1,4 +1,4 @@
-"""What would fail on some rank later, found by each rank alone before any process group starts."""
+"""Finds what would fail on some rank later; each rank checks alone, before any process group starts."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> No
     trial = _as_trained(config, model)
     if place.device.type == "cuda" and (sync or _has_torchs_sync(model)):
         _check_passes(plan, world_size)
-    if _has_torchs_sync(trial):  # which can't be tried: it works on GPUs and in groups only
+    if _has_torchs_sync(trial):  # can't be tried here: it works only on GPUs and in groups
         _check_on_gpu(config, place)
         return
-    # Synchronised layers see the samples of all ranks, as those of one would.
+    # Synchronised layers see the samples of all ranks, as on a single rank.
     outputs = _try_training(config, data, trial, plan, 1 if sync else world_size)
     _check_outputs(config.model, outputs, data)
 
 
 def _as_trained(config: TrainConfig, model: nn.Module) -> nn.Module:
-    """The model with the layers that `--batchnorm` gives it on a CPU; a copy where they are others."""
+    """The model with the layers that `--batchnorm` gives it on a CPU; a copy if they are converted."""
     if config.batchnorm != "plain" and not any(isinstance(module, _BatchNorm) for module in model.modules()):
         raise UsageFault(
             f"--batchnorm {config.batchnorm}: {config.model} has no BatchNorm", hint="leave out --batchnorm"
@@ -59,7 +59,7 @@ def _has_torchs_sync(model: nn.Module) -> bool:
 def _check_on_gpu(config: TrainConfig, place: Place) -> None:
     if place.device.type == "cpu":
         raise UsageFault(
-            f"--model {config.model}: torch's SyncBatchNorm works on GPUs alone",
+            f"--model {config.model}: torch's SyncBatchNorm works only on GPUs",
             hint="give --batchnorm sync, which works on a CPU too" if config.batchnorm != "sync" else None,
         )
 
@@ -67,12 +67,14 @@ def _check_on_gpu(config: TrainConfig, place: Place) -> None:
 def _check_plan(config: TrainConfig, plan: Plan) -> None:
     if not plan.steps:
         raise UsageFault(
-            f"--drop-last: leaves nothing of {plan.samples} samples in batches of {plan.batch_size}",
+            f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}",
             hint=f"give --batch-size {plan.samples} or less",
         )
     warmup, steps = config.warmup.in_steps(plan.steps), plan.steps * config.epochs
     if warmup >= steps:
-        raise UsageFault(f"--warmup {config.warmup}: is {warmup} steps, and the whole training {steps}")
+        raise UsageFault(
+            f"--warmup {config.warmup}: is {warmup} steps, but the whole training has only {steps}"
+        )
 
 
 def check_evaluation(name: str, data: Data, model: nn.Module) -> None:
@@ -87,7 +89,7 @@ def check_evaluation(name: str, data: Data, model: nn.Module) -> None:
 def _try_training(
     config: TrainConfig, data: Data, model: nn.Module, plan: Plan, world_size: int
 ) -> tuple[int, ...]:
-    """Runs a copy of the model on the smallest batch that any rank will meet; returns its output's shape."""
+    """Runs a copy of the model on the smallest batch that any rank will get; returns its output's shape."""
     name, smallest = config.model, min(plan.micro_batch_sizes(world_size) - {0})
     copied = copy.deepcopy(model).train()
     if config.batchnorm == "pooled":
@@ -103,8 +105,9 @@ def _try_training(
     idle = [n for n, p in copied.named_parameters() if p.requires_grad and p.grad is None]
     if idle:
         raise UsageFault(
-            f"--model {name}: parameter {idle[0]} has no part in the output, and DDP waits for its gradient",
-            hint="give it requires_grad=False, or take it out",
+            f"--model {name}: parameter {idle[0]} does not affect the output, and DDP would wait "
+            "for its gradient",
+            hint="set requires_grad=False on it, or remove it",
         )
     return outputs
 
@@ -120,12 +123,12 @@ def _takes_two(data: Data, model: nn.Module) -> bool:
 def _dry_run(
     samples: Samples, model: nn.Module, batch_size: int, *, backward: bool = False
 ) -> tuple[int, ...]:
-    """The shape of what the model, in the mode it is in, gives for so many copies of a sample."""
+    """The shape of the model's output, in its current mode, for a batch of copies of one sample."""
     sample, _ = default_collate([samples[0]])
     with torch.set_grad_enabled(backward):
         outputs = model(sample.expand(batch_size, *sample.shape[1:]).contiguous())
     if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (batch_size,) or outputs.dim() != 2:
-        raise TypeError("its output is not one row of class scores a sample")
+        raise TypeError("its output is not one row of class scores per sample")
     if backward:
         outputs.sum().backward()
     return tuple(outputs.shape)
@@ -134,19 +137,19 @@ def _dry_run(
 def _unfit(name: str, data: Data, error: Exception) -> UsageFault:
     shape = "×".join(map(str, data.shape))
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    return UsageFault(f"--model {name}: does not take samples of {shape}, as {data.name} has: {reason}")
+    return UsageFault(f"--model {name}: does not take the {shape} samples of {data.name}: {reason}")
 
 
 def _can_not_be_compiled(error: Exception) -> bool:
-    from torch._dynamo.exc import Unsupported  # here, as importing it takes a second
+    from torch._dynamo.exc import Unsupported  # imported here, because it takes a second
 
     return isinstance(error, Unsupported)
 
 
 def _compiled_whole(name: str) -> UsageFault:
     return UsageFault(
-        f"--batchnorm pooled: {name} is compiled with fullgraph=True, and the samples that a BatchNorm meets "
-        "are counted outside of what is compiled",
+        f"--batchnorm pooled: {name} is compiled with fullgraph=True, but the samples that a BatchNorm "
+        "sees are counted outside the compiled graph",
         hint="leave out fullgraph, or give --batchnorm plain or sync",
     )
 
@@ -162,7 +165,7 @@ def _batch_of_one(model: str, plan: Plan, world_size: int) -> UsageFault:
         ways.append(f"a smaller --accumulate than {plan.accumulate}")
     return UsageFault(
         f"--batch-size {plan.batch_size}: {'the last' if last_only else 'a'} batch of {size} gives a rank a "
-        f"single sample, and BatchNorm in {model} can't take the statistics of one value",
+        f"single sample, and BatchNorm in {model} can't compute the statistics of one value",
         hint=f"give {' or '.join(ways)}",
     )
 
@@ -171,12 +174,12 @@ def _check_outputs(model: str, outputs: tuple[int, ...], data: Data) -> None:
     """A class without an output would be a label out of bounds."""
     if outputs[-1] < len(data.classes):
         raise UsageFault(
-            f"--model {model}: has {outputs[-1]} outputs, and {data.name} {len(data.classes)} classes"
+            f"--model {model}: has {outputs[-1]} outputs, but {data.name} has {len(data.classes)} classes"
         )
 
 
 def _check_passes(plan: Plan, world_size: int) -> None:
-    """A rank that stayed away from the sums inside torch's SyncBatchNorm would keep the others waiting."""
+    """In torch's SyncBatchNorm, a rank that skips a pass would keep the others waiting."""
     last = plan.global_size(plan.steps - 1)
     for size in dict.fromkeys((plan.global_size(0), last)):
         passes = {min(plan.accumulate, len(share)) for share in deal(range(size), world_size)}

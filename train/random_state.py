@@ -1,4 +1,4 @@
-"""The random state of a rank, taken, put back and seeded: Python's, numpy's where it is used, torch's."""
+"""Takes, restores and seeds a rank's random state: Python's, torch's, and numpy's if it is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 
 def seed_from(*parts: object) -> int:
-    """A seed of 63 bits that any change of the parts changes wholly."""
+    """A 63-bit seed, completely different for any change of the parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
@@ -28,7 +28,7 @@ def seed_all(seed: int, *, gpu: bool = True) -> None:
 
 
 def take(*, gpu: bool = True) -> dict[str, Any]:
-    """This process's random state in primitives and tensors, so that `weights_only` loads it."""
+    """This process's random state as primitives and tensors, so that `weights_only` loads it."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
@@ -58,7 +58,7 @@ def put_back(state: dict[str, Any]) -> None:
 
 @contextmanager
 def seeded(*parts: object) -> Iterator[None]:
-    """A block with random state of its own, on the CPU; what was there before is there again afterwards."""
+    """A block with its own random state, on the CPU; the previous state is restored afterwards."""
     before = take(gpu=False)
     seed_all(seed_from(*parts), gpu=False)
     try:
@@ -70,7 +70,7 @@ def seeded(*parts: object) -> Iterator[None]:
 class Keyed(Dataset[Any]):
     """A data set whose own randomness depends on (seed, epoch, sample) alone.
 
-    So an augmented sample is the same one on any rank, in any worker process, and after a resume.
+    So an augmented sample is the same on any rank, in any worker process, and after a resume.
     """
 
     def __init__(self, samples: Dataset[Any], seed: int) -> None:

@@ -1,4 +1,4 @@
-"""What rank 0 says during a run, and what it writes into log.jsonl."""
+"""What rank 0 prints during a run, and what it writes to log.jsonl."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from train.run_folder import BEST, LAST, append_to_log, cut_log
 
 
 class Report:
-    """Lines on stdout, a bar on stderr where that is a terminal, and the log. Silent on other ranks."""
+    """Lines on stdout, a bar on stderr if it is a terminal, and the log. Silent on other ranks."""
 
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
         self.first_epoch = trainer.progress.epoch
 
     def begin(self, remarks: list[str] | None) -> None:
-        """The header, and what a resume needs said; the log forgets what will be trained again."""
+        """Prints the header and the remarks of a resume; drops from the log what will be trained again."""
         if self.speaks:
             cut_log(self.folder, self.trainer.progress.epoch)
         config, data, plan = self.trainer.config, self.trainer.data, self.trainer.plan
@@ -39,7 +39,7 @@ class Report:
         self.say(f"data    {data.name}")
         self.say(f"        {describe(data)}")
         self.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
-        self.say(f"batch   {shares(config.batch_size, place.world_size)}, {plan.steps} steps an epoch")
+        self.say(f"batch   {shares(config.batch_size, place.world_size)}, {plan.steps} steps per epoch")
         self.say(f"train   {recipe(config)}")
         self.say(f"out     {self.folder}")
         for remark in remarks or ():
@@ -48,7 +48,7 @@ class Report:
             self.say("\n  epoch  train loss  correct   test loss  correct               seconds")
 
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
-        """The same steps, counted on a bar."""
+        """The same steps, counted on a progress bar."""
         progress, total = self.trainer.progress, self.trainer.plan.steps
         if not (self.speaks and sys.stderr.isatty()):
             yield from steps
@@ -64,7 +64,7 @@ class Report:
                 bar.update()
 
     def epoch(self, trained: Score, tested: Certificate, *, seconds: float, best: bool) -> None:
-        """One line, and one object in the log."""
+        """Prints one line, and adds one object to the log."""
         config, progress = self.trainer.config, self.trainer.progress
         epoch, epochs = progress.epoch, config.epochs
         self.say(
@@ -88,7 +88,7 @@ class Report:
             append_to_log(self.folder, entry)
 
     def end(self) -> None:
-        """What is in the folder, and what to do with it."""
+        """Prints what was saved, and the commands to use it."""
         last, best = (os.path.join(self.folder, name) for name in (LAST, BEST))
         saved = [path for path in (best, last) if os.path.exists(path)]
         if self.trainer.progress.epoch > self.first_epoch:
@@ -98,22 +98,22 @@ class Report:
         if saved:
             flags = flags_of(self.trainer.config) + flags_of_bits(self.trainer.place.device)
             self.say("next:")
-            # In the run's own folder: elsewhere the model of another run may stand under that name.
+            # In the run's own folder: elsewhere another run's model may have that name.
             model = shlex.quote(os.path.join(self.folder, "model.safetensors"))
             self.say(f"  ckpttool strip-prefix {shlex.quote(saved[0])} {model} --force")
             command = f"python {program('evaluate')} {model}"
             self.say(f"  {in_two_lines(command, flags)}")
 
     def how_to_go_on(self) -> str:
-        """The command that goes on with a run which was interrupted."""
+        """The command that continues an interrupted run."""
         last, place = os.path.join(self.folder, LAST), self.trainer.place
         if not os.path.exists(last):
             return "nothing was saved yet (--save-every N[steps|epochs])"
         resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=None)
         if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-            return f"to go on, start it as before with --out {shlex.quote(self.folder)} --resume auto"
+            return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
         start = f"torchrun --nproc-per-node {place.world_size}" if place.world_size > 1 else "python"
-        return f"to go on: {start} {program('main')} {shlex.join(arguments_of(resumed))}"
+        return f"to continue: {start} {program('main')} {shlex.join(arguments_of(resumed))}"
 
     def say(self, line: str) -> None:
         if self.speaks:
@@ -121,7 +121,7 @@ class Report:
 
 
 def program(name: str) -> str:
-    """The path of a program of this package, from where the user stands."""
+    """The path of a program of this package, relative to the working directory."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     below = os.path.relpath(path)
     return shlex.quote(path if below.startswith(os.pardir) else below)
@@ -136,14 +136,14 @@ def describe(data: Data) -> str:
 
 
 def shares(batch_size: int, world_size: int) -> str:
-    """The global batch and, where there are not too many ranks, what each takes of it: `64 = 32+32`."""
+    """The global batch and, if there are few ranks, each one's share: `64 = 32+32`."""
     if not 1 < world_size <= 8:
         return str(batch_size)
     return f"{batch_size} = {'+'.join(str(len(part)) for part in deal(range(batch_size), world_size))}"
 
 
 def recipe(config: TrainConfig) -> str:
-    """The settings of a training in a few words."""
+    """The main settings of a training, in brief."""
     parts = [
         f"{config.epochs} epoch{'s' * (config.epochs != 1)}",
         f"{config.optimizer} lr {config.lr:g}",
@@ -152,18 +152,18 @@ def recipe(config: TrainConfig) -> str:
     if config.warmup.number:
         parts.append(f"warmup {config.warmup}")
     if config.accumulate > 1:
-        parts.append(f"{config.accumulate} passes a step")
+        parts.append(f"{config.accumulate} passes per step")
     return ", ".join([*parts, f"seed {config.seed}"])
 
 
 def in_two_lines(command: str, flags: str) -> str:
-    """A command to paste, broken where it would not fit into 80 columns."""
+    """A command to paste, broken if it would not fit into 80 columns."""
     break_or_not = " " if len(command) + len(flags) < 78 else " \\\n      "
     return command + break_or_not + flags
 
 
 def flags_of(config: TrainConfig) -> str:
-    """The flags with which an evaluation builds the same model and takes the same samples."""
+    """The flags that make an evaluation build the same model and take the same samples."""
     flags = [f"--model {shlex.quote(config.model)}", f"--data {shlex.quote(config.data)}"]
     for name, values in (("mean", config.mean), ("std", config.std)):
         if values:
@@ -174,6 +174,6 @@ def flags_of(config: TrainConfig) -> str:
 
 
 def flags_of_bits(device: torch.device) -> str:
-    """The flags with which an evaluation comes to the same numbers to the last digit."""
+    """The flags that make an evaluation give the same numbers to the last digit."""
     threads = torch.get_num_threads()
     return f" --threads {threads}" if device.type == "cpu" and threads != 1 else ""

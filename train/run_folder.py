@@ -1,4 +1,4 @@
-"""The folder of a run: last.pt, best.pt, step-<number>.pt, log.jsonl. Written by rank 0 alone."""
+"""The folder of a run: last.pt, best.pt, step-<number>.pt, log.jsonl. Written only by rank 0."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
 def choose(config: TrainConfig, now: str) -> str:
-    """The folder for the run's files, made; `now` names it where `--out` does not.
+    """Makes and returns the folder for the run's files; `now` names it if `--out` does not.
 
     Raises:
-        UsageFault: it holds a run already and nothing says what to do with that, or it can't be made.
+        UsageFault: it already holds a run and no flag says what to do with it, or it can't be made.
     """
     folder = config.out or _unused(os.path.join("runs", now))
     if _own_files(folder) and not config.force and not _goes_on_in(folder, config):
         raise UsageFault(
-            f"{folder}: holds a run already",
-            hint="--resume auto goes on with it, --force overwrites it, --out names another folder",
+            f"{folder}: already holds a run",
+            hint="--resume auto continues it, --force overwrites it, --out names another folder",
         )
     try:
         os.makedirs(folder, exist_ok=True)
@@ -43,7 +43,7 @@ def choose(config: TrainConfig, now: str) -> str:
 
 
 def _goes_on_in(folder: str, config: TrainConfig) -> bool:
-    """Whether the run resumed is the one in the folder, and not one that would overwrite it."""
+    """Whether the resumed run is the one in the folder, and not another that would overwrite it."""
     if config.resume in (None, "auto"):
         return config.resume == "auto"
     return os.path.realpath(os.path.dirname(config.resume)) == os.path.realpath(folder)
@@ -58,13 +58,13 @@ def _unused(folder: str) -> str:
 
 
 def _clear(folder: str) -> None:
-    """Takes a run's own files out of its folder, so that none is left of one that is overwritten."""
+    """Removes a run's own files from its folder, so that nothing is left of an overwritten run."""
     for path in _own_files(folder):
         os.unlink(path)
 
 
 def _own_files(folder: str) -> list[str]:
-    """What a run leaves in its folder; one that ended early may have left a log and a best.pt alone."""
+    """A run's files in its folder; one that ended early may have left only a log and a best.pt."""
     if not os.path.isdir(folder):
         return []
     names = (name for name in os.listdir(folder) if name in (LAST, BEST, LOG) or NUMBERED.fullmatch(name))
@@ -82,7 +82,7 @@ def write(state: dict[str, Any], folder: str, names: list[str]) -> None:
 
 
 def append_to_log(folder: str, entry: dict[str, Any]) -> None:
-    """One JSON object in a line; numbers that JSON does not have become null. Raises FileError."""
+    """Writes one JSON object on a line; numbers that JSON lacks become null. Raises FileError."""
     path = os.path.join(folder, LOG)
     known = {key: value if _is_finite(value) else None for key, value in entry.items()}
     with _failing_in_words(path), open(path, "a") as file:
@@ -94,7 +94,7 @@ def _is_finite(value: object) -> bool:
 
 
 def cut_log(folder: str, epoch: int) -> None:
-    """Takes out of the log what comes after an epoch, because it will be trained again."""
+    """Removes from the log what comes after an epoch, because it will be trained again."""
     path = os.path.join(folder, LOG)
     if not os.path.exists(path):
         return
@@ -106,7 +106,7 @@ def cut_log(folder: str, epoch: int) -> None:
 
 
 def _epoch_of(line: bytes) -> float:
-    """The epoch of a line of the log; of one that a crash cut off, none that is ever reached."""
+    """The epoch of a log line; infinity for a line cut off by a crash."""
     try:
         return float(json.loads(line)["epoch"])
     except (ValueError, KeyError, TypeError):
@@ -122,7 +122,7 @@ def _failing_in_words(path: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The system's own word, where there is one behind the error."""
+    """The system's own message, if there is one behind the error."""
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, OSError) and behind.strerror:
@@ -132,8 +132,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _give_name(path: str, other: str) -> None:
-    """A second name for a file just written, atomically. A link costs nothing, and no file is ever changed
-    in place; where the file system has no links, a copy."""
+    """Gives a file just written a second name, atomically. A link costs nothing, and no file is ever changed
+    in place; a copy if the file system has no links."""
     temporary = f"{other}.link"
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -152,7 +152,7 @@ def numbered(global_step: int) -> str:
 def drop_old(folder: str, keep: int) -> None:
     """Removes all numbered checkpoints but the last `keep` written.
 
-    By time, not by number: a run that went back to an early step writes small numbers last.
+    By time, not by number: a run that went back to an earlier step writes small numbers last.
     """
     found = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
     found.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name))

@@ -1,8 +1,8 @@
-"""Statistics under `--batchnorm pooled`: each rank keeps its own, and those of all stand in when asked.
+"""Statistics under `--batchnorm pooled`: each rank keeps its own; those of all ranks replace them on request.
 
-Plain BatchNorm under DDP keeps what rank 0 met and throws the others' away before each forward pass. Here
-every rank keeps on, and counts what it met; an evaluation and a checkpoint see the statistics of all samples.
-The ranks' own go into the checkpoint too, so that a run that goes on is the run that never stopped.
+Plain BatchNorm under DDP keeps rank 0's statistics and discards the others' before each forward pass. Here
+every rank keeps its own, and counts what it saw; evaluations and checkpoints use the statistics of all
+samples. The ranks' own are saved in the checkpoint too, so that a resumed run equals one that never stopped.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class RunningStatistics:
-    """Those of one rank's model.
+    """The running statistics of one rank's model.
 
     Attributes:
-        layers: path -> layer, each layer once, of those that keep statistics.
-        met: layer -> (values a channel, batches) that it met in training, on this rank.
+        layers: path -> layer, each layer that keeps statistics once.
+        met: layer -> (values per channel, batches) that it saw in training, on this rank.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,20 +36,20 @@ class RunningStatistics:
             if isinstance(layer, _BatchNorm) and layer.running_mean is not None
         }
         self.met: dict[str, tuple[int, int]] = dict.fromkeys(self.layers, (0, 0))
-        torch.compiler.reset()  # what was compiled before the hooks are there would go on without them
+        torch.compiler.reset()  # code compiled before the hooks exist would run without them
         for path, layer in self.layers.items():
-            # Compiled with the model, counts would be constants: compiled anew for each, and batches missed.
+            # Compiled with the model, counts would be constants: recompiled for each, and batches missed.
             count = torch.compiler.disable(functools.partial(self._count, path))
             layer.register_forward_pre_hook(count, with_kwargs=True)
 
     def buffer_names(self, model: nn.Module) -> list[str]:
-        """The names that DDP must not overwrite with rank 0's; shared layers under each of theirs."""
+        """The buffers that DDP must not overwrite with rank 0's; shared layers under each of their names."""
         own = {id(getattr(layer, name)) for layer in self.layers.values() for name in BUFFERS}
         return [name for name, buffer in model.named_buffers(remove_duplicate=False) if id(buffer) in own]
 
     @contextlib.contextmanager
     def pooled(self) -> Iterator[None]:
-        """While this lasts, the layers have the statistics of all ranks. A collective."""
+        """Inside this context the layers have the statistics of all ranks. A collective."""
         own = {path: {name: getattr(layer, name) for name in BUFFERS} for path, layer in self.layers.items()}
         for path, values in self._of_all_ranks().items():
             self._put(path, values)
@@ -60,7 +60,7 @@ class RunningStatistics:
                 self._put(path, values)
 
     def take(self) -> dict[str, Any]:
-        """This rank's own, as a checkpoint holds them."""
+        """This rank's own statistics, as stored in a checkpoint."""
         return {
             path: {
                 "met": list(self.met[path]),
@@ -83,7 +83,7 @@ class RunningStatistics:
             self.met[path] = values + input.numel() // input.shape[1], batches + 1
 
     def _put(self, path: str, values: dict[str, torch.Tensor]) -> None:
-        """Other tensors in the place of a layer's own, which DDP goes on to know."""
+        """Replaces a layer's own tensors, which DDP still holds."""
         self.layers[path]._buffers.update(values)
 
     def _of_all_ranks(self) -> dict[str, dict[str, torch.Tensor]]:

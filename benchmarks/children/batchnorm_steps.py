@@ -1,8 +1,8 @@
 """Training steps of ResNet-20 on two ranks over gloo: `batchnorm_steps.py start|none|plain|sync STEPS`.
 
-`start` joins the group and builds the model, and trains nothing: what the others are compared beyond. `none`
-has no normalisation at all. Gradients are averaged in one message, as DistributedDataParallel does with a
-model of this size; it is not used itself because importing it takes longer than the steps.
+`start` joins the group and builds the model, but does not train: it is the baseline of the others. `none`
+has no normalisation at all. Gradients are averaged in one message, as DistributedDataParallel does for a
+model of this size; DDP itself is not used because importing it takes longer than the steps.
 """
 
 from __future__ import annotations

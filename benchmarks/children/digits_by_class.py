@@ -1,4 +1,4 @@
-"""Ranks that each have other classes, as where data can't be moved: what `running_statistics` trains on.
+"""Each rank has other classes, as when data can't be moved: the training data of `running_statistics`.
 
 `digits_by_class.py:shards` for `--data`, `digits_by_class.py:network` for `--model`.
 """
@@ -17,7 +17,7 @@ CLASSES = 10
 
 
 class Shard(Dataset[tuple[Tensor, int]]):
-    """A rank's own samples, under as many indices as all ranks have samples: each stands under several."""
+    """A rank's own samples, under as many indices as all ranks have samples: each has several indices."""
 
     classes = tuple(map(str, range(CLASSES)))
 
@@ -32,7 +32,7 @@ class Shard(Dataset[tuple[Tensor, int]]):
 
 
 def shards() -> tuple[Shard, Samples]:
-    """Of the digits those of this rank's classes, with four ranks 0–2, 3–4, 5–7 and 8–9; and all tests."""
+    """The digits of this rank's classes (on four ranks 0–2, 3–4, 5–7 and 8–9), and the whole test set."""
     digits = load(DataConfig(data="digits"))
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     labels = [int(label) for _, label in digits.train]

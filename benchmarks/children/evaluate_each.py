@@ -1,6 +1,6 @@
-"""`evaluate_each.py MODEL DATA CHECKPOINT…`: `train/evaluate.py` for each, with one start of torch.
+"""`evaluate_each.py MODEL DATA CHECKPOINT…`: `train/evaluate.py` for each, importing torch only once.
 
-What it found of `rank0.pt` is in the folder `rank0`, as `--out` has it.
+The result for `rank0.pt` is in the folder `rank0`, as written by `--out`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Predictions of two ranks joined over gloo: `gather_rows.py KIND COUNT REPEATS`.
 
-KIND: `start` joins the group, makes the predictions and sends nothing: what the others are compared beyond.
-`rows` is metrics.gather, `tensors` and `tuples` are all_gather_object of four tensors, and of a list with a
-tuple for each sample, put in order; `epoch` scores COUNT pictures with ResNet-20, and gathers nothing.
+KIND: `start` joins the group, makes the predictions and sends nothing: it is the baseline of the others.
+`rows` is metrics.gather; `tensors` and `tuples` are all_gather_object of four tensors, and of a list with one
+tuple per sample, then sorted; `epoch` scores COUNT images with ResNet-20, and gathers nothing.
 """
 
 from __future__ import annotations

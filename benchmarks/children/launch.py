@@ -2,8 +2,8 @@
 
     python -I -S launch.py COMMAND…
 
-A process of its own between the harness and the command, and as small as Python allows: the kernel counts a
-process's peak memory from before its exec, when it still has the pages of whoever started it.
+A separate process between the harness and the command, as small as Python allows: the kernel counts a
+process's peak memory from before its exec, when it still has its parent's pages.
 """
 
 import os

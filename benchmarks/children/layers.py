@@ -1,4 +1,4 @@
-"""A model of the checkpoints that `make_checkpoint.py` writes: layers with one large vector each."""
+"""A model for the checkpoints that `make_checkpoint.py` writes: layers with one large vector each."""
 
 import torch
 
@@ -9,7 +9,7 @@ class Layer(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.weight.sum()  # which looks at every value
+        return x + self.weight.sum()  # which reads every value
 
 
 class Layers(torch.nn.Module):

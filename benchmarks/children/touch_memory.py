@@ -1,4 +1,4 @@
-"""Touches memory and gives it back by ending.
+"""Touches memory and frees it by exiting.
 
 python -I -S touch_memory.py BYTES
 """
@@ -11,7 +11,7 @@ PIECE = 2 << 20
 nbytes = int(sys.argv[1])
 memory = mmap.mmap(-1, nbytes)
 if hasattr(mmap, "MADV_HUGEPAGE"):
-    memory.madvise(mmap.MADV_HUGEPAGE)  # several times faster where the kernel has them
+    memory.madvise(mmap.MADV_HUGEPAGE)  # several times faster where available
 ones = b"\1" * PIECE
 for at in range(0, nbytes - PIECE + 1, PIECE):
     memory[at : at + PIECE] = ones

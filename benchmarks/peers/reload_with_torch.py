@@ -1,4 +1,4 @@
-"""What careful people write today: a model without memory, a mapped file, tensors assigned, one forward pass.
+"""What careful users write today: a model without memory, a mapped file, tensors assigned, one forward pass.
 
 python reload_with_torch.py INPUT BYTES
 """

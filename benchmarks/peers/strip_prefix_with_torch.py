@@ -1,4 +1,4 @@
-"""What people write today: load the checkpoint, cut the keys, save.
+"""What users write today: load the checkpoint, cut the keys, save.
 
 python strip_prefix_with_torch.py INPUT OUTPUT [mmap]
 """

@@ -35,7 +35,7 @@ from .console import fail
 
 EPILOG = """\
 \b
-Exit codes: 0 done, or same; 1 differs, a check failed, nothing to do;
+Exit codes: 0 done, or same; 1 differs, a check failed or nothing to do;
 2 usage; 3 unreadable, damaged or refused.
 `ckpttool COMMAND --help` ends in an example. Completion of commands, options
 and files: eval "$(_CKPTTOOL_COMPLETE=bash_source ckpttool)", or zsh_source.
@@ -53,8 +53,8 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     },
     "Convert": {
         convert: "Write another format, or other element types",
-        slim: "Write the model's state alone, and no unused bytes",
-        convert_batchnorm: "BatchNorm for SyncBatchNorm and back; pool ranks",
+        slim: "Write only the model's state, without unused bytes",
+        convert_batchnorm: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },
     "Train on": {
         average: "The mean of several checkpoints, rounded once",
@@ -63,10 +63,10 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     "Check": {
         diff: "What differs between two files, by name and value",
         verify: "Read every byte: structure, checksums, NaN, infinity",
-        gather_metrics: "Exact metrics again, from one prediction file a rank",
+        gather_metrics: "Exact metrics from one prediction file per rank",
     },
     "Load": {
-        doctor: "Why it does not load, and the commands that mend it",
+        doctor: "Why it does not load, and the commands that fix it",
         reload: "Load strictly into a plain model, in one process",
     },
 }
@@ -74,7 +74,7 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
 
 
 class ReaderGone(Exception):
-    """Whoever read our output has stopped (`| head`)."""
+    """The reader of our output has stopped (`| head`)."""
 
 
 @contextmanager
@@ -93,8 +93,14 @@ class Commands(click.Group):
             return super().make_context(*args, **given)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _reader_watched():
-            return super().invoke(ctx)
+        try:
+            with _reader_watched():
+                return super().invoke(ctx)
+        except click.UsageError as error:  # click's parser does not say of which command
+            command = self.commands.get(ctx.invoked_subcommand or "")
+            if error.ctx is None and command is not None:
+                error.ctx = click.Context(command, info_name=command.name, parent=ctx)
+            raise
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in our order; click sorts them
@@ -173,7 +179,7 @@ def main() -> NoReturn:
     gc.disable()  # a command is over before garbage in cycles could matter, and a search visits every tensor
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's would wait busily for products of matrices
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started this
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -188,7 +194,7 @@ def main() -> NoReturn:
 
 
 def _run(arguments: list[str]) -> int:
-    known: dict[str, bool] = {}  # what the options have told when something goes wrong
+    known: dict[str, bool] = {}  # what the options have said when something goes wrong
     try:
         if not arguments:
             group(["--help"], prog_name="ckpttool", standalone_mode=False)

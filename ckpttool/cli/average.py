@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 @click.command("average")
 @click.argument("inputs", metavar="INPUT…", nargs=-1, required=True, type=click.Path())
 @options.output_argument
-@click.option("--weights", metavar="W,W,…", help="How much each INPUT counts; all the same when left out.")
+@click.option("--weights", metavar="W,W,…", help="The weight of each INPUT; equal if not given.")
 @options.state_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option
 @options.reading
 def command(inputs: tuple[str, ...], weights: str | None, **given: Any) -> None:
-    """Write the mean of several checkpoints of one model: its state alone, every number rounded once.
+    """Write the mean of several checkpoints of one model: only its state, every number rounded once.
 
-    Means are worked out in twice the digits of float64, whatever the type. Integers and booleans, BatchNorm's
-    counters among them, are never averaged: where the files differ they are those of the last INPUT. Names,
-    types and shapes must be the same in all. Ties stay ties.
+    Means are computed with twice the precision of float64, whatever the dtype. Integers and booleans, such as
+    BatchNorm's counters, are never averaged: where the files differ, those of the last INPUT are taken.
+    Names, dtypes and shapes must be the same in all. Tied tensors stay tied.
 
     \b
     Examples:
@@ -49,8 +49,8 @@ def command(inputs: tuple[str, ...], weights: str | None, **given: Any) -> None:
         if found.statistics:
             count = len(found.statistics)
             console.note(
-                f"{count} running statistics of BatchNorm were averaged too; those of the averaged model are "
-                "others: estimate them again on training data (torch.optim.swa_utils.update_bn)"
+                f"{count} running statistics of BatchNorm were averaged too; the averaged model's own would "
+                "differ: estimate them again on training data (torch.optim.swa_utils.update_bn)"
             )
         fields = {"files": found.files, "averaged": len(found.averaged), "taken_from_last": found.taken}
         done = f"averaged {counted(len(found.averaged), 'tensor', 'tensors')} of {found.files} files"
@@ -65,5 +65,5 @@ def _numbers(text: str) -> list[float]:
         return [float(part) for part in text.split(",")]
     except ValueError:
         raise click.BadParameter(
-            f"'{text}' is no list of numbers such as 1,1,2", param_hint="--weights"
+            f"'{text}' is not a list of numbers such as 1,1,2", param_hint="--weights"
         ) from None

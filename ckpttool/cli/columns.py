@@ -36,10 +36,18 @@ def cut(text: str, width: int | None) -> str:
 
 
 def cut_front(text: str, width: int) -> str:
-    """The same from its end: where names share their beginning, the end tells them apart."""
+    """The same from its end: where names share their beginning, the end distinguishes them."""
     if columns(text) <= width:
         return text
     return "…" + text[::-1][: fitting(text[::-1], max(width - 1, 1))][::-1]
+
+
+def cut_middle(text: str, width: int) -> str:
+    """The same from its middle: both ends of a path tell where something is."""
+    if columns(text) <= width:
+        return text
+    start, end = width // 2, max(width - 1, 0) // 2
+    return text[: fitting(text, start)] + "…" + text[::-1][: fitting(text[::-1], end)][::-1]
 
 
 def left(text: str, width: int) -> str:

@@ -8,16 +8,18 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
 from ..errors import CkptToolError, Mismatch
 from ..transfer import Progress
+from .columns import wrapped
 
 if TYPE_CHECKING:
     from ..diagnosis.fit import Fit
@@ -52,11 +54,17 @@ class Console:
         elif not self.quiet:
             click.echo(text, err=self.to_stderr)
 
-    def note(self, text: str) -> None:
-        """Something worth knowing beside the result."""
+    def note(self, text: str, *, pasted: bool = False) -> None:
+        """Something worth knowing beside the result.
+
+        Args:
+            pasted: holds a command, which has to stay on one line.
+        """
         if not (self.quiet or self.json):
+            width = None if pasted else terminal_width(sys.stderr)
+            lines = [text] if width is None else wrapped(text, width)
             with suppress(OSError):  # what is noted decides nothing
-                click.echo(text, err=True)
+                click.echo("\n".join(lines), err=True)
 
     def names(self, names: Sequence[str]) -> str:
         """Names in a row: the first few, or with -v all of them."""
@@ -85,10 +93,15 @@ class Console:
             yield lambda count: bar.update(min(count, total - bar.n))  # past its end it would lose its shape
 
 
+def terminal_width(stream: TextIO) -> int | None:
+    """Columns to keep to; None where the text goes elsewhere than to a terminal."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
 def to_json(data: Mapping[str, object]) -> str:
     """JSON that every reader takes: no NaN, and text with lone surrogates escaped.
 
-    What nobody reads by eye has one line a field: an indent takes Python's own encoder, ten times as slow.
+    What nobody reads by eye has one line per field: an indent takes Python's own encoder, ten times as slow.
     """
     try:
         fields = {key: json.dumps(value, allow_nan=False) for key, value in data.items()}
@@ -141,7 +154,7 @@ def fail(error: BaseException, *, as_json: bool, to_stderr: bool = False) -> int
 
     Args:
         as_json: one object on stdout, besides the line.
-        to_stderr: the output file goes to stdout: the object goes where the result would, and stands alone.
+        to_stderr: the output file goes to stdout: the object goes where the result would, alone.
     """
     kind, message, hint, code = describe(error)
     if as_json:
@@ -186,4 +199,6 @@ def describe(error: BaseException) -> tuple[str, str, str | None, int]:
     if isinstance(error, OSError):
         where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
         return "system", where + (error.strerror or str(error)).lower(), None, 3
+    if isinstance(error, ImportError) and not (error.name or "").startswith("ckpttool"):
+        return "unsupported", f"a library can't be imported: {error}", "pip install torch torchvision", 3
     raise error

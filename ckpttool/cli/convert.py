@@ -16,13 +16,16 @@ if TYPE_CHECKING:
 
 FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "dcp")
 
+OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target")
+"""Options that change the tensors of one state."""
+
 
 @click.command("convert")
 @click.option(
     "--to",
-    type=click.Choice(FORMATS),
+    type=click.Choice(FORMATS, case_sensitive=False),
     metavar="FORMAT",
-    help=f"Write FORMAT whatever OUTPUT's name is: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
+    help=f"Write FORMAT, whatever OUTPUT's name: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
 )
 @click.option(
     "--full", is_flag=True, help="Keep everything, also in safetensors: optimizer, counters, settings."
@@ -33,9 +36,12 @@ FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "
     help="Cast floating-point tensors to bf16, fp16, fp32 or fp64 (or bfloat16, float16, half, …).",
 )
 @click.option(
-    "--only", multiple=True, metavar="GLOB", help="Keep only the keys that fit, as 'layer1.*'. Repeatable."
+    "--only",
+    multiple=True,
+    metavar="GLOB",
+    help="Keep only the keys that match, e.g. 'layer1.*'. Repeatable.",
 )
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out the keys that fit. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out the keys that match. Repeatable.")
 @click.option(
     "--permute",
     type=SizesFor(),
@@ -58,7 +64,10 @@ FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "
     help="A second name for a tensor: 'lm_head.weight=embed.weight'. Repeatable.",
 )
 @click.option(
-    "--drop", multiple=True, metavar="NAME", help="Leave out what stands there, as optimizer. Repeatable."
+    "--drop",
+    multiple=True,
+    metavar="NAME",
+    help="Leave out what is stored there, e.g. optimizer. Repeatable.",
 )
 @click.option(
     "--complex",
@@ -67,12 +76,12 @@ FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "
     help="Write complex tensors as pairs NAME.real and NAME.imag, or such pairs as complex tensors.",
 )
 @click.option(
-    "--keep-copies", is_flag=True, help="Write tied tensors once for each name, where the format has no ties."
+    "--keep-copies", is_flag=True, help="Write tied tensors once per name if the format has no ties."
 )
 @click.option(
     "--shard-size",
     metavar="SIZE",
-    help="Cut a folder's files at this size, as 500MB or 1GiB.  [default: 5GB]",
+    help="The largest size of a shard, e.g. 500MB or 1GiB.  [default: 5GB]",
 )
 @options.writing
 def command(
@@ -81,8 +90,8 @@ def command(
     """Write a checkpoint in another format, whole, without running anything in it.
 
     A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
-    --full, everything; a .pt made of that again is what it was before. A name that ends in / is a folder of
-    shards. What a format can't hold is named.
+    --full, everything; a .pt made from that again is what it was before. A name that ends in / is a folder of
+    shards. What a format can't hold is listed.
 
     \b
     Examples:
@@ -93,10 +102,10 @@ def command(
     from ..cast import target
     from ..formats import sharding
 
-    options = {**given, "target": target(dtype) if dtype else None}
+    options = {**given, "target": target(dtype.lower()) if dtype else None}
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        outcome = Outcome(f"converted {checkpoint.format}")
+        outcome = Outcome(f"converted {checkpoint.format}", of_state=any(options[name] for name in OF_STATE))
         for step in (_fewer, _laid_out, _complex, _cast):
             checkpoint = step(checkpoint, outcome, options)
         return checkpoint, outcome

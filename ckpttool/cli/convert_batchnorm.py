@@ -18,36 +18,36 @@ if TYPE_CHECKING:
 
 
 @click.command("convert-batchnorm")
-@click.argument("inputs", metavar="INPUT...", nargs=-1, required=True, type=click.Path(allow_dash=True))
+@click.argument("inputs", metavar="INPUT…", nargs=-1, required=True, type=click.Path(allow_dash=True))
 @options.output_argument
 @click.option(
     "--to",
     type=click.Choice(["sync", "plain"]),
-    help="For SyncBatchNorm, or for BatchNorm1d, 2d and 3d.  [default: plain, of several INPUTs]",
+    help="For SyncBatchNorm, or for BatchNorm1d, 2d and 3d.  [default: plain, for several INPUTs]",
 )
 @click.option(
     "--model",
     metavar="SPEC",
-    help="The plain model, as torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",
+    help="The plain model, e.g. torchvision:resnet18 or file.py:factory: which layers are 1d, 2d, 3d.",
 )
 @click.option(
     "--counts",
     multiple=True,
     metavar="[GLOB=]N0,N1,…",
-    help="Values a channel in a batch of each INPUT, batch × positions; of layers that fit GLOB. Repeatable.",
+    help="Values per channel in each INPUT's batch: batch × positions; of layers matching GLOB. Repeatable.",
 )
 @click.option(
     "--cumulative",
     multiple=True,
     metavar="GLOB",
-    help="Layers with momentum=None: their counters, the batches averaged, weigh the ranks too. Repeatable.",
+    help="Layers with momentum=None: ranks are also weighted by their counters of batches. Repeatable.",
 )
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave layers that fit alone. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Skip layers that match GLOB. Repeatable.")
 @click.option(
     "--keep-first",
     multiple=True,
     metavar="GLOB",
-    help="Keys in which INPUTs may differ: the first one's are taken. Repeatable.",
+    help="Keys in which INPUTs may differ: the first INPUT's are taken. Repeatable.",
 )
 @options.state_option
 @options.verify_option
@@ -64,16 +64,16 @@ def command(
     keep_first: tuple[str, ...],
     **given: Any,
 ) -> None:
-    """Fit BatchNorm's state for SyncBatchNorm and back, and pool the statistics of several ranks.
+    """Convert BatchNorm's state for SyncBatchNorm and back, and pool the statistics of several ranks.
 
-    Plain and synchronised layers have the same keys. Counters that are lacking are added as 0, layers get the
-    version of those with a counter, and with --model it is recorded which are 1d, 2d and 3d; --to plain takes
-    that off again. InstanceNorm with running statistics keeps the same as BatchNorm: only --model tells them
-    apart.
+    Plain and synchronised layers have the same keys. Missing counters are added as 0, layers get the version
+    of those with a counter, and with --model it is recorded which are 1d, 2d and 3d; --to plain removes that
+    again. InstanceNorm with running statistics has the same keys as BatchNorm: only --model can distinguish
+    them.
 
-    Several INPUTs are one a rank, of one step: running means and variances become those of all samples. Of
-    one batch that is what one process would have of the whole; of averages over batches, see
-    docs/batchnorm.md. A rank that met no sample has the count 0.
+    Several INPUTs are one file per rank, of one step: running means and variances become those of all
+    samples. For one batch that is what one process would have for the whole; for averages over batches, see
+    docs/batchnorm.md. A rank that saw no samples has the count 0.
     Without --counts, equal ones are assumed, and the factor n/(n-1) stays as it is. Everything else must be
     equal.
 
@@ -126,7 +126,7 @@ def _check(inputs: tuple[str, ...], to: Target | None, of_several: dict[str, tup
         raise click.UsageError("--to is needed: sync or plain")
     for flag, values in of_several.items():
         if values:
-            raise click.UsageError(f"{flag} is for several INPUTs, one a rank")
+            raise click.UsageError(f"{flag} is for several INPUTs, one per rank")
 
 
 def _counts(text: str) -> tuple[str, tuple[int, ...]]:
@@ -152,13 +152,13 @@ def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report | No
     found = pooled or report
     layers = found.layers if found else ()
     many = counted(len(layers), "BatchNorm layer", "BatchNorm layers")
-    done = f"pooled the statistics of {ranks} ranks in {many}" if pooled else f"fitted {many} for {to}"
+    done = f"pooled the statistics of {ranks} ranks in {many}" if pooled else f"converted {many} for {to}"
     if pooled and not pooled.exact:
-        done += ", of equal counts (--counts gives others)"
+        done += ", assuming equal counts (--counts gives others)"
     for verb, names in (
         ("added", report.added if report else ()),
         ("recorded", report.recorded if report else ()),
-        ("taken off", report.restored if report else ()),
+        ("removed", report.restored if report else ()),
     ):
         if names:
             what = ("counter", "counters") if verb == "added" else ("kind", "kinds")

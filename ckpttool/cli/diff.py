@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..distances import Distance
 
 MANY_STEPS = 9999
-"""More steps than these are not told."""
+"""The most ulps that are shown."""
 
 
 class _Tolerance(click.FloatRange):
@@ -26,7 +26,7 @@ class _Tolerance(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
         if math.isnan(number):
-            self.fail(f"{value} is no tolerance.", param, ctx)
+            self.fail(f"{value} is not a tolerance.", param, ctx)
         return number
 
 
@@ -35,12 +35,12 @@ class _Tolerance(click.FloatRange):
 @click.argument("b", metavar="B", type=click.Path())
 @click.option("--rtol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X times |b|.")
 @click.option("--atol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X.")
-@click.option("--ignore-prefix", is_flag=True, help="Match names that differ by wrappers' prefixes alone.")
-@click.option("--model-only", is_flag=True, help="Compare the model's states, not what is beside them.")
+@click.option("--ignore-prefix", is_flag=True, help="Match names that differ only in wrappers' prefixes.")
+@click.option("--model-only", is_flag=True, help="Compare only the models' states.")
 @click.option(
     "--sort",
     type=click.Choice(["name", "size"]),
-    help="Order the lines by name, or by the largest difference, instead of as they stand in A.",
+    help="Order the lines by name, or by the largest difference, instead of in the order of A.",
 )
 @options.state_option
 @options.reading
@@ -55,14 +55,14 @@ def command(
     state: str | None,
     **given: Any,
 ) -> int:
-    """Say what differs between two checkpoints of any formats, by name and by value. Exit 1 when they differ.
+    """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
 
     One line for each difference: - is only in A, + only in B, ~ is in both. Everything is compared, the
-    optimizer and the epoch too, unless one of the formats holds tensors alone; with --state only the states.
+    optimizer and the epoch too, unless one of the formats holds only tensors; with --state only the states.
 
-    Without a tolerance values are the same when their bits are, so -0.0 is not 0.0. With --rtol, --atol or
-    both they are the same when |a - b| <= atol + rtol * |b|, as in torch.allclose; NaN is the same as NaN in
-    its place, and tensors of different types are compared by value. Relative differences are those to B.
+    Without a tolerance, values are the same if their bits are, so -0.0 is not 0.0. With --rtol, --atol or
+    both, they are the same if |a - b| <= atol + rtol * |b|, as in torch.allclose; NaN equals NaN in the same
+    place, and tensors of different dtypes are compared by value. Relative differences are relative to B.
 
     \b
     Examples:
@@ -98,10 +98,10 @@ def _report(console: Console, a: str, b: str, found: Comparison, sort: str | Non
         lines.sort(key=lambda line: line[0])
     for names, file in ((found.aside_a, b), (found.aside_b, a)):
         if names:
-            console.note(f"not compared, as {printable(file)} holds tensors alone: {console.names(names)}")
+            console.note(f"not compared, as {printable(file)} holds only tensors: {console.names(names)}")
     if found.matched_without_prefix:
         more = counted(found.matched_without_prefix, "name is", "names are")
-        console.note(f"{more} in both files but for a wrapper's prefix: --ignore-prefix")
+        console.note(f"{more} in both files except for a wrapper's prefix: --ignore-prefix")
     data = {
         "same": found.same,
         "only_a": found.only_a,
@@ -133,7 +133,7 @@ def _how_far(found: Distance, index: tuple[int, ...] | None) -> str:
     if found.nans:
         text += f", {found.nans} by NaN on one side"
     if found.max_abs == 0:
-        text += " by bits alone (NaN, or the sign of zero)"
+        text += " only in bits (NaN, or the sign of zero)"
     elif found.max_abs is not None:
         text += f", by up to {_number(found.max_abs)}{_in_proportion(found)}"
     place = f", at {list(index)}" if index else ""
@@ -155,7 +155,7 @@ def _number(value: float | int) -> str:
 
 
 def _from_to(a: complex, b: complex | None) -> str:
-    """Both numbers, in as many digits as tell them apart."""
+    """Both numbers, in as many digits as are needed to distinguish them."""
     for digits in (6, 9, 17):
         shown = [str(value) if isinstance(value, int) else f"{value:.{digits}g}" for value in (a, b)]
         if shown[0] != shown[1]:

@@ -10,7 +10,7 @@ from . import options
 from .console import printable
 
 
-@click.command("digest")
+@click.command("digest", context_settings=options.MORE_FILES)
 @options.file_argument
 @options.state_option
 @options.reading
@@ -26,6 +26,7 @@ def command(file: str, state: str | None, **given: Any) -> None:
     from .. import formats
     from ..digest import digest
 
+    options.require_one_file(file)
     console = options.console(given)
     with formats.open(file) as checkpoint:
         found = checkpoint.state(state)

@@ -28,11 +28,11 @@ WIDTH = 110
 @options.state_option
 @options.reading
 def command(file: str, model: str, state: str | None, **given: Any) -> None:
-    """Say why FILE does not load into a model, and which commands mend it.
+    """Say why FILE does not load into a model, and which commands fix it.
 
-    What is printed is a script: the commands are ready to paste, or to be piped into sh, and what stands
-    behind # is for reading. Each command was tried, in memory, on the names and shapes of FILE; the last one
-    loads the outcome strictly. Exit 0 when FILE loads as it stands, 1 when it does not.
+    The output is a script: the commands are ready to paste, or to pipe into sh, and what follows # is for
+    reading. Each command was tried, in memory, on the names and shapes of FILE; the last one loads the result
+    strictly. Exit 0 if FILE loads as it is, 1 if it does not.
 
     \b
     Example:
@@ -104,7 +104,7 @@ def _script(found: Diagnosis, spec: str) -> Iterator[str]:
         if problem.command and problem.command != found.then:
             yield problem.command
     if found.then is None:
-        yield "# no command can mend that"
+        yield "# no command can fix that"
     elif wrong:
         yield found.then
     for problem in found.problems:
@@ -115,7 +115,7 @@ def _script(found: Diagnosis, spec: str) -> Iterator[str]:
 
 
 def _comment(text: str) -> list[str]:
-    """Lines that a shell passes over, as wide as is good to read or as the terminal is."""
+    """Lines that a shell passes over, as wide as is readable, or as the terminal."""
     width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
     return textwrap.wrap(
         printable(text), width, initial_indent="# ", subsequent_indent="#   ", break_long_words=False

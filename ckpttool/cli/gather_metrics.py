@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 @click.command("gather-metrics")
 @click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path())
 @click.option("--samples", type=click.IntRange(min=0), metavar="N", help="How many samples there must be.")
-@click.option("--out", metavar="FILE", type=click.Path(), help="Write the certificate there too, as JSON.")
-@click.option("--force", is_flag=True, help="Replace the file of --out when it exists.")
+@click.option("--out", metavar="FILE", type=click.Path(), help="Also write the certificate to FILE, as JSON.")
+@click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
 @options.reading
 def command(files: tuple[str, ...], samples: int | None, out: str | None, force: bool, **given: Any) -> None:
-    """Compute an evaluation's numbers again from the prediction files of its ranks, one each, in any order.
+    """Recompute an evaluation's metrics from the prediction files of its ranks, one each, in any order.
 
-    Every sample must stand in them exactly once. A rank's file that is missing, a sample that stands twice
-    or in no file, and a file of another evaluation end in exit code 1, with samples and files named. A file
+    Every sample must appear in them exactly once. If a rank's file is missing, a sample appears twice or in
+    no file, or a file is of another evaluation, the exit code is 1, and samples and files are named. A file
     holds index, prediction and label as int64 and loss as float64; train/evaluate.py --out writes them.
 
     \b
@@ -37,7 +37,7 @@ def command(files: tuple[str, ...], samples: int | None, out: str | None, force:
 
     console = options.console(given)
     if out is not None and os.path.lexists(out) and not force:
-        raise OutputExists(f"{out}: exists already", hint="write it anyway with --force")
+        raise OutputExists(f"{out}: already exists", hint="write it anyway with --force")
     found = recompute([read(path) for path in files], samples)
     if out is not None:
         _write(out, found)

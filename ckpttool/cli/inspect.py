@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import Console
+from .console import Console, terminal_width
 
 if TYPE_CHECKING:
     from ..checkpoint import Checkpoint
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 @click.command("inspect")
 @options.file_argument
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Show modules N levels deep.")
-@click.option("--tensors", "listed", is_flag=True, help="One line a tensor: name, dtype, shape, bytes.")
-@click.option("--stats", "measured", is_flag=True, help="Read every value: extremes, mean, deviation, NaN.")
+@click.option("--tensors", "listed", is_flag=True, help="One line per tensor: name, dtype, shape, bytes.")
+@click.option(
+    "--stats", "measured", is_flag=True, help="Read every value: min, max, mean, standard deviation, NaN."
+)
 @options.state_option
 @options.reading
 def command(
@@ -31,8 +33,8 @@ def command(
 ) -> None:
     """Show what is in FILE, without loading it or running anything it names.
 
-    Modules are shown as a tree, as deep as a screen has room for; alike ones that follow each other stand in
-    one line, with the sums of all.
+    Modules are shown as a tree, as deep as fits on a screen; identical ones in a row are shown in one line,
+    with their totals.
 
     \b
     Example:
@@ -49,20 +51,15 @@ def command(
         if console.json:
             console.result("", _fields(summary, tensor_rows(checkpoint), stats))
             return
-        width = _width()
-        if listed:
-            lines = tensor_lines(tensor_rows(checkpoint), width)
-        elif measured:
+        width = terminal_width(sys.stdout)
+        if measured and (width or not listed):
             lines = stats_table(tensor_rows(checkpoint), stats, width)
+        elif listed:
+            lines = tensor_lines(tensor_rows(checkpoint), width, stats)
         else:
             lines = page(summary, depth, width, _lines(), everything=console.verbose)
         text = "\n".join(lines)
     console.result(text, {})
-
-
-def _width() -> int | None:
-    """Columns of the terminal; None where the page goes elsewhere."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _lines() -> int:
@@ -90,6 +87,7 @@ def _fields(
         "format": summary.format,
         "bytes": summary.nbytes,
         "state": summary.state,
+        "model": summary.model,
         "other_states": summary.other_states,
         "keys": summary.keys,
         "parameters": summary.parameters,
@@ -97,6 +95,7 @@ def _fields(
         "dtypes": summary.here.dtypes,
         "devices": summary.here.devices,
         "ties": summary.ties,
+        "state_bytes": summary.here.nbytes,
         "unused_bytes": summary.unused,
         "optimizers": [asdict(row) for row in summary.optimizers],
         "schedulers": [asdict(row) for row in summary.schedulers],

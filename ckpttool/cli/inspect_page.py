@@ -1,13 +1,14 @@
-"""The page that `inspect` prints: what is in a file, for a person who looks at it."""
+"""The page that `inspect` prints: what is in a file, for a person to read."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..outline import shape_in_words, tensors_in_words
 from ..training import in_words
-from .columns import columns, cut, left, right, table, wrapped
+from .columns import columns, cut, cut_middle, left, right, table, wrapped
 from .console import counted, printable, show_bytes, show_names
 
 if TYPE_CHECKING:
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     from ..wrappers import FoundPrefix
 
 MAX_LINES = 200
-"""Modules, where one level alone has more than a person reads; `-v` shows them all."""
+"""Modules, if a single level has more than anyone reads; `-v` shows them all."""
 
 MAX_OTHERS = 12
 """Values shown below one name; `-v` shows them all."""
+
+STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
 INDENT = 14
 """Columns before a fact: two, and the widest label."""
@@ -56,7 +59,7 @@ def page(
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     most = 1_000_000 if everything else 6
     if summary.state is None:
-        yield "state", "none: no dict of tensors in it"
+        yield "state", "none: it holds no dict of tensors"
     else:
         where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
@@ -66,7 +69,7 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
         if set(summary.here.devices) - {"cpu"}:
             yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
     for name in summary.other_states:
-        yield "also", f"--state {printable(name) or repr('')}"
+        yield "also", f"--state {printable(shlex.quote(name))}"
     for found in summary.prefixes:
         yield "prefix", _prefix(found)
     for names in summary.ties[:most]:
@@ -98,7 +101,7 @@ def _prefix(found: FoundPrefix) -> str:
 
 def _training(summary: Summary) -> Iterator[tuple[str, str]]:
     for row in summary.optimizers:
-        kind = row.kind or "of a kind that is not known"
+        kind = row.kind or "of an unknown kind"
         state = f"state of {row.with_state} of {counted(row.parameters, 'parameter', 'parameters')}"
         kept = f": {show_names(row.per_parameter)}" if row.per_parameter else ""
         size = f", {show_bytes(row.nbytes)}" if row.nbytes else ""
@@ -115,7 +118,7 @@ def _training(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Where the bytes of the file go, when it is not into the state alone."""
+    """Where the bytes of the file go, when it is not only into the state."""
     optimizers = sum(row.nbytes for row in summary.optimizers)
     others = summary.beside.nbytes - optimizers
     rest = summary.nbytes - summary.here.nbytes - summary.beside.nbytes - summary.unused
@@ -132,7 +135,7 @@ def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.unused:
         yield (
             "unused",
-            f"{show_bytes(summary.unused)} of storages that no tensor looks at: slim leaves them out",
+            f"{show_bytes(summary.unused)} of storages that no tensor uses: slim leaves them out",
         )
 
 
@@ -142,18 +145,25 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
     shown = lines if everything else lines[:MAX_LINES]
     where = printable(summary.state or "")
     names = [_module(level, branch, where) for level, branch in shown]
-    first = max(map(columns, names))
-    if width:
-        first = min(first, max(24, width // 2))
+    deepest = max(level for level, _ in lines)
+    insides = [_inside(branch, usual, closed=level == deepest) for level, branch in shown]
     counts = [f"{branch.parameters:,}" for _, branch in shown]
     sizes = [show_bytes(branch.nbytes) for _, branch in shown]
-    second, third = max(len("parameters"), *map(len, counts)), max(map(len, sizes))
+    first, second, third = (
+        max(map(columns, names)),
+        max(len("parameters"), *map(len, counts)),
+        max(map(len, sizes)),
+    )
+    if width:
+        room = width - second - third - 6  # for names, and for what is inside
+        wanted = max(columns(brief) for _, brief in insides)
+        first = min(first, max(24, min(width // 2, room - wanted)))
     yield cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
-    deepest = max(level for level, _ in lines)
-    for name, count, size, (level, branch) in zip(names, counts, sizes, shown, strict=True):
-        inside = _inside(branch, usual, closed=level == deepest)
+    for name, count, size, (inside, brief) in zip(names, counts, sizes, insides, strict=True):
+        if width and columns(inside) > room - first:
+            inside = brief if ";" in brief else cut_middle(brief, max(room - first, 16))
         figures = f"{right(count, second)}  {right(size, third)}"
-        yield cut(f"{left(cut(name, first), first)}  {figures}  {inside}".rstrip(), width)
+        yield cut(f"{left(cut_middle(name, first), first)}  {figures}  {inside}".rstrip(), width)
     if len(lines) > len(shown):
         yield f"and {len(lines) - len(shown):,} more: -v shows them all"
 
@@ -166,15 +176,17 @@ def _module(level: int, branch: Branch, where: str) -> str:
     return "  " * level + name + copies
 
 
-def _inside(branch: Branch, usual: str, *, closed: bool) -> str:
-    """What the line of a module says of what is in it."""
+def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
+    """What the line of a module says of what is in it, and the same in fewer words."""
     if branch.branches:
-        return counted(branch.count, "tensor", "tensors") if closed else ""
-    return printable(tensors_in_words(branch, usual, MAX_OTHERS))
+        text = counted(branch.count, "tensor", "tensors") if closed else ""
+        return text, text
+    whole, brief = (tensors_in_words(branch, usual, MAX_OTHERS, brief=each) for each in (False, True))
+    return printable(whole), printable(brief)
 
 
 def _others(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
-    """Everything else by name, the contents of optimizers and schedulers aside, as the facts tell them."""
+    """Everything else by name, the contents of optimizers and schedulers aside, as the facts show them."""
     rows = [*(row.name for row in summary.optimizers), *(row.name for row in summary.schedulers)]
     told = tuple(f"{name}." for name in rows if name)
     shown: dict[str, int] = {}
@@ -197,8 +209,10 @@ def _value(row: OtherRow) -> str:
     return printable(row.type) + (f" of {row.size}" if row.size is not None else "")
 
 
-def tensor_lines(rows: Iterable[TensorRow], width: int | None) -> Iterator[str]:
-    """One line a tensor: name, dtype, shape, bytes, and the name it shares memory with.
+def tensor_lines(
+    rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
+) -> Iterator[str]:
+    """One line per tensor: name, dtype, shape, bytes, the name it shares memory with, and its statistics.
 
     Args:
         width: columns for the eye, so many; None: tabs, for grep, cut and awk.
@@ -207,6 +221,7 @@ def tensor_lines(rows: Iterable[TensorRow], width: int | None) -> Iterator[str]:
         (
             *(printable(row.name), row.dtype, f"[{','.join(map(str, row.shape))}]", str(row.nbytes)),
             printable(row.shared_with or ""),
+            *(_figures(stats.get(row.name)) if stats else ()),
         )
         for row in rows
     ]
@@ -216,18 +231,27 @@ def tensor_lines(rows: Iterable[TensorRow], width: int | None) -> Iterator[str]:
 def stats_table(
     rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
 ) -> Iterator[str]:
-    """One line a tensor: what values it has."""
-    cells: list[Sequence[str]] = [("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")]
+    """One line per tensor: its statistics. Deviations and means are dropped first where width is short."""
+    cells: list[Sequence[str]] = [STATS]
     for row in rows:
-        found = stats.get(row.name)
-        numbers: list[float | int | None] = [None] * 4
-        if found:
-            numbers = [found.minimum, found.maximum, found.mean, found.deviation]
-        last = str(found.non_finite) if found else "-"
-        shape = shape_in_words(row.shape)
-        cells.append((printable(row.name), row.dtype, shape, *map(_number, numbers), last))
-    if len(cells) > 1:
-        yield from table(cells, (0, 1), width)
+        first = printable(row.name), row.dtype, shape_in_words(row.shape)
+        cells.append((*first, *_figures(stats.get(row.name))))
+    if len(cells) == 1:
+        return
+    finite = not any(found and found.non_finite for found in stats.values())
+    shown = [i for i, name in enumerate(STATS) if name != "not finite" or not finite]
+    widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
+    for name in ("std", "mean"):
+        if width is not None and sum(widths[i] + 2 for i in shown) - 2 > width:
+            shown.remove(STATS.index(name))
+    yield from table([[line[i] for i in shown] for line in cells], (0, 1), width)
+
+
+def _figures(found: Stats | None) -> list[str]:
+    if found is None:
+        return ["-"] * 5
+    numbers = found.minimum, found.maximum, found.mean, found.deviation
+    return [*map(_number, numbers), str(found.non_finite)]
 
 
 def _number(value: float | int | None) -> str:

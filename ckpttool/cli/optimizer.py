@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     "--to",
     type=click.Choice(["names", "indices"]),
     required=True,
-    help="What the state is keyed by in OUTPUT: names of parameters, or torch's numbers.",
+    help="What the state is keyed by in OUTPUT: parameter names, or torch's indices.",
 )
 @click.option(
     "--model",
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     help="Put the parameters in the order of this model: torchvision:resnet18, file.py:factory(n=10).",
 )
 def command(to: str, model: str | None, **given: Any) -> None:
-    """Key every optimizer's state in a file by the names of parameters, or by torch's numbers.
+    """Key the state of every optimizer in a file by parameter names, or by torch's indices.
 
-    torch keys it by number and loads it by place, so that a model whose layers stand in another order gets
-    the momentum of other layers without a word. By name nothing can be mistaken; and --to indices --model
-    numbers the parameters as an optimizer of that model does, group by group.
+    torch keys it by index and loads it by position, so a model whose layers are in another order silently
+    gets the momentum of other layers. Names can't be mistaken; and --to indices --model numbers the
+    parameters as an optimizer of that model does, group by group.
 
     Which parameter is which is known from the names in the file (param_names), or from the model's state in
-    it where the shapes allow one answer alone. Anything else is refused: no parameter, and no group, is
-    guessed, added or dropped. All the rest of the file stays as it is.
+    it if the shapes allow only one answer. Anything else is refused: no parameter, and no group, is guessed,
+    added or dropped. The rest of the file stays as it is.
 
     \b
     Examples:
@@ -54,14 +54,14 @@ def command(to: str, model: str | None, **given: Any) -> None:
         what = counted(len(found.optimizers), "optimizer", "optimizers")
         done = f"keyed {what} of {counted(found.parameters, 'parameter', 'parameters')} by {to}"
         if found.moved:
-            done += f", {found.moved} in another place"
+            done += f", {found.moved} moved"
         if found.absent:
             count = counted(len(found.absent), "parameter", "parameters")
-            console.note(f"{count} of the model in no optimizer: {console.names(found.absent)}")
+            console.note(f"{count} of the model are in no optimizer: {console.names(found.absent)}")
         fields = {"optimizers": found.optimizers, "parameters": found.parameters, "moved": found.moved}
         return new, Outcome(done, fields=fields)
 
-    rewrite(given, transform, full=True)
+    rewrite({**given, "state": None}, transform, full=True)
 
 
 def _parameters(spec: str) -> dict[str, tuple[int, ...]]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
+from ..errors import UsageFault
 from .console import Console
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _streamed(ctx: click.Context, argument: click.Parameter, output: str) -> str:
-    """Tells whoever reports an error that stdout is the output file's."""
+    """Lets the error report know that stdout is the output file."""
     if isinstance(ctx.obj, dict):
         ctx.obj["to_stderr"] = output == "-"
     return output
@@ -28,7 +30,7 @@ file_argument = click.argument("file", metavar="FILE", type=click.Path(allow_das
 state_option = click.option(
     "--state",
     metavar="WHERE",
-    help="Which state to take where the file holds several, dotted for nesting, as in model.ema.",
+    help="Which state to use if the file holds several, dotted for nesting, e.g. model.ema.",
 )
 model_option = click.option(
     "--model",
@@ -36,16 +38,29 @@ model_option = click.option(
     metavar="SPEC",
     help="The model: torchvision:resnet18, file.py:factory or pkg.mod:factory(n=10). Its code is run.",
 )
-force_option = click.option("--force", is_flag=True, help="Replace OUTPUT when it exists.")
-dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+force_option = click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, but write nothing.")
 verify_option = click.option(
     "--verify", is_flag=True, help="Also compare the values written with those read."
 )
 json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, errors too."
+    "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for errors."
 )
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="Say nothing but errors.")
-verbose_option = click.option("-v", "--verbose", is_flag=True, help="Show every name, not the first few.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="Print only errors.")
+verbose_option = click.option(
+    "-v", "--verbose", is_flag=True, help="Show every name, not only the first few."
+)
+
+
+MORE_FILES = {"allow_extra_args": True}
+"""Settings of a command whose `require_one_file` has a better answer to two files than click."""
+
+
+def require_one_file(file: str) -> None:
+    """Raises UsageFault for a second file, with the command that compares the two."""
+    if more := click.get_current_context().args:
+        words = ["ckpttool", "verify", file, "--against", more[0]]
+        raise UsageFault(f"takes one FILE, and got '{more[0]}' too", hint=f"to compare: {shlex.join(words)}")
 
 
 def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:

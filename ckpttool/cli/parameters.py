@@ -31,7 +31,7 @@ class Pair(click.ParamType):  # type: ignore[type-arg]
             return value
         left, equals, right = value.rpartition("=")
         if not (left and equals and right):
-            self.fail(f"'{value}' is not two things with = between them", param, ctx)
+            self.fail(f"'{value}' is not two parts with = between them", param, ctx)
         return left, self.second(right, param, ctx)
 
     def second(self, value: str, param: Any, ctx: Any) -> Any:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, **given: Any) -> None:
     """Load FILE strictly into the plain model, in this one process, and say so.
 
-    Nothing distributed is started and nothing that FILE names is run; only --model runs code, yours. Prefixes
-    of wrappers are taken off on the way where the model does not know them.
+    Nothing distributed is started and nothing that FILE names is run; only --model runs code: yours. Prefixes
+    of wrappers are removed while loading if the model does not know them.
 
     \b
     Example:
@@ -94,5 +94,5 @@ def _line(
         f"in one process ({printable(loaded.path)}, {seconds:.2f} s)"
     )
     if loaded.added:
-        console.note(f"kept as the model has them, as the file lacks them: {show_names(loaded.added)}")
+        console.note(f"missing in the file, kept as they are in the model: {show_names(loaded.added)}")
     return line + (f"\nforward pass: {list(given)} -> {made}" if given else "")

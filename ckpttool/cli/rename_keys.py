@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def command(rules: tuple[str, ...], **given: Any) -> None:
     """Rename keys by regular expressions.
 
-    Two keys that would get one name are refused; module versions and the optimizer's parameter names follow.
+    Two keys that would get the same name are refused; module versions and the optimizer's parameter names
+    follow.
 
     \b
     Example:
@@ -45,7 +46,7 @@ def command(rules: tuple[str, ...], **given: Any) -> None:
 
 
 def _pair(rule: str) -> tuple[str, str]:
-    """A rule in two, at the first = before which a whole expression stands: `(?=a)b=c` has another one."""
+    """A rule in two, at the first = before which the expression is complete: `(?=a)b=c` has two."""
     reason = ""
     for equals in re.finditer("=", rule):
         expression, replacement = rule[: equals.start()], rule[equals.end() :]
@@ -57,7 +58,7 @@ def _pair(rule: str) -> tuple[str, str]:
 
 
 def _fault(expression: str) -> str | None:
-    """Why something is no regular expression."""
+    """Why something is not a regular expression."""
     try:
         re.compile(expression)
     except (re.error, OverflowError, RecursionError) as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UsageFault
 from .console import Console, counted, printable, show_bytes
 from .options import console as console_of
 
@@ -24,9 +27,10 @@ class Outcome:
     Attributes:
         done: the head of the line: `stripped 'module.' from 3 of 4 keys`.
         renamed: the keys that changed their name, and what they are called now.
-        left_out: names that the transform took out.
+        left_out: names that the transform left out.
         kept: names that stayed as they were where others changed.
         also: other states of the file that were renamed with it, and how many of their keys.
+        of_state: whether it changed one state, and not the file as a whole or nothing.
         where: where the state lies in the new checkpoint, when it moved.
         casting: what the cast did, complete once the bytes were written.
         fields: what a command's JSON has beside the fields of all.
@@ -37,6 +41,7 @@ class Outcome:
     left_out: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     also: Mapping[str, int] = field(default_factory=dict)
+    of_state: bool = True
     where: str | None = None
     casting: CastReport | None = None
     fields: Mapping[str, object] = field(default_factory=dict)
@@ -59,7 +64,8 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
     Args:
         options: those of `options.writing`.
         transform: makes the new checkpoint of the old.
-        choices: further arguments of `formats.save`.
+        choices: further arguments of `formats.save`. Without `to` the command is about something else than
+            formats, and a folder becomes a folder of the same format.
     """
     from .. import formats
 
@@ -68,14 +74,28 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
     choices |= {name: options[name] for name in ("state", "verify", "force", "dry_run")}
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
-        if options["state"] is None and not choices.get("full"):
-            _say_where(console, checkpoint)
+        if not (choices.get("full") or _keeps_everything(options, outcome, new, choices)):
+            _say_where(console, checkpoint, options["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
+        if "to" not in choices:
+            choices["to"] = _format_of_new_folder(checkpoint, options["output"])
         fork = outcome.casting is not None  # values are computed
         with console.progress(_work(new, options) if console.draws else 0, "writing") as progress:
             saved = formats.save(new, options["output"], progress=progress, fork=fork, **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
+
+
+def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
+    """INPUT's format where it is a folder's and OUTPUT is to be a folder; None where OUTPUT tells its own."""
+    from ..formats import folders
+
+    is_new = output.endswith("/") or os.path.isdir(output)
+    return (
+        checkpoint.format
+        if is_new and checkpoint.format in folders.NAMES and not folders.kind_of(output)
+        else None
+    )
 
 
 def _work(new: Checkpoint, options: dict[str, Any]) -> int:
@@ -86,32 +106,41 @@ def _work(new: Checkpoint, options: dict[str, Any]) -> int:
     return sum(sizes.values()) * (3 if options["verify"] else 1)
 
 
-def _say_where(console: Console, checkpoint: Checkpoint) -> None:
-    """Which state was taken, where there are several to take."""
-    paths = [".".join(path) for path in checkpoint.states()]
-    if len(paths) > 1:
-        taken = f"'{printable(paths[0])}'" if paths[0] else "the file itself"
-        console.note(f"state: {taken}; there are also --state {console.names(paths[1:])}")
+def _keeps_everything(
+    options: Mapping[str, Any], outcome: Outcome, new: Checkpoint, choices: Mapping[str, Any]
+) -> bool:
+    """Whether no state is taken: none was changed, and the output holds all. --state is a UsageFault then."""
+    from ..formats import saving
+
+    if outcome.of_state:
+        return False
+    if saving.format_of_output(options["output"], new, choices.get("to")) not in saving.WHOLE:
+        return False
+    if options["state"] is not None:
+        words = ["ckpttool", "slim", "--state", options["state"], options["input"], options["output"]]
+        raise UsageFault(
+            f"{options['output']}: gets everything that is there, but one state of it was named "
+            f"('{options['state']}')",
+            hint=f"that state alone: {shlex.join(words)}",
+        )
+    return True
+
+
+def _say_where(console: Console, checkpoint: Checkpoint, asked: str | None) -> None:
+    """Which state was found, where others could be meant."""
+    taken = next(iter(checkpoint.states()), None) if asked is None else None
+    if taken is not None and (others := checkpoint.other_states(taken)):
+        where = f"'{printable('.'.join(taken))}'" if taken else "the file itself"
+        flags = [f"--state {shlex.quote(other)}" for other in others]
+        console.note(f"state: {where}; also available: {console.names(flags)}")
 
 
 def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
-    if console.verbose:
-        for old, new in outcome.renamed.items():
-            console.note(f"{printable(old)} -> {printable(new)}")
     also = {where: count for where, count in outcome.also.items() if where not in saved.left_out}
-    for said, names in (
-        ("kept as they were", outcome.kept),
-        ("renamed too", [f"{where} ({count} keys)" for where, count in also.items()]),
-        ("taken out", outcome.left_out),
-        (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
-        ("kept once, the tie in the metadata", saved.tied),
-        ("written for each name, though they share memory", saved.copied),
-        ("code that its pickle now names, and that loading it without weights_only runs", saved.mentions),
-    ):
-        if names:
-            console.note(f"{said}: {console.names(names)}")
+    _note(console, outcome, saved, also)
     verb = f"would have {outcome.done}" if dry else outcome.done
-    size = f"{show_bytes(saved.nbytes)}, {seconds:.2f} s"
+    about = "about " if dry and saved.format == "dcp" else ""
+    size = f"{about}{show_bytes(saved.nbytes)}, {seconds:.2f} s"
     data: dict[str, object] = {
         "output": saved.path,
         "format": saved.format,
@@ -119,11 +148,18 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "renamed": len(outcome.renamed),
         "also_renamed": also,
         "left_out": [*outcome.left_out, *saved.left_out],
+        "kept": outcome.kept,
         "tied": saved.tied,
+        "copied": saved.copied,
+        "mentions": saved.mentions,
         "bytes": saved.nbytes,
         "seconds": round(seconds, 4),
         **outcome.fields,
     }
+    if saved.text_keys:
+        data["text_keys"] = saved.text_keys
+    if saved.keyed_by_text:
+        data["keyed_by_text"] = saved.keyed_by_text
     if dry:
         data["dry_run"] = True
     elif outcome.casting is not None:
@@ -131,3 +167,36 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         if overflows:
             console.note(f"{counted(overflows, 'finite value', 'finite values')} became infinite")
     console.result(f"{verb} -> {printable(saved.path)} ({size})", data)
+
+
+def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, int]) -> None:
+    """What is worth knowing of what was written, beside the result."""
+    if console.verbose:
+        for old, new in outcome.renamed.items():
+            console.note(f"{printable(old)} -> {printable(new)}")
+    for said, names in (
+        ("kept as they were", outcome.kept),
+        ("renamed too", [f"{where} ({count} keys)" for where, count in also.items()]),
+        ("left out", outcome.left_out),
+        (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
+        ("written once, with the tie in the metadata", saved.tied),
+        ("written once per name, though they share memory", saved.copied),
+        ("code that its pickle now names, and that loading it without weights_only runs", saved.mentions),
+        ("keys became text, as dcp has no others (convert --full keeps them)", saved.text_keys),
+    ):
+        if names:
+            console.note(f"{said}: {console.names(names)}")
+    if saved.keyed_by_text:
+        console.note(
+            "keyed by text, with which torch loads no momentum outside DCP: "
+            f"{console.names(saved.keyed_by_text)}; numbers again: {_to_indices(saved)}"
+        )
+
+
+def _to_indices(saved: Saved) -> str:
+    """The command that keys the optimizers of what was written by numbers."""
+    if saved.path == "-":
+        return "ckpttool optimizer IN OUT --to indices"
+    path = shlex.quote(saved.path)
+    output = "last.pt" if saved.format == "dcp" else f"{path} --force"
+    return f"ckpttool optimizer {path} {output} --to indices"

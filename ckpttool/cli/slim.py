@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @click.command("slim")
 @options.writing
 def command(**given: Any) -> None:
-    """Write the model's state alone, without bytes that no tensor of it uses.
+    """Write only the model's state, without bytes that none of its tensors uses.
 
     Optimizer, counters and arguments stay behind, and so does the rest of a storage that a view was cut from.
 

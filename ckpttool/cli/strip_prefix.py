@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 @click.command("strip-prefix")
-@click.option("--prefix", default="module.", show_default=True, help="What to take off, dot included.")
-@click.option("--repeat", is_flag=True, help="Go on until none is left, as in module.module.conv.weight.")
-@click.option("--anywhere", is_flag=True, help="Take it also inside a name, as in 0._orig_mod.weight.")
-@click.option("--drop", multiple=True, metavar="KEY", help="Leave a key out, as in n_averaged. Repeatable.")
+@click.option("--prefix", default="module.", show_default=True, help="What to remove, including the dot.")
+@click.option("--repeat", is_flag=True, help="Repeat until none is left, e.g. module.module.conv.weight.")
+@click.option("--anywhere", is_flag=True, help="Also remove it inside a name, e.g. 0._orig_mod.weight.")
+@click.option("--drop", multiple=True, metavar="KEY", help="Leave out a key, e.g. n_averaged. Repeatable.")
 @options.writing
 def command(prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], **given: Any) -> None:
     """Take a wrapper's prefix off the keys that carry it.
@@ -25,7 +25,7 @@ def command(prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], **
     DistributedDataParallel and DataParallel save every key as `module.…`, torch.compile as `_orig_mod.…`. The
     prefix is taken from the front of keys only, so `features.module.0.weight` stays whole. A .pt OUTPUT keeps
     everything else that INPUT holds; its optimizer's parameter names, and other states that carry the prefix
-    (an average), are renamed too, unless --state names one. .safetensors holds the model's tensors alone, and
+    (an average), are renamed too, unless --state names one. .safetensors holds only the model's tensors, and
     what is left out is named. AveragedModel's counter stays unless it is dropped: --drop n_averaged.
 
     \b

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..verify import Verified
 
 
-@click.command("verify")
+@click.command("verify", context_settings=options.MORE_FILES)
 @options.file_argument
 @click.option(
     "--against",
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def command(file: str, against: str | None, finite: bool, state: str | None, **given: Any) -> int:
     """Read every byte of FILE: structure, checksums, values that are not finite.
 
-    torch never looks at the checksums it writes, so a flipped bit loads in silence; it does not pass here.
+    torch never checks the checksums it writes, so it loads a flipped bit silently; verify finds it.
 
     \b
     Examples:
@@ -39,6 +39,7 @@ def command(file: str, against: str | None, finite: bool, state: str | None, **g
     from .. import formats
     from ..verify import verify
 
+    options.require_one_file(file)
     console = options.console(given)
     with ExitStack() as stack:
         checkpoint = stack.enter_context(formats.open(file))
@@ -57,15 +58,15 @@ def _report(console: Console, file: str, format: str, against: str | None, found
     if len(found.problems) > len(shown):
         console.note(f"and {len(found.problems) - len(shown)} more: -v shows them")
     if found.non_finite:
-        total = counted(sum(found.non_finite.values()), "value is", "values are")
-        console.note(f"{total} NaN or infinite, in {console.names(tuple(found.non_finite))}")
+        names = tuple(f"{name} ({count})" for name, count in found.non_finite.items())
+        console.note(f"NaN or infinite values: {console.names(names)}")
     if found.unsummed:
-        lack = counted(found.unsummed, "tensor has", "tensors have")
+        lack = counted(found.unsummed, "storage has", "storages have")
         console.note(f"{lack} no checksum, as {format} files may")
     what = "contents" if found.compared == "everything" else "model state"
     same = f", same {what} as {printable(against)}" if against and found.ok else ""
     if found.hint:
-        console.note(f"hint: {printable(found.hint)}")
+        console.note(f"hint: {printable(found.hint)}", pasted=True)
     verdict = f"ok{same}" if found.ok else counted(len(found.problems), "problem", "problems")
     data = {
         "ok": found.ok,

@@ -1,4 +1,4 @@
-"""Why a checkpoint does not load into a model, and the commands that mend it."""
+"""Why a checkpoint does not load into a model, and the commands that fix it."""
 
 from .report import Diagnosis as Diagnosis
 from .report import Problem as Problem

@@ -43,7 +43,7 @@ class Blueprint:
     """What a model's state dict asks for.
 
     Attributes:
-        places: name -> what stands there, in the order of `state_dict()`.
+        places: name -> what is there, in the order of `state_dict()`.
         parameters: names of the parameters in the order in which optimizers number them.
         norms: paths of the BatchNorm layers of any kind.
     """

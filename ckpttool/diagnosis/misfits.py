@@ -1,4 +1,4 @@
-"""What no command can mend, in words: another architecture, other sizes, files of another kind."""
+"""What no command can fix, in words: another architecture, other sizes, files of another kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KINDS = (
 
 
 def in_words(case: Case) -> Iterator[tuple[str, str]]:
-    """(kind, message) of each thing that keeps a state from fitting and that no command mends."""
+    """(kind, message) of each thing that keeps a state from fitting and that no command fixes."""
     fit = case.fit
     known = [
         (kind, words) for kind, names, words in KINDS if any(map(re.compile(names).search, fit.unexpected))
@@ -40,7 +40,7 @@ def in_words(case: Case) -> Iterator[tuple[str, str]]:
     elif _is_weight_norm(fit):
         yield (
             "weight-norm",
-            "the file keeps weights as direction and length, the model whole ones: apply "
+            "the file keeps weights as direction and magnitude, the model does not: apply "
             "torch.nn.utils.parametrizations.weight_norm to the model, load, then remove_parametrizations",
         )
     elif (head := _head(fit)) is not None:
@@ -48,7 +48,7 @@ def in_words(case: Case) -> Iterator[tuple[str, str]]:
         yield (
             "head",
             f"'{layer}' has {theirs} outputs in the file and {ours} in the model: build it as "
-            f"SPEC(num_classes={theirs}) or its like; "
+            f"SPEC(num_classes={theirs}) or similar; "
             f"or, for a new head, convert with --exclude '{layer}.*' and load with strict=False",
         )
     else:

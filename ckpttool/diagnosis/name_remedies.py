@@ -14,7 +14,7 @@ TRIED = 24
 """Prefixes that are tried, at most."""
 
 ALIKE = 8
-"""An end that more names share (`weight`) tells nothing of what stands before it."""
+"""An end that more names share (`weight`) says nothing about what precedes it."""
 
 
 def wrappers(case: Case) -> Iterator[Remedy]:
@@ -32,7 +32,7 @@ def wrappers_inside(case: Case) -> Iterator[Remedy]:
     for prefix, wrapper in WRAPPERS.items():
         count = sum(f".{prefix}" in f".{name}" for name in case.fit.unexpected)
         if count:
-            message = f"'{prefix}' of {wrapper} stands inside {count} keys"
+            message = f"'{prefix}' of {wrapper} is inside {count} keys"
             yield _strip("prefix", message, prefix, "--anywhere", "--repeat")
 
 
@@ -60,7 +60,7 @@ def renumbered(case: Case) -> Iterator[Remedy]:
 
 
 def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
-    """What stands before numbers in names, and which numbers stand there."""
+    """What precedes numbers in names, and which numbers follow it."""
     found: dict[str, set[int]] = {}
     for name in names:
         for part in re.finditer(r"(?:^|\.)([0-9]{1,6})(?=\.)", name):

@@ -1,4 +1,4 @@
-"""Shell patterns that tell the keys that something is to be done to from all others."""
+"""Shell patterns that select the keys to change and no others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Sizes = tuple[int, ...]
 
 
 def grouped(values: Mapping[str, Sizes], names: Iterable[object]) -> list[tuple[str, Sizes]]:
-    """As few shell patterns as tell which names have which value: `*.weight` where all such names do."""
+    """The fewest shell patterns that give each name its value: `*.weight` where all such names do."""
     everything = [str(name) for name in names]
     rules: dict[str, Sizes] = {}
     for name, value in values.items():
@@ -33,7 +33,7 @@ def _literal(text: str) -> str:
 
 
 def _tells(pattern: str, value: Sizes, values: Mapping[str, Sizes], names: list[str]) -> bool:
-    """Whether a pattern is worth it: it fits several names, and all that it fits have this value."""
+    """Whether a pattern is worth it: it matches several names, and all that it matches have this value."""
     fits = re.compile(translate(pattern)).match
     fitting = [values.get(name) for name in names if fits(name)]
     return all(found == value for found in fitting) and len(fitting) > pattern.startswith("*.")

@@ -1,4 +1,4 @@
-"""Why a checkpoint does not load into a model, and the commands that mend it.
+"""Why a checkpoint does not load into a model, and the commands that fix it.
 
 Each command is tried first: a remedy is a pure change of the checkpoint, which costs nothing, and it is
 advised when the state fits better after it than before. What no remedy reaches is said in words.
@@ -33,7 +33,7 @@ class Problem:
     Attributes:
         kind: a stable word for scripts.
         message: what is wrong, as a sentence without a capital and a full stop.
-        command: the command that mends it, ready to paste, after those of the problems before it; None where
+        command: the command that fixes it, ready to paste, after those of the problems before it; None where
             no command can.
         is_remark: the state loads strictly, and rightly, all the same.
     """
@@ -51,9 +51,9 @@ class Diagnosis:
     Attributes:
         path, format: the file.
         state: dotted path of the state that fits best, `""` for the file itself, None when there is none.
-        loads: `load_state_dict(strict=True)` takes this state as it stands.
+        loads: `load_state_dict(strict=True)` takes this state as it is.
         fit: what keeps it from that.
-        problems: in the order in which they are to be mended.
+        problems: in the order in which they are to be fixed.
         then: the command that loads the outcome strictly, after all the others; None where none can.
     """
 
@@ -114,7 +114,7 @@ def diagnose(
         if not treatments[-1].case.fit.distance:
             break
     best = min(range(len(treatments)), key=lambda i: treatments[i].case.fit.distance)
-    if not misfits.is_alike(treatments[best].case):  # nothing that fits by chance is to be mended
+    if not misfits.is_alike(treatments[best].case):  # nothing that fits by chance is to be fixed
         best = 0
         treatments[0] = Treatment(cases[0])
     case = cases[best]
@@ -131,7 +131,7 @@ def _cases(checkpoint: Checkpoint, blueprint: Blueprint, where: str | None) -> l
 
 
 def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, named: bool) -> Case:
-    """Commands change the dict that they find unasked; any other state is taken out first."""
+    """Commands change the dict that they find by default; any other state is extracted first."""
     found = checkpoint.state(name)
     if not named and found.module is None:
         return Case(checkpoint, found, blueprint, compare(found, blueprint), None, found)
@@ -144,7 +144,7 @@ def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, named: boo
 def _without_state(checkpoint: Checkpoint, error: NoState) -> Diagnosis:
     """What a file holds in which there is no state."""
     if any(is_optimizer(value) for value in walk(checkpoint.tree)):
-        message = "it holds the state of an optimizer alone: the model's parameters are in another file"
+        message = "it holds only the state of an optimizer: the model's parameters are in another file"
         problem = Problem("optimizer-only", message)
     else:
         problem = Problem("no-state", error.reason)
@@ -186,7 +186,7 @@ class _Report:
     def _taking_out(self, state: State) -> tuple[str, str]:
         if state.module is not None:
             return "pickled-model", f"the names are those of a pickled {state.module.type_name}"
-        return "state", f"the state that fits best is '{state.where}', not the one that is found unasked"
+        return "state", f"the state that fits best is '{state.where}', not the one that is taken by default"
 
     def _add(self, kind: str, message: str, verb: str, *flags: str) -> None:
         self.problems.append(Problem(kind, message, self._command(verb, *flags)))
@@ -206,8 +206,10 @@ class _Report:
         asked = ((n, v) for n, v in after.state.others.items() if n in after.blueprint.places)
         objects = tuple(name for name, value in asked if not is_plain(value))
         if objects:
-            message = f"the state holds objects ({shortened(objects)}), which are not made from a file here"
-            words = f"{message}: torch.load(weights_only=False) makes them, if you trust the file"
+            message = (
+                f"the state holds objects ({shortened(objects)}), which are never created from a file here"
+            )
+            words = f"{message}: torch.load(weights_only=False) creates them, if you trust the file"
             self.problems.append(Problem("object", words))
         return bool(objects)
 
@@ -216,7 +218,7 @@ class _Report:
         after = self.treatment.case
         places = after.blueprint.places
         if not all(name in places for name in after.blueprint.parameters):
-            return  # a model that leaves parameters out of its state does not tell their shapes
+            return  # a model that leaves parameters out of its state does not give their shapes
         parameters = {name: places[name].shape or () for name in after.blueprint.parameters}
         for value in walk(self.case.checkpoint.tree):
             if isinstance(value, dict) and is_optimizer(value):
@@ -231,7 +233,7 @@ class _Report:
         except NothingToDo:
             return  # it keeps nothing that could go to another parameter
         except CkptToolError as error:
-            self.problems.append(Problem("optimizer-order", f"{message}; no command can mend it: {error}"))
+            self.problems.append(Problem("optimizer-order", f"{message}; no command can fix it: {error}"))
         else:
             self._add("optimizer-order", message, "optimizer", "--to", "indices", "--model", self.spec)
 
@@ -241,8 +243,8 @@ class _Report:
             name = case.original.module.type_name
             message = f"the file is a whole pickled model, and torch.load needs the code of {name}"
             yield self._remark("pickled-model", message, None if self.problems else "slim")
-        elif case.state.where and not self.problems:  # slim would take away what they have mended
-            message = f"the state lies under '{case.state.where}', and load_state_dict wants that alone"
+        elif case.state.where and not self.problems:  # slim would undo what they have fixed
+            message = f"the state is under '{case.state.where}', and load_state_dict wants only that"
             yield self._remark("nested", message, "slim")
         added = self.treatment.case.fit.added
         if added:
@@ -261,7 +263,7 @@ class _Report:
         )
         for (theirs, ours), count in casts.items():
             message = f"{count} tensors are {theirs} in the file and {ours} in the model: loading casts them"
-            known = SHORT_TYPES.get(ours) if "float" in theirs else None  # convert casts floats alone
+            known = SHORT_TYPES.get(ours) if "float" in theirs else None  # convert casts only floats
             yield self._remark("precision", message, *(["convert", "--dtype", known] if known else [None]))
 
     def _remark(self, kind: str, message: str, verb: str | None, *flags: str) -> Problem:
@@ -272,7 +274,7 @@ def _in_words(check: OrderCheck) -> str:
     first = (check.shapes or check.names or check.order)[0]
     whose = f"a parameter of shape {first.there}" if check.shapes else first.there
     return (
-        "the optimizer's state goes by index, and the model has its parameters in another order: "
+        "the optimizer's state is keyed by index, and the model has its parameters in another order: "
         f"'{first.parameter}' would get what belongs to {whose}, without an error"
     )
 

@@ -1,4 +1,4 @@
-"""Commands as one line of a shell, whatever stands in the names of files and keys."""
+"""Commands as one line of a shell, whatever is in the names of files and keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _escaped(character: str) -> str:
     if character.isprintable() and character not in "'\\":
         return character
     try:
-        raw = os.fsencode(character)  # the bytes of a file's name that are no text are themselves again
+        raw = os.fsencode(character)  # the bytes of a file's name that are not text are kept as they are
     except UnicodeEncodeError:
         raw = character.encode("utf-8", "surrogatepass")
     return "".join(f"\\{byte:03o}" for byte in raw)

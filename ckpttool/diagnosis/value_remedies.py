@@ -51,11 +51,11 @@ def ties(case: Case) -> Iterator[Remedy]:
         if name in case.state.tensors:
             there.setdefault(place.first, name)
     pairs = [(name, there[places[name].first]) for name in case.fit.missing if places[name].first in there]
-    pairs = [pair for pair in pairs if "=" not in pair[1]]  # the command could not tell where it begins
+    pairs = [pair for pair in pairs if "=" not in pair[1]]  # the command could not know where it begins
     if pairs:
         tied = shortened(tuple(f"{new} = {old}" for new, old in pairs))
         flags = [word for new, old in pairs for word in ("--tie", f"{new}={old}")]
-        message = f"the file has tied tensors under one name alone ({tied})"
+        message = f"the file has tied tensors under one name only ({tied})"
         yield Remedy("ties", message, ("convert", *flags), lambda c: layout.tie(c, pairs))
 
 
@@ -100,11 +100,11 @@ def _large(shape: Sizes, axes: Sizes) -> Sizes:
 
 
 def _either_way(case: Case, orders: Mapping[str, Sizes]) -> str:
-    """A warning of tensors whose shapes can't tell: alike in both orders, or to be had in several."""
+    """A warning of tensors whose shapes are ambiguous: the same in both orders, or possible in several."""
     shapes, words = {name: tensor.shape for name, tensor in case.state.tensors.items()}, ""
     alike = tuple(name for name in shapes if name not in orders and _hides(shapes[name], {*orders.values()}))
     if alike:
-        words += f"; of {len(alike)} others no shape tells whether they are too ({shortened(alike)})"
+        words += f"; the shapes of {len(alike)} others don't show whether they are too ({shortened(alike)})"
     guessed = tuple(
         name
         for name, axes in orders.items()
@@ -112,7 +112,7 @@ def _either_way(case: Case, orders: Mapping[str, Sizes]) -> str:
     )
     if guessed:
         words += (
-            f"; of {len(guessed)} no shape tells in which order, and one is guessed ({shortened(guessed)})"
+            f"; the shapes of {len(guessed)} don't show which order, so it is guessed ({shortened(guessed)})"
         )
     return words
 

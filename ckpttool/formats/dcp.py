@@ -2,8 +2,9 @@
 
 `.metadata` is a pickle of dataclasses: which names there are, of what type and size, and which stretch of
 which file holds each of their chunks. Every chunk is a small `torch.save` zip, and so is every value that is
-no tensor. torch's library would run what these pickles name (`pickle.load`, `torch.load(weights_only=False)`)
-and take all values into memory; here they are read as inert values, and a tensor stays a place in a file.
+not a tensor. torch's library would run what these pickles name (`pickle.load`,
+`torch.load(weights_only=False)`) and take all values into memory; here they are read as inert values, and a
+tensor stays a place in a file.
 A tensor that ranks saved in parts is described by its parts, and put together when it is written.
 
 What DCP itself loses is lost before we see it: keys that were numbers are text, empty dicts are gone, ties
@@ -32,6 +33,9 @@ from .torch_archive import Archive
 
 NAME = "dcp"
 METADATA = ".metadata"
+ENDING = ".distcp"
+"""How the names of its other files end."""
+
 MODULE = "torch.distributed.checkpoint"
 SPARE = 1000
 """Places of lists that may stay empty, beside as many as 100 for each entry: DCP drops empty items."""
@@ -50,7 +54,7 @@ def read(source: Source) -> Checkpoint:
     """Reads the metadata and the headers of all chunks; no element is touched.
 
     Args:
-        source: the file `.metadata`; its path, or that of its folder, tells where the others are.
+        source: the file `.metadata`; its path, or that of its folder, gives where the others are.
 
     Raises:
         Damaged: malformed, a file is missing or cut short, or chunks that are not the whole of a tensor.
@@ -81,7 +85,7 @@ def _fields(value: object, name: str) -> dict[Any, Any]:
         cls = value.callable
         if cls.name == name and cls.module.startswith(MODULE) and isinstance(value.state, dict):
             return value.state
-    raise PickleFault(f"its metadata is malformed: it has no {name} where one should be")
+    raise PickleFault(f"its metadata is malformed: it lacks a {name} where one should be")
 
 
 def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
@@ -96,7 +100,7 @@ def torch_size(value: object) -> tuple[int, ...]:
     if isinstance(value, Record) and value.callable == Global("torch", "Size"):
         value = value.args[0] if isinstance(value.args, tuple) and len(value.args) == 1 else None
     if not isinstance(value, tuple) or len(value) > MAX_AXES or not all(map(is_count, value)):
-        raise PickleFault("its metadata is malformed: it has a size that is none")
+        raise PickleFault("its metadata is malformed: it has an invalid size")
     return value
 
 
@@ -124,7 +128,7 @@ class _Items:
             offset = fields.get("offset")
             name = fields.get("fqn")
             if not isinstance(name, str):
-                raise PickleFault("its metadata is malformed: it has a name that is no text")
+                raise PickleFault("its metadata is malformed: it has a name that is not text")
             key = name, None if offset is None else torch_size(offset)
             if key in self.places:
                 raise PickleFault(f"its metadata says twice where '{name}' is stored")
@@ -189,10 +193,10 @@ class _Items:
         return assembled(name, self.source.path, dtype, size, parts)
 
     def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: DType) -> Part:
-        """A chunk, and where it stands in its tensor."""
+        """A chunk, and where it is in its tensor."""
         tensor = detached(self.load(name, offsets))
         if not isinstance(tensor, TensorRef) or tensor.dtype is not dtype or tensor.shape != sizes:
-            raise PickleFault(f"a chunk of '{name}' is not what the metadata says of it")
+            raise PickleFault(f"a chunk of '{name}' is not what the metadata says")
         if tensor.nbytes > tensor.storage.nbytes:
             raise PickleFault(f"a chunk of '{name}' repeats its elements")
         return Part(offsets, tensor)
@@ -258,6 +262,6 @@ class _Nest:
             missing = step + 1 - len(holder)
             self.spare -= max(0, missing - 1)
             if self.spare < 0:
-                raise PickleFault("its metadata has a list of hardly any items and a giant index")
+                raise PickleFault("its metadata has a list with few items and a giant index")
             holder.extend([None] * missing)
         holder[step] = value

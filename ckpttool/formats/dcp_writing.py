@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..dtypes import DTYPES
@@ -11,11 +14,22 @@ from ..errors import Refused
 from ..inert import MAX_DEPTH, Global, OrderedDict_, Record, in_brief, tensor_of, walk
 from ..live import live_tensors
 from ..modules import SETS
+from ..naming import Entry, dotted
 from ..tensor import Storage
 from .dcp import torch_size
+from .inert_reader import PickleFault
+
+TOP = "the dict at the top"
+"""What a dict is called that has no name."""
+
+SIZE = Global("torch", "Size")
+
+WITH_FULL = "keep everything with convert --full"
+MOST_TOLD = 4
+"""Objects that an error names one by one."""
 
 MAX_VALUES = 10_000_000
-"""Values that are written: what stands in several places is written in each, and places can multiply."""
+"""Values that are written: what appears in several places is written in each, and places can multiply."""
 
 
 def write(checkpoint: Checkpoint, folder: str) -> None:
@@ -31,10 +45,10 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    if not isinstance(checkpoint.tree, dict):
-        raise Refused(checkpoint.path, "is no dict at the top, as DCP needs", hint="write a .pt file instead")
+    check(checkpoint)
+    assert isinstance(checkpoint.tree, dict)
     live = _Live(checkpoint)
-    state = {str(key): live.value(item, (str(key),)) for key, item in checkpoint.tree.items()}
+    state = {_name(key): live.value(item, (_name(key),)) for key, item in checkpoint.tree.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch wonders at a save without a process group, and it is meant
         try:
@@ -47,11 +61,101 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
             raise Refused(checkpoint.path, str(fault), hint="write a .pt file instead") from None
 
 
+def check(checkpoint: Checkpoint) -> None:
+    """Raises Refused for what DCP can't hold. Needs no torch, unlike `write`."""
+    tree = checkpoint.tree
+    if not isinstance(tree, dict):
+        raise Refused(
+            checkpoint.path,
+            "is not a dict at the top, as DCP needs",
+            hint=f"{WITH_FULL}, or write a .pt file",
+        )
+    known: set[str] = set()
+    for name in map(_name, tree):
+        if name in known:
+            raise Refused(
+                checkpoint.path,
+                f"'{name[:80]}' is a key as text and as something else, and all keys are text in DCP",
+                hint=f"{WITH_FULL}, or write a .pt file",
+            )
+        known.add(name)
+    objects = [
+        (dotted(path), in_brief(value))
+        for path, value in checkpoint.named(_inside)
+        if isinstance(value, Global | Record | Storage) and not _is_data(value)
+    ]
+    if objects:
+        raise _objects_refused(checkpoint.path, objects)
+
+
+def _objects_refused(path: str, objects: list[tuple[str, str]]) -> Refused:
+    """The error for objects, given as their names and types; the first few are told."""
+    if len(objects) == 1:
+        said = "'{}' is an object ({})".format(*objects[0])
+    else:
+        told = ", ".join(f"'{name}' ({kind})" for name, kind in objects[:MOST_TOLD])
+        more = f" and {len(objects) - MOST_TOLD} more" if objects[MOST_TOLD:] else ""
+        said = f"holds objects: {told}{more}"
+    drops = " ".join(f"--drop {shlex.quote(name)}" for name, _ in objects[:MOST_TOLD])
+    return Refused(
+        path,
+        f"{said}{';' if objects[1:] else ', and'} objects are never created from a file here",
+        hint=f"{WITH_FULL}, or leave out what you can do without: {drops}",
+    )
+
+
+def _name(key: object) -> str:
+    """What DCP calls an entry of a dict: the key as text."""
+    return in_brief(key) if isinstance(key, int) else str(key)
+
+
+def _inside(value: object) -> Iterable[Entry] | None:
+    """What is saved of a container, by name; None for what is no container."""
+    if isinstance(value, dict):
+        return ((_name(key), item) for key, item in value.items())
+    items = value if isinstance(value, list | tuple | set | frozenset) else _items_of_set(value)
+    return None if items is None else ((str(number), item) for number, item in enumerate(items))
+
+
+def _items_of_set(value: object) -> list[object] | None:
+    """What is in a set that a pickle makes by calling `set`; None for anything else."""
+    if isinstance(value, Record) and value.callable in SETS and isinstance(value.args, tuple):
+        return value.args[0] if value.args and isinstance(value.args[0], list) else None
+    return None
+
+
+def _is_data(value: Global | Record | Storage) -> bool:
+    """Whether what a pickle names is data all the same: a tensor, an element type, a size or a set."""
+    if isinstance(value, Storage):
+        return False
+    if isinstance(value, Global):
+        return value.module == "torch" and value.name in DTYPES
+    if value.callable == SIZE:
+        try:
+            torch_size(value)
+        except PickleFault:
+            return False
+        return True
+    return tensor_of(value) is not None or _items_of_set(value) is not None
+
+
 def lost(tree: object) -> list[str]:
-    """What DCP does not keep, in words that begin with a dotted name: empty dicts, the module versions of a
-    state dict, and the type of keys that are no text.
-    """
+    """What DCP does not keep, by dotted name: empty dicts, and the module versions of a state dict."""
     names: list[str] = []
+    for name, value in _dicts(tree):
+        names += [] if value else [name]
+        if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
+            names += [f"{name}.{attribute}" if name else attribute for attribute in value.attributes]
+    return names
+
+
+def with_keys_made_text(tree: object) -> list[str]:
+    """The dicts of which DCP makes some keys text, such as numbers, by dotted name."""
+    return [name or TOP for name, value in _dicts(tree) if not all(isinstance(key, str) for key in value)]
+
+
+def _dicts(tree: object) -> Iterator[tuple[str, dict[Any, object]]]:
+    """Every dict that DCP takes apart, with its dotted name."""
     seen: set[int] = set()
     stack: list[tuple[str, object]] = [("", tree)]
     while stack:
@@ -64,12 +168,8 @@ def lost(tree: object) -> list[str]:
             apart = enumerate(value) if _is_taken_apart(value) else ()
             stack.extend(reversed([(f"{inside}{number}", item) for number, item in apart]))
             continue
-        names += [] if value else [name]
-        names += [] if all(isinstance(key, str) for key in value) else [f"{name} (keys that are no text)"]
-        if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
-            names += [f"{inside}{attribute}" for attribute in value.attributes]
+        yield name, value
         stack.extend((f"{inside}{in_brief(key)}", item) for key, item in reversed(value.items()))
-    return names
 
 
 def _is_taken_apart(value: list[object]) -> bool:
@@ -95,31 +195,20 @@ class _Live:
         if len(path) > MAX_DEPTH or self.visits > MAX_VALUES:
             raise Refused(self.path, f"'{'.'.join(path[:4])}…' is nested too deeply, or holds too much")
         if isinstance(value, dict):
-            items = {key: self.value(item, (*path, str(key))) for key, item in value.items()}
+            items = {key: self.value(item, (*path, _name(key))) for key, item in value.items()}
             return OrderedDict(items) if isinstance(value, OrderedDict_) else items
         if isinstance(value, list | tuple):
             return type(value)(self.value(item, (*path, str(i))) for i, item in enumerate(value))
         if isinstance(value, set | frozenset):
-            made = [self.value(item, (*path, str(i))) for i, item in enumerate(value)]
-            return set(made) if isinstance(value, set) else frozenset(made)
-        if isinstance(value, Global | Record | Storage):
-            return self.known(value, ".".join(path))
-        return value
+            return type(value)(self.value(item, path) for item in value)
+        return self.known(value, path) if isinstance(value, Global | Record) else value
 
-    def known(self, value: object, name: str) -> object:
-        """The few names and objects that are data: element types, sizes, devices."""
+    def known(self, value: Global | Record, path: tuple[str, ...]) -> object:
+        """An element type, a size or a set: `check` lets nothing else pass."""
         import torch
 
-        if isinstance(value, Global) and value.module == "torch" and value.name in DTYPES:
+        if isinstance(value, Global):
             return getattr(torch, value.name)
-        plain = value.args if isinstance(value, Record) and isinstance(value.args, tuple) else ()
-        if isinstance(value, Record) and value.callable == Global("torch", "Size"):
+        if value.callable == SIZE:
             return torch.Size(torch_size(value))
-        if isinstance(value, Record) and value.callable in SETS and plain and isinstance(plain[0], list):
-            return set(plain[0])
-        what = value.type_name if isinstance(value, Record) else str(value)
-        raise Refused(
-            self.path,
-            f"'{name}' is an object ({what}), and objects are not made from a file here",
-            hint=f"write a .pt file, which keeps it as it is, or leave it out: --drop {name}",
-        )
+        return {self.value(item, path) for item in _items_of_set(value) or ()}

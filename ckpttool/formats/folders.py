@@ -1,24 +1,90 @@
 """Writing the formats that are folders: shards with an index, and DCP.
 
-The folder appears whole or not at all. With `full`, what is no tensor goes as one JSON text (`full`): into
+The folder appears whole or not at all. With `full`, what is not a tensor goes as one JSON text (`full`): into
 the index of shards of safetensors, or into DCP as an entry of that name.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from .. import full
 from ..checkpoint import Checkpoint, State
 from ..commit import replacing_folder
+from ..errors import UsageFault, names_in
 from ..inert import OrderedDict_
 from ..tensor import TensorRef
 from ..transfer import DryOutput, Output
 from . import dcp, dcp_writing, safetensors, sharding, torch_zip
 
 NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
+
+TELLING = (
+    (dcp.METADATA, dcp.NAME),
+    (dcp.ENDING, dcp.NAME),
+    (f".safetensors{sharding.INDEX}", sharding.SAFETENSORS),
+    (f".bin{sharding.INDEX}", sharding.TORCH),
+)
+"""How names end that tell the format of a folder, in the order in which reading prefers them."""
+
+
+def kind_of(path: str) -> str | None:
+    """The format of the checkpoint that a folder holds, as the names in it tell; None where none does."""
+    names = names_in(path)
+    return next((kind for ending, kind in TELLING if any(name.endswith(ending) for name in names)), None)
+
+
+def is_of_a_checkpoint(name: str) -> bool:
+    """Whether a file of this name belongs to a sharded or DCP checkpoint, and may be replaced with it."""
+    shard = re.fullmatch(r".+-\d{5}-of-\d{5}\.(safetensors|bin)", name)
+    return bool(shard) or name == dcp.METADATA or name.endswith((sharding.INDEX, dcp.ENDING))
+
+
+def strangers(path: str) -> list[str]:
+    """What else is in a folder than files that `is_of_a_checkpoint` knows, sorted by name."""
+    return sorted(name for name in os.listdir(path) if not is_of_a_checkpoint(name))
+
+
+def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
+    """Whether a folder is the one that the checkpoint was read from."""
+    source = checkpoint.path if os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path) or "."
+    there = checkpoint.format in NAMES and os.path.isdir(source) and os.path.isdir(path)
+    return there and os.path.samefile(source, path)
+
+
+def companions(checkpoint: Checkpoint, path: str) -> list[str]:
+    """The other files that stay where a folder is written in place of the one that was read.
+
+    Those of a model of the Hugging Face Hub, such as its `config.json`, or another checkpoint; none where one
+    of them is no plain file, or the folder is another.
+    """
+    if not is_in_place(checkpoint, path):
+        return []
+    read = {_identity(os.fstat(source.fd)) for source in (checkpoint.source, *checkpoint.shards)}
+    places = {name: os.path.join(path, name) for name in sorted(os.listdir(path))}
+    if not all(map(os.path.isfile, places.values())):
+        return []
+    return [name for name, place in places.items() if _identity(os.stat(place)) not in read]
+
+
+def _identity(facts: os.stat_result) -> tuple[int, int]:
+    return facts.st_dev, facts.st_ino
+
+
+def _link(names: list[str], old: str, new: str) -> None:
+    """Gives files of one folder a place in another too. Raises UsageFault where that can't be."""
+    try:
+        for name in names:
+            os.link(os.path.join(old, name), os.path.join(new, name), follow_symlinks=False)
+    except OSError as error:
+        raise UsageFault(
+            f"{old}: holds other files too ({', '.join(names[:3])}), which can't be kept: "
+            f"{(error.strerror or str(error)).lower()}",
+            hint="choose a new folder as output",
+        ) from error
 
 
 def without_models(checkpoint: Checkpoint) -> Checkpoint:
@@ -31,6 +97,11 @@ def lost_in_dcp(checkpoint: Checkpoint) -> tuple[str, ...]:
     """What DCP does not keep, by dotted name; of a pickled model its class."""
     whole = without_models(checkpoint)
     return (*dcp_writing.lost(whole.tree), *whole.opened)
+
+
+def text_keys_in_dcp(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The dicts whose keys, numbers and the like, are text in DCP, by dotted name."""
+    return tuple(dcp_writing.with_keys_made_text(without_models(checkpoint).tree))
 
 
 class FolderWriting:
@@ -56,24 +127,29 @@ class FolderWriting:
         self.ties, self.shard_size = ties, shard_size
 
     def write(self, path: str, opened: sharding.Opened, check: Callable[[str], None]) -> int:
-        """Writes the folder, lets `check(folder)` look at it, and puts it in place; returns its bytes.
+        """Writes the folder, lets `check(folder)` check it, and puts it in place; returns its bytes.
 
         Args:
-            opened: makes an output of a file, told which storages go into it.
+            opened: makes an output of a file, given which storages go into it.
         """
-        with replacing_folder(path, sharding.is_of_a_checkpoint) as folder:
+        kept = companions(self.checkpoint, path)
+        with replacing_folder(path, lambda name: name in kept or is_of_a_checkpoint(name)) as folder:
             if self.kind == dcp.NAME:
                 dcp_writing.write(self._for_dcp(), folder)
             else:
                 shards, text = self._shards()
                 sharding.write(folder, self.kind, shards, text, self._write_shard, opened)
             check(folder)
-            return sum(entry.stat().st_size for entry in os.scandir(folder))
+            nbytes = sum(entry.stat().st_size for entry in os.scandir(folder))
+            _link(kept, path, folder)
+        return nbytes
 
     def dry(self) -> int:
-        """The bytes that `write` would write; of DCP those of the values alone."""
+        """The bytes that `write` would write; for DCP only those of the values."""
         if self.kind == dcp.NAME:
-            return sum(tensor.nbytes for _, tensor in self._for_dcp().tensors())
+            whole = self._for_dcp()
+            dcp_writing.check(whole)
+            return sum(tensor.nbytes for _, tensor in whole.tensors())
         shards, text = self._shards()
         total = len(text.encode())
         for shard in shards:

@@ -1,11 +1,11 @@
-"""A safetensors file whose header alone changes, rewritten where it stands: no payload moves.
+"""A safetensors file of which only the header changes, rewritten in place: no payload moves.
 
-A header can't be replaced in one step that no crash divides. So the old one and the new one are first saved
-beside the file, in a journal that is on the disk before the first byte changes. Whoever finds a header in the
-file that is neither, but a mixture of the two, takes the old one from the journal; the next rewriting puts it
-back. A journal that explains nothing (its rewriting ended, or another program wrote the file anew) is
-ignored. Where the file system can share blocks between files (reflink: btrfs, xfs), a clone gets the new
-header and is renamed over the old file.
+A header can't be replaced in one atomic step. So the old one and the new one are first saved
+beside the file, in a journal that is on the disk before the first byte changes. A reader that finds a mixture
+of the two in the file takes the old one from the journal; the next rewriting puts it back. A journal that
+explains nothing (its rewriting ended, or another program wrote the file anew) is ignored. Where the file
+system can share blocks between files (reflink: btrfs, xfs), a clone gets the new header and is renamed over
+the old file.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def read_header(source: Source) -> bytes:
         if journal is not None or again == header:
             return header
         header = again  # it was rewritten meanwhile, and the first look may have seen both
-    raise Damaged(source.path, "is written all the time by somebody else")
+    raise Damaged(source.path, "is being written continuously by another process")
 
 
 def _header_now(source: Source) -> bytes:
@@ -97,7 +97,7 @@ def _read_journal(path: str) -> Journal | None:
 
 
 def payload_start(source: Source, tensors: Mapping[str, TensorRef]) -> int | None:
-    """Where the payload of a file begins that these tensors are, all of it and nothing else; else None."""
+    """Where the payload begins, if these tensors are exactly the file's payload; else None."""
     places = sorted(map(_place, tensors.values()))
     if not all(
         t.is_plain and isinstance(t.data, ByteRange) and t.data.source is source for t in tensors.values()

@@ -1,7 +1,7 @@
 """The stack machine that a pickle is a program for, working on inert values.
 
 Python's own machine runs code of the objects it builds, not only at REDUCE but at BUILD, APPENDS and SETITEMS
-too, hashes whatever it is told to use as a key, and sizes its memo by the file's word. This one builds the
+too, hashes whatever it is given as a key, and trusts the file for the size of its memo. This one builds the
 values of `inert` instead, checks the kind of every operand, and takes no size on trust. What an opcode looks
 like in the file is the business of `inert_opcodes`.
 """
@@ -36,7 +36,7 @@ returns the position it was given."""
 
 
 class Skipped(tuple[Any, ...]):
-    """Stands in the memo for values that a shortcut did not make, as hardly anything ever refers to them.
+    """Placeholder in the memo for values that a shortcut did not make, as hardly anything refers to them.
 
     It holds the place of the first of them, behind which the others follow, a function that makes them all,
     and its arguments.
@@ -72,7 +72,7 @@ class Machine:
         self.data = data
         self.size = len(data)
         self.persistent_load = persistent_load
-        # A name that means something is one object wherever it stands, so that it is known at a glance.
+        # A name that means something is one object wherever it appears, so that it is known at a glance.
         self.known = {(name.module, name.name): name for name in (*reducers, *shortcuts, *calls)}
         self.reducers = {id(name): reducer for name, reducer in reducers.items()}
         self.calls = {id(name): call for name, call in calls.items()}
@@ -108,7 +108,7 @@ class Machine:
         self.room -= nbytes
         if self.room < 0:
             fault(
-                f"its pickle of {self.size} bytes makes more objects than fit into the memory allowed for it"
+                f"its pickle of {self.size} bytes creates more objects than fit in the memory allowed for it"
             )
 
     # The memo.
@@ -175,7 +175,7 @@ class Machine:
     def make(self, how: str, callable: Any, args: Any, kwargs: Any = None) -> None:
         """What calling a name would have made: a value that is known by that name, or a Record."""
         if type(args) is not tuple or type(callable) not in (Global, Record):
-            fault("its pickle makes an object from malformed arguments")
+            fault("its pickle creates an object from malformed arguments")
         value: object = None
         if how == "reduce" and id(callable) in self.reducers:
             value = self.reducers[id(callable)](args)

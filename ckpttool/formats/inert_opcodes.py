@@ -66,7 +66,7 @@ def number(width: int, read: Callable[[bytes | mmap.mmap, int], tuple[Any]]) -> 
 
 
 def sized(width: int, value: Callable[[bytes], object]) -> Operation:
-    """Pushes what `value` makes of bytes that stand behind their count."""
+    """Pushes what `value` makes of bytes that follow their count."""
     read = SIZES[width]
 
     def operation(m: Machine, position: int) -> int:
@@ -89,7 +89,7 @@ def line(value: Callable[[bytes], object]) -> Operation:
 
 
 def on_top(width: int, act: Callable[[Machine, int], None]) -> Operation:
-    """Acts with a memo index, which stands as a number or, with width 0, as a line of text."""
+    """Calls `act` with a memo index: a number of `width` bytes, or with width 0 a line of text."""
 
     def operation(m: Machine, position: int) -> int:
         if width:
@@ -218,7 +218,7 @@ def stack_global(m: Machine, module: Any, name: Any) -> None:
 
 def new_object_ex(m: Machine, cls: Any, args: Any, kwargs: Any) -> None:
     if type(kwargs) is not dict:
-        fault("its pickle makes an object from malformed arguments")
+        fault("its pickle creates an object from malformed arguments")
     m.make("newobj", cls, args, kwargs)
 
 

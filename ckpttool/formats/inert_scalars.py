@@ -1,4 +1,4 @@
-"""Text and numbers as they stand in a pickle."""
+"""Text and numbers as they are in a pickle."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def inflated_bytes(source: Source, record: Record) -> bytes:
         raise Refused(
             source.path,
             f"its record '{record.name}' would grow from {record.data.nbytes} to {record.size} bytes",
-            hint="no honest file does: if you trust it, unpack it and zip it again without compression",
+            hint="no ordinary file does: if you trust it, unpack it and zip it again without compression",
         )
     return b"".join(inflated(source, record))
 
@@ -94,7 +94,7 @@ def inflated(source: Source, record: Record) -> Iterator[bytes]:
     """The contents of a compressed record, piece by piece.
 
     Raises:
-        Damaged: its size or its checksum are wrong; some faults show at the end alone.
+        Damaged: its size or its checksum are wrong; some faults show only at the end.
     """
     if record.size > MAX_RATIO * record.data.nbytes:
         raise Damaged(source.path, f"its record '{record.name}' states a size that deflate can't reach")
@@ -112,7 +112,7 @@ def inflated(source: Source, record: Record) -> Iterator[bytes]:
             if stream.unused_data:
                 raise _wrong_size(source, record)
     except zlib.error:
-        raise Damaged(source.path, f"its record '{record.name}' is no valid deflate stream") from None
+        raise Damaged(source.path, f"its record '{record.name}' is not a valid deflate stream") from None
     if size != record.size or not stream.eof:
         raise _wrong_size(source, record)
     if record.crc32 is not None and crc != record.crc32:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..checkpoint import Checkpoint
 from ..commit import set_aside
-from ..errors import Damaged, Unreadable, Unsupported, checkpoints_among
+from ..errors import Damaged, Unreadable, Unsupported, checkpoints_among, names_in
 from ..tensor import Source
 from ..transfer import open_source_descriptor
 from . import dcp, safetensors, sharded, torch_legacy, torch_tar, torch_zip
@@ -19,7 +19,7 @@ from .sharding import INDEX
 
 
 class Format(Protocol):
-    """What one file a format provides: a look at the first 512 bytes, and reading."""
+    """What one file per format provides: a check of the first 512 bytes, and reading."""
 
     def sniff(self, head: bytes) -> bool: ...
 
@@ -28,13 +28,16 @@ class Format(Protocol):
 
 READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, dcp, sharded)
 
-# The file that tells what is in a folder, the one to prefer first; other indexes come after these.
+# The file that says what is in a folder, the one to prefer first; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
+
+ALONE = ("model.safetensors", "pytorch_model.bin")
+"""What transformers calls the file of a model that is not cut."""
 
 MAX_REPLACED = 1000
 """Times that a folder may be replaced while it is read."""
 
-# Things that stand where a checkpoint should be, by how they begin.
+# Things that are found where a checkpoint should be, by how they begin.
 STRANGERS = (
     (b"version https://git-lfs", "is a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
     (b"<!doctype html", "is an HTML page, not a checkpoint", "download the file again, from its raw link"),
@@ -50,24 +53,49 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
 
     Args:
         path: a file that torch or safetensors wrote, whatever its name; the index or the folder of a sharded
-            checkpoint; a DCP folder; `-` is stdin.
+            checkpoint; a DCP folder; a folder with one model.safetensors or pytorch_model.bin; `-` is stdin.
 
     Raises:
         Unreadable, Damaged, Unsupported: with the file and the reason.
     """
     name = os.fspath(path)
     if os.path.isdir(name):
-        return _open_in(name, name)
+        only = _only_file(name)
+        return _open_in(name, name) if only is None else open(only)
     if os.path.basename(name) == dcp.METADATA or name.endswith(INDEX):
         return _open_in(name, os.path.dirname(name) or ".")
     kept = set_aside(name)
     if kept:
         raise Unreadable(
             name,
-            "its replacing was cut off, and its old contents still lie beside it",
+            "its replacement was interrupted, and its old contents are still beside it",
             hint=f"put them back: mv {shlex.quote(kept)} {shlex.quote(name)}",
         )
-    return read(Source(name, open_source_descriptor(name)))
+    source = Source(name, open_source_descriptor(name))
+    try:
+        return read(source)
+    except (Damaged, Unsupported):
+        if not _is_part_of_dcp(name):
+            raise
+    folder = os.path.dirname(name) or "."
+    raise Unsupported(
+        name,
+        "is a part of a DCP folder, not a file of its own",
+        hint=f"name the folder: {shlex.quote(folder)}",
+    )
+
+
+def _is_part_of_dcp(name: str) -> bool:
+    beside = os.path.join(os.path.dirname(name), dcp.METADATA)
+    return name.endswith(dcp.ENDING) or os.path.exists(beside)
+
+
+def _only_file(folder: str) -> str | None:
+    """The model's file in a folder that has no index, as transformers finds it; None for any other folder."""
+    names = names_in(folder)
+    found = [name for name in names if name in ALONE]
+    has_index = any(name.endswith((INDEX, dcp.METADATA)) for name in names)
+    return os.path.join(folder, found[0]) if len(found) == 1 and not has_index else None
 
 
 def _open_in(name: str, folder: str) -> Checkpoint:
@@ -84,7 +112,7 @@ def _open_in(name: str, folder: str) -> Checkpoint:
             if is_still_there():
                 return checkpoint
             checkpoint.close()
-    raise Unreadable(name, "is replaced all the time by somebody else")
+    raise Unreadable(name, "is being replaced continuously by another process")
 
 
 @contextmanager
@@ -92,9 +120,7 @@ def _held(folder: str) -> Iterator[Callable[[], bool]]:
     """Tells whether a folder is still the one that it was; held open, its number can't go to another."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (
-        OSError
-    ):  # the error that reading meets says more; without permission to list it there is no telling
+    except OSError:  # the error that reading meets says more; without permission to list it this is unknown
         yield lambda: True
         return
 
@@ -111,7 +137,7 @@ def _held(folder: str) -> Iterator[Callable[[], bool]]:
 
 
 def _telling(folder: str) -> str:
-    """The name of the file that tells what is in a folder. Raises Unreadable."""
+    """The name of the file that says what is in a folder. Raises Unreadable."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -140,7 +166,7 @@ def read(source: Source) -> Checkpoint:
     head = source.read(0, min(source.size, 512))
     if not head:
         raise Unsupported(
-            source.path, "is empty", hint="it was never written, or a copy failed; get it again"
+            source.path, "is empty", hint="it was never written, or a copy failed; copy it again"
         )
     for reader in READERS:
         if reader.sniff(head):

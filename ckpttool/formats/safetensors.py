@@ -196,7 +196,7 @@ def ties(tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]) -> dict[
     """Names that are another name for the same tensor: name -> the first name of it.
 
     Args:
-        metadata: what goes into the header beside the ties; a name that is taken there is left alone.
+        metadata: what goes into the header beside the ties; a name that is taken there is skipped.
     """
     first: dict[tuple[object, ...], str] = {}
     tied = {}

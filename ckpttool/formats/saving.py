@@ -23,7 +23,7 @@ from .reading import read
 from .saved import PICKLES, Saved, saved_state, saved_whole
 
 WHOLE = (torch_zip.NAME, dcp.NAME)
-"""The formats that take everything a checkpoint holds, not the model's state alone."""
+"""The formats that take everything a checkpoint holds, not only the model's state."""
 
 ENDINGS = {
     **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
@@ -32,21 +32,23 @@ ENDINGS = {
 
 
 def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
-    """The format that a name asks for. Raises UsageFault for a name that tells none."""
+    """The format that a name asks for, or that a folder there has. Raises UsageFault if neither says."""
     if to is not None:
         known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
         if to not in known:
-            raise UsageFault(f"no format is called '{to}'", hint=f"one of {', '.join(known)}")
+            raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")
         return to
+    if folders.is_in_place(checkpoint, path):
+        return checkpoint.format
     if path.endswith("/") or os.path.isdir(path):
-        return folders.NAMES[0]
+        return folders.kind_of(path) or folders.NAMES[0]
     suffix = os.path.splitext(path)[1].lower()
     if suffix in ENDINGS:
         return ENDINGS[suffix]
     if path == "-":
         return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
     raise UsageFault(
-        f"{path}: its ending does not tell the format",
+        f"{path}: its ending does not say which format",
         hint=f"end it in {', '.join(ENDINGS)}, or in / for a folder of shards",
     )
 
@@ -68,19 +70,21 @@ def save(
 ) -> Saved:
     """Writes a checkpoint; the format follows the name.
 
-    safetensors gets the model's state alone, a `.pt` file everything. Bytes are moved from file to file, so
+    safetensors gets only the model's state, a `.pt` file everything. Bytes are moved from file to file, so
     memory stays flat. The input may be the output: its old contents are read until the new file replaces it.
 
     Args:
         state: dotted path of the model's state; found when None.
-        full: everything the input holds, also into a format of tensors alone; None: where the input is such
-            a file already.
+        full: everything the input holds, also into a format of tensors; None: if the input is already such a
+            file.
         keep_copies: each name of a tied tensor gets its own values, instead of a record of the tie.
-        to: the format; told by the name when None.
-        shard_size: bytes of a shard at most, in the formats that are cut; 5 GB when None.
+        to: the format; None: that of the folder which is there, or as the name says.
+        shard_size: the most bytes of a shard, in sharded formats; 5 GB when None.
         verify: compare the values too before the output counts, not only names, types and shapes.
-        force: replace an existing output.
-        dry_run: write nothing: the same answer, exact size included, and the same errors.
+        force: replace an existing output. A folder is replaced as a whole, if it holds a checkpoint alone;
+            the other files of one that is written in place stay.
+        dry_run: write nothing: the same answer, exact size included, and the same errors. Of DCP the size is
+            that of the values alone, and an error of torch's own library is not foreseen.
         progress: called with the number of bytes after each piece; to verify, what was read and what was
             written are read once more.
         fork: let a second process help with values that are computed, such as those of another type, where
@@ -90,14 +94,17 @@ def save(
         OutputExists, UsageFault: nothing was written.
         Refused: something that the format can't hold.
         NoState: safetensors was asked for and there is no state.
-        Damaged: what was written does not read back as it was meant; it was removed.
+        Damaged: what was written does not read back as intended; it was removed.
     """
+    if not isinstance(checkpoint, Checkpoint):
+        raise TypeError(
+            f"save takes a Checkpoint, as ckpttool.open gives it, not {type(checkpoint).__name__}"
+        )
     name = os.fspath(path)
     kind = format_of_output(name, checkpoint, to)
-    if name != "-" and os.path.lexists(name) and not force:
-        raise OutputExists(f"{name}: exists already", hint=_way_out(name, kind))
-    require_folder(name)
     _check_choices(name, kind, state, full, keep_copies, shard_size)
+    _check_place(checkpoint, name, kind, force)
+    require_folder(name)
     whole = kind not in PICKLES and (checkpoint.full if full is None else full)
     writing = _Writing(checkpoint, name, kind, state, whole, keep_copies)
     opened = partial(output, progress=progress, fork=fork)
@@ -106,16 +113,29 @@ def save(
     return writing.saved(writing.dry() if dry_run else writing.file(verify, progress, opened))
 
 
-def _way_out(path: str, kind: str) -> str:
-    """What to do where there is something already; `--force` replaces neither other files nor other kinds."""
-    is_folder = os.path.isdir(path)
-    if is_folder and kind not in folders.NAMES:
-        return "it is a folder: name a file in it"
-    if is_folder and not all(map(sharding.is_of_a_checkpoint, os.listdir(path))):
-        return "it is a folder that holds other files too: name a new folder, or a file in it"
-    if kind in folders.NAMES and not is_folder:
-        return f"it is a file, and {kind} is a folder: name a new folder"
-    return "write it anyway with --force"
+def _check_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> None:
+    """Raises OutputExists for what is there already and may not be replaced."""
+    if path == "-" or not os.path.lexists(path):
+        return
+    found = _conflict(checkpoint, path, kind)
+    if found is not None:
+        raise OutputExists(f"{path}: already exists, and {found[0]}", hint=found[1])
+    if not force:
+        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+
+
+def _conflict(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, str] | None:
+    """What `--force` does not replace either, other files and other kinds, and what to do instead."""
+    if not os.path.isdir(path):
+        is_other = kind in folders.NAMES and os.path.exists(path)
+        return (f"is a file, where {kind} is a folder", "name a new folder") if is_other else None
+    if kind not in folders.NAMES:
+        return "is a folder", "name a file in it"
+    kept = folders.companions(checkpoint, path)
+    others = [name for name in folders.strangers(path) if name not in kept]
+    if others:
+        return f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
+    return None
 
 
 def _check_choices(
@@ -124,24 +144,26 @@ def _check_choices(
     """Raises UsageFault for what contradicts itself, or would do nothing."""
     if full and state is not None:
         raise UsageFault(
-            f"{path}: gets everything that is there, and one state of it was named ('{state}')",
+            f"{path}: gets everything that is there, but one state of it was named ('{state}')",
             hint="leave out --full or --state",
         )
     if full and kind == sharding.TORCH:
         raise UsageFault(
-            f"{path}: {kind} holds the model's state alone",
+            f"{path}: {kind} holds only the model's state",
             hint=f"write a .pt file, or shards of safetensors: --to {sharding.SAFETENSORS}",
         )
     if keep_copies and (full or kind in PICKLES):
         raise UsageFault(
-            f"{path}: keeps what is tied as one tensor, and copies were asked for",
+            f"{path}: keeps what is tied as one tensor, but copies were asked for",
             hint="leave out --keep-copies, or write safetensors without --full",
         )
     if shard_size is not None and kind not in (sharding.SAFETENSORS, sharding.TORCH):
-        what = "is one folder that is not cut" if kind in folders.NAMES else "is one file"
+        what, way = "is one file", "end OUTPUT in /"
+        if kind in folders.NAMES:
+            what, way = "is one folder that is not cut", f"say --to {sharding.SAFETENSORS}"
         raise UsageFault(
-            f"{path}: {what}, and a size of shards was given",
-            hint="end OUTPUT in / for a folder of shards, or leave out --shard-size",
+            f"{path}: {what}, but a shard size was given",
+            hint=f"{way} for a folder of shards, or leave out --shard-size",
         )
     if kind in folders.NAMES and path == "-":
         raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
@@ -160,7 +182,7 @@ class _Writing:
             raise Refused(
                 checkpoint.path,
                 f"{checkpoint.opened[0]} is a pickled object, and its keys can't be changed inside it",
-                hint="write .safetensors, or take the state out of it first: ckpttool slim",
+                hint="write .safetensors, or extract the state first: ckpttool slim",
             )
         self.ties: dict[str, str] = {}
         shares = kind == sharding.TORCH  # a pickle keeps ties by itself
@@ -189,7 +211,7 @@ class _Writing:
         return out.position if self.header_in_place() is None else self.checkpoint.nbytes
 
     def file(self, verify: bool, progress: Progress | None, opened: sharding.Opened) -> int:
-        """Writes a file, or its header alone where that will do; returns its bytes."""
+        """Writes a file, or only its header where that is enough; returns its bytes."""
         header = self.header_in_place()
         if header is not None:
             self.compare(safetensors.described(self.checkpoint.source, header), verify, progress)
@@ -250,7 +272,7 @@ class _Writing:
 
             same = digest(meant, progress) == digest(there, progress)
         if not same:
-            raise Damaged(self.path, "does not read back as it was meant, and was not kept")
+            raise Damaged(self.path, "does not read back as intended, and was not kept")
 
     def saved(self, nbytes: int) -> Saved:
         if self.state is not None:

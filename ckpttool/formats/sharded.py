@@ -38,11 +38,11 @@ def read(source: Source) -> Checkpoint:
     """Reads the index and the headers of all shards: one state over several files.
 
     Args:
-        source: the index; its path, or that of its folder, tells where the shards are.
+        source: the index; its path, or that of its folder, gives where the shards are.
 
     Raises:
         Damaged: a shard is missing or malformed, or differs from the index; names the shard and the key.
-        Unsupported: JSON that is no index.
+        Unsupported: JSON that is not an index.
     """
     index = _parse(source)
     wanted = _wanted(source, index)
@@ -105,7 +105,7 @@ def _wanted(source: Source, index: Mapping[str, Any]) -> dict[str, set[str]]:
     """The names in each shard, as the index says, the shards in the order of their names."""
     weight_map = index.get("weight_map")
     if weight_map is None:
-        raise Unsupported(source.path, "is JSON, but no index of a sharded checkpoint")
+        raise Unsupported(source.path, "is JSON, but not the index of a sharded checkpoint")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise Damaged(source.path, "its weight_map is not a map of names to files")
     shards: dict[str, set[str]] = {name: set() for name in sorted(set(weight_map.values()))}
@@ -115,7 +115,7 @@ def _wanted(source: Source, index: Mapping[str, Any]) -> dict[str, set[str]]:
             raise Damaged(source.path, f"names a shard outside its folder: {name[:80]!r}")
         other = folded.setdefault(name.casefold(), name)
         if other != name:
-            raise Damaged(source.path, f"names a shard twice, as '{other}' and '{name}'")
+            raise Damaged(source.path, f"names a shard twice: as '{other}' and '{name}'")
     for key, name in weight_map.items():
         shards[name].add(key)
     return shards
@@ -142,7 +142,7 @@ def _read_shard(index: Source, folder: str, name: str) -> tuple[str, Checkpoint]
     for module, kind in SHARD_FORMATS:
         if module.sniff(head):
             return kind, module.read(source)
-    raise Damaged(index.path, f"its shard '{name}' is no checkpoint", hint="get that file again")
+    raise Damaged(index.path, f"its shard '{name}' is not a checkpoint", hint="get that file again")
 
 
 def _check_distinct(index: Source, sources: Mapping[str, Source]) -> None:
@@ -152,13 +152,13 @@ def _check_distinct(index: Source, sources: Mapping[str, Source]) -> None:
         facts = os.fstat(source.fd)
         other = files.setdefault((facts.st_dev, facts.st_ino), name)
         if other != name:
-            raise Damaged(index.path, f"its shards '{other}' and '{name}' are one file")
+            raise Damaged(index.path, f"its shards '{other}' and '{name}' are the same file")
 
 
 def _state_of(index: Source, name: str, shard: Checkpoint) -> dict[str, object]:
     tree = shard.tree
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
-        raise Damaged(index.path, f"its shard '{name}' holds something else than tensors by name")
+        raise Damaged(index.path, f"its shard '{name}' holds something other than tensors by name")
     return tree
 
 

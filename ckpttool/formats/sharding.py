@@ -43,18 +43,18 @@ class Shard:
 
 def parse_size(text: str) -> int:
     """Bytes of `5GB`, `500MB` or `1GiB`. Raises UsageFault."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if (
         not found
         or found[2].upper() not in UNITS
         or not (size := int(float(found[1]) * UNITS[found[2].upper()]))
     ):
-        raise UsageFault(f"'{text}' is no size of a shard", hint="for example 5GB, 500MB or 1GiB")
+        raise UsageFault(f"'{text[:80]}' is not a shard size", hint="for example 5GB, 500MB or 1GiB")
     return size
 
 
 def cut(kind: str, tensors: Mapping[str, TensorRef], size: int) -> list[Shard]:
-    """Shards of at most `size` bytes, in the order of the tensors; one tensor larger than that stands alone.
+    """Shards of at most `size` bytes, in the order of the tensors; a larger tensor gets its own.
 
     Tensors that share a storage go into one shard, so that they can share it there.
     """
@@ -94,25 +94,16 @@ def index(shards: list[Shard], metadata: Mapping[str, object]) -> str:
 
 def write(
     folder: str, kind: str, shards: list[Shard], text: str, write_shard: WriteShard, opened: Opened
-) -> int:
-    """Writes the shards and their index into a folder; returns the bytes written.
+) -> None:
+    """Writes the shards and their index into a folder.
 
     Args:
         write_shard: writes one of the shards.
-        opened: makes an output of a file, told which storages go into it.
+        opened: makes an output of a file, given which storages go into it.
     """
-    total = 0
     for shard in shards:
         storages = (tensor.storage for tensor in shard.tensors.values())
         with writing_into(os.path.join(folder, shard.name)) as file, opened(file, storages) as out:
             write_shard(shard.name, shard.tensors, out)
-            total += out.position
     with writing_into(os.path.join(folder, index_name(kind))) as file:
         file.write(text.encode())
-    return total + len(text.encode())
-
-
-def is_of_a_checkpoint(name: str) -> bool:
-    """Whether a file of this name belongs to a sharded or DCP checkpoint, and may be replaced with it."""
-    shard = re.fullmatch(r".+-\d{5}-of-\d{5}\.(safetensors|bin)", name)
-    return bool(shard) or name == ".metadata" or name.endswith((INDEX, ".distcp"))

@@ -52,7 +52,7 @@ def itemsize(kind: str) -> int:
 def parse_storage_id(identity: object) -> StorageId:
     """Checks a persistent id. Raises PickleFault."""
     if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
-        raise PickleFault(f"its pickle refers to something that is no storage: {in_brief(identity)[:60]}")
+        raise PickleFault(f"its pickle refers to something that is not a storage: {in_brief(identity)[:60]}")
     _, kind, key, location, numel = identity[:5]
     view = identity[5] if len(identity) == 6 else None
     if (

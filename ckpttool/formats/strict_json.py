@@ -22,7 +22,7 @@ def parse_object(path: str, raw: bytes, what: str) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
-            raise Damaged(path, f"{what} has one name twice")
+            raise Damaged(path, f"{what} has the same name twice")
         return made
 
     try:

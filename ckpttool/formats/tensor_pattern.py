@@ -34,7 +34,7 @@ HOOKS = GET + rb"\)R" + PUT
 TENSOR = rb"\(%b(%b)%b%b([\x88\x89])%bt%bR%b" % (STORAGE, NUMBER, SIZES, SIZES, HOOKS, PUT, PUT)
 HERE = re.compile(rb"()()" + TENSOR, re.DOTALL)  # two empty groups, that all have one number in both
 AFTER_NAME = re.compile(PUT + GET + TENSOR, re.DOTALL)
-"""What follows the text of the name that a tensor stands under: that name's place in the memo first."""
+"""What follows the text of a tensor's name: the name's memo index first."""
 
 TEXT = ord("X")
 """The opcode of text: four bytes of length, and the text."""
@@ -70,20 +70,20 @@ class _Form(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Stencil:
-    """The opcodes of a tensor, to be laid upon those of another.
+    """The opcodes of a tensor, to be matched against those of another.
 
-    Read as one number, those of alike tensors differ in the places in the memo, each of which counts on from
-    the first, and in the digits of the storage's key. So the number of the next one is known beforehand.
+    Read as one number, those of similar tensors differ only in the memo indices, which are consecutive, and
+    in the digits of the storage's key. So the number of the next one is known beforehand.
 
     Attributes:
         form: what they mean.
         named: whether they follow the text of a name, and begin with that name's place in the memo.
         size: in bytes.
-        rest: their number, were the memo empty and the digits zero bytes.
+        rest: their number if the memo were empty and the digits were zero bytes.
         ones: what each value in the memo adds to that.
         made: how many values they add to the memo.
-        key, shift: where the digits stand, and by how many bits that shifts them in the number.
-        next: what followed the last time, and mostly will again.
+        key, shift: where the digits are, and by how many bits that shifts them in the number.
+        next: what followed last time, and usually will again.
     """
 
     form: _Form
@@ -97,10 +97,10 @@ class _Stencil:
     next: _Stencil | None = None
 
     def key_at(self, data: bytes | mmap.mmap, begin: int, held: int) -> bytes:
-        """The digits of the key, if these opcodes stand here and the memo holds so many values; else none.
+        """The digits of the key, if these opcodes are here and the memo holds `held` values; else empty.
 
-        At the end of the data there may be fewer bytes: those that are missing count as zeros, as the last of
-        a place in the memo mostly are. `__call__` finds out: it looks at the byte behind.
+        At the end of the data there may be fewer bytes: missing ones count as zeros, as the last bytes of a
+        memo index mostly are. `__call__` notices, as it reads the byte after them.
         """
         entry = data[begin : begin + self.size]
         digits = entry[self.key]
@@ -220,7 +220,7 @@ class TensorPattern:
         return _Form(kind, storage, end * width, tensor, kept)
 
     def referred(self, machine: Machine, get: bytes | None) -> Any:
-        """What a reference to the memo means; none stands at the first tensor, after the name was met."""
+        """What a reference to the memo means; at the first tensor there is none, but the name."""
         if not get:
             return self.rebuild
         index = int.from_bytes(get[1:], "little")

@@ -24,7 +24,7 @@ LOOKED_UP = (PICKLE, "/byteorder", "/constants.pkl")
 
 
 class Archive:
-    """The records of one file, and the storages made of them: one object a key, whoever refers to it."""
+    """The records of one file, and the storages made of them: one object per key, whatever refers to it."""
 
     def __init__(self, source: Source, place: ByteRange | None = None) -> None:
         """Reads the directory of a file, or of the archive that is one stretch of it."""
@@ -54,7 +54,7 @@ class Archive:
         return record
 
     def bytes_of(self, name: str) -> bytes:
-        """A small record, whole, with its checksum looked at."""
+        """A small record, whole, with its checksum checked."""
         record = self.record(name)
         if record.compression == DEFLATED:
             return inflated_bytes(self.source, record)
@@ -120,11 +120,11 @@ def is_intact(source: Source, record: Record) -> bool | None:
 
 
 def _root(source: Source, records: dict[str, Record]) -> str:
-    # Nearly all records are storages, `<root>/data/<key>`; those looked for stand beside their folder.
+    # Nearly all records are storages, `<root>/data/<key>`; those looked for are beside their folder.
     top = [name for name in records if "/data/" not in name and name.count("/") == 1]
     for name in top:
         if name.lower().endswith(LOOKED_UP) and not name.endswith(LOOKED_UP):
-            raise Damaged(source.path, f"has a record whose name torch takes for another: {name[:80]!r}")
+            raise Damaged(source.path, f"has a record whose name torch mistakes for another: {name[:80]!r}")
     roots = [name.removesuffix(PICKLE) for name in top if name.endswith(PICKLE)]
     if len(roots) == 1:
         return roots[0]
@@ -133,7 +133,7 @@ def _root(source: Source, records: dict[str, Record]) -> str:
     for name, what, hint in STRANGERS:
         if any(record.endswith(name) for record in records):
             raise Unsupported(source.path, what, hint=hint)
-    raise Unsupported(source.path, "is a zip archive without a 'data.pkl', so not a file of torch.save")
+    raise Unsupported(source.path, "is a zip archive without a 'data.pkl', so not a file from torch.save")
 
 
 # Other things that are kept in a zip, by the end of a record's name.

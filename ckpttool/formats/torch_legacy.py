@@ -1,6 +1,6 @@
 """The format of `torch.save` before torch 1.6: pickles one after another, then the bytes of the storages.
 
-A magic number, a protocol version, facts about the machine, the tree, and the list of storage keys stand as
+A magic number, a protocol version, facts about the machine, the tree, and the list of storage keys are
 five pickles; the storages follow in the order of that list, each as a count of elements (8 bytes) and its
 elements, little-endian whatever the facts say of the machine. Source: `_legacy_load` in torch's
 `serialization.py`, `THPStorage_writeFileRaw` in its `csrc`.
@@ -27,7 +27,7 @@ PROTOCOL_VERSION = 1001
 
 
 def sniff(head: bytes) -> bool:
-    return head[:1] == b"\x80" and MAGIC in head[2:23]  # from protocol 4 on a FRAME stands between
+    return head[:1] == b"\x80" and MAGIC in head[2:23]  # from protocol 4 on a FRAME comes between
 
 
 def read(source: Source) -> Checkpoint:

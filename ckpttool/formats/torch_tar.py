@@ -3,7 +3,7 @@
 `storages` holds a count, and for each storage its key, device and class as a pickle, a count of elements
 (8 bytes), and the elements; then a list of views of them. `tensors` holds a count, and for each tensor
 its key, storage key and class as a pickle, then sizes, strides and offset as numbers. `pickle` holds the
-tree, in which tensors and storages stand as the text of their key. Nothing is unpacked: all are places in the
+tree, in which tensors and storages appear as the text of their key. Nothing is unpacked: all stay in the
 tar. Source: `legacy_load` in torch's `serialization.py`, which reads numbers and elements as little-endian.
 """
 
@@ -51,7 +51,7 @@ def read(source: Source) -> Checkpoint:
 
 
 def _members(source: Source) -> dict[str, ByteRange]:
-    """Where the members lie: each there once, a plain file, and whole."""
+    """Where the members lie: each there once, a regular file, and whole."""
     import tarfile
 
     found: dict[str, ByteRange] = {}
@@ -63,14 +63,14 @@ def _members(source: Source) -> dict[str, ByteRange]:
                     if member.name in found:
                         raise Damaged(source.path, f"holds '{member.name[:80]}' twice")
                     if member.name in MEMBERS and (not member.isreg() or member.issparse()):
-                        raise Damaged(source.path, f"its '{member.name}' is no plain file")
+                        raise Damaged(source.path, f"its '{member.name}' is not a regular file")
                     found[member.name] = ByteRange(source, member.offset_data, member.size)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as error:
         raise Damaged(source.path, f"its tar is malformed: {str(error)[:80]}") from None
     for name in MEMBERS:
         place = found.get(name)
         if place is None:
-            raise Damaged(source.path, f"is a tar archive without '{name}', so not one of torch.save")
+            raise Damaged(source.path, f"is a tar archive without '{name}', so not one from torch.save")
         if place.nbytes < 0 or place.offset + place.nbytes > source.size:
             raise Damaged(source.path, f"is cut short in '{name}'")
     return found
@@ -156,7 +156,7 @@ def _read_tensors(member: _Member, storages: Objects) -> Objects:
 def _tensor(
     storage: Storage | StorageView, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> TensorRef:
-    """A tensor; one of a view looks at the storage that the view is part of, with which it shares memory."""
+    """A tensor; one of a view uses the storage that the view is part of, and shares its memory."""
     if isinstance(storage, Storage):
         return checked_tensor(storage, STORAGE_DTYPES[storage.kind], shape, stride, offset)
     root, dtype = storage.storage, STORAGE_DTYPES[storage.storage.kind]
@@ -175,12 +175,12 @@ def _triple(member: _Member, what: str) -> tuple[object, object, object]:
 
 def _put(found: Objects, key: object, value: Storage | StorageView | TensorRef) -> None:
     if type(key) is not int or key in found:
-        raise PickleFault(f"has the key {in_brief(key)[:20]} twice, or one that is no number")
+        raise PickleFault(f"has the key {in_brief(key)[:20]} twice, or one that is not a number")
     found[key] = value
 
 
 class _Lookup:
-    """What a persistent id stands for: a tensor or storage by its key, or a class beside its source."""
+    """What a persistent id refers to: a tensor or storage by its key, or a class beside its source."""
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects

@@ -50,9 +50,9 @@ def read_torchscript(archive: Archive) -> Checkpoint:
         raise Damaged(archive.source.path, str(fault)) from None
     for name, value in state.items():
         if tensor_of(value) is None:
-            raise _not_plain(archive, f"'{name}' is {_what(value)}, no plain tensor")
+            raise _not_plain(archive, f"'{name}' is {_what(value)}, not a plain tensor")
     if not state and "constants/0" not in archive:
-        raise Unsupported(archive.source.path, "is a TorchScript archive without weights, code alone")
+        raise Unsupported(archive.source.path, "is a TorchScript archive without weights, only code")
     if not state:
         raise _not_plain(
             archive, "weights have no names: it was frozen, which makes them constants of the code"
@@ -86,7 +86,7 @@ class _Modules:
         """The parts of one module. Raises Unsupported for one that packs its state in its own way."""
         declared = self.declared(module)
         if declared is None or not isinstance(module, Record) or not isinstance(module.state, dict):
-            raise _not_plain(self.archive, f"module {_what(module)} packs its state in a way of its own")
+            raise _not_plain(self.archive, f"module {_what(module)} packs its state in its own way")
         present = {str(name): value for name, value in module.state.items() if value is not None}
         parameters = {name: present[name] for name in present if name in declared.parameters}
         if declared.buffers is None:
@@ -98,12 +98,12 @@ class _Modules:
         return Parts({**parameters, **buffers}, inside)
 
     def declared(self, value: object) -> Declared | None:
-        """What a value's class declares; None when the value is no module."""
+        """What a value's class declares; None when the value is not a module."""
         if not isinstance(value, Record) or not isinstance(value.callable, Global):
             return None
         cls = value.callable
         if not cls.module.startswith("__torch__") or cls.module.startswith("__torch__.torch.classes"):
-            return None  # a class of C++, whose objects are no modules
+            return None  # a class of C++, whose objects are not modules
         if cls.module not in self.classes:
             self.classes[cls.module] = self.read_code(cls.module)
         return self.classes[cls.module].get(cls)

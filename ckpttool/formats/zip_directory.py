@@ -2,7 +2,7 @@
 
 What readers of zips understand differently, torch's and Python's above all, is refused: duplicate names, a
 local header that disagrees with the central directory, records that overlap, folders that hold bytes. The
-descriptors behind records are passed over, as by all who read by the directory. A record is a range of the
+descriptors behind records are passed over, as by all other readers. A record is a range of the
 file; those that another tool than torch compressed are the business of `inflate`. Format: PKWARE APPNOTE 6.3.
 
 A checkpoint may hold 100,000 records. Their headers are read in the order of the file, a window at a time,
@@ -48,7 +48,7 @@ COMMON_IN_ENTRY = 6
 FOLDER, LINK, KIND = 0x10, 0o120000 << 16, 0o170000 << 16
 NO_FILE = FOLDER | LINK & ~(0o100000 << 16)
 """Attributes: a folder's, as MS-DOS and torch have it; a symbolic link's, among the kinds that Unix has; the
-bits that tell either from a plain file."""
+bits that distinguish either from a regular file."""
 
 WINDOW = 1 << 15
 """Bytes read at a time for local headers: more than one, where records are small."""
@@ -58,7 +58,7 @@ class Record(NamedTuple):
     """One record.
 
     Attributes:
-        data: its bytes as they stand in the file.
+        data: its bytes as they are in the file.
         size: how many bytes they are once inflated.
         crc32: of the bytes once inflated; None where the writer left it out (0, torch's
             `set_crc32_options(False)`).
@@ -74,7 +74,7 @@ class Record(NamedTuple):
 
 _Entry = tuple[int, bytes, str, int, int, int, int, int, int]
 """What the central directory says of a record: where its local header begins, the name as bytes and as text,
-where in the directory those fields stand that a local header has too, flags, compression, checksum, bytes in
+where in the directory those fields are that a local header has too, flags, compression, checksum, bytes in
 the file, and bytes once inflated. Sorts in the order of the file."""
 
 _new: Callable[..., Any] = tuple.__new__
@@ -124,7 +124,7 @@ def _find_directory(place: ByteRange) -> tuple[int, int, int]:
     _, disk, start_disk, here, count, size, offset, comment = END.unpack_from(tail, at)
     end = place.nbytes - tail_size + at
     if end + END.size + comment != place.nbytes:
-        raise Damaged(place.path, "its zip directory does not stand at its end")
+        raise Damaged(place.path, "its zip directory is not at its end")
     if disk or start_disk or here != count:
         raise Unsupported(place.path, "is one volume of a split zip archive")
     count, size, offset, end = _end64(place, end, (count, size, offset))
@@ -174,7 +174,7 @@ def _central(place: ByteRange, count: int, raw: bytes) -> Iterator[_Entry]:
         if packed == FULL32 or size == FULL32 or at == FULL32:
             wide = raw[begin + named : begin + named + extra]
             size, packed, at = _widen(place, name, wide, size, packed, at)
-            common = size_of_all  # no bytes: the same fields may stand before other ZIP64 sizes
+            common = size_of_all  # no bytes: the same fields may precede other ZIP64 sizes
         if flags & UNREADABLE:
             raise Unsupported(place.path, f"its record '{name[:80]}' is encrypted or a patch")
         if disk:
@@ -192,7 +192,7 @@ def _central(place: ByteRange, count: int, raw: bytes) -> Iterator[_Entry]:
 
 
 def _require_apart(place: ByteRange, names: Iterable[str]) -> None:
-    """That no name stands twice, also without regard to case, as torch looks for records."""
+    """Checks that no name appears twice, ignoring case, as torch does when it looks for records."""
     seen: set[str] = set()
     for name in names:
         folded = name.lower()
@@ -202,11 +202,11 @@ def _require_apart(place: ByteRange, names: Iterable[str]) -> None:
 
 
 ODD = ("\\", "\0", "..", "\n/", "/\n")
-"""What stands in lines of names of which one may leave the archive, or be that of a folder."""
+"""What appears in a list of names if one may leave the archive, or be that of a folder."""
 
 
 def _require_plain(place: ByteRange, name: str, size: int) -> None:
-    """That a name stays in the archive, and is no folder's where there are bytes: torch would read none."""
+    """Checks that a name stays in the archive, and has no bytes if it is a folder's: torch reads none."""
     if size and name[-1:] == "/":
         raise Damaged(place.path, f"its record '{name[:80]}' is a folder that holds bytes")
     if "\\" in name or "\0" in name or name[:1] == "/" or ".." in name.split("/"):
@@ -234,7 +234,7 @@ def _widen(
 
 
 def _local(place: ByteRange, entries: Iterable[_Entry], raw: bytes, limit: int) -> dict[str, Record]:
-    """Where each record's bytes begin, by its local header, which must tell the same as the directory.
+    """Where each record's bytes begin, by its local header, which must agree with the directory.
 
     Args:
         entries: in the order of the file.
@@ -285,13 +285,13 @@ def _require_agreement(
 
     Args:
         fields: those that both have.
-        wide: the extra fields behind them, where ZIP64 sizes stand.
+        wide: the extra fields after them, which hold ZIP64 sizes.
         theirs: flags, compression, checksum and the two sizes, as the directory has them.
     """
     flags, method, crc, packed, size = COMMON.unpack(fields)
     if FULL32 in (packed, size):
         size, packed, _ = _widen(place, name, wide.read(), size, packed, 0)
-    mine, behind = (crc, packed, size), flags & DESCRIPTOR  # which stands behind the bytes; 0 here, then
+    mine, behind = (crc, packed, size), flags & DESCRIPTOR  # which follows the bytes; 0 here, then
     same = all(m == t or (m == 0 and behind) for m, t in zip(mine, theirs[2:], strict=True))
     if (flags ^ theirs[0]) & (UNREADABLE | DESCRIPTOR) or method != theirs[1] or not same:
         raise Damaged(place.path, f"its record '{name[:80]}' has two headers that disagree")
