@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .inert import in_brief, tensor_of
+from .inert import container_name, in_brief, tensor_of
 from .keys import WRAPPERS
 
 WRAPPER = re.compile(rf"(^|\.)(?:{'|'.join(map(re.escape, WRAPPERS))})+")
@@ -120,5 +120,5 @@ def in_words(value: object) -> str:
     if isinstance(value, float):
         return repr(value)
     if isinstance(value, dict | list | tuple | set | frozenset):
-        return f"{'dict' if isinstance(value, dict) else type(value).__name__} of {len(value)}"
+        return f"{container_name(value)} of {len(value)}"
     return in_brief(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import NamedTuple
 
 from .alike import Bare, Tolerance, bare_names, in_words, same_value, shared, unchanged
@@ -209,7 +210,7 @@ class _Comparing:
                 self.value(name, x, y, sides)
             elif (id(x), id(y)) not in seen:
                 seen.add((id(x), id(y)))
-                mine, theirs = (_by_name(each, bare) for each, bare in zip((x, y), sides.bare, strict=True))
+                mine, theirs = _both_by_name(x, y, sides.bare)
                 below = list(self._below(f"{name}." if name else "", mine, theirs, sides))
                 room -= sum(len(path) for path, _, _ in below)
                 if room < 0:
@@ -252,6 +253,18 @@ class _Comparing:
         changes.sort(key=lambda change: change[:2])
         only = tuple(self.only[0]), tuple(self.only[1])
         return Comparison(*only, tuple(c for _, _, c in changes), self.tensors_seen, *aside, gained)
+
+
+def _both_by_name(
+    x: object, y: object, bare: tuple[Bare, Bare]
+) -> tuple[dict[str, object], dict[str, object]]:
+    """What is in two containers by name; in two sets, equals have one name, and the rest goes by order."""
+    if not (isinstance(x, set | frozenset) and isinstance(y, set | frozenset)):
+        return _by_name(x, bare[0]), _by_name(y, bare[1])
+    names = {element: str(index) for index, element in enumerate(x)}
+    spare = chain((name for element, name in names.items() if element not in y), map(str, count(len(x))))
+    theirs = {names[element] if element in names else next(spare): element for element in y}
+    return {name: element for element, name in names.items()}, theirs
 
 
 def _by_name(container: object, bare: Bare) -> dict[str, object]:

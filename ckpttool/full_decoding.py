@@ -5,17 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .dtypes import DTYPES, STORAGE_DTYPES
 from .full_encoding import VERSION, usual_kind
-from .inert import BadKey, Global, OrderedDict_, Record, checked_key
+from .inert import FrozenSet_, Global, OrderedDict_, Record, Set_
+from .key_guard import KeyGuard
 from .tensor import Storage, TensorRef, checked_tensor
-
-MAX_EQUAL_HASHES = 1000
-"""Keys of one dict or set with the same hash."""
 
 
 class BadJson(ValueError):
@@ -40,7 +37,7 @@ def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
     if version != VERSION:
         raise BadJson(f"has version {str(version)[:20]} of the layout, not {VERSION}")
     try:
-        return _Decoder(tensors).value(tree), protocol
+        return _Decoder(tensors, KeyGuard(len(text))).value(tree), protocol
     except BadJson:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error) as error:
@@ -58,25 +55,9 @@ def _no_json(literal: str) -> Any:
     raise BadJson(f"holds {literal}, which is not JSON")
 
 
-def distinct_keys(values: Iterable[Any]) -> Iterator[Any]:
-    """The keys of one dict or the elements of one set, each checked as `checked_key` does.
-
-    Raises:
-        BadKey: also for very many that were made to collide: each is compared with all the others.
-    """
-    hashes: Counter[int] = Counter()
-    for value in values:
-        checked_key(value)
-        if isinstance(value, tuple | frozenset) or (isinstance(value, int) and value.bit_length() > 60):
-            hashes[hash(value)] += 1
-            if hashes[hash(value)] > MAX_EQUAL_HASHES:
-                raise BadKey("one of many keys that were crafted to collide")
-        yield value
-
-
 class _Decoder:
-    def __init__(self, tensors: Mapping[str, TensorRef]) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Mapping[str, TensorRef], guard: KeyGuard) -> None:
+        self.tensors, self.guard = tensors, guard
         self.storages: dict[str, Storage] = {}
         self.shared: dict[int, object] = {}
 
@@ -133,7 +114,7 @@ class _Decoder:
             new.update((key, self.value(item)) for key, item in node.items())
         else:
             pairs = node[1:]
-            keys = distinct_keys(self.value(key) for key, _ in pairs)
+            keys = (self.guard.check(self.value(key), new) for key, _ in pairs)
             new.update((key, self.value(item)) for key, (_, item) in zip(keys, pairs, strict=True))
             if len(new) != len(pairs):
                 raise BadJson("has the same key twice in a dict")
@@ -141,7 +122,7 @@ class _Decoder:
 
     def elements(self, nodes: tuple[Any, ...], kind: Callable[[Iterable[Any]], Any]) -> Any:
         """A set or frozenset."""
-        made = kind(distinct_keys(map(self.value, nodes)))
+        made = kind(self.guard.check(self.value(node), nodes) for node in nodes)
         if len(made) != len(nodes):
             raise BadJson("has the same element twice in a set")
         return made
@@ -157,6 +138,10 @@ class _Decoder:
             raise BadJson(f"makes an object by {str(node['how'])[:20]!r}")
         new.how, new.callable, new.args = node["how"], self.value(node["callable"]), self.value(node["args"])
         new.kwargs = self.value(node.get("kwargs"))
+        if type(new.callable) not in (Global, Record) or type(new.args) is not tuple:
+            raise BadJson("makes an object by what can't be called")
+        if new.kwargs is not None and type(new.kwargs) is not dict:
+            raise BadJson("makes an object with malformed arguments")
         new.state, new.has_state = self.value(node.get("state")), "state" in node
         new.elements = [self.value(item) for item in node.get("elements", ())]
         new.items = [(self.value(key), self.value(item)) for key, item in node.get("items", ())]
@@ -194,8 +179,8 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "record": lambda self, node: self.fill_record(Record("reduce", None), node),
     "list": lambda self, *items: [self.value(item) for item in items],
     "tuple": lambda self, *items: tuple(self.value(item) for item in items),
-    "set": lambda self, *items: self.elements(items, set),
-    "frozenset": lambda self, *items: self.elements(items, frozenset),
+    "set": lambda self, *items: self.elements(items, Set_),
+    "frozenset": lambda self, *items: self.elements(items, FrozenSet_),
     "str": lambda self, raw: base64.b64decode(raw).decode("utf-8", "surrogatepass"),
     "int": lambda self, text: int(text, 16),
     "float": lambda self, raw: struct.unpack(">d", bytes.fromhex(raw))[0],

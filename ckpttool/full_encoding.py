@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from .dtypes import DTYPES, STORAGE_DTYPES, DType, real_dtype
-from .inert import LEAVES, MAX_DEPTH, Global, OrderedDict_, Record, TooDeep, children, in_brief, tensor_of
+from .inert import (
+    LEAVES,
+    MAX_DEPTH,
+    Global,
+    OrderedDict_,
+    Record,
+    TooDeep,
+    children,
+    container_name,
+    in_brief,
+    tensor_of,
+)
 from .naming import contents, dotted, named_values
 from .tensor import Storage, TensorRef
 
@@ -63,9 +74,9 @@ def encode(tree: object, protocol: int = 2) -> Flat:
 
 def _is_shared_by_identity(value: object) -> bool:
     """Whether it matters that a value in two places is one value: not for what can't change."""
-    return isinstance(value, TensorRef | bytearray) or not (
-        isinstance(value, LEAVES) or value == () or value == frozenset()
-    )
+    if isinstance(value, TensorRef | bytearray):
+        return True
+    return not (isinstance(value, LEAVES) or (isinstance(value, tuple | frozenset) and not value))
 
 
 def _references(tree: object) -> Counter[int]:
@@ -157,7 +168,7 @@ class _Encoder:
             return ["record", self.record(value, path)]
         if isinstance(value, list | tuple | set | frozenset):
             return [
-                type(value).__name__,
+                container_name(value),
                 *(self.node(item, (*path, str(i))) for i, item in enumerate(value)),
             ]
         return _leaf(value, path)

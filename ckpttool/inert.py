@@ -2,7 +2,8 @@
 
 Python's own plain values (None, bool, int, float, str, bytes, tuple, list, dict, set) are kept as they are.
 Everything else that a pickle can name becomes one of three records: a `Global` for a name, a `Record` for
-what calling that name would have made, and an `OrderedDict_` for the one class that every state dict is.
+what calling that name would have made, and an `OrderedDict_` for the one class that every state dict is. Sets
+keep the order of the file (`Set_`, `FrozenSet_`).
 None of them imports, calls or hashes what the file says; each keeps all that is needed to write it again.
 """
 
@@ -16,13 +17,6 @@ from .tensor import Storage, TensorRef
 
 MAX_DEPTH = 200
 """Levels of nesting that can be written. Python's own pickler gives up at some 300; honest files reach 60."""
-
-
-MAX_KEY_DEPTH = 50
-"""Tuples inside tuples in a key: comparing two of them is recursive."""
-
-MAX_KEY_PARTS = 1000
-"""Values inside a tuple used as a key: hashing visits each, and a tuple can repeat itself 2^60 times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +71,59 @@ class OrderedDict_(dict[Any, Any]):
     attributes: object = None
 
 
+class Set_(set[Any]):
+    """A set in the order of the file.
+
+    Tensors and objects are told apart by identity alone: a plain set would give them another order, and so
+    other names, each time they are read.
+    """
+
+    __slots__ = ("order",)
+
+    def __init__(self, items: Iterable[Any] = ()) -> None:
+        self.order = dict.fromkeys(items)
+        super().__init__(self.order)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return set, (list(self),)  # to others, such as DCP's library, it is a set
+
+    def update(self, *groups: Iterable[Any]) -> None:
+        for items in groups:
+            new = dict.fromkeys(items)
+            self.order |= new
+            super().update(new)
+
+
+class FrozenSet_(frozenset[Any]):
+    """A frozenset in the order of the file."""
+
+    __slots__ = ("order",)
+    order: dict[Any, None]
+
+    def __new__(cls, items: Iterable[Any] = ()) -> FrozenSet_:
+        order = dict.fromkeys(items)
+        new = super().__new__(cls, order)
+        new.order = order
+        return new
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return frozenset, (list(self),)
+
+
+CONTAINERS = (dict, list, tuple, set, frozenset, bytearray)
+
+
+def container_name(value: object) -> str:
+    """What Python calls the type of a container, an OrderedDict too: `dict`."""
+    return next((kind.__name__ for kind in CONTAINERS if isinstance(value, kind)), type(value).__name__)
+
+
 def remade(original: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
     """A dict of the same kind and with the same attributes, holding other items."""
     new = type(original)(items)
@@ -103,29 +150,6 @@ PARAMETER = {
 
 # What wraps a tensor without changing its values: the inner tensor is the first argument.
 WRAPPERS = PARAMETER | FROM_TYPE
-
-
-class BadKey(ValueError):
-    """A value that is not a key in any ordinary dict; says what it is."""
-
-
-def checked_key(value: Any) -> Any:
-    """A value fit to be a key: of a kind whose hash runs no code and ends in bounded time. Raises BadKey."""
-    level, seen, depth = [value], 0, 0
-    while level:
-        if depth > MAX_KEY_DEPTH:
-            raise BadKey("a deeply nested tuple")
-        inside: list[Any] = []
-        for part in level:
-            if isinstance(part, tuple | frozenset):
-                seen += len(part)
-                if seen > MAX_KEY_PARTS:
-                    raise BadKey("a giant tuple")
-                inside.extend(part)
-            elif isinstance(part, dict | list | set | bytearray):
-                raise BadKey(f"a {type(part).__name__}")
-        level, depth = inside, depth + 1
-    return value
 
 
 def tensor_of(value: object) -> TensorRef | None:
@@ -174,7 +198,7 @@ def in_brief(value: object) -> str:
         return str(value[:80])
     if isinstance(value, tuple) and len(value) <= 8 and not any(isinstance(part, tuple) for part in value):
         return f"({', '.join(in_brief(part)[:80] for part in value)})"
-    return value.type_name if isinstance(value, Record) else type(value).__name__
+    return value.type_name if isinstance(value, Record) else container_name(value)
 
 
 LEAVES = (TensorRef, str, int, float, bytes, bytearray, complex, type(None), Global, Storage)

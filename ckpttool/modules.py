@@ -9,7 +9,7 @@ Source: `Module.state_dict` and `Module._save_to_state_dict` in torch's `nn/modu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from .inert import FROM_TYPE, MAX_DEPTH, Global, Record, in_brief, tensor_of
@@ -30,7 +30,6 @@ PLAIN_CLASSES = {
 COMPILED = Global("torch._dynamo.eval_frame", "OptimizedModule")
 """torch.compile's wrapper is pickled as a call on the model inside."""
 
-SETS = {Global("__builtin__", "set"), Global("builtins", "set")}
 
 GROUPS = ("_parameters", "_buffers", "_modules")
 
@@ -74,19 +73,13 @@ def is_module(value: object) -> bool:
 def parts(module: object) -> Parts:
     """The parts of a pickled module; None is a parameter that is not there (`bias=False`)."""
     found = attributes(module) or {}
-    hidden = _members(found.get("_non_persistent_buffers_set"))
+    hidden = found.get("_non_persistent_buffers_set")
+    hidden = hidden if isinstance(hidden, set | frozenset) else set()
     tensors = _present(found.get("_parameters"))
     tensors.update(
         (name, item) for name, item in _present(found.get("_buffers")).items() if name not in hidden
     )
     return Parts(tensors, {k: v for k, v in _present(found.get("_modules")).items() if is_module(v)})
-
-
-def _members(value: object) -> Collection[object]:
-    """What is in a set; before protocol 4 it is pickled as a call on a list."""
-    if isinstance(value, Record) and value.callable in SETS and isinstance(value.args, tuple):
-        value = value.args[0] if value.args else ()
-    return value if isinstance(value, set | frozenset | list) else ()
 
 
 def _present(items: object) -> dict[str, object]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .checkpoint import Checkpoint, State
 from .dtypes import DTYPES
-from .inert import MAX_DEPTH, WRAPPERS, Global, OrderedDict_, Record, tensor_of, walk
+from .inert import MAX_DEPTH, WRAPPERS, Global, OrderedDict_, Record, container_name, tensor_of, walk
 from .modules import is_module
 from .naming import Entry, dotted, entries
 from .tensor import TensorRef
@@ -131,8 +131,6 @@ def type_name(value: object) -> str:
     """What a person would call the type of an inert value."""
     if isinstance(value, Record):
         name = value.type_name
-        if name == "_codecs.encode":
-            return "bytes"  # as protocol 2 has them
         return name.rpartition(".")[2] if name in UNDERSTOOD else name
     if isinstance(value, OrderedDict_):
         return "OrderedDict"
@@ -140,4 +138,4 @@ def type_name(value: object) -> str:
         return "Tensor"
     if isinstance(value, Global):
         return "dtype" if str(value).removeprefix("torch.") in DTYPES else "name"
-    return type(value).__name__
+    return container_name(value)

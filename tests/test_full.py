@@ -461,6 +461,15 @@ def test_only_what_is_referred_to_has_a_number() -> None:
     assert (node, reference) == (["tuple", ["list", 1], {"a": 2}], ["ref", number])
 
 
+@pytest.mark.parametrize("empty", [set(), []], ids=["set", "list"])
+def test_an_empty_container_in_two_places_is_one(empty: Any, tmp_path: Path) -> None:
+    source = tmp_path / "in.pt"
+    torch.save([empty, empty], source, pickle_protocol=4)
+    again = and_back(source)
+    assert again == [empty, empty]
+    assert again[0] is again[1]
+
+
 def test_each_storage_is_written_once(tmp_path: Path) -> None:
     big = torch.zeros(100_000)
     flat = there(saved({str(i): big[i:] for i in range(20)}, tmp_path))
@@ -767,6 +776,16 @@ LIES: dict[str, str] = {
     "a record without a callable": document(["record", {"how": "reduce", "args": ["tuple"]}]),
     "a record made by magic": document(
         ["record", {"how": "eval", "callable": ["global", "a", "b"], "args": ["tuple"]}]
+    ),
+    "a record called by a list": document(
+        ["record", {"how": "reduce", "callable": ["list"], "args": ["tuple"]}]
+    ),
+    "a record called by text": document(["record", {"how": "newobj", "callable": "a", "args": ["tuple"]}]),
+    "a record called with a list": document(
+        ["record", {"how": "reduce", "callable": ["global", "a", "b"], "args": ["list"]}]
+    ),
+    "a record with keywords in a list": document(
+        ["record", {"how": "newobj", "callable": ["global", "a", "b"], "args": ["tuple"], "kwargs": ["list"]}]
     ),
     "a record of odd items": document(
         ["record", {"how": "reduce", "callable": ["global", "a", "b"], "args": ["tuple"], "items": [1]}]

@@ -77,16 +77,61 @@ PLAIN = [
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("value", PLAIN, ids=lambda v: repr(v)[:30].encode("ascii", "replace").decode())
 def test_plain_values_of_every_protocol_stand_for_themselves(value: object, protocol: int) -> None:
-    if protocol < 3 and isinstance(value, bytes):
-        pytest.skip("a call in these protocols, not a value")
     assert_same(value, read_pickle(pickle.dumps(value, protocol)).value)
 
 
-@pytest.mark.parametrize("protocol", [4, 5])
-def test_sets_are_values_where_the_protocol_has_them(protocol: int) -> None:
-    value = [{1, "a", (2, 3)}, frozenset({4, frozenset({5})}), bytearray(b"x")]
-    read = read_pickle(pickle.dumps(value, protocol)).value
-    assert read[:2] == value[:2]
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_sets_and_byte_arrays_are_values_whether_or_not_the_protocol_has_them(protocol: int) -> None:
+    value = [
+        {1, "a", (2, 3)},
+        frozenset({4, frozenset({5})}),
+        set(),
+        frozenset(),
+        bytearray(b"\xff"),
+        bytearray(),
+    ]
+    assert read_pickle(pickle.dumps(value, protocol)).value == value
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_set_keeps_the_order_of_the_file(protocol: int, kind: str) -> None:
+    """Objects have none of their own, and tensors in a set are named by their places."""
+    value = {"set": set, "frozenset": frozenset}[kind](Plain(i) for i in range(50))
+    read = read_pickle(pickle.dumps(value, protocol))
+    assert [each.state["value"] for each in read.value] == [each.value for each in value]
+    again = read_pickle(written(read.value, read.protocol)).value
+    assert [each.state for each in again] == [each.state for each in read.value]
+
+
+CALLS_OF_NO_PICKLER = {
+    "a set of text": call(name("builtins", "set"), text("abc")),
+    "a set of two lists": call(name("builtins", "set"), b"]", b"]"),
+    "bytes by another codec": call(name("_codecs", "encode"), text("abc"), text("rot13")),
+    "bytes beyond latin-1": call(name("_codecs", "encode"), text("\u20ac"), text("latin1")),
+    "a byte array of a number": call(name("builtins", "bytearray"), number(10**12)),
+    "bytes of a number": call(name("builtins", "bytes"), number(10**12)),
+}
+
+
+@pytest.mark.parametrize("what", CALLS_OF_NO_PICKLER)
+def test_calls_that_no_pickler_writes_stay_records(what: str) -> None:
+    assert isinstance(read_pickle(program(CALLS_OF_NO_PICKLER[what])).value, Record)
+
+
+@pytest.mark.parametrize("kind", ["set", "frozenset", "bytearray"])
+def test_a_call_that_copies_over_and_over_is_refused(kind: str) -> None:
+    contents = b"B" + (30_000).to_bytes(4, "little") + b"x" * 30_000
+    contents = contents if kind == "bytearray" else list_of(*[b"N"] * 30_000)
+    made = contents + b"q\x000" + name("builtins", kind) + b"q\x01h\x00\x85q\x02"
+    with pytest.raises(PickleFault, match="over and over"):
+        read_pickle(program(b"(" + made + b"0h\x01h\x02R" * 30_000 + b"l"))
+
+
+def test_bytes_that_are_alike_are_read_back_however_many() -> None:
+    """Protocol 2 has them as calls on text, of which the same is written once elsewhere."""
+    alike = [bytes(bytearray(b"\xff" * 1000)) for _ in range(300)]
+    assert read_pickle(written(read_pickle(pickle.dumps(alike, 4)).value, 2)).value == alike
 
 
 def test_the_reader_stops_at_the_end_of_one_pickle_and_says_where() -> None:
@@ -104,6 +149,11 @@ class Colour(enum.Enum):
 class Plain:
     def __init__(self, value: object = 3) -> None:
         self.value = value
+
+
+class Remade(Plain):
+    def __reduce__(self) -> Any:
+        return Remade, (self.value,)
 
 
 class Slotted:
@@ -261,7 +311,10 @@ def cycles() -> dict[str, Any]:
     entered_by_tuple[0].append(entered_by_tuple)
     owner = Plain()
     owner.value = [owner]
+    by_arguments = Remade([])
+    by_arguments.value.append(by_arguments)
     return {
+        "arguments": [by_arguments, ["a"], ["b"]],
         "list": inside,
         "dict": in_dict,
         "by tuple": through_tuple,
@@ -270,15 +323,36 @@ def cycles() -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("what", cycles())
-def test_what_contains_itself_still_does_after_reading_and_writing(what: str) -> None:
-    assert_same(cycles()[what], through(cycles()[what], 2))
+def test_what_contains_itself_still_does_after_reading_and_writing(what: str, protocol: int) -> None:
+    value = pickle.loads(pickle.dumps(cycles()[what], protocol))  # Python makes two objects of some
+    assert_same(value, through(cycles()[what], protocol))
 
 
 @pytest.mark.parametrize("what", cycles())
 def test_what_contains_itself_still_does_in_a_copy(what: str) -> None:
     read = read_pickle(pickle.dumps(cycles()[what], 2)).value
     assert_same(cycles()[what], pickle.loads(written(rebuild(read, lambda item: item))))
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("kind", [set, frozenset])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_a_set_of_an_object_that_holds_the_set_still_is(protocol: int, kind: Any, copied: bool) -> None:
+    owner = Plain()
+    owner.value = kind([owner])
+    for start in (owner, owner.value, [owner.value, owner, "text", ["list"]]):
+        read = read_pickle(pickle.dumps(start, protocol))
+        tree = rebuild(read.value, lambda value: value) if copied else read.value
+        again = pickle.loads(written(tree, protocol))
+        if isinstance(again, list):
+            assert again[2:] == ["text", ["list"]]
+            assert again[1].value is again[0]
+            again = again[0]
+        again = again if isinstance(again, kind) else again.value
+        (inside,) = again
+        assert inside.value is again
 
 
 def doubled(times: int) -> bytes:

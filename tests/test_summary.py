@@ -66,7 +66,7 @@ OTHERS: dict[str, tuple[Any, OtherRow]] = {
     "none": (None, OtherRow("x", "NoneType", None, True)),
     "text": ("abc", OtherRow("x", "str", "abc", True)),
     "long text": ("a" * 2000, OtherRow("x", "str")),
-    "bytes": (b"abc", OtherRow("x", "bytes")),
+    "bytes": (b"abc", OtherRow("x", "bytes", size=3)),
     "a short list": ([1, 2.5, "a", None], OtherRow("x", "list", [1, 2.5, "a", None], True, 4)),
     "a list of lists": ([[1, 2], [3]], OtherRow("x", "list", [[1, 2], [3]], True, 2)),
     "a long list": (list(range(100)), OtherRow("x", "list", None, False, 100)),
@@ -74,7 +74,7 @@ OTHERS: dict[str, tuple[Any, OtherRow]] = {
     "a tuple": ((0.9, 0.99), OtherRow("x", "tuple", [0.9, 0.99], True, 2)),
     "an empty dict": ({}, OtherRow("x", "dict", size=0)),
     "a dtype": (torch.float16, OtherRow("x", "dtype", "torch.float16", True)),
-    "a set": ({1, 2}, OtherRow("x", "set")),
+    "a set": ({1, 2}, OtherRow("x", "set", size=2)),
     "a class": (argparse.Namespace, OtherRow("x", "name", "argparse.Namespace", True)),
     "a large number": (10**4000, OtherRow("x", "int")),
 }

@@ -13,7 +13,6 @@ from ..dtypes import DTYPES
 from ..errors import Refused
 from ..inert import MAX_DEPTH, Global, OrderedDict_, Record, in_brief, tensor_of, walk
 from ..live import live_tensors
-from ..modules import SETS
 from ..naming import Entry, dotted
 from ..tensor import Storage
 from .dcp import torch_size
@@ -113,19 +112,13 @@ def _inside(value: object) -> Iterable[Entry] | None:
     """What is saved of a container, by name; None for what is no container."""
     if isinstance(value, dict):
         return ((_name(key), item) for key, item in value.items())
-    items = value if isinstance(value, list | tuple | set | frozenset) else _items_of_set(value)
-    return None if items is None else ((str(number), item) for number, item in enumerate(items))
-
-
-def _items_of_set(value: object) -> list[object] | None:
-    """What is in a set that a pickle makes by calling `set`; None for anything else."""
-    if isinstance(value, Record) and value.callable in SETS and isinstance(value.args, tuple):
-        return value.args[0] if value.args and isinstance(value.args[0], list) else None
+    if isinstance(value, list | tuple | set | frozenset):
+        return ((str(number), item) for number, item in enumerate(value))
     return None
 
 
 def _is_data(value: Global | Record | Storage) -> bool:
-    """Whether what a pickle names is data all the same: a tensor, an element type, a size or a set."""
+    """Whether what a pickle names is data all the same: a tensor, an element type or a size."""
     if isinstance(value, Storage):
         return False
     if isinstance(value, Global):
@@ -136,7 +129,7 @@ def _is_data(value: Global | Record | Storage) -> bool:
         except PickleFault:
             return False
         return True
-    return tensor_of(value) is not None or _items_of_set(value) is not None
+    return tensor_of(value) is not None
 
 
 def lost(tree: object) -> list[str]:
@@ -201,14 +194,10 @@ class _Live:
             return type(value)(self.value(item, (*path, str(i))) for i, item in enumerate(value))
         if isinstance(value, set | frozenset):
             return type(value)(self.value(item, path) for item in value)
-        return self.known(value, path) if isinstance(value, Global | Record) else value
+        return self.known(value) if isinstance(value, Global | Record) else value
 
-    def known(self, value: Global | Record, path: tuple[str, ...]) -> object:
-        """An element type, a size or a set: `check` lets nothing else pass."""
+    def known(self, value: Global | Record) -> object:
+        """An element type or a size: `check` lets nothing else pass."""
         import torch
 
-        if isinstance(value, Global):
-            return getattr(torch, value.name)
-        if value.callable == SIZE:
-            return torch.Size(torch_size(value))
-        return {self.value(item, path) for item in _items_of_set(value) or ()}
+        return getattr(torch, value.name) if isinstance(value, Global) else torch.Size(torch_size(value))

@@ -9,26 +9,27 @@ like in the file is the business of `inert_opcodes`.
 from __future__ import annotations
 
 import mmap
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
-from ..inert import ORDERED_DICT, Global, OrderedDict_, Record, checked_key
-
-MAX_EQUAL_HASHES = 1000
-"""Keys of one dict or set with the same hash; each is compared with all the others."""
+from ..inert import FrozenSet_, Global, OrderedDict_, Record
+from ..key_guard import KeyGuard
 
 ROOM = 32 << 20
 ROOM_PER_BYTE = 48
 """Bytes of memory for sets and objects: so many for any pickle, and so many more for each of its bytes. An
-opcode of one byte makes a set of 232."""
+opcode of one byte makes a set of 328."""
 
-SET, RECORD = 232, 112
+SET, RECORD = 328, 112
 
 PLAIN_KEYS = (str, bytes, type(None), Global)
 
 PersistentLoad = Callable[[object], object]
 Reducers = Mapping[Global, Callable[[tuple[Any, ...]], object]]
+Call = Callable[["Machine", tuple[Any, ...]], object]
+"""Makes a value of the arguments of a call, or None. It is given the machine: a method of it would
+keep the machine, and all that it holds, in a cycle."""
+
 Shortcut = Callable[["Machine", int], int]
 """Carries out at once what follows a name in the file, and returns the position after it; or does nothing and
 returns the position it was given."""
@@ -66,13 +67,15 @@ class Machine:
         persistent_load: PersistentLoad | None,
         reducers: Reducers,
         shortcuts: Mapping[Global, Shortcut],
+        calls: Mapping[Global, Call],
     ) -> None:
         self.data = data
         self.size = len(data)
         self.persistent_load = persistent_load
         # A name that means something is one object wherever it appears, so that it is known at a glance.
-        self.known = {(name.module, name.name): name for name in (*reducers, *shortcuts, ORDERED_DICT)}
+        self.known = {(name.module, name.name): name for name in (*reducers, *shortcuts, *calls)}
         self.reducers = {id(name): reducer for name, reducer in reducers.items()}
+        self.calls = {id(name): call for name, call in calls.items()}
         self.shortcuts = {id(name): shortcut for name, shortcut in shortcuts.items()}
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks under each MARK
@@ -80,8 +83,8 @@ class Machine:
         self.far: dict[int, Any] = {}
         self.rewrites = 0
         self.protocol = 0
-        self.hashes: dict[int, tuple[object, Counter[int]]] = {}
-        self.copied = 0  # pairs taken from lists, which stay in the memo for another turn
+        self.guard = KeyGuard(self.size)
+        self.copied = 0
         self.room = ROOM + ROOM_PER_BYTE * self.size
 
     def take(self, position: int, count: int) -> bytes:
@@ -173,47 +176,31 @@ class Machine:
         """What calling a name would have made: a value that is known by that name, or a Record."""
         if type(args) is not tuple or type(callable) not in (Global, Record):
             fault("its pickle creates an object from malformed arguments")
-        reducer = self.reducers.get(id(callable)) if how == "reduce" else None
-        value = reducer(args) if reducer else None
-        # Not one of the reducers: there a method would keep this machine, and all it holds, in a cycle.
-        if how == "reduce" and callable is ORDERED_DICT:
-            value = self.ordered_dict(args)
+        value: object = None
+        if how == "reduce" and id(callable) in self.reducers:
+            value = self.reducers[id(callable)](args)
+        elif how == "reduce" and id(callable) in self.calls:
+            value = self.calls[id(callable)](self, args)
         if value is None:
             self.spend(RECORD)
             value = Record(how, callable, args, kwargs)
         self.stack.append(value)
 
-    def ordered_dict(self, args: tuple[Any, ...]) -> OrderedDict_ | None:
-        """An OrderedDict: empty, or, in pickles of Python 2, made of a list of pairs."""
-        if not args:
-            return OrderedDict_()
-        pairs = args[0] if len(args) == 1 else None
-        if type(pairs) is not list:
-            return None
-        self.copied += len(pairs)
+    def copy(self, count: int) -> None:
+        """Counts what a call copies, as its arguments stay in the memo for another turn."""
+        self.copied += count
         if self.copied > self.size:
-            fault("its pickle copies a list over and over")
-        if not all(type(p) in (list, tuple) and len(p) == 2 for p in pairs):
-            return None
-        return OrderedDict_((self.key(key, pairs), value) for key, value in pairs)
+            fault("its pickle copies a list or text over and over")
 
     def key(self, value: Any, owner: object) -> Any:
-        """A value fit to be a key of `owner`: checked, and not one of very many made to collide."""
-        checked_key(value)
-        if isinstance(value, tuple | frozenset) or (isinstance(value, int) and value.bit_length() > 60):
-            # The owner is kept, so that its id is not another's.
-            _, hashes = self.hashes.setdefault(id(owner), (owner, Counter()))
-            hashes[hash(value)] += 1
-            if hashes[hash(value)] > MAX_EQUAL_HASHES:
-                fault("its pickle has keys that were crafted to collide")
-        return value
+        return self.guard.check(value, owner)
 
     def keys(self, values: list[Any], owner: object) -> Iterator[Any]:
-        return (self.key(value, owner) for value in values)
+        return (self.guard.check(value, owner) for value in values)
 
     def frozen_set(self, items: list[Any]) -> None:
         self.spend(SET)
-        self.stack.append(frozenset(self.keys(items, items)))
+        self.stack.append(FrozenSet_(self.keys(items, items)))
 
     def build(self, state: Any) -> None:
         target = self.stack[-1]

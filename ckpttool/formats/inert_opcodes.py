@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from ..inert import Global
+from ..inert import Global, Set_
 from .inert_machine import SET, Machine, fault
 from .inert_scalars import (
     escaped_text,
@@ -185,13 +185,13 @@ def duplicate(m: Machine, position: int) -> int:
 
 def empty_set(m: Machine, position: int) -> int:
     m.spend(SET)
-    m.stack.append(set())
+    m.stack.append(Set_())
     return position
 
 
 def add_items(m: Machine, items: list[Any]) -> None:
     target = m.stack[-1]
-    if type(target) is not set:
+    if type(target) is not Set_:
         fault(f"its pickle adds to a {type(target).__name__}")
     target.update(m.keys(items, target))
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from ..inert import BadKey, Global
+from ..inert import Global
+from ..key_guard import BadKey
+from .inert_calls import CALLS
 from .inert_machine import Machine, PersistentLoad, Reducers, Shortcut, Skipped
 from .inert_machine import PickleFault as PickleFault
 from .inert_opcodes import OPCODES, Stop, uint4, unknown
@@ -43,14 +45,14 @@ def read_pickle(
     Args:
         data: the bytes; more may follow the pickle.
         persistent_load: makes a value of a persistent id (torch's storages).
-        reducers: makes a value of the arguments of a known callable; all others become Records. A reducer
-            that returns None leaves the Record in place.
+        reducers: makes a value of the arguments of a known callable; those of `CALLS` do too, and all others
+            become Records. A reducer that returns None leaves the Record in place.
         shortcuts: carries out what follows a known name, when it is met again, at once.
 
     Raises:
         PickleFault: truncated, malformed, or hostile.
     """
-    machine = Machine(data, persistent_load, reducers or {}, shortcuts or {})
+    machine = Machine(data, persistent_load, reducers or {}, shortcuts or {}, CALLS)
     try:
         _run(machine, start)
     except Stop as stop:

@@ -12,7 +12,18 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeGuard
 
-from ..inert import FROM_TYPE, MAX_DEPTH, ORDERED_DICT, Global, OrderedDict_, Record, TooDeep
+from ..inert import (
+    FROM_TYPE,
+    MAX_DEPTH,
+    ORDERED_DICT,
+    FrozenSet_,
+    Global,
+    OrderedDict_,
+    Record,
+    Set_,
+    TooDeep,
+    container_name,
+)
 from ..tensor import Storage, TensorRef
 
 BATCH = 1000  # items a SETITEMS or APPENDS, as Python's pickler does
@@ -87,6 +98,15 @@ class _Writer:
         self.kept.append(value)
         self.out += b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index)
 
+    def remember_call(self, value: object) -> bool:
+        """Remembers what was made of arguments; False where they hold it and so made it on the way."""
+        if id(value) in self.memo:
+            self.out += b"0"
+            self.refer(self.memo[id(value)])
+            return False
+        self.remember(value)
+        return True
+
     # Scalars.
 
     def save_none(self, _: object) -> None:
@@ -115,19 +135,21 @@ class _Writer:
     # Text, bytes and names.
 
     def save_str(self, value: str) -> None:
-        raw = value.encode("utf-8", "surrogatepass")
-        self.out += b"X" + struct.pack("<I", len(raw)) + raw
+        self.out += _text(value)
         self.remember(value)
 
     def save_bytes(self, value: bytes) -> None:
         if self.protocol >= 3:
             self.out += b"B" + struct.pack("<I", len(value)) + value
-        else:  # protocol 2 has no bytes: text that Python 3 turns back
-            self.call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1"))
+        else:  # protocol 2 has no bytes: text that Python 3 turns back, never shared (`Machine.copy`)
+            self.save(Global("_codecs", "encode"))
+            self.out += _text(value.decode("latin-1"))
+            self.save("latin1")
+            self.out += b"\x86R"
         self.remember(value)
 
     def save_bytearray(self, value: bytearray) -> None:
-        self.call(Global(self.builtins, "bytearray"), (bytes(value),))
+        self.call(Global(self.builtins, "bytearray"), (bytes(value),) if value else ())
         self.remember(value)
 
     def save_global(self, value: Global) -> None:
@@ -159,8 +181,9 @@ class _Writer:
         self.append(value)
 
     def save_set(self, value: set[object] | frozenset[object]) -> None:
-        self.call(Global(self.builtins, type(value).__name__), (list(value),))
-        self.remember(value)
+        """A call, whatever the protocol: under weights_only torch takes no opcode that adds to a set."""
+        self.call(Global(self.builtins, container_name(value)), (list(value),))
+        self.remember_call(value)
 
     def save_dict(self, value: dict[object, object]) -> None:
         self.out += b"}"
@@ -202,13 +225,18 @@ class _Writer:
     def save_record(self, value: Record) -> None:
         if value.how == "reduce":
             self.call(value.callable, self.arguments(value))
+        elif value.kwargs and self.protocol >= 4:
+            for part in (value.callable, value.args, value.kwargs):
+                self.save(part)
+            self.out += b"\x92"
         elif value.kwargs:
             self.call(Global("copyreg", "__newobj_ex__"), (value.callable, value.args, value.kwargs))
         else:
             self.save(value.callable)
             self.save(value.args)
             self.out += b"\x81"
-        self.remember(value)
+        if not self.remember_call(value):
+            return
         self.append(value.elements)
         self.set_items(value.items)
         if value.has_state:
@@ -234,6 +262,11 @@ class _Writer:
         self.remember(value)
 
 
+def _text(value: str) -> bytes:
+    raw = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
 def _begins_with_tensor(args: object) -> TypeGuard[tuple[Any, ...]]:
     return isinstance(args, tuple) and len(args) > 1 and isinstance(args[0], TensorRef)
 
@@ -254,6 +287,8 @@ SHARED: dict[type, Callable[[_Writer, Any], None]] = {
     list: _Writer.save_list,
     set: _Writer.save_set,
     frozenset: _Writer.save_set,
+    Set_: _Writer.save_set,
+    FrozenSet_: _Writer.save_set,
     dict: _Writer.save_dict,
     OrderedDict_: _Writer.save_ordered,
     Record: _Writer.save_record,
