@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -312,21 +313,33 @@ def test_a_folder_with_other_files_is_not_replaced_even_by_force(cli: Any, tmp_p
     assert (tmp_path / "folder.pt" / "diary.txt").read_text() == "dear diary"
 
 
-def test_a_full_disk_is_one_line_with_the_file_and_leaves_nothing(process: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("strip-prefix IN OUT.safetensors", "out.safetensors: file too large"),
+        ("convert IN OUT/", "out/: file too large"),
+        ("convert IN OUT --to dcp", "torch could not write it as DCP: "),
+        ("verify ZIPPED", "file too large"),
+    ],
+)
+def test_a_full_disk_is_one_line_with_the_file_and_leaves_nothing(
+    words: str, said: str, tmp_path: Path
+) -> None:
     torch.save({"module.a": torch.ones(1 << 18)}, tmp_path / "in.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "in.pt") as plain,
+        zipfile.ZipFile(tmp_path / "z.pt", "w", zipfile.ZIP_DEFLATED) as zipped,
+    ):
+        for name in plain.namelist():
+            zipped.writestr(name, plain.read(name))
     limited = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999)); "
     limited += "from ckpttool.cli import main; main()"
-    command = [
-        sys.executable,
-        "-c",
-        limited,
-        "strip-prefix",
-        tmp_path / "in.pt",
-        tmp_path / "out.safetensors",
-    ]
+    for short, name in (("IN", "in.pt"), ("ZIPPED", "z.pt"), ("OUT", "out")):
+        words = words.replace(short, str(tmp_path / name))
+    command = [sys.executable, "-c", limited, *words.split()]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert_one_line(Ran(ran.returncode, ran.stdout, ran.stderr), 3, "out.safetensors: file too large")
-    assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+    assert_one_line(Ran(ran.returncode, ran.stdout, ran.stderr), 3, said)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "z.pt"]
 
 
 def test_keys_in_messages_can_t_steer_the_terminal(cli: Any, tmp_path: Path) -> None:

@@ -38,7 +38,8 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
         folder: a new or empty one.
 
     Raises:
-        Refused: the tree holds objects that only their own code could make, or no names to save under.
+        Refused: the tree holds objects that only their own code could make, or no names to save under; or
+            torch's writer failed.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -54,6 +55,12 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
             save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
         except CheckpointException as failed:
             fault = next(fault for fault, _ in failed.failures.values())
+            if isinstance(fault, RuntimeError):  # torch's C++ writer has no other words for a full disk
+                raise Refused(
+                    checkpoint.path,
+                    f"torch could not write it as DCP: {str(fault).splitlines()[0]}",
+                    hint="see whether the disk is full",
+                ) from None
             if not isinstance(fault, ValueError):
                 raise fault from None
             # Two paths that are one when they are joined with dots.

@@ -59,7 +59,7 @@ def companions(checkpoint: Checkpoint, path: str) -> list[str]:
     """The other files that stay where a folder is written in place of the one that was read.
 
     Those of a model of the Hugging Face Hub, such as its `config.json`, or another checkpoint; none where one
-    of them is no plain file, or the folder is another.
+    of them is not a regular file, or the folder is another.
     """
     if not is_in_place(checkpoint, path):
         return []

@@ -15,6 +15,7 @@ from typing import IO
 
 from ..errors import Damaged, Refused
 from ..tensor import ByteRange, Source
+from ..transfer import no_room_named
 from .zip_directory import Record
 
 MAX_RATIO = 1032
@@ -53,6 +54,7 @@ class Inflated:
     def __init__(self, source: Source) -> None:
         self.archive = source
         self.target: Source | None = None
+        self.folder = ""
 
     def add(self, record: Record) -> ByteRange:
         """Inflates a record.
@@ -70,12 +72,14 @@ class Inflated:
                 hint="if you trust it, unpack it and zip it again without compression",
             )
         for piece in inflated(self.archive, record):
-            target.size += _write(target.fd, piece, target.size)
+            with no_room_named(self.folder):
+                target.size += _write(target.fd, piece, target.size)
         return ByteRange(target, start, record.size)
 
     def _create(self) -> Source:
         import tempfile
 
+        self.folder = tempfile.gettempdir()
         file: IO[bytes]
         with tempfile.TemporaryFile() as file:
             self.target = Source(self.archive.path, os.dup(file.fileno()))
