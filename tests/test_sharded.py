@@ -86,7 +86,7 @@ def test_legacy_torch_shards_are_read_too(tmp_path: Path) -> None:
 
 
 def test_each_shard_says_that_its_tensors_are_torch_s(tmp_path: Path) -> None:
-    """transformers before version 5 refuses a file that does not."""
+    """Several versions of transformers look for it."""
     torch.save({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "in.pt")
     ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out", to="safetensors-sharded", shard_size=8)
     shards = sorted((tmp_path / "out").glob("*.safetensors"))

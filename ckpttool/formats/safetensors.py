@@ -37,7 +37,7 @@ NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
 OF_TORCH = ("format", "pt")
-"""What transformers writes into each header, and before version 5 required."""
+"""What transformers writes into each header, and several of its versions 4 look for."""
 
 RESERVED = ("format", full.ENTRY)
 """Metadata with a meaning of its own, whatever tensors there are: never another name of a tensor."""
