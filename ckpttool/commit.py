@@ -135,18 +135,18 @@ def replacing_folder(path: str, is_ours: Callable[[str], bool]) -> Iterator[str]
         with no_room_named(path):
             yield temporary
             sync_folder(temporary)
-        with _undisturbed():
+        with _signals_deferred():
             _put(temporary, target)
             shutil.rmtree(temporary, ignore_errors=True)
     except BaseException:
-        with _undisturbed():
+        with _signals_deferred():
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_folder(parent)
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def _signals_deferred() -> Iterator[None]:
     """Signals that end the process wait until the block has ended.
 
     A mask would not do: where one thread blocks a signal, the kernel gives it to another. Handlers run in the

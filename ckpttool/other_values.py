@@ -110,21 +110,10 @@ def _number(value: Record) -> object:
     if value.type_name not in SCALARS:
         return None
     match value.args:
-        case (Record(args=(str(code), *_), state=(_, str(order), *_)), raw) if code in NUMBERS:
+        case (Record(args=(str(code), *_), state=(_, str(order), *_)), bytes(raw)) if code in NUMBERS:
             layout = (order if order in ("<", ">") else "=") + NUMBERS[code]
-            content = _bytes(raw)
-            return struct.unpack(layout, content)[0] if len(content) == struct.calcsize(layout) else None
+            return struct.unpack(layout, raw)[0] if len(raw) == struct.calcsize(layout) else None
     return None
-
-
-def _bytes(value: object) -> bytes:
-    """Bytes as a pickle holds them: themselves, or as the text of protocol 2."""
-    match value:
-        case bytes():
-            return value
-        case Record(callable=Global(module="_codecs", name="encode"), args=(str(text), "latin1")):
-            return text.encode("latin1", "ignore")  # too short then for any number
-    return b""
 
 
 def type_name(value: object) -> str:

@@ -59,7 +59,7 @@ class Output:
     """A file being written, front to back or at chosen places.
 
     `write` takes bytes, `copy` a range of another file without looking at it, `copy_with_crc` the same and
-    returns the CRC-32 of what was moved. All three append at `position`.
+    returns the CRC-32 of what was moved. All that is not given a place is appended at `position`.
     """
 
     def __init__(self, file: BinaryIO, progress: Progress | None = None) -> None:

@@ -70,7 +70,7 @@ def output(
         yield alone
         return
     with contextlib.ExitStack() as stack:
-        with _undisturbed():
+        with _signals_blocked():
             child = _start()
             if child and child.pid:
                 stack.callback(child.end)
@@ -109,7 +109,7 @@ def _is_worth_it(storages: Iterable[Storage]) -> bool:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
     """No signal that would end the process is heard before the block ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
     try:
@@ -126,7 +126,7 @@ class _Process(NamedTuple):
 
     def end(self) -> None:
         """Whatever it does, it is not needed any more."""
-        with _undisturbed():
+        with _signals_blocked():
             os.close(self.pipe)
             os.kill(self.pid, signal.SIGKILL)  # it has not been waited for, so the id is still its own
             os.waitpid(self.pid, 0)

@@ -76,24 +76,32 @@ def test_when_one_rank_fails_the_others_end_too_and_only_it_is_heard(tmp_path, h
     assert done.stderr.count("Traceback") == said.startswith("ValueError")
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's way to tell of a parent's end is Linux's")
-def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
-    given = ["--epochs", "9999", "--lr", "0.01", "--out", str(tmp_path / "x")]
+@contextlib.contextmanager
+def training(arguments, line, folder):
+    """The program in a session of its own, once it has said that line; whatever is left of it ends."""
     run = subprocess.Popen(
-        [sys.executable, str(ROOT / "train" / "main.py"), *given, "--spawn", "2"],
+        [sys.executable, str(ROOT / "train" / "main.py"), *arguments],
+        cwd=folder,
         env=environment(),
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
     try:
-        assert run.stdout
-        next(line for line in run.stdout if " 1/9999" in line)
-        run.kill()
-        run.communicate(timeout=30)  # reads on until no rank has stdout open any more
+        next(said for said in run.stdout if line in said)
+        yield run
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's way to tell of a parent's end is Linux's")
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
+    given = ["--epochs", "9999", "--lr", "0.01", "--out", str(tmp_path / "x")]
+    with training([*given, "--spawn", "2"], " 1/9999", tmp_path) as run:
+        run.kill()
+        run.communicate(timeout=30)  # reads on until no rank has stdout open any more
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
@@ -116,23 +124,9 @@ def test_a_stdout_that_takes_no_more_is_one_line(tmp_path):
 def test_ctrl_c_ends_in_one_line_with_the_command_that_goes_on(tmp_path, ranks):
     spawn = ["--spawn", str(ranks)] if ranks > 1 else []
     given = ["--epochs", "999", "--lr", "0.01", "--batch-size", "256", "--out", "my run"]
-    run = subprocess.Popen(
-        [sys.executable, str(ROOT / "train" / "main.py"), *given, *spawn],
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert run.stdout
-        next(line for line in run.stdout if " 2/999" in line)
+    with training([*given, *spawn], " 2/999", tmp_path) as run:
         os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all that it has in front
         _, said = run.communicate(timeout=60)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
     start = "torchrun --nproc-per-node 2" if ranks > 1 else "python"
     interrupted, command = said.strip().split("; to continue: ")
     assert (run.returncode, interrupted) == (130, "interrupted")

@@ -74,12 +74,14 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
     choices |= {name: options[name] for name in ("state", "verify", "force", "dry_run")}
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
-        if not (choices.get("full") or _keeps_everything(options, outcome, new, choices)):
+        if "to" not in choices:
+            choices["to"] = _format_of_new_folder(checkpoint, options["output"])
+        if _keeps_everything(options, outcome, new, choices):
+            _refuse_state(options)
+        elif not choices.get("full"):
             _say_where(console, checkpoint, options["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
-        if "to" not in choices:
-            choices["to"] = _format_of_new_folder(checkpoint, options["output"])
         fork = outcome.casting is not None  # values are computed
         with console.progress(_work(new, options) if console.draws else 0, "writing") as progress:
             saved = formats.save(new, options["output"], progress=progress, fork=fork, **choices)
@@ -90,12 +92,9 @@ def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
     """INPUT's format where it is a folder's and OUTPUT is to be a folder; None where OUTPUT tells its own."""
     from ..formats import folders
 
-    is_new = output.endswith("/") or os.path.isdir(output)
-    return (
-        checkpoint.format
-        if is_new and checkpoint.format in folders.NAMES and not folders.kind_of(output)
-        else None
-    )
+    if checkpoint.format not in folders.NAMES or folders.kind_of(output):
+        return None
+    return checkpoint.format if output.endswith("/") or os.path.isdir(output) else None
 
 
 def _work(new: Checkpoint, options: dict[str, Any]) -> int:
@@ -109,21 +108,23 @@ def _work(new: Checkpoint, options: dict[str, Any]) -> int:
 def _keeps_everything(
     options: Mapping[str, Any], outcome: Outcome, new: Checkpoint, choices: Mapping[str, Any]
 ) -> bool:
-    """Whether no state is taken: none was changed, and the output holds all. --state is a UsageFault then."""
+    """Whether no state matters: none was changed, and the format holds all that there is."""
     from ..formats import saving
 
-    if outcome.of_state:
+    if outcome.of_state or choices.get("full"):
         return False
-    if saving.format_of_output(options["output"], new, choices.get("to")) not in saving.WHOLE:
-        return False
-    if options["state"] is not None:
-        words = ["ckpttool", "slim", "--state", options["state"], options["input"], options["output"]]
+    return saving.format_of_output(options["output"], new, choices["to"]) in saving.WHOLE
+
+
+def _refuse_state(options: Mapping[str, Any]) -> None:
+    """Raises UsageFault if a state was named where that would do nothing."""
+    state, output = options["state"], options["output"]
+    if state is not None:
+        words = ["ckpttool", "slim", "--state", state, options["input"], output]
         raise UsageFault(
-            f"{options['output']}: gets everything that is there, but one state of it was named "
-            f"('{options['state']}')",
+            f"{output}: gets everything that is there, but one state of it was named ('{state}')",
             hint=f"that state alone: {shlex.join(words)}",
         )
-    return True
 
 
 def _say_where(console: Console, checkpoint: Checkpoint, asked: str | None) -> None:

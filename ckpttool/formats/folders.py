@@ -183,7 +183,7 @@ class FolderWriting:
 
     def _write_shard(self, name: str, tensors: Mapping[str, TensorRef], out: Output) -> None:
         if self.kind == sharding.SAFETENSORS:
-            metadata = {**dict([safetensors.OF_TORCH]), **self.checkpoint.metadata}
+            metadata = safetensors.OF_TORCH | dict(self.checkpoint.metadata)
             safetensors.write(self.checkpoint.path, tensors, metadata, out)
         else:
             torch_zip.write(replace(self.checkpoint, tree=OrderedDict_(tensors)), out, name)

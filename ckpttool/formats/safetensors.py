@@ -36,7 +36,7 @@ from .strict_json import parse_object
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
-OF_TORCH = ("format", "pt")
+OF_TORCH = {"format": "pt"}
 """What transformers writes into each header, and several of its versions 4 look for."""
 
 RESERVED = ("format", full.ENTRY)

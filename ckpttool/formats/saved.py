@@ -96,7 +96,7 @@ def saved_state(
 def _lost_metadata(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The text of a safetensors header, but for the note that its tensors are torch's."""
     texts = checkpoint.metadata.items()
-    return tuple(f"metadata '{name}'" for name, text in texts if (name, text) != safetensors.OF_TORCH)
+    return tuple(f"metadata '{name}'" for name, text in texts if safetensors.OF_TORCH.get(name) != text)
 
 
 def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, ...]:

@@ -99,7 +99,7 @@ def _entries(source: Source) -> Iterator[tuple[str, ByteRange]]:
         else:
             yield name, place
         position = place.offset + size + -size % BLOCK
-    raise Damaged(source.path, "is a tar archive of many files, so not one of torch.save")
+    raise Damaged(source.path, "is a tar archive of many files, so not one from torch.save")
 
 
 def _text(field: bytes) -> str:
