@@ -43,11 +43,12 @@ FLOATS = {
 BLOCK = 1 << 16
 """Elements converted at a time, so that the passes over them stay in the processor's cache."""
 
+BUFFER = 1 << 18
+"""Bytes read at a time where nothing else is to be done to them: they are still in the cache when converted."""
+
 # The least magnitudes that are rounded to infinity: half a step above the largest number of the type.
 MAX_FLOAT = float.fromhex("0x1.ffffffp127")
 MAX_HALF = 65520.0
-MAX_BFLOAT16 = float.fromhex("0x1.ffp127")
-
 
 CELL = 1 << 20
 """Elements of a storage whose overflows are marked together, a bit for each."""
@@ -173,12 +174,11 @@ class Conversion:
         import numpy as np
 
         self.source = carrier(source)
-        self.buffer = memoryview(bytearray(CHUNK))
+        self.buffer = memoryview(bytearray(BUFFER))
         self._read = reader(source)
         most = CHUNK // source.itemsize
         self._out = np.empty(most, carrier(to))
-        self._write = _to_bfloat16 if to.name == "bfloat16" else _to_ieee
-        self._bits = np.empty(min(most, BLOCK), "<u4")
+        self._write = ToBfloat16(min(most, BLOCK)) if to.name == "bfloat16" else _to_ieee
         self._none = np.empty(0, np.int64)
 
     def convert(self, raw: memoryview) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -195,7 +195,7 @@ class Conversion:
         with np.errstate(over="ignore", invalid="ignore"):
             for start in range(0, len(whole), BLOCK):
                 block = self._read(whole[start : start + BLOCK])
-                found = self._write(block, out[start : start + BLOCK], self._bits[: len(block)])
+                found = self._write(block, out[start : start + BLOCK])
                 if found is not None:
                     overflows.append(found + start)
         return out, np.concatenate(overflows)
@@ -243,7 +243,7 @@ def _table(name: str) -> NDArray[np.float32]:
     return (sign * value).astype("<f4")
 
 
-def _to_ieee(block: NDArray[Any], out: NDArray[Any], bits: NDArray[np.uint32]) -> NDArray[np.int64] | None:
+def _to_ieee(block: NDArray[Any], out: NDArray[Any]) -> NDArray[np.int64] | None:
     """Numpy floats into a narrower or wider IEEE type; returns which overflowed, None where none can have."""
     import numpy as np
 
@@ -254,24 +254,38 @@ def _to_ieee(block: NDArray[Any], out: NDArray[Any], bits: NDArray[np.uint32]) -
     return np.flatnonzero(np.isinf(out) & np.isfinite(block))
 
 
-def _to_bfloat16(
-    block: NDArray[Any], out: NDArray[Any], bits: NDArray[np.uint32]
-) -> NDArray[np.int64] | None:
-    """The same into the upper halves of float32, by way of `bits`."""
-    import numpy as np
+class ToBfloat16:
+    """The same into bfloat16, which is the upper half of a float32: rounding may add 1 to that half.
 
-    single = block if block.itemsize == 4 else block.astype("<f4")
-    old = single.view("<u4")
-    np.right_shift(old, np.uint32(16), bits)
-    bits &= np.uint32(1)
-    bits += old
-    bits += np.uint32(0x7FFF)
-    bits >>= np.uint32(16)
-    out[:] = bits
-    if _all_below(single, MAX_BFLOAT16):
-        return None
-    out[np.isnan(single)] = 0x7FC0  # the rounding carries some NaNs over into other numbers
-    return np.flatnonzero(((out & 0x7FFF) == 0x7F80) & np.isfinite(block))
+    It is added where the lower half is above a half step, or is a half step and the upper half is odd: where
+    the lower half, with the lowest bit of the upper one or-ed into it, is above a half step. So most passes
+    are over 16 bits.
+    """
+
+    def __init__(self, most: int) -> None:
+        """Args: most: elements of a block."""
+        import numpy as np
+
+        self._low, self._sticky = np.empty(most, "<u2"), np.empty(most, "<u2")
+        self._up = np.empty(most, bool)
+
+    def __call__(self, block: NDArray[Any], out: NDArray[Any]) -> NDArray[np.int64] | None:
+        import numpy as np
+
+        single = block if block.itemsize == 4 else block.astype("<f4")
+        bits, n = single.view("<u4"), len(single)
+        low, sticky, up = self._low[:n], self._sticky[:n], self._up[:n]
+        np.right_shift(bits, np.uint32(16), out=out, casting="unsafe")
+        np.copyto(low, bits, casting="unsafe")
+        stays_finite = out.max() < 0xFF7F and out.view("<i2").max() < 0x7F7F  # negative numbers, positive ones
+        np.bitwise_and(out, np.uint16(1), sticky)
+        sticky |= low
+        np.greater(sticky, np.uint16(0x8000), up)
+        out += up
+        if stays_finite:
+            return None
+        out[np.isnan(single)] = 0x7FC0  # the rounding carries some NaNs over into other numbers
+        return np.flatnonzero(((out & 0x7FFF) == 0x7F80) & np.isfinite(block))
 
 
 def _all_below(block: NDArray[Any], limit: float) -> bool:
