@@ -45,7 +45,8 @@ def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[
     if extent(shape) * dtype.itemsize > MAX_BYTES or not _tile(shape, parts):
         raise BadTensor(f"'{name}' of shape {str(list(shape))[:80]} whose chunks are not the whole of it")
     whole = _Whole(name, dtype.itemsize, shape, parts)
-    data = Computed(path, math.prod(shape) * dtype.itemsize, whole.make)
+    origins = tuple(part.tensor.storage for part in parts)
+    data = Computed(path, math.prod(shape) * dtype.itemsize, whole.make, origins=origins)
     return TensorRef.contiguous(Storage(data, dtype.storage or "UntypedStorage"), dtype, shape)
 
 

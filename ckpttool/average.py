@@ -143,7 +143,8 @@ class _Averaging:
         views = tuple(each.view for each in inputs)
         if views not in self.storages:
             make = partial(_means, inputs, self.weights, part)
-            data = Computed(last.storage.data.path, last.nbytes, make)
+            origins = tuple(each.storage for each in inputs)
+            data = Computed(last.storage.data.path, last.nbytes, make, origins=origins)
             self.storages[views] = Storage(
                 data, last.dtype.storage or "UntypedStorage", last.storage.location
             )

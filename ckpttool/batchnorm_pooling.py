@@ -184,7 +184,7 @@ def _pooled_layer(
         new = {names[MEAN]: pooled.mean, names[VARIANCE]: pooled.variance}
     if COUNTER in read and any(one != read[COUNTER][0] for one in read[COUNTER]):
         new[names[COUNTER]] = np.max(read[COUNTER], axis=0)
-    return {name: _tensor(states[0].tensors[name], values) for name, values in new.items()}
+    return {name: _tensor([state.tensors[name] for state in states], values) for name, values in new.items()}
 
 
 def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
@@ -204,13 +204,14 @@ def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
     )
 
 
-def _tensor(old: TensorRef, values: NDArray[Any]) -> TensorRef:
-    """A tensor like another, of a storage of its own that holds these values."""
+def _tensor(ranks: Sequence[TensorRef], values: NDArray[Any]) -> TensorRef:
+    """A tensor like that of the first rank, of a storage of its own that holds these values."""
+    old, origins = ranks[0], tuple(each.storage for each in ranks)
     raw = _rounded(values, old.dtype)
     if old.storage.byteorder == "big":
         raw = raw.byteswap()
     make = partial(_stretch, raw.tobytes())
-    data = Computed(old.storage.data.path, raw.nbytes, make)
+    data = Computed(old.storage.data.path, raw.nbytes, make, origins=origins)
     storage = Storage(data, old.storage.kind, old.storage.location, byteorder=old.storage.byteorder)
     return replace(TensorRef.contiguous(storage, old.dtype, old.shape), requires_grad=old.requires_grad)
 

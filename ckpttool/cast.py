@@ -44,7 +44,7 @@ BLOCK = 1 << 16
 """Elements converted at a time, so that the passes over them stay in the processor's cache."""
 
 BUFFER = 1 << 18
-"""Bytes read at a time where nothing else is to be done to them: they are still in the cache when converted."""
+"""Bytes read at a time where they are contiguous: still in the cache when they are converted."""
 
 # The least magnitudes that are rounded to infinity: half a step above the largest number of the type.
 MAX_FLOAT = float.fromhex("0x1.ffffffp127")
@@ -129,7 +129,8 @@ class Caster:
         def view(cast: TensorRef) -> Iterator[memoryview]:
             return map(_bytes, self._values(number, replace(cast, storage=old, dtype=dtype)))
 
-        data = Computed(old.data.path, count * self.to.itemsize, make, view, lambda: self.report.notes)
+        nbytes = count * self.to.itemsize
+        data = Computed(old.data.path, nbytes, make, view, lambda: self.report.notes, origins=(old,))
         kind = self.to.storage or "UntypedStorage"
         return Storage(data, kind, old.location, byteorder=old.byteorder)
 
@@ -277,7 +278,7 @@ class ToBfloat16:
         low, sticky, up = self._low[:n], self._sticky[:n], self._up[:n]
         np.right_shift(bits, np.uint32(16), out=out, casting="unsafe")
         np.copyto(low, bits, casting="unsafe")
-        stays_finite = out.max() < 0xFF7F and out.view("<i2").max() < 0x7F7F  # negative numbers, positive ones
+        stays_finite = out.max() < 0xFF7F and out.view("<i2").max() < 0x7F7F  # negative, positive
         np.bitwise_and(out, np.uint16(1), sticky)
         sticky |= low
         np.greater(sticky, np.uint16(0x8000), up)

@@ -1,4 +1,4 @@
-"""The CRC-32 of bytes that were summed in parts, each by itself.
+"""The CRC-32 of bytes in pieces, and of bytes that were summed in parts, each by itself.
 
 A CRC is the remainder of a polynomial over GF(2), so that of two stretches together follows from both and
 from the length of the second: `crc(ab) = crc(a) · x^(8·len(b)) + crc(b)` modulo the CRC's polynomial. zlib
@@ -7,12 +7,22 @@ has it as `crc32_combine`, which Python does not offer.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from functools import lru_cache
 
 POLYNOMIAL = 0xEDB88320
 """x^32 is equal to this; reflected, as zip has it: the highest bit is x^0."""
 
 ONE, X8 = 1 << 31, 1 << 23
+
+
+def crc32_of(chunks: Iterable[memoryview]) -> int:
+    """The CRC-32 of bytes in pieces."""
+    crc = 0
+    for chunk in chunks:
+        crc = zlib.crc32(chunk, crc)
+    return crc
 
 
 def combined(first: int, second: int, nbytes: int) -> int:

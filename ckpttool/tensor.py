@@ -110,6 +110,7 @@ class Computed:
             memory than all of them; None where it can't.
         events: counts what there was to note beside the bytes, such as overflows, which only this process can
             report; None if no other process should make a stretch of them.
+        origins: the storages they are made of.
     """
 
     path: str
@@ -117,6 +118,7 @@ class Computed:
     make: Callable[[int, int], Iterator[memoryview]]
     view: Callable[[TensorRef], Iterator[memoryview]] | None = None
     events: Callable[[], int] | None = None
+    origins: tuple[Storage, ...] = ()
 
     def read(self) -> bytes:
         return b"".join(bytes(piece) for piece in self.make(0, self.nbytes))

@@ -15,7 +15,7 @@ from functools import partial
 from typing import BinaryIO
 
 from .ahead import beside, cores
-from .checksum import combined
+from .checksum import combined, crc32_of
 from .errors import Damaged, Unreadable, no_such_file
 from .tensor import ByteRange, Computed
 
@@ -132,9 +132,8 @@ class Output:
         return crc
 
     def _crc(self, data: ByteRange) -> int:
-        buffer, crc = self._buffer(), 0
-        for chunk in data.chunks(buffer):
-            crc = zlib.crc32(chunk, crc)
+        buffer = self._buffer()
+        crc = crc32_of(data.chunks(buffer))
         self._spare.append(buffer)
         return crc
 

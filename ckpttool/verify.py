@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -19,6 +18,7 @@ from .formats.sharding import TORCH
 from .formats.torch_archive import is_intact
 from .formats.zip_directory import read_directory
 from .inert import OrderedDict_, Record, in_brief, tensor_of
+from .intact import checksum
 from .keys import found_prefixes, strip_names
 from .naming import Entry, contents, dotted
 from .tensor import ByteRange, Computed, Source, TensorRef
@@ -151,14 +151,9 @@ class _Checksums:
                 self.problems.append(Problem("checksum", where, "its bytes do not match their checksum"))
 
     def crc(self, data: ByteRange | Computed) -> int:
-        crc = 0
-        for chunk in data.chunks(self.buffer):
-            crc = zlib.crc32(chunk, crc)
-            if self.progress:
-                self.progress(len(chunk))
         if isinstance(data, ByteRange):
             self.seen.add((id(data.source), data.offset))
-        return crc
+        return checksum(data, self.buffer, self.progress)
 
 
 def _states(checkpoint: Checkpoint, against: Checkpoint, where: str | None) -> Iterator[State]:

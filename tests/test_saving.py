@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -18,6 +20,8 @@ from conftest import Ran
 from safetensors.torch import load_file, save_file
 
 import ckpttool
+from ckpttool.average import average
+from ckpttool.cast import target
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptToolError, Damaged, NoState, OutputExists, Refused, UsageFault
 from ckpttool.formats import safetensors, torch_zip
@@ -25,6 +29,7 @@ from ckpttool.formats.zip_directory import read_directory
 from ckpttool.keys import add_prefix, strip_prefix
 from ckpttool.tensor import ByteRange, TensorRef
 from ckpttool.transfer import Output
+from ckpttool.transforms import cast
 
 base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 STATE = {"module.w": base, "module.row": base[1], "module.tied": base, "module.n": torch.tensor(7)}
@@ -165,6 +170,48 @@ def test_wrong_values_are_found_when_asked_for(
     assert os.listdir(tmp_path) == ["in.pt"]
     monkeypatch.setattr(Output, "copy", copy)
     ckpttool.save(checkpoint, tmp_path / f"out{ending}", full=full, verify=True)
+
+
+@pytest.mark.parametrize("change", ["nothing", "cast", "split", "join", "average"])
+def test_a_flipped_bit_in_the_input_is_found_when_asked_for(change: str, tmp_path: Path) -> None:
+    weight = torch.arange(8.0)
+    state = {
+        "split": {"a.weight": torch.complex(weight, weight)},
+        "join": {"a.weight.real": weight.clone(), "a.weight.imag": weight},
+    }
+    path = saved(state.get(change, {"a.weight": weight}), tmp_path)
+    shutil.copy(path, tmp_path / "whole.pt")
+    raw = bytearray(path.read_bytes())
+    raw[raw.rindex(weight[-1:].numpy().tobytes())] ^= 1
+    path.write_bytes(raw)
+    damaged = ckpttool.open(path)
+    changed = {
+        "nothing": lambda: damaged,
+        "cast": lambda: cast(damaged, target("bf16"))[0],
+        "split": lambda: ckpttool.split_complex(damaged)[0],
+        "join": lambda: ckpttool.join_complex(damaged)[0],
+        "average": lambda: average([damaged, ckpttool.open(tmp_path / "whole.pt")])[0],
+    }[change]()
+    for end in "out.pt", "out.safetensors", "folder/":
+        if end == "folder/":
+            (tmp_path / "folder").mkdir()
+        ckpttool.save(changed, tmp_path / end, force=True)  # as it is
+        before = sorted(os.listdir(tmp_path))
+        with pytest.raises(Damaged, match=re.escape(f"{path}: the bytes of 'a.weight")) as caught:
+            ckpttool.save(changed, tmp_path / end, verify=True, force=True)
+        assert str(caught.value.hint).endswith(f"ckpttool verify {path}")
+        assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_damage_in_what_is_not_written_does_not_matter(tmp_path: Path) -> None:
+    path = saved({"model": {"a": torch.ones(4)}, "momentum": torch.full((4,), 3.0)}, tmp_path)
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(torch.full((4,), 3.0).numpy().tobytes())] ^= 1
+    path.write_bytes(raw)
+    ckpttool.save(ckpttool.open(path), tmp_path / "out.safetensors", verify=True)
+    with pytest.raises(Damaged, match="the bytes of 'momentum'"):
+        ckpttool.save(ckpttool.open(path), tmp_path / "out.pt", verify=True)
+    assert sorted(os.listdir(tmp_path)) == ["in.pt", "out.safetensors"]
 
 
 @pytest.mark.parametrize("to", ["safetensors-sharded", "torch-sharded", "dcp"])

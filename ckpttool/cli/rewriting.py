@@ -98,11 +98,15 @@ def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
 
 
 def _work(new: Checkpoint, options: dict[str, Any]) -> int:
-    """Bytes to be written; to verify, what was read and what was written are read again."""
+    """Bytes to be written; to verify, what has a checksum is read, and then all of both files."""
     if options["dry_run"]:
         return 0
-    sizes = {id(storage): storage.nbytes for _, storage in new.storages()}
-    return sum(sizes.values()) * (3 if options["verify"] else 1)
+    from ..intact import with_checksum
+
+    nbytes = sum({id(storage): storage.nbytes for _, storage in new.storages()}.values())
+    if not options["verify"]:
+        return nbytes
+    return 3 * nbytes + sum(storage.nbytes for _, storage in with_checksum(new.storages()))
 
 
 def _keeps_everything(

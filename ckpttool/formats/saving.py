@@ -7,14 +7,15 @@ shapes that were meant.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import BinaryIO
 
 from ..checkpoint import Checkpoint
 from ..commit import replacing, require_folder
 from ..errors import Damaged, OutputExists, Refused, UsageFault
-from ..tensor import Source, TensorRef
+from ..intact import require_intact
+from ..tensor import Source, Storage, TensorRef
 from ..transfer import DryOutput, Output, Progress
 from ..two_processes import output
 from . import dcp, folders, in_place, safetensors, sharding, torch_zip
@@ -80,13 +81,14 @@ def save(
         keep_copies: each name of a tied tensor gets its own values, instead of a record of the tie.
         to: the format; None: that of the folder which is there, or as the name says.
         shard_size: the most bytes of a shard, in sharded formats; 5 GB when None.
-        verify: compare the values too before the output counts, not only names, types and shapes.
+        verify: before, compare what is read with the checksums that its file states; and compare the values
+            too before the output counts, not only names, types and shapes.
         force: replace an existing output. A folder is replaced as a whole, if it holds a checkpoint alone;
             the other files of one that is written in place stay.
         dry_run: write nothing: the same answer, exact size included, and the same errors. Of DCP the size is
             that of the values alone, and an error of torch's own library is not foreseen.
         progress: called with the number of bytes after each piece; to verify, what was read and what was
-            written are read once more.
+            written are read once more, and before that what has a checksum.
         fork: let a second process help with values that are computed, such as those of another type, where
             that is worth it. For programs of one thread, on Linux; elsewhere it does nothing.
 
@@ -94,7 +96,8 @@ def save(
         OutputExists, UsageFault: nothing was written.
         Refused: something that the format can't hold.
         NoState: safetensors was asked for and there is no state.
-        Damaged: what was written does not read back as intended; it was removed.
+        Damaged: what was read does not have its checksum, and nothing was written; or what was written does
+            not read back as intended, and was removed.
     """
     if not isinstance(checkpoint, Checkpoint):
         raise TypeError(
@@ -108,6 +111,8 @@ def save(
     whole = kind not in PICKLES and (checkpoint.full if full is None else full)
     writing = _Writing(checkpoint, name, kind, state, whole, keep_copies)
     opened = partial(output, progress=progress, fork=fork)
+    if verify and not dry_run:
+        require_intact(writing.storages(), progress)
     if kind in folders.NAMES:
         return writing.saved(writing.folder(shard_size, verify, dry_run, progress, opened))
     return writing.saved(writing.dry() if dry_run else writing.file(verify, progress, opened))
@@ -188,6 +193,12 @@ class _Writing:
         shares = kind == sharding.TORCH  # a pickle keeps ties by itself
         if self.state is not None and not (keep_copies or shares):
             self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
+
+    def storages(self) -> Iterable[tuple[str, Storage]]:
+        """Those that are written, by the name of what uses them; some repeatedly."""
+        if self.state is None:
+            return self.checkpoint.storages()
+        return ((name, tensor.storage) for name, tensor in self.state.tensors.items())
 
     def folder(
         self,

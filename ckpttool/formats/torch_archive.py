@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 
+from ..checksum import crc32_of
 from ..errors import Damaged, Unsupported
 from ..tensor import ByteRange, Source, Storage
 from ..transfer import BUFFER
@@ -113,10 +114,8 @@ def is_intact(source: Source, record: Record) -> bool | None:
             return True
     except Damaged:
         return False
-    crc = 0
-    for chunk in record.data.chunks(memoryview(bytearray(min(BUFFER, record.data.nbytes)))):
-        crc = zlib.crc32(chunk, crc)
-    return crc == record.crc32
+    buffer = memoryview(bytearray(min(BUFFER, record.data.nbytes)))
+    return crc32_of(record.data.chunks(buffer)) == record.crc32
 
 
 def _root(source: Source, records: dict[str, Record]) -> str:
