@@ -1,7 +1,7 @@
 """How far apart the numbers of two tensors are. Imports numpy when it is called.
 
-Floats are compared as float64, which holds every one of them; integers exactly; complex numbers by the
-magnitude of their difference.
+Floats are compared as float64, which holds every one of them; integers exactly, with floats too; complex
+numbers by the magnitude of their difference.
 """
 
 from __future__ import annotations
@@ -142,11 +142,11 @@ class _Numbers:
             self.apart = np.where(larger, a - b, b - a)  # modulo 2^64, which is right for both kinds
             self.one_nan = np.zeros(len(a), dtype=bool)
             return
-        kind = "<c16" if "c" in (self.a.dtype.kind, self.b.dtype.kind) else "<f8"
-        self.a, self.b = self.a.astype(kind, copy=False), self.b.astype(kind, copy=False)
-        nan_a, nan_b = np.isnan(self.a), np.isnan(self.b)
+        (a, rest_a), (b, rest_b) = _as_floats(self.a), _as_floats(self.b)
+        nan_a, nan_b = np.isnan(a), np.isnan(b)
         self.one_nan = nan_a ^ nan_b
-        apart = np.where((self.a == self.b) | (nan_a & nan_b), 0.0, np.abs(self.a - self.b))
+        same = (a == b) & (rest_a == rest_b) | (nan_a & nan_b)
+        apart = np.where(same, 0.0, np.abs((a - b) + (rest_a - rest_b)))
         self.apart = np.where(np.isnan(apart), np.inf, apart)  # infinities of other signs, or in other parts
 
     def within(self, tolerance: Tolerance) -> Any:
@@ -178,6 +178,18 @@ class _Numbers:
         steps = None if self.steps is None else int(np.where(apart == 0, 0, self.steps[keep])[numbers].max())
         most = float(np.where(np.isnan(relative), math.inf, relative).max())
         return replace(found, max_abs=apart[numbers].max().item(), max_rel=most, max_ulp=steps)
+
+
+def _as_floats(values: NDArray[Any]) -> tuple[Any, Any]:
+    """Numbers as float64 or complex128, and what that leaves of integers, exactly (Fast2Sum: Dekker 1971)."""
+
+    if values.dtype.kind in "fc":
+        return values, 0.0
+    bits = values.dtype.type(32)
+    high = (values >> bits).astype("<f8") * 2.0**32
+    low = (values & values.dtype.type(2**32 - 1)).astype("<f8")
+    whole = high + low
+    return whole, low - (whole - high)
 
 
 def _magnitude(values: NDArray[Any]) -> Any:

@@ -201,6 +201,28 @@ def test_integers_are_compared_exactly(dtype: torch.dtype, data: st.DataObject) 
     assert found is None or (found.differ, found.max_ulp) == (sum(map(bool, apart)), None)
 
 
+near = st.sampled_from([2**24, 2**53, 2**63, 2**64]).flatmap(lambda n: st.integers(n - 2049, n + 2049))
+wide = st.integers(-(2**63), 2**64 - 1) | near | near.map(lambda n: -n)
+
+
+@pytest.mark.parametrize("one", [torch.int64, torch.uint64, torch.int32])
+@pytest.mark.parametrize("other", [torch.float64, torch.float32, torch.int64, torch.uint64, torch.complex128])
+@given(x=wide, y=wide | st.none())
+def test_integers_are_compared_exactly_with_numbers_of_other_types(
+    one: torch.dtype, other: torch.dtype, x: int, y: int | None
+) -> None:
+    info = torch.iinfo(one)
+    x = min(max(x, info.min), info.max)
+    y = x if y is None else y
+    if other in INTEGERS:
+        y = min(max(y, torch.iinfo(other).min), torch.iinfo(other).max)
+    a, b = torch.tensor([x], dtype=one), torch.tensor([y], dtype=other)
+    apart = abs(x - int(b.real.item() if b.is_complex() else b.item()))
+    for left, right in (a, b), (b, a):
+        found = measured(left, right, 0.0)
+        assert (found.max_abs if found else 0) == pytest.approx(apart, rel=2**-51, abs=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32])
 def test_complex_numbers_are_apart_by_magnitude(dtype: torch.dtype, folder: Path) -> None:
     a, b = (torch.tensor([1 + 2j, z, 5j]).to(dtype) for z in (4 + 6j, 1 + 2j))
