@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from operator import add, lt, sub
 
 from .dtypes import DType
-from .elements import CHUNK, blocks, stream
+from .elements import CHUNK, stream
+from .strided import blocks
 from .tensor import MAX_BYTES, BadTensor, Computed, Storage, TensorRef, extent
 
 MAX_CUTS = 8

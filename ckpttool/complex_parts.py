@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import chain
 
 from .dtypes import DTYPES, REAL_TYPES
-from .elements import CHUNK, FORMATS, require_bounded, stream, stretches, swap
+from .elements import CHUNK, require_bounded, stream, stretches, swap
 from .errors import Collision
 from .inert import tensor_of
+from .strided import FORMATS
 from .tensor import Computed, Storage, TensorRef
 
 SPLIT = {name: part for name, part in REAL_TYPES.items() if name != "bcomplex32"}

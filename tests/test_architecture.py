@@ -120,7 +120,7 @@ def test_the_library_returns_values_and_never_prints(room: Path) -> None:
     assert "input" not in names
 
 
-GROUND = {"ahead", "checksum", "dtypes", "errors", "tensor", "transfer", "elements", "inert"}
+GROUND = {"ahead", "checksum", "dtypes", "errors", "tensor", "transfer", "strided", "elements", "inert"}
 
 
 def test_the_ground_rests_on_nothing_above_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool import elements
 from ckpttool.elements import require_bounded, stream, without_repeats
-from ckpttool.errors import Refused
+from ckpttool.errors import Damaged, Refused
 from ckpttool.tensor import TensorRef
 
 
@@ -87,6 +88,13 @@ def test_a_large_tensor_comes_in_pieces(tmp_path: Path) -> None:
     assert sum(pieces) == 5_200_000
     assert max(pieces) <= elements.CHUNK
     assert streamed(stored(tensor, tmp_path)) == values(tensor)
+
+
+def test_a_file_that_shrinks_while_a_view_of_it_is_gathered_is_damaged(tmp_path: Path) -> None:
+    tensor = stored(numbers(1300, 1000).t(), tmp_path)
+    os.truncate(tensor.storage.data.path, 4096)
+    with pytest.raises(Damaged, match="became shorter"):
+        list(stream(tensor))
 
 
 strided = st.integers(1, 4).flatmap(
