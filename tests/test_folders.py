@@ -110,6 +110,25 @@ def test_other_files_in_a_folder_are_told_at_once(more: list[str], cli: Cli, tmp
 
 @pytest.mark.parametrize("by_index", [False, True], ids=["folder", "index"])
 @pytest.mark.parametrize("kind", FOLDERS)
+def test_other_files_that_a_new_folder_does_not_get_are_named(
+    kind: str, by_index: bool, cli: Cli, tmp_path: Path
+) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    for name in ("config.json", "vocab.txt", ".gitattributes"):
+        (folder / name).write_text("{}")
+    source = folder
+    if by_index:
+        source = next(path for path in folder.iterdir() if path.name.endswith((".index.json", ".metadata")))
+    ran = cli("strip-prefix", source, f"{tmp_path / 'new'}/")
+    assert "other files of the folder, not copied: config.json, vocab.txt\n" in ran.err
+    ran = cli("strip-prefix", source, f"{tmp_path / 'other'}/", "--json")
+    assert ran.json["not_copied"] == ["config.json", "vocab.txt"]
+    for path in (tmp_path / "one.pt", folder):
+        assert "not_copied" not in cli("strip-prefix", source, path, "--force", "--json").json
+
+
+@pytest.mark.parametrize("by_index", [False, True], ids=["folder", "index"])
+@pytest.mark.parametrize("kind", FOLDERS)
 def test_the_other_files_of_a_folder_that_is_changed_in_place_stay(
     kind: str, by_index: bool, cli: Cli, tmp_path: Path
 ) -> None:

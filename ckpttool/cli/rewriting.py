@@ -165,6 +165,8 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         data["text_keys"] = saved.text_keys
     if saved.keyed_by_text:
         data["keyed_by_text"] = saved.keyed_by_text
+    if saved.not_copied:
+        data["not_copied"] = saved.not_copied
     if dry:
         data["dry_run"] = True
     elif outcome.casting is not None:
@@ -187,6 +189,7 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
         ("written once, with the tie in the metadata", saved.tied),
         ("written once per name, though they share memory", saved.copied),
         ("code that its pickle now names, and that loading it without weights_only runs", saved.mentions),
+        ("other files of the folder, not copied", saved.not_copied),
         ("keys became text, as dcp has no others (convert --full keeps them)", saved.text_keys),
     ):
         if names:

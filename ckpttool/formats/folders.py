@@ -48,11 +48,26 @@ def strangers(path: str) -> list[str]:
     return sorted(name for name in os.listdir(path) if not is_of_a_checkpoint(name))
 
 
+def _folder_of(checkpoint: Checkpoint) -> str | None:
+    """The folder that a checkpoint was read from, which may have been named by its index; None for a file."""
+    if checkpoint.format not in NAMES:
+        return None
+    folder = checkpoint.path if os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path) or "."
+    return folder if os.path.isdir(folder) else None
+
+
 def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
     """Whether a folder is the one that the checkpoint was read from."""
-    source = checkpoint.path if os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path) or "."
-    there = checkpoint.format in NAMES and os.path.isdir(source) and os.path.isdir(path)
-    return there and os.path.samefile(source, path)
+    source = _folder_of(checkpoint)
+    return source is not None and os.path.isdir(path) and os.path.samefile(source, path)
+
+
+def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
+    """The files beside a checkpoint, such as a `config.json`, that the new folder of it does not have."""
+    source = _folder_of(checkpoint)
+    if source is None or kind not in NAMES or is_in_place(checkpoint, path):
+        return ()
+    return tuple(name for name in strangers(source) if not name.startswith("."))
 
 
 def companions(checkpoint: Checkpoint, path: str) -> list[str]:

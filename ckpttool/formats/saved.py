@@ -34,6 +34,7 @@ class Saved:
         text_keys: dicts whose keys, numbers and the like, are text in the output.
         keyed_by_text: optimizers whose state has text for keys where their groups list numbers, since they
             went into DCP or came out of it: outside DCP torch loads no momentum of them.
+        not_copied: other files of the input's folder, which a new folder does not have.
     """
 
     path: str
@@ -46,6 +47,7 @@ class Saved:
     mentions: tuple[str, ...] = ()
     text_keys: tuple[str, ...] = ()
     keyed_by_text: tuple[str, ...] = ()
+    not_copied: tuple[str, ...] = ()
 
     @property
     def why_left_out(self) -> str:

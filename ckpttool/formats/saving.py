@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import BinaryIO
 
@@ -286,6 +287,10 @@ class _Writing:
             raise Damaged(self.path, "does not read back as intended, and was not kept")
 
     def saved(self, nbytes: int) -> Saved:
+        saved = self._saved(nbytes)
+        return replace(saved, not_copied=folders.not_copied(self.checkpoint, self.path, self.format))
+
+    def _saved(self, nbytes: int) -> Saved:
         if self.state is not None:
             return saved_state(self.checkpoint, self.path, self.format, nbytes, self.state, self.ties)
         state = self.checkpoint.state(self.where) if self.checkpoint.states() else None
