@@ -20,6 +20,10 @@ from .tensor import Source, Storage, TensorRef
 if TYPE_CHECKING:
     import torch
 
+OF_TORCH = {"format": "pt"}
+"""Metadata that transformers writes into each safetensors header. Several of its versions 4 refuse a header
+with any metadata and without this."""
+
 
 @dataclass(frozen=True, slots=True)
 class State:

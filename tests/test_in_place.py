@@ -134,7 +134,7 @@ def test_ties_are_kept_in_the_metadata_of_the_new_header(tmp_path: Path) -> None
     save_file({"module.wte": torch.ones(2, 2)}, path, metadata={"module.head": "module.wte", "who": "me"})
     strip(path)
     with safe_open(path, "pt") as file:
-        assert file.metadata() == {"head": "wte", "who": "me"}
+        assert file.metadata() == {"head": "wte", "who": "me", "format": "pt"}
         assert list(file.keys()) == ["wte"]
 
 

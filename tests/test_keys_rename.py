@@ -192,7 +192,7 @@ def test_ties_are_recorded_under_the_new_names(tmp_path: Path) -> None:
     ckpttool.save(again, tmp_path / "again.safetensors")
     for path, name in (("out", "head"), ("again", "out")):
         with safe_open(tmp_path / f"{path}.safetensors", "pt") as file:
-            assert file.metadata() == {f"{name}.weight": "embed.weight"}
+            assert file.metadata() == {f"{name}.weight": "embed.weight", "format": "pt"}
             assert list(file.keys()) == ["embed.weight"]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from .. import full
-from ..checkpoint import Checkpoint, State
+from ..checkpoint import OF_TORCH, Checkpoint, State
 from ..commit import replacing_folder
 from ..errors import UsageFault, names_in
 from ..inert import OrderedDict_
@@ -198,7 +198,7 @@ class FolderWriting:
 
     def _write_shard(self, name: str, tensors: Mapping[str, TensorRef], out: Output) -> None:
         if self.kind == sharding.SAFETENSORS:
-            metadata = safetensors.OF_TORCH | dict(self.checkpoint.metadata)
+            metadata = OF_TORCH | dict(self.checkpoint.metadata)
             safetensors.write(self.checkpoint.path, tensors, metadata, out)
         else:
             torch_zip.write(replace(self.checkpoint, tree=OrderedDict_(tensors)), out, name)

@@ -36,9 +36,6 @@ from .strict_json import parse_object
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
-OF_TORCH = {"format": "pt"}
-"""What transformers writes into each header, and several of its versions 4 look for."""
-
 RESERVED = ("format", full.ENTRY)
 """Metadata with a meaning of its own, whatever tensors there are: never another name of a tensor."""
 

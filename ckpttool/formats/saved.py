@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint import Checkpoint, State
+from ..checkpoint import OF_TORCH, Checkpoint, State
 from ..naming import contents, dotted
 from ..states import is_optimizer
 from ..summary import unknown_names
@@ -98,7 +98,7 @@ def saved_state(
 def _lost_metadata(checkpoint: Checkpoint) -> tuple[str, ...]:
     """The text of a safetensors header, but for the note that its tensors are torch's."""
     texts = checkpoint.metadata.items()
-    return tuple(f"metadata '{name}'" for name, text in texts if safetensors.OF_TORCH.get(name) != text)
+    return tuple(f"metadata '{name}'" for name, text in texts if OF_TORCH.get(name) != text)
 
 
 def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, ...]:

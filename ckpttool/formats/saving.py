@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import BinaryIO
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import OF_TORCH, Checkpoint
 from ..commit import replacing, require_folder
 from ..errors import Damaged, OutputExists, Refused, UsageFault
 from ..intact import require_intact
@@ -195,6 +195,11 @@ class _Writing:
         if self.state is not None and not (keep_copies or shares):
             self.ties = safetensors.ties(self.state.tensors, checkpoint.metadata)
 
+    def metadata(self) -> dict[str, str]:
+        """The text of a safetensors header; none of ours where nothing is tied, as `save_file` has it."""
+        own = dict(self.checkpoint.metadata)
+        return OF_TORCH | own | self.ties if self.ties else own
+
     def storages(self) -> Iterable[tuple[str, Storage]]:
         """Those that are written, by the name of what uses them; some repeatedly."""
         if self.state is None:
@@ -238,13 +243,12 @@ class _Writing:
         return out.position
 
     def write(self, out: Output) -> None:
-        path, metadata = self.checkpoint.path, self.checkpoint.metadata
         if self.format == torch_zip.NAME:
             torch_zip.write(self.checkpoint, out, self.path)
         elif self.state is None:
             safetensors.write_full(self.checkpoint, out)
         else:
-            safetensors.write(path, self.kept(), {**metadata, **self.ties}, out)
+            safetensors.write(self.checkpoint.path, self.kept(), self.metadata(), out)
 
     def kept(self) -> dict[str, TensorRef]:
         """The tensors that get values of their own in a file of tensors."""
@@ -261,8 +265,7 @@ class _Writing:
         if start is None:
             return None
         ordered = sorted(kept.items(), key=in_place.by_place)
-        metadata = {**self.checkpoint.metadata, **self.ties}
-        header = safetensors.header(source.path, ordered, metadata, fill=start)
+        header = safetensors.header(source.path, ordered, self.metadata(), fill=start)
         return header if len(header) == start else None
 
     def check(self, file: BinaryIO, *, values: bool, progress: Progress | None) -> None:
