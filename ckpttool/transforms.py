@@ -5,15 +5,16 @@ Each takes a Checkpoint and gives a new one whose tensors still lie in the old f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from . import complex_parts
+from . import complex_parts, full
 from .cast import Caster, CastReport
-from .checkpoint import Checkpoint, State
+from .checkpoint import OF_TORCH, Checkpoint, State
 from .dtypes import DType
-from .errors import NothingToDo
+from .errors import NothingToDo, UsageFault
 from .inert import OrderedDict_, remade, tensor_of, walk, with_tensor
 from .tensor import Storage, TensorRef
 
@@ -154,6 +155,30 @@ def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[C
         raise NothingToDo(f"{checkpoint.path}: no pair of tensors NAME.real and NAME.imag")
     new = replace_state(checkpoint, found, lambda old: complex_parts.join(old, found.tensors, names))
     return new, names
+
+
+def with_metadata(
+    checkpoint: Checkpoint, texts: Mapping[str, str], *, state: str | None = None
+) -> Checkpoint:
+    """A checkpoint with these texts in a safetensors header, beside those that it has.
+
+    Args:
+        texts: name -> text; one that is there already is replaced.
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        UsageFault: a text would be read as something else: another name of a tensor, or what `--full` keeps.
+    """
+    tensors = checkpoint.state(state).tensors if checkpoint.states() else {}
+    for name, text in texts.items():
+        if name == full.ENTRY:
+            raise UsageFault(f"the metadata '{name}' is what --full keeps", hint="choose another name")
+        if text in tensors and name not in tensors and name not in OF_TORCH:
+            raise UsageFault(
+                f"the metadata '{name}' would be read as another name of the tensor '{text}'",
+                hint=f"choose another text, or tie them: convert --tie {shlex.quote(f'{name}={text}')}",
+            )
+    return replace(checkpoint, metadata={**checkpoint.metadata, **texts})
 
 
 def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:

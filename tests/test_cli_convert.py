@@ -13,6 +13,7 @@ import pytest
 import torch
 from comparing import assert_same
 from conftest import Ran
+from safetensors import safe_open
 from safetensors.torch import load, load_file, save_file
 
 Cli = Callable[..., Ran]
@@ -326,3 +327,52 @@ def test_types_and_formats_in_any_case(cli: Cli, tmp_path: Path) -> None:
     flags = ["--dtype", "BF16", "--to", "Safetensors", "--json"]
     assert cli("convert", tmp_path / "in.pt", tmp_path / "out", *flags).json["format"] == "safetensors"
     assert load_file(tmp_path / "out")["w"].dtype == torch.bfloat16
+
+
+# The text of a safetensors header.
+
+
+@pytest.mark.parametrize("output", ["out.safetensors", "shards/"])
+def test_text_is_added_to_the_header(output: str, cli: Cli, tmp_path: Path) -> None:
+    path, out = tmp_path / "in.safetensors", tmp_path / output
+    save_file({"w": torch.ones(2)}, path, metadata={"who": "me", "when": "then"})
+    ran = cli(
+        "convert",
+        path,
+        f"{out}/" if output[-1] == "/" else out,
+        "--metadata",
+        "format=pt",
+        "--metadata",
+        "who=a=b",
+    )
+    assert (ran.code, ran.err) == (0, "")
+    (file,) = out.glob("*.safetensors") if out.is_dir() else [out]
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "who": "a=b", "when": "then"}
+
+
+def test_a_file_with_text_is_what_save_file_writes_with_it(cli: Cli, tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+    torch.save(state, tmp_path / "in.pt")
+    assert cli("convert", tmp_path / "in.pt", tmp_path / "o.safetensors", "--metadata", "format=pt").code == 0
+    save_file(state, tmp_path / "oracle", metadata={"format": "pt"})
+    assert (tmp_path / "o.safetensors").read_bytes() == (tmp_path / "oracle").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("output", "given", "said"),
+    [
+        ("o.pt", "format=pt", "--metadata: torch-zip has no place for it"),
+        ("o.safetensors", "format", "'format' is not a name and a text with = between them"),
+        ("o.safetensors", "head=w", "'head' would be read as another name of the tensor 'w'"),
+        ("o.safetensors", "ckpttool.full={}", "is what --full keeps"),
+    ],
+)
+def test_text_that_has_no_place_or_another_meaning_is_refused(
+    output: str, given: str, said: str, cli: Cli, tmp_path: Path
+) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
+    ran = cli("convert", tmp_path / "in.pt", tmp_path / output, "--metadata", given)
+    assert ran.code == 2
+    assert said in ran.err
+    assert not (tmp_path / output).exists()

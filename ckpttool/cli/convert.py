@@ -8,7 +8,7 @@ import click
 
 from . import options
 from .console import counted
-from .parameters import Pair, SizesFor
+from .parameters import Entry, Pair, SizesFor
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -76,6 +76,13 @@ OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target"
     help="Write complex tensors as pairs NAME.real and NAME.imag, or such pairs as complex tensors.",
 )
 @click.option(
+    "--metadata",
+    type=Entry(),
+    multiple=True,
+    metavar="NAME=TEXT",
+    help="Add text to the header of safetensors: 'format=pt', which some readers want. Repeatable.",
+)
+@click.option(
     "--keep-copies", is_flag=True, help="Write tied tensors once per name if the format has no ties."
 )
 @click.option(
@@ -102,11 +109,11 @@ def command(
     from ..cast import target
     from ..formats import sharding
 
-    options = {**given, "target": target(dtype.lower()) if dtype else None}
+    options = {**given, "target": target(dtype.lower()) if dtype else None, "to": to}
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         outcome = Outcome(f"converted {checkpoint.format}", of_state=any(options[name] for name in OF_STATE))
-        for step in (_fewer, _laid_out, _complex, _cast):
+        for step in (_fewer, _laid_out, _complex, _cast, _described):
             checkpoint = step(checkpoint, outcome, options)
         return checkpoint, outcome
 
@@ -163,3 +170,16 @@ def _cast(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> 
         outcome.done += f", {counted(report.tensors, 'tensor', 'tensors')} cast to {target.name}"
         outcome.casting = report
     return checkpoint
+
+
+def _described(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+    from ..errors import UsageFault
+    from ..formats.saving import SAFETENSORS, format_of_output
+    from ..transforms import with_metadata
+
+    if not options["metadata"]:
+        return checkpoint
+    kind = format_of_output(options["output"], checkpoint, options["to"])
+    if kind not in SAFETENSORS:
+        raise UsageFault(f"--metadata: {kind} has no place for it", hint="write safetensors, or leave it out")
+    return with_metadata(checkpoint, dict(options["metadata"]), state=options["state"])

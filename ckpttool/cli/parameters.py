@@ -38,6 +38,20 @@ class Pair(click.ParamType):  # type: ignore[type-arg]
         return value
 
 
+class Entry(click.ParamType):  # type: ignore[type-arg]
+    """A name and a text with = between them, cut at the first one: the text may be empty, or hold others."""
+
+    name = "entry"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
+        if isinstance(value, tuple):
+            return value
+        key, equals, text = value.partition("=")
+        if not (key and equals):
+            self.fail(f"'{value}' is not a name and a text with = between them", param, ctx)
+        return key, text
+
+
 class SizesFor(Pair):
     """A shell pattern of keys and counts: `*.weight=1,0`."""
 

@@ -27,6 +27,9 @@ from .saved import PICKLES, Saved, saved_state, saved_whole
 WHOLE = (torch_zip.NAME, dcp.NAME)
 """The formats that take everything a checkpoint holds, not only the model's state."""
 
+SAFETENSORS = (safetensors.NAME, sharding.SAFETENSORS)
+"""The formats with a header that holds text."""
+
 ENDINGS = {
     **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
     **dict.fromkeys(torch_zip.EXTENSIONS, torch_zip.NAME),
