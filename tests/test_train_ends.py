@@ -127,12 +127,23 @@ def test_ctrl_c_ends_in_one_line_with_the_command_that_goes_on(tmp_path, ranks):
     with training([*given, *spawn], " 2/999", tmp_path) as run:
         os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all that it has in front
         _, said = run.communicate(timeout=60)
-    start = "torchrun --nproc-per-node 2" if ranks > 1 else "python"
     interrupted, command = said.strip().split("; to continue: ")
     assert (run.returncode, interrupted) == (130, "interrupted")
     program, arguments = command.split(f" {ROOT}/train/main.py ")  # not under the folder that it runs in
-    assert program == start
-    assert flags.parse(shlex.split(arguments)) == flags.parse([*given, "--resume", "auto"])
+    assert program == "python"
+    assert flags.parse(shlex.split(arguments)) == flags.parse([*given, *spawn, "--resume", "auto"])
+
+
+def test_what_torchrun_started_goes_on_with_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (tmp_path / "last.pt").touch()
+    data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
+    with launch.process_group(trainings.place(0, 1), timeout=5):
+        trainer = trainings.trainer(0, 1, data, model)
+        trainer.place = trainings.place(0, 2)
+        said = report.Report(trainer, str(tmp_path)).how_to_go_on()
+    assert said.startswith("to continue: torchrun --nproc-per-node 2 train/main.py ")
+    assert "--spawn" not in said
 
 
 def test_programs_are_proposed_by_their_path_from_where_the_user_stands(tmp_path, monkeypatch):

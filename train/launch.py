@@ -30,6 +30,9 @@ PATIENCE = 5.0
 Torchrun ends the waiting ranks as soon as the failed one has exited, so under it no rank waits this long.
 """
 
+SPAWNED = "CKPTTOOL_SPAWNED"
+"""The environment variable that tells a rank that `--spawn` started it."""
+
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
@@ -58,6 +61,10 @@ def world_size() -> int:
 
 def started_by_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def started_by_spawn() -> bool:
+    return SPAWNED in os.environ
 
 
 def find_place(backend: str) -> Place:
@@ -131,6 +138,7 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     threads = max(1, (os.cpu_count() or 1) // ranks)
     # Otherwise torchrun sets it to 1 and prints a note.
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ[SPAWNED] = "1"
     import logging
 
     from torch.distributed import run

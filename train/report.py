@@ -109,10 +109,12 @@ class Report:
         last, place = os.path.join(self.folder, LAST), self.trainer.place
         if not os.path.exists(last):
             return "nothing was saved yet (--save-every N[steps|epochs])"
-        resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=None)
+        spawn = place.world_size if launch.started_by_spawn() else None
+        resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=spawn)
         if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
-        start = f"torchrun --nproc-per-node {place.world_size}" if place.world_size > 1 else "python"
+        alone = spawn or place.world_size == 1
+        start = "python" if alone else f"torchrun --nproc-per-node {place.world_size}"
         return f"to continue: {start} {program('main')} {shlex.join(arguments_of(resumed))}"
 
     def say(self, line: str) -> None:
