@@ -47,8 +47,9 @@ def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[
         raise BadTensor(f"'{name}' of shape {str(list(shape))[:80]} whose chunks are not the whole of it")
     whole = _Whole(name, dtype.itemsize, shape, parts)
     origins = tuple(part.tensor.storage for part in parts)
-    data = Computed(path, math.prod(shape) * dtype.itemsize, whole.make, origins=origins)
-    return TensorRef.contiguous(Storage(data, dtype.storage or "UntypedStorage"), dtype, shape)
+    data = Computed(path, math.prod(shape) * dtype.itemsize, whole.make)
+    storage = Storage(data, dtype.storage or "UntypedStorage", origins=origins)
+    return TensorRef.contiguous(storage, dtype, shape)
 
 
 def _tile(shape: Index, parts: Sequence[Part]) -> bool:

@@ -144,10 +144,9 @@ class _Averaging:
         if views not in self.storages:
             make = partial(_means, inputs, self.weights, part)
             origins = tuple(each.storage for each in inputs)
-            data = Computed(last.storage.data.path, last.nbytes, make, origins=origins)
-            self.storages[views] = Storage(
-                data, last.dtype.storage or "UntypedStorage", last.storage.location
-            )
+            data = Computed(last.storage.data.path, last.nbytes, make)
+            kind = last.dtype.storage or "UntypedStorage"
+            self.storages[views] = Storage(data, kind, last.storage.location, origins=origins)
         new = TensorRef.contiguous(self.storages[views], last.dtype, last.shape)
         return replace(new, requires_grad=last.requires_grad)
 

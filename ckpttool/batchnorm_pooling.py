@@ -172,6 +172,8 @@ def _pooled_layer(
         for name, at in names.items()
         if at in states[0].tensors
     }
+    sources = [state.tensors[at] for state in states for at in names.values() if at in state.tensors]
+    origins = tuple(tensor.storage for tensor in sources)
     new = {}
     if any(not np.array_equal(one, read[name][0]) for name in (MEAN, VARIANCE) for one in read[name]):
         if cumulative and COUNTER not in read:
@@ -184,7 +186,7 @@ def _pooled_layer(
         new = {names[MEAN]: pooled.mean, names[VARIANCE]: pooled.variance}
     if COUNTER in read and any(one != read[COUNTER][0] for one in read[COUNTER]):
         new[names[COUNTER]] = np.max(read[COUNTER], axis=0)
-    return {name: _tensor([state.tensors[name] for state in states], values) for name, values in new.items()}
+    return {name: _tensor(states[0].tensors[name], values, origins) for name, values in new.items()}
 
 
 def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
@@ -204,15 +206,14 @@ def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
     )
 
 
-def _tensor(ranks: Sequence[TensorRef], values: NDArray[Any]) -> TensorRef:
-    """A tensor like that of the first rank, of a storage of its own that holds these values."""
-    old, origins = ranks[0], tuple(each.storage for each in ranks)
+def _tensor(old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]) -> TensorRef:
+    """A tensor like another, of a storage of its own that holds these values."""
     raw = _rounded(values, old.dtype)
     if old.storage.byteorder == "big":
         raw = raw.byteswap()
     make = partial(_stretch, raw.tobytes())
-    data = Computed(old.storage.data.path, raw.nbytes, make, origins=origins)
-    storage = Storage(data, old.storage.kind, old.storage.location, byteorder=old.storage.byteorder)
+    data = Computed(old.storage.data.path, raw.nbytes, make)
+    storage = replace(old.storage, data=data, crc32=None, origins=origins)
     return replace(TensorRef.contiguous(storage, old.dtype, old.shape), requires_grad=old.requires_grad)
 
 

@@ -130,9 +130,9 @@ class Caster:
             return map(_bytes, self._values(number, replace(cast, storage=old, dtype=dtype)))
 
         nbytes = count * self.to.itemsize
-        data = Computed(old.data.path, nbytes, make, view, lambda: self.report.notes, origins=(old,))
+        data = Computed(old.data.path, nbytes, make, view, lambda: self.report.notes)
         kind = self.to.storage or "UntypedStorage"
-        return Storage(data, kind, old.location, byteorder=old.byteorder)
+        return Storage(data, kind, old.location, byteorder=old.byteorder, origins=(old,))
 
     def _values(self, storage: int, tensor: TensorRef) -> Iterator[NDArray[Any]]:
         """The converted elements, each array valid until the next; overflows are noted on the way."""

@@ -123,8 +123,9 @@ def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
                 swap(both, width)
             yield memoryview(both)
 
-    data = Computed(path, real.numel * dtype.itemsize, make, origins=(old, imag.storage))
-    storage = Storage(data, dtype.storage or "UntypedStorage", old.location, byteorder=old.byteorder)
+    data = Computed(path, real.numel * dtype.itemsize, make)
+    kind, origins = dtype.storage or "UntypedStorage", (old, imag.storage)
+    storage = Storage(data, kind, old.location, byteorder=old.byteorder, origins=origins)
     return replace(TensorRef.contiguous(storage, dtype, real.shape), requires_grad=real.requires_grad)
 
 

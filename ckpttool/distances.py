@@ -137,7 +137,9 @@ class _Numbers:
 
         self.a, self.b = _values(one, x), _values(other, y)
         self.steps = _steps(one, x, y) if one is other and one.name not in INTEGERS else None
-        if one is other and one.name in INTEGERS:
+        if one.name in INTEGERS and other.name in INTEGERS:
+            self.a, self.b = _of_one_kind(self.a, self.b)
+        if self.a.dtype == self.b.dtype and self.a.dtype.kind in "iu":
             larger, a, b = self.a > self.b, self.a.view("<u8"), self.b.view("<u8")
             self.apart = np.where(larger, a - b, b - a)  # modulo 2^64, which is right for both kinds
             self.one_nan = np.zeros(len(a), dtype=bool)
@@ -153,6 +155,8 @@ class _Numbers:
         import numpy as np
 
         limit = tolerance.atol + tolerance.rtol * _magnitude(self.b)
+        if self.apart.dtype.kind == "u":  # which numpy would compare as float64
+            return (limit >= 2.0**64) | (self.apart <= np.minimum(limit, 2.0**64 - 2048).astype("<u8"))
         return ((self.apart == 0) | (np.isfinite(self.apart) & (self.apart <= limit))) & ~self.one_nan
 
     def distance(self, keep: Any, first: int, places: NDArray[Any]) -> Distance:
@@ -180,11 +184,24 @@ class _Numbers:
         return replace(found, max_abs=apart[numbers].max().item(), max_rel=most, max_ulp=steps)
 
 
+def _of_one_kind(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """64-bit integers, both signed or both unsigned where the values allow it; else as they are."""
+    if a.dtype == b.dtype:
+        return a, b
+    signed, unsigned = (a, b) if a.dtype.kind == "i" else (b, a)
+    if signed.min() >= 0:
+        return a.view("<u8"), b.view("<u8")
+    if unsigned.max() < 2**63:
+        return a.view("<i8"), b.view("<i8")
+    return a, b
+
+
 def _as_floats(values: NDArray[Any]) -> tuple[Any, Any]:
     """Numbers as float64 or complex128, and what that leaves of integers, exactly (Fast2Sum: Dekker 1971)."""
-
     if values.dtype.kind in "fc":
         return values, 0.0
+    if values.min() >= -(2**53) and values.max() <= 2**53:
+        return values.astype("<f8"), 0.0
     bits = values.dtype.type(32)
     high = (values >> bits).astype("<f8") * 2.0**32
     low = (values & values.dtype.type(2**32 - 1)).astype("<f8")

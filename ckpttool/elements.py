@@ -49,7 +49,7 @@ def stream(tensor: TensorRef, *, buffer: memoryview | None = None) -> Iterator[m
 
     Args:
         tensor: any layout, however often it repeats its elements: see `require_bounded`.
-        buffer: 1 MiB to read to, where that is all there is to do; new when None.
+        buffer: what to read to, in chunks of its size, where that is all there is to do; new when None.
 
     Raises:
         Damaged: the file ends early.

@@ -6,6 +6,7 @@ import base64
 import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .dtypes import DTYPES, STORAGE_DTYPES
@@ -154,7 +155,7 @@ class _Decoder:
             itemsize = STORAGE_DTYPES[kind].itemsize if kind != "UntypedStorage" else 1
             if base.nbytes % itemsize:
                 raise BadJson(f"has a malformed storage for '{name}'")
-            self.storages[name] = Storage(base.storage.data, kind, where)
+            self.storages[name] = replace(base.storage, kind=kind, location=where)
         return self.storages[name]
 
     def tensor(self, name: str, options: Mapping[str, Any] | None = None) -> TensorRef:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Iterator
 
+from .checkpoint import Checkpoint
 from .checksum import crc32_of
 from .errors import Damaged
 from .tensor import ByteRange, Computed, Storage
@@ -14,7 +15,7 @@ Named = tuple[str, Storage]
 
 
 def with_checksum(storages: Iterable[Named]) -> Iterator[Named]:
-    """Of storages by name, and of those that their bytes are computed from: each that has one, once."""
+    """Of storages by name, and of those that their bytes come from: each that has one, once."""
     seen: set[int] = set()
     for name, storage in storages:
         below = [storage]
@@ -22,26 +23,26 @@ def with_checksum(storages: Iterable[Named]) -> Iterator[Named]:
             each = below.pop()
             if id(each) not in seen:
                 seen.add(id(each))
-                below += each.data.origins if isinstance(each.data, Computed) else ()
+                below += each.origins
                 if each.crc32 is not None:
                     yield name, each
 
 
-def require_intact(storages: Iterable[Named], progress: Progress | None = None) -> None:
-    """Reads them, and compares.
+def require_intact(checkpoint: Checkpoint, storages: Iterable[Named], progress: Progress | None) -> None:
+    """Reads storages that a checkpoint refers to, and what they come from, and compares the checksums.
 
     Raises:
-        Damaged: the first that does not have its checksum.
+        Damaged: the first that does not have its own.
     """
     buffer = memoryview(bytearray(BUFFER))
+    own = {each.path for each in (checkpoint.source, *checkpoint.shards)}
     for name, storage in with_checksum(storages):
         if checksum(storage.data, buffer, progress) != storage.crc32:
             path = storage.data.path
-            raise Damaged(
-                path,
-                f"the bytes of '{name[:80]}' do not match their checksum",
-                hint=f"list all that is damaged: ckpttool verify {shlex.quote(path)}",
-            )
+            whole = checkpoint.path if path in own else path  # the folder, not one of its files
+            hint = f"list all that is damaged: ckpttool verify {shlex.quote(whole)}"
+            reason = f"the bytes that become '{name[:80]}' do not match their checksum"
+            raise Damaged(path, reason, hint=None if whole == "-" else hint)
 
 
 def checksum(data: ByteRange | Computed, buffer: memoryview, progress: Progress | None) -> int:

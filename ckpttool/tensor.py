@@ -110,7 +110,6 @@ class Computed:
             memory than all of them; None where it can't.
         events: counts what there was to note beside the bytes, such as overflows, which only this process can
             report; None if no other process should make a stretch of them.
-        origins: the storages they are made of.
     """
 
     path: str
@@ -118,7 +117,6 @@ class Computed:
     make: Callable[[int, int], Iterator[memoryview]]
     view: Callable[[TensorRef], Iterator[memoryview]] | None = None
     events: Callable[[], int] | None = None
-    origins: tuple[Storage, ...] = ()
 
     def read(self) -> bytes:
         return b"".join(bytes(piece) for piece in self.make(0, self.nbytes))
@@ -144,6 +142,7 @@ class Storage:
         location: the device it was saved from, `cpu` or `cuda:0`.
         crc32: CRC-32 of the bytes when the file states one, else None.
         byteorder: `little` or `big`.
+        origins: the storages whose bytes these are a part of, or are computed from.
     """
 
     data: ByteRange | Computed
@@ -151,6 +150,7 @@ class Storage:
     location: str = "cpu"
     crc32: int | None = None
     byteorder: str = "little"
+    origins: tuple[Storage, ...] = ()
 
     @property
     def nbytes(self) -> int:

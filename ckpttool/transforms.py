@@ -257,8 +257,7 @@ class _Trimmer:
         if (begin, end) == (0, old.nbytes):
             return tensor
         if id(old) not in self.done:
-            self.done[id(old)] = Storage(
-                old.data.part(begin, end - begin), old.kind, old.location, None, old.byteorder
-            )
+            part = old.data.part(begin, end - begin)
+            self.done[id(old)] = replace(old, data=part, crc32=None, origins=(old,))
         offset = tensor.offset - begin // tensor.dtype.itemsize if tensor.numel else 0
         return replace(tensor, storage=self.done[id(old)], offset=offset)

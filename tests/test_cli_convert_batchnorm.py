@@ -88,7 +88,7 @@ def test_kinds_come_from_a_safetensors_file_into_a_torch_file(folder: Path, cli:
 
 def test_ranks_are_pooled(folder: Path, cli: Cli) -> None:
     ranks = [folder / "rank0.pt", folder / "rank1.pt"]
-    ran = cli("convert-batchnorm", *ranks, folder / "out.pt", "--counts", "30,10", "--json")
+    ran = cli("convert-batchnorm", *ranks, folder / "out.pt", "--counts", "30,10", "--verify", "--json")
     assert (ran.code, ran.err) == (0, "")
     assert ran.json["layers"] == ["1", "3"]
     assert ran.json["pooled"] == ["1.running_mean", "1.running_var", "3.running_mean", "3.running_var"]

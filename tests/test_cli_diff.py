@@ -96,3 +96,25 @@ def test_a_missing_or_damaged_file_is_exit_3(files: tuple[Path, Path], cli: Cli,
     files[1].write_bytes(files[1].read_bytes()[:-10])
     ran = cli("diff", *files, "--json")
     assert (ran.code, set(ran.json)) == (3, {"error"})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "said"),
+    [
+        (torch.tensor(3000001), torch.tensor(3000000.5), "3000001 -> 3000000.5"),
+        (torch.tensor(16777217), torch.tensor(16777216.0).bfloat16(), "16777217 -> 16777216"),
+        (
+            torch.tensor(2**63 - 1),
+            torch.tensor(2.0**63).double(),
+            "9223372036854775807 -> 9.2233720368547758e+18",
+        ),
+    ],
+    ids=str,
+)
+def test_integers_and_floats_are_shown_in_digits_that_differ(
+    a: torch.Tensor, b: torch.Tensor, said: str, cli: Cli, tmp_path: Path
+) -> None:
+    torch.save({"n": a}, tmp_path / "a.pt")
+    torch.save({"n": b}, tmp_path / "b.pt")
+    ran = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--atol", "0")
+    assert ran.out.splitlines()[0].endswith(f": {said}")

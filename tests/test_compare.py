@@ -221,6 +221,18 @@ def test_integers_are_compared_exactly_with_numbers_of_other_types(
     for left, right in (a, b), (b, a):
         found = measured(left, right, 0.0)
         assert (found.max_abs if found else 0) == pytest.approx(apart, rel=2**-51, abs=0)
+        if other in INTEGERS and (min(x, y) >= 0 or max(x, y) < 2**63):
+            assert (found.max_abs if found else 0) == apart
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+@pytest.mark.parametrize("atol", [2**53, 2**60, 2**63])
+def test_a_tolerance_of_integers_is_kept_to_one(dtype: torch.dtype, atol: int) -> None:
+    a = torch.tensor([1], dtype=dtype)
+    for more, same in (atol - 1, True), (atol, False):
+        b = torch.tensor([1 + more + 1], dtype=torch.uint64)
+        assert (measured(a, b, 0.0, float(atol)) is None) is same
+        assert (measured(b, a, 0.0, float(atol)) is None) is same
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32])

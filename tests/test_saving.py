@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.average import average
+from ckpttool.batchnorm_pooling import pool_states
 from ckpttool.cast import target
 from ckpttool.checkpoint import Checkpoint
 from ckpttool.errors import CkptToolError, Damaged, NoState, OutputExists, Refused, UsageFault
@@ -30,6 +31,7 @@ from ckpttool.keys import add_prefix, strip_prefix
 from ckpttool.tensor import ByteRange, TensorRef
 from ckpttool.transfer import Output
 from ckpttool.transforms import cast
+from ckpttool.verify import verify
 
 base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
 STATE = {"module.w": base, "module.row": base[1], "module.tied": base, "module.n": torch.tensor(7)}
@@ -197,10 +199,82 @@ def test_a_flipped_bit_in_the_input_is_found_when_asked_for(change: str, tmp_pat
             (tmp_path / "folder").mkdir()
         ckpttool.save(changed, tmp_path / end, force=True)  # as it is
         before = sorted(os.listdir(tmp_path))
-        with pytest.raises(Damaged, match=re.escape(f"{path}: the bytes of 'a.weight")) as caught:
+        with pytest.raises(Damaged, match=re.escape(f"{path}: the bytes that become 'a.weight")) as caught:
             ckpttool.save(changed, tmp_path / end, verify=True, force=True)
         assert str(caught.value.hint).endswith(f"ckpttool verify {path}")
         assert sorted(os.listdir(tmp_path)) == before
+
+
+def flip(path: Path, values: torch.Tensor) -> None:
+    """Changes a bit of the last of these values in a file."""
+    raw = bytearray(path.read_bytes())
+    raw[raw.rindex(values.numpy().tobytes()) + values.nbytes - 1] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_a_storage_that_is_cut_is_held_to_the_checksum_of_the_whole(ending: str, tmp_path: Path) -> None:
+    long = torch.arange(1000.0)
+    path = saved({"model": {"part": long[:10], "whole": torch.ones(3)}}, tmp_path)
+    ckpttool.save(ckpttool.slim(ckpttool.open(path)), tmp_path / f"intact{ending}", verify=True)
+    flip(path, long[:10])
+    with pytest.raises(Damaged, match="the bytes that become 'part'"):
+        ckpttool.save(ckpttool.slim(ckpttool.open(path)), tmp_path / f"out{ending}", verify=True)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_damage_in_a_dcp_folder_is_found_and_the_folder_is_named(full: bool, tmp_path: Path) -> None:
+    weight = torch.arange(8.0)
+    path = saved({"model": {"a": weight}, "epoch": 3}, tmp_path)
+    folder = tmp_path / "d"
+    ckpttool.save(ckpttool.open(path), folder, to="dcp", full=full)
+    flip(folder / "__0_0.distcp", weight)
+    (problem,) = verify(ckpttool.open(folder)).problems
+    assert problem.kind == "checksum"
+    said = re.escape(f"{folder}/__0_0.distcp: the bytes that become '") + r"(model\.)?a'"
+    with pytest.raises(Damaged, match=said) as caught:
+        ckpttool.save(ckpttool.open(folder), tmp_path / "out.safetensors", state="model", verify=True)
+    assert str(caught.value.hint).endswith(f"ckpttool verify {folder}")
+
+
+def test_pooled_statistics_are_held_to_the_checksums_of_all_ranks_counters_too(tmp_path: Path) -> None:
+    def layer(mean: float, count: int) -> dict[str, torch.Tensor]:
+        values = {"weight": 1.0, "bias": 0.0, "running_mean": mean, "running_var": 1.0}
+        state = {f"bn.{name}": torch.full((3,), float(value)) for name, value in values.items()}
+        return {**state, "bn.num_batches_tracked": torch.tensor(count)}
+
+    paths = [saved(layer(mean, 300 + mean), tmp_path, f"{mean}.pt") for mean in (1, 2, 3)]
+
+    def pooled() -> Checkpoint:
+        return pool_states([ckpttool.open(path) for path in paths], None)[0]
+
+    ckpttool.save(pooled(), tmp_path / "intact.pt", verify=True)
+    flip(paths[1], torch.tensor(302))
+    with pytest.raises(Damaged, match=re.escape(f"{paths[1]}: the bytes that become 'bn.running_")) as caught:
+        ckpttool.save(pooled(), tmp_path / "out.pt", verify=True)
+    assert str(caught.value.hint).endswith(f"ckpttool verify {paths[1]}")
+
+
+def test_what_is_expected_is_what_is_reported(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(1000), "turned": torch.ones(30, 40).t(), "tied": torch.ones(7)}
+    path = saved({"model": {**tensors, "other": tensors["tied"]}, "momentum": torch.ones(5000)}, tmp_path)
+    for ending in ".pt", ".safetensors":
+        for verify_too in False, True:
+            for dry in False, True:
+                expected: list[int] = []
+                seen: list[int] = []
+                given: dict[str, Any] = {"progress": seen.append, "expect": expected.append, "force": True}
+                given |= {"verify": verify_too, "dry_run": dry}
+                ckpttool.save(ckpttool.open(path), tmp_path / f"out{ending}", **given)
+                (total,) = expected  # without the pickle, and what aligns storages
+                assert total == pytest.approx(sum(seen), rel=0.02), (ending, verify_too, dry)
+
+
+def test_a_dry_run_finds_damage_too(tmp_path: Path) -> None:
+    path = saved({"a": torch.arange(8.0)}, tmp_path)
+    flip(path, torch.arange(8.0))
+    with pytest.raises(Damaged, match="the bytes that become 'a'"):
+        ckpttool.save(ckpttool.open(path), tmp_path / "out.pt", verify=True, dry_run=True)
 
 
 def test_damage_in_what_is_not_written_does_not_matter(tmp_path: Path) -> None:
@@ -209,7 +283,7 @@ def test_damage_in_what_is_not_written_does_not_matter(tmp_path: Path) -> None:
     raw[raw.index(torch.full((4,), 3.0).numpy().tobytes())] ^= 1
     path.write_bytes(raw)
     ckpttool.save(ckpttool.open(path), tmp_path / "out.safetensors", verify=True)
-    with pytest.raises(Damaged, match="the bytes of 'momentum'"):
+    with pytest.raises(Damaged, match="the bytes that become 'momentum'"):
         ckpttool.save(ckpttool.open(path), tmp_path / "out.pt", verify=True)
     assert sorted(os.listdir(tmp_path)) == ["in.pt", "out.safetensors"]
 
@@ -364,7 +438,6 @@ def test_a_dry_run_of_a_cast_reads_no_values(
     ending: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckpttool import transforms
-    from ckpttool.cast import target
 
     path = saved({"w": torch.zeros(3_000_000), "t": torch.zeros(1000, 3000).t()}, tmp_path)
     new, _ = transforms.cast(ckpttool.open(path), target(dtype))

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -77,20 +77,49 @@ class Console:
 
     @contextmanager
     def progress(self, total: int, label: str) -> Iterator[Progress | None]:
-        """A byte bar on stderr, on a terminal only; gives what `save` calls after each piece.
+        """A byte bar on stderr, on a terminal only; gives what to call after each piece.
 
         Args:
             total: bytes of the work, or about so many.
         """
-        if total < BAR_FROM or not self.draws:
-            yield None
+        with self.bar(label) as bar:
+            if self.draws:
+                bar.expect(total)
+            yield bar.add if self.draws else None
+
+    @contextmanager
+    def bar(self, label: str) -> Iterator[Bar]:
+        """A byte bar on stderr, drawn once it is told how much there is to do."""
+        bar = Bar(label)
+        try:
+            yield bar
+        finally:
+            bar.close()
+
+
+class Bar:
+    """How much of the bytes of a work is done."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+        self._shown: Any = None
+
+    def expect(self, total: int) -> None:
+        """Draws it, if there is enough to do: so many bytes, or about so many."""
+        if total < BAR_FROM:
             return
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0  # no thread of its own: a process with threads should not fork
+        self._shown = tqdm(total=total, desc=self._label, unit="B", unit_scale=True, leave=False)
 
-        with tqdm(total=total, desc=label, unit="B", unit_scale=True, leave=False) as bar:
-            yield lambda count: bar.update(min(count, total - bar.n))  # past its end it would lose its shape
+    def add(self, count: int) -> None:
+        if self._shown is not None:  # past its end it would lose its shape
+            self._shown.update(min(count, self._shown.total - self._shown.n))
+
+    def close(self) -> None:
+        if self._shown is not None:
+            self._shown.close()
 
 
 def terminal_width(stream: TextIO) -> int | None:

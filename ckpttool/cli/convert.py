@@ -174,7 +174,7 @@ def _cast(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> 
 
 def _described(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
     from ..errors import UsageFault
-    from ..formats.saving import SAFETENSORS, format_of_output
+    from ..formats.destination import SAFETENSORS, format_of_output
     from ..transforms import with_metadata
 
     if not options["metadata"]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -82,7 +81,7 @@ def command(
       ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048
       ckpttool convert-batchnorm old.pt sync.pt --to sync
     """
-    from ..formats.saving import format_of_output
+    from ..formats.destination import format_of_output
 
     _check(inputs, to, {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first})
     state = given["state"]
@@ -114,9 +113,8 @@ def _pool(
     from .. import formats
     from ..batchnorm_pooling import pool_states
 
-    with ExitStack() as stack:
-        opened = [stack.enter_context(formats.open(path)) for path in others]
-        return pool_states([first, *opened], dict(map(_counts, counts)) or None, **choices)
+    opened = [formats.open(path) for path in others]  # each stays so while a tensor that is kept refers to it
+    return pool_states([first, *opened], dict(map(_counts, counts)) or None, **choices)
 
 
 def _check(inputs: tuple[str, ...], to: Target | None, of_several: dict[str, tuple[str, ...]]) -> None:

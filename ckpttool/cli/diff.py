@@ -157,10 +157,12 @@ def _number(value: float | int) -> str:
 def _from_to(a: complex, b: complex | None) -> str:
     """Both numbers, in as many digits as are needed to distinguish them."""
     for digits in (6, 9, 17):
-        shown = [str(value) if isinstance(value, int) else f"{value:.{digits}g}" for value in (a, b)]
-        if shown[0] != shown[1]:
+        rounded = [f"{value:.{digits}g}" for value in (a, b)]
+        if rounded[0] != rounded[1]:
             break
-    return " -> ".join(shown)
+    return " -> ".join(
+        str(value) if isinstance(value, int) else text for value, text in zip((a, b), rounded, strict=True)
+    )
 
 
 def _by_size(change: Change) -> tuple[int, float]:

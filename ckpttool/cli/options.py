@@ -41,7 +41,9 @@ model_option = click.option(
 force_option = click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, but write nothing.")
 verify_option = click.option(
-    "--verify", is_flag=True, help="Compare what is read with its checksums, and what is written with it."
+    "--verify",
+    is_flag=True,
+    help="Compare bytes read with their checksums, and values written with those read.",
 )
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for errors."

@@ -83,8 +83,10 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
         if outcome.where is not None:
             choices["state"] = outcome.where
         fork = outcome.casting is not None  # values are computed
-        with console.progress(_work(new, options) if console.draws else 0, "writing") as progress:
-            saved = formats.save(new, options["output"], progress=progress, fork=fork, **choices)
+        with console.bar("writing") as bar:
+            if console.draws:
+                choices |= {"progress": bar.add, "expect": bar.expect}
+            saved = formats.save(new, options["output"], fork=fork, **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
 
 
@@ -97,27 +99,15 @@ def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
     return checkpoint.format if output.endswith("/") or os.path.isdir(output) else None
 
 
-def _work(new: Checkpoint, options: dict[str, Any]) -> int:
-    """Bytes to be written; to verify, what has a checksum is read, and then all of both files."""
-    if options["dry_run"]:
-        return 0
-    from ..intact import with_checksum
-
-    nbytes = sum({id(storage): storage.nbytes for _, storage in new.storages()}.values())
-    if not options["verify"]:
-        return nbytes
-    return 3 * nbytes + sum(storage.nbytes for _, storage in with_checksum(new.storages()))
-
-
 def _keeps_everything(
     options: Mapping[str, Any], outcome: Outcome, new: Checkpoint, choices: Mapping[str, Any]
 ) -> bool:
     """Whether no state matters: none was changed, and the format holds all that there is."""
-    from ..formats import saving
+    from ..formats import destination
 
     if outcome.of_state or choices.get("full"):
         return False
-    return saving.format_of_output(options["output"], new, choices["to"]) in saving.WHOLE
+    return destination.format_of_output(options["output"], new, choices["to"]) in destination.WHOLE
 
 
 def _refuse_state(options: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: which format a name asks for, what goes into it, and the commit.
+"""Writing a checkpoint: what goes into it, and the commit.
 
 The file appears whole or not at all, and only after it was read back and found to have the names, types and
 shapes that were meant.
@@ -14,48 +14,16 @@ from typing import BinaryIO
 
 from ..checkpoint import OF_TORCH, Checkpoint
 from ..commit import replacing, require_folder
-from ..errors import Damaged, OutputExists, Refused, UsageFault
-from ..intact import require_intact
+from ..errors import Damaged, Refused
+from ..intact import require_intact, with_checksum
 from ..tensor import Source, Storage, TensorRef
 from ..transfer import DryOutput, Output, Progress
 from ..two_processes import output
-from . import dcp, folders, in_place, safetensors, sharding, torch_zip
+from . import folders, in_place, safetensors, sharding, torch_zip
+from .destination import WHOLE, format_of_output, require_place, require_sense
 from .reading import open as open_any
 from .reading import read
 from .saved import PICKLES, Saved, saved_state, saved_whole
-
-WHOLE = (torch_zip.NAME, dcp.NAME)
-"""The formats that take everything a checkpoint holds, not only the model's state."""
-
-SAFETENSORS = (safetensors.NAME, sharding.SAFETENSORS)
-"""The formats with a header that holds text."""
-
-ENDINGS = {
-    **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
-    **dict.fromkeys(torch_zip.EXTENSIONS, torch_zip.NAME),
-}
-
-
-def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
-    """The format that a name asks for, or that a folder there has. Raises UsageFault if neither says."""
-    if to is not None:
-        known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
-        if to not in known:
-            raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")
-        return to
-    if folders.is_in_place(checkpoint, path):
-        return checkpoint.format
-    if path.endswith("/") or os.path.isdir(path):
-        return folders.kind_of(path) or folders.NAMES[0]
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix in ENDINGS:
-        return ENDINGS[suffix]
-    if path == "-":
-        return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
-    raise UsageFault(
-        f"{path}: its ending does not say which format",
-        hint=f"end it in {', '.join(ENDINGS)}, or in / for a folder of shards",
-    )
 
 
 def save(
@@ -71,6 +39,7 @@ def save(
     force: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
+    expect: Progress | None = None,
     fork: bool = False,
 ) -> Saved:
     """Writes a checkpoint; the format follows the name.
@@ -93,6 +62,7 @@ def save(
             that of the values alone, and an error of torch's own library is not foreseen.
         progress: called with the number of bytes after each piece; to verify, what was read and what was
             written are read once more, and before that what has a checksum.
+        expect: called first, with about the number of bytes that progress will come to.
         fork: let a second process help with values that are computed, such as those of another type, where
             that is worth it. For programs of one thread, on Linux; elsewhere it does nothing.
 
@@ -109,73 +79,19 @@ def save(
         )
     name = os.fspath(path)
     kind = format_of_output(name, checkpoint, to)
-    _check_choices(name, kind, state, full, keep_copies, shard_size)
-    _check_place(checkpoint, name, kind, force)
+    require_sense(name, kind, state, full, keep_copies, shard_size)
+    require_place(checkpoint, name, kind, force)
     require_folder(name)
     whole = kind not in PICKLES and (checkpoint.full if full is None else full)
     writing = _Writing(checkpoint, name, kind, state, whole, keep_copies)
+    if expect is not None:
+        expect(writing.work(verify, dry_run))
     opened = partial(output, progress=progress, fork=fork)
-    if verify and not dry_run:
-        require_intact(writing.storages(), progress)
+    if verify:
+        require_intact(checkpoint, writing.storages(), progress)
     if kind in folders.NAMES:
         return writing.saved(writing.folder(shard_size, verify, dry_run, progress, opened))
     return writing.saved(writing.dry() if dry_run else writing.file(verify, progress, opened))
-
-
-def _check_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> None:
-    """Raises OutputExists for what is there already and may not be replaced."""
-    if path == "-" or not os.path.lexists(path):
-        return
-    found = _conflict(checkpoint, path, kind)
-    if found is not None:
-        raise OutputExists(f"{path}: already exists, and {found[0]}", hint=found[1])
-    if not force:
-        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
-
-
-def _conflict(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, str] | None:
-    """What `--force` does not replace either, other files and other kinds, and what to do instead."""
-    if not os.path.isdir(path):
-        is_other = kind in folders.NAMES and os.path.exists(path)
-        return (f"is a file, where {kind} is a folder", "name a new folder") if is_other else None
-    if kind not in folders.NAMES:
-        return "is a folder", "name a file in it"
-    kept = folders.companions(checkpoint, path)
-    others = [name for name in folders.strangers(path) if name not in kept]
-    if others:
-        return f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
-    return None
-
-
-def _check_choices(
-    path: str, kind: str, state: str | None, full: bool | None, keep_copies: bool, shard_size: int | None
-) -> None:
-    """Raises UsageFault for what contradicts itself, or would do nothing."""
-    if full and state is not None:
-        raise UsageFault(
-            f"{path}: gets everything that is there, but one state of it was named ('{state}')",
-            hint="leave out --full or --state",
-        )
-    if full and kind == sharding.TORCH:
-        raise UsageFault(
-            f"{path}: {kind} holds only the model's state",
-            hint=f"write a .pt file, or shards of safetensors: --to {sharding.SAFETENSORS}",
-        )
-    if keep_copies and (full or kind in PICKLES):
-        raise UsageFault(
-            f"{path}: keeps what is tied as one tensor, but copies were asked for",
-            hint="leave out --keep-copies, or write safetensors without --full",
-        )
-    if shard_size is not None and kind not in (sharding.SAFETENSORS, sharding.TORCH):
-        what, way = "is one file", "end OUTPUT in /"
-        if kind in folders.NAMES:
-            what, way = "is one folder that is not cut", f"say --to {sharding.SAFETENSORS}"
-        raise UsageFault(
-            f"{path}: {what}, but a shard size was given",
-            hint=f"{way} for a folder of shards, or leave out --shard-size",
-        )
-    if kind in folders.NAMES and path == "-":
-        raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
 
 
 class _Writing:
@@ -203,11 +119,25 @@ class _Writing:
         own = dict(self.checkpoint.metadata)
         return OF_TORCH | own | self.ties if self.ties else own
 
+    def tensors(self) -> Mapping[str, TensorRef]:
+        """Those that the output will have, by their name in it."""
+        return dict(self.checkpoint.tensors()) if self.state is None else self.state.tensors
+
     def storages(self) -> Iterable[tuple[str, Storage]]:
         """Those that are written, by the name of what uses them; some repeatedly."""
         if self.state is None:
             return self.checkpoint.storages()
         return ((name, tensor.storage) for name, tensor in self.state.tensors.items())
+
+    def work(self, verify: bool, dry_run: bool) -> int:
+        """About the number of bytes that progress comes to."""
+        if self.state is None or self.format in PICKLES:
+            moved = sum({id(storage): storage.nbytes for _, storage in self.storages()}.values())
+        else:
+            moved = sum(tensor.nbytes for tensor in self.kept().values())
+        summed = sum(storage.nbytes for _, storage in with_checksum(self.storages())) if verify else 0
+        compared = 2 * sum(tensor.nbytes for tensor in self.tensors().values()) if verify else 0
+        return summed + (0 if dry_run else moved + compared)
 
     def folder(
         self,
@@ -280,10 +210,8 @@ class _Writing:
         self.compare(open_any(folder), values, progress)
 
     def compare(self, found: Checkpoint, values: bool, progress: Progress | None) -> None:
-        if self.state is None:
-            meant, there = dict(self.checkpoint.tensors()), dict(found.tensors())
-        else:
-            meant, there = self.state.tensors, found.state("").tensors
+        meant = self.tensors()
+        there = dict(found.tensors()) if self.state is None else found.state("").tensors
         same = _structure(meant) == _structure(there)
         if same and values:
             from ..digest import digest  # whose hashlib loads OpenSSL

@@ -1,0 +1,99 @@
+"""Which format an output gets, and whether it can be written there with what was asked for."""
+
+from __future__ import annotations
+
+import os
+
+from ..checkpoint import Checkpoint
+from ..errors import OutputExists, UsageFault
+from . import dcp, folders, safetensors, sharding, torch_zip
+from .saved import PICKLES
+
+WHOLE = (torch_zip.NAME, dcp.NAME)
+"""The formats that take everything a checkpoint holds, not only the model's state."""
+
+SAFETENSORS = (safetensors.NAME, sharding.SAFETENSORS)
+"""The formats with a header that holds text."""
+
+ENDINGS = {
+    **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
+    **dict.fromkeys(torch_zip.EXTENSIONS, torch_zip.NAME),
+}
+
+
+def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
+    """The format that a name asks for, or that a folder there has. Raises UsageFault if neither says."""
+    if to is not None:
+        known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
+        if to not in known:
+            raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")
+        return to
+    if folders.is_in_place(checkpoint, path):
+        return checkpoint.format
+    if path.endswith("/") or os.path.isdir(path):
+        return folders.kind_of(path) or folders.NAMES[0]
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in ENDINGS:
+        return ENDINGS[suffix]
+    if path == "-":
+        return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
+    raise UsageFault(
+        f"{path}: its ending does not say which format",
+        hint=f"end it in {', '.join(ENDINGS)}, or in / for a folder of shards",
+    )
+
+
+def require_sense(
+    path: str, kind: str, state: str | None, full: bool | None, keep_copies: bool, shard_size: int | None
+) -> None:
+    """Raises UsageFault for what contradicts itself, or would do nothing."""
+    if full and state is not None:
+        raise UsageFault(
+            f"{path}: gets everything that is there, but one state of it was named ('{state}')",
+            hint="leave out --full or --state",
+        )
+    if full and kind == sharding.TORCH:
+        raise UsageFault(
+            f"{path}: {kind} holds only the model's state",
+            hint=f"write a .pt file, or shards of safetensors: --to {sharding.SAFETENSORS}",
+        )
+    if keep_copies and (full or kind in PICKLES):
+        raise UsageFault(
+            f"{path}: keeps what is tied as one tensor, but copies were asked for",
+            hint="leave out --keep-copies, or write safetensors without --full",
+        )
+    if shard_size is not None and kind not in (sharding.SAFETENSORS, sharding.TORCH):
+        what, way = "is one file", "end OUTPUT in /"
+        if kind in folders.NAMES:
+            what, way = "is one folder that is not cut", f"say --to {sharding.SAFETENSORS}"
+        raise UsageFault(
+            f"{path}: {what}, but a shard size was given",
+            hint=f"{way} for a folder of shards, or leave out --shard-size",
+        )
+    if kind in folders.NAMES and path == "-":
+        raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
+
+
+def require_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> None:
+    """Raises OutputExists for what is there already and may not be replaced."""
+    if path == "-" or not os.path.lexists(path):
+        return
+    found = _conflict(checkpoint, path, kind)
+    if found is not None:
+        raise OutputExists(f"{path}: already exists, and {found[0]}", hint=found[1])
+    if not force:
+        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+
+
+def _conflict(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, str] | None:
+    """What `--force` does not replace either, other files and other kinds, and what to do instead."""
+    if not os.path.isdir(path):
+        is_other = kind in folders.NAMES and os.path.exists(path)
+        return (f"is a file, where {kind} is a folder", "name a new folder") if is_other else None
+    if kind not in folders.NAMES:
+        return "is a folder", "name a file in it"
+    kept = folders.companions(checkpoint, path)
+    others = [name for name in folders.strangers(path) if name not in kept]
+    if others:
+        return f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
+    return None
