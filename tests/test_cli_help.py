@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from ckpttool import __version__, cast, predictions
 from ckpttool.cli import SECTIONS, group
 from ckpttool.cli.convert import FORMATS
-from ckpttool.formats import folders, saving
+from ckpttool.formats import destination, folders
 
 
 def prepare(folder: Path, example: str) -> None:
@@ -144,7 +144,7 @@ def test_every_option_is_explained_in_sentences(name: str) -> None:
 
 def test_convert_lists_the_formats_that_can_be_written_and_the_types(cli: Any) -> None:
     said = " ".join(cli("convert", "--help").out.split())
-    assert set(FORMATS) == {*saving.ENDINGS.values(), *folders.NAMES}
+    assert set(FORMATS) == {*destination.ENDINGS.values(), *folders.NAMES}
     assert f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}." in said
     offered = re.search(r"--dtype TYPE .*? to (.*?) --only", said)
     assert offered and set(re.findall(r"\b\w+\d+\b|half", offered[1])) <= set(cast.TARGETS)
