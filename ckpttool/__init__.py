@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .transforms import select as select
     from .transforms import slim as slim
     from .transforms import split_complex as split_complex
+    from .transforms import with_metadata as with_metadata
 
 ROOMS = {
     "checkpoint": ("Checkpoint", "State"),
@@ -51,7 +52,7 @@ ROOMS = {
     "reloading": ("reload",),
     "skeleton": ("skeletons",),
     "tensor": ("TensorRef",),
-    "transforms": ("drop", "join_complex", "select", "slim", "split_complex"),
+    "transforms": ("drop", "join_complex", "select", "slim", "split_complex", "with_metadata"),
 }
 """The public names by the rooms they live in; the type checker reads the same above."""
 

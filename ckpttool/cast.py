@@ -264,7 +264,7 @@ class ToBfloat16:
     """
 
     def __init__(self, most: int) -> None:
-        """Args: most: elements of a block."""
+        """Makes room for blocks of so many elements."""
         import numpy as np
 
         self._low, self._sticky = np.empty(most, "<u2"), np.empty(most, "<u2")
