@@ -363,7 +363,7 @@ def test_a_file_with_text_is_what_save_file_writes_with_it(cli: Cli, tmp_path: P
     ("output", "given", "said"),
     [
         ("o.pt", "format=pt", "--metadata: torch-zip has no place for it"),
-        ("o.safetensors", "format", "'format' is not a name and a text with = between them"),
+        ("o.safetensors", "format", "'format' is not two parts with = between them"),
         ("o.safetensors", "head=w", "'head' would be read as another name of the tensor 'w'"),
         ("o.safetensors", "ckpttool.full={}", "is what --full keeps"),
     ],

@@ -31,6 +31,11 @@ COMMANDS: dict[str, list[str]] = {
 }
 
 
+def index_of(folder: Path) -> Path:
+    """The file by which a folder may be named too."""
+    return next(path for path in folder.iterdir() if path.name.endswith((".index.json", ".metadata")))
+
+
 def folder_of(kind: str, path: Path) -> Path:
     """A folder of that format, named without a slash."""
     torch.save(TRAINING, path.parent / "in.pt")
@@ -116,9 +121,7 @@ def test_other_files_that_a_new_folder_does_not_get_are_named(
     folder = folder_of(kind, tmp_path / "d")
     for name in ("config.json", "vocab.txt", ".gitattributes"):
         (folder / name).write_text("{}")
-    source = folder
-    if by_index:
-        source = next(path for path in folder.iterdir() if path.name.endswith((".index.json", ".metadata")))
+    source = index_of(folder) if by_index else folder
     ran = cli("strip-prefix", source, f"{tmp_path / 'new'}/")
     assert "other files of the folder, not copied: config.json, vocab.txt\n" in ran.err
     ran = cli("strip-prefix", source, f"{tmp_path / 'other'}/", "--json")
@@ -136,9 +139,7 @@ def test_the_other_files_of_a_folder_that_is_changed_in_place_stay(
     (folder / "config.json").write_text("{}")
     (tmp_path / "vocabulary").write_text("a b")
     (folder / "vocab.txt").symlink_to("../vocabulary")
-    source = folder
-    if by_index:
-        source = next(path for path in folder.iterdir() if path.name.endswith((".index.json", ".metadata")))
+    source = index_of(folder) if by_index else folder
     assert "write it anyway with --force" in cli("strip-prefix", source, folder).err
     ran = cli("strip-prefix", source, folder, "--force", "--json")
     assert ran.code == 0

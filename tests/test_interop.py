@@ -88,10 +88,28 @@ def test_dcp_loads_its_folder(source: Path) -> None:
     assert same(state["model"], expected["model"])
 
 
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 16}
+
+
+def test_transformers_loads_a_model_without_ties_whose_header_says_the_format(
+    cli: Any, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra interop")
+    config = transformers.GPT2Config(**SIZES, tie_word_embeddings=False)
+    model = transformers.GPT2LMHeadModel(config)
+    torch.save(model.state_dict(), tmp_path / "in.pt")
+    config.save_pretrained(tmp_path)
+    # transformers 4.41 takes no header without it; from 5 on it may be missing.
+    words = ["convert", tmp_path / "in.pt", tmp_path / "model.safetensors", "--metadata", "format=pt"]
+    assert cli(*words).code == 0
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
+    assert same(loaded.state_dict(), model.state_dict())
+
+
 @pytest.mark.parametrize("output", ["model.safetensors", "sharded", "torch"])
 def test_transformers_loads_a_tied_model(output: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra interop")
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16)
+    config = transformers.GPT2Config(**SIZES)
     assert config.tie_word_embeddings
     model = transformers.GPT2LMHeadModel(config)
     torch.save(model.state_dict(), tmp_path / "in.pt")

@@ -174,6 +174,13 @@ def test_wrong_values_are_found_when_asked_for(
     ckpttool.save(checkpoint, tmp_path / f"out{ending}", full=full, verify=True)
 
 
+def flip(path: Path, values: torch.Tensor) -> None:
+    """Changes a bit of the last of these values in a file."""
+    raw = bytearray(path.read_bytes())
+    raw[raw.rindex(values.numpy().tobytes()) + values.nbytes - 1] ^= 1
+    path.write_bytes(raw)
+
+
 @pytest.mark.parametrize("change", ["nothing", "cast", "split", "join", "average"])
 def test_a_flipped_bit_in_the_input_is_found_when_asked_for(change: str, tmp_path: Path) -> None:
     weight = torch.arange(8.0)
@@ -183,9 +190,7 @@ def test_a_flipped_bit_in_the_input_is_found_when_asked_for(change: str, tmp_pat
     }
     path = saved(state.get(change, {"a.weight": weight}), tmp_path)
     shutil.copy(path, tmp_path / "whole.pt")
-    raw = bytearray(path.read_bytes())
-    raw[raw.rindex(weight[-1:].numpy().tobytes())] ^= 1
-    path.write_bytes(raw)
+    flip(path, weight[-1:])
     damaged = ckpttool.open(path)
     changed = {
         "nothing": lambda: damaged,
@@ -203,13 +208,6 @@ def test_a_flipped_bit_in_the_input_is_found_when_asked_for(change: str, tmp_pat
             ckpttool.save(changed, tmp_path / end, verify=True, force=True)
         assert str(caught.value.hint).endswith(f"ckpttool verify {path}")
         assert sorted(os.listdir(tmp_path)) == before
-
-
-def flip(path: Path, values: torch.Tensor) -> None:
-    """Changes a bit of the last of these values in a file."""
-    raw = bytearray(path.read_bytes())
-    raw[raw.rindex(values.numpy().tobytes()) + values.nbytes - 1] ^= 1
-    path.write_bytes(raw)
 
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
@@ -279,9 +277,7 @@ def test_a_dry_run_finds_damage_too(tmp_path: Path) -> None:
 
 def test_damage_in_what_is_not_written_does_not_matter(tmp_path: Path) -> None:
     path = saved({"model": {"a": torch.ones(4)}, "momentum": torch.full((4,), 3.0)}, tmp_path)
-    raw = bytearray(path.read_bytes())
-    raw[raw.index(torch.full((4,), 3.0).numpy().tobytes())] ^= 1
-    path.write_bytes(raw)
+    flip(path, torch.full((4,), 3.0))
     ckpttool.save(ckpttool.open(path), tmp_path / "out.safetensors", verify=True)
     with pytest.raises(Damaged, match="the bytes that become 'momentum'"):
         ckpttool.save(ckpttool.open(path), tmp_path / "out.pt", verify=True)

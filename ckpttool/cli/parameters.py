@@ -25,11 +25,12 @@ class Pair(click.ParamType):  # type: ignore[type-arg]
     """Two things with = between them, cut at the last one: names may hold another."""
 
     name = "pair"
+    cut = staticmethod(str.rpartition)
 
     def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, Any]:
         if isinstance(value, tuple):
             return value
-        left, equals, right = value.rpartition("=")
+        left, equals, right = self.cut(value, "=")
         if not (left and equals and right):
             self.fail(f"'{value}' is not two parts with = between them", param, ctx)
         return left, self.second(right, param, ctx)
@@ -38,18 +39,11 @@ class Pair(click.ParamType):  # type: ignore[type-arg]
         return value
 
 
-class Entry(click.ParamType):  # type: ignore[type-arg]
-    """A name and a text with = between them, cut at the first one: the text may be empty, or hold others."""
+class Entry(Pair):
+    """A name and a text with = between them, cut at the first one: the text may hold others."""
 
     name = "entry"
-
-    def convert(self, value: Any, param: Any, ctx: Any) -> tuple[str, str]:
-        if isinstance(value, tuple):
-            return value
-        key, equals, text = value.partition("=")
-        if not (key and equals):
-            self.fail(f"'{value}' is not a name and a text with = between them", param, ctx)
-        return key, text
+    cut = staticmethod(str.partition)
 
 
 class SizesFor(Pair):

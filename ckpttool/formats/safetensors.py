@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .. import full
-from ..checkpoint import Checkpoint
+from ..checkpoint import OF_TORCH, Checkpoint
 from ..dtypes import DTYPES, DType
 from ..elements import require_bounded, stream
 from ..errors import Damaged, Refused, Unsupported
@@ -36,7 +36,7 @@ from .strict_json import parse_object
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
-RESERVED = ("format", full.ENTRY)
+RESERVED = (*OF_TORCH, full.ENTRY)
 """Metadata with a meaning of its own, whatever tensors there are: never another name of a tensor."""
 
 # The order in which the library lays out types: widest first, and within a width as listed in its source.
