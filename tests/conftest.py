@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from ranks.fixtures import run_ranks
 
 from ckpttool import cli as command_line
+from tests.ranks.fixtures import run_ranks
+from tests.support.running import SHARED, Ran
 
 __all__ = ["run_ranks"]
 
-ROOT = Path(__file__).parents[1]
-SHARED = ROOT.parent / "shared"
 
 # Deterministic, so that a red run can be repeated; time varies too much on shared machines for a deadline.
 settings.register_profile(
@@ -30,26 +27,13 @@ settings.register_profile("wide", settings.get_profile("here"), derandomize=Fals
 settings.load_profile("here")  # another by `pytest --hypothesis-profile wide`
 
 
-@dataclass(frozen=True)
-class Ran:
-    """One run of the command line."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     """Runs a command in this process, errors handled as `main` does."""
 
     def run(*arguments: object) -> Ran:
         capsys.readouterr()
-        code = command_line._run([str(argument) for argument in arguments])
+        code = command_line.run([str(argument) for argument in arguments])
         said = capsys.readouterr()
         return Ran(code, said.out, said.err)
 

@@ -15,8 +15,9 @@ from types import FunctionType
 
 import pytest
 import torch
-from conftest import ROOT
 from safetensors.torch import save_file
+
+from tests.support.running import ROOT
 
 PACKAGE = ROOT / "ckpttool"
 ROOMS = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
@@ -181,8 +182,12 @@ def test_a_room_imports_only_from_those_above_it_in_the_table(name: str) -> None
 def test_the_order_can_tell_a_room_that_imports_from_below() -> None:
     """Else the test above could not fail."""
     assert order().index("errors") < order().index("formats.torch_zip") < order().index("cli")
-    assert place("ckpttool.formats.dcp.NAME") == "formats.dcp"
-    assert [place(m) for m in ("ckpttool", "ckpttool.cli.inspect", "ckpttool.keys")] == ["", "cli", "keys"]
+    assert place("ckpttool.formats.folders.dcp.NAME") == "formats.dcp"
+    assert [place(m) for m in ("ckpttool", "ckpttool.cli.inspect", "ckpttool.transforms.keys")] == [
+        "",
+        "cli",
+        "keys",
+    ]
 
 
 @pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.name)
@@ -312,7 +317,7 @@ def test_every_public_name_is_there_for_use_and_for_the_type_checker_and_hides_n
 def test_a_room_is_an_attribute() -> None:
     import ckpttool
 
-    assert isinstance(ckpttool.digest.digest, FunctionType)
+    assert isinstance(ckpttool.files.digest.digest, FunctionType)
 
 
 def test_a_name_that_is_not_public_is_not_there() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 import ckpttool
-from ckpttool import ranks
+from ckpttool.distributed import collectives
 from ckpttool.errors import CheckFailed, Damaged, Refused, Unreadable, UsageFault
 from train import random_state, run_folder
 from train.config import TrainConfig
@@ -45,18 +45,19 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     with trainer.one_model():
         model, optimizer = trainer.ddp.state_dict(), trainer.optimizer.state_dict()
     digests = {
-        "model": ranks.compare(model, "before saving", hint=ON_SOME_RANKS),
-        "optimizer": ranks.compare(_named(optimizer), "before saving", hint=ON_SOME_RANKS),
+        "model": collectives.compare(model, "before saving", hint=ON_SOME_RANKS),
+        "optimizer": collectives.compare(_named(optimizer), "before saving", hint=ON_SOME_RANKS),
     }
-    own = {"statistics": ranks.gather(trainer.statistics.take())} if trainer.statistics else {}
+    own = {"statistics": collectives.gather(trainer.statistics.take())} if trainer.statistics else {}
     return {
         "model": model,
         "optimizer": optimizer,
         "scheduler": trainer.scheduler.state_dict(),
-        "progress": dataclasses.asdict(trainer.progress) | {"sums": ranks.gather(trainer.sums.tolist())},
+        "progress": dataclasses.asdict(trainer.progress)
+        | {"sums": collectives.gather(trainer.sums.tolist())},
         "plan": dataclasses.asdict(trainer.plan)
-        | {"world_size": ranks.world_size(), "data": trainer.data.fingerprint},
-        "rng": ranks.gather(random_state.take()),
+        | {"world_size": collectives.world_size(), "data": trainer.data.fingerprint},
+        "rng": collectives.gather(random_state.take()),
         "config": trainer.config.plain(),
         "digests": digests,
         "versions": versions(trainer.place.device),
@@ -98,8 +99,8 @@ def save(trainer: Trainer, folder: str, names: list[str]) -> None:
         FileError: the file could not be written; the old one is unchanged.
     """
     state = capture(trainer)
-    with ranks.together():
-        if ranks.rank() == 0:
+    with collectives.together():
+        if collectives.rank() == 0:
             run_folder.write(state, folder, names)
 
 
@@ -121,14 +122,14 @@ class Saver:
         self._save([run_folder.LAST] * due + [run_folder.BEST] * best)
 
     def _save(self, names: list[str]) -> None:
-        with ranks.together():  # before ranks are compared, NaN may be on one rank only
+        with collectives.together():  # before ranks are compared, NaN may be on one rank only
             self._check_finite()
         keep = self.trainer.config.keep
         if run_folder.LAST in names and keep:
             names = [*names, run_folder.numbered(self.trainer.progress.global_step)]
         if names:
             save(self.trainer, self.folder, names)
-        if keep and ranks.rank() == 0:
+        if keep and collectives.rank() == 0:
             run_folder.drop_old(self.folder, keep)
 
     def _check_finite(self) -> None:
@@ -164,11 +165,11 @@ def resume(trainer: Trainer, folder: str) -> list[str] | None:
         CkptToolError: on every rank, if the file can't be read, or belongs to another training.
     """
     config = trainer.config
-    path = ranks.decide(lambda: _find(config, folder))
+    path = collectives.decide(lambda: _find(config, folder))
     if path is None:
         return None
-    state = ranks.broadcast(lambda: read_fitting(path, trainer))
-    with ranks.together():
+    state = collectives.broadcast(lambda: read_fitting(path, trainer))
+    with collectives.together():
         restore(trainer, state)
     return _remarks(trainer, state, path)
 
@@ -205,8 +206,8 @@ def read(path: str) -> dict[str, Any]:
             path, "is not a checkpoint of this trainer", hint=f"inspect it: ckpttool inspect {path}"
         )
     found = {
-        "model": ranks.digest_all(state["model"]),
-        "optimizer": ranks.digest_all(_named(state["optimizer"])),
+        "model": collectives.digest_all(state["model"]),
+        "optimizer": collectives.digest_all(_named(state["optimizer"])),
     }
     for part, digest in state["digests"].items():
         if found[part] != digest:

@@ -18,8 +18,9 @@ from typing import Any, cast
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from ckpttool import factory, ranks
+from ckpttool.distributed import collectives
 from ckpttool.errors import CheckFailed, CkptToolError, UsageFault
+from ckpttool.models import factory
 from train.config import DataConfig
 from train.pictures import Folder, Scale, find_pictures
 from train.random_state import Keyed
@@ -106,7 +107,7 @@ def load(config: DataConfig, *, seed: int = 0) -> Data:
 def compare(data: Data, when: str) -> None:
     """Checks that all ranks have loaded the same data. A collective. Raises RanksDiffer."""
     hint = "make sure that the files of --data are the same on every machine"
-    ranks.compare({"--data": (data.fingerprint, data.classes)}, when, hint=hint)
+    collectives.compare({"--data": (data.fingerprint, data.classes)}, when, hint=hint)
 
 
 def count(samples: Samples) -> int:

@@ -19,9 +19,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
-from ckpttool import batchnorm, ranks
-from ckpttool.certificate import Certificate
-from ckpttool.sync_batchnorm import SyncBatchNorm
+from ckpttool import batchnorm
+from ckpttool.batchnorm.sync_batchnorm import SyncBatchNorm
+from ckpttool.distributed import collectives
+from ckpttool.metrics.certificate import Certificate
 from train import random_state
 from train.config import TrainConfig
 from train.data import Data, count
@@ -113,7 +114,7 @@ class Trainer:
 
     def finish_epoch(self) -> Score:
         """Ends the current epoch; returns the score on its training samples, each taken when it was used."""
-        loss, correct, samples = ranks.total(self.sums).tolist()
+        loss, correct, samples = collectives.total(self.sums).tolist()
         self.sums = self._no_sums()
         self.progress.epoch += 1
         self.progress.step = 0
@@ -140,7 +141,7 @@ class Trainer:
         those of all samples, and each rank's own are restored afterwards.
         """
         apart = getattr(self.ddp, "parameters_to_ignore", ())
-        ranks.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
+        collectives.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
         with self.statistics.pooled() if self.statistics else contextlib.nullcontext():
             yield
 

@@ -32,7 +32,7 @@ from train.config import DataConfig, check_pictures
 if TYPE_CHECKING:
     from torch import nn
 
-    from ckpttool.certificate import Certificate
+    from ckpttool.metrics.certificate import Certificate
     from train.data import Data
     from train.evaluation import Evaluated
 
@@ -150,14 +150,14 @@ def work(job: Job) -> None:
 
 def evaluate(job: Job) -> Certificate:
     """The certificate, on every rank of the process group; only rank 0 reads the checkpoint."""
-    from ckpttool import ranks
+    from ckpttool.distributed import collectives
     from train import data, evaluation
 
     config, model = job.config, job.model
     data.compare(job.data, "before evaluating")
-    digest = ranks.decide(lambda: load(job))
+    digest = collectives.decide(lambda: load(job))
     model.to(job.place.device)
-    ranks.broadcast_into(model.state_dict().values())
+    collectives.broadcast_into(model.state_dict().values())
     evaluator = evaluation.Evaluator(job.data, job.place, workers=config.workers)
     found = evaluator.evaluate(model, checkpoint=digest)
     if config.out is not None:
@@ -171,8 +171,8 @@ def load(job: Job) -> str:
     `--out` is checked first and emptied last: an earlier evaluation is kept until the new one can begin.
     """
     from ckpttool import formats
-    from ckpttool.digest import digest
-    from ckpttool.reloading import reload
+    from ckpttool.files.digest import digest
+    from ckpttool.models.reloading import reload
 
     config = job.config
     earlier = make_room(config)
@@ -203,15 +203,16 @@ def make_room(config: EvaluateConfig) -> list[str]:
 
 def write(job: Job, found: Evaluated) -> None:
     """Writes each rank's file and, once all are written, eval.json."""
-    from ckpttool import predictions, ranks
-    from ckpttool.commit import replacing
+    from ckpttool.distributed import collectives
+    from ckpttool.files.commit import replacing
+    from ckpttool.metrics import predictions
 
     folder, rank = str(job.config.out), job.place.rank
-    with ranks.together():
+    with collectives.together():
         os.makedirs(folder, exist_ok=True)  # ranks of another machine have another disk
         path = os.path.join(folder, f"rank{rank}.safetensors")
         predictions.write(path, found.own, found.certificate.evaluation, rank, force=job.config.force)
-    with ranks.together():
+    with collectives.together():
         if rank == 0:
             said = {"checkpoint": job.config.checkpoint, **found.certificate.statement()}
             with replacing(os.path.join(folder, STATEMENT)) as file:

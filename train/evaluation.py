@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ckpttool import ranks
-from ckpttool.certificate import Certificate, certify
-from ckpttool.gathering import gather
-from ckpttool.predictions import COLUMNS, Evaluation, Predictions
+from ckpttool.distributed import collectives
+from ckpttool.distributed.gather_rows import gather
+from ckpttool.metrics.certificate import Certificate, certify
+from ckpttool.metrics.predictions import COLUMNS, Evaluation, Predictions
 from train.data import Data, count
 from train.launch import Place
 from train.loading import load
@@ -63,7 +63,9 @@ class Evaluator:
         joined = gather(own["index"], columns, samples=self.samples)
         whole = _predictions({"index": torch.arange(self.samples), **joined})
         about = self._about(checkpoint)
-        return Evaluated(_predictions(own), ranks.alike(lambda: certify(whole, about, self.rank_samples)))
+        return Evaluated(
+            _predictions(own), collectives.alike(lambda: certify(whole, about, self.rank_samples))
+        )
 
     def rows(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """This rank's rows, by column. All ranks advance batch by batch together, so none waits for one
@@ -80,7 +82,7 @@ class Evaluator:
         found: list[tuple[torch.Tensor, ...]] = []
         loaded: Iterator[Any] | None = None
         for number in range(-(-self.samples // (BATCH * self.place.world_size))):
-            with ranks.together():
+            with collectives.together():
                 if number < len(self.batches):
                     loaded = loaded or iter(self.loader)
                     inputs, labels = next(loaded)

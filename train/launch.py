@@ -213,7 +213,7 @@ def _interrupted(interrupt: KeyboardInterrupt) -> int:
 
 def _is_echo(error: CkptToolError) -> bool:
     """Whether another rank reports this failure."""
-    from ckpttool.ranks import RankFailed
+    from ckpttool.distributed.collectives import RankFailed
 
     return isinstance(error, RankFailed) or (isinstance(error, RanksDiffer) and rank() != 0)
 

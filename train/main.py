@@ -89,7 +89,7 @@ def work(job: Job) -> None:
 
 def train(job: Job) -> None:
     """The training itself, on every rank of the process group."""
-    from ckpttool import ranks
+    from ckpttool.distributed import collectives
     from train import checkpoints, data, run_folder
     from train.engine import Trainer
     from train.report import Report
@@ -97,7 +97,7 @@ def train(job: Job) -> None:
     config = job.config
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
     data.compare(job.data, "before training")
-    folder = ranks.decide(lambda: run_folder.choose(config, time.strftime("%Y%m%d-%H%M%S")))
+    folder = collectives.decide(lambda: run_folder.choose(config, time.strftime("%Y%m%d-%H%M%S")))
     trainer = Trainer(config, job.data, job.model, job.place)
     remarks = checkpoints.resume(trainer, folder)
     saver = checkpoints.Saver(trainer, folder)

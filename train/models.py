@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ckpttool import factory
 from ckpttool.errors import UsageFault
+from ckpttool.models import factory
 
 NAMES = "simple-cnn, resnet20, torchvision:NAME or file.py:factory"
 

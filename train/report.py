@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from ckpttool.certificate import Certificate
+from ckpttool.metrics.certificate import Certificate
 from train import launch
 from train.config import TrainConfig
 from train.data import Data, count

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ckpttool.commit import replacing
 from ckpttool.errors import FileError, UsageFault
+from ckpttool.files.commit import replacing
 from train.config import TrainConfig
 
 LAST, BEST, LOG = "last.pt", "best.pt", "log.jsonl"

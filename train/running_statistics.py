@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ckpttool import batchnorm, ranks
+from ckpttool import batchnorm
+from ckpttool.distributed import collectives
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -89,7 +90,7 @@ class RunningStatistics:
     def _of_all_ranks(self) -> dict[str, dict[str, torch.Tensor]]:
         layers = list(self.layers.values())
         pooled = batchnorm.pool_over_ranks(layers, [self.met[path] for path in self.layers])
-        steps = ranks.gather([int(layer.num_batches_tracked) for layer in layers])
+        steps = collectives.gather([int(layer.num_batches_tracked) for layer in layers])
         found = {}
         for number, (path, layer) in enumerate(self.layers.items()):
             # A rank without samples in a step did not count it.

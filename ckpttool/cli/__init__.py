@@ -187,13 +187,13 @@ def main() -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup sets that
             signal.signal(number, _terminate)
-    code = _run(sys.argv[1:])
+    code = run(sys.argv[1:])
     # All was flushed when it was said. Nothing is taken down: of a file with very many tensors that would
     # take as long as reading it.
     os._exit(code)
 
 
-def _run(arguments: list[str]) -> int:
+def run(arguments: list[str]) -> int:
     known: dict[str, bool] = {}  # what the options have said when something goes wrong
     try:
         if not arguments:

@@ -12,7 +12,7 @@ from .console import printable
 from .rewriting import Outcome, renaming_outcome, rewrite
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoint.checkpoint import Checkpoint
 
 
 @click.command("add-prefix")
@@ -29,7 +29,7 @@ def command(prefix: str, **given: Any) -> None:
     Example:
       ckpttool add-prefix model.safetensors for-ddp.pt
     """
-    from ..keys import add_prefix
+    from ..transforms.keys import add_prefix
 
     console = options.console(given)
 

@@ -11,7 +11,7 @@ from .console import counted
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoint.checkpoint import Checkpoint
 
 
 @click.command("average")
@@ -36,7 +36,7 @@ def command(inputs: tuple[str, ...], weights: str | None, **given: Any) -> None:
       ckpttool average epoch8.pt epoch9.pt mean.pt --weights 1,3
     """
     from .. import formats
-    from ..average import average
+    from ..transforms.average import average
 
     console = options.console(given)
     shares = _numbers(weights) if weights is not None else None

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from ..errors import CkptToolError, Mismatch
-from ..transfer import Progress
+from ..files.copying import Progress
 from .columns import wrapped
 
 if TYPE_CHECKING:
-    from ..diagnosis.fit import Fit
+    from ..models.diagnosis.fit import Fit
 
 BAR_FROM = 64 << 20
 """Bytes from which a progress bar is worth drawing."""

@@ -12,7 +12,7 @@ from .parameters import Entry, Pair, SizesFor
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoint.checkpoint import Checkpoint
 
 FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "dcp")
 
@@ -106,8 +106,8 @@ def command(
       ckpttool convert last.pt last.safetensors --full
       ckpttool convert model.safetensors shards/ --shard-size 500MB
     """
-    from ..cast import target
-    from ..formats import sharding
+    from ..formats.folders import sharding
+    from ..tensors.cast import target
 
     options = {**given, "target": target(dtype.lower()) if dtype else None, "to": to}
 
@@ -122,7 +122,7 @@ def command(
 
 
 def _fewer(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
-    from ..transforms import drop, select
+    from ..transforms.selection import drop, select
 
     if options["drop"]:
         checkpoint = drop(checkpoint, options["drop"])
@@ -135,7 +135,7 @@ def _fewer(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) ->
 
 
 def _laid_out(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
-    from .. import layout
+    from ..transforms import layout
 
     for flag, change, done in (
         ("permute", layout.permute, "permuted"),
@@ -151,7 +151,7 @@ def _laid_out(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any])
 
 
 def _complex(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
-    from ..transforms import join_complex, split_complex
+    from ..transforms.selection import join_complex, split_complex
 
     if options["complex_"]:
         change, done = (
@@ -163,7 +163,7 @@ def _complex(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) 
 
 
 def _cast(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
-    from ..transforms import cast
+    from ..transforms.selection import cast
 
     if (target := options["target"]) is not None:
         checkpoint, report = cast(checkpoint, target, state=options["state"])
@@ -175,7 +175,7 @@ def _cast(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> 
 def _described(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
     from ..errors import UsageFault
     from ..formats.destination import SAFETENSORS, format_of_output
-    from ..transforms import with_metadata
+    from ..transforms.selection import with_metadata
 
     if not options["metadata"]:
         return checkpoint

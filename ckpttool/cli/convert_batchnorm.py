@@ -11,9 +11,9 @@ from .console import counted
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
-    from ..batchnorm_pooling import PoolReport
-    from ..batchnorm_state import Report, Target
-    from ..checkpoint import Checkpoint
+    from ..batchnorm.convert_states import Report, Target
+    from ..batchnorm.pool_files import PoolReport
+    from ..checkpoint.checkpoint import Checkpoint
 
 
 @click.command("convert-batchnorm")
@@ -87,7 +87,7 @@ def command(
     state = given["state"]
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        from ..batchnorm_state import convert
+        from ..batchnorm.convert_states import convert
         from ..errors import NothingToDo
 
         pooled, report = None, None
@@ -111,7 +111,7 @@ def _pool(
     first: Checkpoint, others: tuple[str, ...], counts: tuple[str, ...], **choices: Any
 ) -> tuple[Checkpoint, PoolReport]:
     from .. import formats
-    from ..batchnorm_pooling import pool_states
+    from ..batchnorm.pool_files import pool_states
 
     opened = [formats.open(path) for path in others]  # each stays so while a tensor that is kept refers to it
     return pool_states([first, *opened], dict(map(_counts, counts)) or None, **choices)
@@ -140,8 +140,8 @@ def _kinds(spec: str | None) -> dict[str, str] | None:
     """The kind of each BatchNorm layer of the model that was named. Runs its code, and imports torch."""
     if spec is None:
         return None
-    from ..batchnorm import kinds_of
-    from ..skeleton import skeleton
+    from ..batchnorm.convert_modules import kinds_of
+    from ..models.skeleton import skeleton
 
     return kinds_of(skeleton(spec))
 

@@ -13,8 +13,8 @@ from . import options
 from .console import Console, counted, printable
 
 if TYPE_CHECKING:
-    from ..compare import Change, Comparison
-    from ..distances import Distance
+    from ..analysis.compare import Change, Comparison
+    from ..analysis.distances import Distance
 
 MANY_STEPS = 9999
 """The most ulps that are shown."""
@@ -70,8 +70,8 @@ def command(
       ckpttool diff last.pt model.safetensors --ignore-prefix
     """
     from .. import formats
-    from ..alike import Tolerance
-    from ..compare import compare
+    from ..analysis.compare import compare
+    from ..analysis.equality import Tolerance
 
     console = options.console(given)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)

@@ -24,7 +24,7 @@ def command(file: str, state: str | None, **given: Any) -> None:
       ckpttool digest model.safetensors
     """
     from .. import formats
-    from ..digest import digest
+    from ..files.digest import digest
 
     options.require_one_file(file)
     console = options.console(given)

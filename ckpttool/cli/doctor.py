@@ -14,8 +14,8 @@ from . import options
 from .console import mismatch_fields, printable
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
-    from ..diagnosis import Diagnosis, Problem
+    from ..checkpoint.checkpoint import Checkpoint
+    from ..models.diagnosis import Diagnosis, Problem
 
 
 WIDTH = 110
@@ -49,12 +49,12 @@ def command(file: str, model: str, state: str | None, **given: Any) -> None:
 
 
 def _diagnose(checkpoint: Checkpoint, spec: str, state: str | None) -> Diagnosis:
-    from ..diagnosis import Respec, diagnose
-    from ..diagnosis.case import Case
-    from ..diagnosis.fit import Blueprint
-    from ..diagnosis.resize import resized
-    from ..reloading import accepts
-    from ..skeleton import skeleton
+    from ..models.diagnosis import Respec, diagnose
+    from ..models.diagnosis.case import Case
+    from ..models.diagnosis.fit import Blueprint
+    from ..models.diagnosis.resize import resized
+    from ..models.reloading import accepts
+    from ..models.skeleton import skeleton
 
     model = skeleton(spec)
 

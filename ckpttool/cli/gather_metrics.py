@@ -11,7 +11,7 @@ from . import options
 from .console import counted, printable, to_json
 
 if TYPE_CHECKING:
-    from ..certificate import Certificate
+    from ..metrics.certificate import Certificate
 
 
 @click.command("gather-metrics")
@@ -31,9 +31,9 @@ def command(files: tuple[str, ...], samples: int | None, out: str | None, force:
     Example:
       ckpttool gather-metrics eval/rank*.safetensors
     """
-    from ..certificate import recompute
     from ..errors import OutputExists
-    from ..predictions import read
+    from ..metrics.certificate import recompute
+    from ..metrics.predictions import read
 
     console = options.console(given)
     if out is not None and os.path.lexists(out) and not force:
@@ -45,7 +45,7 @@ def command(files: tuple[str, ...], samples: int | None, out: str | None, force:
 
 
 def _write(path: str, found: Certificate) -> None:
-    from ..commit import replacing
+    from ..files.commit import replacing
 
     with replacing(path) as file:
         file.write(f"{to_json(found.statement())}\n".encode())

@@ -14,9 +14,9 @@ from . import options
 from .console import Console, terminal_width
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
-    from ..stats import Stats
-    from ..summary import OtherRow, Summary, TensorRow
+    from ..analysis.stats import Stats
+    from ..analysis.summary import OtherRow, Summary, TensorRow
+    from ..checkpoint.checkpoint import Checkpoint
 
 
 @click.command("inspect")
@@ -41,7 +41,7 @@ def command(
       ckpttool inspect last.pt
     """
     from .. import formats
-    from ..summary import summarize, tensor_rows
+    from ..analysis.summary import summarize, tensor_rows
     from .inspect_page import page, stats_table, tensor_lines
 
     console = options.console(given)
@@ -68,7 +68,7 @@ def _lines() -> int:
 
 
 def _measure(console: Console, checkpoint: Checkpoint) -> Mapping[str, Stats | None]:
-    from ..stats import measure
+    from ..analysis.stats import measure
 
     found: dict[str, Stats | None] = {}
     with console.progress(checkpoint.nbytes, "reading") as progress:

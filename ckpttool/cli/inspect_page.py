@@ -6,16 +6,16 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..outline import shape_in_words, tensors_in_words
-from ..training import in_words
+from ..analysis.module_tree import shape_in_words, tensors_in_words
+from ..analysis.optimizers import in_words
 from .columns import columns, cut, cut_middle, left, right, table, wrapped
 from .console import counted, printable, show_bytes, show_names
 
 if TYPE_CHECKING:
-    from ..outline import Branch
-    from ..stats import Stats
-    from ..summary import Kinds, OtherRow, Summary, TensorRow
-    from ..wrappers import FoundPrefix
+    from ..analysis.module_tree import Branch
+    from ..analysis.stats import Stats
+    from ..analysis.summary import Kinds, OtherRow, Summary, TensorRow
+    from ..transforms.wrappers import FoundPrefix
 
 MAX_LINES = 200
 """Modules, if a single level has more than anyone reads; `-v` shows them all."""

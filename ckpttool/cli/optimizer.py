@@ -11,7 +11,7 @@ from .console import counted
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoint.checkpoint import Checkpoint
 
 
 @click.command("optimizer")
@@ -43,7 +43,7 @@ def command(to: str, model: str | None, **given: Any) -> None:
       ckpttool optimizer last.pt named.pt --to names
       ckpttool optimizer last.pt fitting.pt --to names --model torchvision:resnet18
     """
-    from ..optimizer import to_indices, to_names
+    from ..transforms.optimizer import to_indices, to_names
 
     console = options.console(given)
     parameters = _parameters(model) if model else None
@@ -66,8 +66,8 @@ def command(to: str, model: str | None, **given: Any) -> None:
 
 def _parameters(spec: str) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a live model's parameters, in its order. Imports torch."""
-    from .. import factory
     from ..errors import UsageFault
+    from ..models import factory
 
     model = factory.build(spec)
     if not hasattr(model, "named_parameters"):

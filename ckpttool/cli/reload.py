@@ -12,7 +12,7 @@ from .console import Console, printable, show_names
 from .parameters import Shape
 
 if TYPE_CHECKING:
-    from ..reloading import Reloaded
+    from ..models.reloading import Reloaded
 
 
 @click.command("reload")
@@ -33,8 +33,8 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     Example:
       ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
     """
-    from ..reloading import reload
-    from ..skeleton import skeleton
+    from ..models.reloading import reload
+    from ..models.skeleton import skeleton
 
     console = options.console(given)
     built = skeleton(model)

@@ -11,7 +11,7 @@ from . import options
 from .rewriting import Outcome, renaming_outcome, rewrite
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoint.checkpoint import Checkpoint
 
 
 @click.command("rename-keys")
@@ -34,7 +34,7 @@ def command(rules: tuple[str, ...], **given: Any) -> None:
     Example:
       ckpttool rename-keys model.pt renamed.pt --map '^backbone\\.=model.'
     """
-    from ..keys import rename_keys
+    from ..transforms.keys import rename_keys
 
     pairs = [_pair(rule) for rule in rules]
 

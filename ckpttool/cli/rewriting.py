@@ -14,10 +14,10 @@ from .console import Console, counted, printable, show_bytes
 from .options import console as console_of
 
 if TYPE_CHECKING:
-    from ..cast import CastReport
-    from ..checkpoint import Checkpoint
+    from ..checkpoint.checkpoint import Checkpoint
     from ..formats import Saved
-    from ..keys import Renaming
+    from ..tensors.cast import CastReport
+    from ..transforms.keys import Renaming
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
 
 def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
     """INPUT's format where it is a folder's and OUTPUT is to be a folder; None where OUTPUT tells its own."""
-    from ..formats import folders
+    from ..formats.folders import folders
 
     if checkpoint.format not in folders.NAMES or folders.kind_of(output):
         return None

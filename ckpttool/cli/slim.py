@@ -11,7 +11,7 @@ from .console import show_bytes
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoint.checkpoint import Checkpoint
 
 
 @click.command("slim")
@@ -25,7 +25,7 @@ def command(**given: Any) -> None:
     Example:
       ckpttool slim last.pt weights.pt
     """
-    from ..transforms import slim
+    from ..transforms.selection import slim
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         found = checkpoint.state(given["state"])

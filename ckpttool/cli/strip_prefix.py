@@ -10,7 +10,7 @@ from . import options
 from .rewriting import Outcome, renaming_outcome, rewrite
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint
+    from ..checkpoint.checkpoint import Checkpoint
 
 
 @click.command("strip-prefix")
@@ -32,7 +32,7 @@ def command(prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], **
     Example:
       ckpttool strip-prefix last.pt model.safetensors
     """
-    from ..keys import strip_prefix
+    from ..transforms.keys import strip_prefix
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         new, renaming = strip_prefix(

@@ -12,7 +12,7 @@ from . import options
 from .console import Console, counted, printable, show_bytes
 
 if TYPE_CHECKING:
-    from ..verify import Verified
+    from ..analysis.verify import Verified
 
 
 @click.command("verify", context_settings=options.MORE_FILES)
@@ -37,7 +37,7 @@ def command(file: str, against: str | None, finite: bool, state: str | None, **g
       ckpttool verify model.safetensors --against last.pt
     """
     from .. import formats
-    from ..verify import verify
+    from ..analysis.verify import verify
 
     options.require_one_file(file)
     console = options.console(given)

@@ -1,6 +1,22 @@
 """Files in and out: `open` finds the format by content (`reading`), `save` by name (`saving`)."""
 
-from .reading import open as open
-from .reading import read as read
-from .saved import Saved as Saved
-from .saving import save as save
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import attributes
+
+if TYPE_CHECKING:
+    from .reading import open as open
+    from .reading import read as read
+    from .save_report import Saved as Saved
+    from .saving import save as save
+
+__getattr__, __all__ = attributes(
+    __name__,
+    {
+        "reading": ("open", "read"),
+        "save_report": ("Saved",),
+        "saving": ("save",),
+    },
+)

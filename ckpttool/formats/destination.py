@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 
-from ..checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint
 from ..errors import OutputExists, UsageFault
-from . import dcp, folders, safetensors, sharding, torch_zip
-from .saved import PICKLES
+from .folders import dcp, folders, sharding
+from .pytorch import zip as torch_zip
+from .safetensors import format as safetensors
+from .save_report import PICKLES
 
 WHOLE = (torch_zip.NAME, dcp.NAME)
 """The formats that take everything a checkpoint holds, not only the model's state."""

@@ -9,13 +9,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from ..checkpoint import Checkpoint
-from ..commit import set_aside
-from ..errors import Damaged, Unreadable, Unsupported, checkpoints_among, names_in
-from ..tensor import Source
-from ..transfer import open_source_descriptor
-from . import dcp, safetensors, sharded, torch_legacy, torch_tar, torch_zip
-from .sharding import INDEX
+from ..checkpoint.checkpoint import Checkpoint
+from ..errors import Damaged, Unreadable, Unsupported
+from ..files.commit_folder import set_aside
+from ..files.open_source import open_source_descriptor
+from ..files.suggestions import checkpoints_among, names_in
+from ..tensors.ref import Source
+from .folders import dcp, sharded
+from .folders.sharding import INDEX
+from .pytorch import legacy as torch_legacy
+from .pytorch import tar as torch_tar
+from .pytorch import zip as torch_zip
+from .safetensors import format as safetensors
 
 
 class Format(Protocol):

@@ -12,18 +12,21 @@ from dataclasses import replace
 from functools import partial
 from typing import BinaryIO
 
-from ..checkpoint import OF_TORCH, Checkpoint
-from ..commit import replacing, require_folder
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ..checkpoint.checksums import require_intact, with_checksum
 from ..errors import Damaged, Refused
-from ..intact import require_intact, with_checksum
-from ..tensor import Source, Storage, TensorRef
-from ..transfer import DryOutput, Output, Progress
-from ..two_processes import output
-from . import folders, in_place, safetensors, sharding, torch_zip
+from ..files.commit import replacing, require_folder
+from ..files.copying import DryOutput, Output, Progress
+from ..files.fork import output
+from ..tensors.ref import Source, Storage, TensorRef
 from .destination import WHOLE, format_of_output, require_place, require_sense
+from .folders import folders, sharding
+from .pytorch import zip as torch_zip
 from .reading import open as open_any
 from .reading import read
-from .saved import PICKLES, Saved, saved_state, saved_whole
+from .safetensors import format as safetensors
+from .safetensors import in_place
+from .save_report import PICKLES, Saved, saved_state, saved_whole
 
 
 def save(
@@ -214,7 +217,7 @@ class _Writing:
         there = dict(found.tensors()) if self.state is None else found.state("").tensors
         same = _structure(meant) == _structure(there)
         if same and values:
-            from ..digest import digest  # whose hashlib loads OpenSSL
+            from ..files.digest import digest  # whose hashlib loads OpenSSL
 
             same = digest(meant, progress) == digest(there, progress)
         if not same:

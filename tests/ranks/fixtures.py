@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ranks.pool import Pool
+from tests.ranks.pool import Pool
 
 RunRanks = Callable[..., list[Any]]
 

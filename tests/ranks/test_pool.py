@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from ranks.pool import CaseFailed, Pool
+from tests.ranks.pool import CaseFailed, Pool
 
 
 def add_ranks(rank: int, world_size: int, more: int) -> int:

@@ -1,0 +1,292 @@
+"""What differs between two checkpoints, by contents, whatever their formats.
+
+The model's state is compared tensor by tensor under the names it has there; everything else, as far as both
+formats could hold it, under its dotted name in the file. Types of plain containers (list or tuple, dict or
+OrderedDict), the text that a numeric key may have become, and the order of names make no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, count
+from typing import NamedTuple
+
+from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.dotted_names import MAX_NAMES, contents
+from ..errors import NoState, Unsupported
+from ..files.copying import Progress
+from ..inert_pickle.values import Record, tensor_of
+from ..tensors.dtypes import DTYPES
+from ..tensors.ref import Storage, TensorRef
+from .compare_values import Pair, distances, unravelled
+from .distances import Distance, has_numbers
+from .equality import Bare, Tolerance, bare_names, in_words, same_value, shared, unchanged
+
+HOLD_ALL = ("torch-zip", "torch-legacy", "torch-tar", "dcp")
+"""The formats that can hold more than a model's state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that both files have under the same name, but differs.
+
+    Attributes:
+        why: `shape`, `dtype` or `values` of a tensor; `type` or `value` of anything else.
+        a, b: what each file has, in a few words.
+        distance: how far apart the values are; None where they were not compared.
+        index: the place of the largest difference, along each axis.
+    """
+
+    name: str
+    why: str
+    a: str
+    b: str
+    distance: Distance | None = None
+    index: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What differs.
+
+    Attributes:
+        only_a, only_b: names that the other file does not have; of what is beside the model's state the
+            shortest that say it.
+        changed: in the order of the first file, the model's state first.
+        tensors: how many pairs of tensors were compared.
+        aside_a, aside_b: what one file has beside the model's state and was not looked for in the other,
+            whose format could not hold it.
+        matched_without_prefix: how many more names would be in both files without wrappers' prefixes.
+    """
+
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+    changed: tuple[Change, ...]
+    tensors: int
+    aside_a: tuple[str, ...] = ()
+    aside_b: tuple[str, ...] = ()
+    matched_without_prefix: int = 0
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing that was compared differs."""
+        return not (self.only_a or self.only_b or self.changed)
+
+
+def compare(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    tolerance: Tolerance | None = None,
+    state: str | None = None,
+    model_only: bool = False,
+    ignore_prefix: bool = False,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compares two checkpoints by contents. Constant memory, whatever their size.
+
+    Args:
+        tolerance: what counts as the same; None for the same bits. With it tensors of different types are
+            compared by value, and numbers beside the tensors too.
+        state: dotted path of the model's state in both files, or in one of them; found when None. When it is
+            given, only the states are compared.
+        model_only: compares only the states.
+        ignore_prefix: names are the same when they differ only in wrappers' prefixes.
+        progress: called with numbers of bytes, those of the first file.
+
+    Raises:
+        NoState: there is no model's state at `state`, or with `model_only` none at all.
+        Damaged: a file ends early.
+    """
+    states = _states(a, b, state, needed=model_only)
+    work = _Comparing(tolerance)
+    aside: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
+    gained = 0
+    if states is None:
+        work.trees(a.tree, b.tree, _Sides(a.path))
+    else:
+        mine, theirs = states
+        bare = bare_names(mine.tensors, theirs.tensors)
+        if not ignore_prefix:
+            gained = shared(mine.tensors, theirs.tensors, bare) - len(
+                mine.tensors.keys() & theirs.tensors.keys()
+            )
+            bare = unchanged, unchanged
+        work.tensors(mine.tensors, theirs.tensors, bare)
+        if state is None and not model_only:
+            if _compares_all(a, mine) and _compares_all(b, theirs):
+                work.trees(mine.others, theirs.others, _Sides(a.path, bare=bare))
+                sides = _Sides(a.path, (mine.anchor, theirs.anchor), bare)
+                work.trees(a.tree if mine.path else {}, b.tree if theirs.path else {}, sides)
+            else:
+                aside = _beside(a, mine), _beside(b, theirs)
+    return work.result(progress, aside, gained)
+
+
+def _states(a: Checkpoint, b: Checkpoint, where: str | None, *, needed: bool) -> tuple[State, State] | None:
+    """Both models' states; one file may have just the state that is at `where` in the other."""
+    found = _state(a, where), _state(b, where)
+    if where is not None and not any(found):
+        a.state(where)
+    mine, theirs = (one or _state(each, None) for one, each in zip(found, (a, b), strict=True))
+    if mine and theirs:
+        return mine, theirs
+    if needed or where is not None:
+        return a.state() if mine is None else mine, b.state() if theirs is None else theirs
+    return None
+
+
+def _state(checkpoint: Checkpoint, where: str | None) -> State | None:
+    try:
+        return checkpoint.state(where)
+    except NoState:
+        return None
+
+
+def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
+    return (*state.others, *checkpoint.outside(state))
+
+
+def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
+    """Whether a file lacks what it lacks by choice, and not because its format holds only tensors."""
+    return checkpoint.format in HOLD_ALL or bool(_beside(checkpoint, state))
+
+
+class _Sides(NamedTuple):
+    """What to leave out of a walk through both trees, and how their names are distinguished.
+
+    `states`: what holds the model's state in each tree, which was compared by itself.
+    """
+
+    path: str
+    states: tuple[object, object] = (None, None)
+    bare: tuple[Bare, Bare] = (unchanged, unchanged)
+
+
+class _Comparing:
+    """One comparison: what differs by name, and the pairs of tensors whose values are still to be read."""
+
+    def __init__(self, tolerance: Tolerance | None) -> None:
+        self.tolerance = tolerance
+        self.only: tuple[list[str], list[str]] = [], []
+        self.changes: list[Change] = []
+        self.pairs: list[tuple[int, Pair]] = []
+        self.tensors_seen = 0
+
+    def tensors(
+        self, a: Mapping[str, TensorRef], b: Mapping[str, TensorRef], bare: tuple[Bare, Bare]
+    ) -> None:
+        """Two states by name."""
+        theirs = {bare[1](name): name for name in b}
+        for name, tensor in a.items():
+            other = theirs.pop(bare[0](name), None)
+            if other is None:
+                self.only[0].append(name)
+            else:
+                self.tensor(name, tensor, b[other])
+        self.only[1].extend(theirs.values())
+
+    def tensor(self, name: str, a: TensorRef, b: TensorRef) -> None:
+        self.tensors_seen += 1
+        if a.shape != b.shape:
+            self.changes.append(Change(name, "shape", in_words(a), in_words(b)))
+        elif a.dtype is not b.dtype and not (
+            self.tolerance and has_numbers(a.dtype) and has_numbers(b.dtype)
+        ):
+            self.changes.append(Change(name, "dtype", in_words(a), in_words(b)))
+        else:
+            self.pairs.append((len(self.changes), Pair(name, a, b)))
+
+    def trees(self, a: object, b: object, sides: _Sides) -> None:
+        """Two trees of values by dotted names, each pair of containers once."""
+        seen: set[tuple[int, int]] = set()
+        room = MAX_NAMES
+        stack: list[tuple[str, object, object]] = [("", a, b)]
+        while stack:
+            name, x, y = stack.pop()
+            inside = contents(x), contents(y)
+            if None in inside or _type_of_record(x) != _type_of_record(y):
+                self.value(name, x, y, sides)
+            elif (id(x), id(y)) not in seen:
+                seen.add((id(x), id(y)))
+                mine, theirs = _both_by_name(x, y, sides.bare)
+                below = list(self._below(f"{name}." if name else "", mine, theirs, sides))
+                room -= sum(len(path) for path, _, _ in below)
+                if room < 0:
+                    raise Unsupported(sides.path, "its dotted names need too much memory")
+                stack.extend(reversed(below))
+
+    def _below(
+        self, path: str, mine: dict[str, object], theirs: dict[str, object], sides: _Sides
+    ) -> Iterator[tuple[str, object, object]]:
+        """Compares what both containers have under the same name; reports what only one has."""
+        for each, state in ((mine, sides.states[0]), (theirs, sides.states[1])):
+            for name in [name for name, value in each.items() if state is not None and value is state]:
+                del each[name]
+        for name, value in mine.items():
+            if name in theirs:
+                yield path + name, value, theirs[name]
+            else:
+                self.only[0].append(path + name)
+        self.only[1].extend(path + name for name in theirs if name not in mine)
+
+    def value(self, name: str, x: object, y: object, sides: _Sides) -> None:
+        """Two things of which at least one is not a container."""
+        a, b = _as_tensor(x), _as_tensor(y)
+        if a is not None and b is not None:
+            self.tensor(name, a, b)
+        elif not same_value(x, y, self.tolerance, sides.bare):
+            why = "value" if type(x) is type(y) else "type"
+            self.changes.append(Change(name, why, in_words(x), in_words(y)))
+
+    def result(
+        self, progress: Progress | None, aside: tuple[tuple[str, ...], tuple[str, ...]], gained: int
+    ) -> Comparison:
+        """Reads the values, and puts what differs in the order of the first file."""
+        place = {id(pair): before for before, pair in self.pairs}
+        changes = [(before, 1, change) for before, change in enumerate(self.changes)]
+        for pair, found in distances((pair for _, pair in self.pairs), self.tolerance, progress):
+            index = None if found.where is None else unravelled(found.where, pair.a.shape)
+            change = Change(pair.name, "values", in_words(pair.a), in_words(pair.b), found, index)
+            changes.append((place[id(pair)], 0, change))
+        changes.sort(key=lambda change: change[:2])
+        only = tuple(self.only[0]), tuple(self.only[1])
+        return Comparison(*only, tuple(c for _, _, c in changes), self.tensors_seen, *aside, gained)
+
+
+def _both_by_name(
+    x: object, y: object, bare: tuple[Bare, Bare]
+) -> tuple[dict[str, object], dict[str, object]]:
+    """What is in two containers by name; in two sets, equals have one name, and the rest goes by order."""
+    if not (isinstance(x, set | frozenset) and isinstance(y, set | frozenset)):
+        return _by_name(x, bare[0]), _by_name(y, bare[1])
+    names = {element: str(index) for index, element in enumerate(x)}
+    spare = chain((name for element, name in names.items() if element not in y), map(str, count(len(x))))
+    theirs = {names[element] if element in names else next(spare): element for element in y}
+    return {name: element for element, name in names.items()}, theirs
+
+
+def _by_name(container: object, bare: Bare) -> dict[str, object]:
+    """What is in a container by name; where two are alike (0 and '0') the later is marked."""
+    found: dict[str, object] = {}
+    for name, value in contents(container) or ():
+        if name is None:
+            if isinstance(container, Record):  # the attributes of an object
+                found.update(_by_name(value, bare) if isinstance(value, dict) else {"": value})
+            continue
+        name = bare(name)
+        while name in found:
+            name += "'"
+        found[name] = value
+    return found
+
+
+def _type_of_record(value: object) -> str:
+    return value.type_name if isinstance(value, Record) else ""
+
+
+def _as_tensor(value: object) -> TensorRef | None:
+    if isinstance(value, Storage):
+        return TensorRef.contiguous(value, DTYPES["uint8"], (value.nbytes,))
+    return tensor_of(value)

@@ -1,0 +1,237 @@
+"""How far apart the numbers of two tensors are. Imports numpy when it is called.
+
+Floats are compared as float64, which holds every one of them; integers exactly, with floats too; complex
+numbers by the magnitude of their difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..tensors.cast import FLOATS, carrier, reader
+from ..tensors.dtypes import REAL_TYPES, DType, real_dtype
+from .equality import Tolerance
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How two tensors of one shape differ.
+
+    Attributes:
+        differ: elements that are not the same: their bits differ, or they are further apart than tolerated.
+        of: how many elements the tensor has; 0 for a stretch of one.
+        nans: of those that differ, how many are NaN on only one side; no distance counts them.
+        max_abs: the largest |a - b|, exact for integers; None where no two numbers could be compared.
+        max_rel: the largest |a - b| / |b|; infinite where b is 0.
+        max_ulp: the largest number of steps from one number to the other, in their type; None for integers
+            and between types.
+        where: the place of the largest difference, in row-major order; that of a NaN before all others.
+        a, b: the numbers at that place.
+    """
+
+    differ: int
+    of: int = 0
+    nans: int = 0
+    max_abs: float | int | None = None
+    max_rel: float | None = None
+    max_ulp: int | None = None
+    where: int | None = None
+    a: complex | float | int | None = None
+    b: complex | float | int | None = None
+
+    def __add__(self, other: Distance) -> Distance:
+        """Two stretches of one tensor as one; what is equal is placed where it came first."""
+        first = self if not other.differ or (self.differ and self._rank() >= other._rank()) else other
+        return replace(
+            first,
+            differ=self.differ + other.differ,
+            nans=self.nans + other.nans,
+            max_abs=_larger(self.max_abs, other.max_abs),
+            max_rel=_larger(self.max_rel, other.max_rel),
+            max_ulp=_larger(self.max_ulp, other.max_ulp),
+        )
+
+    def _rank(self) -> tuple[bool, float | int]:
+        return self.nans > 0, -1 if self.max_abs is None else self.max_abs
+
+    def times(self, count: int) -> Distance:
+        """The same difference, so many times over."""
+        return replace(self, differ=self.differ * count, nans=self.nans * count)
+
+
+def _larger(one: Any, other: Any) -> Any:
+    return one if other is None else other if one is None else max(one, other)
+
+
+Measure = Callable[[memoryview, memoryview, int], Distance]
+
+
+def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
+    """A function from the bytes of the same elements in two types, little-endian, to their distance.
+
+    It takes the number of the first element too, as `where` counts from there. Types that differ need a
+    tolerance. Types that have no numbers (quantised ones) are compared only by their bits.
+    """
+    as_numbers = has_numbers(one) and has_numbers(other)
+
+    def measure(a: memoryview, b: memoryview, first: int) -> Distance:
+        import numpy as np
+
+        x, y = _rows(one, a), _rows(other, b)
+        count = len(x)
+        if one is other:
+            same = x == y
+            places = np.flatnonzero(~(same[:, 0] if same.shape[1] == 1 else same.all(axis=1)))
+            x, y = x[places], y[places]
+        else:
+            places = np.arange(count)
+        if not len(places):
+            return Distance(0)
+        if not as_numbers:
+            return Distance(len(places), where=first + int(places[0]))
+        with np.errstate(all="ignore"):
+            found = _Numbers(one, other, x, y)
+            keep = slice(None) if tolerance is None else np.flatnonzero(~found.within(tolerance))
+            return found.distance(keep, first, places)
+
+    return measure
+
+
+def has_numbers(dtype: DType) -> bool:
+    """Whether elements of a type are numbers by themselves; those of quantised types are not."""
+    return dtype.name in FLOATS or dtype.name in REAL_TYPES or dtype.name in INTEGERS
+
+
+def _rows(dtype: DType, raw: memoryview) -> NDArray[Any]:
+    """The bits of elements as unsigned integers: (elements, parts), two parts for complex types."""
+    import numpy as np
+
+    return np.frombuffer(raw, dtype=f"<u{dtype.part}").reshape(-1, dtype.itemsize // dtype.part)
+
+
+def _values(dtype: DType, rows: NDArray[Any]) -> NDArray[Any]:
+    """Bits as float64, complex128, int64 or uint64: (elements,)."""
+    import numpy as np
+
+    part = real_dtype(dtype)
+    if part.name not in FLOATS:
+        kind = "u" if part.name[0] in "ub" else "i"
+        return rows[:, 0].view(f"<{kind}{part.itemsize}").astype(f"<{kind}8")
+    floats = reader(part)(np.ascontiguousarray(rows).view(carrier(part))).astype("<f8")
+    return floats.view("<c16")[:, 0] if dtype.name in REAL_TYPES else floats[:, 0]
+
+
+class _Numbers:
+    """Elements side by side: their values, which are the same by value, and how far apart the others are."""
+
+    def __init__(self, one: DType, other: DType, x: NDArray[Any], y: NDArray[Any]) -> None:
+        import numpy as np
+
+        self.a, self.b = _values(one, x), _values(other, y)
+        self.steps = _steps(one, x, y) if one is other and one.name not in INTEGERS else None
+        if one.name in INTEGERS and other.name in INTEGERS:
+            self.a, self.b = _of_one_kind(self.a, self.b)
+        if self.a.dtype == self.b.dtype and self.a.dtype.kind in "iu":
+            larger, a, b = self.a > self.b, self.a.view("<u8"), self.b.view("<u8")
+            self.apart = np.where(larger, a - b, b - a)  # modulo 2^64, which is right for both kinds
+            self.one_nan = np.zeros(len(a), dtype=bool)
+            return
+        (a, rest_a), (b, rest_b) = _as_floats(self.a), _as_floats(self.b)
+        nan_a, nan_b = np.isnan(a), np.isnan(b)
+        self.one_nan = nan_a ^ nan_b
+        same = (a == b) & (rest_a == rest_b) | (nan_a & nan_b)
+        apart = np.where(same, 0.0, np.abs((a - b) + (rest_a - rest_b)))
+        self.apart = np.where(np.isnan(apart), np.inf, apart)  # infinities of other signs, or in other parts
+
+    def within(self, tolerance: Tolerance) -> Any:
+        import numpy as np
+
+        limit = tolerance.atol + tolerance.rtol * _magnitude(self.b)
+        if self.apart.dtype.kind == "u":  # which numpy would compare as float64
+            return (limit >= 2.0**64) | (self.apart <= np.minimum(limit, 2.0**64 - 2048).astype("<u8"))
+        return ((self.apart == 0) | (np.isfinite(self.apart) & (self.apart <= limit))) & ~self.one_nan
+
+    def distance(self, keep: Any, first: int, places: NDArray[Any]) -> Distance:
+        import numpy as np
+
+        apart, one_nan, places = self.apart[keep], self.one_nan[keep], places[keep]
+        if not len(places):
+            return Distance(0)
+        a, b = self.a[keep], self.b[keep]
+        nans = int(np.count_nonzero(one_nan))
+        largest = int(np.argmax(one_nan)) if nans else int(np.argmax(apart))
+        found = Distance(
+            len(places),
+            nans=nans,
+            where=first + int(places[largest]),
+            a=a[largest].item(),
+            b=b[largest].item(),
+        )
+        if nans == len(places):
+            return found
+        numbers = ~one_nan
+        relative = np.where(apart[numbers] == 0, 0.0, apart[numbers] / _magnitude(b[numbers]))
+        steps = None if self.steps is None else int(np.where(apart == 0, 0, self.steps[keep])[numbers].max())
+        most = float(np.where(np.isnan(relative), math.inf, relative).max())
+        return replace(found, max_abs=apart[numbers].max().item(), max_rel=most, max_ulp=steps)
+
+
+def _of_one_kind(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """64-bit integers, both signed or both unsigned where the values allow it; else as they are."""
+    if a.dtype == b.dtype:
+        return a, b
+    signed, unsigned = (a, b) if a.dtype.kind == "i" else (b, a)
+    if signed.min() >= 0:
+        return a.view("<u8"), b.view("<u8")
+    if unsigned.max() < 2**63:
+        return a.view("<i8"), b.view("<i8")
+    return a, b
+
+
+def _as_floats(values: NDArray[Any]) -> tuple[Any, Any]:
+    """Numbers as float64 or complex128, and what that leaves of integers, exactly (Fast2Sum: Dekker 1971)."""
+    if values.dtype.kind in "fc":
+        return values, 0.0
+    if values.min() >= -(2**53) and values.max() <= 2**53:
+        return values.astype("<f8"), 0.0
+    bits = values.dtype.type(32)
+    high = (values >> bits).astype("<f8") * 2.0**32
+    low = (values & values.dtype.type(2**32 - 1)).astype("<f8")
+    whole = high + low
+    return whole, low - (whole - high)
+
+
+def _magnitude(values: NDArray[Any]) -> Any:
+    import numpy as np
+
+    return np.abs(values if values.dtype.kind in "fc" else values.astype("<f8"))
+
+
+def _steps(dtype: DType, x: NDArray[Any], y: NDArray[Any]) -> Any:
+    """How many steps it takes from number to number of the type; of a complex one, the part that takes more.
+
+    The bits of floats of one sign are in the order of the numbers, in all IEEE 754 types and their kin.
+    """
+    import numpy as np
+
+    part = real_dtype(dtype)
+    top = 8 * part.itemsize - 1
+
+    def place(rows: NDArray[Any]) -> Any:
+        bits = rows.astype("<u8")
+        if part.name == "float8_e8m0fnu":  # has no sign
+            return bits.view("<i8")
+        size = (bits & np.uint64((1 << top) - 1)).view("<i8")
+        return np.where(bits >> np.uint64(top), -size, size)
+
+    a, b = place(x), place(y)
+    steps = np.where(a > b, a.view("<u8") - b.view("<u8"), b.view("<u8") - a.view("<u8"))
+    return steps.max(axis=1)

@@ -1,0 +1,124 @@
+"""When two names, or two plain values, count as the same."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ..inert_pickle.values import container_name, in_brief, tensor_of
+from ..transforms.wrappers import WRAPPERS
+
+WRAPPER = re.compile(rf"(^|\.)(?:{'|'.join(map(re.escape, WRAPPERS))})+")
+
+LONG = 40
+"""Characters of a text that are shown."""
+
+Bare = Callable[[str], str]
+"""A name without what precedes it in its own file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What counts as the same: |a - b| <= atol + rtol * |b|, as `torch.allclose` has it.
+
+    NaN is the same as NaN, whatever its bits, -0.0 the same as 0.0, and an infinity the same only as itself.
+    """
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
+def unchanged(name: str) -> str:
+    return name
+
+
+def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
+    """For each of two states a rule that takes off what wrappers, or one outer module, put before its names.
+
+    A rule that would give two names the same result is not used.
+    """
+    names = list(a), list(b)
+    rules = [_first_one_to_one(all_, _without_wrappers) for all_ in names]
+    short = [{rule(name) for name in all_} for rule, all_ in zip(rules, names, strict=True)]
+    for this, other in ((0, 1), (1, 0)):
+        outer = _outer(short[this], short[other])
+        if outer:
+            rules[this] = _first_one_to_one(names[this], _without(outer, rules[this]), rules[this])
+            break
+    return rules[0], rules[1]
+
+
+def shared(a: Iterable[str], b: Iterable[str], rules: tuple[Bare, Bare]) -> int:
+    """How many names two states have in common by these rules."""
+    return len({rules[0](name) for name in a} & {rules[1](name) for name in b})
+
+
+def _without_wrappers(name: str) -> str:
+    return WRAPPER.sub(r"\1", name)
+
+
+def _without(outer: str, rule: Bare) -> Bare:
+    return lambda name: rule(name).removeprefix(outer)
+
+
+def _first_one_to_one(names: list[str], *rules: Bare) -> Bare:
+    fitting = (rule for rule in rules if len({rule(name) for name in names} - {""}) == len(names))
+    return next(fitting, unchanged)
+
+
+def _outer(longer: set[str], shorter: set[str]) -> str:
+    """The first parts that most names of one state have more than those of the other, or `""`."""
+    shared = len(longer & shorter)
+    first = min(longer - shorter, default="").split(".")
+    for count in range(1, len(first)):
+        outer = ".".join(first[:count]) + "."
+        carried = {name.removeprefix(outer) for name in longer if name.startswith(outer)}
+        if len(carried & shorter) > max(shared, len(shorter) // 2):
+            return outer
+    return ""
+
+
+def same_value(x: object, y: object, tolerance: Tolerance | None, bare: tuple[Bare, Bare]) -> bool:
+    """Whether two plain values are the same: of one type, and of floats the same bits, those of NaN aside.
+
+    Args:
+        tolerance: numbers of both types are the same within it.
+        bare: rules under which texts are the same too, as they may be parameters' names.
+    """
+    if tolerance is not None and _is_number(x) and _is_number(y):
+        return _close(x, y, tolerance)  # type: ignore[arg-type]
+    if isinstance(x, str) and isinstance(y, str):
+        return x == y or bare[0](x) == bare[1](y)
+    if isinstance(x, float | complex):
+        return type(x) is type(y) and repr(x) == repr(y)
+    return type(x) is type(y) and x == y
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _close(x: float, y: float, tolerance: Tolerance) -> bool:
+    try:
+        a, b = float(x), float(y)
+    except OverflowError:
+        return x == y
+    if x == y or (math.isnan(a) and math.isnan(b)):
+        return True
+    return math.isfinite(a - b) and abs(a - b) <= tolerance.atol + tolerance.rtol * abs(b)
+
+
+def in_words(value: object) -> str:
+    """A value in a few words."""
+    tensor = tensor_of(value)
+    if tensor is not None:
+        return f"{tensor.dtype.name} {list(tensor.shape)}"
+    if isinstance(value, str):
+        return repr(value) if len(value) <= LONG else f"{value[:LONG]!r}… ({len(value)} characters)"
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, dict | list | tuple | set | frozenset):
+        return f"{container_name(value)} of {len(value)}"
+    return in_brief(value)

@@ -1,0 +1,247 @@
+"""A state's modules as a tree, with repeated blocks folded into one line.
+
+The tree is that of the names alone: `layers.0.attn.weight` is a tensor `weight` in a module `layers.0.attn`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter, methodcaller
+from os.path import commonprefix
+from typing import NamedTuple
+
+from ..checkpoint.states import BUFFERS
+from ..tensors.ref import TensorRef
+
+MAX_LEVELS = 60
+"""Levels that are distinguished; real models have about 15."""
+
+MAX_DIGITS = 9
+MAX_NUMBER = 10**MAX_DIGITS - 1
+"""Of modules that are numbered: a name of more digits has some of them in its text."""
+
+NUMBERED = re.compile(rf"(.*?)(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A module, or a row of identical ones, or a tensor beside modules.
+
+    Attributes:
+        name: its path below the branch above; `layers.0-11` is a row of twelve.
+        copies: how many identical ones it represents, within one of the branch above.
+        parameters, nbytes: of all of them, in every copy of what encloses them. What is tied counts once.
+        count: tensors in all of them.
+        tensors: its own, by name (`""` for a branch that is a tensor); of the first, where there are copies.
+        branches: what is inside, in the order of the state.
+    """
+
+    name: str
+    copies: int
+    parameters: int
+    nbytes: int
+    count: int
+    tensors: tuple[tuple[str, TensorRef], ...] = ()
+    branches: tuple[Branch, ...] = ()
+
+    def lines(self, depth: int) -> Iterator[tuple[int, Branch]]:
+        """It and what is inside, `depth` levels deep, each with its level."""
+        stack = [(0, self)]
+        while stack:
+            level, branch = stack.pop()
+            yield level, branch
+            if level < depth:
+                stack.extend((level + 1, inner) for inner in reversed(branch.branches))
+
+    def depth_within(self, lines: int) -> int:
+        """The most levels, at least one, that fit on `lines` lines."""
+        depth, level, count = 0, [self], 1
+        while level := [inner for branch in level for inner in branch.branches]:
+            count += len(level)
+            if count > lines and depth:
+                break
+            depth += 1
+        return depth
+
+
+class _Form(NamedTuple):
+    """What alike tensors have in common, and what one of them counts for. One object for each form."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    tied: bool
+    parameters: int
+    nbytes: int
+
+
+_Entry = tuple[str, TensorRef, _Form]
+
+
+def outline(tensors: Mapping[str, TensorRef]) -> Branch:
+    """The tree of a state's modules.
+
+    Args:
+        tensors: name -> tensor, in the state's order.
+    """
+    shared, dot, _ = commonprefix(list(tensors)).rpartition(".")  # noqa: RUF071 - of characters, as meant
+    return _branch(shared, _entries(tensors), len(shared + dot), 1, 1, MAX_LEVELS)
+
+
+def _entries(tensors: Mapping[str, TensorRef]) -> list[_Entry]:
+    """Each tensor with its form. Loops run in C where they can: there may be a hundred thousand."""
+    tied, is_buffer = _tied(tensors), methodcaller("endswith", BUFFERS)
+    types, shapes = (map(attrgetter(name), tensors.values()) for name in ("dtype.name", "shape"))
+    keys = list(zip(types, shapes, map(tied.__contains__, tensors), map(is_buffer, tensors), strict=True))
+    of_key = dict(zip(keys, tensors.values(), strict=True))
+    forms: dict[object, _Form] = {}
+    for key, tensor in of_key.items():
+        numel = 0 if key[2] else tensor.numel
+        forms[key] = _Form(*key[:3], 0 if key[3] else numel, numel * tensor.dtype.itemsize)
+    return list(zip(tensors, tensors.values(), map(forms.__getitem__, keys), strict=True))
+
+
+def _tied(tensors: Mapping[str, TensorRef]) -> set[str]:
+    """Names of tensors that an earlier name has too."""
+    storages = Counter(map(id, map(attrgetter("storage"), tensors.values())))
+    if len(storages) == len(tensors):
+        return set()
+    counted: set[tuple[object, ...]] = set()
+    tied: set[str] = set()
+    for name, tensor in tensors.items():
+        if storages[id(tensor.storage)] > 1:
+            if tensor.view in counted:
+                tied.add(name)
+            counted.add(tensor.view)
+    return tied
+
+
+def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: int, levels: int) -> Branch:
+    """One module.
+
+    Args:
+        entries: all the tensors in it.
+        start: where in their names the part begins that is below it.
+        times: how many copies there are of what encloses its copies.
+        levels: how many more are distinguished.
+    """
+    own, modules = _parted(entries, start) if levels else (entries, {})
+    times *= copies
+    inside = [
+        _branch(_label(row), modules[row[0]], start + len(row[0]) + 1, len(row), times, levels - 1)
+        for row in _rows(modules, start)
+    ]
+    if inside and own:  # tensors beside modules get lines of their own, before them
+        inside[:0] = [_leaf(entry, start, times) for entry in own]
+        own = []
+    if len(inside) == 1 and copies == 1:  # nothing to say about the module around it
+        only = inside[0]
+        return replace(only, name=f"{name}.{only.name}" if name else only.name)
+    forms = [form for _, _, form in entries]
+    parameters, nbytes = (times * sum(map(attrgetter(each), forms)) for each in ("parameters", "nbytes"))
+    tensors = tuple((key[start:], tensor) for key, tensor, _ in own)
+    return Branch(name, copies, parameters, nbytes, len(entries) * times, tensors, tuple(inside))
+
+
+def _parted(entries: list[_Entry], start: int) -> tuple[list[_Entry], dict[str, list[_Entry]]]:
+    """A module's own tensors, and those of each module inside it."""
+    own: list[_Entry] = []
+    modules: dict[str, list[_Entry]] = {}
+    module, here = ".", own  # the part of the name before, with its dot: most tensors follow their like
+    for entry in entries:
+        name = entry[0]
+        if not name.startswith(module, start):
+            end = name.find(".", start)
+            if end < 0:
+                own.append(entry)
+                continue
+            module = name[start : end + 1]
+            here = modules.setdefault(module[:-1], [])
+        here.append(entry)
+    return own, modules
+
+
+def _leaf(entry: _Entry, start: int, times: int) -> Branch:
+    name, tensor, form = entry
+    return Branch(name[start:], 1, form.parameters * times, form.nbytes * times, times, (("", tensor),))
+
+
+def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]]:
+    """Modules by name, each with those that follow it, are numbered on from it, and are like it."""
+    names: Iterable[str] = modules
+    if all(name.isdecimal() for name in modules):  # safetensors has 10 before 2
+        names = sorted(modules, key=lambda name: (len(name), name))
+    row: list[str] = []
+    before: _Kind = ()
+    expected: str | None = None  # what the next one of the row is called
+    text, number = "", 0
+    for name in names:
+        kind = _kind(modules[name], start + len(name))
+        if name == expected and kind == before:
+            number += 1
+        else:
+            if row:
+                yield row
+            row = []
+            text, number = _place(name) or (name, MAX_NUMBER)
+        row.append(name)
+        before, expected = kind, f"{text}{number + 1}" if number < MAX_NUMBER else None
+    if row:
+        yield row
+
+
+def _kind(entries: list[_Entry], start: int) -> _Kind:
+    """What two modules have in common that are alike: types, shapes and names of tensors, in their order."""
+    if len(entries) == 1:
+        ((name, _, form),) = entries
+        return form, name[start:]
+    return *(form for _, _, form in entries), *(name[start:] for name, _, _ in entries)
+
+
+_Kind = tuple[_Form | str, ...]
+
+
+def _place(name: str) -> tuple[str, int] | None:
+    """A module's name as text and the number behind it; None where there is none."""
+    text = name.rstrip("0123456789")
+    digits = name[len(text) :]
+    if digits[:1] in ("", "0") or len(digits) > MAX_DIGITS:  # then some of them belong to the text
+        found = NUMBERED.fullmatch(name)
+        return (found[1], int(found[2])) if found else None
+    return text, int(digits)
+
+
+def _label(row: list[str]) -> str:
+    last = _place(row[-1])
+    return row[0] if len(row) == 1 or not last else f"{row[0]}-{last[1]}"
+
+
+def tensors_in_words(branch: Branch, usual: str, most: int, *, brief: bool = False) -> str:
+    """Its own tensors by name and shape: `weight 16×3×3×3; bias 16`.
+
+    Args:
+        usual: the element type that goes without saying.
+        most: how many are named.
+        brief: of several of one shape, the first and the last alone.
+    """
+    groups: list[tuple[list[str], str]] = []
+    for name, tensor in branch.tensors[:most]:
+        form = shape_in_words(tensor.shape)
+        if tensor.dtype.name != usual:
+            form += f" {tensor.dtype.name}"
+        if groups and groups[-1][1] == form:
+            groups[-1][0].append(name)
+        else:
+            groups.append(([name], form))
+    more = len(branch.tensors) - most
+    shown = [
+        f"{names[0]} … {names[-1]}" if brief and len(names) > 2 else ", ".join(names) for names, _ in groups
+    ]
+    words = [f"{names} {form}".strip() for names, (_, form) in zip(shown, groups, strict=True)]
+    return "; ".join(words + [f"{more:,} more"] * (more > 0))
+
+
+def shape_in_words(shape: Iterable[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"

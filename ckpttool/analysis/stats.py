@@ -1,0 +1,105 @@
+"""What values a tensor has: extremes, mean and spread, without ever holding the tensor. Imports numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..tensors.cast import FLOATS, carrier, reader
+from ..tensors.ref import TensorRef
+from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+INTEGERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
+
+BLOCK = 1 << 18
+"""Elements looked at in one go: what float64 makes of them stays in the processor's cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What values a tensor has.
+
+    Attributes:
+        minimum, maximum: of the values that are finite, in the tensor's own type; None when there are none.
+        mean, deviation: of the same, computed in float64; the deviation is that of a population (÷ n).
+        non_finite: how many values are NaN or infinite.
+    """
+
+    minimum: float | int | None = None
+    maximum: float | int | None = None
+    mean: float | None = None
+    deviation: float | None = None
+    non_finite: int = 0
+
+
+def measure(name: str, tensor: TensorRef) -> Stats | None:
+    """Looks at each value once; None for complex, quantised and other types that have no order.
+
+    Args:
+        name: for messages.
+
+    Raises:
+        Refused: an overlapping view that is larger than anybody can wait for.
+        Damaged: the file ends early.
+    """
+    kind = tensor.dtype.name
+    if kind not in FLOATS and kind not in INTEGERS:
+        return None
+    once, repeats = without_repeats(tensor)  # repeating all values alike changes no mean
+    require_bounded(name, once, MAX_REPEATED)
+    sums = _Sums()
+    for piece in stream(once):
+        values = _values(kind, tensor, piece)
+        for start in range(0, len(values), BLOCK):
+            sums.add(values[start : start + BLOCK])
+    return sums.stats(repeats)
+
+
+def _values(kind: str, tensor: TensorRef, piece: memoryview) -> NDArray[Any]:
+    import numpy as np
+
+    if kind in FLOATS:
+        return reader(tensor.dtype)(np.frombuffer(piece, dtype=carrier(tensor.dtype)))
+    return np.frombuffer(piece, dtype="u1" if kind == "bool" else np.dtype(kind).newbyteorder("<"))
+
+
+class _Sums:
+    """Blocks added up: means and squared deviations merged as Chan, Golub and LeVeque do (1979)."""
+
+    def __init__(self) -> None:
+        self.count = self.non_finite = 0
+        self.mean = self.squares = 0.0
+        self.least: Any = None
+        self.most: Any = None
+
+    def add(self, block: NDArray[Any]) -> None:
+        import numpy as np
+
+        if block.dtype.kind == "f":
+            finite = np.isfinite(block)
+            if not finite.all():
+                self.non_finite += int(block.size - np.count_nonzero(finite))
+                block = block[finite]
+        if not block.size:
+            return
+        least, most = block.min(), block.max()
+        self.least = least if self.least is None else min(self.least, least)
+        self.most = most if self.most is None else max(self.most, most)
+        wide = block.astype("f8")
+        with np.errstate(over="ignore", invalid="ignore"):  # the squares of the largest doubles
+            mean = float(wide.mean())
+            wide -= mean
+            squares = float(np.dot(wide, wide))
+            apart, total = mean - self.mean, self.count + block.size
+            self.squares += squares + apart * apart * self.count * block.size / total
+            self.mean += apart * block.size / total
+        self.count = total
+
+    def stats(self, repeats: int) -> Stats:
+        if not self.count:
+            return Stats(non_finite=self.non_finite * repeats)
+        least, most = self.least.item(), self.most.item()
+        return Stats(least, most, self.mean, (self.squares / self.count) ** 0.5, self.non_finite * repeats)

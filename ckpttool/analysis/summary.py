@@ -1,0 +1,244 @@
+"""What is in a checkpoint, for people and scripts; nothing is loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
+
+from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.dotted_names import Entry, contents
+from ..checkpoint.states import all_tensors, is_optimizer
+from ..errors import NoState
+from ..inert_pickle.known_names import unknown_names as unknown_names
+from ..inert_pickle.values import in_brief, tensor_of
+from ..tensors.ref import TensorRef
+from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
+from .module_tree import Branch, outline
+from .optimizers import OptimizerRow, SchedulerRow, describe_optimizer, describe_scheduler
+from .other_values import OtherRow as OtherRow
+from .other_values import other_rows
+
+MAX_OPTIMIZERS = 16
+"""In a list so many are looked for."""
+
+
+class TensorRow(NamedTuple):
+    """A tensor by its dotted path in the file. `shared_with`: the first name that uses the same bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    shared_with: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Some tensors: how many of each element type and device, and their bytes; what is tied counts once."""
+
+    dtypes: Mapping[str, int]
+    devices: Mapping[str, int]
+    nbytes: int
+
+    @property
+    def count(self) -> int:
+        return sum(self.dtypes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A file at a glance.
+
+    Attributes:
+        state: dotted path of the model's state, `""` for the file itself, None when there is none.
+        model: the class of the pickled model that the state was found in; None where it is a dict.
+        other_states: further dicts of tensors that could be meant.
+        keys: number of tensors in the state.
+        parameters: number of elements in the state's tensors, without BatchNorm's statistics.
+        modules: the state's modules as a tree.
+        ties: names in the state that are one tensor.
+        here, beside: the tensors of the state, and all the others.
+        unused: bytes of storages that no tensor uses.
+        unknown: names that the file's pickle mentions and that are not understood here; never imported.
+    """
+
+    path: str
+    format: str
+    nbytes: int
+    state: str | None
+    model: str | None
+    other_states: tuple[str, ...]
+    keys: int
+    parameters: int
+    prefixes: tuple[FoundPrefix, ...]
+    modules: Branch
+    ties: tuple[tuple[str, ...], ...]
+    here: Kinds
+    beside: Kinds
+    unused: int
+    optimizers: tuple[OptimizerRow, ...]
+    schedulers: tuple[SchedulerRow, ...]
+    other: tuple[OtherRow, ...]
+    unknown: tuple[str, ...]
+    metadata: dict[str, str]
+
+
+def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
+    """Describes a checkpoint.
+
+    Args:
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        NoState: `state` was given and is not there.
+    """
+    try:
+        found = checkpoint.state(state)
+    except NoState:
+        if state is not None:
+            raise
+        found = None
+    tensors = found.tensors if found else {}
+    modules = outline(tensors)
+    here = _Looks(tensors.values())
+    outside = list(_outside(checkpoint, found))
+    everything = _Looks([*tensors.values(), *outside]) if outside else here
+    mine = {id(tensor.storage) for tensor in tensors.values()} if outside else set()
+    optimizers, schedulers = _training_rows(checkpoint.tree)
+    return Summary(
+        path=checkpoint.path,
+        format=checkpoint.format,
+        nbytes=checkpoint.nbytes,
+        state=found.where if found else None,
+        model=found.module.type_name if found and found.module else None,
+        other_states=tuple(checkpoint.other_states(found.path if found else None)),
+        keys=len(tensors),
+        parameters=modules.parameters,
+        prefixes=tuple(_prefixes(checkpoint, found)) if found else (),
+        modules=modules,
+        ties=tuple(_ties(tensors)) if here.shared else (),
+        here=here.kinds(),
+        beside=_Looks(tensor for tensor in outside if id(tensor.storage) not in mine).kinds(),
+        unused=everything.unused(),
+        optimizers=optimizers,
+        schedulers=schedulers,
+        other=tuple(other_rows(checkpoint, found)),
+        unknown=tuple(unknown_names(checkpoint.tree)),
+        metadata=dict(checkpoint.metadata),
+    )
+
+
+def _prefixes(checkpoint: Checkpoint, state: State) -> list[FoundPrefix]:
+    lightning = isinstance(checkpoint.tree, dict) and LIGHTNING in checkpoint.tree
+    return found_prefixes(state.tensors, state.versions, lightning=lightning)
+
+
+def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
+    """Names that are one tensor: other views of one storage are none."""
+    storages: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        storages.setdefault(id(tensor.storage), []).append(name)
+    for sharing in storages.values():
+        if len(sharing) > 1:
+            views: dict[object, list[str]] = {}
+            for name in sharing:
+                views.setdefault(tensors[name].view, []).append(name)
+            yield from (tuple(v) for v in views.values() if len(v) > 1 and tensors[v[0]].numel)
+
+
+def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[TensorRef]:
+    """The tensors that are elsewhere than directly in the state."""
+
+    def inside(value: object) -> Iterable[Entry] | None:
+        return state.others.items() if state is not None and value is state.container else contents(value)
+
+    return (tensor for _, value in checkpoint.named(inside) if (tensor := tensor_of(value)) is not None)
+
+
+class _Looks:
+    """The bytes that some tensors use. Most have their own storage, and few forms: they are counted by form.
+
+    Attributes:
+        alone: one tensor for each form, and how many have it, of those with a storage of their own.
+        shared: the others, by the storage that they share.
+    """
+
+    def __init__(self, tensors: Iterable[TensorRef]) -> None:
+        tensors = list(tensors)
+        self.storages = {id(storage): storage for storage in map(attrgetter("storage"), tensors)}
+        self.shared: list[list[TensorRef]] = []
+        if len(self.storages) < len(tensors):
+            groups: dict[int, list[TensorRef]] = {}
+            for tensor in tensors:
+                groups.setdefault(id(tensor.storage), []).append(tensor)
+            tensors = [group[0] for group in groups.values() if len(group) == 1]
+            self.shared = [group for group in groups.values() if len(group) > 1]
+        forms = list(map(attrgetter("dtype.name", "shape", "stride"), tensors))
+        of_form = dict(zip(forms, tensors, strict=True))
+        self.alone = [(of_form[form], count) for form, count in Counter(forms).items()]
+
+    def kinds(self) -> Kinds:
+        dtypes: Counter[str] = Counter()
+        for tensor, count in self.alone:
+            dtypes[tensor.dtype.name] += count
+        devices = Counter(map(attrgetter("location"), self.storages.values()))
+        nbytes = sum(tensor.nbytes * count for tensor, count in self.alone)
+        for group in self.shared:
+            dtypes.update(tensor.dtype.name for tensor in group)
+            devices[group[0].storage.location] += len(group) - 1
+            nbytes += sum({t.view: t.nbytes for t in group}.values())
+        return Kinds(dict(dtypes.most_common()), dict(devices.most_common()), nbytes)
+
+    def unused(self) -> int:
+        """Bytes of storages that none of the tensors uses, gaps between a view's elements aside."""
+        used = 0
+        for tensor, count in self.alone:
+            begin, stop = tensor.span
+            used += (stop - begin) * count
+        for group in self.shared:
+            end = 0
+            for begin, stop in sorted(tensor.span for tensor in group):
+                used += max(stop - max(begin, end), 0)
+                end = max(end, stop)
+        held: int = sum(map(attrgetter("data.nbytes"), self.storages.values()))
+        return held - used
+
+
+def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[SchedulerRow, ...]]:
+    """Optimizers and schedulers among what a file holds at the top, or in lists and dicts at the top."""
+    optimizers: list[OptimizerRow] = []
+    schedulers: list[SchedulerRow] = []
+    inside = dict, list  # not `dict | list`, which would be made anew for every tensor
+    level: list[tuple[str, object]] = [("", tree)]
+    for _ in range(3):
+        below: list[tuple[str, object]] = []
+        for name, value in level:
+            scheduler = describe_scheduler(name, value)
+            if isinstance(value, dict) and is_optimizer(value):
+                optimizers.append(describe_optimizer(name, value))
+            elif scheduler is not None:
+                schedulers.append(scheduler)
+            elif isinstance(value, dict | list):
+                entries = value if isinstance(value, dict) else dict(enumerate(value[:MAX_OPTIMIZERS]))
+                if all_tensors(entries.values()):
+                    continue
+                below += [
+                    (f"{name}.{in_brief(key)}" if name else in_brief(key), item)
+                    for key, item in entries.items()
+                    if isinstance(item, inside)
+                ]
+        level = below
+    return tuple(optimizers), tuple(schedulers)
+
+
+def tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
+    """Every tensor of a file, in the file's order."""
+    first: dict[int, str] = {}
+    for name, tensor in checkpoint.tensors():
+        owner = first.setdefault(id(tensor.storage), name)
+        nbytes = tensor.nbytes
+        shared = owner if owner is not name and nbytes else None
+        yield TensorRow(name, tensor.dtype.name, tensor.shape, nbytes, shared)

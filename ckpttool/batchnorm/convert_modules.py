@@ -1,0 +1,225 @@
+"""Live BatchNorm layers made synchronised, and plain again. Imports torch when it is called.
+
+torch has the way there, `SyncBatchNorm.convert_sync_batchnorm`, and none back (pytorch#41081). Here a layer
+stays the object it is and changes only its class, as torch's own lazy modules do: so parameters, buffers,
+hooks, flags, devices, and every place that refers to the layer, stay as they are, and the way back is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from ..errors import UsageFault
+from .layers import KINDS, unwrapped
+
+if TYPE_CHECKING:
+    import torch
+
+M = TypeVar("M", bound="torch.nn.Module")
+
+Subclasses = Literal["refuse", "keep"]
+
+COMPILED = ("_orig_mod.",)
+"""What torch.compile puts into paths. Other names of wrappers may be those of parts of a live model."""
+
+
+def to_sync(module: M, *, process_group: Any = None, subclasses: Subclasses = "refuse") -> M:
+    """Makes every BatchNorm layer of a module synchronised, in place, and returns the module.
+
+    On a GPU a layer becomes torch's `SyncBatchNorm`; elsewhere `ckpttool.sync_batchnorm.SyncBatchNorm`, which
+    trains on any device. So move the module first. Each layer remembers its kind. Of layers that are
+    synchronised already, torch's become ours where torch's can't train, and the others stay. What
+    `torch.compile` has wrapped is entered.
+
+    Args:
+        process_group: of whose ranks the statistics are; None for all.
+        subclasses: classes derived from BatchNorm may do anything else: they are refused by name, or kept as
+            they are.
+
+    Raises:
+        UsageFault: a layer can't be converted; names it, and nothing was changed.
+    """
+    from torch.nn import SyncBatchNorm
+
+    from .sync_batchnorm import SyncBatchNorm as OurSyncBatchNorm
+
+    found = list(_layers(module))
+    if subclasses == "refuse":
+        for path, layer in found:
+            if not (_is_convertible(layer) or _is_sync(layer)):
+                raise _refusal(path, layer)
+    for _, layer in found:
+        if _is_convertible(layer):
+            layer.process_group, layer.plain_kind = process_group, type(layer).__name__
+            layer.__class__ = SyncBatchNorm if _on_gpu(layer) else OurSyncBatchNorm
+        elif type(layer) is SyncBatchNorm and not _on_gpu(layer):
+            vars(layer).setdefault("plain_kind", None)
+            layer.__class__ = OurSyncBatchNorm  # type: ignore[assignment]
+    return module
+
+
+def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[str, str] | None = None) -> M:
+    """Makes every synchronised layer of a module BatchNorm1d, 2d or 3d again, in place; returns the module.
+
+    The kind is the one that the layer remembers; else the one of the same name in a reference; else that of
+    `kinds`. So a model that was trained with torch's SyncBatchNorm can be evaluated, or trained, on one CPU.
+
+    Args:
+        like: a model whose layers have the kinds.
+        kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, for instance as a file has them
+            recorded (`batchnorm_layers.recorded_kinds`).
+
+    Raises:
+        UsageFault: a layer's kind is not known, or the layer is of a class derived from SyncBatchNorm; names
+            it, and nothing was changed.
+    """
+    import torch
+
+    given = {**(kinds or {}), **(kinds_of(like) if like is not None else {})}
+    given = {**{unwrapped(path): kind for path, kind in given.items()}, **given}
+    chosen = []
+    for path, layer in _layers(module):
+        if not _is_sync(layer):
+            continue
+        if type(layer) not in _sync_classes() or _has_own_forward(layer):
+            raise _refusal(path, layer)
+        kind = getattr(layer, "plain_kind", None) or given.get(path) or given.get(unwrapped(path))
+        if kind not in KINDS:
+            raise UsageFault(
+                f"'{path}' is a SyncBatchNorm, and nothing says whether it was 1d, 2d or 3d",
+                hint="give a plain model with the same names as like=, or kinds=",
+            )
+        chosen.append((layer, getattr(torch.nn, kind)))
+    for layer, plain in chosen:
+        layer.__class__ = plain
+        for name in ("process_group", "plain_kind", "absent"):
+            layer.__dict__.pop(name, None)
+    return module
+
+
+def kinds_of(module: torch.nn.Module) -> dict[str, str]:
+    """Layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, of plain layers and of those that remember it.
+
+    A layer that appears in several places is named in each; prefixes of torch.compile are left out.
+    """
+    found = {}
+    for path, layer in module.named_modules(remove_duplicate=False):
+        kind = type(layer).__name__ if _is_plain(layer) else getattr(layer, "plain_kind", None)
+        if kind in KINDS:
+            found[unwrapped(path, COMPILED)] = kind
+    return found
+
+
+def pool_over_ranks(
+    layers: Sequence[torch.nn.Module], met: Sequence[tuple[float, float]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The running mean and variance of all ranks, of layers that each rank has its own of. A collective.
+
+    As `pool` has it: sums over ranks in float64, two for all layers together, means before variances, so
+    that no digits cancel.
+
+    Args:
+        layers: with running statistics, the same on every rank and in the same order.
+        met: values per channel, and batches, that each layer met on this rank. Averages over all batches
+            (`momentum=None`) weigh a rank by its values, others by its values per batch.
+
+    Returns:
+        mean and variance of each layer, float64, on the CPU; those of this rank where no rank met anything.
+    """
+    import torch
+
+    from ..distributed import collectives
+
+    means, variances = _statistics(layers, "running_mean"), _statistics(layers, "running_var")
+    sizes = [values / batches if batches else 0.0 for values, batches in met]
+    weights = [
+        values if layer.momentum is None else size
+        for layer, (values, _), size in zip(layers, met, sizes, strict=True)
+    ]
+    count, total = collectives.total(torch.tensor([sizes, weights], dtype=torch.float64).reshape(2, -1))
+    widths = [len(mean) for mean in means]
+
+    def averaged(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        own = [v * w if w else torch.zeros_like(v) for v, w in zip(values, weights, strict=True)]
+        summed = collectives.total(torch.cat([*own, torch.zeros(0, dtype=torch.float64)])).split_with_sizes(
+            widths
+        )
+        return [one / every for one, every in zip(summed, total, strict=True)]
+
+    mean = averaged(means)
+    biased = averaged(
+        [
+            variance * ((size - 1) / size if size else 0.0) + (one - every) ** 2
+            for variance, size, one, every in zip(variances, sizes, means, mean, strict=True)
+        ]
+    )
+    return [
+        (every, spread * (n / (n - 1))) if n > 1 else (own, own_variance)
+        for every, spread, n, own, own_variance in zip(mean, biased, count, means, variances, strict=True)
+    ]
+
+
+def _statistics(layers: Sequence[torch.nn.Module], name: str) -> list[torch.Tensor]:
+    """A buffer of each layer, in float64 on the CPU."""
+    return [layer.get_buffer(name).double().cpu() for layer in layers]
+
+
+def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every layer of BatchNorm's family once, with its path; scripted ones too."""
+    import torch
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    for path, layer in module.named_modules():
+        scripted = isinstance(layer, torch.jit.ScriptModule) and "BatchNorm" in layer.original_name
+        if isinstance(layer, _BatchNorm) or scripted:
+            yield path, layer
+
+
+def _refusal(path: str, layer: Any) -> UsageFault:
+    """Why a layer of BatchNorm's family can't be converted."""
+    import torch
+
+    if isinstance(layer, torch.jit.ScriptModule):
+        what, hint = "is scripted", "convert the model before torch.jit.script"
+    elif isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
+        what, hint = "has no parameters yet", "run a batch through the model first"
+    elif _has_own_forward(layer):
+        what = "has its own forward, which would still be called"
+        hint = "remove it, or leave the layer as it is: subclasses='keep'"
+    else:
+        name = f"{type(layer).__module__}.{type(layer).__qualname__}"
+        what, hint = f"is a {name}, which may do more", "leave it as it is: subclasses='keep'"
+    return UsageFault(f"'{path or 'the module itself'}' {what}", hint=hint)
+
+
+def _is_plain(layer: Any) -> bool:
+    import torch
+
+    return type(layer) in [getattr(torch.nn, kind) for kind in KINDS]
+
+
+def _is_convertible(layer: Any) -> bool:
+    return _is_plain(layer) and not _has_own_forward(layer)
+
+
+def _has_own_forward(layer: Any) -> bool:
+    """Whether a forward was put on the layer itself, which no change of its class would reach."""
+    return "forward" in vars(layer)
+
+
+def _is_sync(layer: Any) -> bool:
+    return isinstance(layer, _sync_classes())
+
+
+def _sync_classes() -> tuple[type, ...]:
+    import torch
+
+    from .sync_batchnorm import SyncBatchNorm
+
+    return torch.nn.SyncBatchNorm, SyncBatchNorm
+
+
+def _on_gpu(layer: torch.nn.Module) -> bool:
+    tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
+    return bool(tensors) and all(tensor.is_cuda for tensor in tensors)

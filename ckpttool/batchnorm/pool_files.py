@@ -1,0 +1,243 @@
+"""The files of several ranks as one, with the statistics of all samples. Imports numpy when it is called."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.states import COUNTER, MEAN, VARIANCE
+from ..errors import NothingToDo, Refused, UsageFault
+from ..files.digest import tensor_digests
+from ..inert_pickle.values import tensor_of
+from ..tensors.cast import TARGETS, carrier, reader
+from ..tensors.dtypes import DType
+from ..tensors.ref import Computed, Storage, TensorRef
+from ..tensors.values import require_bounded, stream
+from ..transforms.selection import replace_state
+from .layers import find, fits, key
+from .pooling import Counts, pool
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReport:
+    """What was pooled.
+
+    Attributes:
+        layers: the paths of the BatchNorm layers.
+        pooled: the keys whose values are of all ranks now.
+        from_first: keys that differ between the files and were taken from the first, as was asked.
+        exact: whether counts were given; else equal ones are assumed, and the unbiased factor stayed.
+    """
+
+    layers: tuple[str, ...]
+    pooled: tuple[str, ...]
+    from_first: tuple[str, ...]
+    exact: bool
+
+
+def pool_states(
+    checkpoints: Sequence[Checkpoint],
+    counts: Mapping[str, Counts] | None = None,
+    *,
+    cumulative: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    keep_first: Iterable[str] = (),
+    state: str | None = None,
+) -> tuple[Checkpoint, PoolReport]:
+    """The first of several ranks' checkpoints, with the running statistics of all of them, as `pool` has it.
+
+    Statistics keep their type and are rounded once. Counters become the largest: a rank without samples in a
+    step has not counted it. Everything outside the model's state is the first file's.
+
+    Args:
+        checkpoints: one per rank, of one model at one step.
+        counts: shell pattern for layers -> values per channel in a batch of each rank; the first match
+            counts. None: equal ones.
+        cumulative: shell patterns for layers with `momentum=None`, whose statistics are averages over all
+            batches: a rank weighs by the batches that its counter has, too.
+        exclude: shell patterns for layers that are not BatchNorm, or not to be pooled.
+        keep_first: shell patterns for keys that may differ; the first file's are taken.
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        NothingToDo: there is no BatchNorm, or all files hold the same statistics.
+        Refused: the files differ in something else, which is named; a cumulative layer has no counter.
+        UsageFault: counts that do not match the files, or a pattern that matches no layer.
+        NoState.
+    """
+    _check_counts(checkpoints, counts)
+    first, states = checkpoints[0], [checkpoint.state(state) for checkpoint in checkpoints]
+    layers = find(first.path, states[0], exclude)
+    if not layers:
+        raise NothingToDo(f"{first.path}: there is no BatchNorm to pool")
+    averaged = tuple(cumulative)
+    _check_patterns(layers, {"--counts": counts or (), "--cumulative": averaged})
+    own = {key(layer, name) for layer in layers for name in (MEAN, VARIANCE, COUNTER)}
+    from_first = _check_alike(checkpoints, states, own, tuple(keep_first))
+    new: dict[str, TensorRef] = {}
+    for layer in layers:
+        new |= _pooled_layer(first.path, states, layer, _counts_of(layer, counts), fits(layer, averaged))
+    if not new:
+        raise NothingToDo(
+            f"{first.path}: all {len(checkpoints)} files hold the same statistics",
+            hint="they were synchronised or pooled already: take any one of them",
+        )
+    pooled = replace_state(first, states[0], lambda old: type(old)(_replaced(old, new)))
+    return pooled, PoolReport(tuple(layers), tuple(new), from_first, counts is not None)
+
+
+def _check_counts(checkpoints: Sequence[Checkpoint], counts: Mapping[str, Counts] | None) -> None:
+    if len(checkpoints) < 2:
+        raise UsageFault("pooling needs the files of two ranks or more")
+    for numbers in (counts or {}).values():
+        listed = ",".join(f"{number:g}" for number in numbers)
+        if len(numbers) != len(checkpoints):
+            hint = f"give {len(checkpoints)}, one for each IN, 0 for a rank without samples"
+            raise UsageFault(f"--counts {listed}: {len(checkpoints)} files, {len(numbers)} counts", hint=hint)
+        if min(numbers) < 0 or 1 in numbers or sum(numbers) <= 1:
+            raise UsageFault(
+                f"--counts {listed}: a variance needs at least two values",
+                hint="a count is batch × positions: 64 images of 8×8 are 4096",
+            )
+
+
+def _check_patterns(layers: Sequence[str], given: Mapping[str, Iterable[str]]) -> None:
+    for flag, patterns in given.items():
+        for pattern in patterns:
+            if not any(fits(layer, [pattern]) for layer in layers):
+                raise UsageFault(
+                    f"{flag}: no BatchNorm layer matches '{pattern}'",
+                    hint=f"there are {', '.join(layers[:3])}",
+                )
+
+
+def _counts_of(layer: str, counts: Mapping[str, Counts] | None) -> Counts | None:
+    if counts is None:
+        return None
+    found = next((numbers for pattern, numbers in counts.items() if fits(layer, [pattern])), None)
+    if found is None:
+        raise UsageFault(
+            f"--counts: none matches the layer '{layer}'", hint="give the last one without a pattern"
+        )
+    return found
+
+
+def _check_alike(
+    checkpoints: Sequence[Checkpoint], states: Sequence[State], own: set[str], keep: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The keys that may differ and do. Raises Refused for any other difference between the files."""
+    first, known = checkpoints[0].path, _described(states[0], own)
+    differing: dict[str, str] = {}
+    for checkpoint, state in zip(checkpoints[1:], states[1:], strict=True):
+        found = _described(state, own)
+        for name in dict.fromkeys((*known, *found)):
+            if known.get(name) != found.get(name):
+                differing.setdefault(name, checkpoint.path)
+    wrong = [name for name in differing if not fits(name, keep)]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more keys)" if wrong[1:] else ""
+        raise Refused(
+            differing[wrong[0]],
+            f"'{wrong[0]}' is not as in {first}{more}: ranks of a run differ only in BatchNorm's statistics",
+            hint=f"are they of one step? to take the first file's: --keep-first {shlex.quote(wrong[0])}",
+        )
+    return tuple(differing)
+
+
+def _described(state: State, own: set[str]) -> dict[str, tuple[object, ...]]:
+    """What must be alike: types and shapes of everything, and the values of all but BatchNorm's own keys."""
+    others = {name: tensor for name, tensor in state.tensors.items() if name not in own}
+    values = dict(tensor_digests(others))
+    return {
+        name: (tensor.dtype.name, tensor.shape, values.get(name)) for name, tensor in state.tensors.items()
+    }
+
+
+def _pooled_layer(
+    path: str, states: Sequence[State], layer: str, counts: Counts | None, cumulative: bool
+) -> dict[str, TensorRef]:
+    """The new tensors of one layer; none where all ranks have the same."""
+    import numpy as np
+
+    names = {name: key(layer, name) for name in (MEAN, VARIANCE, COUNTER)}
+    read = {
+        name: [_values(path, at, state.tensors[at]) for state in states]
+        for name, at in names.items()
+        if at in states[0].tensors
+    }
+    sources = [state.tensors[at] for state in states for at in names.values() if at in state.tensors]
+    origins = tuple(tensor.storage for tensor in sources)
+    new = {}
+    if any(not np.array_equal(one, read[name][0]) for name in (MEAN, VARIANCE) for one in read[name]):
+        if cumulative and COUNTER not in read:
+            raise Refused(path, f"'{names[COUNTER]}' is not there: how many batches were averaged?")
+        batches = [float(one) for one in read[COUNTER]] if cumulative else None
+        try:
+            pooled = pool(read[MEAN], read[VARIANCE], counts, batches=batches)
+        except ValueError as error:
+            raise Refused(path, f"'{layer}' can't be pooled: {error}") from error
+        new = {names[MEAN]: pooled.mean, names[VARIANCE]: pooled.variance}
+    if COUNTER in read and any(one != read[COUNTER][0] for one in read[COUNTER]):
+        new[names[COUNTER]] = np.max(read[COUNTER], axis=0)
+    return {name: _tensor(states[0].tensors[name], values, origins) for name, values in new.items()}
+
+
+def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
+    """A tensor's values in float64, or int64 for counters."""
+    import numpy as np
+
+    require_bounded(name, tensor)
+    raw = b"".join(bytes(piece) for piece in stream(tensor))
+    if tensor.dtype.name == "int64":
+        return np.frombuffer(raw, dtype="<i8").reshape(tensor.shape)
+    if tensor.dtype.name not in TARGETS:
+        raise Refused(path, f"'{name}' is {tensor.dtype.name}, which can't be pooled")
+    return (
+        reader(tensor.dtype)(np.frombuffer(raw, dtype=carrier(tensor.dtype)))
+        .astype("f8")
+        .reshape(tensor.shape)
+    )
+
+
+def _tensor(old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]) -> TensorRef:
+    """A tensor like another, of a storage of its own that holds these values."""
+    raw = _rounded(values, old.dtype)
+    if old.storage.byteorder == "big":
+        raw = raw.byteswap()
+    make = partial(_stretch, raw.tobytes())
+    data = Computed(old.storage.data.path, raw.nbytes, make)
+    storage = replace(old.storage, data=data, crc32=None, origins=origins)
+    return replace(TensorRef.contiguous(storage, old.dtype, old.shape), requires_grad=old.requires_grad)
+
+
+def _stretch(raw: bytes, start: int, nbytes: int) -> Iterator[memoryview]:
+    yield memoryview(raw)[start : start + nbytes]
+
+
+def _rounded(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
+    """The bits of float64 values in another type, rounded once, to nearest, ties to even."""
+    import numpy as np
+
+    with np.errstate(over="ignore"):
+        if dtype.name != "bfloat16":
+            return values.astype("<i8" if dtype.name == "int64" else f"<f{dtype.itemsize}")
+        single = values.astype("<f4")
+        # Rounded to odd on the way, a value is not rounded a second time (Boldo and Melquiond 2008).
+        single = np.where(np.abs(single) > np.abs(values), np.nextafter(single, np.float32(0)), single)
+        bits = single.view("<u4") | (single != values).astype("<u4")
+        nan = np.isnan(values)
+        bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+        return np.where(nan, 0x7FC0, bits >> np.uint32(16)).astype("<u2")
+
+
+def _replaced(old: Mapping[object, object], new: Mapping[str, TensorRef]) -> Iterator[tuple[object, object]]:
+    for name, value in old.items():
+        tensor = new.get(str(name)) if tensor_of(value) is not None else None
+        yield name, value if tensor is None else tensor

@@ -1,0 +1,145 @@
+"""Whole pickled models, `torch.save(model)`: their tensors, named as `model.state_dict()` would name them.
+
+A module is pickled as its attributes, and four of them hold all that its state dict is made of, whatever its
+class: `_parameters`, `_buffers`, `_non_persistent_buffers_set` and `_modules`. So the class is not needed.
+Two things are only in the class, not in the file: what `get_extra_state` would return, and the
+version numbers in `_metadata`. Hooks that a model would run on its state dict are not run.
+Source: `Module.state_dict` and `Module._save_to_state_dict` in torch's `nn/modules/module.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ..inert_pickle.values import FROM_TYPE, MAX_DEPTH, Global, Record, in_brief, tensor_of
+
+GRAPH_MODULES = {
+    Global("torch.fx.graph_module", "reduce_graph_module"),
+    Global("torch.fx.graph_module", "reduce_package_graph_module"),
+}
+"""torch.fx pickles a model as a call on its attributes, instead of as an object with attributes."""
+
+PLAIN_CLASSES = {
+    Global("torch", "Tensor"),
+    Global("torch._tensor", "Tensor"),
+    Global("torch.nn.parameter", "Buffer"),
+    Global("torch.nn.parameter", "Parameter"),
+}
+
+COMPILED = Global("torch._dynamo.eval_frame", "OptimizedModule")
+"""torch.compile's wrapper is pickled as a call on the model inside."""
+
+
+GROUPS = ("_parameters", "_buffers", "_modules")
+
+MAX_TEXT = 2_000_000
+MAX_REPEATS = 64
+"""Characters of all names together, and 100 more for each: so many, or so many times those that the modules
+have if each is named once. A shared module is named on every way to it, and ways can multiply."""
+
+
+class BadModules(ValueError):
+    """Modules that no model could be made of: says what is wrong with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What one module contributes: its own tensors by name (parameters first), and the modules inside it."""
+
+    tensors: dict[str, object]
+    modules: dict[str, object]
+
+
+def attributes(value: object) -> dict[object, object] | None:
+    """A pickled module's attributes; None when the value is not a module."""
+    if not isinstance(value, Record):
+        return None
+    found = value.state
+    if value.callable == COMPILED and isinstance(value.args, tuple) and value.args:
+        found = {"_parameters": {}, "_buffers": {}, "_modules": {"_orig_mod": value.args[0]}}
+    if value.callable in GRAPH_MODULES and isinstance(value.args, tuple) and value.args:
+        found = value.args[0]
+    if isinstance(found, dict) and all(isinstance(found.get(name), dict) for name in GROUPS):
+        return found
+    return None
+
+
+def is_module(value: object) -> bool:
+    """Whether a value is a pickled `nn.Module`, of whatever class."""
+    return attributes(value) is not None
+
+
+def parts(module: object) -> Parts:
+    """The parts of a pickled module; None is a parameter that is not there (`bias=False`)."""
+    found = attributes(module) or {}
+    hidden = found.get("_non_persistent_buffers_set")
+    hidden = hidden if isinstance(hidden, set | frozenset) else set()
+    tensors = _present(found.get("_parameters"))
+    tensors.update(
+        (name, item) for name, item in _present(found.get("_buffers")).items() if name not in hidden
+    )
+    return Parts(tensors, {k: v for k, v in _present(found.get("_modules")).items() if is_module(v)})
+
+
+def _present(items: object) -> dict[str, object]:
+    pairs: Mapping[object, object] = items if isinstance(items, dict) else {}
+    return {in_brief(name): item for name, item in pairs.items() if item is not None}
+
+
+def inside(module: object) -> Iterator[tuple[str, object]]:
+    """Everything in a pickled module under the name it has in Python: tensors, modules, other attributes."""
+    found = attributes(module) or {}
+    for group in GROUPS:
+        yield from _present(found.get(group)).items()
+    yield from ((in_brief(name), item) for name, item in found.items() if name not in GROUPS)
+
+
+def detached(value: object) -> object:
+    """A tensor as it is in a state dict: not a Parameter, without requires_grad."""
+    tensor = tensor_of(value)
+    if tensor is None or (isinstance(value, Record) and value.callable in FROM_TYPE and _is_subclass(value)):
+        return value
+    return replace(tensor, requires_grad=False) if tensor.requires_grad else tensor
+
+
+def _is_subclass(value: Record) -> bool:
+    """Whether a typed tensor is of a class that it would keep in a state dict."""
+    return isinstance(value.args, tuple) and value.args[1] not in PLAIN_CLASSES
+
+
+def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tuple[str, object]]:
+    """The entries of a model's state dict, in its order: a module's own before those of the modules inside.
+
+    A module that appears in several places is named in each, as torch does.
+
+    Args:
+        root: the outermost module.
+        parts: takes a module apart.
+
+    Raises:
+        BadModules: a module inside itself, or shared in more ways than can be named.
+    """
+    kept: dict[int, Parts] = {}
+    text, once = 0, 0
+    above: list[int] = []  # the modules that enclose the one at hand, outermost first
+    stack: list[tuple[str, int, object]] = [("", 0, root)]
+    while stack:
+        prefix, depth, module = stack.pop()
+        del above[depth:]
+        if id(module) in above or depth > MAX_DEPTH:
+            raise BadModules(f"its module '{prefix[:80]}' is nested in itself, or too deep")
+        above.append(id(module))
+        new = id(module) not in kept
+        if new:
+            kept[id(module)] = parts(module)
+        found = kept[id(module)]
+        for name, item in found.tensors.items():
+            yield prefix + name, detached(item)
+        stack.extend(
+            (f"{prefix}{name}.", depth + 1, inner) for name, inner in reversed(found.modules.items())
+        )
+        here = sum(100 + len(prefix) + len(name) for name in (*found.tensors, *found.modules))
+        text, once = text + here, once + here * new
+        if text > max(MAX_TEXT, MAX_REPEATS * once):
+            raise BadModules("its modules are nested in each other in too many ways")

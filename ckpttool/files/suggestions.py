@@ -1,0 +1,55 @@
+"""The error for a path that does not exist, with a hint at what the user may have meant."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from itertools import islice
+
+from ..errors import Unreadable
+
+MOST_NAMES = 10_000
+"""Names of a folder that are looked at for one like a name that is not there."""
+
+
+CHECKPOINT_ENDINGS = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt", ".safetensors", ".index.json")
+"""How the names of checkpoints mostly end. Only for hints: formats are known by content."""
+
+
+def no_such_file(path: str) -> Unreadable:
+    """The error of a path where nothing is. Its hint names what was perhaps meant, or says what to check."""
+    return Unreadable(path, "no such file", hint=_near(*os.path.split(path)))
+
+
+def _near(folder: str, name: str) -> str:
+    from difflib import get_close_matches
+
+    if not os.path.isdir(folder or "."):
+        return f"there is no folder {_first_missing(folder)}"
+    names = names_in(folder or ".")
+    if close := get_close_matches(name, names, n=2, cutoff=0.7):
+        return f"did you mean {' or '.join(os.path.join(folder, found) for found in close)}?"
+    here = f"the folder {folder}" if folder else "this folder"
+    if found := checkpoints_among(names):
+        return f"{here} has {', '.join(found[:4])}" + (f" and {len(found) - 4} more" if found[4:] else "")
+    return f"see what is there: ls {shlex.quote(folder or '.')}"
+
+
+def _first_missing(folder: str) -> str:
+    while (above := os.path.dirname(folder)) and not os.path.isdir(above):
+        folder = above
+    return folder
+
+
+def names_in(folder: str) -> list[str]:
+    """What a folder holds, sorted: the first few thousand names; none where it can't be read."""
+    try:
+        with os.scandir(folder) as found:
+            return sorted(entry.name for entry in islice(found, MOST_NAMES))
+    except OSError:
+        return []
+
+
+def checkpoints_among(names: list[str]) -> list[str]:
+    """Names that end as those of checkpoints mostly do."""
+    return [name for name in names if name.lower().endswith(CHECKPOINT_ENDINGS)]

@@ -1,0 +1,267 @@
+"""DCP folders, as `torch.distributed.checkpoint` saves them, read without torch.
+
+`.metadata` is a pickle of dataclasses: which names there are, of what type and size, and which stretch of
+which file holds each of their chunks. Every chunk is a small `torch.save` zip, and so is every value that is
+not a tensor. torch's library would run what these pickles name (`pickle.load`,
+`torch.load(weights_only=False)`) and take all values into memory; here they are read as inert values, and a
+tensor stays a place in a file.
+A tensor that ranks saved in parts is described by its parts, and put together when it is written.
+
+What DCP itself loses is lost before we see it: keys that were numbers are text, empty dicts are gone, ties
+are apart. Source: torch's `distributed/checkpoint`, in it `metadata.py`, `filesystem.py`, `_traverse.py`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from ...checkpoint import full_json
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.pickled_modules import detached
+from ...errors import Damaged, Unreadable, Unsupported
+from ...files.open_source import open_source_descriptor
+from ...inert_pickle.reader import PickleFault, read_pickle
+from ...inert_pickle.values import Global, Record, in_brief
+from ...tensors.chunks import Part, assembled
+from ...tensors.dtypes import DTYPES, DType
+from ...tensors.ref import MAX_AXES, BadTensor, ByteRange, Source, TensorRef, is_count
+from ..pytorch.archive import Archive
+
+NAME = "dcp"
+METADATA = ".metadata"
+ENDING = ".distcp"
+"""How the names of its other files end."""
+
+MODULE = "torch.distributed.checkpoint"
+SPARE = 1000
+"""Places of lists that may stay empty, beside as many as 100 for each entry: DCP drops empty items."""
+
+MAX_METADATA = 1 << 30
+"""Bytes of `.metadata`; a million chunks take a third of it."""
+
+Path = tuple[str | int, ...]
+
+
+def sniff(head: bytes) -> bool:
+    return head[:1] == b"\x80" and MODULE.encode() in head
+
+
+def read(source: Source) -> Checkpoint:
+    """Reads the metadata and the headers of all chunks; no element is touched.
+
+    Args:
+        source: the file `.metadata`; its path, or that of its folder, gives where the others are.
+
+    Raises:
+        Damaged: malformed, a file is missing or cut short, or chunks that are not the whole of a tensor.
+        Unsupported: written through an extension (compression).
+    """
+    if source.size > MAX_METADATA:
+        raise Unsupported(source.path, "has metadata of more than 1 GB")
+    try:
+        with mmap.mmap(source.fd, source.size, access=mmap.ACCESS_READ) as mapped:
+            metadata = _fields(read_pickle(mapped).value, "Metadata")
+        items = _Items(source, metadata.get("storage_data"))
+        flat = {name: items.value(name, found) for name, found in _names(metadata).items()}
+        tree = _nest(flat, metadata.get("planner_data"))
+    except (PickleFault, BadTensor) as fault:
+        raise Damaged(source.path, str(fault)) from None
+    text = tree.get(full_json.ENTRY)
+    is_full = isinstance(text, str)
+    whole, protocol = full_json.decode_entry(source.path, tree, text) if isinstance(text, str) else (tree, 2)
+    return Checkpoint(source, NAME, whole, protocol, shards=tuple(items.files.values()), full=is_full)
+
+
+# The metadata, as inert records.
+
+
+def _fields(value: object, name: str) -> dict[Any, Any]:
+    """The attributes of a dataclass of DCP's."""
+    if isinstance(value, Record) and isinstance(value.callable, Global):
+        cls = value.callable
+        if cls.name == name and cls.module.startswith(MODULE) and isinstance(value.state, dict):
+            return value.state
+    raise PickleFault(f"its metadata is malformed: it lacks a {name} where one should be")
+
+
+def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
+    found = metadata.get("state_dict_metadata")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise PickleFault("its metadata is malformed: it has no names")
+    return found
+
+
+def torch_size(value: object) -> tuple[int, ...]:
+    """A `torch.Size`."""
+    if isinstance(value, Record) and value.callable == Global("torch", "Size"):
+        value = value.args[0] if isinstance(value.args, tuple) and len(value.args) == 1 else None
+    if not isinstance(value, tuple) or len(value) > MAX_AXES or not all(map(is_count, value)):
+        raise PickleFault("its metadata is malformed: it has an invalid size")
+    return value
+
+
+def _dtype(properties: object) -> DType:
+    """The element type, first of what `TensorProperties` keeps as a tuple."""
+    state = properties.state if isinstance(properties, Record) else None
+    named = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(named, Global) or named.module != "torch" or named.name not in DTYPES:
+        raise PickleFault(f"its metadata has a tensor of unknown type {in_brief(named)[:40]}")
+    return DTYPES[named.name]
+
+
+class _Items:
+    """Where each chunk and value lies, and reading them."""
+
+    def __init__(self, source: Source, storage_data: object) -> None:
+        self.source = source
+        self.folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
+        self.files: dict[str, Source] = {}
+        self.places: dict[tuple[object, object], ByteRange] = {}
+        if not isinstance(storage_data, dict):
+            raise PickleFault("its metadata does not say where anything is stored")
+        for index, info in storage_data.items():
+            fields = _fields(index, "MetadataIndex")
+            offset = fields.get("offset")
+            name = fields.get("fqn")
+            if not isinstance(name, str):
+                raise PickleFault("its metadata is malformed: it has a name that is not text")
+            key = name, None if offset is None else torch_size(offset)
+            if key in self.places:
+                raise PickleFault(f"its metadata says twice where '{name}' is stored")
+            self.places[key] = self.place(name, _fields(info, "_StorageInfo"))
+        self.check_overlaps()
+
+    def place(self, name: str, info: Mapping[str, Any]) -> ByteRange:
+        extensions = info.get("transform_descriptors")
+        if extensions:
+            known = extensions if isinstance(extensions, list) else [extensions]
+            raise Unsupported(
+                self.source.path,
+                f"'{name}' was written through the extension {', '.join(map(in_brief, known[:3]))[:60]}",
+                hint="load it with torch.distributed.checkpoint and save it without extensions",
+            )
+        file, offset, nbytes = (info.get(field) for field in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or not is_count(offset) or not is_count(nbytes):
+            raise PickleFault(f"its metadata is malformed where it says where '{name}' is stored")
+        source = self.file(file)
+        if offset + nbytes > source.size:
+            raise Damaged(source.path, f"is cut short: it ends before '{name}' does")
+        return ByteRange(source, offset, nbytes)
+
+    def file(self, name: str) -> Source:
+        if name not in self.files:
+            if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name:
+                raise Damaged(self.source.path, f"names a file outside its folder: {name[:80]!r}")
+            path = os.path.join(self.folder, name)
+            try:
+                self.files[name] = Source(path, open_source_descriptor(path))
+            except Unreadable as fault:
+                raise Damaged(
+                    self.source.path,
+                    f"its file '{name}' can't be opened: {fault.reason}",
+                    hint="each rank wrote its own: copy the files of all ranks into one folder",
+                ) from None
+        return self.files[name]
+
+    def check_overlaps(self) -> None:
+        ends: dict[int, int] = {}
+        for place in sorted(self.places.values(), key=lambda place: place.offset):
+            if place.offset < ends.get(place.source.fd, 0):
+                raise Damaged(place.path, f"has two items that overlap at byte {place.offset}")
+            ends[place.source.fd] = place.offset + place.nbytes
+
+    def value(self, name: str, metadata: object) -> object:
+        """A tensor, or what was saved as a value of its own."""
+        if isinstance(metadata, Record) and metadata.callable in BYTES:
+            return self.load(name, None)
+        fields = _fields(metadata, "TensorStorageMetadata")
+        dtype, size = _dtype(fields.get("properties")), torch_size(fields.get("size"))
+        listed = fields.get("chunks")
+        if not isinstance(listed, list):
+            raise PickleFault(f"its metadata does not say in which chunks '{name}' is stored")
+        chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in listed]
+        parts = [
+            self.part(name, torch_size(each.get("offsets")), torch_size(each.get("sizes")), dtype)
+            for each in chunks
+        ]
+        if len(parts) == 1 and parts[0].tensor.shape == size and not any(parts[0].begin):
+            return parts[0].tensor
+        return assembled(name, self.source.path, dtype, size, parts)
+
+    def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: DType) -> Part:
+        """A chunk, and where it is in its tensor."""
+        tensor = detached(self.load(name, offsets))
+        if not isinstance(tensor, TensorRef) or tensor.dtype is not dtype or tensor.shape != sizes:
+            raise PickleFault(f"a chunk of '{name}' is not what the metadata says")
+        if tensor.nbytes > tensor.storage.nbytes:
+            raise PickleFault(f"a chunk of '{name}' repeats its elements")
+        return Part(offsets, tensor)
+
+    def load(self, name: str, offsets: tuple[int, ...] | None) -> object:
+        place = self.places.get((name, offsets))
+        if place is None:
+            raise PickleFault(f"its metadata does not say where '{name}' is stored")
+        return Archive(place.source, place).read_pickle().value
+
+
+BYTES = {Global(f"{MODULE}.metadata", "BytesStorageMetadata")}
+
+
+# The tree, by the paths that the writer kept beside the flat names.
+
+
+def _nest(flat: Mapping[str, object], paths: object) -> dict[str, object]:
+    """What torch's `set_element` builds of the flat names."""
+    known = paths if isinstance(paths, dict) else {}
+    nest = _Nest(SPARE + 100 * len(flat))
+    for name, value in flat.items():
+        nest.set(_path(known.get(name, (name,)), name), value)
+    return nest.root
+
+
+def _path(value: object, name: str) -> Path:
+    if not isinstance(value, tuple) or not value or not isinstance(value[0], str):
+        raise PickleFault(f"its metadata has a malformed path for '{name}'")
+    if not all(type(step) is str or is_count(step) for step in value):
+        raise PickleFault(f"its metadata has a malformed path for '{name}'")
+    return value
+
+
+class _Nest:
+    """Dicts and lists inside each other. `spare` is how many places of lists may stay empty."""
+
+    def __init__(self, spare: int) -> None:
+        self.root: dict[str, object] = {}
+        self.spare = spare
+
+    def set(self, path: Path, value: object) -> None:
+        holder: Any = self.root
+        for step, next_step in pairwise(path):
+            found = self.get(holder, step)
+            if found is None:
+                found = {} if isinstance(next_step, str) else []
+                self.put(holder, step, found)
+            holder = found
+        if self.get(holder, path[-1]) is not None:
+            raise PickleFault(f"its metadata has two values for '{'.'.join(map(str, path))[:80]}'")
+        self.put(holder, path[-1], value)
+
+    def get(self, holder: Any, step: str | int) -> Any:
+        if isinstance(holder, dict) and isinstance(step, str):
+            return holder.get(step)
+        if isinstance(holder, list) and isinstance(step, int):
+            return holder[step] if step < len(holder) else None
+        raise PickleFault("its metadata has paths that contradict each other")
+
+    def put(self, holder: Any, step: Any, value: object) -> None:
+        if isinstance(holder, list):
+            missing = step + 1 - len(holder)
+            self.spare -= max(0, missing - 1)
+            if self.spare < 0:
+                raise PickleFault("its metadata has a list with few items and a giant index")
+            holder.extend([None] * missing)
+        holder[step] = value

@@ -1,0 +1,156 @@
+"""What every zip of torch's has: records under one root, a byte order, and storages kept as `data/<key>`.
+
+The root is the stem of the file's name when it was saved; today's name says nothing.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+from ...errors import Damaged, Unsupported
+from ...files.copying import BUFFER
+from ...files.crc32 import crc32_of
+from ...inert_pickle.machine import PickleFault
+from ...inert_pickle.reader import Pickle
+from ...tensors.ref import ByteRange, Source, Storage
+from ..zip.inflate import Inflated, inflated, inflated_bytes
+from ..zip.reader import Record, read_directory
+from ..zip.writer import DEFLATED, STORED
+from .storage_id import StorageForm
+from .tensor_pickle import read_torch_pickle
+
+PICKLE = "/data.pkl"
+LOOKED_UP = (PICKLE, "/byteorder", "/constants.pkl")
+"""Records that are found by their name, or said to be missing; torch finds them in any case of letters."""
+
+
+class Archive:
+    """The records of one file, and the storages made of them: one object per key, whatever refers to it."""
+
+    def __init__(self, source: Source, place: ByteRange | None = None) -> None:
+        """Reads the directory of a file, or of the archive that is one stretch of it."""
+        self.source = source
+        self.records = read_directory(source, place)
+        self.root = _root(source, self.records)
+        self.data = f"{self.root}/data/"
+        self.byteorder = self._byteorder()
+        self.inflated = Inflated(source)
+        self.storages: dict[str, Storage] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return f"{self.root}/{name}" in self.records
+
+    def record(self, name: str) -> Record:
+        """A record by its name under the root. Raises Damaged, or Unsupported for its compression."""
+        record = self.records.get(f"{self.root}/{name}")
+        if record is None:
+            raise Damaged(self.source.path, f"its record '{name[:80]}' is missing")
+        if record.compression != STORED and record.compression != DEFLATED:
+            raise Unsupported(
+                self.source.path,
+                f"its record '{name[:80]}' is compressed in a way that torch does not read (method "
+                f"{record.compression})",
+                hint="unpack it and zip it again without compression",
+            )
+        return record
+
+    def bytes_of(self, name: str) -> bytes:
+        """A small record, whole, with its checksum checked."""
+        record = self.record(name)
+        if record.compression == DEFLATED:
+            return inflated_bytes(self.source, record)
+        data = record.data.read()
+        if record.crc32 is not None and zlib.crc32(data) != record.crc32:
+            raise Damaged(self.source.path, f"its record '{name[:80]}' does not match its checksum")
+        return data
+
+    def read_pickle(self) -> Pickle:
+        """The tree in `data.pkl`; no storage is touched, unless it is compressed."""
+        try:
+            return read_torch_pickle(self.bytes_of("data.pkl"), 0, self.storage)
+        except PickleFault as fault:
+            raise Damaged(self.source.path, str(fault)) from None
+
+    def storage(self, key: str, form: StorageForm) -> Storage:
+        """The storage of a persistent id."""
+        kind, location, _, nbytes = form
+        known = self.storages.get(key)
+        if known is None:
+            record = self.records.get(self.data + key)
+            if record is None or record.compression != STORED:
+                record = self.record(f"data/{key}")
+            _, data, size, crc32, compression = record
+            if nbytes != size:  # said before anything is inflated
+                raise self._two_sizes(key, nbytes, size)
+            if compression == DEFLATED:
+                data = self.inflated.add(record)
+            self.storages[key] = known = Storage(data, kind, location, crc32, self.byteorder)
+        elif nbytes != known.nbytes:
+            raise self._two_sizes(key, nbytes, known.nbytes)
+        return known
+
+    def _two_sizes(self, key: str, nbytes: int, size: int) -> Damaged:
+        return Damaged(
+            self.source.path, f"storage '{key[:80]}' should have {nbytes} bytes, its record has {size}"
+        )
+
+    def _byteorder(self) -> str:
+        if "byteorder" not in self:
+            return "little"  # before torch 2.1 nothing was said and little was meant
+        order = self.bytes_of("byteorder").decode("ascii", "replace")
+        if order not in ("little", "big"):
+            raise Damaged(self.source.path, f"has the byte order {order[:20]!r}")
+        return order
+
+
+def is_intact(source: Source, record: Record) -> bool | None:
+    """Whether a record's bytes have the checksum that the directory states; None where it states none."""
+    if record.crc32 is None:
+        return None
+    try:
+        if record.compression == DEFLATED:
+            for _ in inflated(source, record):
+                pass
+            return True
+    except Damaged:
+        return False
+    buffer = memoryview(bytearray(min(BUFFER, record.data.nbytes)))
+    return crc32_of(record.data.chunks(buffer)) == record.crc32
+
+
+def _root(source: Source, records: dict[str, Record]) -> str:
+    # Nearly all records are storages, `<root>/data/<key>`; those looked for are beside their folder.
+    top = [name for name in records if "/data/" not in name and name.count("/") == 1]
+    for name in top:
+        if name.lower().endswith(LOOKED_UP) and not name.endswith(LOOKED_UP):
+            raise Damaged(source.path, f"has a record whose name torch mistakes for another: {name[:80]!r}")
+    roots = [name.removesuffix(PICKLE) for name in top if name.endswith(PICKLE)]
+    if len(roots) == 1:
+        return roots[0]
+    if roots:
+        raise Unsupported(source.path, f"holds several files of torch.save: {', '.join(roots)[:80]}")
+    for name, what, hint in STRANGERS:
+        if any(record.endswith(name) for record in records):
+            raise Unsupported(source.path, what, hint=hint)
+    raise Unsupported(source.path, "is a zip archive without a 'data.pkl', so not a file from torch.save")
+
+
+# Other things that are kept in a zip, by the end of a record's name.
+STRANGERS = (
+    (
+        "/archive_format",
+        "is an exported program (torch.export), code and all, not a checkpoint",
+        "load it with torch.export.load and save its state_dict",
+    ),
+    (
+        "/.data/extern_modules",
+        "is a torch.package archive, code and all, not a checkpoint",
+        "load the model with torch.package.PackageImporter and save its state_dict()",
+    ),
+    (
+        "/model.json",
+        "is a TorchScript archive of torch before 1.4, which is not read here",
+        "load it with torch.jit.load and save its state_dict()",
+    ),
+    (".npy", "is a NumPy archive (.npz), another format", None),
+)

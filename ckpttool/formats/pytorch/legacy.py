@@ -1,0 +1,91 @@
+"""The format of `torch.save` before torch 1.6: pickles one after another, then the bytes of the storages.
+
+A magic number, a protocol version, facts about the machine, the tree, and the list of storage keys are
+five pickles; the storages follow in the order of that list, each as a count of elements (8 bytes) and its
+elements, little-endian whatever the facts say of the machine. Source: `_legacy_load` in torch's
+`serialization.py`, `THPStorage_writeFileRaw` in its `csrc`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...errors import Damaged
+from ...inert_pickle.machine import PickleFault
+from ...inert_pickle.reader import Pickle, read_pickle
+from ...inert_pickle.values import in_brief
+from ...tensors.ref import ByteRange, Source, Storage
+from .storage_id import StorageForm
+from .tensor_pickle import read_torch_pickle
+
+NAME = "torch-legacy"
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+MAGIC = b"\x8a\x0a" + MAGIC_NUMBER.to_bytes(10, "little")  # LONG1 and its ten bytes
+PROTOCOL_VERSION = 1001
+
+
+def sniff(head: bytes) -> bool:
+    return head[:1] == b"\x80" and MAGIC in head[2:23]  # from protocol 4 on a FRAME comes between
+
+
+def read(source: Source) -> Checkpoint:
+    """Reads the tree and finds each storage; no element is touched.
+
+    Raises:
+        Damaged.
+    """
+    try:
+        with mmap.mmap(source.fd, source.size, access=mmap.ACCESS_READ) as mapped:
+            tree, storages, keys = _read_pickles(source, mapped)
+    except PickleFault as fault:
+        raise Damaged(source.path, str(fault)) from None
+    _locate(source, storages, keys.value, keys.end)
+    return Checkpoint(source, NAME, tree.value, protocol=tree.protocol)
+
+
+def _read_pickles(
+    source: Source, mapped: mmap.mmap
+) -> tuple[Pickle, dict[str, tuple[StorageForm, Storage]], Pickle]:
+    magic = read_pickle(mapped)
+    version = read_pickle(mapped, magic.end)
+    if version.value != PROTOCOL_VERSION:
+        raise PickleFault(
+            f"has version {in_brief(version.value)[:20]} of the legacy format, not {PROTOCOL_VERSION}"
+        )
+    machine = read_pickle(mapped, version.end)
+    storages: dict[str, tuple[StorageForm, Storage]] = {}
+
+    def storage(key: str, form: StorageForm) -> Storage:
+        """Storages are met before it is known where they lie (`_locate`); their size is known."""
+        if key not in storages:
+            unplaced = ByteRange(source, 0, form.nbytes)
+            storages[key] = form, Storage(unplaced, form.kind, form.location)
+        elif storages[key][0].nbytes != form.nbytes:
+            raise PickleFault(f"its pickle has two sizes for storage '{key[:80]}'")
+        return storages[key][1]
+
+    tree = read_torch_pickle(mapped, machine.end, storage)
+    return tree, storages, read_pickle(mapped, tree.end)
+
+
+def _locate(
+    source: Source, storages: dict[str, tuple[StorageForm, Storage]], keys: object, position: int
+) -> None:
+    """Sets where each storage's bytes lie. Where list and tree differ, torch leaves memory unfilled."""
+    listed = keys if isinstance(keys, list) and all(isinstance(key, str) for key in keys) else [""]
+    if sorted(listed) != sorted(storages):
+        raise Damaged(source.path, "its list of storages does not match those its tensors refer to")
+    for key in listed:
+        form, storage = storages[key]
+        (numel,) = struct.unpack("<q", source.read(position, 8))
+        if numel != form.numel:
+            raise Damaged(
+                source.path, f"storage '{key[:80]}' has {numel} elements, its tensors say {form.numel}"
+            )
+        position += 8
+        if position + form.nbytes > source.size:
+            raise Damaged(source.path, f"is cut short in storage '{key[:80]}'")
+        storage.data = ByteRange(source, position, form.nbytes)
+        position += form.nbytes

@@ -1,0 +1,249 @@
+"""The oldest format of `torch.save`, before torch 0.1.12: a tar of a pickle, tensors, and storages.
+
+`storages` holds a count, and for each storage its key, device and class as a pickle, a count of elements
+(8 bytes), and the elements; then a list of views of them. `tensors` holds a count, and for each tensor
+its key, storage key and class as a pickle, then sizes, strides and offset as numbers. `pickle` holds the
+tree, in which tensors and storages appear as the text of their key. Nothing is unpacked: all stay in the
+tar. Source: `legacy_load` in torch's `serialization.py`, which reads numbers and elements as little-endian.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...errors import Damaged
+from ...inert_pickle.machine import PickleFault
+from ...inert_pickle.reader import Pickle, read_pickle
+from ...inert_pickle.values import Global, in_brief
+from ...tensors.dtypes import STORAGE_DTYPES
+from ...tensors.ref import (
+    MAX_AXES,
+    BadTensor,
+    ByteRange,
+    Source,
+    Storage,
+    TensorRef,
+    checked_tensor,
+    is_count,
+)
+from .tensor_pickle import StorageView
+
+NAME = "torch-tar"
+MEMBERS = ("storages", "tensors", "pickle")
+
+BLOCK = 512
+PLAIN, EXTENDED = (b"0", b"\0"), b"x"
+"""Types of entries of a tar: a file; records (a length, a name, a value) that say more of the next entry."""
+
+TIMES = re.compile(rb"([0-9]{1,3} [acm]time=[0-9.]{1,40}\n)*")
+
+MOST_HEADERS = 64
+"""Headers of a tar that are looked at; torch wrote four."""
+
+Objects = dict[int, Storage | StorageView | TensorRef]
+
+
+def sniff(head: bytes) -> bool:
+    return head[257:262] == b"ustar"
+
+
+def read(source: Source) -> Checkpoint:
+    """Reads the tree and finds each storage; no element is touched.
+
+    Raises:
+        Damaged.
+    """
+    places = _members(source)
+    try:
+        with mmap.mmap(source.fd, source.size, access=mmap.ACCESS_READ) as mapped:
+            objects = _read_storages(_Member(source, mapped, places["storages"]))
+            objects |= _read_tensors(_Member(source, mapped, places["tensors"]), objects)
+            tree = _Member(source, mapped, places["pickle"]).pickle(_Lookup(objects).find)
+    except (PickleFault, BadTensor) as fault:
+        raise Damaged(source.path, str(fault)) from None
+    return Checkpoint(source, NAME, tree.value, protocol=tree.protocol)
+
+
+def _members(source: Source) -> dict[str, ByteRange]:
+    """Where the members lie: each there once, a regular file, and whole."""
+    found: dict[str, ByteRange] = {}
+    for name, place in _entries(source):
+        if name in found:
+            raise Damaged(source.path, f"holds '{name[:80]}' twice")
+        found[name] = place
+    for name in MEMBERS:
+        if name not in found:
+            raise Damaged(source.path, f"is a tar archive without '{name}', so not one from torch.save")
+    return found
+
+
+def _entries(source: Source) -> Iterator[tuple[str, ByteRange]]:
+    """Each name of the tar, and the place of its contents.
+
+    Of the format this knows what torch's files need: plain files, and times in extended headers, which change
+    nothing. tarfile knows all of it, some of which takes it minutes.
+    """
+    position = 0
+    for _ in range(MOST_HEADERS):
+        header = source.read(position, BLOCK) if position + BLOCK <= source.size else b""
+        if not any(header):  # zeros mark the end
+            return
+        folder, name = _text(header[345:500]), _text(header[:100])
+        name, size = f"{folder}/{name}" if folder else name, _number(source, header[124:136])
+        if sum(header) - sum(header[148:156]) + 8 * ord(" ") != _number(source, header[148:156]):
+            raise Damaged(source.path, "its tar is malformed: a header's checksum does not fit")
+        place = ByteRange(source, position + BLOCK, size)
+        if place.offset + size > source.size:
+            raise Damaged(source.path, f"is cut short in '{name[:80]}'")
+        if header[156:157] == EXTENDED:
+            if size > BLOCK or not TIMES.fullmatch(place.read()):
+                raise Damaged(source.path, "its tar has an extended header that says more than times")
+        elif header[156:157] not in PLAIN or name.endswith("/"):
+            raise Damaged(source.path, f"its '{name[:80].rstrip('/')}' is not a regular file")
+        else:
+            yield name, place
+        position = place.offset + size + -size % BLOCK
+    raise Damaged(source.path, "is a tar archive of many files, so not one from torch.save")
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+
+
+def _number(source: Source, field: bytes) -> int:
+    """Octal digits, or of a large one the bytes themselves."""
+    if field[0] == 0o200:
+        return int.from_bytes(field[1:], "big")
+    digits = field.partition(b"\0")[0].strip(b" ")
+    if digits.strip(b"01234567"):
+        raise Damaged(source.path, "its tar is malformed: a number in a header is none")
+    return int(digits or b"0", 8)
+
+
+class _Member:
+    """One member, read from front to back."""
+
+    def __init__(self, source: Source, mapped: mmap.mmap, place: ByteRange) -> None:
+        self.source = source
+        self.mapped = mapped
+        self.position = place.offset
+        self.end = place.offset + place.nbytes
+
+    def pickle(self, persistent_load: Any = None) -> Pickle:
+        found = read_pickle(self.mapped, self.position, persistent_load=persistent_load)
+        if found.end > self.end:
+            raise PickleFault("its pickle runs past the end of its member")
+        self.position = found.end
+        return found
+
+    def count(self) -> int:
+        """How many entries follow, as a pickle; each takes several bytes."""
+        found = self.pickle().value
+        if not is_count(found) or not isinstance(found, int) or found > self.end - self.position:
+            raise PickleFault(f"counts {in_brief(found)[:20]} entries, more than it can hold")
+        return found
+
+    def numbers(self, form: str) -> tuple[int, ...]:
+        place = self.take(struct.calcsize(form))
+        return struct.unpack(form, place.read())
+
+    def take(self, nbytes: int) -> ByteRange:
+        if not 0 <= nbytes <= self.end - self.position:
+            raise PickleFault("is cut short: an entry runs past the end of its member")
+        place = ByteRange(self.source, self.position, nbytes)
+        self.position += nbytes
+        return place
+
+
+def _read_storages(member: _Member) -> Objects:
+    found: Objects = {}
+    for _ in range(member.count()):
+        key, location, kind = _triple(member, "storage")
+        if not isinstance(location, str) or not isinstance(kind, Global) or kind.name not in STORAGE_DTYPES:
+            raise PickleFault(f"has a storage of unknown class {in_brief(kind)[:60]}")
+        (numel,) = member.numbers("<q")
+        data = member.take(numel * STORAGE_DTYPES[kind.name].itemsize)
+        _put(found, key, Storage(data, kind.name, location))
+    views = member.pickle().value
+    if not isinstance(views, list):
+        raise PickleFault("has a malformed list of views")
+    roots = dict(found)
+    for view in views:
+        if not isinstance(view, tuple) or len(view) != 4 or not all(map(is_count, view)):
+            raise PickleFault("has a malformed view of a storage")
+        key, root, offset, numel = view
+        storage = roots.get(root)
+        if not isinstance(storage, Storage) or (offset + numel) * _itemsize(storage) > storage.nbytes:
+            raise PickleFault("has a view of a storage that it does not hold, or that is too small")
+        _put(found, key, StorageView(storage, offset, numel))
+    return found
+
+
+def _itemsize(storage: Storage) -> int:
+    return STORAGE_DTYPES[storage.kind].itemsize
+
+
+def _read_tensors(member: _Member, storages: Objects) -> Objects:
+    found: Objects = {}
+    for _ in range(member.count()):
+        key, storage_key, _ = _triple(member, "tensor")
+        storage = storages.get(storage_key) if isinstance(storage_key, int) else None
+        dimensions, _ = member.numbers("<iI")
+        if storage is None or isinstance(storage, TensorRef) or not 0 <= dimensions <= MAX_AXES:
+            raise PickleFault("has a tensor without a storage, or of malformed size")
+        shape, stride = member.numbers(f"<{dimensions}q"), member.numbers(f"<{dimensions}q")
+        (offset,) = member.numbers("<q")
+        _put(found, key, _tensor(storage, shape, stride, offset))
+    return found
+
+
+def _tensor(
+    storage: Storage | StorageView, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
+) -> TensorRef:
+    """A tensor; one of a view uses the storage that the view is part of, and shares its memory."""
+    if isinstance(storage, Storage):
+        return checked_tensor(storage, STORAGE_DTYPES[storage.kind], shape, stride, offset)
+    root, dtype = storage.storage, STORAGE_DTYPES[storage.storage.kind]
+    if not is_count(offset):
+        raise BadTensor("of a negative offset")
+    room = (storage.offset + storage.numel) * dtype.itemsize
+    return checked_tensor(root, dtype, shape, stride, storage.offset + offset, room=room)
+
+
+def _triple(member: _Member, what: str) -> tuple[object, object, object]:
+    entry = member.pickle().value
+    if not isinstance(entry, tuple) or len(entry) != 3:
+        raise PickleFault(f"has a malformed {what}")
+    return entry
+
+
+def _put(found: Objects, key: object, value: Storage | StorageView | TensorRef) -> None:
+    if type(key) is not int or key in found:
+        raise PickleFault(f"has the key {in_brief(key)[:20]} twice, or one that is not a number")
+    found[key] = value
+
+
+class _Lookup:
+    """What a persistent id refers to: a tensor or storage by its key, or a class beside its source."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.objects = objects
+
+    def find(self, identity: object) -> object:
+        if isinstance(identity, tuple) and identity and isinstance(identity[0], Global):
+            return identity[0]
+        text = str(identity) if isinstance(identity, str | int) else ""
+        key = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else -1
+        if key not in self.objects:
+            raise PickleFault(f"refers to a tensor or storage '{text[:20]}' that it does not hold")
+        found = self.objects[key]
+        if isinstance(found, StorageView):  # as a value of its own it has its own memory
+            size = _itemsize(found.storage)
+            data = found.storage.data.part(found.offset * size, found.numel * size)
+            found = self.objects[key] = Storage(data, found.storage.kind, found.storage.location)
+        return found

@@ -1,0 +1,184 @@
+"""How torch describes tensors and storages inside a pickle, read and written without torch.
+
+A storage is a persistent id `('storage', class, key, location, numel)`; a tensor is a call of
+`torch._utils._rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`, or of
+`_v3`, which adds the dtype for element types that have no storage class of their own. Source: torch's
+`serialization.py`, `_utils.py` and `storage.py`, 0.4 to 2.15.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ...inert_pickle.machine import PickleFault
+from ...inert_pickle.reader import Pickle, read_pickle
+from ...inert_pickle.values import FROM_TYPE, Global, OrderedDict_, Record
+from ...inert_pickle.writer import write_pickle
+from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
+from ...tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, is_count
+from .fast_path import TensorPattern
+from .storage_id import UNTYPED, FindStorage, element_type, itemsize, parse_storage_id
+
+REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
+REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
+REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
+
+
+@dataclass(frozen=True, slots=True)
+class StorageView:
+    """A stretch of a storage, in elements, standing for a storage of its own (torch before 0.4), or for the
+    same storage under another class.
+
+    Attributes:
+        kind: the class whose elements are meant; that of the storage when None.
+    """
+
+    storage: Storage
+    offset: int
+    numel: int
+    kind: str | None = None
+
+
+def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: FindStorage) -> Pickle:
+    """Reads a pickle of torch's: storages as `storage` finds them, tensors as TensorRefs.
+
+    Raises:
+        PickleFault: malformed, or a tensor that does not fit its storage.
+    """
+
+    empty: dict[tuple[str, DType], Storage] = {}
+
+    def persistent_load(identity: object) -> object:
+        if isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module":
+            return identity[1]  # a class beside its source text, in whole pickled models before 1.6
+        key, form, view = parse_storage_id(identity)
+        found, dtype = storage(key, form), element_type(form.kind)
+        if dtype is not element_type(found.kind):
+            if not found.nbytes:  # torch saves one under several classes: there are no bytes to share
+                own = Storage(found.data, form.kind, form.location, found.crc32, found.byteorder)
+                return empty.setdefault((key, dtype), own)
+            view = view or (key, 0, form.numel)
+        return found if view is None else StorageView(found, view[1], view[2], form.kind)
+
+    shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)}
+    return read_pickle(data, start, persistent_load=persistent_load, reducers=REDUCERS, shortcuts=shortcuts)
+
+
+def _rebuild_v1(args: tuple[Any, ...]) -> TensorRef:
+    if len(args) != 4:
+        raise PickleFault("its pickle has a malformed tensor")
+    return _tensor(args, False, None, None)
+
+
+def _rebuild_v2(args: tuple[Any, ...]) -> TensorRef | None:
+    if len(args) not in (6, 7) or type(args[4]) is not bool:
+        raise PickleFault("its pickle has a malformed tensor")
+    if args[5]:  # hooks: functions, which no description of a tensor can keep
+        return None
+    return _tensor(args, args[4], None, args[6] if len(args) > 6 else None)
+
+
+def _rebuild_v3(args: tuple[Any, ...]) -> TensorRef | None:
+    if len(args) not in (7, 8) or type(args[4]) is not bool or not isinstance(args[6], Global):
+        raise PickleFault("its pickle has a malformed tensor")
+    if args[5]:
+        return None
+    dtype = DTYPES.get(args[6].name) if args[6].module == "torch" else None
+    if dtype is None:
+        raise PickleFault(f"its pickle has a tensor of unknown dtype {args[6]}")
+    return _tensor(args, args[4], dtype, args[7] if len(args) > 7 else None)
+
+
+REBUILD = {REBUILD_V1: _rebuild_v1, REBUILD_V2: _rebuild_v2, REBUILD_V3: _rebuild_v3}
+
+
+def _rebuild_from_type(name: Global, args: tuple[Any, ...]) -> Record | None:
+    """A tensor of another type or with attributes; None, so a plain Record, where it is not strided."""
+    if len(args) != 4 or not isinstance(args[0], Global) or type(args[2]) is not tuple:
+        return None
+    function, kind, inner, state = args
+    tensor = REBUILD[function](inner) if function in REBUILD else None
+    return None if tensor is None else Record("reduce", name, (tensor, kind, state))
+
+
+REDUCERS: dict[Global, Callable[[tuple[Any, ...]], object]] = {
+    **REBUILD,
+    **{name: partial(_rebuild_from_type, name) for name in FROM_TYPE},
+}
+
+
+def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bits: Any) -> TensorRef:
+    """A tensor whose every element lies in its storage.
+
+    Args:
+        args: storage, offset, shape and stride first.
+        dtype: that of the storage's class when None.
+        bits: torch's {'conj': …, 'neg': …}, or None.
+    """
+    storage, offset, shape, stride = args[:4]
+    room, kind = 0, ""
+    if isinstance(storage, StorageView):
+        kind = storage.kind or storage.storage.kind
+        room = (storage.offset + storage.numel) * itemsize(kind)
+        offset = offset + storage.offset if is_count(offset) else offset
+        storage = storage.storage
+    elif isinstance(storage, Storage):
+        room, kind = storage.nbytes, storage.kind
+    if not isinstance(storage, Storage):
+        raise PickleFault("its pickle has a tensor without a storage")
+    if bits and (not isinstance(bits, dict) or not bits.keys() <= {"conj", "neg"}):
+        raise PickleFault("its pickle has a tensor with unknown flags")
+    conj, neg = (bits.get(flag) is True for flag in ("conj", "neg")) if bits else (False, False)
+    dtype = dtype or element_type(kind)
+    try:
+        return checked_tensor(storage, dtype, shape, stride, offset, requires_grad, conj, neg, room=room)
+    except BadTensor as fault:
+        raise PickleFault(f"its pickle has a tensor {fault}") from None
+
+
+class StorageKeys:
+    """Numbers storages in the order in which they are first referred to, as torch does."""
+
+    def __init__(self) -> None:
+        self.order: list[Storage] = []
+        self._ids: dict[int, tuple[object, ...]] = {}
+
+    def persistent_id(self, storage: Storage) -> tuple[object, ...]:
+        if id(storage) not in self._ids:
+            key = str(len(self.order))
+            self.order.append(storage)
+            kind = UNTYPED if storage.kind == UNTYPED.name else Global("torch", storage.kind)
+            numel = storage.nbytes // itemsize(storage.kind)
+            self._ids[id(storage)] = ("storage", kind, key, storage.location, numel)
+        return self._ids[id(storage)]
+
+
+def reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
+    """The call that rebuilds a tensor, as torch writes it."""
+    args: tuple[object, ...] = (
+        tensor.storage,
+        tensor.offset,
+        (*tensor.shape,),  # each tensor's own, as torch writes them: readers may share them
+        (*tensor.stride,),
+        tensor.requires_grad,
+        OrderedDict_(),
+    )
+    bits = {name: True for name, on in (("conj", tensor.conj), ("neg", tensor.neg)) if on}
+    typed = STORAGE_DTYPES.get(tensor.storage.kind)
+    if typed is tensor.dtype:
+        return REBUILD_V2, (*args, bits) if bits else args
+    args = (*args, Global("torch", tensor.dtype.name))
+    return REBUILD_V3, (*args, bits) if bits else args
+
+
+def write_torch_pickle(value: object, protocol: int = 2) -> tuple[bytes, list[Storage]]:
+    """The pickle of a value, and its storages in the order of their keys."""
+    keys = StorageKeys()
+    data = write_pickle(
+        value, protocol=protocol, persistent_id=keys.persistent_id, reduce_tensor=reduce_tensor
+    )
+    return data, keys.order

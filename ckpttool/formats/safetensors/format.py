@@ -1,0 +1,253 @@
+"""safetensors: a length, a JSON header, and the values of the tensors without gaps.
+
+The writer's bytes are those of `safetensors.torch.save_file`: tensors ordered by type, then by name; compact
+JSON; the header padded with spaces to 8 bytes. The reader holds a file to the format's rules, some of which
+the library lets pass. Format: the README of huggingface/safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ...checkpoint import full_json
+from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ...errors import Damaged, Refused, Unsupported
+from ...files.copying import Output
+from ...inert_pickle.values import OrderedDict_
+from ...tensors.dtypes import DTYPES, DType
+from ...tensors.ref import (
+    MAX_BYTES,
+    ByteRange,
+    Source,
+    Storage,
+    TensorRef,
+    contiguous_stride,
+    extent,
+    is_count,
+    new_tensor,
+)
+from ...tensors.values import require_bounded, stream
+from .in_place import MAX_HEADER, read_header
+from .strict_json import parse_object
+
+NAME = "safetensors"
+EXTENSIONS = (".safetensors",)
+METADATA = "__metadata__"
+RESERVED = (*OF_TORCH, full_json.ENTRY)
+"""Metadata with a meaning of its own, whatever tensors there are: never another name of a tensor."""
+
+# The order in which the library lays out types: widest first, and within a width as listed in its source.
+ORDER = (
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
+)
+RANK = {name: rank for rank, name in enumerate(ORDER)}
+BY_NAME = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
+BY_NAME["F8_E8M0"] = DTYPES["float8_e8m0fnu"]  # the format has it; the library's torch part can't save it
+
+
+def sniff(head: bytes) -> bool:
+    return len(head) >= 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER
+
+
+def read(source: Source) -> Checkpoint:
+    """Reads the header.
+
+    Raises:
+        Damaged: a rule of the format is broken.
+        Unsupported: an element type that torch does not have.
+    """
+    return described(source, read_header(source))
+
+
+def described(source: Source, raw: bytes) -> Checkpoint:
+    """What a header, its length included, says of a file. Raises as `read` does."""
+    header = _parse(source, raw[8:])
+    metadata = _metadata(source, header.pop(METADATA, {}))
+    tensors: dict[str, TensorRef] = {}
+    forms: dict[tuple[str, tuple[int, ...]], _Form] = {}
+    end = len(raw)
+    for name, entry in sorted(header.items(), key=lambda item: _begin(source, item)):
+        like = entry["dtype"], tuple(entry["shape"])
+        form = forms.get(like) or forms.setdefault(like, _form(source, name, *like))
+        begin, stop = entry["data_offsets"]
+        if stop - begin != form.nbytes:
+            raise Damaged(
+                source.path,
+                f"tensor '{name}' should have {form.nbytes} bytes by its shape, has {stop - begin}",
+            )
+        if len(raw) + begin != end:
+            raise Damaged(source.path, f"tensor '{name}' leaves a gap or overlaps the one before it")
+        storage = Storage(ByteRange(source, end, form.nbytes), form.dtype.storage or "UntypedStorage")
+        tensors[name] = new_tensor(storage, form.dtype, form.shape, form.stride)
+        end += form.nbytes
+    if end > source.size:
+        raise Damaged(source.path, f"is cut short: {end - source.size} bytes are missing")
+    if end < source.size:
+        raise Damaged(source.path, f"has {source.size - end} bytes that belong to no tensor")
+    is_full = full_json.ENTRY in metadata
+    tree, protocol = _tree(source, tensors, metadata)
+    return Checkpoint(source, NAME, tree, protocol, metadata, full=is_full)
+
+
+def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> tuple[object, int]:
+    """The tensors as a state, ties restored; or the whole tree where the file holds one (`--full`).
+
+    Ties are recorded as safetensors.torch.save_model does: the other name, and the name that is kept.
+    """
+    text = metadata.pop(full_json.ENTRY, None)
+    if text is not None:
+        return full_json.decode_entry(source.path, tensors, text)
+    state = OrderedDict_(tensors)
+    for name, kept in list(metadata.items()):
+        if kept in tensors and name not in tensors and name not in RESERVED:
+            state[name] = tensors[kept]
+            del metadata[name]
+    return state, 2
+
+
+def _parse(source: Source, raw: bytes) -> dict[str, Any]:
+    if raw[:1] != b"{":
+        raise Damaged(source.path, "its header is not a JSON object")
+    header = parse_object(source.path, raw, "its header")
+    if b"\\u" in raw:
+        try:
+            json.dumps(header, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError):
+            raise Damaged(source.path, "its header has text that is not valid Unicode") from None
+    return header
+
+
+def _metadata(source: Source, found: object) -> dict[str, str]:
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise Damaged(source.path, "its __metadata__ is not a map of text to text")
+    return found
+
+
+def _begin(source: Source, item: tuple[str, Any]) -> tuple[int, int]:
+    """Where a tensor says it lies, once its entry has the right form."""
+    name, entry = item
+    form = isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}
+    if (
+        not form
+        or not isinstance(entry["dtype"], str)
+        or not isinstance(entry["shape"], list)
+        or not isinstance(entry["data_offsets"], list)
+        or len(entry["data_offsets"]) != 2
+        or not all(map(is_count, entry["shape"] + entry["data_offsets"]))
+    ):
+        raise Damaged(source.path, f"its header has a malformed entry for '{name[:80]}'")
+    begin, end = entry["data_offsets"]
+    return begin, end
+
+
+class _Form(NamedTuple):
+    """What alike tensors have in common: a file has few forms, and may have 100,000 tensors."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    nbytes: int
+
+
+def _form(source: Source, name: str, type_name: str, shape: tuple[int, ...]) -> _Form:
+    """The form that a tensor is the first to have."""
+    dtype = BY_NAME.get(type_name)
+    if dtype is None:
+        raise Unsupported(source.path, f"tensor '{name}' has the type {type_name[:20]}, unknown to torch")
+    if extent(shape) * dtype.itemsize > MAX_BYTES:
+        raise Damaged(source.path, f"tensor '{name}' has a shape larger than any file")
+    nbytes = 0 if 0 in shape else extent(shape) * dtype.itemsize
+    return _Form(dtype, shape, contiguous_stride(shape), nbytes)
+
+
+def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, str], out: Output) -> None:
+    """Writes tensors; each name gets its own copy of the values.
+
+    Args:
+        path: the file the tensors come from, for messages.
+        tensors: name -> tensor, in any order.
+        metadata: text to text. With more than one entry it is sorted; the library's order is random.
+
+    Raises:
+        Refused: a type, or a name, that the format can't hold, or a view that repeats its elements too often.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0]))
+    for name, tensor in ordered:
+        require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
+    out.write(header(path, ordered, metadata))
+    for _, tensor in ordered:
+        if not tensor.is_stretch:
+            out.write_all(stream(tensor), tensor.nbytes)
+        elif isinstance(data := tensor.data, ByteRange):
+            out.copy(data)
+        else:
+            out.make(data)
+
+
+def write_full(checkpoint: Checkpoint, out: Output) -> None:
+    """Writes a whole tree: its tensors, and the rest as JSON in the metadata.
+
+    Raises:
+        Refused: nested too deeply, or a header of more than 100 MB.
+    """
+    flat = full_json.encode_entry(checkpoint.path, checkpoint.tree, checkpoint.protocol)
+    write(checkpoint.path, flat.tensors, {**checkpoint.metadata, full_json.ENTRY: flat.text}, out)
+
+
+def ties(tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]) -> dict[str, str]:
+    """Names that are another name for the same tensor: name -> the first name of it.
+
+    Args:
+        metadata: what goes into the header beside the ties; a name that is taken there is skipped.
+    """
+    first: dict[tuple[object, ...], str] = {}
+    tied = {}
+    for name, tensor in tensors.items():
+        kept = first.setdefault(tensor.view, name)
+        if kept != name and tensor.numel and name not in metadata and name not in RESERVED:
+            tied[name] = kept
+    return tied
+
+
+def _rank(path: str, name: str, tensor: TensorRef) -> int:
+    if name == METADATA:
+        raise Refused(
+            path, f"safetensors can't hold a tensor named '{name}'", hint="write a .pt file instead"
+        )
+    if tensor.dtype.safetensors is None:
+        raise Refused(
+            path,
+            f"safetensors can't hold '{name}': it has no type {tensor.dtype.name}",
+            hint="write a .pt file instead, which keeps every type",
+        )
+    return RANK[tensor.dtype.safetensors]
+
+
+def header(
+    path: str, ordered: Iterable[tuple[str, TensorRef]], metadata: Mapping[str, str], fill: int = 0
+) -> bytes:
+    """The length and the JSON of a file whose tensors lie in the given order, `fill` bytes long at least."""
+    header: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    offset = 0
+    for name, tensor in ordered:
+        end = offset + tensor.nbytes
+        header[name] = {
+            "dtype": tensor.dtype.safetensors,
+            "shape": tensor.shape,
+            "data_offsets": (offset, end),
+        }
+        offset = end
+    try:
+        raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        key = error.object[max(error.start - 20, 0) : error.end].encode("utf-8", "backslashreplace").decode()
+        raise Refused(path, f"a key is not valid Unicode: …{key}", hint="write a .pt file instead") from None
+    raw = raw.ljust(fill - 8)
+    raw += b" " * (-len(raw) % 8)
+    if len(raw) > MAX_HEADER:
+        raise Refused(path, "its names need a header of more than 100 MB", hint="write a .pt file instead")
+    return struct.pack("<Q", len(raw)) + raw

@@ -1,0 +1,149 @@
+"""What a saving wrote, and by name what it did not: nothing is left behind in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, State
+from ..checkpoint.dotted_names import contents, dotted
+from ..checkpoint.states import is_optimizer
+from ..inert_pickle.known_names import unknown_names
+from .folders import dcp, folders, sharding
+from .folders.dcp_writing import TOP
+from .pytorch import zip as torch_zip
+from .safetensors import format as safetensors
+
+PICKLES = (torch_zip.NAME, sharding.TORCH)
+TENSORS_ALONE = (safetensors.NAME, sharding.SAFETENSORS, sharding.TORCH)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What `save` wrote.
+
+    Attributes:
+        path: the output.
+        format: its format.
+        nbytes: its size.
+        keys: how many names the model's state has in it.
+        left_out: dotted names of what the format can't hold.
+        tied: names kept as another name of a tensor, by a record in the metadata.
+        copied: names that share memory and were written out each for itself.
+        mentions: names of code that the output's pickle mentions, and no pickle of the input's did: anyone
+            who unpickles it without `weights_only` runs them. As `inspect` reports them.
+        text_keys: dicts whose keys, numbers and the like, are text in the output.
+        keyed_by_text: optimizers whose state has text for keys where their groups list numbers, since they
+            went into DCP or came out of it: outside DCP torch loads no momentum of them.
+        not_copied: other files of the input's folder, which a new folder does not have.
+    """
+
+    path: str
+    format: str
+    nbytes: int
+    keys: int
+    left_out: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
+    text_keys: tuple[str, ...] = ()
+    keyed_by_text: tuple[str, ...] = ()
+    not_copied: tuple[str, ...] = ()
+
+    @property
+    def why_left_out(self) -> str:
+        """Why the format can't hold what was left out, to follow its name."""
+        return "holds only tensors" if self.format in TENSORS_ALONE else "has no place for it"
+
+
+def saved_whole(
+    checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State | None, *, full: bool
+) -> Saved:
+    """Of an output that holds everything, as far as its format can.
+
+    Args:
+        state: the model's, where there is one.
+        full: what is not a tensor went as text.
+    """
+    lost = checkpoint.unread
+    if kind in (torch_zip.NAME, dcp.NAME):  # which have no place for the text of a safetensors header
+        lost += _lost_metadata(checkpoint)
+    apart = kind == dcp.NAME and not full
+    if apart:
+        lost = (*folders.lost_in_dcp(checkpoint), *lost)
+    return Saved(
+        path,
+        kind,
+        nbytes,
+        len(state.tensors) if state else 0,
+        lost,
+        copied=copied(state) if state and apart else (),
+        mentions=_mentions(checkpoint, kind),
+        text_keys=folders.text_keys_in_dcp(checkpoint) if apart else (),
+        keyed_by_text=_keyed_by_text(checkpoint, kind, full),
+    )
+
+
+def saved_state(
+    checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State, ties: Mapping[str, str]
+) -> Saved:
+    """Of an output that holds only the model's tensors, some of them as another name of a tensor."""
+    lost = _beside(checkpoint, state) + checkpoint.unread
+    if kind == sharding.TORCH:  # has no place for the text of a safetensors header, and keeps what is shared
+        lost += _lost_metadata(checkpoint)
+        return Saved(path, kind, nbytes, len(state.tensors), lost)
+    apart = tuple(name for name in copied(state) if name not in ties)
+    return Saved(path, kind, nbytes, len(state.tensors), lost, tuple(ties), apart)
+
+
+def _lost_metadata(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The text of a safetensors header, but for the note that its tensors are torch's."""
+    texts = checkpoint.metadata.items()
+    return tuple(f"metadata '{name}'" for name, text in texts if OF_TORCH.get(name) != text)
+
+
+def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, ...]:
+    """The optimizers whose keys, numbers before, DCP makes text, or has made text."""
+    into, out_of = kind == dcp.NAME and not full, checkpoint.format == dcp.NAME
+    if into == out_of:
+        return ()
+    named = ((dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value))
+    return tuple(name or TOP for name, value in named if _keeps_numbers(value, int if into else str))
+
+
+def _keeps_numbers(optimizer: Any, kind: type) -> bool:
+    """Whether state is kept of parameters that the groups list as numbers, under keys of this type."""
+    state, groups = optimizer["state"], optimizer["param_groups"]
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return False
+    listed = [group.get("params") for group in groups if isinstance(group, dict)]
+    numbers = {str(key) for keys in listed if isinstance(keys, list) for key in keys if type(key) is int}
+    return any(type(key) is kind and str(key) in numbers for key in state)
+
+
+def _mentions(checkpoint: Checkpoint, kind: str) -> tuple[str, ...]:
+    is_pickle = checkpoint.format not in (safetensors.NAME, sharding.SAFETENSORS, dcp.NAME)
+    return () if kind not in PICKLES or is_pickle else tuple(unknown_names(checkpoint.tree))
+
+
+def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
+    """What a file of only the state's tensors leaves behind, by the shortest names that say it."""
+    inside = [*state.others, *(["_metadata"] if state.versions is not None else [])]
+    where = f"{state.where}." if state.path else ""
+    return (*(where + name for name in inside), *checkpoint.outside(state))
+
+
+def copied(state: State) -> tuple[str, ...]:
+    """Names whose bytes another name has too: each name gets a copy in a format without sharing."""
+    storages: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in state.tensors.items():
+        storages.setdefault(id(tensor.storage), []).append((*tensor.span, name))
+    found = set()
+    for spans in storages.values():
+        reached = 0
+        for begin, end, name in sorted(spans, key=lambda span: span[0]):
+            if begin < min(end, reached):
+                found.add(name)
+            reached = max(reached, end)
+    return tuple(name for name in state.tensors if name in found)

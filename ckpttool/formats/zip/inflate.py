@@ -1,0 +1,131 @@
+"""Compressed records of a zip, inflated into an unnamed temporary file, and so places in a file again.
+
+torch writes its records uncompressed and reads compressed ones too, as `zip -r` makes them; of a stream that
+is cut short it returns memory it never filled. Here a record has exactly the size and the checksum that the
+directory states, or the file is refused. Sizes are checked before a byte is written: deflate can't make more
+than 1032 bytes of one, and a file may not grow beyond all measure.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from typing import IO
+
+from ...errors import Damaged, Refused
+from ...files.copying import no_room_named
+from ...tensors.ref import ByteRange, Source
+from .reader import Record
+
+MAX_RATIO = 1032
+"""The most that deflate can do: 258 bytes in two bits (zlib's technical notes)."""
+
+MAX_GROWTH = 100
+"""All inflated records together may be so many times the size of the file, or SMALL if that is more."""
+
+SMALL = 1 << 30
+
+MAX_TEXT_GROWTH = 64
+"""A pickle may be so many times its compressed size, and 1 MiB more: it is inflated in memory."""
+
+CHUNK = 1 << 20
+
+
+def inflated_bytes(source: Source, record: Record) -> bytes:
+    """A compressed record in memory: a pickle, or a line of text.
+
+    Raises:
+        Damaged: its size or its checksum are wrong.
+        Refused: it would grow too much.
+    """
+    if record.size > (1 << 20) + MAX_TEXT_GROWTH * record.data.nbytes:
+        raise Refused(
+            source.path,
+            f"its record '{record.name}' would grow from {record.data.nbytes} to {record.size} bytes",
+            hint="no ordinary file does: if you trust it, unpack it and zip it again without compression",
+        )
+    return b"".join(inflated(source, record))
+
+
+class Inflated:
+    """The temporary file of one archive. `add` puts a record in it and says where it lies."""
+
+    def __init__(self, source: Source) -> None:
+        self.archive = source
+        self.target: Source | None = None
+        self.folder = ""
+
+    def add(self, record: Record) -> ByteRange:
+        """Inflates a record.
+
+        Raises:
+            Damaged: its size or its checksum are wrong.
+            Refused: the file would grow too much.
+        """
+        target = self.target or self._create()
+        start = target.size
+        if start + record.size > max(SMALL, MAX_GROWTH * self.archive.size):
+            raise Refused(
+                self.archive.path,
+                f"its compressed records would grow from {self.archive.size} bytes to more than {start}",
+                hint="if you trust it, unpack it and zip it again without compression",
+            )
+        for piece in inflated(self.archive, record):
+            with no_room_named(self.folder):
+                target.size += _write(target.fd, piece, target.size)
+        return ByteRange(target, start, record.size)
+
+    def _create(self) -> Source:
+        import tempfile
+
+        self.folder = tempfile.gettempdir()
+        file: IO[bytes]
+        with tempfile.TemporaryFile() as file:
+            self.target = Source(self.archive.path, os.dup(file.fileno()))
+        return self.target
+
+
+def _write(fd: int, data: bytes, position: int) -> int:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(fd, view, position)
+        position, view = position + done, view[done:]
+    return len(data)
+
+
+def inflated(source: Source, record: Record) -> Iterator[bytes]:
+    """The contents of a compressed record, piece by piece.
+
+    Raises:
+        Damaged: its size or its checksum are wrong; some faults show only at the end.
+    """
+    if record.size > MAX_RATIO * record.data.nbytes:
+        raise Damaged(source.path, f"its record '{record.name}' states a size that deflate can't reach")
+    stream = zlib.decompressobj(-zlib.MAX_WBITS)
+    size = crc = 0
+    try:
+        for chunk in record.data.chunks(memoryview(bytearray(min(CHUNK, record.data.nbytes)))):
+            piece = stream.decompress(chunk, CHUNK)
+            while piece:
+                size, crc = size + len(piece), zlib.crc32(piece, crc)
+                if size > record.size:
+                    raise _wrong_size(source, record)
+                yield piece
+                piece = stream.decompress(stream.unconsumed_tail, CHUNK)
+            if stream.unused_data:
+                raise _wrong_size(source, record)
+    except zlib.error:
+        raise Damaged(source.path, f"its record '{record.name}' is not a valid deflate stream") from None
+    if size != record.size or not stream.eof:
+        raise _wrong_size(source, record)
+    if record.crc32 is not None and crc != record.crc32:
+        raise Damaged(source.path, f"its record '{record.name}' does not match its checksum")
+
+
+def _wrong_size(source: Source, record: Record) -> Damaged:
+    return Damaged(
+        source.path,
+        f"its compressed record '{record.name}' does not inflate to exactly {record.size} bytes: it is cut "
+        "short or damaged",
+    )

@@ -1,0 +1,108 @@
+"""The zip container that torch uses: its numbers, and writing it. `zip_directory` reads it.
+
+Format: PKWARE APPNOTE 6.3.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+from ...files.copying import Output
+from ...tensors.ref import ByteRange, Computed
+
+LOCAL = struct.Struct("<IHHHHHIIIHH")
+CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+END = struct.Struct("<IHHHHIIH")
+END64 = struct.Struct("<IQHHIIQQQQ")
+LOCATOR64 = struct.Struct("<IIQI")
+SIGNATURES = LOCAL_SIGNATURE, CENTRAL_SIGNATURE, END_SIGNATURE, END64_SIGNATURE, LOCATOR64_SIGNATURE = (
+    0x04034B50,
+    0x02014B50,
+    0x06054B50,
+    0x06064B50,
+    0x07064B50,
+)
+FULL16, FULL32 = 0xFFFF, 0xFFFFFFFF
+ZIP64_EXTRA = 1
+PADDING_EXTRA = 0x4246  # "FB": what torch pads a local header with
+STORED, DEFLATED = 0, 8
+DESCRIPTOR, UTF8 = 8, 0x800
+UNREADABLE = 0x1 | 0x20 | 0x40 | 0x2000  # encrypted, a patch, strongly encrypted, headers masked
+ALIGNMENT = 64
+
+
+class ZipWriter:
+    """Writes records one after another, each payload on a 64-byte boundary, and the directory at the end.
+
+    The layout is torch's: stored, the local header padded by an extra field `FB`, ZIP64 fields only where a
+    number needs them.
+    """
+
+    def __init__(self, out: Output, root: str) -> None:
+        self.out = out
+        self.root = root
+        self.directory = bytearray()
+        self.count = 0
+
+    def write(self, name: str, data: bytes) -> None:
+        """A record of bytes in memory."""
+        header = self._reserve(name, len(data))
+        self.out.write_all([memoryview(data)], len(data))
+        self._finish(name, header, len(data), zlib.crc32(data))
+
+    def copy(self, name: str, data: ByteRange | Computed, crc32: int | None) -> None:
+        """A record of bytes from elsewhere; those of a file are looked at only for a missing CRC."""
+        header = self._reserve(name, data.nbytes)
+        if isinstance(data, ByteRange) and crc32 is not None:
+            self.out.copy(data)
+        else:
+            crc32 = self.out.copy_with_crc(data)
+        self._finish(name, header, data.nbytes, crc32)
+
+    def close(self) -> None:
+        """The central directory and the end records."""
+        offset, size = self.out.position, len(self.directory)
+        end = bytearray()
+        if self.count >= FULL16 or offset >= FULL32 or size >= FULL32:
+            end += END64.pack(END64_SIGNATURE, 44, 45, 45, 0, 0, self.count, self.count, size, offset)
+            end += LOCATOR64.pack(LOCATOR64_SIGNATURE, 0, offset + size, 1)
+        count = min(self.count, FULL16)
+        end += END.pack(END_SIGNATURE, 0, 0, count, count, min(size, FULL32), min(offset, FULL32), 0)
+        self.out.write(bytes(self.directory + end))
+
+    def _reserve(self, name: str, size: int) -> int:
+        """Leaves room for the local header, so that the payload starts on the boundary."""
+        header = self.out.position
+        self.out.position += LOCAL.size + len(self._path(name)) + len(self._local_extra(name, header, size))
+        return header
+
+    def _local_extra(self, name: str, header: int, size: int) -> bytes:
+        wide = struct.pack("<HHQQ", ZIP64_EXTRA, 16, size, size) if size >= FULL32 else b""
+        start = header + LOCAL.size + len(self._path(name)) + len(wide) + 4
+        padding = -start % ALIGNMENT
+        return wide + struct.pack("<HH", PADDING_EXTRA, padding) + b"Z" * padding
+
+    def _finish(self, name: str, header: int, size: int, crc: int) -> None:
+        path, extra, narrow = self._path(name), self._local_extra(name, header, size), min(size, FULL32)
+        version = 45 if size >= FULL32 or header >= FULL32 else 0
+        self.out.write_at(
+            header,
+            LOCAL.pack(
+                LOCAL_SIGNATURE, version, UTF8, STORED, 0, 0, crc, narrow, narrow, len(path), len(extra)
+            )
+            + path
+            + extra,
+        )
+        wide = [size, size] if size >= FULL32 else []
+        wide += [header] if header >= FULL32 else []
+        more = struct.pack(f"<HH{len(wide)}Q", ZIP64_EXTRA, 8 * len(wide), *wide) if wide else b""
+        self.directory += CENTRAL.pack(
+            CENTRAL_SIGNATURE, version, version, UTF8, STORED, 0, 0, crc, narrow, narrow,
+            len(path), len(more), 0, 0, 0, 0, min(header, FULL32),
+        )  # fmt: skip
+        self.directory += path + more
+        self.count += 1
+
+    def _path(self, name: str) -> bytes:
+        return f"{self.root}/{name}".encode()

@@ -1,0 +1,308 @@
+"""The opcodes of a pickle: what each looks like in the file, and what it does.
+
+An operation takes the machine and the position after the opcode, and returns the position of the next.
+Source: the `pickletools` module of the standard library.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from typing import Any
+
+from .machine import SET, Machine, fault
+from .scalars import escaped_text, integer, integer_or_bool, quoted_string, real, signed, string, text
+from .values import Global, Set_
+
+MAX_NAME = 1000
+"""Characters in the name of a class or function, which every object made by it repeats."""
+
+Operation = Callable[[Machine, int], int]
+Unpack = Callable[[bytes | mmap.mmap, int], tuple[int]]
+uint1: Unpack = struct.Struct("<B").unpack_from
+uint4: Unpack = struct.Struct("<I").unpack_from
+uint8: Unpack = struct.Struct("<Q").unpack_from
+SIZES = {1: uint1, 4: uint4, 8: uint8}
+
+
+class Stop(Exception):
+    """The pickle ends, at byte `end`."""
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+
+# Operations that are alike but for a width, a constant or an action are made by the functions at the front.
+
+
+def constant(make: Callable[[], object]) -> Operation:
+    """Pushes a value; a container is a new one each time."""
+
+    def operation(m: Machine, position: int) -> int:
+        m.stack.append(make())
+        return position
+
+    return operation
+
+
+def number(width: int, read: Callable[[bytes | mmap.mmap, int], tuple[Any]]) -> Operation:
+    """Pushes a number of fixed width."""
+
+    def operation(m: Machine, position: int) -> int:
+        m.stack.append(read(m.data, position)[0])
+        return position + width
+
+    return operation
+
+
+def sized(width: int, value: Callable[[bytes], object]) -> Operation:
+    """Pushes what `value` makes of bytes that follow their count."""
+    read = SIZES[width]
+
+    def operation(m: Machine, position: int) -> int:
+        count = read(m.data, position)[0]
+        m.stack.append(value(m.take(position + width, count)))
+        return position + width + count
+
+    return operation
+
+
+def line(value: Callable[[bytes], object]) -> Operation:
+    """Pushes what `value` makes of a line of text (protocol 0)."""
+
+    def operation(m: Machine, position: int) -> int:
+        text, position = m.line(position)
+        m.stack.append(value(text))
+        return position
+
+    return operation
+
+
+def on_top(width: int, act: Callable[[Machine, int], None]) -> Operation:
+    """Calls `act` with a memo index: a number of `width` bytes, or with width 0 a line of text."""
+
+    def operation(m: Machine, position: int) -> int:
+        if width:
+            act(m, SIZES[width](m.data, position)[0])
+            return position + width
+        text, position = m.line(position)
+        act(m, integer(text))
+        return position
+
+    return operation
+
+
+def grouped(act: Callable[[Machine, list[Any]], None]) -> Operation:
+    """Acts with everything above the last MARK."""
+
+    def operation(m: Machine, position: int) -> int:
+        items = m.pop_mark()
+        act(m, items)
+        return position
+
+    return operation
+
+
+def popping(count: int, act: Callable[..., None]) -> Operation:
+    """Acts with the topmost values, the lowest of them first."""
+
+    def operation(m: Machine, position: int) -> int:
+        if len(m.stack) < count:
+            raise IndexError
+        values = m.stack[-count:]
+        del m.stack[-count:]
+        act(m, *values)
+        return position
+
+    return operation
+
+
+def unknown(m: Machine, position: int) -> int:
+    fault(f"its pickle has an unknown opcode {m.data[position - 1]:#04x} at byte {position - 1}")
+
+
+def unsupported(m: Machine, position: int) -> int:
+    fault("its pickle refers to something outside the file (extension registry or out-of-band buffer)")
+
+
+def proto(m: Machine, position: int) -> int:
+    m.protocol = m.data[position]
+    if m.protocol > 5:
+        fault(f"its pickle has protocol {m.protocol}, newer than 5")
+    return position + 1
+
+
+def frame(m: Machine, position: int) -> int:
+    uint8(m.data, position)
+    return position + 8
+
+
+def stop(m: Machine, position: int) -> int:
+    if m.below:
+        fault("its pickle stops inside a group")
+    if not m.stack:
+        raise IndexError
+    raise Stop(position)
+
+
+def mark(m: Machine, position: int) -> int:
+    m.below.append(m.stack)
+    m.stack = []
+    return position
+
+
+def pop(m: Machine, position: int) -> int:
+    if m.stack:
+        m.stack.pop()
+    else:
+        m.pop_mark()
+    return position
+
+
+def put(m: Machine, index: int) -> None:
+    m.put(index, m.stack[-1])
+
+
+def memoize(m: Machine, position: int) -> int:
+    m.memoize()
+    return position
+
+
+def duplicate(m: Machine, position: int) -> int:
+    m.stack.append(m.stack[-1])
+    return position
+
+
+def empty_set(m: Machine, position: int) -> int:
+    m.spend(SET)
+    m.stack.append(Set_())
+    return position
+
+
+def add_items(m: Machine, items: list[Any]) -> None:
+    target = m.stack[-1]
+    if type(target) is not Set_:
+        fault(f"its pickle adds to a {type(target).__name__}")
+    target.update(m.keys(items, target))
+
+
+def make_dict(m: Machine, items: list[Any]) -> None:
+    m.stack.append({})
+    m.set_items(items)
+
+
+def global_(m: Machine, position: int) -> int:
+    module, position = m.line(position)
+    name, position = m.line(position)
+    stack_global(m, text(module), text(name))
+    return position
+
+
+def stack_global(m: Machine, module: Any, name: Any) -> None:
+    if type(name) is not str or type(module) is not str:
+        fault("its pickle has a name that is not text")
+    if len(module) + len(name) > MAX_NAME:
+        fault(f"its pickle has a name of {len(module) + len(name)} characters")
+    m.stack.append(m.known.get((module, name)) or Global(module, name))
+
+
+def new_object_ex(m: Machine, cls: Any, args: Any, kwargs: Any) -> None:
+    if type(kwargs) is not dict:
+        fault("its pickle creates an object from malformed arguments")
+    m.make("newobj", cls, args, kwargs)
+
+
+def instance(m: Machine, position: int) -> int:
+    """INST and OBJ make instances of old classes: a call where there are arguments."""
+    items = m.pop_mark()
+    position = global_(m, position)
+    m.make("reduce" if items else "newobj", m.stack.pop(), tuple(items))
+    return position
+
+
+def object_(m: Machine, items: list[Any]) -> None:
+    m.make("reduce" if len(items) > 1 else "newobj", items[0], tuple(items[1:]))
+
+
+def persistent_line(m: Machine, position: int) -> int:
+    identity, position = m.line(position)
+    m.persistent(identity.decode("ascii", "replace"))
+    return position
+
+
+OPCODES: dict[bytes, Operation] = {
+    b"\x80": proto,
+    b"\x95": frame,
+    b".": stop,
+    # Constants and numbers.
+    b"N": constant(lambda: None),
+    b"\x88": constant(lambda: True),
+    b"\x89": constant(lambda: False),
+    b")": constant(tuple),
+    b"]": constant(list),
+    b"}": constant(dict),
+    b"\x8f": empty_set,
+    b"J": number(4, struct.Struct("<i").unpack_from),
+    b"K": number(1, uint1),
+    b"M": number(2, struct.Struct("<H").unpack_from),
+    b"G": number(8, struct.Struct(">d").unpack_from),
+    b"\x8a": sized(1, signed),
+    b"\x8b": sized(4, signed),
+    b"I": line(integer_or_bool),
+    b"L": line(integer_or_bool),
+    b"F": line(real),
+    # Text and bytes.
+    b"\x8c": sized(1, text),
+    b"X": sized(4, text),
+    b"\x8d": sized(8, text),
+    b"V": line(escaped_text),
+    b"U": sized(1, string),
+    b"T": sized(4, string),
+    b"S": line(quoted_string),
+    b"C": sized(1, bytes),
+    b"B": sized(4, bytes),
+    b"\x8e": sized(8, bytes),
+    b"\x96": sized(8, bytearray),
+    # Stack and memo.
+    b"(": mark,
+    b"0": pop,
+    b"1": grouped(lambda m, items: None),
+    b"2": duplicate,
+    b"g": on_top(0, Machine.refer),
+    b"h": on_top(1, Machine.refer),
+    b"j": on_top(4, Machine.refer),
+    b"p": on_top(0, put),
+    b"q": on_top(1, put),
+    b"r": on_top(4, put),
+    b"\x94": memoize,
+    # Containers.
+    b"\x85": popping(1, lambda m, a: m.stack.append((a,))),
+    b"\x86": popping(2, lambda m, a, b: m.stack.append((a, b))),
+    b"\x87": popping(3, lambda m, a, b, c: m.stack.append((a, b, c))),
+    b"t": grouped(lambda m, items: m.stack.append(tuple(items))),
+    b"l": grouped(lambda m, items: m.stack.append(items)),
+    b"d": grouped(make_dict),
+    b"\x91": grouped(Machine.frozen_set),
+    b"a": popping(1, lambda m, item: m.extend([item])),
+    b"e": grouped(Machine.extend),
+    b"s": popping(2, lambda m, key, value: m.set_items([key, value])),
+    b"u": grouped(Machine.set_items),
+    b"\x90": grouped(add_items),
+    # Names and objects.
+    b"c": global_,
+    b"\x93": popping(2, stack_global),
+    b"R": popping(2, lambda m, callable, args: m.make("reduce", callable, args)),
+    b"\x81": popping(2, lambda m, cls, args: m.make("newobj", cls, args)),
+    b"\x92": popping(3, new_object_ex),
+    b"i": instance,
+    b"o": grouped(object_),
+    b"b": popping(1, Machine.build),
+    b"P": persistent_line,
+    b"Q": popping(1, Machine.persistent),
+    b"\x82": unsupported,
+    b"\x83": unsupported,
+    b"\x84": unsupported,
+    b"\x97": unsupported,
+    b"\x98": unsupported,
+}

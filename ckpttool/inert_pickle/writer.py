@@ -1,0 +1,297 @@
+"""Writes inert values as a pickle: the same names, calls, sharing and order as were read.
+
+Nothing is asked of the objects themselves, as Python's pickler would; a Record is written as the opcodes
+that it was read from. Protocol 2 is torch's; a tree that was read under a newer protocol is written under
+that one, because protocols differ in how names are looked up (`__builtin__`, dotted names).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any, TypeGuard
+
+from ..tensors.ref import Storage, TensorRef
+from .values import (
+    FROM_TYPE,
+    MAX_DEPTH,
+    ORDERED_DICT,
+    FrozenSet_,
+    Global,
+    OrderedDict_,
+    Record,
+    Set_,
+    TooDeep,
+    container_name,
+)
+
+BATCH = 1000  # items a SETITEMS or APPENDS, as Python's pickler does
+
+
+def write_pickle(
+    value: object,
+    *,
+    protocol: int = 2,
+    persistent_id: Callable[[Storage], tuple[object, ...]],
+    reduce_tensor: Callable[[TensorRef], tuple[Global, tuple[object, ...]]],
+) -> bytes:
+    """The pickle of a value.
+
+    Args:
+        value: any tree of plain and inert values.
+        protocol: 2 to 5.
+        persistent_id: the identity under which a storage is referred to.
+        reduce_tensor: the callable and the arguments that rebuild a tensor.
+
+    Raises:
+        TooDeep: nested deeper than MAX_DEPTH.
+        ValueError: a name that no pickle can hold.
+    """
+    writer = _Writer(max(protocol, 2), persistent_id, reduce_tensor)
+    writer.save(value)
+    writer.out += b"."
+    return bytes(writer.out)
+
+
+class _Writer:
+    def __init__(
+        self,
+        protocol: int,
+        persistent_id: Callable[[Storage], tuple[object, ...]],
+        reduce_tensor: Callable[[TensorRef], tuple[Global, tuple[object, ...]]],
+    ) -> None:
+        self.out = bytearray(b"\x80" + bytes([protocol]))
+        self.builtins = "__builtin__" if protocol < 3 else "builtins"
+        self.protocol = protocol
+        self.persistent_id = persistent_id
+        self.reduce_tensor = reduce_tensor
+        self.memo: dict[object, int] = {}  # by id, but by value for names, text and persistent identities
+        self.kept: list[object] = []  # so that no id in `memo` is used again while writing
+        self.level = 0
+
+    def save(self, value: object) -> None:
+        if self.level == MAX_DEPTH:
+            raise TooDeep
+        self.level += 1
+        kind = type(value)
+        if kind in SCALARS:
+            SCALARS[kind](self, value)
+        elif kind in SHARED:
+            key = value if kind in (str, Global) else id(value)
+            if key in self.memo:
+                self.refer(self.memo[key])
+            else:
+                SHARED[kind](self, value)
+        else:
+            raise ValueError(f"can't write a {kind.__name__}")
+        self.level -= 1
+
+    # The memo.
+
+    def refer(self, index: int) -> None:
+        self.out += b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index)
+
+    def remember(self, value: object) -> None:
+        index = len(self.memo)
+        self.memo[value if isinstance(value, str | Global) else id(value)] = index
+        self.kept.append(value)
+        self.out += b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index)
+
+    def remember_call(self, value: object) -> bool:
+        """Remembers what was made of arguments; False where they hold it and so made it on the way."""
+        if id(value) in self.memo:
+            self.out += b"0"
+            self.refer(self.memo[id(value)])
+            return False
+        self.remember(value)
+        return True
+
+    # Scalars.
+
+    def save_none(self, _: object) -> None:
+        self.out += b"N"
+
+    def save_bool(self, value: bool) -> None:
+        self.out += b"\x88" if value else b"\x89"
+
+    def save_int(self, value: int) -> None:
+        if 0 <= value < 256:
+            self.out += b"K" + bytes([value])
+        elif 0 <= value < 65536:
+            self.out += b"M" + struct.pack("<H", value)
+        elif -(2**31) <= value < 2**31:
+            self.out += b"J" + struct.pack("<i", value)
+        else:
+            raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            self.out += (
+                b"\x8a" + bytes([len(raw)]) if len(raw) < 256 else b"\x8b" + struct.pack("<I", len(raw))
+            )
+            self.out += raw
+
+    def save_float(self, value: float) -> None:
+        self.out += b"G" + struct.pack(">d", value)
+
+    # Text, bytes and names.
+
+    def save_str(self, value: str) -> None:
+        self.out += _text(value)
+        self.remember(value)
+
+    def save_bytes(self, value: bytes) -> None:
+        if self.protocol >= 3:
+            self.out += b"B" + struct.pack("<I", len(value)) + value
+        else:  # protocol 2 has no bytes: text that Python 3 turns back, never shared (`Machine.copy`)
+            self.save(Global("_codecs", "encode"))
+            self.out += _text(value.decode("latin-1"))
+            self.save("latin1")
+            self.out += b"\x86R"
+        self.remember(value)
+
+    def save_bytearray(self, value: bytearray) -> None:
+        self.call(Global(self.builtins, "bytearray"), (bytes(value),) if value else ())
+        self.remember(value)
+
+    def save_global(self, value: Global) -> None:
+        if "\n" in value.module or "\n" in value.name:
+            raise ValueError(f"the name {str(value)!r} has a line break")
+        self.out += f"c{value.module}\n{value.name}\n".encode()
+        self.remember(value)
+
+    # Containers: mutable ones are remembered before their contents, so that a cycle finds them.
+
+    def save_tuple(self, value: tuple[object, ...]) -> None:
+        if not value:
+            self.out += b")"
+            return
+        if len(value) > 3:
+            self.out += b"("
+        for item in value:
+            self.save(item)
+        if id(value) in self.memo:  # written on the way, as part of a list inside it: take that one
+            self.out += b"1" if len(value) > 3 else b"0" * len(value)
+            self.refer(self.memo[id(value)])
+            return
+        self.out += b"t" if len(value) > 3 else bytes([0x84 + len(value)])
+        self.remember(value)
+
+    def save_list(self, value: list[object]) -> None:
+        self.out += b"]"
+        self.remember(value)
+        self.append(value)
+
+    def save_set(self, value: set[object] | frozenset[object]) -> None:
+        """A call, whatever the protocol: under weights_only torch takes no opcode that adds to a set."""
+        self.call(Global(self.builtins, container_name(value)), (list(value),))
+        self.remember_call(value)
+
+    def save_dict(self, value: dict[object, object]) -> None:
+        self.out += b"}"
+        self.remember(value)
+        self.set_items(value.items())
+
+    def save_ordered(self, value: OrderedDict_) -> None:
+        self.call(ORDERED_DICT, ())
+        self.remember(value)
+        self.set_items(value.items())
+        if value.attributes is not None:
+            self.save(value.attributes)
+            self.out += b"b"
+
+    def append(self, items: Iterable[object]) -> None:
+        pending = iter(items)
+        while batch := list(islice(pending, BATCH)):
+            self.out += b"("
+            for item in batch:
+                self.save(item)
+            self.out += b"e"
+
+    def set_items(self, items: Iterable[tuple[object, object]]) -> None:
+        pending = iter(items)
+        while batch := list(islice(pending, BATCH)):
+            self.out += b"("
+            for key, value in batch:
+                self.save(key)
+                self.save(value)
+            self.out += b"u"
+
+    # Objects.
+
+    def call(self, callable: object, args: object) -> None:
+        self.save(callable)
+        self.save(args)
+        self.out += b"R"
+
+    def save_record(self, value: Record) -> None:
+        if value.how == "reduce":
+            self.call(value.callable, self.arguments(value))
+        elif value.kwargs and self.protocol >= 4:
+            for part in (value.callable, value.args, value.kwargs):
+                self.save(part)
+            self.out += b"\x92"
+        elif value.kwargs:
+            self.call(Global("copyreg", "__newobj_ex__"), (value.callable, value.args, value.kwargs))
+        else:
+            self.save(value.callable)
+            self.save(value.args)
+            self.out += b"\x81"
+        if not self.remember_call(value):
+            return
+        self.append(value.elements)
+        self.set_items(value.items)
+        if value.has_state:
+            self.save(value.state)
+            self.out += b"b"
+
+    def arguments(self, value: Record) -> object:
+        """What a callable is called with. For a typed tensor that is how it is made, not the tensor."""
+        args = value.args
+        if value.callable in FROM_TYPE and _begins_with_tensor(args):
+            tensor, kind, *rest = args
+            function, how = self.reduce_tensor(tensor)
+            return (function, kind, how, *rest)
+        return args
+
+    def save_tensor(self, value: TensorRef) -> None:
+        self.call(*self.reduce_tensor(value))
+        self.remember(value)
+
+    def save_storage(self, value: Storage) -> None:
+        self.save(self.persistent_id(value))
+        self.out += b"Q"
+        self.remember(value)
+
+
+def _text(value: str) -> bytes:
+    raw = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def _begins_with_tensor(args: object) -> TypeGuard[tuple[Any, ...]]:
+    return isinstance(args, tuple) and len(args) > 1 and isinstance(args[0], TensorRef)
+
+
+SCALARS: dict[type, Callable[[_Writer, Any], None]] = {
+    type(None): _Writer.save_none,
+    bool: _Writer.save_bool,
+    int: _Writer.save_int,
+    float: _Writer.save_float,
+}
+
+SHARED: dict[type, Callable[[_Writer, Any], None]] = {
+    str: _Writer.save_str,
+    bytes: _Writer.save_bytes,
+    bytearray: _Writer.save_bytearray,
+    Global: _Writer.save_global,
+    tuple: _Writer.save_tuple,
+    list: _Writer.save_list,
+    set: _Writer.save_set,
+    frozenset: _Writer.save_set,
+    Set_: _Writer.save_set,
+    FrozenSet_: _Writer.save_set,
+    dict: _Writer.save_dict,
+    OrderedDict_: _Writer.save_ordered,
+    Record: _Writer.save_record,
+    TensorRef: _Writer.save_tensor,
+    Storage: _Writer.save_storage,
+}

@@ -1,0 +1,43 @@
+"""Metrics that are exact: the same to the last bit for any number of ranks, any batches and any order.
+
+    accuracy = metrics.Accuracy()
+    for scores, labels in batches:                 # only of this rank
+        accuracy.update(scores, labels)
+    print(metrics.reduce(accuracy).compute())      # of all ranks, on every rank
+
+What a metric keeps is whole numbers: counts, and sums without rounding (`exact_sum`). Two of them merge by
+adding those, and the one division comes last, when all is there. Inputs are numpy arrays or torch tensors on
+any device, of one batch. Numpy is imported when a metric is made, torch only by `reduce` and `gather`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import attributes
+
+if TYPE_CHECKING:
+    from .base import Metric as Metric
+    from .classification import Accuracy as Accuracy
+    from .classification import ClassScore as ClassScore
+    from .classification import ConfusionMatrix as ConfusionMatrix
+    from .classification import Count as Count
+    from .classification import PerClass as PerClass
+    from .classification import TopK as TopK
+    from .reducing import gather as gather
+    from .reducing import reduce as reduce
+    from .scores import AUROC as AUROC
+    from .scores import CalibrationError as CalibrationError
+    from .scores import Loss as Loss
+    from .scores import MeanVariance as MeanVariance
+    from .scores import Moments as Moments
+
+__getattr__, __all__ = attributes(
+    __name__,
+    {
+        "base": ("Metric",),
+        "classification": ("Accuracy", "ClassScore", "ConfusionMatrix", "Count", "PerClass", "TopK"),
+        "reducing": ("gather", "reduce"),
+        "scores": ("AUROC", "CalibrationError", "Loss", "MeanVariance", "Moments"),
+    },
+)

@@ -1,0 +1,196 @@
+"""The certificate of an evaluation: exact numbers of every sample, once. Imports numpy when it is called.
+
+An evaluation, and anyone who checks its files later, compute the same certificate by the same code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import count, islice
+from typing import Any
+
+from ..distributed.exactly_once import faults, index_digest
+from ..errors import CheckFailed, UsageFault
+from . import Accuracy, ClassScore, Loss, PerClass
+from .predictions import Evaluation, Predictions, RankFile
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What an evaluation found.
+
+    Attributes:
+        evaluation: what was evaluated.
+        samples, correct: counts; accuracy is one by the other.
+        loss: the mean, of the exact sum.
+        per_class: by label.
+        classes: their names.
+        rank_samples: how many samples each rank has scored.
+        index_digest: SHA-256 of the set of samples; each appears once.
+    """
+
+    evaluation: Evaluation
+    samples: int
+    correct: int
+    loss: float
+    per_class: tuple[ClassScore, ...]
+    classes: tuple[str, ...]
+    rank_samples: tuple[int, ...]
+    index_digest: str
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.samples if self.samples else 0.0
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rank_samples)
+
+    def score(self) -> dict[str, Any]:
+        """The numbers as JSON, the same on any number of ranks but for `ranks`; not finite is null."""
+        return {
+            "correct": self.correct,
+            "samples": self.samples,
+            "accuracy": self.accuracy,
+            "loss": _or_null(self.loss),
+            "per_class": [
+                {
+                    "class": name,
+                    "correct": one.correct,
+                    "samples": one.samples,
+                    "predicted": one.predicted,
+                    "precision": _or_null(one.precision),
+                    "recall": _or_null(one.recall),
+                    "f1": _or_null(one.f1),
+                }
+                for name, one in zip(self.classes, self.per_class, strict=True)
+            ],
+            "ranks": self.ranks,
+        }
+
+    def statement(self) -> dict[str, Any]:
+        """All of it as JSON: what eval.json holds."""
+        of = self.evaluation
+        return {
+            **self.score(),
+            "rank_samples": list(self.rank_samples),
+            "every_sample_once": True,
+            "index_digest": self.index_digest,
+            "digest": of.checkpoint,
+            "data": of.data,
+            "device": of.device,
+            "threads": of.threads,
+        }
+
+
+def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[int]) -> Certificate:
+    """The certificate of predictions in which every sample is known to appear once.
+
+    Raises:
+        CheckFailed: a label is none of the classes.
+    """
+    labels = joined.label
+    classes = evaluation.classes
+    if classes is None:
+        classes = tuple(map(str, range(int(labels.max()) + 1 if len(labels) else 0)))
+    wrong = joined.index[(labels < 0) | (labels >= len(classes))]
+    if len(wrong):
+        raise CheckFailed(f"sample {wrong[0]} has a label that is not one of the {len(classes)} classes")
+    accuracy, loss, per_class = Accuracy(), Loss(), PerClass(len(classes))
+    accuracy.update(joined.prediction, labels)
+    loss.update(joined.loss)
+    per_class.update(joined.prediction, labels)
+    return Certificate(
+        evaluation,
+        len(joined),
+        accuracy.correct,
+        loss.compute(),
+        per_class.compute(),
+        classes,
+        tuple(rank_samples),
+        index_digest(len(joined)),
+    )
+
+
+def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certificate:
+    """The certificate of an evaluation's prediction files, all of them, in any order.
+
+    Args:
+        samples: how many there are; what the files say when None.
+
+    Raises:
+        CheckFailed: a file is missing or of another evaluation, a sample is missing or appears twice or more;
+            names the files and the samples.
+        UsageFault: neither the files nor `samples` say how many samples there are.
+    """
+    import numpy as np
+
+    ordered = sorted(files, key=lambda file: math.inf if file.rank is None else file.rank)
+    evaluation = _common(ordered)
+    wanted = evaluation.samples if samples is None else samples
+    if wanted is None:
+        raise UsageFault(
+            f"{ordered[0].path}: does not say how many samples there are", hint="give the number as --samples"
+        )
+    if evaluation.samples not in (None, wanted):
+        raise CheckFailed(f"{ordered[0].path}: is of {evaluation.samples} samples, not {wanted}")
+    said = [*_missing_ranks(ordered, evaluation.world_size), *_faults(ordered, wanted)]
+    if said:
+        raise CheckFailed("; ".join(said), hint="give the file of every rank, each once")
+    index = np.concatenate([file.predictions.index for file in ordered])
+    joined = {}
+    for name in ("index", "prediction", "label", "loss"):
+        column = np.concatenate([getattr(file.predictions, name) for file in ordered])
+        joined[name] = np.empty_like(column)
+        joined[name][index] = column
+    return certify(Predictions(**joined), evaluation, [len(file.predictions) for file in ordered])
+
+
+def _common(files: Sequence[RankFile]) -> Evaluation:
+    """What all files say of their evaluation. Raises CheckFailed where they differ."""
+    first = files[0]
+    for file in files[1:]:
+        for field in fields(Evaluation):
+            here, there = getattr(first.evaluation, field.name), getattr(file.evaluation, field.name)
+            if here != there:
+                raise CheckFailed(
+                    f"{file.path}: is of a different evaluation than {first.path}: "
+                    f"its {field.name} is {there}, not {here}",
+                    hint="give the files of one evaluation",
+                )
+    return first.evaluation
+
+
+def _missing_ranks(files: Sequence[RankFile], world_size: int | None) -> list[str]:
+    """Which ranks have no file, or two."""
+    of_rank: dict[int, list[str]] = {}
+    for file in files:
+        if file.rank is not None:
+            of_rank.setdefault(file.rank, []).append(file.path)
+    said = [
+        f"rank {rank} has several files: {', '.join(paths)}" for rank, paths in of_rank.items() if paths[1:]
+    ]
+    missing = (world_size or 0) - sum(rank < (world_size or 0) for rank in of_rank)
+    if missing > 0:
+        first = list(islice((rank for rank in count() if rank not in of_rank), min(missing, 6)))
+        names = ", ".join(map(str, first)) + (f" and {missing - 6} more" if missing > 6 else "")
+        verb = "is" if missing == 1 else "are"
+        said.append(f"rank{'s' * (missing > 1)} {names} of {world_size} {verb} missing")
+    return said
+
+
+def _faults(files: Sequence[RankFile], samples: int) -> list[str]:
+    """What is wrong with the samples; a file given twice is two."""
+    parts: dict[str, Any] = {}
+    for file in files:
+        name = file.path
+        while name in parts:
+            name += " again"
+        parts[name] = file.predictions.index
+    return faults(parts, samples)
+
+
+def _or_null(value: float) -> float | None:
+    return value if math.isfinite(value) else None

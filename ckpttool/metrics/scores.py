@@ -1,0 +1,148 @@
+"""Exact metrics of numbers: losses, scores and confidences. Imports numpy when one is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from .base import Metric, share
+from .exact_sum import rounded
+from .inputs import as_floats, as_labels, same_length
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Loss(Metric[float]):
+    """The mean of the losses of all samples, rounded once; NaN of none."""
+
+    def __init__(self) -> None:
+        super().__init__(counts=1, sums=1)
+
+    def update(self, losses: Any) -> None:
+        """Args: floats [n], one per sample (`reduction="none"`): means of batches are refused."""
+        values = as_floats(losses, dims=1)
+        self.counts[0] += len(values)
+        self.sums[0].add(values)
+
+    def compute(self) -> float:
+        return self.sums[0].over(int(self.counts[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean and variance (over the count) of numbers; NaN of none."""
+
+    count: int
+    mean: float
+    variance: float
+
+
+class MeanVariance(Metric[Moments]):
+    """Mean and variance of numbers, each the exact one rounded once: nothing cancels."""
+
+    def __init__(self) -> None:
+        super().__init__(counts=1, sums=2)
+
+    def update(self, values: Any) -> None:
+        """Args: floats of any shape."""
+        numbers = as_floats(values)
+        self.counts[0] += numbers.size
+        self.sums[0].add(numbers)
+        self.sums[1].add_squares(numbers)
+
+    def compute(self) -> Moments:
+        count, (total, squares) = int(self.counts[0]), self.sums
+        if not (count and total.is_finite):
+            return Moments(count, total.over(count), math.nan)
+        mean = total.fraction / count
+        return Moments(count, rounded(mean), rounded(squares.fraction / count - mean * mean))
+
+
+class AUROC(Metric[float]):
+    """The area under the ROC curve of two classes, of all thresholds: the share of pairs that are in order.
+
+    Keeps each distinct score with its counts, so it grows with them. NaN where a class has no sample.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._met: list[tuple[Any, Any, Any]] = []
+
+    def update(self, scores: Any, labels: Any) -> None:
+        """Args: floats [n], higher for class 1, not NaN; labels [n] of 0 and 1."""
+        import numpy as np
+
+        values, right = as_floats(scores, dims=1), as_labels(labels, below=2)
+        same_length(values, right)
+        if np.isnan(values).any():
+            raise ValueError("a score is NaN, which can't be ordered")
+        self._met.append((values + 0.0, right, 1 - right))  # -0.0 + 0.0 is 0.0, the same score
+
+    def compute(self) -> float:
+        _, positive, negative = self._table()
+        pairs, below = 0, 0
+        for ones, zeros in zip(positive.tolist(), negative.tolist(), strict=True):
+            pairs += ones * (2 * below + zeros)
+            below += zeros
+        return share(pairs, 2 * int(positive.sum()) * below)
+
+    def pack(self) -> NDArray[Any]:
+        import numpy as np
+
+        scores, positive, negative = self._table()
+        return np.concatenate([scores.view(np.int64), positive, negative])
+
+    def merge_packed(self, packed: NDArray[Any]) -> None:
+        import numpy as np
+
+        scores, positive, negative = packed.reshape(3, -1)
+        self._met.append((scores.view(np.float64), positive, negative))
+
+    def _table(self) -> tuple[Any, Any, Any]:
+        """Each distinct score in ascending order, and how many samples of class 1 and of class 0 have it."""
+        import numpy as np
+
+        met = self._met or [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))]
+        parts = [np.concatenate(columns) for columns in zip(*met, strict=True)]
+        scores, places = np.unique(parts[0], return_inverse=True)
+        counts = []
+        for part in parts[1:]:
+            summed = np.zeros(len(scores), dtype=np.int64)
+            np.add.at(summed, places, part)
+            counts.append(summed)
+        self._met = [(scores, counts[0], counts[1])]
+        return self._met[0]
+
+
+class CalibrationError(Metric[float]):
+    """How far confidence is from accuracy: |right - confidence| in bins of equal width, weighted by samples.
+
+    The expected calibration error of Guo et al., "On Calibration of Modern Neural Networks" (2017), in bins
+    that hold their upper edge.
+    """
+
+    def __init__(self, bins: int = 15) -> None:
+        super().__init__(bins, counts=2 * bins, sums=bins)
+        self.bins = bins
+
+    def update(self, confidences: Any, correct: Any) -> None:
+        """Args: floats [n] in [0, 1]; booleans [n]: whether that sample was right."""
+        import numpy as np
+
+        values, right = as_floats(confidences, dims=1), as_labels(correct, below=2)
+        same_length(values, right)
+        if not ((values >= 0) & (values <= 1)).all():
+            raise ValueError("a confidence is not between 0 and 1")
+        places = np.searchsorted(np.arange(1, self.bins) / self.bins, values)
+        self.count(places, 0, self.bins)
+        self.count(places[right == 1], self.bins, self.bins)
+        for place in np.unique(places).tolist():
+            self.sums[place].add(values[places == place])
+
+    def compute(self) -> float:
+        samples, right = int(self.counts[: self.bins].sum()), self.counts[self.bins :].tolist()
+        gaps = [abs(total.fraction - hits) for total, hits in zip(self.sums, right, strict=True)]
+        return rounded(sum(gaps, Fraction()) / samples) if samples else math.nan

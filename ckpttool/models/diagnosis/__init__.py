@@ -1,0 +1,20 @@
+"""Why a checkpoint does not load into a model, and the commands that fix it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...lazy import attributes
+
+if TYPE_CHECKING:
+    from .report import Diagnosis as Diagnosis
+    from .report import Problem as Problem
+    from .report import Respec as Respec
+    from .report import diagnose as diagnose
+
+__getattr__, __all__ = attributes(
+    __name__,
+    {
+        "report": ("Diagnosis", "Problem", "Respec", "diagnose"),
+    },
+)

@@ -1,0 +1,178 @@
+"""Remedies where names differ: wrappers, prefixes, parts that a library renamed, layers by other names."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from ...transforms import keys
+from ...transforms.wrappers import COMPANIONS, WRAPPERS, found_prefixes
+from .case import Case, Remedy
+
+TRIED = 24
+"""Prefixes that are tried, at most."""
+
+ALIKE = 8
+"""An end that more names share (`weight`) says nothing about what precedes it."""
+
+
+def wrappers(case: Case) -> Iterator[Remedy]:
+    """The prefix of a wrapper, or of several, in front of the keys."""
+    for found in found_prefixes(case.state.tensors, case.state.versions):
+        carried = f"{found.keys} of {found.of} keys"
+        own = [name for name in COMPANIONS if name in case.fit.unexpected]
+        flags = [word for name in own for word in ("--drop", name)]
+        message = f"'{found.prefix}' of {found.wrapper} is in front of {carried}"
+        yield _strip("prefix", message, found.prefix, *flags, drop=own)
+
+
+def wrappers_inside(case: Case) -> Iterator[Remedy]:
+    """Wrappers around parts of the model, in the middle of keys."""
+    for prefix, wrapper in WRAPPERS.items():
+        count = sum(f".{prefix}" in f".{name}" for name in case.fit.unexpected)
+        if count:
+            message = f"'{prefix}' of {wrapper} is inside {count} keys"
+            yield _strip("prefix", message, prefix, "--anywhere", "--repeat")
+
+
+def _strip(kind: str, message: str, prefix: str, *flags: str, drop: Iterable[str] = ()) -> Remedy:
+    anywhere, repeat = "--anywhere" in flags, "--repeat" in flags
+    return Remedy(
+        kind,
+        message,
+        ("strip-prefix", "--prefix", prefix, *flags),
+        lambda c: keys.strip_prefix(c, prefix, repeat=repeat, anywhere=anywhere, drop=drop)[0],
+    )
+
+
+def renumbered(case: Case) -> Iterator[Remedy]:
+    """Layers that are counted from another number on, every one of them."""
+    theirs, ours = _numbers(case.state.tensors), _numbers(case.blueprint.places)
+    for stem in theirs.keys() & ours.keys():
+        shift = min(ours[stem]) - min(theirs[stem])
+        if shift and ours[stem] == {number + shift for number in theirs[stem]}:
+            # in an order in which no layer takes the number of one that still has it
+            numbers = sorted(theirs[stem], reverse=shift > 0)
+            rules = [(rf"^{_exactly(stem)}{n}\.", f"{stem}{n + shift}.") for n in numbers]
+            first = f"'{stem}{min(theirs[stem])}.', the model from '{stem}{min(ours[stem])}.'"
+            yield _rename("names", f"the file counts its layers from {first}", rules)
+
+
+def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
+    """What precedes numbers in names, and which numbers follow it."""
+    found: dict[str, set[int]] = {}
+    for name in names:
+        for part in re.finditer(r"(?:^|\.)([0-9]{1,6})(?=\.)", name):
+            found.setdefault(name[: part.start(1)], set()).add(int(part[1]))
+    return found
+
+
+def prefixes(case: Case) -> Iterator[Remedy]:
+    """Any first parts of keys that the model has otherwise, or not at all."""
+    for theirs, ours in _heads(case):
+        if not ours:
+            yield _strip("prefix", f"'{theirs}' is in front of keys that the model has without it", theirs)
+        elif not theirs:
+            message = f"the model has '{ours}' in front of its keys, the file does not"
+            yield _add(message, ours)
+        else:
+            message = f"the file says '{theirs}' where the model says '{ours}'; shapes agree, and nothing"
+            yield _rename("names", f"{message} else says so", [(f"^{_exactly(theirs)}", ours)])
+
+
+def _add(message: str, prefix: str) -> Remedy:
+    command = ("add-prefix", "--prefix", prefix)
+    return Remedy("prefix", message, command, lambda c: keys.add_prefix(c, prefix)[0])
+
+
+def _heads(case: Case) -> list[tuple[str, str]]:
+    """(file's, model's) first parts of keys that end alike, those of the most keys first."""
+    ends: dict[str, list[str]] = {}
+    for name in case.fit.missing:
+        for head, end in _cuts(name):
+            ends.setdefault(end, []).append(head)
+    counts: Counter[tuple[str, str]] = Counter()
+    for name in case.fit.unexpected:
+        for head, end in _cuts(name):
+            if len(ends.get(end, ())) <= ALIKE:
+                counts.update((head, other) for other in ends.get(end, ()) if other != head)
+    return sorted(counts, key=lambda pair: (-counts[pair], len(pair[0]) + len(pair[1])))[:TRIED]
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """(head with its dot, rest) at every dot; the empty head first."""
+    yield "", name
+    for dot in re.finditer(r"[.]", name):
+        yield name[: dot.end()], name[dot.end() :]
+
+
+def _exactly(text: str) -> str:
+    """The regular expression of a text; no = in it ends the first half of REGEX=REPLACEMENT."""
+    return re.escape(text).replace("=", r"\=")
+
+
+def _rename(kind: str, message: str, rules: list[tuple[str, str]]) -> Remedy:
+    flags = [word for old, new in rules for word in ("--map", f"{old}={new}")]
+    return Remedy(kind, message, ("rename-keys", *flags), lambda c: keys.rename_keys(c, rules)[0])
+
+
+# What parts of names were called before, or elsewhere, and what they are called now; tried both ways.
+RENAMED = (
+    (
+        "weight-norm",
+        "weight norm",
+        (
+            ("weight_g", "parametrizations.weight.original0"),
+            ("weight_v", "parametrizations.weight.original1"),
+        ),
+    ),
+    (
+        "spectral-norm",
+        "spectral norm",
+        (
+            ("weight_orig", "parametrizations.weight.original"),
+            ("weight_u", "parametrizations.weight.0._u"),
+            ("weight_v", "parametrizations.weight.0._v"),
+        ),
+    ),
+    ("layer-norm", "normalisation", (("gamma", "weight"), ("beta", "bias"))),
+    (
+        "batch-norm",
+        "BatchNorm",
+        (
+            ("gamma", "weight"),
+            ("beta", "bias"),
+            ("moving_mean", "running_mean"),
+            ("moving_variance", "running_var"),
+        ),
+    ),
+)
+
+
+def renamed_parts(case: Case) -> Iterator[Remedy]:
+    """Parameters that a library renamed: weight norm, spectral norm, `gamma` and `beta`."""
+    for kind, what, pairs in RENAMED:
+        for swap in (False, True):
+            old_new = [(new, old) if swap else (old, new) for old, new in pairs]
+            rules = [(rf"(^|\.){_exactly(old)}$", rf"\g<1>{new}") for old, new in old_new]
+            message = f"the file names what {what} keeps '{old_new[0][0]}', the model '{old_new[0][1]}'"
+            yield _rename(kind, message, rules)
+
+
+def same_order(case: Case) -> Iterator[Remedy]:
+    """Layers under other names, but as many, of the same shapes and in the same order."""
+    theirs, ours = case.fit.unexpected, case.fit.missing
+    places, tensors = case.blueprint.places, case.state.tensors
+    if len(theirs) != len(ours) or not all(name in tensors for name in theirs):
+        return
+    layers: dict[str, str] = {}
+    for old, new in zip(theirs, ours, strict=True):
+        (old_layer, _, old_end), (new_layer, _, new_end) = old.rpartition("."), new.rpartition(".")
+        fits = tensors[old].shape == places[new].shape and old_end == new_end
+        if not fits or layers.setdefault(old_layer, new_layer) != new_layer:
+            return
+    if len(set(layers.values())) == len(layers):
+        rules = [(rf"^{_exactly(old)}\.(?=[^.]*$)", f"{new}." if new else "") for old, new in layers.items()]
+        message = f"{len(layers)} layers have other names; order and shapes agree, and nothing else says so"
+        yield _rename("names", message, rules)

@@ -1,0 +1,194 @@
+"""Remedies where tensors differ: axes, sizes and types, ties, counters, and entries that are too many."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase, translate
+from itertools import permutations
+
+from ...transforms import layout, selection
+from .case import Case, Remedy
+from .fit import COUNTER, shortened
+
+Sizes = tuple[int, ...]
+
+
+def complex_parts(case: Case) -> Iterator[Remedy]:
+    """Complex tensors as pairs of real ones, in the file or in the model."""
+    if any(f"{name}.real" in case.state.tensors for name in case.fit.missing):
+        yield Remedy(
+            "complex",
+            "the file has complex tensors as pairs NAME.real and NAME.imag",
+            ("convert", "--complex", "join"),
+            lambda c: selection.join_complex(c)[0],
+        )
+    if any(name.removesuffix(".real") in case.fit.unexpected for name in case.fit.missing):
+        yield Remedy(
+            "complex",
+            "the model has complex tensors as pairs NAME.real and NAME.imag",
+            ("convert", "--complex", "split"),
+            lambda c: selection.split_complex(c)[0],
+        )
+
+
+def counters(case: Case) -> Iterator[Remedy]:
+    """BatchNorm's counters, which older files and other frameworks lack."""
+    lacking = [name for name in case.fit.missing if name.endswith(COUNTER)]
+    if lacking:
+        from ...batchnorm.convert_states import convert
+
+        yield Remedy(
+            "counters",
+            f"{len(lacking)} BatchNorm layers lack '{COUNTER}'",
+            ("convert-batchnorm", "--to", "plain"),
+            lambda c: convert(c, "plain")[0],
+        )
+
+
+def ties(case: Case) -> Iterator[Remedy]:
+    """Tensors that the model shares between names, and the file has under one of them."""
+    places = case.blueprint.places
+    there: dict[str, str] = {}
+    for name, place in places.items():
+        if name in case.state.tensors:
+            there.setdefault(place.first, name)
+    pairs = [(name, there[places[name].first]) for name in case.fit.missing if places[name].first in there]
+    pairs = [pair for pair in pairs if "=" not in pair[1]]  # the command could not know where it begins
+    if pairs:
+        tied = shortened(tuple(f"{new} = {old}" for new, old in pairs))
+        flags = [word for new, old in pairs for word in ("--tie", f"{new}={old}")]
+        message = f"the file has tied tensors under one name only ({tied})"
+        yield Remedy("ties", message, ("convert", *flags), lambda c: layout.tie(c, pairs))
+
+
+def layouts(case: Case) -> Iterator[Remedy]:
+    """Tensors whose axes are in another order than the model's: transposed, or channels last."""
+    orders = {}
+    for name, *_ in case.fit.mismatched:
+        axes = _order(case.state.tensors[name].shape, case.blueprint.places[name].shape)
+        if axes:
+            orders[name] = axes
+    if orders:
+        rules = grouped(orders, case.state.tensors)
+        flags = [word for glob, axes in rules for word in ("--permute", f"{glob}={_listed(axes)}")]
+        message = f"{len(orders)} tensors have their axes in another order ({shortened(tuple(orders))})"
+        message += _either_way(case, orders)
+        yield Remedy("layout", message, ("convert", *flags), lambda c: layout.permute(c, rules)[0])
+
+
+# Of convolutions in TensorFlow's order of axes (WIO, HWIO, DHWIO), and of images with their channels last.
+USUAL: tuple[Sizes, ...] = ((2, 1, 0), (3, 2, 0, 1), (0, 3, 1, 2), (4, 3, 0, 1, 2))
+
+
+def _order(theirs: Sizes, ours: Sizes | None) -> Sizes | None:
+    """The order of axes that makes one shape of the other; of several, a framework's own comes first."""
+    if ours is None or len(theirs) > 5 or sorted(theirs) != sorted(ours):
+        return None
+    return next(_orders(theirs, ours))
+
+
+def _orders(theirs: Sizes, ours: Sizes) -> Iterator[Sizes]:
+    orders = [*USUAL, *permutations(range(len(theirs)))]
+    return (axes for axes in orders if len(axes) == len(ours) and _moved(theirs, axes) == ours)
+
+
+def _moved(shape: Sizes, axes: Sizes) -> Sizes:
+    return tuple(shape[axis] for axis in axes)
+
+
+def _large(shape: Sizes, axes: Sizes) -> Sizes:
+    """The axes that an order of them moves in effect: not those of size 1."""
+    return tuple(axis for axis in axes if shape[axis] > 1)
+
+
+def _either_way(case: Case, orders: Mapping[str, Sizes]) -> str:
+    """A warning of tensors whose shapes are ambiguous: the same in both orders, or possible in several."""
+    shapes, words = {name: tensor.shape for name, tensor in case.state.tensors.items()}, ""
+    alike = tuple(name for name in shapes if name not in orders and _hides(shapes[name], {*orders.values()}))
+    if alike:
+        words += f"; the shapes of {len(alike)} others don't show whether they are too ({shortened(alike)})"
+    guessed = tuple(
+        name
+        for name, axes in orders.items()
+        if axes not in USUAL and _is_one_of_several(shapes[name], case.blueprint.places[name].shape or ())
+    )
+    if guessed:
+        words += (
+            f"; the shapes of {len(guessed)} don't show which order, so it is guessed ({shortened(guessed)})"
+        )
+    return words
+
+
+def _hides(shape: Sizes, orders: set[Sizes]) -> bool:
+    """Whether a tensor of these sizes has the same in one of the orders, and other values."""
+    fitting = [axes for axes in orders if len(axes) == len(shape) and _moved(shape, axes) == shape]
+    return any(list(_large(shape, axes)) != sorted(_large(shape, axes)) for axes in fitting)
+
+
+def _is_one_of_several(theirs: Sizes, ours: Sizes) -> bool:
+    return len({_large(theirs, axes) for axes in _orders(theirs, ours)}) > 1
+
+
+def shapes(case: Case) -> Iterator[Remedy]:
+    """Tensors with more or fewer axes of size 1: a linear layer and a 1×1 convolution."""
+    sizes: dict[str, Sizes] = {}
+    for name, *_ in case.fit.mismatched:
+        theirs, ours = case.state.tensors[name].shape, case.blueprint.places[name].shape
+        if ours is not None and [n for n in theirs if n != 1] == [n for n in ours if n != 1]:
+            sizes[name] = ours
+    if sizes:
+        rules = grouped(sizes, case.state.tensors)
+        flags = [word for glob, shape in rules for word in ("--reshape", f"{glob}={_listed(shape)}")]
+        message = f"{len(sizes)} tensors have more or fewer axes of size 1 ({shortened(tuple(sizes))})"
+        yield Remedy("shape", message, ("convert", *flags), lambda c: layout.reshape(c, rules)[0])
+
+
+def extras(case: Case) -> Iterator[Remedy]:
+    """Entries that the model has no place for, when it lacks nothing, and but a few sizes differ."""
+    if (
+        case.fit.missing
+        or not case.fit.unexpected
+        or 10 * len(case.fit.mismatched) > len(case.blueprint.places)
+    ):
+        return
+    names = [pattern for pattern, _ in grouped(dict.fromkeys(case.fit.unexpected, ()), case.state.container)]
+    flags = [word for name in names for word in ("--exclude", name)]
+    message = (
+        f"the model has no place for {len(case.fit.unexpected)} entries ({shortened(case.fit.unexpected)})"
+    )
+    yield Remedy("extra", message, ("convert", *flags), lambda c: selection.select(c, exclude=names)[0])
+
+
+def _listed(sizes: Sizes) -> str:
+    return ",".join(map(str, sizes))
+
+
+def grouped(values: Mapping[str, Sizes], names: Iterable[object]) -> list[tuple[str, Sizes]]:
+    """The fewest shell patterns that give each name its value: `*.weight` where all such names do."""
+    everything = [str(name) for name in names]
+    rules: dict[str, Sizes] = {}
+    for name, value in values.items():
+        if any(fnmatchcase(name, pattern) for pattern in rules):
+            continue
+        rules[next(p for p in _patterns(name) if _tells(p, value, values, everything))] = value
+    return list(rules.items())
+
+
+def _patterns(name: str) -> Iterator[str]:
+    """From the widest to the name itself."""
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        yield "*." + ".".join(_literal(part) for part in parts[-count:])
+    yield _literal(name)
+
+
+def _literal(text: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", text)
+
+
+def _tells(pattern: str, value: Sizes, values: Mapping[str, Sizes], names: list[str]) -> bool:
+    """Whether a pattern is worth it: it matches several names, and all that it matches have this value."""
+    fits = re.compile(translate(pattern)).match
+    fitting = [values.get(name) for name in names if fits(name)]
+    return all(found == value for found in fitting) and len(fitting) > pattern.startswith("*.")

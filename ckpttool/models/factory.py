@@ -1,0 +1,197 @@
+"""Things named on a command line: `torchvision:resnet18`, `file.py:factory`, `package.module:factory(n=10)`.
+
+This is the one place that runs code the user names. Code that a checkpoint names is never run.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from ..errors import UsageFault
+
+INSTALLED = sysconfig.get_path("stdlib")
+FORM = re.compile(r"(?P<where>.+?):(?P<name>\w+)(?P<call>\(.*\))?", re.DOTALL)
+FORMS = "torchvision:resnet18, path/to/file.py:factory or package.module:factory(num_classes=10)"
+
+
+def build(spec: str, **defaults: object) -> Any:
+    """Calls what a SPEC names and returns what it makes.
+
+    Args:
+        spec: `torchvision:NAME`, `path/to/file.py:NAME` or `package.module:NAME`, with literal keyword
+            arguments in parentheses where it needs them.
+        defaults: keyword arguments for those of these names that it takes and the SPEC does not give.
+
+    Raises:
+        UsageFault: the SPEC is malformed, or what it names can't be found, imported or called; with the
+            user's own error and the place in the user's file.
+    """
+    where, name, arguments = parse(spec)
+    with _importable(_folder(where)):
+        factory = _find(spec, where, name)
+        accepted = _accepted(factory, defaults)
+        try:
+            return factory(**{**accepted, **arguments})
+        except (Exception, SystemExit) as error:
+            raise UsageFault(
+                f"{spec}: {_in_words(error)}{_place(error)}", hint=_missing_arguments(factory, spec)
+            ) from error
+
+
+def parse(spec: str) -> tuple[str, str, dict[str, object]]:
+    """Splits a SPEC into where, name and keyword arguments. Raises UsageFault."""
+    parts = FORM.fullmatch(spec)
+    if parts is None or not parts["name"].isidentifier():
+        raise UsageFault(f"'{spec}' does not name a factory", hint=f"forms: {FORMS}")
+    where, name = parts["where"], parts["name"]
+    try:
+        return where, name, _arguments(parts["call"] or "()")
+    except (SyntaxError, ValueError):
+        raise UsageFault(
+            f"'{spec}' has arguments that are not name=literal", hint=f"for example: {where}:{name}(n=10)"
+        ) from None
+
+
+def _arguments(call: str) -> dict[str, object]:
+    """`(n=10)` as a dict. Raises SyntaxError or ValueError for anything but literals by name."""
+    tree = ast.parse(f"f{call}", mode="eval").body
+    if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
+        raise ValueError(call)
+    arguments: dict[str, object] = {}
+    for keyword in tree.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise ValueError(call)
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return arguments
+
+
+def arguments(spec: str) -> tuple[dict[str, object], bool]:
+    """What a factory takes by name, with the values that the SPEC or its own defaults give.
+
+    Returns:
+        name -> value, and whether it takes any other name too.
+
+    Raises:
+        UsageFault: as `build`.
+    """
+    where, name, given = parse(spec)
+    with _importable(_folder(where)):
+        parameters = inspect.signature(_find(spec, where, name)).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    return {**defaults, **given}, any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def respelled(spec: str, changes: Mapping[str, object]) -> str:
+    """A SPEC with some of its arguments given anew."""
+    where, name, given = parse(spec)
+    words = ", ".join(f"{key}={value!r}" for key, value in {**given, **changes}.items())
+    return f"{where}:{name}({words})"
+
+
+def _folder(where: str) -> str:
+    return os.path.dirname(os.path.abspath(where)) if where.endswith(".py") else os.getcwd()
+
+
+@contextlib.contextmanager
+def _importable(folder: str) -> Iterator[None]:
+    """Imports from a folder work, as they would for `python -m` there, or for a script in it."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the user's code may have changed the path itself
+            sys.path.remove(folder)
+
+
+def _find(spec: str, where: str, name: str) -> Callable[..., Any]:
+    try:
+        if where == "torchvision":
+            module = importlib.import_module("torchvision.models")
+        elif where.endswith(".py"):
+            module = _module_of_file(where)
+        else:
+            module = importlib.import_module(where)
+    except UsageFault:
+        raise
+    except (Exception, SystemExit) as error:
+        hint = f"forms: {FORMS}" if isinstance(error, ModuleNotFoundError) else None
+        raise UsageFault(f"{spec}: {_in_words(error)}{_place(error)}", hint=hint) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise UsageFault(f"{spec}: '{where}' has no factory '{name}'", hint=_similar(module, name))
+    return found  # type: ignore[no-any-return]
+
+
+def _module_of_file(path: str) -> ModuleType:
+    if not os.path.isfile(path):
+        raise UsageFault(f"{path}: no such file", hint=f"forms: {FORMS}")
+    name = os.path.splitext(os.path.basename(path))[0]
+    spec = importlib.util.spec_from_file_location(f"_ckpttool_user_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickles look their module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def _accepted(factory: Callable[..., Any], defaults: dict[str, object]) -> dict[str, object]:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return defaults
+    return {p.name: defaults[p.name] for p in parameters if p.name in defaults}
+
+
+def _missing_arguments(factory: Callable[..., Any], spec: str) -> str | None:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    needed = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    if not needed:
+        return None
+    example = ", ".join(f"{name}=…" for name in needed)
+    return f"it takes arguments: {spec.partition('(')[0]}({example})"
+
+
+def _similar(module: ModuleType, name: str) -> str | None:
+    import difflib
+
+    names = [n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n, None))]
+    close = difflib.get_close_matches(name, names, n=3) or names[:5]
+    return f"it has: {', '.join(close)}" if close else None
+
+
+def _in_words(error: BaseException) -> str:
+    first = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def _place(error: BaseException) -> str:
+    """The last of the user's own frames: not ours, and not those of Python and of installed packages."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__
+        and not frame.filename.startswith(("<", INSTALLED))
+        and "site-packages" not in frame.filename
+    ]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""

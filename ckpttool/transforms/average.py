@@ -1,0 +1,195 @@
+"""The mean of several checkpoints: a model whose every number is the mean of theirs."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.states import MEAN, VARIANCE
+from ..errors import Refused, UsageFault
+from ..files.threads import in_order
+from ..inert_pickle.values import remade, tensor_of, with_tensor
+from ..tensors.dtypes import DType, real_dtype
+from ..tensors.ref import Computed, Storage, TensorRef
+from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
+from .mean import mean
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
+
+BLOCK = 1 << 16
+"""Elements averaged at a time."""
+
+WORKERS = 1
+"""Threads beside the one that writes: each step of a mean is so short that more of them only wait for the
+GIL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """What was averaged.
+
+    Attributes:
+        files: how many.
+        averaged: names of the tensors that hold means.
+        kept: names of integers and booleans that were the same in all files.
+        taken: names of integers and booleans that differ, and are those of the last file.
+        statistics: names of BatchNorm's running statistics among the means: a model that is an average has
+            others of its own, which only data can give.
+    """
+
+    files: int
+    averaged: tuple[str, ...]
+    kept: tuple[str, ...]
+    taken: tuple[str, ...]
+    statistics: tuple[str, ...]
+
+
+def average(
+    checkpoints: Sequence[Checkpoint], *, weights: Sequence[float] | None = None, state: str | None = None
+) -> tuple[Checkpoint, Averaged]:
+    """A checkpoint of only the model's state, whose values are the means, computed when they are written.
+
+    Floats and complex numbers are added in pairs of float64 and rounded once, half to even; `mean`
+    says what that guarantees. Integers and booleans (BatchNorm's counters) are never averaged: where the
+    files differ, the last one's are taken. Names that share a tensor in every file share it here.
+
+    Args:
+        checkpoints: two or more, kept open until the result is saved.
+        weights: one per checkpoint, at least 0, not all 0; all equal when None.
+        state: dotted path of the model's state in each; found when None.
+
+    Raises:
+        UsageFault: fewer than two checkpoints, or invalid weights.
+        Refused: names, types or shapes differ, or a type that can't be averaged.
+        NoState.
+    """
+    shares = _checked(weights, len(checkpoints))
+    states = [checkpoint.state(state) for checkpoint in checkpoints]
+    for checkpoint, found in zip(checkpoints[:-1], states[:-1], strict=True):
+        _require_same(checkpoint, found, checkpoints[-1], states[-1])
+    last, work = states[-1], _Averaging(states, shares)
+    container = remade(
+        last.container, ((key, work.entry(str(key), value)) for key, value in last.container.items())
+    )
+    statistics = tuple(name for name in work.averaged if name.endswith((MEAN, VARIANCE)))
+    done = Averaged(len(states), tuple(work.averaged), tuple(work.kept), tuple(work.taken), statistics)
+    return replace(checkpoints[-1], tree=container, opened=()), done
+
+
+def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
+    if count < 2:
+        raise UsageFault("an average needs two files or more", hint="ckpttool average a.pt b.pt mean.pt")
+    shares = [1.0] * count if weights is None else list(weights)
+    if len(shares) != count:
+        raise UsageFault(f"{len(shares)} weights for {count} files", hint="--weights w0,w1,… one per file")
+    if not all(math.isfinite(share) and (share == 0 or 1e-30 < share < 1e30) for share in shares) or not any(
+        shares
+    ):
+        raise UsageFault("weights must be 0 or more, and not all 0", hint="--weights 0.5,0.25,0.25")
+    return shares
+
+
+def _require_same(one: Checkpoint, a: State, other: Checkpoint, b: State) -> None:
+    hint = f"ckpttool diff --model-only {shlex.quote(one.path)} {shlex.quote(other.path)}"
+    for mine, theirs, has, lacks in ((a, b, one, other), (b, a, other, one)):
+        for name in mine.tensors:
+            if name not in theirs.tensors:
+                raise Refused(lacks.path, f"has no '{name}', which {has.path} has", hint=hint)
+    for name, tensor in a.tensors.items():
+        against = b.tensors[name]
+        if (tensor.dtype, tensor.shape) != (against.dtype, against.shape):
+            forms = [f"{each.dtype.name} {list(each.shape)}" for each in (tensor, against)]
+            raise Refused(one.path, f"'{name}' is {forms[0]}, and {forms[1]} in {other.path}", hint=hint)
+
+
+class _Averaging:
+    """One average: what became of each tensor, and the storages that names share."""
+
+    def __init__(self, states: list[State], weights: list[float]) -> None:
+        self.states, self.weights = states, weights
+        self.averaged: list[str] = []
+        self.kept: list[str] = []
+        self.taken: list[str] = []
+        self.storages: dict[tuple[object, ...], Storage] = {}
+
+    def entry(self, name: str, value: object) -> object:
+        """What the result has for an entry of the last file's state."""
+        tensor = tensor_of(value)
+        if tensor is None:
+            return value
+        return with_tensor(value, self.tensor(name, tensor))
+
+    def tensor(self, name: str, last: TensorRef) -> TensorRef:
+        inputs = [state.tensors[name] for state in self.states]
+        part = real_dtype(last.dtype)
+        if last.dtype.name in INTEGERS:
+            same = all(_same(name, each, last) for each in inputs[:-1])
+            (self.kept if same else self.taken).append(name)
+            return last
+        if part.name not in FLOATS:
+            raise Refused(
+                last.storage.data.path,
+                f"'{name}' is {last.dtype.name}, which can't be averaged",
+                hint="convert the files first: ckpttool convert --dtype bf16",
+            )
+        for each in inputs:
+            require_bounded(name, each)
+        self.averaged.append(name)
+        views = tuple(each.view for each in inputs)
+        if views not in self.storages:
+            make = partial(_means, inputs, self.weights, part)
+            origins = tuple(each.storage for each in inputs)
+            data = Computed(last.storage.data.path, last.nbytes, make)
+            kind = last.dtype.storage or "UntypedStorage"
+            self.storages[views] = Storage(data, kind, last.storage.location, origins=origins)
+        new = TensorRef.contiguous(self.storages[views], last.dtype, last.shape)
+        return replace(new, requires_grad=last.requires_grad)
+
+
+def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
+    for each in (a, b):
+        require_bounded(name, each, MAX_REPEATED)
+    pairs = zip(in_pieces(a, BLOCK * a.dtype.part), in_pieces(b, BLOCK * b.dtype.part), strict=True)
+    return all(x == y for x, y in pairs)
+
+
+def _means(
+    inputs: list[TensorRef], weights: list[float], part: DType, start: int, nbytes: int
+) -> Iterator[memoryview]:
+    """A stretch of the means' bytes; where the inputs are contiguous nothing before it is read."""
+    if all(each.is_contiguous for each in inputs):
+        flat = [_stretch(each, start, nbytes) for each in inputs]
+        start = 0
+    else:
+        flat = inputs
+    together = zip(*(in_pieces(each, BLOCK * part.itemsize) for each in flat), strict=True)
+    end = start + nbytes
+    at = 0
+    for piece in in_order(_jobs(together, weights, part), WORKERS):
+        begin, at = at, at + len(piece)
+        if at > start and begin < end:
+            piece = piece[max(start - begin, 0) : end - begin]
+            yield _swapped(piece, part) if inputs[-1].is_swapped else piece
+
+
+def _swapped(piece: memoryview, part: DType) -> memoryview:
+    """In the order of bytes of the last file, in which all storages of an output must agree."""
+    import numpy as np
+
+    return memoryview(np.frombuffer(piece, dtype=f"<u{part.itemsize}").byteswap().view("u1"))
+
+
+def _jobs(
+    blocks: Iterator[tuple[bytes | bytearray, ...]], weights: list[float], part: DType
+) -> Iterator[Callable[[], memoryview]]:
+    return (partial(mean, [memoryview(one) for one in block], weights, part) for block in blocks)
+
+
+def _stretch(tensor: TensorRef, start: int, nbytes: int) -> TensorRef:
+    size = tensor.dtype.itemsize
+    return replace(tensor, shape=(nbytes // size,), stride=(1,), offset=tensor.offset + start // size)

@@ -1,0 +1,143 @@
+"""Complex tensors as pairs of real ones, `NAME.real` and `NAME.imag`, and such pairs as complex tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
+
+from ..errors import Collision
+from ..inert_pickle.values import tensor_of
+from ..tensors.dtypes import DTYPES, REAL_TYPES
+from ..tensors.ref import Computed, Storage, TensorRef
+from ..tensors.strided import FORMATS
+from ..tensors.values import CHUNK, require_bounded, stream, stretches, swap
+
+SPLIT = {name: part for name, part in REAL_TYPES.items() if name != "bcomplex32"}
+"""What is split, and so joined: few versions of torch have the other one."""
+
+WHOLES = {part.name: DTYPES[name] for name, part in SPLIT.items()}
+
+Container = dict[object, object]
+
+
+def split(old: Container, names: Collection[str]) -> Container:
+    """A state with each of these tensors as two, which are views of its storage. Raises Collision."""
+    new: Container = type(old)()
+    for key, value in old.items():
+        tensor = tensor_of(value)
+        parts = {str(key): value} if tensor is None or key not in names else _parts(str(key), tensor)
+        for name, part in parts.items():
+            if name in new or (name != key and name in old):
+                raise Collision(f"'{key}' would be split into '{name}', which already exists")
+            new[name] = part
+    return new
+
+
+def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
+    real = replace(
+        tensor,
+        dtype=SPLIT[tensor.dtype.name],
+        stride=tuple(2 * step for step in tensor.stride),
+        offset=2 * tensor.offset,
+        conj=False,
+    )
+    imag = replace(real, offset=real.offset + 1, neg=tensor.neg != tensor.conj)
+    return {f"{name}.real": real, f"{name}.imag": imag}
+
+
+def pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
+    """The names of which there are both parts, of one float type and one shape."""
+    return tuple(
+        key.removesuffix(".real")
+        for key, real in tensors.items()
+        if key.endswith(".real") and _is_pair(real, tensors.get(key.removesuffix(".real") + ".imag"))
+    )
+
+
+def join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[str]) -> Container:
+    """A state with each of these pairs as one complex tensor. Raises Collision."""
+    joined: dict[object, TensorRef] = {}  # pairs that are other names of one pair share what they become
+    new: Container = type(old)()
+    for name in names:
+        if name in old:
+            both = f"'{name}.real' and '{name}.imag'"
+            raise Collision(f"{both} would be joined into '{name}', which already exists")
+    for key, value in old.items():
+        name = str(key).removesuffix(".real").removesuffix(".imag")
+        if name not in names or name == key:
+            new[key] = value
+        elif str(key).endswith(".real"):
+            real, imag = tensors[f"{name}.real"], tensors[f"{name}.imag"]
+            pair = real.view, imag.view
+            if pair not in joined:
+                joined[pair] = _as_one(real, imag) or _whole(name, real, imag)
+            new[name] = replace(joined[pair])
+    return new
+
+
+def _is_pair(real: TensorRef, imag: TensorRef | None) -> bool:
+    return (
+        imag is not None
+        and real.dtype.name in WHOLES
+        and (real.dtype, real.shape) == (imag.dtype, imag.shape)
+    )
+
+
+def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
+    """The complex tensor whose storage both parts already use, as `split_complex` makes them."""
+    dtype, old = WHOLES[real.dtype.name], real.storage
+    steps = [step if size > 1 else 0 for size, step in zip(real.shape, real.stride, strict=True)]
+    if replace(imag, offset=real.offset, neg=real.neg).view != real.view or imag.offset != real.offset + 1:
+        return None
+    if any(step % 2 for step in (real.offset, *steps)) or old.nbytes % dtype.itemsize:
+        return None
+    return replace(
+        real,
+        dtype=dtype,
+        stride=tuple(step // 2 for step in real.stride),
+        offset=real.offset // 2,
+        conj=real.neg != imag.neg,
+    )
+
+
+def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
+    """A complex tensor whose elements are made of the two parts, element by element."""
+    for part in (real, imag):
+        require_bounded(name, part)
+    dtype, old = WHOLES[real.dtype.name], real.storage
+    path, width = old.data.path, real.dtype.itemsize
+
+    def make(start: int, nbytes: int) -> Iterator[memoryview]:
+        first, count = start // dtype.itemsize, nbytes // dtype.itemsize
+        left, right = (
+            chain.from_iterable(stream(part) for part in stretches(tensor, first, count))
+            for tensor in (real, imag)
+        )
+        for a, b in _in_step(left, right, CHUNK):
+            both = bytearray(len(a) * 2)
+            numbers = memoryview(both).cast(FORMATS[width])
+            numbers[0::2] = memoryview(a).cast(FORMATS[width])
+            numbers[1::2] = memoryview(b).cast(FORMATS[width])
+            if old.byteorder == "big":
+                swap(both, width)
+            yield memoryview(both)
+
+    data = Computed(path, real.numel * dtype.itemsize, make)
+    kind, origins = dtype.storage or "UntypedStorage", (old, imag.storage)
+    storage = Storage(data, kind, old.location, byteorder=old.byteorder, origins=origins)
+    return replace(TensorRef.contiguous(storage, dtype, real.shape), requires_grad=real.requires_grad)
+
+
+def _in_step(
+    left: Iterator[memoryview], right: Iterator[memoryview], size: int
+) -> Iterator[tuple[memoryview, memoryview]]:
+    """Two streams of the same length in pieces of the same size, of at most `size` bytes."""
+    a = b = memoryview(b"")
+    while True:
+        a, b = a or next(left, a), b or next(right, b)
+        if not a:
+            return
+        count = min(len(a), len(b), size)
+        yield a[:count], b[:count]
+        a, b = a[count:], b[count:]

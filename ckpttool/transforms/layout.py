@@ -1,0 +1,168 @@
+"""Pure changes of how a state's tensors are laid out and shared: axes in another order, other sizes, ties.
+
+Nothing is computed: an axis moved is a stride moved, and a tie is a second name. What a format can't hold as
+it is then gets its bytes when it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from math import prod
+
+from ..checkpoint.checkpoint import Checkpoint, State
+from ..errors import Collision, NothingToDo, UsageFault
+from ..inert_pickle.values import tensor_of, with_tensor
+from ..tensors.ref import MAX_AXES, TensorRef
+from .selection import replace_state
+
+Sizes = tuple[int, ...]
+
+
+def permute(
+    checkpoint: Checkpoint, rules: Iterable[tuple[str, Sizes]], *, state: str | None = None
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """A checkpoint with the axes of some tensors in another order, as `torch.permute` orders them.
+
+    Args:
+        rules: (shell pattern of keys, axes) pairs: `("*.c_attn.weight", (1, 0))` transposes a matrix.
+        state: dotted path of the model's state; found when None.
+
+    Returns:
+        The new checkpoint, and the keys that changed.
+
+    Raises:
+        NothingToDo: a pattern matches no key.
+        UsageFault: the axes are not a permutation of a tensor's axes.
+        NoState.
+    """
+
+    def moved(key: str, tensor: TensorRef, axes: Sizes) -> TensorRef:
+        if sorted(axes) != list(range(len(tensor.shape))):
+            raise UsageFault(
+                f"{checkpoint.path}: {_listed(axes)} is not a permutation of the "
+                f"{len(tensor.shape)} axes of '{key}'",
+                hint="count axes from 0: 1,0 transposes a matrix",
+            )
+        return replace(
+            tensor, shape=tuple(tensor.shape[a] for a in axes), stride=tuple(tensor.stride[a] for a in axes)
+        )
+
+    return _by_pattern(checkpoint, rules, moved, state)
+
+
+def reshape(
+    checkpoint: Checkpoint, rules: Iterable[tuple[str, Sizes]], *, state: str | None = None
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """A checkpoint with some tensors in another shape, their elements in the same order.
+
+    Args:
+        rules: (shell pattern of keys, shape) pairs: `("head.weight", (10, 64, 1, 1))` makes a matrix a 1×1
+            convolution.
+        state: dotted path of the model's state; found when None.
+
+    Returns:
+        The new checkpoint, and the keys that changed.
+
+    Raises:
+        NothingToDo: a pattern matches no key.
+        UsageFault: the shape has another number of elements, or a strided tensor can't be viewed so.
+        NoState.
+    """
+
+    def shaped(key: str, tensor: TensorRef, shape: Sizes) -> TensorRef:
+        if len(shape) > MAX_AXES:
+            raise UsageFault(f"a shape of {len(shape)} axes, and torch has at most {MAX_AXES}")
+        if prod(shape) != tensor.numel:
+            raise UsageFault(
+                f"{checkpoint.path}: '{key}' has {tensor.numel} elements, and {_listed(shape)} {prod(shape)}"
+            )
+        stride = _strides(tensor, shape)
+        if stride is None:
+            raise UsageFault(
+                f"{checkpoint.path}: '{key}' is a strided view and can't be viewed as {_listed(shape)}",
+                hint="make it contiguous first: convert to .safetensors, then convert that",
+            )
+        return replace(tensor, shape=shape, stride=stride)
+
+    return _by_pattern(checkpoint, rules, shaped, state)
+
+
+def _strides(tensor: TensorRef, shape: Sizes) -> Sizes | None:
+    """The strides that show a tensor's elements in another shape; None where no strides do."""
+    if tensor.is_contiguous:
+        return TensorRef.contiguous(tensor.storage, tensor.dtype, shape).stride
+    kept = [(size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size != 1]
+    if [size for size, _ in kept] != [size for size in shape if size != 1]:
+        return None
+    steps = iter(step for _, step in kept)
+    return tuple(1 if size == 1 else next(steps) for size in shape)
+
+
+def _by_pattern(
+    checkpoint: Checkpoint,
+    rules: Iterable[tuple[str, Sizes]],
+    change: Callable[[str, TensorRef, Sizes], TensorRef],
+    where: str | None,
+) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Every tensor whose key matches a pattern, changed as given beside the pattern; rules in order."""
+    found = checkpoint.state(where)
+    tensors = dict(found.tensors)
+    changed: dict[str, None] = {}
+    for pattern, sizes in rules:
+        fitting = [key for key in tensors if fnmatchcase(key, pattern)]
+        if not fitting:
+            raise NothingToDo(
+                f"{checkpoint.path}: no tensor's key matches '{pattern}'",
+                hint=f"the first key is '{next(iter(tensors), '')}'",
+            )
+        for key in fitting:
+            tensors[key] = change(key, tensors[key], sizes)
+            changed[key] = None
+    return _with_tensors(checkpoint, found, {key: tensors[key] for key in changed}), tuple(changed)
+
+
+def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, TensorRef]) -> Checkpoint:
+    """The checkpoint with other tensors under the names of some; a Parameter of two names stays one."""
+    done: dict[tuple[object, ...], object] = {}
+
+    def put(key: object, value: object) -> object:
+        if not isinstance(key, str) or key not in tensors or tensor_of(value) is None:
+            return value
+        new = tensors[key]
+        return done.setdefault((id(value), *new.view), with_tensor(value, new))
+
+    return replace_state(
+        checkpoint, state, lambda old: type(old)({key: put(key, value) for key, value in old.items()})
+    )
+
+
+def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str | None = None) -> Checkpoint:
+    """A checkpoint with further names for tensors that it has: ties, which share their memory.
+
+    Args:
+        pairs: (new name, name that is there) pairs.
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        NothingToDo: there is no tensor of that name.
+        Collision: the new name is taken.
+        NoState.
+    """
+    found = checkpoint.state(state)
+    more: dict[object, object] = {}
+    for new, old in pairs:
+        if old not in found.tensors:
+            raise NothingToDo(
+                f"{checkpoint.path}: no tensor is named '{old}'",
+                hint=f"the first key is '{next(iter(found.tensors), '')}'",
+            )
+        if new in found.container or new in more:
+            raise Collision(f"'{new}' would be another name of '{old}', but already exists")
+        more[new] = found.container[old]
+    return replace_state(checkpoint, found, lambda kept: type(kept)({**kept, **more}))
+
+
+def _listed(sizes: Sizes) -> str:
+    return ",".join(map(str, sizes))

@@ -1,0 +1,187 @@
+"""The mean of numbers, element by element, carried in pairs of float64 and rounded once. Imports numpy.
+
+A pair hi + lo has some 106 bits. Sums and products go into it without error (Knuth's TwoSum, Dekker's
+TwoProduct), the quotient to within 2^-100 of itself, and the pair is rounded to the output's type in one
+step, half to even. So the result is the exact mean correctly rounded wherever weights are equal and the
+finite numbers averaged for an element are of types up to float32 and within a factor of 2^50 of each other;
+elsewhere it is the nearest number or, where the mean lies within 2^-40 of the middle of two, its neighbour.
+Where hardly anything is left of the numbers, as they cancel, and where they are so large or small that a pair
+can't hold their products, they are averaged as fractions, exactly.
+
+Most numbers need none of this: where the ends of the interval in which a plain float64 mean can be wrong are
+rounded to the same number, that is the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from ..tensors.cast import carrier, reader
+from ..tensors.dtypes import DType
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+SPLITTER = 134217729.0  # 2^27 + 1: cuts a float64 into two halves whose products are exact
+LARGE, SMALL = 2.0**900, 2.0**-900
+
+CANCELLED = 2.0**-40
+"""What is left of the largest number, at the most, where pairs may have lost digits."""
+
+
+def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> memoryview:
+    """The weighted mean of elements of one type, as bytes of that type, little-endian.
+
+    Args:
+        raw: of each input the bytes of the same elements.
+        weights: one per input, not negative, of a positive sum. Equal ones weigh nothing at all.
+        dtype: float64, float32, float16 or bfloat16.
+    """
+    import numpy as np
+
+    read = reader(dtype)
+    values = [read(np.frombuffer(one, dtype=carrier(dtype))).astype("<f8") for one in raw]
+    equal = len(set(weights)) == 1
+    if equal:
+        weights = [1.0] * len(weights)
+    if equal and dtype.itemsize < 8:
+        out, unsure = _plainly(values, dtype)
+        out[unsure] = _carefully([value[unsure] for value in values], weights, dtype)
+    else:
+        out = _carefully(values, weights, dtype)
+    return memoryview(out.view("u1"))
+
+
+def _plainly(values: list[NDArray[Any]], dtype: DType) -> tuple[Any, Any]:
+    """The mean in float64, rounded, and the places where the exact mean may be rounded to another number.
+
+    Of n values up to L, each addition is wrong by at most 2^-53 n L, so the mean by (n - 1) 2^-53 L, and by
+    2^-53 L more for the quotient: n 2^-53 L. Twice that is allowed for.
+    """
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        ends = [end for value in values for end in (-value.min(initial=0.0), value.max(initial=0.0))]
+        reach = len(values) * 2.0**-52 * np.max(ends)
+        plain = sum(values[1:], values[0]) / len(values)
+        below, above = _nearest(plain - reach, dtype), _nearest(plain + reach, dtype)
+    if not np.isfinite(reach):
+        return below, slice(None)
+    bits = f"u{below.itemsize}"
+    return below, np.flatnonzero(below.view(bits) != above.view(bits))
+
+
+def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DType) -> Any:
+    """The mean in pairs, rounded once."""
+    import numpy as np
+
+    counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    values, weights = [value for value, _ in counted], [weight for _, weight in counted]
+    with np.errstate(all="ignore"):
+        high, low = _quotient(*_sum(values, weights), sum(map(Fraction, weights), Fraction()))
+        plain = _plain(values, weights)
+        sizes = np.maximum.reduce(
+            [np.abs(value * weight) for value, weight in zip(values, weights, strict=True)]
+        )
+        finite = np.logical_and.reduce([np.isfinite(value) for value in values])
+        # Only zeros: their mean has the sign that adding zeros gives.
+        numbers = finite & np.logical_or.reduce([value != 0 for value in values])
+        cancelled = np.abs(high) * sum(weights) <= sizes * CANCELLED
+        for place in np.flatnonzero(numbers & (cancelled | ~_in_reach(values))):
+            high[place], low[place] = _exact([float(value[place]) for value in values], weights)
+    return _rounded(np.where(numbers, high, plain), np.where(numbers, low, 0.0), dtype)
+
+
+def _plain(values: list[NDArray[Any]], weights: Sequence[float]) -> Any:
+    """As usual: for infinities, NaN and zeros, where it is right."""
+    total = values[0] * weights[0]
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        total = total + value * weight
+    return total / sum(weights)
+
+
+def _in_reach(values: list[NDArray[Any]]) -> Any:
+    """Where no product of what is added up can overflow, or lose bits below the smallest number."""
+    import numpy as np
+
+    sizes = [np.abs(value) for value in values]
+    return np.logical_and.reduce([(size < LARGE) & ((size > SMALL) | (size == 0)) for size in sizes])
+
+
+def _exact(values: list[float], weights: Sequence[float]) -> tuple[float, float]:
+    """The mean as a pair, by fractions."""
+    total = sum(Fraction(w) * Fraction(value) for w, value in zip(weights, values, strict=True))
+    found = Fraction(total) / sum(map(Fraction, weights))
+    high = float(found)
+    return high, float(found - Fraction(high))
+
+
+def _sum(values: list[NDArray[Any]], weights: Sequence[float]) -> tuple[Any, Any]:
+    high: Any = None
+    low: Any = 0.0
+    for value, weight in zip(values, weights, strict=True):
+        term, error = (value, 0.0) if weight == 1.0 else _product(value, weight)
+        if high is None:
+            high, low = term, error
+        else:
+            high, rest = _two_sum(high, term)
+            low = low + (rest + error)
+    return _two_sum(high, low)
+
+
+def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
+    """a + b as its rounding and what was rounded off. Source: Knuth, TAOCP 2, 4.2.2."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+def _product(a: Any, b: Any) -> tuple[Any, Any]:
+    """a * b as its rounding and what was rounded off. Source: Dekker, Numerische Mathematik 18 (1971)."""
+    product = a * b
+    a_high, b_high = a * SPLITTER, b * SPLITTER
+    a_high, b_high = a_high - (a_high - a), b_high - (b_high - b)
+    a_low, b_low = a - a_high, b - b_high
+    return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+def _quotient(high: Any, low: Any, by: Fraction) -> tuple[Any, Any]:
+    whole = float(by)
+    rest = float(by - Fraction(whole))
+    quotient = high / whole
+    product, error = _product(quotient, whole)
+    left = ((high - product) - error) + low - quotient * rest
+    return _two_sum(quotient, left / whole)
+
+
+def _rounded(high: NDArray[Any], low: NDArray[Any], dtype: DType) -> NDArray[Any]:
+    """A pair rounded to a type at once: to odd on the way, so that the last rounding sees no false tie.
+
+    Source: Boldo and Melquiond, "When double rounding is odd" (2005).
+    """
+    import numpy as np
+
+    if dtype.itemsize == 8:
+        return high
+    bits = np.ascontiguousarray(high).view("<i8")
+    away = (low > 0) == (high > 0)
+    even = (bits & 1 == 0) & (low != 0) & np.isfinite(high) & (high != 0)
+    return _nearest(np.where(even, np.where(away, bits + 1, bits - 1), bits).view("<f8"), dtype)
+
+
+def _nearest(odd: NDArray[Any], dtype: DType) -> NDArray[Any]:
+    """Float64 rounded to a type at once: for bfloat16, too, which numpy lacks, by float32 rounded to odd."""
+    import numpy as np
+
+    if dtype.name != "bfloat16":
+        return odd.astype(carrier(dtype))
+    single = odd.astype("<f4")
+    upper = single.view("<u4").copy()
+    over = np.abs(single.astype("<f8")) > np.abs(odd)
+    inexact = (single.astype("<f8") != odd) & np.isfinite(odd)
+    upper = np.where(inexact, (upper - over.astype("<u4")) | np.uint32(1), upper)
+    nan = np.isnan(single)
+    rounded = (upper + np.uint32(0x7FFF) + ((upper >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    return np.where(nan, 0x7FC0, rounded).astype("<u2")

@@ -1,0 +1,264 @@
+"""Pure changes of a checkpoint: fewer keys, other dtypes, complex numbers apart, only the state.
+
+Each takes a Checkpoint and gives a new one whose tensors still lie in the old file. Renaming is in `keys`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from ..checkpoint import full_json
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, State
+from ..errors import NothingToDo, UsageFault
+from ..inert_pickle.values import OrderedDict_, remade, tensor_of, walk, with_tensor
+from ..tensors.cast import Caster, CastReport
+from ..tensors.dtypes import DType
+from ..tensors.ref import Storage, TensorRef
+from . import complex_parts
+
+WIDEST = 16  # bytes of the widest element: storages are cut at its multiples, so that no type is cut
+
+
+def replace_state(
+    checkpoint: Checkpoint, state: State, change: Callable[[dict[object, object]], dict[object, object]]
+) -> Checkpoint:
+    """A checkpoint whose state's dict is what `change` makes of it; module versions stay with it."""
+
+    def swap(value: object) -> object:
+        if value is not state.container:
+            return value
+        new = change(state.container)
+        if isinstance(new, OrderedDict_) and isinstance(value, OrderedDict_):
+            new.attributes = value.attributes
+        return new
+
+    return checkpoint.changed(state, swap)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which keys stayed, and which were left out."""
+
+    kept: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def select(
+    checkpoint: Checkpoint,
+    *,
+    only: Iterable[str] = (),
+    exclude: Iterable[str] = (),
+    state: str | None = None,
+) -> tuple[Checkpoint, Selection]:
+    """A checkpoint with fewer keys in its state.
+
+    Args:
+        only: shell patterns (`layer1.*`); a key must match one of them, if there are any.
+        exclude: shell patterns; a key that matches one is left out.
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        NothingToDo: a pattern matches no key, or no key is left.
+        NoState.
+    """
+    found = checkpoint.state(state)
+    keys = [key for key in found.container if isinstance(key, str)]
+    only, exclude = tuple(only), tuple(exclude)
+    for pattern in (*only, *exclude):
+        if not any(fnmatchcase(key, pattern) for key in keys):
+            raise NothingToDo(
+                f"{checkpoint.path}: no key matches '{pattern}'",
+                hint=f"the first key is '{next(iter(keys), '')}'",
+            )
+    kept = {key for key in keys if not only or any(fnmatchcase(key, pattern) for pattern in only)}
+    kept -= {key for key in kept if any(fnmatchcase(key, pattern) for pattern in exclude)}
+    if not kept:
+        raise NothingToDo(f"{checkpoint.path}: no key would be left", hint="give fewer patterns")
+    new = replace_state(
+        checkpoint,
+        found,
+        lambda old: type(old)({k: v for k, v in old.items() if k in kept or not isinstance(k, str)}),
+    )
+    return new, Selection(tuple(k for k in keys if k in kept), tuple(k for k in keys if k not in kept))
+
+
+def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tuple[Checkpoint, CastReport]:
+    """A checkpoint with the floating-point tensors of its state in another type.
+
+    Integers, booleans and complex tensors stay. The values are computed when they are written, and the
+    report counts overflows from then on.
+
+    Args:
+        to: float64, float32, float16 or bfloat16.
+
+    Raises:
+        NothingToDo: no tensor would change.
+        NoState.
+    """
+    found = checkpoint.state(state)
+    caster = Caster(to)
+    new = replace_state(checkpoint, found, lambda old: _map_tensors(old, caster.cast))
+    if not caster.report.tensors:
+        raise NothingToDo(
+            f"{checkpoint.path}: no tensor to cast: none has a float dtype other than {to.name}"
+        )
+    return new, caster.report
+
+
+def _map_tensors(
+    container: dict[object, object], change: Callable[[TensorRef], TensorRef]
+) -> dict[object, object]:
+    """The same dict with each tensor changed, inside a Parameter too; what is one object stays one."""
+    done: dict[int, object] = {}
+
+    def changed(value: object) -> object:
+        tensor = tensor_of(value)
+        if tensor is None:
+            return value
+        if id(value) not in done:
+            done[id(value)] = with_tensor(value, change(tensor))
+        return done[id(value)]
+
+    return remade(container, ((key, changed(value)) for key, value in container.items()))
+
+
+def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """A checkpoint with each complex tensor of its state as two real ones, `NAME.real` and `NAME.imag`.
+
+    The parts are views of the complex storage: nothing is computed but the sign of a conjugate.
+
+    Raises:
+        NothingToDo: no tensor is complex.
+        Collision: a part's name is taken.
+        NoState.
+    """
+    found = checkpoint.state(state)
+    names = tuple(name for name, tensor in found.tensors.items() if tensor.dtype.name in complex_parts.SPLIT)
+    if not names:
+        raise NothingToDo(f"{checkpoint.path}: no tensor is complex")
+    return replace_state(checkpoint, found, lambda old: complex_parts.split(old, names)), names
+
+
+def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """The inverse of `split_complex`: each pair `NAME.real`, `NAME.imag` as one complex tensor.
+
+    Raises:
+        NothingToDo: there is no such pair of float tensors of the same shape.
+        Collision: NAME already exists.
+        NoState.
+    """
+    found = checkpoint.state(state)
+    names = complex_parts.pairs(found.tensors)
+    if not names:
+        raise NothingToDo(f"{checkpoint.path}: no pair of tensors NAME.real and NAME.imag")
+    new = replace_state(checkpoint, found, lambda old: complex_parts.join(old, found.tensors, names))
+    return new, names
+
+
+def with_metadata(
+    checkpoint: Checkpoint, texts: Mapping[str, str], *, state: str | None = None
+) -> Checkpoint:
+    """A checkpoint with these texts in a safetensors header, beside those that it has.
+
+    Args:
+        texts: name -> text; one that is there already is replaced.
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        UsageFault: a text would be read as something else: another name of a tensor, or what `--full` keeps.
+    """
+    tensors = checkpoint.state(state).tensors if checkpoint.states() else {}
+    for name, text in texts.items():
+        if name == full_json.ENTRY:
+            raise UsageFault(f"the metadata '{name}' is what --full keeps", hint="choose another name")
+        if text in tensors and name not in tensors and name not in OF_TORCH:
+            raise UsageFault(
+                f"the metadata '{name}' would be read as another name of the tensor '{text}'",
+                hint=f"choose another text, or tie them: convert --tie {shlex.quote(f'{name}={text}')}",
+            )
+    return replace(checkpoint, metadata={**checkpoint.metadata, **texts})
+
+
+def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
+    """A checkpoint without the entries of these dotted names (`optimizer`, `config.lr`).
+
+    Raises:
+        NothingToDo: no dict has such an entry.
+    """
+    doomed: dict[int, set[object]] = {}
+    for name in names:
+        found = _entry(checkpoint.tree, name)
+        if found is None:
+            raise NothingToDo(
+                f"{checkpoint.path}: holds nothing named '{name}'", hint=f"ckpttool inspect {checkpoint.path}"
+            )
+        doomed.setdefault(id(found[0]), set()).add(found[1])
+
+    def change(value: object) -> object:
+        if not isinstance(value, dict) or id(value) not in doomed:
+            return value
+        return remade(value, ((key, item) for key, item in value.items() if key not in doomed[id(value)]))
+
+    return checkpoint.rebuilt(change)
+
+
+def _entry(tree: object, name: str) -> tuple[dict[object, object], object] | None:
+    """The dict and the key that a dotted name leads to; keys may hold dots themselves, or be numbers."""
+    tried: set[tuple[int, str]] = set()
+    stack: list[tuple[object, str]] = [(tree, name)]
+    while stack:
+        value, rest = stack.pop()
+        if (id(value), rest) in tried or not isinstance(value, dict | list | tuple):
+            continue
+        tried.add((id(value), rest))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if str(key) == rest and isinstance(value, dict):
+                return value, key
+            if rest.startswith(f"{key}."):
+                stack.append((item, rest[len(f"{key}.") :]))
+    return None
+
+
+def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
+    """Only the model's state, without the bytes of storages that none of its tensors uses.
+
+    Ties and overlapping views stay; module versions stay.
+
+    Raises:
+        NoState.
+    """
+    found = checkpoint.state(state)
+    return replace(checkpoint, tree=_map_tensors(found.container, _Trimmer(found)), opened=(), full=False)
+
+
+class _Trimmer:
+    """Cuts storages to what the tensors of a state use; tensors that shared one still do."""
+
+    def __init__(self, state: State) -> None:
+        self.spans: dict[int, tuple[int, int]] = {}
+        self.done: dict[int, Storage] = {}
+        for tensor in state.tensors.values():
+            if tensor.numel:
+                begin, end = tensor.span
+                begin -= begin % WIDEST
+                end = min(end + -end % WIDEST, tensor.storage.nbytes)
+                known = self.spans.get(id(tensor.storage), (begin, end))
+                self.spans[id(tensor.storage)] = min(begin, known[0]), max(end, known[1])
+        for value in walk(state.others):  # what lies deeper keeps its storage whole, and its ties
+            if isinstance(value, TensorRef | Storage):
+                old = value if isinstance(value, Storage) else value.storage
+                self.spans[id(old)] = 0, old.nbytes
+
+    def __call__(self, tensor: TensorRef) -> TensorRef:
+        old = tensor.storage
+        begin, end = self.spans.get(id(old), (0, 0))
+        if (begin, end) == (0, old.nbytes):
+            return tensor
+        if id(old) not in self.done:
+            part = old.data.part(begin, end - begin)
+            self.done[id(old)] = replace(old, data=part, crc32=None, origins=(old,))
+        offset = tensor.offset - begin // tensor.dtype.itemsize if tensor.numel else 0
+        return replace(tensor, storage=self.done[id(old)], offset=offset)

@@ -1,0 +1,572 @@
+"""What differs between two checkpoints: names, types, shapes, and how far apart the values are."""
+
+from __future__ import annotations
+
+import math
+import random
+import struct
+from bisect import bisect_left
+from collections import OrderedDict
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import ckpttool
+from ckpttool.analysis import compare_values
+from ckpttool.analysis.compare import Change, compare
+from ckpttool.analysis.distances import Distance, measurer
+from ckpttool.analysis.equality import Tolerance
+from ckpttool.tensors.dtypes import DTYPES
+from tests.support import comparing
+from tests.support import every_format as table
+from tests.support.compared import compared
+
+nan, inf = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("compare")
+
+
+def distance(folder: Path, a: torch.Tensor, b: torch.Tensor, *tolerance: float) -> Distance | None:
+    """How far apart two tensors are; None when they are the same."""
+    found = compared(folder, {"w": a}, {"w": b}, tolerance=Tolerance(*tolerance) if tolerance else None)
+    assert found.same == (not found.changed)
+    assert not found.changed or found.changed[0].why == "values"
+    return found.changed[0].distance if found.changed else None
+
+
+def measured(a: torch.Tensor, b: torch.Tensor, *tolerance: float) -> Distance | None:
+    """The same of the bytes alone, without files: for the many examples of a property."""
+    types = (DTYPES[str(x.dtype).removeprefix("torch.")] for x in (a, b))
+    measure = measurer(*types, Tolerance(*tolerance) if tolerance else None)
+    found = measure(*(memoryview(comparing.values(x)) for x in (a, b)), 0)
+    return found if found.differ else None
+
+
+# Names, shapes, types.
+
+
+def test_what_is_in_one_file_alone_is_named(folder: Path) -> None:
+    found = compared(
+        folder, {"a": torch.ones(2), "b": torch.ones(2)}, {"b": torch.ones(2), "c": torch.ones(2)}
+    )
+    assert (found.only_a, found.only_b, found.changed, found.same) == (("a",), ("c",), (), False)
+
+
+def test_a_shape_and_a_type_are_differences_of_their_own(folder: Path) -> None:
+    a = {"v": torch.ones(2, 3), "w": torch.ones(4), "x": torch.ones(2)}
+    b = {"v": torch.ones(3, 2), "w": torch.ones(4, dtype=torch.bfloat16), "x": torch.zeros(2)}
+    found = compared(folder, a, b).changed
+    assert found[:2] == (
+        Change("v", "shape", "float32 [2, 3]", "float32 [3, 2]"),
+        Change("w", "dtype", "float32 [4]", "bfloat16 [4]"),
+    )
+    assert (found[2].name, found[2].why) == ("x", "values")
+
+
+def test_changes_stand_in_the_order_of_the_first_file(folder: Path) -> None:
+    a = {f"{i}": torch.zeros(2 if i % 3 else 3) for i in range(9)}
+    b = {f"{i}": torch.ones(2) for i in reversed(range(9))}
+    assert [change.name for change in compared(folder, a, b).changed] == [f"{i}" for i in range(9)]
+
+
+def test_the_order_of_names_and_the_kind_of_dict_make_no_difference(folder: Path) -> None:
+    a = {"model": OrderedDict(a=torch.ones(2), b=torch.zeros(2)), "config": {"x": 1, "y": (1, 2)}}
+    b = {"config": {"y": [1, 2], "x": 1}, "model": {"b": torch.zeros(2), "a": torch.ones(2)}}
+    assert compared(folder, a, b).same
+
+
+# Values.
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+EIGHTS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32]
+INTEGERS += [torch.uint64, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *EIGHTS, torch.int16, torch.uint8])
+def test_a_difference_is_told_in_numbers(dtype: torch.dtype, folder: Path) -> None:
+    a, b = torch.zeros(2, 3, dtype=dtype), torch.zeros(2, 3, dtype=dtype)
+    a[1, 0], b[1, 0], a[0, 2], b[0, 2] = 5, 2, 3, 4
+    found = distance(folder, a, b)
+    assert found is not None
+    assert (found.differ, found.of, found.nans) == (2, 6, 0)
+    assert (found.max_abs, found.max_rel, found.where, found.a, found.b) == (3, 1.5, 3, 5, 2)
+
+
+def all_of(dtype: torch.dtype) -> torch.Tensor:
+    """Every value of a type of 8 or 16 bits."""
+    carrier = torch.uint8 if dtype.itemsize == 1 else torch.uint16
+    return torch.arange(256**dtype.itemsize).to(carrier).view(dtype)
+
+
+@cache
+def line(dtype: torch.dtype) -> list[float]:
+    """All numbers of a type in their order."""
+    return sorted({value for value in all_of(dtype).to(torch.float64).tolist() if not math.isnan(value)})
+
+
+def steps_between(dtype: torch.dtype, a: float, b: float) -> int:
+    """Counted along all numbers of the type."""
+    return abs(bisect_left(line(dtype), a) - bisect_left(line(dtype), b))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *EIGHTS, torch.float8_e8m0fnu])
+def test_steps_of_small_floats_are_counted_as_numbers_lie(dtype: torch.dtype) -> None:
+    values = all_of(dtype)
+    numbers = values.to(torch.float64).tolist()
+    chosen = random.Random(0)
+    for _ in range(500):
+        i = chosen.randrange(len(values))
+        j = chosen.choice([chosen.randrange(len(values)), (i + 1) % len(values), i])
+        found = measured(values[i : i + 1], values[j : j + 1])
+        x, y = numbers[i], numbers[j]
+        if i == j:
+            assert found is None
+            continue
+        assert found is not None
+        if math.isnan(x) != math.isnan(y):
+            assert (found.nans, found.max_abs, found.max_ulp) == (1, None, None)
+        elif math.isnan(x) or x == y:
+            assert (found.nans, found.max_abs, found.max_ulp) == (0, 0, 0)  # NaNs or zeros of other bits
+        else:
+            assert (found.nans, found.max_abs) == (0, abs(x - y))
+            assert found.max_ulp == steps_between(dtype, x, y)
+
+
+floats = st.floats(width=64) | st.sampled_from([0.0, -0.0, nan, inf, -inf, 5e-324, 1.7976931348623157e308])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@given(pairs=st.lists(st.tuples(floats, floats), min_size=1, max_size=8), equal=st.integers(0, 8))
+def test_distances_of_floats_are_those_of_exact_arithmetic(
+    dtype: torch.dtype, pairs: list[tuple[float, float]], equal: int
+) -> None:
+    a = torch.tensor([x for x, _ in pairs], dtype=torch.float64).to(dtype)
+    b = torch.tensor([y for _, y in pairs], dtype=torch.float64).to(dtype)
+    b[:equal] = a[:equal]
+    found = measured(a, b)
+    raw = "<d" if dtype is torch.float64 else "<f"
+    xs, ys = a.tolist(), b.tolist()
+    differing = [(x, y) for x, y in zip(xs, ys, strict=True) if struct.pack(raw, x) != struct.pack(raw, y)]
+    assert (found.differ if found else 0) == len(differing)
+    if found is None:
+        return
+    numbers = [(x, y) for x, y in differing if math.isnan(x) == math.isnan(y)]
+    assert found.nans == len(differing) - len(numbers)
+    apart = [0.0 if x == y or math.isnan(x) else abs(x - y) for x, y in numbers]
+    assert found.max_abs == (max(apart) if apart else None)
+    steps = [steps_of(raw, x, y) for x, y in numbers if not math.isnan(x)]
+    assert found.max_ulp == (max(steps, default=0) if numbers else None)
+
+
+def steps_of(raw: str, x: float, y: float) -> int:
+    """The bits of a float as its number on the line, in integers of any size."""
+    width = struct.calcsize(raw)
+
+    def place(value: float) -> int:
+        bits = int.from_bytes(struct.pack(raw, value), "little")
+        sign = 1 << 8 * width - 1
+        return -(bits - sign) if bits & sign else bits
+
+    return abs(place(x) - place(y))
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@given(data=st.data())
+def test_integers_are_compared_exactly(dtype: torch.dtype, data: st.DataObject) -> None:
+    low, high = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    numbers = st.lists(st.integers(low, high), min_size=3, max_size=3)
+    a, b = data.draw(numbers), data.draw(numbers)
+    found = measured(*(torch.tensor(values, dtype=dtype) for values in (a, b)))
+    apart = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    assert (0 if found is None else found.max_abs) == max(apart)
+    assert found is None or (found.differ, found.max_ulp) == (sum(map(bool, apart)), None)
+
+
+near = st.sampled_from([2**24, 2**53, 2**63, 2**64]).flatmap(lambda n: st.integers(n - 2049, n + 2049))
+wide = st.integers(-(2**63), 2**64 - 1) | near | near.map(lambda n: -n)
+
+
+@pytest.mark.parametrize("one", [torch.int64, torch.uint64, torch.int32])
+@pytest.mark.parametrize("other", [torch.float64, torch.float32, torch.int64, torch.uint64, torch.complex128])
+@given(x=wide, y=wide | st.none())
+def test_integers_are_compared_exactly_with_numbers_of_other_types(
+    one: torch.dtype, other: torch.dtype, x: int, y: int | None
+) -> None:
+    info = torch.iinfo(one)
+    x = min(max(x, info.min), info.max)
+    y = x if y is None else y
+    if other in INTEGERS:
+        y = min(max(y, torch.iinfo(other).min), torch.iinfo(other).max)
+    a, b = torch.tensor([x], dtype=one), torch.tensor([y], dtype=other)
+    apart = abs(x - int(b.real.item() if b.is_complex() else b.item()))
+    for left, right in (a, b), (b, a):
+        found = measured(left, right, 0.0)
+        assert (found.max_abs if found else 0) == pytest.approx(apart, rel=2**-51, abs=0)
+        if other in INTEGERS and (min(x, y) >= 0 or max(x, y) < 2**63):
+            assert (found.max_abs if found else 0) == apart
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+@pytest.mark.parametrize("atol", [2**53, 2**60, 2**63])
+def test_a_tolerance_of_integers_is_kept_to_one(dtype: torch.dtype, atol: int) -> None:
+    a = torch.tensor([1], dtype=dtype)
+    for more, same in (atol - 1, True), (atol, False):
+        b = torch.tensor([1 + more + 1], dtype=torch.uint64)
+        assert (measured(a, b, 0.0, float(atol)) is None) is same
+        assert (measured(b, a, 0.0, float(atol)) is None) is same
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32])
+def test_complex_numbers_are_apart_by_magnitude(dtype: torch.dtype, folder: Path) -> None:
+    a, b = (torch.tensor([1 + 2j, z, 5j]).to(dtype) for z in (4 + 6j, 1 + 2j))
+    found = distance(folder, a, b)
+    assert found is not None
+    assert (found.differ, found.max_abs, found.where, found.a, found.b) == (1, 5.0, 1, 4 + 6j, 1 + 2j)
+    part = {torch.complex64: torch.float32, torch.complex128: torch.float64}.get(dtype, torch.float16)
+    if part is torch.float16:
+        assert found.max_ulp == max(steps_between(part, 4, 1), steps_between(part, 6, 2))
+    assert distance(folder, a, b.conj()) is not None
+    assert distance(folder, a, a.conj().conj_physical()) is None
+
+
+def test_what_is_no_number_is_compared_by_its_bits(folder: Path) -> None:
+    a = torch.quantize_per_tensor(torch.tensor([1.0, 2.0]), 0.5, 3, torch.quint8)
+    b = torch.quantize_per_tensor(torch.tensor([1.0, 3.0]), 0.5, 3, torch.quint8)
+    assert compared(folder, {"w": torch.ones(1), "q": a}, {"w": torch.ones(1), "q": a}).same
+    (change,) = compared(folder, {"w": torch.ones(1), "q": a}, {"w": torch.ones(1), "q": b}).changed
+    assert change.distance is not None
+    assert change.distance.differ == 1
+
+
+def test_the_largest_difference_is_where_it_is_said_to_be_also_in_a_view(folder: Path) -> None:
+    base = torch.arange(60.0).view(3, 4, 5)
+    other = base.clone()
+    other[2, 0, 3] += 100
+    for turn in (lambda x: x, lambda x: x.mT, lambda x: x.permute(2, 0, 1), lambda x: x[:, ::2]):
+        (change,) = compared(folder, {"w": turn(base)}, {"w": turn(other)}).changed
+        assert change.index == tuple(int(i) for i in (turn(other) - turn(base)).nonzero()[0])
+
+
+@pytest.mark.parametrize("read", [16, 48, 1 << 17])
+def test_a_tensor_in_many_pieces_is_one(read: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare_values, "READ", read)
+    monkeypatch.setattr(compare_values, "PIECE", 4 * read)
+    monkeypatch.setattr(compare_values, "ELEMENTS", 7)
+    a = torch.arange(1000.0).view(20, 50)
+    b = a.clone()
+    b[[3, 7, 19], [4, 9, 49]] += torch.tensor([2.0, 5.0, -1.0])
+    for turn in (lambda x: x, lambda x: x.t()):
+        state = {"u": torch.ones(3), "w": turn(a), "x": torch.zeros(0), "z": torch.ones(9)}
+        (change,) = compared(folder, state, {**state, "w": turn(b)}).changed
+        assert change.name == "w" and change.distance is not None
+        assert change.index == tuple(reversed((7, 9)) if turn(a).shape[0] == 50 else (7, 9))
+        assert (change.distance.differ, change.distance.of, change.distance.max_abs) == (3, 1000, 5.0)
+
+
+def test_many_small_tensors_beside_large_ones_keep_their_own_differences(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare_values, "PIECE", 256)
+    monkeypatch.setattr(compare_values, "MANY", 3)
+    a = {f"{i}": torch.zeros(1 + i * 7 % 200) for i in range(60)}
+    b = {name: tensor + (int(name) % 5 == 0) * int(name) for name, tensor in a.items()}
+    found = compared(folder, a, b).changed
+    assert {change.name: change.distance.max_abs for change in found if change.distance} == {
+        f"{i}": i for i in range(5, 60, 5)
+    }
+
+
+def test_expanded_tensors_are_compared_once_and_counted_in_full(folder: Path) -> None:
+    a, b = torch.arange(3.0), torch.tensor([0.0, 1.0, 4.0])
+    wide = [x.expand(10**12, 3) for x in (a, b)]
+    assert distance(folder, wide[0], wide[0]) is None
+    found = distance(folder, *wide)
+    assert found is not None and (found.differ, found.of, found.where) == (10**12, 3 * 10**12, 2)
+    (change,) = compared(folder, {"w": a[:, None].expand(3, 4)}, {"w": b[:, None].expand(3, 4)}).changed
+    assert change.index == (2, 0)
+    assert distance(folder, a.expand(4, 3), a.expand(4, 3).clone()) is None
+
+
+# Tolerances.
+
+
+@given(
+    pairs=st.lists(st.tuples(floats, floats), min_size=1, max_size=6),
+    near=st.floats(-1e-3, 1e-3),
+    rtol=st.sampled_from([0.0, 1e-5, 1e-3, 1.0]),
+    atol=st.sampled_from([0.0, 1e-8, 1e-3, 10.0]),
+)
+def test_a_tolerance_means_what_it_means_to_allclose(
+    pairs: list[tuple[float, float]], near: float, rtol: float, atol: float
+) -> None:
+    a = torch.tensor([x for x, _ in pairs] + [x for x, _ in pairs], dtype=torch.float64)
+    b = torch.tensor([y for _, y in pairs] + [x * (1 + near) for x, _ in pairs], dtype=torch.float64)
+    found = measured(a, b, rtol, atol)
+    assert (0 if found is None else found.differ) == int((~a.isclose(b, rtol, atol, equal_nan=True)).sum())
+
+
+def test_without_a_tolerance_bits_are_compared_and_with_one_values(folder: Path) -> None:
+    a = torch.tensor([0.0, nan, inf, 1.0])
+    quiet = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    b = torch.cat([torch.tensor([-0.0]), quiet, torch.tensor([inf, 1.0])])
+    found = distance(folder, a, b)
+    assert found is not None and (found.differ, found.max_abs, found.max_ulp) == (2, 0, 0)
+    assert distance(folder, a, a.clone()) is None
+    assert distance(folder, a, b, 0.0, 0.0) is None
+    missing = distance(folder, a, torch.zeros(4), 1.0, 1.0)
+    assert missing is not None and (missing.differ, missing.nans, missing.where) == (2, 1, 1)
+
+
+def test_types_that_differ_are_compared_by_value_within_a_tolerance(folder: Path) -> None:
+    a = torch.tensor([1.0, 2.5, -3.0, 1e-3])
+    for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64):
+        assert distance(folder, a, a.to(dtype), 1e-2) is None
+        assert distance(folder, a.to(dtype), a, 1e-2) is None
+    found = distance(folder, a, a.to(torch.bfloat16), 1e-9)
+    assert found is not None and (found.differ, found.where, found.max_ulp) == (1, 3, None)
+    assert distance(folder, torch.tensor([1, 2]), torch.tensor([1.0, 2.0]), 0.0, 0.0) is None
+    assert distance(folder, torch.tensor([True]), torch.tensor([1], dtype=torch.int8), 0.0, 0.0) is None
+
+
+def test_tolerance_is_relative_to_the_second_and_holds_for_integers_and_plain_numbers(folder: Path) -> None:
+    ten, nine = torch.tensor([10]), torch.tensor([9])
+    assert distance(folder, nine, ten, 0.1) is None
+    assert distance(folder, ten, nine, 0.1) is not None
+    a, b = {"w": ten, "best": 0.5, "n": 3}, {"w": ten, "best": 0.5000001, "n": 3.0}
+    assert [change.name for change in compared(folder, a, b).changed] == ["best", "n"]
+    assert compared(folder, a, b, tolerance=Tolerance(1e-5)).same
+
+
+# What stands beside the model's state.
+
+
+def test_everything_beside_the_state_is_compared_by_its_dotted_name(folder: Path) -> None:
+    a = {
+        "model": {"w": torch.ones(2)},
+        "epoch": 3,
+        "optimizer": {"state": {0: {"m": torch.ones(2)}}, "lr": 0.1},
+    }
+    b = {
+        "state_dict": {"w": torch.ones(2)},
+        "epoch": 4,
+        "optimizer": {"state": {0: {"m": torch.zeros(2)}}},
+        "x": "",
+    }
+    found = compared(folder, a, b)
+    assert (found.only_a, found.only_b) == (("optimizer.lr",), ("x",))
+    assert found.changed[0].name == "optimizer.state.0.m" or found.changed[0] == Change(
+        "epoch", "value", "3", "4"
+    )
+    assert {change.name for change in found.changed} == {"epoch", "optimizer.state.0.m"}
+    assert compared(folder, a, b, model_only=True).same
+    assert compared(folder, a, b, state="model").same
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "why"),
+    [
+        (1, 2, "value"),
+        (1, 1.0, "type"),
+        (True, 1, "type"),
+        (0.0, -0.0, "value"),
+        ("a", "b", "value"),
+        (b"a", "a", "type"),
+        (None, 0, "type"),
+        ({}, None, "type"),
+        (torch.float32, torch.float16, "value"),
+        (torch.ones(1), 1.0, "type"),
+        ({1, 2}, {1, 3}, "value"),
+    ],
+)
+def test_plain_values_differ_by_value_or_by_type(x: Any, y: Any, why: str, folder: Path) -> None:
+    model = {"w": torch.ones(1)}
+    (change,) = compared(folder, {"model": model, "x": x}, {"model": model, "x": y}).changed
+    assert (change.name.partition(".")[0], change.why) == ("x", why)
+    assert compared(folder, {"model": model, "x": x}, {"model": model, "x": x}).same
+    assert compared(folder, {"model": model, "x": nan}, {"model": model, "x": nan}).same
+
+
+def test_an_empty_container_is_not_nothing(folder: Path) -> None:
+    model = {"w": torch.ones(1)}
+    found = compared(folder, {"model": model, "x": {}}, {"model": model})
+    assert (found.only_a, found.only_b) == (("x",), ())
+
+
+def test_values_that_contain_themselves_are_compared(folder: Path) -> None:
+    def tree(last: int) -> dict[str, Any]:
+        loop: list[Any] = [1]
+        loop += [loop, last]
+        return {"model": {"w": torch.ones(1)}, "loop": loop}
+
+    assert compared(folder, tree(2), tree(2)).same
+    assert [change.name for change in compared(folder, tree(2), tree(3)).changed] == ["loop.2"]
+
+
+def test_a_format_of_tensors_alone_is_not_held_to_what_it_cannot_hold(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "a.pt")
+    save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
+    torch.save({"w": torch.ones(2)}, tmp_path / "c.pt")
+    a, b, c = (ckpttool.open(tmp_path / name) for name in ("a.pt", "b.safetensors", "c.pt"))
+    assert compare(a, b).same and compare(a, b).aside_a == ("epoch",)
+    assert compare(b, a).same and compare(b, a).aside_b == ("epoch",)
+    assert compare(a, c).only_a == ("epoch",)  # a .pt could hold it
+
+
+def test_files_without_a_model_s_state_are_compared_too(folder: Path) -> None:
+    net = table.model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    assert compared(folder, optimizer.state_dict(), optimizer.state_dict()).same
+    other = torch.optim.SGD(net.parameters(), lr=0.2).state_dict()
+    (change,) = compared(folder, optimizer.state_dict(), other).changed
+    assert change == Change("param_groups.0.lr", "value", "0.1", "0.2")
+    with pytest.raises(ckpttool.CkptToolError, match="no model's state"):
+        compared(folder, optimizer.state_dict(), other, model_only=True)
+    with pytest.raises(ckpttool.CkptToolError, match="holds no state named 'x'"):
+        compared(folder, {"w": torch.ones(1)}, {"w": torch.ones(1)}, state="x")
+
+
+# Wrappers.
+
+
+WRAPPINGS = ["module.", "_orig_mod.module.", "model.", "ema.module."]
+
+
+@pytest.mark.parametrize("prefix", WRAPPINGS)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_names_may_differ_by_a_prefix_when_asked(prefix: str, swapped: bool, folder: Path) -> None:
+    state = table.state()
+    wrapped = {prefix + name: tensor for name, tensor in state.items()}
+    pair = (wrapped, state) if swapped else (state, wrapped)
+    found = compared(folder, *pair)
+    assert (len(found.only_a), len(found.only_b)) == (len(state), len(state))
+    assert found.matched_without_prefix == len(state)
+    assert compared(folder, *pair, ignore_prefix=True).same
+
+
+def test_prefixes_inside_names_and_in_the_optimizer_are_no_difference_either(folder: Path) -> None:
+    plain = {"model": {"0.w": torch.ones(2), "1.w": torch.ones(2)}, "names": ["0.w", "1.w"], "by": {"0.w": 1}}
+    wrapped = {
+        "model": {
+            "module.0._orig_mod.w": torch.ones(2),
+            "module.1.w": torch.ones(2),
+            "module.n": torch.ones(1),
+        },
+        "names": ["module.0._orig_mod.w", "module.1.w"],
+        "by": {"module.0._orig_mod.w": 1},
+    }
+    found = compared(folder, wrapped, plain, ignore_prefix=True)
+    assert (found.only_a, found.only_b, found.changed) == (("module.n",), (), ())
+
+
+def test_a_prefix_that_tells_two_names_apart_is_not_ignored(folder: Path) -> None:
+    state = {"a": torch.ones(1), "module.a": torch.zeros(1)}
+    assert compared(folder, state, state, ignore_prefix=True).same
+    assert compared(folder, state, {"a": torch.ones(1)}, ignore_prefix=True).only_a == ("module.a",)
+
+
+# The same in another format.
+
+
+def training() -> dict[str, Any]:
+    """What formats find hard: ties, views, lazy bits, every kind of value beside the tensors."""
+    torch.manual_seed(0)
+    base = torch.randn(6, 8)
+    state = {
+        "tied": base,
+        "head": base,
+        "turned": base.t(),
+        "row": base[2],
+        "half": base.to(torch.bfloat16),
+        "phases": torch.complex(base, -base).conj(),
+        "negative": torch.complex(base, base).conj().imag,
+        "counter": torch.tensor(2**53 + 1),
+        "none": torch.empty(0, 3),
+    }
+    net = table.training()
+    return {"model": state, "epoch": 3, "best": 0.1, "note": "x", "optimizer": net["optimizer"]}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "torch zip": {"to": "torch-zip"},
+    "safetensors": {"to": "safetensors"},
+    "safetensors --full": {"to": "safetensors", "full": True},
+    "shards": {"to": "safetensors-sharded", "shard_size": 300},
+    "shards of torch": {"to": "torch-sharded", "shard_size": 300},
+    "DCP": {"to": "dcp"},
+    "DCP --full": {"to": "dcp", "full": True},
+}
+
+
+@pytest.fixture(scope="module")
+def in_every_format(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("formats")
+    torch.save(training(), folder / "in.pt")
+    torch.save(training(), folder / "legacy.pt", _use_new_zipfile_serialization=False)
+    files = {"as torch saves it": folder / "in.pt", "legacy": folder / "legacy.pt"}
+    source = ckpttool.open(folder / "in.pt")
+    for number, (name, wanted) in enumerate(WAYS.items()):
+        files[name] = folder / f"out{number}"
+        ckpttool.save(source, files[name], **wanted)
+    return files
+
+
+FORMATS = ["as torch saves it", "legacy", *WAYS]
+
+
+@pytest.mark.parametrize("one", FORMATS)
+@pytest.mark.parametrize("other", FORMATS)
+def test_a_file_is_the_same_in_every_format(one: str, other: str, in_every_format: dict[str, Path]) -> None:
+    with ckpttool.open(in_every_format[one]) as a, ckpttool.open(in_every_format[other]) as b:
+        found = compare(a, b)
+    assert (found.only_a, found.only_b, found.changed) == ((), (), ())
+    assert found.tensors >= 9
+
+
+@pytest.mark.parametrize("name", ["torch tar (before 0.1.12)", "TorchScript", "`torch.save(model)`"])
+def test_the_stranger_formats_hold_the_same_state_too(name: str, tmp_path: Path) -> None:
+    table.INPUTS[name](tmp_path / "in")
+    expected = table.state() if "tar" in name else table.model().state_dict()
+    torch.save(expected, tmp_path / "plain.pt")
+    with ckpttool.open(tmp_path / "in") as a, ckpttool.open(tmp_path / "plain.pt") as b:
+        assert compare(a, b, model_only=True).same
+        assert compare(b, a, model_only=True).same
+
+
+@pytest.mark.timeout(300)  # half a minute alone, minutes where others work too
+def test_one_bit_in_one_of_100_000_tensors_is_found_and_named(tmp_path: Path) -> None:
+    torch.save({f"layer.{i}": torch.full((4,), float(i)) for i in range(100_000)}, tmp_path / "a.pt")
+    raw = bytearray((tmp_path / "a.pt").read_bytes())
+    with ckpttool.open(tmp_path / "a.pt") as checkpoint:
+        raw[checkpoint.state().tensors["layer.77777"].data.offset + 4] ^= 1  # type: ignore[union-attr]
+    (tmp_path / "b.pt").write_bytes(raw)
+    with ckpttool.open(tmp_path / "a.pt") as a, ckpttool.open(tmp_path / "b.pt") as b:
+        (change,) = compare(a, b).changed
+    assert (change.name, change.index) == ("layer.77777", (1,))
+    assert change.distance is not None and (change.distance.differ, change.distance.max_ulp) == (1, 1)
+
+
+def test_progress_counts_every_byte_of_the_first_file(folder: Path) -> None:
+    state = {"a": torch.ones(1000), "b": torch.ones(7, 9).t(), "c": torch.empty(0)}
+    seen: list[int] = []
+    compared(folder, state, state, progress=seen.append)
+    assert sum(seen) == 4000 + 4 * 63
+
+
+def test_numpy_arrays_that_a_file_holds_are_compared_by_their_bytes(folder: Path) -> None:
+    assert import_module("ckpttool.analysis.compare") is not None
+    model = {"w": torch.ones(1)}
+    a, b = ({"model": model, "x": np.arange(4) + i} for i in (0, 1))
+    assert compared(folder, a, a).same
+    assert not compared(folder, a, b).same

@@ -1,0 +1,102 @@
+"""The tree of a state's modules: sums, folding, what is tied, and names of any kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpttool
+from ckpttool.analysis.module_tree import Branch, outline, tensors_in_words
+from ckpttool.tensors.dtypes import DTYPES
+from ckpttool.tensors.ref import ByteRange, Source, Storage, TensorRef
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Any:
+    def tree(state: Any) -> Branch:
+        torch.save(dict(state), tmp_path / "f.pt")
+        return outline(ckpttool.open(tmp_path / "f.pt").state("").tensors)
+
+    return tree
+
+
+def shown(branch: Branch) -> list[tuple[int, str, int, int]]:
+    return [(level, each.name, each.copies, each.parameters) for level, each in branch.lines(99)]
+
+
+def test_modules_with_their_parameters_and_bytes(tree: Any) -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+    found = tree(net.state_dict())
+    assert shown(found) == [(0, "", 1, 240), (1, "0", 1, 224), (1, "1", 1, 16)]
+    assert found.nbytes == sum(t.numel() * t.element_size() for t in net.state_dict().values())
+    assert tensors_in_words(found.branches[0], "float32", 9) == "weight 8×3×3×3; bias 8"
+    assert tensors_in_words(found.branches[1], "float32", 9) == (
+        "weight, bias, running_mean, running_var 8; num_batches_tracked scalar int64"
+    )
+    assert tensors_in_words(found.branches[1], "float32", 1) == "weight 8; 4 more"
+
+
+def test_alike_blocks_that_follow_each_other_are_one_line_with_the_sums_of_all(tree: Any) -> None:
+    blocks = [torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(3)] + [torch.nn.Linear(2, 3)]
+    found = tree({f"h.{i}.{k}": v for i, block in enumerate(blocks) for k, v in block.state_dict().items()})
+    assert shown(found) == [(0, "h", 1, 27), (1, "0-2", 3, 18), (2, "0", 1, 18), (1, "3", 1, 9)]
+
+
+def test_blocks_are_told_apart_by_type_shape_name_and_number(tree: Any) -> None:
+    one = torch.ones(1)
+    state = {
+        "a.0.w": one,
+        "a.1.w": one.double(),
+        "a.2.v": one,
+        "a.4.v": torch.ones(1),
+        "a.5.v": torch.ones(2),
+    }
+    assert [name for _, name, _, _ in shown(tree(state))][1:] == ["0", "1", "2", "4", "5"]
+
+
+def test_numbers_are_in_their_order_where_a_file_sorts_them_as_text(tree: Any) -> None:
+    names = sorted(f"layers.{i}.w" for i in range(12))
+    assert shown(tree({name: torch.ones(1) for name in names}))[0][:3] == (0, "layers.0-11", 12)
+
+
+def test_what_is_tied_counts_once_at_its_first_name(tree: Any) -> None:
+    weight = torch.ones(3, 4)
+    assert shown(tree({"wte.weight": weight, "head.weight": weight})) == [
+        (0, "", 1, 12),
+        (1, "wte", 1, 12),
+        (1, "head", 1, 0),
+    ]
+
+
+def test_tensors_beside_modules_have_lines_of_their_own_before_them(tree: Any) -> None:
+    state = {"fc.weight": torch.ones(2), "cls_token": torch.ones(1, 4)}
+    assert [name for _, name, _, _ in shown(tree(state))] == ["", "cls_token", "fc"]
+
+
+def test_as_many_levels_as_there_are_lines_for_and_one_at_least(tree: Any) -> None:
+    found = tree({f"a.{x}.{y}.w": torch.ones(len(x + y)) for x in ("p", "qq") for y in ("r", "sss")})
+    assert [found.depth_within(lines) for lines in (1, 3, 6, 7, 99)] == [1, 1, 1, 2, 2]
+
+
+storage_ = Storage(ByteRange(Source("/dev/null", 0), 0, 400), "FloatStorage")
+names = st.lists(st.text(".a01", max_size=8), unique=True, max_size=12)
+
+
+@given(names)
+def test_whatever_the_names_nothing_is_lost_or_counted_twice(names: list[str]) -> None:
+    tensors = {name: TensorRef(storage_, DTYPES["float32"], (1,), (1,), i) for i, name in enumerate(names)}
+    found = outline(tensors)
+    assert (found.parameters, found.nbytes, found.count) == (len(names), 4 * len(names), len(names))
+    for _, branch in found.lines(99):
+        if branch.branches:
+            assert branch.parameters == sum(inner.parameters for inner in branch.branches)
+
+
+def test_a_name_of_a_hundred_thousand_dots_is_no_matter() -> None:
+    tensor = TensorRef(storage_, DTYPES["float32"], (1,), (1,), 0)
+    assert outline({"a." * 100_000 + "w": tensor}).parameters == 1

@@ -1,0 +1,194 @@
+"""What is in a checkpoint, told without loading it."""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpttool
+from ckpttool.analysis.summary import OtherRow, Summary, TensorRow, summarize, tensor_rows
+from ckpttool.errors import NoState
+from tests.support.crafting import call, dict_of, list_of, name, number, storage, tensor, text, torch_zip
+
+ONE = torch.ones(1)
+
+
+@pytest.fixture
+def summary(tmp_path: Path) -> Any:
+    def summary(value: Any, state: str | None = None) -> Summary:
+        torch.save(value, tmp_path / "f.pt")
+        return summarize(ckpttool.open(tmp_path / "f.pt"), state)
+
+    return summary
+
+
+def test_a_training_checkpoint_at_a_glance(summary: Any, tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+    wrapped = {f"module.{key}": value for key, value in net.state_dict().items()}
+    found = summary({"epoch": 3, "state_dict": wrapped, "state_dict_ema": wrapped | {"x": ONE}})
+    assert (found.format, found.state, found.keys) == ("torch-zip", "state_dict", 7)
+    assert found.other_states == ("state_dict_ema",)
+    assert [(p.prefix, p.keys, p.of) for p in found.prefixes] == [("module.", 7, 7)]
+    assert found.parameters == sum(p.numel() for p in net.parameters())
+    first = next(tensor_rows(ckpttool.open(tmp_path / "f.pt")))
+    assert first == TensorRow("state_dict.module.0.weight", "float32", (8, 3, 3, 3), 864, None)
+    assert found.other == (OtherRow("epoch", "int", 3, True),)
+    assert found.unknown == ()
+
+
+def test_the_size_is_that_of_the_file(summary: Any, tmp_path: Path) -> None:
+    assert summary({"a": ONE}).nbytes == (tmp_path / "f.pt").stat().st_size
+
+
+def test_tied_parameters_count_once_and_views_of_them_too(summary: Any, tmp_path: Path) -> None:
+    weight = torch.ones(3, 4)
+    found = summary({"embed": weight, "head": weight, "own": torch.ones(5)})
+    assert found.parameters == 17
+    rows = tensor_rows(ckpttool.open(tmp_path / "f.pt"))
+    assert [row.shared_with for row in rows] == [None, "embed", None]
+
+
+def test_statistics_of_batchnorm_are_no_parameters(summary: Any) -> None:
+    assert summary(torch.nn.BatchNorm2d(4).state_dict()).parameters == 8
+
+
+OTHERS: dict[str, tuple[Any, OtherRow]] = {
+    "int": (5, OtherRow("x", "int", 5, True)),
+    "float": (0.5, OtherRow("x", "float", 0.5, True)),
+    "bool": (True, OtherRow("x", "bool", True, True)),
+    "none": (None, OtherRow("x", "NoneType", None, True)),
+    "text": ("abc", OtherRow("x", "str", "abc", True)),
+    "long text": ("a" * 2000, OtherRow("x", "str")),
+    "bytes": (b"abc", OtherRow("x", "bytes", size=3)),
+    "a short list": ([1, 2.5, "a", None], OtherRow("x", "list", [1, 2.5, "a", None], True, 4)),
+    "a list of lists": ([[1, 2], [3]], OtherRow("x", "list", [[1, 2], [3]], True, 2)),
+    "a long list": (list(range(100)), OtherRow("x", "list", None, False, 100)),
+    "a deep list": ([[[1]]], OtherRow("x", "list", None, False, 1)),
+    "a tuple": ((0.9, 0.99), OtherRow("x", "tuple", [0.9, 0.99], True, 2)),
+    "an empty dict": ({}, OtherRow("x", "dict", size=0)),
+    "a dtype": (torch.float16, OtherRow("x", "dtype", "torch.float16", True)),
+    "a set": ({1, 2}, OtherRow("x", "set", size=2)),
+    "a class": (argparse.Namespace, OtherRow("x", "name", "argparse.Namespace", True)),
+    "a large number": (10**4000, OtherRow("x", "int")),
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_what_is_no_tensor_is_shown_by_name_type_and_value_where_it_is_short(what: str, summary: Any) -> None:
+    value, row = OTHERS[what]
+    assert summary({"x": value, "w": ONE}).other == (row,)
+
+
+def test_dicts_and_attributes_are_opened_and_their_contents_named(summary: Any) -> None:
+    found = summary({"args": argparse.Namespace(lr=0.1, model={"depth": 20}), "w": ONE})
+    assert [(row.name, row.type, row.value, row.size) for row in found.other] == [
+        ("args", "argparse.Namespace", None, 2),
+        ("args.lr", "float", 0.1, None),
+        ("args.model.depth", "int", 20, None),
+    ]
+    assert found.unknown == ("argparse.Namespace",)
+
+
+def test_what_the_state_holds_beside_tensors_is_told_but_not_torch_s_versions(summary: Any) -> None:
+    state = OrderedDict(w=ONE, _extra_state=7)
+    state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    assert [row.name for row in summary({"model": state}).other] == ["model._extra_state"]
+
+
+def test_the_optimizer_s_settings_are_told(summary: Any) -> None:
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.named_parameters(), 0.1).state_dict()
+    found = summary({"model": net.state_dict(), "optimizer": optimizer})
+    assert [row.name for row in found.other] == ["optimizer.state", "optimizer.param_groups"]
+
+
+UNDERSTOOD = [
+    torch.Size([1]),
+    torch.device("cpu"),
+    torch.float16,
+    {1, 2},
+    b"bytes",
+    1j,
+    torch.nn.Parameter(ONE),
+    OrderedDict(a=1),
+    torch.bfloat16,
+]
+
+
+@pytest.mark.parametrize("value", UNDERSTOOD, ids=lambda v: type(v).__name__)
+def test_plain_things_are_no_unknown_names(value: Any, summary: Any) -> None:
+    assert summary({"x": value, "w": ONE}).unknown == ()
+
+
+def test_names_that_run_code_are_told_wherever_they_hide(tmp_path: Path) -> None:
+    eval_ = call(name("builtins", "eval"), text("1"))
+    body = dict_of({"w": tensor(storage(1), (1,)), "x": list_of(call(name("os", "system"), list_of(eval_)))})
+    found = summarize(ckpttool.open(torch_zip(tmp_path / "f", body, {"0": bytes(4)})))
+    assert found.unknown == ("builtins.eval", "os.system")
+
+
+@pytest.mark.parametrize("key", ["__reduce__", "system"])
+def test_a_name_in_a_key_a_state_or_keyword_arguments_is_told(key: str, tmp_path: Path) -> None:
+    made = name("m", "C") + b")}" + text("k") + name("evil", "a") + b"s\x92" + name("evil", "b") + b"b"
+    body = b"}" + made + name("evil", key) + b"s"
+    found = summarize(ckpttool.open(torch_zip(tmp_path / "f", body)))
+    assert found.unknown == tuple(sorted(["m.C", "evil.a", "evil.b", f"evil.{key}"]))
+
+
+def test_a_file_without_a_state_is_still_described(summary: Any, tmp_path: Path) -> None:
+    found = summary([ONE, {"epoch": 1}])
+    assert (found.state, found.keys, found.parameters, found.prefixes) == (None, 0, 0, ())
+    assert [row.name for row in tensor_rows(ckpttool.open(tmp_path / "f.pt"))] == ["0"]
+
+
+def test_a_state_that_is_asked_for_and_not_there_is_an_error(summary: Any) -> None:
+    with pytest.raises(NoState):
+        summary({"model": {"w": ONE}}, "teacher")
+
+
+def test_a_safetensors_file_has_its_metadata(tmp_path: Path) -> None:
+    save_file({"module.a": ONE}, tmp_path / "f", metadata={"format": "pt"})
+    found = summarize(ckpttool.open(tmp_path / "f"))
+    assert (found.format, found.state, found.metadata) == ("safetensors", "", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"]q\x00h\x00a",
+        b"]" + b"".join(b"q%b0](h%bh%be" % ((bytes([i]),) * 3) for i in range(60)),
+        b"]" * 100_000 + b"a" * 99_999,
+        b"".join(b"}" + text("k") for _ in range(50_000)) + b"N" + b"s" * 50_000,
+        call(name("m", "C")) * 1 + b"q\x00}" + text("a") + b"h\x00sb",
+        number(10**10_000),
+        b"}" + number(10**10_000) + b"Ns",
+    ],
+    ids=[
+        "itself",
+        "doubled",
+        "nested lists",
+        "nested dicts",
+        "attribute itself",
+        "large number",
+        "large key",
+    ],
+)
+def test_hostile_values_are_described_in_bounded_time(body: bytes, tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "f", dict_of({"w": tensor(storage(1), (1,)), "x": body}), {"0": bytes(4)})
+    found = summarize(ckpttool.open(path))
+    assert found.state == ""
+    assert len(found.other) < 500
+
+
+def test_a_score_that_is_a_number_of_numpy_is_told(tmp_path: Path) -> None:
+    scores = {"d": np.float64(0.875), "f": np.float32(1.5), "i": np.int64(-3), "b": np.bool_(True)}
+    torch.save({"model": {"w": torch.ones(1)}, **scores, "s": np.str_("x")}, tmp_path / "f.pt")
+    rows = summarize(ckpttool.open(tmp_path / "f.pt")).other
+    assert {row.name: row.value for row in rows if row.has_value} == scores

@@ -1,0 +1,399 @@
+"""Every byte is looked at: checksums, what is not finite, and whether another file holds the same."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+import ckpttool
+from ckpttool.analysis.verify import Verified, verify
+from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.errors import CkptToolError, Damaged, NoState, Refused
+from ckpttool.formats.zip.reader import read_directory
+from tests.support.crafting import dict_of, storage, tensor, torch_zip
+
+base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+STATE = {"w": base, "row": base[1], "n": torch.tensor(7), "e": torch.empty(0), "own": torch.ones(3).half()}
+
+
+def opened(value: Any, folder: Path, name: str = "in.pt") -> Checkpoint:
+    torch.save(value, folder / name)
+    return ckpttool.open(folder / name)
+
+
+def problems(found: Verified) -> list[tuple[str, str]]:
+    return [(problem.kind, problem.name) for problem in found.problems]
+
+
+# Checksums.
+
+
+def test_a_whole_file_is_all_right_and_every_byte_of_it_was_looked_at(tmp_path: Path) -> None:
+    found = verify(opened({"model": STATE, "epoch": 3}, tmp_path))
+    assert found.ok
+    assert (found.unsummed, found.non_finite) == (0, {})
+    with zipfile.ZipFile(tmp_path / "in.pt") as archive:
+        assert found.checked_bytes == sum(info.file_size for info in archive.infolist())
+
+
+def payload_bytes(path: Path) -> dict[str, range]:
+    """Where in the file the bytes of each record lie."""
+    with ckpttool.open(path) as checkpoint:
+        records = read_directory(checkpoint.source).values()
+        return {r.name: range(r.data.offset, r.data.offset + r.data.nbytes) for r in records}
+
+
+def with_a_flipped_bit(path: Path, position: int, bit: int) -> Path:
+    raw = bytearray(path.read_bytes())
+    raw[position] ^= 1 << bit
+    flipped = path.parent / f"flipped{path.suffix}"
+    flipped.write_bytes(raw)
+    return flipped
+
+
+def is_found_wrong(path: Path) -> bool:
+    try:
+        with ckpttool.open(path) as checkpoint:
+            return not verify(checkpoint).ok
+    except CkptToolError:  # the pickle's checksum is looked at when the file is opened
+        return True
+
+
+@given(st.data())
+def test_every_flipped_bit_of_a_payload_is_found(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "in.pt"
+        torch.save({"model": STATE, "epoch": 3}, path)
+        places = [position for record in payload_bytes(path).values() for position in record]
+        position = data.draw(st.sampled_from(places))
+        assert is_found_wrong(with_a_flipped_bit(path, position, data.draw(st.integers(0, 7))))
+
+
+def test_a_bit_flipped_anywhere_in_a_storage_is_a_checksum_under_the_tensor_s_name(tmp_path: Path) -> None:
+    opened(STATE, tmp_path).close()
+    for record, name in (("in/data/0", "w"), ("in/data/1", "n"), ("in/data/3", "own")):
+        for position in payload_bytes(tmp_path / "in.pt")[record]:
+            found = verify(ckpttool.open(with_a_flipped_bit(tmp_path / "in.pt", position, position % 8)))
+            assert problems(found) == [("checksum", name)]
+            assert "do not match their checksum" in found.problems[0].message
+
+
+def test_every_record_has_its_bits_looked_at_whether_a_tensor_needs_it_or_not(tmp_path: Path) -> None:
+    more = {"archive/data/7": b"spare storage", "archive/code/x.py": b"pass", "archive/.data/id": b"1"}
+    path = torch_zip(tmp_path / "in.pt", dict_of({"w": tensor(storage())}), {"0": bytes(16)}, more=more)
+    assert verify(ckpttool.open(path)).ok
+    for record in (*more, "archive/version"):
+        position = payload_bytes(path)[record][0]
+        found = verify(ckpttool.open(with_a_flipped_bit(path, position, 3)))
+        assert problems(found) == [("checksum", f"record {record}")]
+
+
+@pytest.mark.parametrize("record", ["archive/data.pkl", "archive/byteorder"])
+def test_what_is_read_to_open_the_file_is_held_to_its_checksum_then(record: str, tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "in.pt", dict_of({"w": tensor(storage())}), {"0": bytes(16)})
+    for position in payload_bytes(path)[record]:
+        with pytest.raises(Damaged):
+            ckpttool.open(with_a_flipped_bit(path, position, 0))
+
+
+def test_a_compressed_file_is_looked_at_whole_too(tmp_path: Path) -> None:
+    torch_zip(
+        tmp_path / "in.pt",
+        dict_of({"w": tensor(storage())}),
+        {"0": bytes(16)},
+        more={"archive/spare": b"abc" * 100},
+        compression=zipfile.ZIP_DEFLATED,
+    )
+    assert verify(ckpttool.open(tmp_path / "in.pt")).ok
+    where = payload_bytes(tmp_path / "in.pt")["archive/spare"]
+    found = [verify(ckpttool.open(with_a_flipped_bit(tmp_path / "in.pt", at, 1))).ok for at in where]
+    assert not any(found)
+
+
+def test_a_view_of_a_storage_does_not_hide_the_rest_of_it(tmp_path: Path) -> None:
+    opened({"row": base[1]}, tmp_path).close()
+    last = payload_bytes(tmp_path / "in.pt")["in/data/0"][-1]
+    flipped = ckpttool.open(with_a_flipped_bit(tmp_path / "in.pt", last, 7))
+    assert problems(verify(flipped)) == [("checksum", "row")]
+
+
+def test_files_without_checksums_say_how_many_bytes_nothing_vouches_for(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        found = verify(opened(STATE, tmp_path))
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert found.ok
+    assert found.unsummed == 3  # of four storages one has no byte
+    save_file({"w": base, "e": torch.empty(0)}, tmp_path / "f.safetensors")
+    assert verify(ckpttool.open(tmp_path / "f.safetensors")).unsummed == 1
+    torch.save(STATE, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    assert verify(ckpttool.open(tmp_path / "legacy.pt")).unsummed == 3
+
+
+def test_shards_of_torch_are_looked_at_each(tmp_path: Path) -> None:
+    checkpoint = opened({"a": base, "b": base + 1}, tmp_path)
+    ckpttool.save(checkpoint, tmp_path / "out", to="torch-sharded", shard_size=100)
+    assert verify(ckpttool.open(tmp_path / "out")).ok
+    shard = sorted((tmp_path / "out").glob("*.bin"))[1]
+    position = payload_bytes(shard)[f"{shard.stem}/data/0"][5]
+    with_a_flipped_bit(shard, position, 2).rename(shard)
+    assert problems(verify(ckpttool.open(tmp_path / "out"))) == [("checksum", "b")]
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path) -> None:
+    checkpoint = opened({"w": torch.zeros(100_000)}, tmp_path)
+    with open(tmp_path / "in.pt", "r+b") as file:
+        file.truncate(50_000)
+    with pytest.raises(Damaged, match="became shorter"):
+        verify(checkpoint)
+
+
+def test_progress_counts_the_bytes_of_every_pass(tmp_path: Path) -> None:
+    state = {"a": torch.ones(100), "n": torch.ones(30, dtype=torch.int64)}
+    moved: list[int] = []
+    checkpoint = opened(state, tmp_path)
+    verify(checkpoint, progress=moved.append)
+    assert sum(moved) == (400 + 240) + 400  # checksums, and the numbers that could be NaN
+    moved.clear()
+    verify(checkpoint, against=checkpoint, progress=moved.append)
+    assert sum(moved) == (400 + 240) + 400 + 2 * (400 + 240)
+
+
+# What is not finite.
+
+
+nan, inf = float("nan"), float("inf")
+ODD = torch.tensor([1.0, nan, inf, -inf, -0.0, 3.0])
+KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", KINDS, ids=str)
+def test_values_that_are_not_finite_are_counted_and_no_error(dtype: torch.dtype, tmp_path: Path) -> None:
+    checkpoint = opened({"w": ODD.to(dtype), "fine": torch.ones(2), "n": torch.tensor(3)}, tmp_path)
+    found = verify(checkpoint)
+    assert found.ok
+    assert found.non_finite == {"w": 3}
+    assert problems(verify(checkpoint, finite=True)) == [("non-finite", "w")]
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz], ids=str
+)
+def test_types_without_infinities_have_nan_alone(dtype: torch.dtype, tmp_path: Path) -> None:
+    state = {"w": torch.tensor([1.0, nan, -2.0]).to(dtype)}
+    assert verify(opened(state, tmp_path)).non_finite == {"w": 1}
+
+
+def test_both_parts_of_complex_numbers_count(tmp_path: Path) -> None:
+    state = {"z": torch.complex(torch.tensor([nan, 1.0, inf]), torch.tensor([nan, inf, 2.0]))}
+    assert verify(opened(state, tmp_path)).non_finite == {"z": 4}
+
+
+def test_every_tensor_of_the_file_is_looked_at_not_the_model_s_alone(tmp_path: Path) -> None:
+    value = {"model": {"w": base}, "optimizer": {"state": {0: {"exp_avg": ODD}}}, "rng": torch.ones(3)}
+    assert verify(opened(value, tmp_path)).non_finite == {"optimizer.state.0.exp_avg": 3}
+
+
+def test_only_what_a_tensor_looks_at_counts(tmp_path: Path) -> None:
+    state = {"part": ODD[3:], "turned": torch.stack([ODD, ODD]).t()[:2], "parameter": torch.nn.Parameter(ODD)}
+    assert verify(opened(state, tmp_path)).non_finite == {"part": 1, "turned": 2, "parameter": 3}
+
+
+def test_what_a_stride_of_nothing_repeats_counts_each_time(tmp_path: Path) -> None:
+    state = {"wide": ODD.expand(1 << 20, 6), "huge": torch.tensor([[nan], [1.0]]).expand(1 << 10, 2, 1 << 30)}
+    found = verify(opened(state, tmp_path))
+    assert found.non_finite == {"wide": 3 << 20, "huge": 1 << 40}
+
+
+def test_a_tensor_of_two_names_is_read_once_and_named_twice(tmp_path: Path) -> None:
+    read: list[int] = []
+    checkpoint = opened({"a": ODD, "b": ODD}, tmp_path)
+    found = verify(checkpoint, progress=read.append)
+    assert found.non_finite == {"a": 3, "b": 3}
+    assert sum(read) == 2 * ODD.nbytes  # once for the checksum, once as numbers
+
+
+def test_an_overlapping_view_may_be_as_large_as_what_is_only_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = opened({"w": torch.as_strided(ODD, (3, 3), (1, 1))}, tmp_path)
+    assert verify(checkpoint).non_finite.keys() == {"w"}
+    monkeypatch.setattr(importlib.import_module("ckpttool.analysis.verify"), "MAX_REPEATED", 1)
+    with pytest.raises(Refused, match="'w' is a view that expands"):
+        verify(checkpoint)
+
+
+def test_big_endian_values_are_looked_at_as_values(tmp_path: Path) -> None:
+    numbers = np.array([np.nan, np.inf, 1.0, 2.0], ">f4").tobytes()
+    path = torch_zip(tmp_path / "in.pt", dict_of({"w": tensor(storage())}), {"0": numbers}, byteorder="big")
+    assert verify(ckpttool.open(path)).non_finite == {"w": 2}
+
+
+# Against another file.
+
+
+def same(folder: Path) -> dict[str, Callable[[], Path]]:
+    def converted(name: str, **given: Any) -> Callable[[], Path]:
+        def write() -> Path:
+            ckpttool.save(ckpttool.open(folder / "in.pt"), folder / name, **given)
+            return folder / name
+
+        return write
+
+    def legacy() -> Path:
+        torch.save(STATE, folder / "legacy.pt", _use_new_zipfile_serialization=False)
+        return folder / "legacy.pt"
+
+    return {
+        "pt": converted("out.pt"),
+        "safetensors": converted("out.safetensors"),
+        "full": converted("full.safetensors", full=True),
+        "shards": converted("shards", to="safetensors-sharded", shard_size=50),
+        "legacy": legacy,
+    }
+
+
+@pytest.mark.parametrize("format", ["pt", "safetensors", "full", "shards", "legacy"])
+def test_the_same_contents_in_any_format_are_the_same(format: str, tmp_path: Path) -> None:
+    checkpoint = opened({"model": STATE, "epoch": 3}, tmp_path)
+    other = ckpttool.open(same(tmp_path)[format]())
+    assert verify(checkpoint, against=other).ok
+    assert verify(other, against=checkpoint).ok
+
+
+DIFFERENCES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], list[tuple[str, str]]]] = {
+    "a tensor more there": (lambda s: s.update(x=base), [("only-there", "x")]),
+    "a tensor less there": (lambda s: s.pop("n"), [("only-here", "n")]),
+    "a name": (lambda s: s.update(m=s.pop("n")), [("only-here", "n"), ("only-there", "m")]),
+    "a type": (lambda s: s.update(n=s["n"].int()), [("form", "n")]),
+    "a shape": (lambda s: s.update(w=s["w"].reshape(6, 4)), [("form", "w")]),
+    "a value": (lambda s: s["w"][3].add_(1), [("values", "w")]),
+    "values of a view": (lambda s: s["w"][1].add_(1), [("values", "row"), ("values", "w")]),
+    "the sign of zero": (lambda s: s["w"][0, 0].mul_(-1), [("values", "w")]),
+    "all at once": (
+        lambda s: s.update(x=s.pop("n"), own=s["own"] + 1, w=s["w"].double()),
+        [("only-here", "n"), ("only-there", "x"), ("form", "w"), ("values", "own")],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_each_difference_is_told_by_name(what: str, tmp_path: Path) -> None:
+    change, wanted = DIFFERENCES[what]
+    checkpoint = opened(STATE, tmp_path)
+    other = torch.load(tmp_path / "in.pt")
+    change(other)
+    assert problems(verify(checkpoint, against=opened(other, tmp_path, "other.pt"))) == wanted
+
+
+def test_other_forms_are_told_in_full(tmp_path: Path) -> None:
+    other = opened({"w": base.double()}, tmp_path, "other.pt")
+    (problem,) = verify(opened({"w": base}, tmp_path), against=other).problems
+    assert problem.message == "float32 [4, 6], there float64 [4, 6]"
+
+
+def test_a_part_of_one_file_is_compared_with_a_file_that_is_just_that_part(tmp_path: Path) -> None:
+    whole = opened({"model": {"w": base}, "ema": {"w": base + 1}}, tmp_path)
+    part = opened({"w": base + 1}, tmp_path, "part.pt")
+    assert verify(whole, against=part, state="ema").ok
+    assert verify(part, against=whole, state="ema").ok
+    assert problems(verify(part, against=whole)) == [("values", "w")]
+
+
+def test_a_state_that_neither_file_has_is_no_state(tmp_path: Path) -> None:
+    checkpoint, other = opened(STATE, tmp_path), opened(STATE, tmp_path, "other.pt")
+    with pytest.raises(NoState, match="no state named 'ema'"):
+        verify(checkpoint, against=other, state="ema")
+
+
+def test_a_file_without_a_state_can_be_looked_at_but_not_compared(tmp_path: Path) -> None:
+    checkpoint = opened({"epoch": 1}, tmp_path)
+    assert verify(checkpoint).ok
+    with pytest.raises(NoState):
+        verify(checkpoint, against=opened(STATE, tmp_path, "other.pt"))
+
+
+# Where both hold more than a state, everything is compared.
+
+TRAINING = {
+    "model": OrderedDict({"w": base}),
+    "optimizer": {"state": {0: {"m": base + 1}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]},
+    "epoch": 3,
+    "seen": {"a", "b"},
+}
+
+
+def change_momentum(tree: dict[str, Any]) -> None:
+    tree["optimizer"]["state"][0]["m"] = base + 2
+
+
+TRAINING_DIFFERENCES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[tuple[str, str]]]] = {
+    "nothing": (lambda tree: None, []),
+    "a counter": (lambda tree: tree.update(epoch=4), [("values", "epoch")]),
+    "a number's type": (lambda tree: tree.update(epoch=3.0), [("values", "epoch")]),
+    "a counter less": (lambda tree: tree.pop("epoch"), [("only-here", "epoch")]),
+    "an entry more": (lambda tree: tree.update(best=0.5), [("only-there", "best")]),
+    "a momentum": (change_momentum, [("values", "optimizer.state.0.m")]),
+    "a setting": (
+        lambda tree: tree["optimizer"]["param_groups"][0].update(betas=(0.9, 0.9)),
+        [("values", "optimizer.param_groups.0.betas.1")],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TRAINING_DIFFERENCES)
+@pytest.mark.parametrize("format", ["out.pt", "out.safetensors"])
+def test_two_training_checkpoints_are_compared_whole(format: str, what: str, tmp_path: Path) -> None:
+    change, wanted = TRAINING_DIFFERENCES[what]
+    checkpoint = opened(TRAINING, tmp_path)
+    other = torch.load(tmp_path / "in.pt")
+    change(other)
+    ckpttool.save(opened(other, tmp_path, "other.pt"), tmp_path / format, full=True)
+    found = verify(checkpoint, against=ckpttool.open(tmp_path / format))
+    assert (found.compared, problems(found)) == ("everything", wanted)
+
+
+def test_a_named_state_and_a_file_of_a_state_alone_are_compared_as_states(tmp_path: Path) -> None:
+    checkpoint = opened(TRAINING, tmp_path)
+    other = opened({**TRAINING, "epoch": 4}, tmp_path, "other.pt")
+    alone = opened(TRAINING["model"], tmp_path, "alone.pt")
+    assert verify(checkpoint, against=other, state="model").compared == "state"
+    assert verify(checkpoint, against=other, state="model").ok
+    assert verify(checkpoint, against=alone).ok
+
+
+def test_names_that_differ_in_a_prefix_alone_come_with_the_command_that_takes_it_off(tmp_path: Path) -> None:
+    plain = opened({"w": base, "b": base + 1}, tmp_path, "plain one.pt")
+    wrapped = opened({"module.w": base, "module.b": base + 1}, tmp_path, "a b.pt")
+    command = f"ckpttool strip-prefix '{tmp_path}/a b.pt' plain.safetensors --prefix module."
+    assert str(verify(plain, against=wrapped).hint).endswith(command)
+    assert str(verify(wrapped, against=plain).hint).endswith(command)
+    assert verify(plain, against=opened({"module.w": base}, tmp_path)).hint is None
+    assert verify(plain, against=plain).hint is None
+
+
+def test_the_two_values_that_differ_are_told_where_names_meet(tmp_path: Path) -> None:
+    mine = {"model": {"w": torch.ones(1)}, "x": {"k": 1.0}, "x.k": 2.0}
+    theirs = {"model": {"w": torch.ones(1)}, "x": {"k": 1.0}, "x.k": 3.0}
+    found = verify(opened(mine, tmp_path), against=opened(theirs, tmp_path, "other.pt"))
+    assert [problem.message for problem in found.problems] == ["2.0, there 3.0"]
+
+
+def test_an_empty_dict_that_is_not_there_is_a_difference(tmp_path: Path) -> None:
+    mine = {"model": {"w": torch.ones(1)}, "epoch": 3, "loops": {}}
+    theirs = {"model": {"w": torch.ones(1)}, "epoch": 3}
+    found = verify(opened(mine, tmp_path), against=opened(theirs, tmp_path, "other.pt"))
+    assert problems(found) == [("only-here", "loops")]

@@ -1,0 +1,345 @@
+"""BatchNorm in states: layers found, counters, versions and kinds; torch itself says what loads."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+import ckpttool
+from ckpttool.batchnorm import convert_states, layers
+from ckpttool.batchnorm.convert_states import Report
+from ckpttool.errors import NothingToDo, Refused, UsageFault
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        OrderedDict(
+            conv=nn.Conv2d(3, 4, 3),
+            bn=nn.BatchNorm2d(4),
+            flat=nn.Flatten(),
+            fc=nn.Linear(4 * 36, 6),
+            head=nn.Sequential(nn.BatchNorm1d(6, affine=False), nn.LayerNorm(6)),
+        )
+    )
+    model(torch.randn(5, 3, 8, 8))
+    return model
+
+
+KINDS = {"bn": "BatchNorm2d", "head.0": "BatchNorm1d"}
+
+
+def old_state(model: nn.Module | None = None) -> Any:
+    """As torch 0.4.0 saved it: no counters, and layers of version 1."""
+    state = (model or make_model()).state_dict()
+    for name in [name for name in state if name.endswith("num_batches_tracked")]:
+        del state[name]
+    for entry in state._metadata.values():
+        entry["version"] = 1
+    return state
+
+
+def convert(value: Any, folder: Path, to: Any = "sync", **options: Any) -> tuple[Path, Report]:
+    """A value saved by torch, converted and saved again."""
+    torch.save(value, folder / "in.pt")
+    with ckpttool.open(folder / "in.pt") as checkpoint:
+        new, report = convert_states.convert(checkpoint, to, **options)
+        ckpttool.save(new, folder / "out.pt", force=True)
+    return folder / "out.pt", report
+
+
+# ---- counters and versions ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["sync", "plain"])
+def test_a_missing_counter_is_added_as_torch_itself_would_when_it_loads(to: str, tmp_path: Path) -> None:
+    out, report = convert(old_state(), tmp_path, to)
+    state = torch.load(out, weights_only=True)
+    assert report.layers == ("bn", "head.0")
+    assert report.added == ("bn.num_batches_tracked", "head.0.num_batches_tracked")
+    assert report.versioned == report.layers
+    assert {state._metadata[layer]["version"] for layer in report.layers} == {2}
+    assert state._metadata["conv"]["version"] == 1
+    expected = make_model()
+    expected.load_state_dict(old_state())  # sets its counters as torch thinks right
+    fresh = make_model()
+    for layer in report.layers:
+        fresh.get_submodule(layer).num_batches_tracked.zero_()
+    fresh.load_state_dict(state, strict=True)
+    assert list(state) == list(fresh.state_dict())  # in torch's own order
+    for name, tensor in fresh.state_dict().items():
+        if not name.endswith("num_batches_tracked"):
+            assert torch.equal(tensor, expected.state_dict()[name])
+        else:
+            assert tensor.dtype == torch.int64 and tensor.shape == () and tensor.item() == 0
+
+
+def test_counters_that_were_added_share_no_memory(tmp_path: Path) -> None:
+    out, report = convert(old_state(), tmp_path)
+    state = torch.load(out)
+    assert len({state[name].untyped_storage().data_ptr() for name in report.added}) == 2
+
+
+def test_a_counter_that_is_there_is_kept_and_only_the_lacking_one_added(tmp_path: Path) -> None:
+    state = make_model().state_dict()
+    state["bn.num_batches_tracked"].fill_(41)
+    del state["head.0.num_batches_tracked"]
+    out, report = convert(state, tmp_path)
+    assert report.added == ("head.0.num_batches_tracked",)
+    assert torch.load(out)["bn.num_batches_tracked"].item() == 41
+
+
+def test_a_state_without_metadata_gets_none_when_a_counter_is_all_it_lacks(tmp_path: Path) -> None:
+    out, report = convert(dict(old_state()), tmp_path)
+    state = torch.load(out)
+    assert type(state) is dict
+    assert report.versioned == ()
+    make_model().load_state_dict(state, strict=True)
+
+
+def test_the_bytes_of_all_other_tensors_stay_and_so_does_the_rest_of_the_file(tmp_path: Path) -> None:
+    state = old_state()
+    out, _ = convert({"model": state, "epoch": 3, "ema": {"w": torch.ones(2)}}, tmp_path)
+    after = torch.load(out, weights_only=True)
+    assert after["epoch"] == 3 and torch.equal(after["ema"]["w"], torch.ones(2))
+    for name, tensor in state.items():
+        assert torch.equal(after["model"][name], tensor)
+
+
+def test_nothing_is_done_to_a_state_that_fits_both(tmp_path: Path) -> None:
+    for to in ("sync", "plain"):
+        with pytest.raises(NothingToDo, match="have the same keys") as caught:
+            convert(make_model().state_dict(), tmp_path, to)
+        assert ("--model" in str(caught.value.hint)) == (to == "sync")
+
+
+def test_a_big_endian_file_gets_counters_of_its_own_byte_order(tmp_path: Path) -> None:
+    out, _ = convert(old_state(), tmp_path)
+    with ckpttool.open(out) as checkpoint:
+        storage = checkpoint.state().tensors["bn.running_mean"].storage
+        storage.byteorder = "big"
+        assert convert_states.zero(storage).storage.byteorder == "big"
+
+
+# ---- kinds ------------------------------------------------------------------------------------------------
+
+
+def test_kinds_are_recorded_where_torch_passes_over_them_and_the_way_back_is_exact(tmp_path: Path) -> None:
+    state = make_model().state_dict()
+    before = copy.deepcopy(state)
+    out, report = convert(state, tmp_path, kinds=KINDS)
+    assert report.recorded == KINDS
+    loaded = torch.load(out, weights_only=True)
+    assert loaded._metadata["bn"] == {"version": 2, "kind": "BatchNorm2d"}
+    make_model().load_state_dict(loaded, strict=True)
+    nn.SyncBatchNorm.convert_sync_batchnorm(make_model()).load_state_dict(loaded, strict=True)
+    back, report = convert(loaded, tmp_path, "plain")
+    assert report.restored == KINDS
+    returned = torch.load(back, weights_only=True)
+    assert returned._metadata == before._metadata
+    assert list(returned) == list(before)
+    assert all(torch.equal(returned[name], before[name]) for name in before)
+
+
+def test_there_and_back_gives_the_same_file_to_the_byte(tmp_path: Path) -> None:
+    torch.save(make_model().state_dict(), tmp_path / "torch.pt")
+    (tmp_path / "a").mkdir()
+    with ckpttool.open(tmp_path / "torch.pt") as checkpoint:
+        ckpttool.save(checkpoint, tmp_path / "a" / "model.pt")
+        new, _ = convert_states.convert(checkpoint, "sync", kinds=KINDS)
+        ckpttool.save(new, tmp_path / "sync.pt")
+    (tmp_path / "b").mkdir()
+    with ckpttool.open(tmp_path / "sync.pt") as checkpoint:
+        back, _ = convert_states.convert(checkpoint, "plain")
+        ckpttool.save(back, tmp_path / "b" / "model.pt")
+    assert (tmp_path / "a" / "model.pt").read_bytes() == (tmp_path / "b" / "model.pt").read_bytes()
+
+
+def test_a_record_survives_further_changes_of_the_file(tmp_path: Path) -> None:
+    state = {f"module.{name}": tensor for name, tensor in make_model().state_dict().items()}
+    ddp = OrderedDict(state)
+    ddp._metadata = OrderedDict(  # type: ignore[attr-defined]
+        (f"module.{path}".rstrip("."), entry) for path, entry in make_model().state_dict()._metadata.items()
+    )
+    out, report = convert(ddp, tmp_path, kinds=KINDS)
+    assert report.recorded == {f"module.{path}": kind for path, kind in KINDS.items()}
+    with ckpttool.open(out) as checkpoint:
+        plain, _ = ckpttool.strip_prefix(checkpoint)
+        ckpttool.save(plain, tmp_path / "stripped.pt")
+    with ckpttool.open(tmp_path / "stripped.pt") as checkpoint:
+        assert layers.recorded_kinds(checkpoint, checkpoint.state()) == KINDS
+
+
+def test_a_safetensors_file_records_kinds_in_its_text_and_comes_back_to_the_byte(tmp_path: Path) -> None:
+    state = make_model().state_dict()
+    save_file(state, tmp_path / "in.safetensors", {"format": "pt"})
+    with ckpttool.open(tmp_path / "in.safetensors") as checkpoint:
+        new, _ = convert_states.convert(checkpoint, "sync", kinds=KINDS)
+        saved = ckpttool.save(new, tmp_path / "sync.safetensors")
+    assert saved.left_out == ()
+    with safe_open(tmp_path / "sync.safetensors", "pt") as file:
+        assert set(file.keys()) == set(state)
+        assert file.metadata() == {
+            "format": "pt",
+            "batchnorm.kinds": '{"bn": "BatchNorm2d", "head.0": "BatchNorm1d"}',
+        }
+    with ckpttool.open(tmp_path / "sync.safetensors") as checkpoint:
+        assert layers.recorded_kinds(checkpoint, checkpoint.state()) == KINDS
+        back, report = convert_states.convert(checkpoint, "plain")
+        ckpttool.save(back, tmp_path / "back.safetensors")
+    assert report.restored == KINDS
+    assert (tmp_path / "back.safetensors").read_bytes() == (tmp_path / "in.safetensors").read_bytes()
+
+
+def test_a_record_made_for_one_format_can_be_put_into_the_other(tmp_path: Path) -> None:
+    save_file(make_model().state_dict(), tmp_path / "in.safetensors")
+    with ckpttool.open(tmp_path / "in.safetensors") as checkpoint:
+        new, _ = convert_states.convert(checkpoint, "sync", kinds=KINDS, as_text=False)
+        saved = ckpttool.save(new, tmp_path / "out.pt")
+    assert saved.left_out == ()
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert state._metadata == {path: {"kind": kind} for path, kind in KINDS.items()}
+    make_model().load_state_dict(state, strict=True)
+    back, _ = convert(state, tmp_path, "plain")
+    assert not hasattr(torch.load(back), "_metadata")
+
+
+def test_a_plain_dict_becomes_an_ordered_one_where_kinds_are_recorded(tmp_path: Path) -> None:
+    out, _ = convert(dict(make_model().state_dict()), tmp_path, kinds=KINDS)
+    state = torch.load(out, weights_only=True)
+    assert type(state) is OrderedDict
+    assert state._metadata == {path: {"kind": kind} for path, kind in KINDS.items()}
+
+
+def test_the_same_kinds_again_are_nothing_to_do(tmp_path: Path) -> None:
+    out, _ = convert(make_model().state_dict(), tmp_path, kinds=KINDS)
+    with pytest.raises(NothingToDo):
+        convert(torch.load(out), tmp_path, kinds=KINDS)
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[1]", '{"bn": "Dropout", "head.0": 3}', "[" * 100_000])
+def test_text_that_is_no_record_of_ours_is_passed_over(text: str, tmp_path: Path) -> None:
+    save_file(make_model().state_dict(), tmp_path / "in.safetensors", {"batchnorm.kinds": text})
+    with ckpttool.open(tmp_path / "in.safetensors") as checkpoint:
+        assert layers.recorded_kinds(checkpoint, checkpoint.state()) == {}
+
+
+# ---- what is BatchNorm, and what is not -------------------------------------------------------------------
+
+
+def test_a_model_that_is_one_layer_is_found(tmp_path: Path) -> None:
+    _, report = convert(old_state(nn.BatchNorm1d(3)), tmp_path)
+    assert report.layers == ("",)
+    assert report.added == ("num_batches_tracked",)
+
+
+def test_a_state_without_batchnorm_is_nothing_to_do(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.InstanceNorm1d(2, affine=True))
+    with pytest.raises(NothingToDo, match="no BatchNorm") as caught:
+        convert(model.state_dict(), tmp_path)
+    assert "ckpttool inspect" in str(caught.value.hint)
+
+
+FOREIGN = {
+    "no variance": {"running_mean": torch.zeros(3)},
+    "no mean": {"running_var": torch.zeros(3)},
+    "two lengths": {"running_mean": torch.zeros(3), "running_var": torch.zeros(4)},
+    "a matrix": {"running_mean": torch.zeros(3, 3), "running_var": torch.zeros(3, 3)},
+    "integers": {"running_mean": torch.zeros(3).int(), "running_var": torch.zeros(3).int()},
+    "two types": {"running_mean": torch.zeros(3), "running_var": torch.zeros(3).double()},
+    "another weight": {
+        "running_mean": torch.zeros(3),
+        "running_var": torch.ones(3),
+        "weight": torch.ones(1, 3, 1, 1),
+    },
+    "a count of samples": {
+        "running_mean": torch.zeros(3),
+        "running_var": torch.ones(3),
+        "count": torch.ones(()),
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_is_not_batchnorm_is_refused_by_name_and_can_be_left_alone(kind: str, tmp_path: Path) -> None:
+    state = old_state()
+    for name, tensor in FOREIGN[kind].items():
+        state[f"layers.norm.{name}"] = tensor
+    with pytest.raises(Refused, match=r"in.pt: 'layers.norm' is not BatchNorm: ") as caught:
+        convert(state, tmp_path)
+    assert caught.value.hint == "skip it: --exclude layers.norm"
+    out, report = convert(state, tmp_path, exclude=["layers.*"])
+    assert report.layers == ("bn", "head.0")
+    assert "layers.norm.num_batches_tracked" not in torch.load(out)
+
+
+def test_instancenorm_is_taken_for_batchnorm_without_a_model_and_refused_with_one(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.InstanceNorm2d(3, track_running_stats=True))
+    _, report = convert(old_state(model), tmp_path)
+    assert report.layers == ("0", "1")
+    with pytest.raises(Refused, match="'1' is not a BatchNorm1d, 2d or 3d in the model"):
+        convert(old_state(model), tmp_path, kinds={"0": "BatchNorm2d"})
+
+
+@pytest.mark.parametrize("to", ["sync", "plain"])
+def test_a_model_tells_instancenorm_apart_in_both_directions(to: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True))
+    with pytest.raises(Refused, match="'0' is not a BatchNorm1d, 2d or 3d in the model"):
+        convert(old_state(model), tmp_path, to, kinds={})
+    with pytest.raises(NothingToDo, match="no BatchNorm"):
+        convert(old_state(model), tmp_path, to, kinds={}, exclude=["0"])
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_layers_without_statistics_are_recorded_too_when_a_model_names_them(
+    affine: bool, tmp_path: Path
+) -> None:
+    """Else a synchronised model made anew of the file could not be made plain again."""
+    model = nn.Sequential(nn.BatchNorm3d(3), nn.BatchNorm1d(3, affine=affine, track_running_stats=False))
+    kinds = {"0": "BatchNorm3d", "1": "BatchNorm1d"}
+    before = copy.deepcopy(model.state_dict())
+    out, report = convert(model.state_dict(), tmp_path, kinds=kinds)
+    assert (report.layers, report.recorded) == (("0", "1"), kinds)
+    back, report = convert(torch.load(out), tmp_path, "plain")
+    assert (report.layers, report.restored) == (("0", "1"), kinds)
+    assert torch.load(back)._metadata == before._metadata  # type: ignore[attr-defined]
+    alone = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)).state_dict()
+    _, report = convert(alone, tmp_path, kinds={"0": "BatchNorm1d"})
+    assert report.recorded == {"0": "BatchNorm1d"}
+
+
+def test_a_record_of_a_layer_that_is_to_be_left_alone_stays(tmp_path: Path) -> None:
+    out, _ = convert(make_model().state_dict(), tmp_path, kinds=KINDS)
+    back, report = convert(torch.load(out), tmp_path, "plain", exclude=["bn"])
+    assert report.restored == {"head.0": "BatchNorm1d"}
+    assert torch.load(back)._metadata["bn"]["kind"] == "BatchNorm2d"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("given", [{"to": "global"}, {"kinds": {"bn": "GroupNorm", "head.0": "BatchNorm1d"}}])
+def test_targets_and_kinds_that_there_are_not_are_usage(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageFault):
+        convert(old_state(), tmp_path, **given)
+
+
+def test_another_state_can_be_named(tmp_path: Path) -> None:
+    value = {"model": make_model().state_dict(), "ema": old_state()}
+    out, _ = convert(value, tmp_path, state="ema")
+    assert "bn.num_batches_tracked" in torch.load(out)["ema"]
+
+
+def test_the_checkpoint_that_was_read_is_not_changed(tmp_path: Path) -> None:
+    torch.save(old_state(), tmp_path / "in.pt")
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+        before = checkpoint.state()
+        kept = dict(before.tensors), copy.deepcopy(before.versions)
+        convert_states.convert(checkpoint, "sync", kinds=KINDS)
+        after = checkpoint.state()
+        assert (after.tensors, after.versions) == kept

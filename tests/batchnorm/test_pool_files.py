@@ -1,0 +1,325 @@
+"""Statistics of several ranks as one: against those of the whole data, computed in one process."""
+
+from __future__ import annotations
+
+import copy
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import ckpttool
+from ckpttool import batchnorm
+from ckpttool.batchnorm.pool_files import PoolReport, _rounded, pool_states
+from ckpttool.batchnorm.pooling import pool
+from ckpttool.errors import NothingToDo, Refused, UsageFault
+from ckpttool.tensors.dtypes import DTYPES
+
+
+def ranks_of(batch: torch.Tensor, sizes: tuple[int, ...], **settings: Any) -> list[nn.BatchNorm1d]:
+    """A layer a rank, each having met its part of a batch; none where the part is empty."""
+    layers = []
+    for part in batch.split(sizes):
+        layer = nn.BatchNorm1d(batch.shape[1], **settings).double()
+        if len(part):
+            layer(part)
+        layers.append(layer)
+    return layers
+
+
+def statistics(layers: list[nn.BatchNorm1d]) -> tuple[list[Any], list[Any]]:
+    return [layer.running_mean for layer in layers], [layer.running_var for layer in layers]
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (2, 7, 3), (5, 0, 2), (0, 0, 9)], ids=str)
+def test_pooled_statistics_are_those_of_the_whole_batch(sizes: tuple[int, ...]) -> None:
+    batch = torch.randn(sum(sizes), 3, dtype=torch.float64) * 5 + torch.tensor([0.0, 100.0, -3e4])
+    (whole,) = ranks_of(batch, (len(batch),), momentum=1.0)
+    pooled = pool(*statistics(ranks_of(batch, sizes, momentum=1.0)), sizes)
+    assert torch.allclose(pooled.mean, whole.running_mean, rtol=1e-13)
+    assert torch.allclose(pooled.variance, whole.running_var, rtol=1e-11)
+    assert pooled.count == len(batch)
+
+
+def test_positions_count_as_values() -> None:
+    batch = torch.randn(6, 2, 4, dtype=torch.float64)
+    (whole,) = ranks_of(batch, (6,), momentum=1.0)
+    pooled = pool(*statistics(ranks_of(batch, (2, 4), momentum=1.0)), [2 * 4, 4 * 4])
+    assert torch.allclose(pooled.variance, whole.running_var, rtol=1e-12)
+
+
+@given(st.lists(st.lists(st.integers(-1000, 1000), min_size=2, max_size=6), min_size=1, max_size=5))
+def test_pooling_agrees_with_exact_arithmetic(parts: list[list[int]]) -> None:
+    def exact(values: list[int]) -> tuple[Fraction, Fraction]:
+        mean = Fraction(sum(values), len(values))
+        return mean, sum((v - mean) ** 2 for v in values) / Fraction(len(values) - 1)
+
+    each = [exact(part) for part in parts]
+    mean, variance = exact([value for part in parts for value in part])
+    pooled = pool([float(m) for m, _ in each], [float(v) for _, v in each], [len(part) for part in parts])
+    assert pooled.mean == pytest.approx(float(mean), rel=1e-12, abs=1e-9)
+    assert pooled.variance == pytest.approx(float(variance), rel=1e-12, abs=1e-9)
+
+
+def test_averages_over_all_batches_weigh_a_rank_by_its_batches() -> None:
+    """The mean is exact; so is the variance where ranks have the same means."""
+    torch.manual_seed(0)
+    batches = torch.randn(5, 8, 2, dtype=torch.float64)
+    batches -= batches.mean(1, keepdim=True)
+    layers = [nn.BatchNorm1d(2, momentum=None).double() for _ in range(2)]
+    for number, batch in enumerate(batches):
+        layers[number % 2](batch)  # three batches for one rank, two for the other
+    pooled = pool(*statistics(layers), [8, 8], batches=[3, 2])
+    within = batches.var(1, correction=0).mean(0)
+    assert torch.allclose(pooled.mean, torch.zeros(2, dtype=torch.float64), atol=1e-15)
+    assert torch.allclose(pooled.variance, within * 16 / 15, rtol=1e-12)
+
+
+def test_running_averages_have_the_mean_of_one_process_and_a_variance_no_larger() -> None:
+    torch.manual_seed(0)
+    whole, ranks = nn.BatchNorm1d(3).double(), [nn.BatchNorm1d(3).double() for _ in range(2)]
+    for _ in range(20):
+        batch = torch.randn(12, 3, dtype=torch.float64)
+        whole(batch)
+        for layer, part in zip(ranks, batch.split((4, 8)), strict=True):
+            layer(part)
+    pooled = pool(*statistics(ranks), (4, 8))
+    assert torch.allclose(pooled.mean, whole.running_mean, rtol=1e-12)
+    assert (pooled.variance <= whole.running_var * (1 + 1e-2)).all()
+
+
+def test_without_counts_ranks_weigh_alike_and_no_factor_is_touched() -> None:
+    pooled = pool([np.array([0.0]), np.array([2.0])], [np.array([1.0]), np.array([3.0])])
+    assert (pooled.mean.item(), pooled.variance.item()) == (1.0, 3.0)  # (1 + 3) / 2 + 1
+
+
+def test_what_a_rank_without_samples_holds_does_not_matter() -> None:
+    assert pool([1.0, float("nan")], [2.0, float("inf")], [5, 0]).variance == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("counts", [[0, 0], [1, 0], [-1, 5], [3]], ids=str)
+def test_counts_that_no_variance_rests_on_are_refused(counts: list[int]) -> None:
+    with pytest.raises(ValueError):
+        pool([0.0, 0.0], [1.0, 1.0], counts)
+
+
+def test_it_is_at_hand_where_live_layers_are() -> None:
+    assert batchnorm.pool is pool
+
+
+# ---- over a process group ---------------------------------------------------------------------------------
+
+
+def pool_here(rank: int, world_size: int, sizes: tuple[int, ...], momentum: float | None) -> Any:
+    torch.manual_seed(1)
+    batches = torch.randn(3, sum(sizes), 4, 5, dtype=torch.float64) + torch.arange(sum(sizes))[:, None, None]
+    layers = [nn.BatchNorm1d(4, momentum=momentum).double() for _ in range(2)]
+    met = [(0, 0), (0, 0)]
+    for batch in batches if momentum is None else batches[:1]:
+        part = batch.split(sizes)[rank]
+        for number, layer in enumerate(layers if len(part) else []):
+            layer(part * (number + 1))
+            met[number] = (met[number][0] + len(part) * 5, met[number][1] + 1)
+    own = [(layer.running_mean, layer.running_var) for layer in layers]
+    return batchnorm.pool_over_ranks(layers, met), own
+
+
+@pytest.mark.parametrize("momentum", [1.0, None])
+@pytest.mark.parametrize("sizes", [(6,), (4, 2), (3, 0, 5)], ids=str)
+def test_ranks_pool_what_they_hold_as_the_function_does(run_ranks: Any, sizes: Any, momentum: Any) -> None:
+    answers = run_ranks(len(sizes), pool_here, sizes, momentum)
+    for number in range(2):
+        means, variances = zip(*(own[number] for _, own in answers), strict=True)
+        expected = pool(means, variances, [size * 5 for size in sizes])
+        for pooled, _ in answers:
+            assert torch.allclose(pooled[number][0], expected.mean, rtol=1e-12)
+            assert torch.allclose(pooled[number][1], expected.variance, rtol=1e-12)
+            assert torch.equal(pooled[number][1], answers[0][0][number][1])
+
+
+# ---- files ------------------------------------------------------------------------------------------------
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3, momentum=1.0))
+    net.append(nn.Sequential(nn.Conv2d(3, 2, 3, stride=2), nn.BatchNorm2d(2, momentum=1.0)))
+    return net
+
+
+def save_ranks(folder: Path, sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Path]:
+    """One file a rank, and whole.pt of one process with all; the first layer sees the same as there."""
+    net, batch = make_net().double(), torch.randn(sum(sizes), 1, 8, 8, dtype=torch.float64)
+    paths = []
+    for name, part in [("whole", batch), *((f"rank{r}", p) for r, p in enumerate(batch.split(sizes)))]:
+        own = copy.deepcopy(net)
+        if len(part):
+            own(part)
+        paths.append(folder / f"{name}.pt")
+        torch.save({"model": own.to(dtype).state_dict(), "epoch": 1}, paths[-1])
+    return paths[1:]
+
+
+def pool_files(paths: list[Path], *arguments: Any, **options: Any) -> tuple[Any, PoolReport]:
+    opened = [ckpttool.open(path) for path in paths]
+    new, report = pool_states(opened, *arguments, **options)
+    out = paths[0].parent / "pooled.pt"
+    ckpttool.save(new, out, force=True)
+    return torch.load(out, weights_only=True), report
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (4, 0, 1)], ids=str)
+def test_files_of_ranks_become_the_file_of_one_process(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, sizes)
+    counts = {"1": [n * 36 for n in sizes], "*": [n * 4 for n in sizes]}
+    after, report = pool_files(paths, counts)
+    whole = torch.load(tmp_path / "whole.pt")["model"]
+    assert report.layers == ("1", "2.1") and report.exact
+    assert after["epoch"] == 1
+    assert list(after["model"]) == list(whole)
+    for name in ("1.running_mean", "1.running_var", "1.num_batches_tracked"):
+        assert torch.allclose(after["model"][name], whole[name], rtol=1e-12), name
+    for name in set(whole) - set(report.pooled):
+        assert torch.equal(after["model"][name], whole[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_values_are_computed_in_float64_and_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, (2, 3), dtype)
+    after, _ = pool_files(paths, {"*": [72, 108]})
+    states = [torch.load(path)["model"] for path in paths]
+    expected = pool(
+        [state["1.running_mean"] for state in states], [state["1.running_var"] for state in states], [72, 108]
+    )
+    assert after["model"]["1.running_mean"].dtype == dtype
+    # Torch rounds to the narrow types through float32; these few values have no double rounding.
+    assert torch.equal(after["model"]["1.running_mean"], expected.mean.to(dtype))
+    assert torch.equal(after["model"]["1.running_var"], expected.variance.to(dtype))
+
+
+def test_bfloat16_is_not_rounded_twice() -> None:
+    """Just above the middle of two neighbours: through float32 it would become the tie, and go down."""
+    value = np.array([1 + 2**-8 + 2**-40, -(1 + 2**-8 + 2**-40), 1 + 2**-8, np.nan, np.inf, 0.0])
+    bits = _rounded(value, DTYPES["bfloat16"])
+    assert bits.tolist() == [0x3F81, 0xBF81, 0x3F80, 0x7FC0, 0x7F80, 0]
+
+
+def test_a_rank_that_sat_out_a_step_does_not_hold_the_counter_back(tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, (0, 5))
+    after, _ = pool_files(paths, {"*": [0, 180]})
+    assert after["model"]["1.num_batches_tracked"].item() == 1
+
+
+def save_averages(folder: Path, batches: tuple[int, ...]) -> list[Path]:
+    """One file a rank, each with averages over so many batches of 8 samples; whole.pt has those over all."""
+    torch.manual_seed(0)
+    data = torch.randn(sum(batches), 8, 2, dtype=torch.float64)
+    data -= data.mean(1, keepdim=True)  # then the variance is exact, too
+    paths = []
+    for name, part in [("whole", data), *((f"rank{r}", p) for r, p in enumerate(data.split(batches)))]:
+        layer = nn.BatchNorm1d(2, momentum=None).double()
+        for batch in part:
+            layer(batch)
+        paths.append(folder / f"{name}.pt")
+        torch.save({"model": nn.Sequential(layer).state_dict()}, paths[-1])
+    return paths[1:]
+
+
+@pytest.mark.parametrize("batches", [(3, 2), (1, 0, 6)], ids=str)
+def test_cumulative_averages_weigh_a_rank_by_the_batches_that_its_counter_has(
+    batches: tuple[int, ...], tmp_path: Path
+) -> None:
+    paths = save_averages(tmp_path, batches)
+    eights = {"*": [8] * len(batches)}
+    variance = torch.load(tmp_path / "whole.pt")["model"]["0.running_var"] * 7 / 8  # of each batch alone
+
+    def pooled(**options: Any) -> torch.Tensor:
+        after, _ = pool_files(paths, eights, **options)
+        met = 8 * sum(1 for number in batches if number or not options)
+        return after["model"]["0.running_var"] * (met - 1) / met
+
+    assert torch.allclose(pooled(cumulative=["*"]), variance, rtol=1e-12)
+    assert not torch.allclose(pooled(), variance, rtol=1e-3)
+
+
+def test_a_cumulative_layer_without_a_counter_is_refused(tmp_path: Path) -> None:
+    paths = save_averages(tmp_path, (3, 2))
+    for path in paths:
+        saved = torch.load(path)
+        del saved["model"]["0.num_batches_tracked"]
+        torch.save(saved, path)
+    with pytest.raises(Refused, match=r"'0\.num_batches_tracked' is not there"):
+        pool_files(paths, cumulative=["*"])
+
+
+def test_ranks_that_together_met_one_value_are_refused(tmp_path: Path) -> None:
+    paths = save_averages(tmp_path, (3, 0))
+    with pytest.raises(Refused, match="'0' can't be pooled: a variance needs at least two values"):
+        pool_files(paths, {"*": [0, 8]}, cumulative=["*"])
+
+
+@pytest.mark.parametrize("given", [{"counts": {"typo*": [8, 8], "*": [8, 8]}}, {"cumulative": ["typo*"]}])
+def test_a_pattern_that_fits_no_layer_is_usage(given: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UsageFault, match=r"no BatchNorm layer matches 'typo\*'"):
+        pool_files(save_ranks(tmp_path, (2, 3)), **given)
+
+
+def test_the_same_statistics_everywhere_are_nothing_to_do(tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, (2, 3))
+    with pytest.raises(NothingToDo, match="the same statistics"):
+        pool_files([paths[0], paths[0]])
+
+
+def change(path: Path, name: str, value: Any) -> None:
+    saved = torch.load(path)
+    saved["model"][name] = value
+    torch.save(saved, path)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("0.weight", torch.zeros(3, 1, 3, 3).double()), ("more", torch.ones(1)), ("0.bias", None)]
+)
+def test_ranks_that_differ_in_anything_else_are_refused_by_name(
+    name: str, value: Any, tmp_path: Path
+) -> None:
+    paths = save_ranks(tmp_path, (2, 3))
+    change(paths[1], name, value)
+    with pytest.raises(Refused, match=rf"rank1.pt: '{name}' is not as in .*rank0.pt") as caught:
+        pool_files(paths)
+    assert f"--keep-first {name}" in str(caught.value.hint)
+    _, report = pool_files(paths, keep_first=[name])
+    assert report.from_first == (name,)
+
+
+def test_layers_of_other_lengths_are_refused_before_anything_is_computed(tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, (2, 3))
+    change(paths[1], "1.running_var", torch.ones(4).double())
+    with pytest.raises(Refused, match=r"1\.running_var"):
+        pool_files(paths)
+
+
+@pytest.mark.parametrize(
+    "counts, said",
+    [
+        ({"*": [1, 2, 3]}, "2 files, 3 counts"),
+        ({"*": [0, 1]}, "at least two values"),
+        ({"*": [1, 64]}, "at least two values"),  # BatchNorm itself refuses such a batch
+        ({"*": [0, 0]}, "at least two values"),
+        ({"*": [-4, 8]}, "at least two values"),
+        ({"1": [4, 4]}, "none matches the layer '2.1'"),
+    ],
+)
+def test_counts_that_do_not_fit_are_usage(counts: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageFault, match=said):
+        pool_files(save_ranks(tmp_path, (2, 3)), counts)
+
+
+def test_one_file_is_no_run_of_several_ranks(tmp_path: Path) -> None:
+    with pytest.raises(UsageFault, match="two ranks"):
+        pool_files(save_ranks(tmp_path, (2, 3))[:1])

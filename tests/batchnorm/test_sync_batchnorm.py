@@ -1,0 +1,428 @@
+"""SyncBatchNorm on the CPU: ranks with a divided batch, against plain BatchNorm in one process with all."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool import batchnorm
+from ckpttool.batchnorm.sync_batchnorm import SyncBatchNorm, _moments, _Running, _Synchronised
+
+KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "1d, features": (nn.BatchNorm1d, (3,)),
+    "1d, sequences": (nn.BatchNorm1d, (3, 5)),
+    "2d": (nn.BatchNorm2d, (3, 4, 5)),
+    "3d": (nn.BatchNorm3d, (3, 2, 3, 2)),
+}
+
+
+class Setting(NamedTuple):
+    """One layer, its input's form, and what each rank gets of the batch."""
+
+    kind: str = "2d"
+    shares: tuple[int, ...] = (3, 5)
+    momentum: float | None = 0.1
+    affine: bool = True
+    tracked: bool = True
+    dtype: torch.dtype = torch.float64
+    channels_last: bool = False
+    offset: float = 0.0
+    mixed: bool = False
+
+
+class Outcome(NamedTuple):
+    """What one step gave: of this rank's samples, its own parameter gradients, and the layer's buffers."""
+
+    output: Any
+    to_input: Any
+    to_weight: Any
+    to_bias: Any
+    buffers: Any
+
+
+def make_layer(setting: Setting) -> nn.Module:
+    plain, shape = KINDS[setting.kind]
+    torch.manual_seed(1)
+    layer = plain(
+        shape[0], momentum=setting.momentum, affine=setting.affine, track_running_stats=setting.tracked
+    )
+    layer = layer.to(torch.float32 if setting.mixed else setting.dtype)
+    if setting.affine:
+        nn.init.uniform_(layer.weight, -2, 2)
+        nn.init.uniform_(layer.bias, -2, 2)
+    return layer
+
+
+def make_batch(setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole batch, and the coefficients of a loss that is linear in the output."""
+    generator = torch.Generator().manual_seed(2)
+    shape = (sum(setting.shares), *KINDS[setting.kind][1])
+    values = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    batch, coefficients = (values[0] * 3 + setting.offset).to(setting.dtype), values[1].to(setting.dtype)
+    if setting.channels_last:
+        batch = batch.contiguous(memory_format=torch.channels_last)
+    return batch, coefficients
+
+
+def step(layer: nn.Module, batch: torch.Tensor, coefficients: torch.Tensor) -> Outcome:
+    """Two steps, so that running averages have a past; the outcome of the second."""
+    for _ in range(2):
+        layer.zero_grad()
+        input = batch.detach().clone().requires_grad_()
+        output = layer(input)
+        (output * coefficients).sum().backward()
+    gradients = [None if p is None else p.grad for p in (layer.weight, layer.bias)]
+    buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    return Outcome(output.detach(), input.grad, *gradients, buffers)
+
+
+def run_rank(rank: int, world_size: int, setting: Setting) -> Outcome:
+    layer = batchnorm.to_sync(make_layer(setting))
+    assert type(layer) is SyncBatchNorm
+    batch, coefficients = make_batch(setting)
+    begin = sum(setting.shares[:rank])
+    own = slice(begin, begin + setting.shares[rank])
+    return step(layer, batch[own], coefficients[own])
+
+
+def check(
+    run_ranks: Any, setting: Setting, tolerance: float = 1e-10, *, case: Any = run_rank, arguments: Any = ()
+) -> list[Outcome]:
+    batch, coefficients = make_batch(setting)
+    whole = step(make_layer(setting), batch, coefficients)
+    ranks = run_ranks(len(setting.shares), case, setting, *arguments)
+
+    def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        return ours.dtype == theirs.dtype and torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+    assert close(torch.cat([rank.output for rank in ranks]), whole.output)
+    assert close(torch.cat([rank.to_input for rank in ranks]), whole.to_input)
+    if setting.affine:
+        assert close(sum(rank.to_weight for rank in ranks), whole.to_weight)
+        assert close(sum(rank.to_bias for rank in ranks), whole.to_bias)
+    for rank in ranks:
+        assert rank.buffers.keys() == whole.buffers.keys()
+        for name, buffer in whole.buffers.items():
+            assert close(rank.buffers[name], buffer), name
+            assert torch.equal(rank.buffers[name], ranks[0].buffers[name]), "ranks must agree to the bit"
+    return list(ranks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shares", [(8,), (3, 5), (1, 6, 2), (4, 1, 2, 3)], ids=str)
+def test_ranks_with_a_divided_batch_equal_one_process_with_the_whole(run_ranks, kind, shares):
+    check(run_ranks, Setting(kind, shares))
+
+
+@pytest.mark.parametrize("shares", [(0, 5), (4, 0, 3), (0, 2, 0, 1)], ids=str)
+def test_ranks_without_samples_take_part(run_ranks, shares):
+    check(run_ranks, Setting(shares=shares))
+
+
+@pytest.mark.parametrize(
+    "change", [{"momentum": None}, {"momentum": 1.0}, {"affine": False}, {"tracked": False}]
+)
+def test_every_setting_of_the_layer_keeps_its_meaning(run_ranks, change):
+    check(run_ranks, Setting(**change))
+
+
+def test_a_batch_of_one_sample_on_each_rank_is_a_batch(run_ranks):
+    check(run_ranks, Setting("1d, features", (1, 1)))
+
+
+def test_channels_last_stays_channels_last(run_ranks):
+    for rank in check(run_ranks, Setting(channels_last=True)):
+        assert rank.output.is_contiguous(memory_format=torch.channels_last)
+        assert rank.to_input.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_mean_of_a_million_costs_float64_no_digits_that_plain_batchnorm_keeps(run_ranks):
+    """With sums of squares the variance, 9 beside 10^12, would be wrong in the fourth digit."""
+    setting = Setting(offset=1e6)
+    batch, _ = make_batch(setting)
+    expected = batch.var(dim=(0, 2, 3), correction=1)
+    for rank in check(run_ranks, setting, 1e-8):
+        kept = (rank.buffers["running_var"] - 0.81) / 0.19  # after two steps of momentum 0.1
+        assert torch.allclose(kept, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_moments_have_all_digits_of_float32_in_every_memory_format(memory_format):
+    """torch's kernel sums channels-last values in float32: its mean would be wrong in the sixth digit."""
+    torch.manual_seed(0)
+    batch = (torch.randn(32, 4, 32, 32) + 1000).contiguous(memory_format=memory_format)
+    mean, deviations, count = _moments(batch, absent=False)
+    assert count.tolist() == [32 * 32 * 32] * 4
+    assert torch.allclose(mean, batch.double().mean((0, 2, 3)), rtol=1e-7)
+    assert torch.allclose(deviations / count, batch.double().var((0, 2, 3), correction=0), rtol=2e-7)
+
+
+TOLERANCES = [(torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 5e-2)]
+
+
+@pytest.mark.parametrize("dtype, tolerance", TOLERANCES, ids=str)
+@pytest.mark.parametrize("mixed", [False, True], ids=["", "float32 layers"])
+def test_narrower_types_compute_in_float32(run_ranks, dtype, tolerance, mixed):
+    """Mixed is what autocast gives: narrow inputs to layers in float32."""
+    check(run_ranks, Setting(dtype=dtype, mixed=mixed), tolerance)
+
+
+def run_absent(rank: int, world_size: int) -> Any:
+    """The last rank passes something through that must not count."""
+    setting = Setting()
+    layer = batchnorm.to_sync(make_layer(setting))
+    batch, coefficients = make_batch(setting)
+    if rank == world_size - 1:
+        layer.absent = True
+        batch, coefficients = torch.full_like(batch, 1e9), torch.full_like(batch, float("nan"))
+    return step(layer, batch, coefficients)
+
+
+def test_a_rank_that_is_absent_passes_through_what_does_not_count(run_ranks):
+    batch, coefficients = make_batch(Setting())
+    whole = step(make_layer(Setting()), batch, coefficients)
+    present, absent = run_ranks(2, run_absent)
+    assert torch.allclose(present.to_input, whole.to_input, rtol=1e-10, atol=1e-10)
+    for name, buffer in whole.buffers.items():
+        assert torch.allclose(absent.buffers[name], buffer, rtol=1e-10)
+    for gradient in (absent.to_input, absent.to_weight, absent.to_bias):
+        assert not gradient.any()
+    assert torch.isfinite(absent.output).all()
+
+
+def refuse_one_value(rank: int, world_size: int) -> str:
+    layer = batchnorm.to_sync(nn.BatchNorm1d(2))
+    try:
+        layer(torch.ones(1 - rank, 2))
+    except ValueError as error:
+        return str(error)
+    return "took it"
+
+
+def test_one_value_a_channel_over_all_ranks_is_refused_on_all_of_them(run_ranks):
+    for said in run_ranks(2, refuse_one_value):
+        assert "more than 1 value per channel on all ranks" in said
+
+
+def refuse_channels(rank: int, world_size: int) -> str:
+    """Every rank finds its own input wrong, so that none is left waiting."""
+    layer = batchnorm.to_sync(nn.BatchNorm1d(2))
+    try:
+        layer(torch.ones(4, 3 + rank))
+    except ValueError as error:
+        return str(error)
+    return "took it"
+
+
+def test_a_wrong_number_of_channels_is_refused_before_ranks_wait_for_each_other(run_ranks):
+    """Messages of two sizes in one gloo collective abort a rank."""
+    for said in run_ranks(2, refuse_channels):
+        assert "expected 2 channels" in said
+
+
+def meet_positions(rank: int, world_size: int) -> Any:
+    layer = batchnorm.to_sync(nn.BatchNorm1d(2, momentum=1.0)).double()
+    own = torch.randn(3, 2, 4 + rank, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    layer(own)
+    return own.transpose(0, 1).reshape(2, -1), layer.running_mean, layer.running_var
+
+
+def test_ranks_may_have_positions_of_different_numbers(run_ranks):
+    answers = run_ranks(2, meet_positions)
+    values = torch.cat([own for own, _, _ in answers], dim=1)
+    for _, mean, variance in answers:
+        assert torch.allclose(mean, values.mean(1), rtol=1e-12)
+        assert torch.allclose(variance, values.var(1), rtol=1e-12)
+
+
+def run_compiled(rank: int, world_size: int, setting: Setting, when: str) -> Outcome:
+    """A layer compiled after it was converted, or before: then what was compiled is of the plain layer."""
+    layer = make_layer(setting)
+    batch, coefficients = make_batch(setting)
+    if when == "before":
+        compiled = torch.compile(layer.eval(), backend="eager")
+        compiled(batch)
+        batchnorm.to_sync(compiled.train())
+    else:
+        compiled = torch.compile(batchnorm.to_sync(layer), backend="eager")
+    begin = sum(setting.shares[:rank])
+    own = slice(begin, begin + setting.shares[rank])
+    outcome = step(compiled, batch[own], coefficients[own])
+    return outcome._replace(
+        buffers={name.removeprefix("_orig_mod."): b for name, b in outcome.buffers.items()}
+    )
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_compiled_layer_trains_over_all_ranks(run_ranks, when):
+    check(run_ranks, Setting(), case=run_compiled, arguments=(when,))
+
+
+def run_beside(rank: int, world_size: int, setting: Setting, theirs: Any, device: str) -> list[Outcome]:
+    """Our layer and another, on one device."""
+    batch, coefficients = (one.to(device) for one in make_batch(setting))
+    begin = sum(setting.shares[:rank])
+    own = slice(begin, begin + setting.shares[rank])
+    layers = [convert(make_layer(setting)).to(device) for convert in (batchnorm.to_sync, theirs)]
+    assert type(layers[0]) is SyncBatchNorm
+    return [on_the_cpu(step(layer, batch[own], coefficients[own])) for layer in layers]
+
+
+def on_the_cpu(outcome: Outcome) -> Outcome:
+    *tensors, buffers = outcome
+    moved = [None if tensor is None else tensor.cpu() for tensor in tensors]
+    return Outcome(*moved, {name: buffer.cpu() for name, buffer in buffers.items()})
+
+
+@pytest.mark.parametrize(
+    "theirs, device",
+    [
+        (batchnorm.to_sync, "cpu"),  # so that this test is known to work where the other is skipped
+        pytest.param(
+            nn.SyncBatchNorm.convert_sync_batchnorm,
+            "cuda",
+            marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ),
+    ],
+    ids=["ours", "torch's"],
+)
+@pytest.mark.parametrize(
+    "change", [{}, {"shares": (0, 5)}, {"momentum": None}, {"affine": False}, {"tracked": False}], ids=str
+)
+def test_on_a_gpu_it_does_what_torchs_own_does(run_ranks, theirs, device, change):
+    """Two ranks share one GPU, which gloo allows and NCCL does not."""
+    for ours, other in run_ranks(2, run_beside, Setting(**change), theirs, device, timeout=90):
+        for one, two in zip(ours[:-1], other[:-1], strict=True):
+            assert (one is None) == (two is None)
+            assert one is None or torch.allclose(one, two, rtol=1e-10, atol=1e-10)
+        assert ours.buffers.keys() == other.buffers.keys()
+        for name, buffer in ours.buffers.items():
+            assert torch.allclose(buffer, other.buffers[name], rtol=1e-10), name
+
+
+# ---- the gradient itself ----------------------------------------------------------------------------------
+
+
+def check_gradient(rank: int, world_size: int) -> bool:
+    torch.manual_seed(3)
+    input, weight, bias = (
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(4, 3, 2), (3,), (3,)]
+    )
+    return torch.autograd.gradcheck(
+        lambda *tensors: _Synchronised.apply(*tensors, 1e-5, None, None, False), (input, weight, bias)
+    )
+
+
+def test_gradcheck_of_the_function_itself(run_ranks):
+    assert run_ranks(1, check_gradient) == [True]
+    assert check_gradient(0, 1)  # also without a process group
+
+
+STRIDES: dict[str, Any] = {
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "every second": lambda x: x.repeat_interleave(2, dim=3)[..., ::2],
+    "expanded": lambda x: x[:, :, :1].expand_as(x),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+}
+
+
+@pytest.mark.parametrize("of_input", STRIDES)
+@pytest.mark.parametrize("of_gradient", STRIDES)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+def test_strides_of_the_input_and_of_the_gradient_do_not_matter(of_input, of_gradient, dtype, tolerance):
+    torch.manual_seed(6)
+    input, gradient = (
+        STRIDES[name](torch.randn(3, 4, 5, 6, dtype=dtype)) for name in (of_input, of_gradient)
+    )
+    weight, bias = torch.randn(2, 4, dtype=dtype).unbind()
+    answers = []
+    for normalise in (
+        lambda *tensors: _Synchronised.apply(*tensors, 1e-5, None, None, False),
+        lambda x, w, b: nn.functional.batch_norm(x, None, None, w, b, training=True, eps=1e-5),
+    ):
+        leaves = [tensor.detach().requires_grad_() for tensor in (input, weight, bias)]
+        output = normalise(*leaves)
+        output.backward(gradient)
+        answers.append([output.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*answers, strict=True):
+        assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def loss_of_all_ranks(rank: int, world_size: int, moved: tuple[int, int, float] | None) -> Any:
+    """The sum of all ranks' losses, not linear in the output; with one input value moved on one rank."""
+    torch.manual_seed(10 + rank)
+    input = torch.randn(2 + rank, 2, 3, dtype=torch.float64)
+    if moved is not None and moved[0] == rank:
+        input.view(-1)[moved[1]] += moved[2]
+    input.requires_grad_()
+    torch.manual_seed(4)
+    layer = batchnorm.to_sync(nn.BatchNorm1d(2)).double()
+    nn.init.uniform_(layer.weight)
+    loss = (layer(input) ** 3).sum() + layer(input).sin().sum()
+    loss.backward()
+    total = loss.detach().clone()
+    torch.distributed.all_reduce(total)
+    return total.item(), input.grad
+
+
+def test_the_gradient_is_that_of_the_sum_of_all_ranks_losses(run_ranks):
+    analytic = run_ranks(2, loss_of_all_ranks, None)
+    for rank in range(2):
+        for index in range(0, 12, 5):
+            up, down = (run_ranks(2, loss_of_all_ranks, (rank, index, by))[0][0] for by in (1e-6, -1e-6))
+            assert (up - down) / 2e-6 == pytest.approx(analytic[rank][1].view(-1)[index].item(), abs=1e-7)
+
+
+def test_a_second_derivative_is_refused_rather_than_wrong():
+    input = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    output = _Synchronised.apply(input, None, None, 1e-5, None, None, False)
+    (first,) = torch.autograd.grad(output.pow(2).sum(), input, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
+# ---- a process by itself ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("tracked", [True, False])
+def test_alone_and_in_evaluation_it_is_plain_batchnorm_to_the_bit(kind, momentum, tracked):
+    setting = Setting(kind, momentum=momentum, tracked=tracked, dtype=torch.float32)
+    plain, ours = make_layer(setting), batchnorm.to_sync(make_layer(setting))
+    batch, coefficients = make_batch(setting)
+    for one, other in zip(step(plain, batch, coefficients), step(ours, batch, coefficients), strict=True):
+        if isinstance(one, dict):
+            assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        else:
+            assert torch.equal(one, other)
+    assert torch.equal(plain.eval()(batch), ours.eval()(batch))
+
+
+def test_inputs_of_another_dimension_are_refused_as_by_the_plain_layer():
+    layer = batchnorm.to_sync(nn.BatchNorm2d(3))
+    with pytest.raises(ValueError, match="expected 4D input"):
+        layer(torch.zeros(2, 3, 4))
+    with pytest.raises(ValueError, match="at least 2D"):
+        SyncBatchNorm(3)(torch.zeros(3))
+
+
+def test_an_average_without_a_counter_stays_as_it_is_in_torch():
+    plain, ours = (kind(3, momentum=None) for kind in (nn.BatchNorm1d, SyncBatchNorm))
+    for layer in (plain, ours):
+        layer.num_batches_tracked = None
+    plain(torch.randn(7, 3))
+    _Running(ours).update(torch.ones(3), torch.ones(3), 7.0)
+    assert torch.equal(ours.running_mean, plain.running_mean)
+
+
+def test_running_statistics_are_torchs_formula():
+    plain, ours = nn.BatchNorm1d(3).double(), SyncBatchNorm(3).double()
+    batch = torch.randn(7, 3, dtype=torch.float64)
+    plain(batch)
+    _Running(ours).update(batch.mean(0), batch.var(0, correction=0), 7.0)
+    for name, buffer in plain.named_buffers():
+        assert torch.allclose(dict(ours.named_buffers())[name], buffer, rtol=1e-12)

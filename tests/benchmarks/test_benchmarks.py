@@ -1,0 +1,203 @@
+"""benchmarks/: that it measures the right thing, prints all of it and leaves nothing; never how fast."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.case import Case, Run, Way
+from benchmarks.process import CommandFailed, timed
+from benchmarks.readme import put_between_marks
+from benchmarks.report import as_text
+from benchmarks.room import choose_folder
+from benchmarks.sizes import parse_size, show_size
+from benchmarks.targets import at_least_times_faster, at_most_times, beyond, ratio
+from benchmarks.turns import in_turns
+from tests.support.running import ROOT
+
+BENCH = [sys.executable, "-m", "benchmarks"]
+ROWS = [
+    "cp",
+    "ckpttool strip-prefix",
+    "torch.load(mmap=True) + save_file",
+    "torch.load + save_file",
+    "python -c pass",
+    "ckpttool --help",
+    "ckpttool strip-prefix, 1 MB",
+    "python -c 'import torch'",
+]
+TARGETS = [
+    "ckpttool strip-prefix / cp",
+    "torch.load + save_file / ckpttool strip-prefix",
+    "ckpttool strip-prefix, memory",
+    "ckpttool --help, beyond python -c pass",
+    "ckpttool strip-prefix, 1 MB, beyond python -c pass",
+]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, Path]:
+    """One whole run, as small as can be: what it printed, the folder it used, the README it filled."""
+    folder = tmp_path_factory.mktemp("bench")
+    readme = tmp_path_factory.mktemp("readme") / "README.md"
+    readme.write_text("before\n<!-- benchmarks -->old<!-- /benchmarks -->\nafter\n")
+    # The others are made of the same parts; a hundred thousand tensors would take a while.
+    chosen = ["strip-prefix", "from-safetensors", "in-place", "start-up"]
+    options = ["--size", "8MB", "--rounds", "1", "--folder", folder, "--markdown", readme]
+    options += [word for name in chosen for word in ("--only", name)]
+    done = subprocess.run([*BENCH, *options], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines(), folder, readme
+
+
+@pytest.mark.parametrize("row", ROWS + TARGETS)
+def test_every_row_is_printed_and_again_as_markdown(bench, row):
+    lines, _, _ = bench
+    assert any(line.startswith(row + "  ") for line in lines)
+    assert any(line.startswith(f"| {row} |") for line in lines)
+
+
+def test_the_text_tables_fit_80_columns(bench):
+    lines, _, _ = bench
+    text = lines[: lines.index("The same in Markdown:")]
+    assert [line for line in text if len(line) > 80] == []
+
+
+def test_targets_are_met_or_missed_and_a_miss_is_no_failure(bench):
+    lines, _, _ = bench
+    verdicts = [line.split()[-1] for line in lines if line.startswith(tuple(t + "  " for t in TARGETS))]
+    assert set(verdicts[-5:]) <= {"met", "MISSED"}
+
+
+def test_nothing_is_left_in_the_folder(bench):
+    _, folder, _ = bench
+    assert list(folder.iterdir()) == []
+
+
+def test_the_tables_go_between_the_marks_of_a_readme(bench):
+    _, _, readme = bench
+    text = readme.read_text()
+    assert text.startswith("before\n<!-- benchmarks -->\n**strip-prefix, 8 MB")
+    assert text.endswith("\n<!-- /benchmarks -->\nafter\n")
+    assert "old" not in text
+    assert f"Python {sys.version.split()[0]}" in text
+
+
+def test_a_readme_without_marks_is_refused_before_measuring(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("nothing to put it between")
+    done = subprocess.run([*BENCH, "--markdown", readme], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "<!-- benchmarks -->" in done.stderr
+    with pytest.raises(ValueError, match="has no lines"):
+        put_between_marks(readme, "x")
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_interrupted_it_ends_what_it_started_and_leaves_nothing(tmp_path, number, code):
+    process = subprocess.Popen(
+        [*BENCH, "--only", "strip-prefix", "--size", "8MB", "--rounds", "1000", "--folder", tmp_path],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("*/plain.safetensors")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(timeout=90) == code
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_size_without_room_is_left_out_and_said():
+    done = subprocess.run(
+        [*BENCH, "--only", "strip-prefix", "--size", "900TB"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "strip-prefix, 900 TB: left out, it needs" in done.stdout
+
+
+def test_without_a_large_enough_tmpfs_a_temporary_folder_is_taken_and_said():
+    folder, remark = choose_folder(10**18)
+    assert folder.is_dir()
+    assert "tmpfs" in remark
+
+
+def test_ratios_are_taken_within_a_round():
+    # The second round was three times slower for both, the third for neither.
+    results = {
+        "cp": [Run(seconds, 0, 0) for seconds in (1.0, 3.0, 1.0)],
+        "tool": [Run(seconds, 0, 0) for seconds in (1.1, 3.3, 1.2)],
+    }
+    assert ratio(results, "tool", "cp") == pytest.approx(1.1)
+    assert beyond(results, "tool", "cp") == pytest.approx(0.2)
+    assert at_most_times("tool", "cp", 1.15).met(results)
+    assert not at_most_times("tool", "cp", 1.05).met(results)
+    assert at_least_times_faster("cp", "tool", 1.05).met(results)
+    assert not at_least_times_faster("cp", "tool", 1.15).met(results)
+
+
+def test_the_ways_take_turns_after_a_warm_up(tmp_path):
+    log = tmp_path / "log"
+    ways = [Way(name, ["sh", "-c", f"echo {name} >> {log}"]) for name in "AB"]
+    results = in_turns(Case("letters", ways), rounds=2)
+    assert log.read_text().split() == ["A", "B"] * 3
+    assert [len(runs) for runs in results.values()] == [2, 2]
+
+
+def test_each_run_writes_afresh_and_is_prepared(tmp_path):
+    out, used = tmp_path / "out", tmp_path / "used"
+    way = Way("once", ["sh", "-c", f"set -C; : > {out}; rm {used}"], output=out, before=used.touch)
+    in_turns(Case("fresh", [way], memory=1 << 22), rounds=2, ready=True)
+    assert not out.exists()
+
+
+def test_compared_ways_must_write_the_same_bytes(tmp_path):
+    out = tmp_path / "out"
+    ways = [Way(x, ["sh", "-c", f"echo {x} > {out}"], output=out, compared=True) for x in "AB"]
+    with pytest.raises(CommandFailed, match="A, B"):
+        in_turns(Case("different", ways), rounds=1)
+
+
+def test_the_peak_is_the_commands_own_and_not_the_harness():
+    grown = bytearray(os.urandom(1)) * 200_000_000
+    small, large = timed(["true"]), timed([sys.executable, "-c", "x = b'x' * 100_000_000"])
+    del grown
+    assert small.peak < 20_000_000
+    assert 100_000_000 < large.peak < 140_000_000
+
+
+def test_a_failed_command_says_why():
+    with pytest.raises(CommandFailed, match=r"exit code 3.*\noh no"):
+        timed(["sh", "-c", "echo oh no >&2; exit 3"])
+    with pytest.raises(CommandFailed, match="could not be started"):
+        timed(["no-such-program"])
+
+
+def test_a_table_without_targets_is_one_table():
+    case = Case("nothing", [Way("true", ["true"])])
+    assert as_text(case, in_turns(case, 1)).count("---\n") == 1
+
+
+@pytest.mark.parametrize("text, size", [("2GB", 2_000_000_000), ("1.5 MB", 1_500_000), ("8kB", 8000)])
+def test_sizes_are_read_as_people_write_them(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "2", "GB", "2GiB", "-1GB", "1e3MB"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    "size, text", [(2e9, "2 GB"), (24_123_000, "24.1 MB"), (999_600, "1 MB"), (0, "0 kB")]
+)
+def test_sizes_are_shown_in_three_digits(size, text):
+    assert show_size(size) == text

@@ -1,0 +1,72 @@
+"""The example of docs/batchnorm.md, by its own command: what statistics of one rank cost, and pooling."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.children.digits_by_class import shards
+from benchmarks.running_statistics import Measured, as_markdown, measure, write_rank_files
+from tests.support.running import ROOT
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return measure(tmp_path_factory.mktemp("statistics"))
+
+
+def test_the_weights_are_the_same_to_the_bit_whatever_the_statistics(measured: Measured) -> None:
+    assert measured.same_weights
+
+
+def test_statistics_of_any_one_rank_cost_accuracy_and_pooling_gives_it_back(measured: Measured) -> None:
+    assert len(measured.ranks) == 4
+    # With three seeds: 3.8 points or more above the ranks' mean, and 3.9 or more above rank 0.
+    assert measured.pooled[-1] > sum(measured.ranks) / 4 + 0.03
+    assert measured.pooled[-1] > measured.plain[-1] + 0.03
+    assert measured.pooled[-1] > max(measured.ranks)
+    # In the first epochs the weights themselves are bad; even then pooling does not harm.
+    assert all(ours >= theirs for ours, theirs in zip(measured.pooled, measured.plain, strict=True))
+
+
+def test_plain_scores_what_the_statistics_of_rank_0_score(measured: Measured) -> None:
+    assert measured.ranks[0] == measured.plain[-1]
+    assert measured.ranks[0] not in measured.ranks[1:], "else the ranks would hardly differ"
+
+
+def test_files_pooled_afterwards_score_what_the_pooled_training_scores(measured: Measured) -> None:
+    assert measured.offline == measured.pooled[-1]
+
+
+def test_ranks_have_classes_of_their_own_and_together_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    found = []
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        train, test = shards()
+        found.append({int(train[index][1]) for index in range(len(train))})
+        assert len({int(label) for _, label in test}) == 10
+    assert found == [{0, 1, 2}, {3, 4}, {5, 6, 7}, {8, 9}]
+
+
+def test_a_rank_file_differs_from_the_checkpoint_in_that_ranks_statistics_alone(tmp_path: Path) -> None:
+    model = {"module.1.weight": torch.ones(2), "module.1.running_mean": torch.zeros(2)}
+    statistics = [{"1": {"met": [32, 2], "running_mean": torch.full((2,), float(rank))}} for rank in (1, 2)]
+    torch.save({"model": model, "statistics": statistics}, tmp_path / "last.pt")
+    for rank, path in enumerate(write_rank_files(tmp_path / "last.pt", tmp_path), 1):
+        state = torch.load(path, weights_only=True)["model"]
+        assert list(state) == list(model)
+        assert torch.equal(state["module.1.weight"], torch.ones(2))
+        assert state["module.1.running_mean"].tolist() == [rank, rank]
+
+
+def test_the_page_has_the_tables_that_the_command_prints() -> None:
+    """Their rows and columns: the numbers are of the machine that they were measured on."""
+    page = (ROOT / "docs/batchnorm.md").read_text(encoding="utf-8")
+    table = as_markdown(Measured([0.5] * 4, [0.5] * 4, [0.5] * 4, 0.5, True))
+    assert re.sub(r"\d\d\.\d %", "50.0 %", page).count(table) == 1

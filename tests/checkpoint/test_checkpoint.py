@@ -1,0 +1,299 @@
+"""Finding the model's state among whatever else a file holds."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.errors import Damaged, NoState, Unreadable, Unsupported
+from tests.support.crafting import (
+    call,
+    dict_of,
+    list_of,
+    name,
+    number,
+    program,
+    storage,
+    tensor,
+    text,
+    torch_zip,
+)
+
+ONE = torch.ones(1)
+MANY = torch.ones(100)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Any:
+    def open(value: Any) -> Checkpoint:
+        torch.save(value, tmp_path / "f.pt")
+        return ckpttool.open(tmp_path / "f.pt")
+
+    return open
+
+
+OPTIMIZER = {"state": {0: {"exp_avg": MANY}}, "param_groups": [{"params": [0]}]}
+
+WHERE: dict[str, tuple[Any, str]] = {
+    "the file itself": ({"w": ONE, "b": ONE}, ""),
+    "mostly tensors": ({"w": ONE, "b": ONE, "epoch": 3}, ""),
+    "state_dict": ({"epoch": 1, "state_dict": {"w": ONE}, "optimizer": OPTIMIZER}, "state_dict"),
+    "model before its average": ({"model_ema": {"w": MANY}, "model": {"w": ONE}}, "model"),
+    "an average alone": ({"state_dict_ema": {"w": ONE}, "args": None}, "state_dict_ema"),
+    "net": ({"net": {"w": ONE}, "acc": 0.9}, "net"),
+    "capitals": ({"MODEL_STATE": {"w": ONE}, "EPOCH": 1}, "MODEL_STATE"),
+    "generator": ({"generator": {"w": ONE}, "discriminator": {"w": MANY}}, "generator"),
+    "nested": ({"checkpoint": {"model": {"w": ONE}}}, "checkpoint.model"),
+    "an unknown name": ({"my_net": {"w": ONE}, "epoch": 1}, "my_net"),
+    "the largest of unknown names": ({"a": {"w": ONE}, "b": {"w": MANY}}, "b"),
+    "not the optimizer": ({"optimizer": OPTIMIZER, "my_net": {"w": ONE}}, "my_net"),
+    "not a tensor beside it": ({"model": {"w": ONE}, "rng": ONE}, "model"),
+    "a key of no letters": ({"": {"w": ONE}}, ""),
+    "a key with dots": ({"a.b": {"w": ONE}}, "a.b"),
+}
+
+
+@pytest.mark.parametrize("what", WHERE)
+def test_the_state_is_found_where_checkpoints_keep_it(what: str, opened: Any) -> None:
+    tree, where = WHERE[what]
+    state = opened(tree).state()
+    assert state.where == where
+    assert "w" in state.tensors
+
+
+@pytest.mark.parametrize("what", WHERE)
+def test_the_name_that_was_found_finds_it_again(what: str, opened: Any) -> None:
+    checkpoint = opened(WHERE[what][0])
+    assert checkpoint.state(checkpoint.state().where).container is checkpoint.state().container
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"epoch": 1},
+        [ONE],
+        ONE,
+        None,
+        {"optimizer": OPTIMIZER},
+        {0: ONE},
+        {"a": {"b": {"c": {"d": {"w": ONE}}}}},
+    ],
+    ids=lambda tree: str(tree)[:30],
+)
+def test_a_file_without_a_state_says_so_and_what_to_do(tree: Any, opened: Any) -> None:
+    with pytest.raises(NoState, match="holds no dict of tensors") as none:
+        opened(tree).state()
+    assert none.value.hint.startswith("see what is in it: ckpttool inspect ")
+
+
+def test_an_empty_dict_is_the_state_of_a_model_without_parameters(opened: Any) -> None:
+    assert opened({}).state().tensors == {}
+    assert opened(OrderedDict()).state().where == ""
+
+
+def test_a_state_is_taken_by_its_dotted_name(opened: Any) -> None:
+    checkpoint = opened({"a": {"b": {"w": ONE}}, "c": {"x": ONE}, "optimizer": OPTIMIZER})
+    assert list(checkpoint.state("a.b").tensors) == ["w"]
+    assert list(checkpoint.state("c").tensors) == ["x"]
+
+
+def test_a_dotted_name_may_split_anywhere(opened: Any) -> None:
+    checkpoint = opened({"a": {"x": 1}, "a.b": {"c": {"w": ONE}}})
+    assert checkpoint.state("a.b.c").path == ("a.b", "c")
+
+
+def test_states_that_are_not_there_are_refused_with_those_that_are(opened: Any) -> None:
+    with pytest.raises(NoState, match="holds no state named 'teacher'") as none:
+        opened({"model": {"w": ONE}, "ema": {"w": ONE}}).state("teacher")
+    assert none.value.hint == "there are: model, ema"
+
+
+@pytest.mark.parametrize("where", ["epoch", "args", "model.w", "", "optimizer.param_groups"])
+def test_what_is_no_dict_of_tensors_is_no_state(where: str, opened: Any) -> None:
+    checkpoint = opened({"epoch": 1, "args": {"lr": 1}, "model": {"w": ONE}, "optimizer": OPTIMIZER})
+    with pytest.raises(NoState):
+        checkpoint.state(where)
+
+
+def test_a_hint_names_no_endless_list(opened: Any) -> None:
+    with pytest.raises(NoState) as none:
+        opened({f"net{i}": {"w": ONE} for i in range(100)}).state("x")
+    assert none.value.hint.endswith("and 92 more")
+
+
+def test_tensors_and_the_rest_of_a_state_are_told_apart_in_order(opened: Any) -> None:
+    state = OrderedDict(b=ONE, _extra_state={"x": 1}, p=torch.nn.Parameter(ONE), count=5, a=ONE)
+    state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    found = opened({"model": state}).state()
+    assert list(found.tensors) == ["b", "p", "a"]
+    assert list(found.others) == ["_extra_state", "count"]
+    assert found.versions == {"": {"version": 1}}
+
+
+def test_every_tensor_of_the_file_is_listed_with_its_place(opened: Any) -> None:
+    class_free = {"model": {"w": ONE}, "list": [ONE, (ONE, {"x": ONE})], "p": torch.nn.Parameter(ONE), 7: ONE}
+    names = [name for name, _ in opened(class_free | {"optimizer": OPTIMIZER}).tensors()]
+    assert names == ["model.w", "list.0", "list.1.0", "list.1.1.x", "p", "7", "optimizer.state.0.exp_avg"]
+
+
+def test_tensors_inside_objects_are_listed(opened: Any) -> None:
+    names = [name for name, _ in opened(torch.nn.Sequential(torch.nn.Linear(1, 1))).tensors()]
+    assert names == ["0.weight", "0.bias"]
+
+
+def test_a_container_that_stands_twice_is_listed_at_its_first_place(opened: Any) -> None:
+    shared = {"w": ONE}
+    assert [name for name, _ in opened({"a": shared, "b": shared}).tensors()] == ["a.w"]
+
+
+def test_a_tensor_that_stands_twice_is_listed_twice(opened: Any) -> None:
+    assert [name for name, _ in opened({"a": ONE, "b": ONE}).tensors()] == ["a", "b"]
+
+
+# Hostile trees.
+
+TENSOR = tensor(storage(1), (1,))
+BYTES = {"0": bytes(4)}
+
+
+def test_keys_that_are_no_text_have_short_names(tmp_path: Path) -> None:
+    keys = [
+        number(10**5000),
+        b"(" + text("a") + number(1) + b"t",
+        b"N",
+        b"\x88",
+        name("torch", "int8"),
+        b"G" + bytes(8),
+    ]
+    body = b"}(" + b"".join(key + TENSOR for key in keys) + b"u"
+    names = [key for key, _ in ckpttool.open(torch_zip(tmp_path / "f", body, BYTES)).tensors()]
+    assert names == ["a large number", "(a, 1)", "None", "True", "torch.int8", "0.0"]
+
+
+def test_a_key_that_is_an_object_of_doubled_lists_has_a_name(tmp_path: Path) -> None:
+    doubled = b"]" + b"".join(b"q%b0](h%bh%be" % ((bytes([i]),) * 3) for i in range(60))
+    body = b"}" + call(name("m", "C"), doubled) + TENSOR + b"s"
+    assert [key for key, _ in ckpttool.open(torch_zip(tmp_path / "f", body, BYTES)).tensors()] == ["m.C"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        call(name("collections", "OrderedDict")) + b"q\x00h\x00b",
+        call(name("m", "C")) + b"q\x00h\x00b",
+        call(name("m", "C")) + b"}q\x00" + text("a") + b"h\x00sb",
+        call(name("collections", "OrderedDict")) + b"q\x00}" + text("a") + b"h\x00sb",
+        b"]q\x00h\x00a",
+    ],
+    ids=["attributes", "state", "state dict", "attributes dict", "list"],
+)
+def test_values_that_lead_to_themselves_are_followed_once(body: bytes, tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(torch_zip(tmp_path / "f", dict_of({"w": TENSOR, "x": body}), BYTES))
+    assert [key for key, _ in checkpoint.tensors()] == ["w"]
+
+
+def test_attributes_that_many_objects_share_are_listed_once(tmp_path: Path) -> None:
+    attributes = b"}q\x00(" + b"".join(text(str(i)) + TENSOR for i in range(300)) + b"u0"
+    objects = (call(name("m", "C")) + b"h\x00b") * 300
+    checkpoint = ckpttool.open(torch_zip(tmp_path / "f", b"](" + attributes + objects + b"e", BYTES))
+    assert len(list(checkpoint.tensors())) == 300
+
+
+def test_deep_nesting_is_named_no_deeper_than_honest_files_go(tmp_path: Path) -> None:
+    levels = (b"}" + text("w") + TENSOR + b"s" + text("k")) * 1000
+    checkpoint = ckpttool.open(torch_zip(tmp_path / "f", levels + b"N" + b"s" * 1000, BYTES))
+    assert 100 < len(list(checkpoint.tensors())) < 1000
+
+
+def test_names_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
+    """A key of 300 kB at each of 150 levels: some 7 GB of dotted names from a file of 310 kB."""
+    long = b"X" + (300_000).to_bytes(4, "little") + b"k" * 300_000 + b"q\x01"
+    levels = b"}" + text("w") + TENSOR + b"s" + long + (b"}" + text("w") + TENSOR + b"sh\x01") * 150
+    checkpoint = ckpttool.open(torch_zip(tmp_path / "f", levels + b"N" + b"s" * 151, BYTES))
+    with pytest.raises(Unsupported, match="names need too much memory"):
+        list(checkpoint.tensors())
+
+
+def test_a_name_of_many_dots_is_looked_for_in_bounded_time(tmp_path: Path) -> None:
+    """Each key leads back to the dict itself: 2^40 ways to split the name."""
+    keys = b"".join(text("a" + ".a" * i) + b"h\x00" for i in range(6))
+    body = b"}q\x00(" + keys + text("w") + TENSOR + b"u"
+    checkpoint = ckpttool.open(torch_zip(tmp_path / "f", body, BYTES))
+    with pytest.raises(NoState):
+        checkpoint.state("a." * 60 + "b")
+
+
+# What stands where a checkpoint should be.
+
+STRANGERS: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "is empty"),
+    "text": (b"hello\n", "not a checkpoint"),
+    "one byte": (b"\x80", "not one that torch.save wrote"),
+    "zeros": (bytes(1000), "not a checkpoint"),
+    "noise": (bytes(i * 73 % 256 for i in range(1, 999)), "not a checkpoint"),
+    "a page": (b"\n <!DOCTYPE html><html>", "HTML page"),
+    "a page without its type": (b"<html><head>", "HTML page"),
+    "an LFS pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        "Git LFS pointer",
+    ),
+    "gzip": (b"\x1f\x8b\x08\x00", "gzip"),
+    "a plain pickle": (program(dict_of({"a": number(1)})), "not one that torch.save wrote"),
+    "a list in a pickle": (program(list_of(number(1))), "not one that torch.save wrote"),
+    "GGUF": (b"GGUF\x03\x00\x00\x00", "GGUF"),
+    "HDF5": (b"\x89HDF\r\n\x1a\n", "HDF5"),
+    "numpy": (b"\x93NUMPY\x01\x00", "not a checkpoint"),
+}
+
+
+@pytest.mark.parametrize("what", STRANGERS)
+def test_what_is_no_checkpoint_is_named_for_what_it_is(what: str, tmp_path: Path) -> None:
+    content, reason = STRANGERS[what]
+    (tmp_path / "model.pt").write_bytes(content)
+    with pytest.raises(Unsupported, match=rf"model\.pt: .*{reason}"):
+        ckpttool.open(tmp_path / "model.pt")
+
+
+def test_a_tar_is_named(tmp_path: Path) -> None:
+    import tarfile
+
+    with tarfile.open(tmp_path / "f.tar", "w") as archive:
+        archive.add(__file__, "storages")
+    with pytest.raises(Damaged, match="is a tar archive without"):
+        ckpttool.open(tmp_path / "f.tar")
+
+
+def test_missing_files_and_folders_are_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(Unreadable, match=r"missing\.pt: no such file"):
+        ckpttool.open(tmp_path / "missing.pt")
+    with pytest.raises(Unreadable, match="is a folder"):
+        ckpttool.open(tmp_path)
+
+
+def test_a_closed_file_says_that_it_is_closed(tmp_path: Path) -> None:
+    torch.save({"w": MANY}, tmp_path / "f.pt")
+    with ckpttool.open(tmp_path / "f.pt") as checkpoint:
+        state = checkpoint.state()
+    with pytest.raises(Unreadable, match="is closed"):
+        state.load()
+    with pytest.raises(Unreadable, match="is closed"):
+        ckpttool.save(checkpoint, tmp_path / "out.pt")
+
+
+def test_what_is_shown_of_a_checkpoint_is_a_line(opened: Any) -> None:
+    checkpoint = opened({"model": {f"w{i}": MANY for i in range(1000)}})
+    state = checkpoint.state()
+    assert repr(state) == "<State 'model': 1000 tensors>"
+    assert repr(checkpoint).endswith(f"f.pt: torch-zip, {checkpoint.nbytes} bytes>")
+    assert repr(state.tensors["w1"]).startswith("<TensorRef float32 [100] in ")
+
+
+def test_only_a_checkpoint_can_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="not OrderedDict"):
+        ckpttool.save(OrderedDict(w=MANY), tmp_path / "out.pt")  # type: ignore[arg-type]

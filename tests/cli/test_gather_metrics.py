@@ -1,0 +1,223 @@
+"""ckpttool gather-metrics, and prediction files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from sklearn import metrics as sk
+
+from ckpttool.errors import CheckFailed, Damaged, OutputExists, Unsupported
+from ckpttool.metrics.predictions import Evaluation, Predictions, read, write
+from tests.support.running import ROOT
+
+SAMPLES, RANKS = 40, 3
+RANDOM = np.random.default_rng(0)
+LABELS, FOUND = RANDOM.integers(3, size=(2, SAMPLES))
+LOSSES = RANDOM.random(SAMPLES)
+ABOUT = Evaluation(RANKS, SAMPLES, "ab" * 32, "digits 5/6", ("cat", "dog", "Füchsin"), "cpu", 1)
+
+
+def rows(index: np.ndarray) -> Predictions:
+    return Predictions(index, FOUND[index], LABELS[index], LOSSES[index])
+
+
+def share(rank: int, ranks: int = RANKS) -> np.ndarray:
+    return RANDOM.permutation(np.arange(rank, SAMPLES, ranks))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An evaluation of three ranks."""
+    monkeypatch.chdir(tmp_path)
+    for rank in range(RANKS):
+        write(f"rank{rank}.safetensors", rows(share(rank)), ABOUT, rank)
+    return tmp_path
+
+
+FILES = [f"rank{rank}.safetensors" for rank in range(RANKS)]
+
+
+def test_the_numbers_are_those_of_scikit_learn(folder, cli):
+    found = cli("gather-metrics", *FILES, "--json").json
+    assert found["correct"] == (LABELS == FOUND).sum()
+    assert found["accuracy"] == sk.accuracy_score(LABELS, FOUND)
+    assert found["loss"] == math.fsum(LOSSES) / SAMPLES
+    expected = sk.precision_recall_fscore_support(LABELS, FOUND)
+    for name, values in zip(("precision", "recall", "f1", "samples"), expected, strict=True):
+        assert [one[name] for one in found["per_class"]] == pytest.approx(list(values), rel=1e-15)
+    assert [one["class"] for one in found["per_class"]] == list(ABOUT.classes)
+    assert (found["samples"], found["ranks"], found["rank_samples"]) == (40, 3, [14, 13, 13])
+    assert (found["digest"], found["data"], found["threads"]) == ("ab" * 32, "digits 5/6", 1)
+    assert found["every_sample_once"] is True
+
+
+def test_neither_the_order_of_files_nor_the_number_of_ranks_shows(folder, cli):
+    expected = cli("gather-metrics", *FILES, "--json").json
+    assert cli("gather-metrics", *FILES[::-1], "--json").json == expected
+    write("all.safetensors", rows(share(0, 1)), dataclasses.replace(ABOUT, world_size=1), 0)
+    alone = cli("gather-metrics", "all.safetensors", "--json").json
+    for differs in ("ranks", "rank_samples"):
+        del alone[differs], expected[differs]
+    assert alone == expected
+
+
+def test_people_get_one_line(folder, cli):
+    said = cli("gather-metrics", *FILES)
+    assert said.err == ""
+    assert said.out.startswith(f"{(LABELS == FOUND).sum()} of 40 samples correct (")
+    assert said.out.endswith(", each once in 3 files\n")
+
+
+def test_out_gets_the_certificate_and_is_not_overwritten_unasked(folder, cli):
+    expected = cli("gather-metrics", *FILES, "--json").json
+    assert cli("gather-metrics", *FILES, "--out", "eval.json").out.endswith("-> eval.json\n")
+    assert json.loads(Path("eval.json").read_text()) == expected
+    refused = cli("gather-metrics", *FILES, "--out", "eval.json")
+    assert refused.code == 2
+    assert "--force" in refused.err
+    assert cli("gather-metrics", *FILES, "--out", "eval.json", "--force").code == 0
+
+
+def wrong(kind: str) -> list[str]:
+    """Files in which something is wrong."""
+    if kind == "a file is missing":
+        return [FILES[0], FILES[2]]
+    if kind == "a file twice":
+        return [*FILES, "./rank1.safetensors"]
+    if kind == "a sample twice":
+        write(FILES[1], rows(np.append(share(1), 0)), ABOUT, 1, force=True)
+    elif kind == "a gap":
+        write(FILES[1], rows(np.sort(share(1))[:-1]), ABOUT, 1, force=True)
+    elif kind == "another checkpoint":
+        write(FILES[1], rows(share(1)), dataclasses.replace(ABOUT, checkpoint="cd"), 1, force=True)
+    elif kind == "a label beyond":
+        one = rows(share(1))
+        write(FILES[1], dataclasses.replace(one, label=one.label + 7), ABOUT, 1, force=True)
+    return FILES
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (
+            "a file is missing",
+            "rank 1 of 3 is missing; samples 1, 4, 7, 10, 13, 16 and 7 more of 40 are missing",
+        ),
+        ("a file twice", "rank 1 has several files: rank1.safetensors, ./rank1.safetensors; samples 1, 4,"),
+        ("a sample twice", "sample 0 appears more than once: in rank0.safetensors, rank1.safetensors"),
+        ("a gap", "sample 37 of 40 is missing"),
+        (
+            "another checkpoint",
+            "rank1.safetensors: is of a different evaluation than rank0.safetensors: its checkpoint",
+        ),
+        ("a label beyond", "has a label that is not one of the 3 classes"),
+    ],
+)
+def test_what_is_wrong_is_exit_1_and_names_samples_and_files(folder, cli, kind, said):
+    answer = cli("gather-metrics", *wrong(kind), "--json")
+    assert answer.code == 1
+    assert said in answer.json["error"]["message"]
+    assert answer.json["error"]["kind"] == CheckFailed.kind
+
+
+def test_rows_that_were_changed_afterwards_are_refused(folder, cli):
+    raw = bytearray(Path(FILES[1]).read_bytes())
+    raw[-3] ^= 1  # in a loss: no rule of the format is broken
+    Path(FILES[1]).write_bytes(raw)
+    ran = cli("gather-metrics", *FILES)
+    assert (ran.code, "rank1.safetensors" in ran.err, "digest differs" in ran.err) == (3, True, True)
+
+
+def test_more_samples_than_the_files_speak_of_are_missed(folder, cli):
+    answer = cli("gather-metrics", *FILES, "--samples", 41)
+    assert (answer.code, "is of 40 samples, not 41" in answer.err) == (1, True)
+    assert cli("gather-metrics", *FILES, "--samples", 40).code == 0
+
+
+def test_files_of_another_program_do_with_the_number_of_samples(folder, cli):
+    """Four columns are all that is needed; classes are then numbers."""
+    for name in FILES:
+        save_file(load_file(name), f"plain-{name}")
+    plain = [f"plain-{name}" for name in FILES]
+    answer = cli("gather-metrics", *plain)
+    assert (answer.code, "--samples" in answer.err) == (2, True)
+    found = cli("gather-metrics", *plain, "--samples", 40, "--json").json
+    expected = cli("gather-metrics", *FILES, "--json").json
+    assert [one.pop("class") for one in found["per_class"]] == ["0", "1", "2"]
+    for one in expected["per_class"]:
+        del one["class"]
+    same = ("samples", "correct", "accuracy", "loss", "per_class", "ranks", "index_digest")
+    assert [found[name] for name in same] == [expected[name] for name in same]
+    assert found["digest"] is None
+    assert cli("gather-metrics", *plain[:2], "--samples", 40).code == 1
+
+
+def test_what_is_no_prediction_file_is_refused(folder, cli):
+    columns = load_file(FILES[0])
+    for change, said in (
+        ({"loss": columns["loss"].astype(np.float32)}, "its 'loss' is float32 [14]"),
+        ({"index": columns["index"][:, None]}, "its 'index' is int64 [14, 1]"),
+        ({"label": columns["label"][:3]}, "different numbers of rows"),
+    ):
+        save_file({**columns, **change}, "odd.safetensors")
+        answer = cli("gather-metrics", "odd.safetensors")
+        assert (answer.code, said in answer.err) == (3, True)
+    del columns["label"]
+    save_file(columns, "odd.safetensors")
+    with pytest.raises(Unsupported, match="it has no 'label'"):
+        read("odd.safetensors")
+    save_file(load_file(FILES[0]), "odd.safetensors", metadata={"samples": "many"})
+    with pytest.raises(Unsupported, match="no samples as a prediction file has: many"):
+        read("odd.safetensors")
+    Path("cut.safetensors").write_bytes(Path(FILES[0]).read_bytes()[:-8])
+    with pytest.raises(Damaged):
+        read("cut.safetensors")
+
+
+def test_what_was_written_comes_back_and_the_librarys_own_reader_reads_it(folder):
+    back = read(FILES[2])
+    assert (back.rank, back.evaluation) == (2, ABOUT)
+    for name, column in load_file(FILES[2]).items():
+        assert (column == getattr(back.predictions, name)).all()
+        assert column.dtype == getattr(back.predictions, name).dtype
+    with pytest.raises(OutputExists):
+        write(FILES[2], back.predictions, ABOUT, 2)
+
+
+def test_ranks_without_samples_have_files_too(tmp_path, cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    about = dataclasses.replace(ABOUT, samples=1)
+    for rank in range(RANKS):
+        write(f"rank{rank}.safetensors", rows(np.arange(rank == 1)), about, rank)
+    found = cli("gather-metrics", *FILES, "--json").json
+    assert (found["samples"], found["rank_samples"]) == (1, [0, 1, 0])
+    assert cli("gather-metrics", *FILES[:2]).code == 1  # though every sample is there
+
+
+def test_a_loss_that_is_not_finite_is_null(tmp_path, cli):
+    one = dataclasses.replace(rows(share(0, 1)), loss=np.full(SAMPLES, math.nan))
+    write(tmp_path / "a.safetensors", one, dataclasses.replace(ABOUT, world_size=1), 0)
+    assert cli("gather-metrics", tmp_path / "a.safetensors", "--json").json["loss"] is None
+
+
+def test_it_runs_where_torch_can_not_be_imported(folder):
+    (folder / "stubs" / "torch").mkdir(parents=True)
+    (folder / "stubs" / "torch" / "__init__.py").write_text("raise ImportError('torch was imported')")
+    ran = subprocess.run(
+        [sys.executable, "-m", "ckpttool", "gather-metrics", *FILES],
+        env={**os.environ, "PYTHONPATH": f"{folder / 'stubs'}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr

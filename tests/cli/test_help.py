@@ -1,0 +1,162 @@
+"""Every command says how it is used, by an example that works when pasted."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import shlex
+from glob import glob
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckpttool import __version__
+from ckpttool.cli import SECTIONS, group
+from ckpttool.cli.convert import FORMATS
+from ckpttool.formats import destination
+from ckpttool.formats.folders import folders
+from ckpttool.metrics import predictions
+from ckpttool.tensors import cast
+
+
+def prepare(folder: Path, example: str) -> None:
+    """The files that examples speak of."""
+    net: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    if "torchvision:resnet18" in example:
+        net = pytest.importorskip("torchvision").models.resnet18()
+    optimizer = torch.optim.SGD(net.named_parameters(), 0.1).state_dict()
+    wrapped = {f"module.{key}": value for key, value in net.state_dict().items()}
+    torch.save({"model": wrapped, "optimizer": optimizer, "epoch": 1}, folder / "last.pt")
+    torch.save({f"backbone.{key}": value for key, value in net.state_dict().items()}, folder / "model.pt")
+    torch.save(net.state_dict(), folder / "model.bin")
+    save_file(net.state_dict(), folder / "model.safetensors")
+    norm = torch.nn.BatchNorm1d(2).state_dict()
+    for rank in range(2):
+        norm["running_mean"] += rank
+        torch.save(norm, folder / f"rank{rank}.pt")
+    del norm["num_batches_tracked"]
+    torch.save(norm, folder / "old.pt")
+    for name in ("epoch8.pt", "epoch9.pt"):
+        torch.save({"model": net.state_dict(), "epoch": 8}, folder / name)
+    (folder / "eval").mkdir()
+    for rank in range(2):
+        index = np.arange(rank, 5, 2)
+        predictions.write(
+            folder / f"eval/rank{rank}.safetensors",
+            predictions.Predictions(index, index % 2, index % 2, index / 4),
+            predictions.Evaluation(2, 5),
+            rank,
+        )
+
+
+ANSWERS = ("diff", "doctor", "verify")
+"""Commands whose exit code is the answer: 1 is one as good as 0, and depends on the files."""
+
+
+def help_of(name: str) -> str:
+    return inspect.cleandoc(str(group.commands[name].help))
+
+
+def examples() -> list[str]:
+    texts = [help_of(name).partition("\b\nExample")[2] for name in group.commands]
+    return [line for text in texts for line in re.findall(r"^  (ckpttool .+)$", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("name", group.commands)
+def test_the_help_of_every_command_ends_in_an_example(name: str, cli: Any) -> None:
+    assert help_of(name).splitlines()[-1].startswith(f"  ckpttool {name} ")
+    ran = cli(name, "--help")
+    assert (ran.code, ran.err) == (0, "")
+    assert f"Usage: ckpttool {name}" in ran.out
+
+
+@pytest.mark.parametrize("example", examples())
+def test_the_example_works_when_pasted(
+    example: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tmp_path, example)
+    monkeypatch.chdir(tmp_path)
+    words = [word for text in shlex.split(example)[1:] for word in sorted(glob(text)) or [text]]
+    with group.commands[words[0]].make_context(words[0], words[1:]) as parsed:
+        if output := parsed.params.get("output"):  # an example writes a file that is not there yet
+            (tmp_path / output).unlink(missing_ok=True)
+    ran = cli(*words)
+    assert ran.code == 0 or (ran.code == 1 and words[0] in ANSWERS), f"{ran.err}(`prepare` makes the files)"
+    assert ran.out
+
+
+def test_the_help_of_the_tool_lists_every_command(cli: Any) -> None:
+    for flag in ("--help", "-h"):
+        ran = cli(flag)
+        assert ran.code == 0
+        assert all(f"  {name} " in ran.out for name in group.commands)
+        assert "Exit codes: 0 done" in ran.out
+
+
+def test_the_help_of_the_tool_gives_each_command_one_line_that_fits_80_columns(process: Any) -> None:
+    lines = process("--help", env={"COLUMNS": "80"}).stdout.decode().splitlines()
+    assert max(map(len, lines)) <= 80
+    for modules in SECTIONS.values():
+        for module, line in modules.items():
+            assert re.fullmatch(r"[A-Z][^…]+[^.…]", line), "a phrase, without a dot at its end"
+            widest = max(map(len, group.commands))
+            assert f"  {module.command.name:{widest}}  {line}" in lines, f"too long: {line}"
+
+
+def test_commands_are_shown_in_the_order_of_their_use(cli: Any) -> None:
+    names = [module.command.name for modules in SECTIONS.values() for module in modules]
+    assert list(group.commands) == names
+    shown = re.findall(r"^  ([a-z]+(?:-[a-z]+)*)  ", cli("--help").out, re.MULTILINE)
+    assert shown == names
+
+
+def test_the_versions_are_told_without_an_import(process: Any) -> None:
+    said = process("--version").stdout.decode()
+    assert said.splitlines()[0] == f"ckpttool {__version__}"
+    assert f"torch {metadata.version('torch')}" in said
+
+
+@pytest.mark.parametrize("typed, meant", [("strip-prefx", "strip-prefix"), ("strip", "strip-prefix")])
+def test_a_command_that_is_misspelt_is_answered_by_those_like_it(typed: str, meant: str, cli: Any) -> None:
+    ran = cli(typed)
+    assert ran.code == 2
+    assert f"there is no command '{typed}'; did you mean {meant}" in ran.err
+
+
+def test_a_shell_can_ask_for_completions(process: Any) -> None:
+    script = process(env={"_CKPTTOOL_COMPLETE": "bash_source"}).stdout.decode()
+    assert "complete -o nosort -F" in script
+    asked = {"_CKPTTOOL_COMPLETE": "bash_complete", "COMP_WORDS": "ckpttool conv", "COMP_CWORD": "1"}
+    assert "plain,convert" in process(env=asked).stdout.decode().splitlines()
+
+
+@pytest.mark.parametrize("name", group.commands)
+def test_every_option_is_explained_in_sentences(name: str) -> None:
+    for option in group.commands[name].params:
+        if isinstance(option, click.Option):
+            said = (option.help or "").partition("  [default")[0]
+            assert re.fullmatch(r"[A-Za-z-].*\.", said), f"{name} {option.opts[0]}: {said}"
+            assert len(said) < 160, f"{name} {option.opts[0]}: what is longer belongs above the options"
+
+
+def test_convert_lists_the_formats_that_can_be_written_and_the_types(cli: Any) -> None:
+    said = " ".join(cli("convert", "--help").out.split())
+    assert set(FORMATS) == {*destination.ENDINGS.values(), *folders.NAMES}
+    assert f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}." in said
+    offered = re.search(r"--dtype TYPE .*? to (.*?) --only", said)
+    assert offered and set(re.findall(r"\b\w+\d+\b|half", offered[1])) <= set(cast.TARGETS)
+    assert {"bf16", "fp16", "fp32", "fp64"} <= set(re.findall(r"\w+", offered[1]))
+
+
+@pytest.mark.parametrize("name", group.commands)
+def test_shared_flags_are_there_and_mean_the_same(name: str) -> None:
+    flags = {flag for parameter in group.commands[name].params for flag in parameter.opts}
+    assert flags >= {"--json", "--quiet", "-q", "--verbose", "-v"}
+    if "OUTPUT" in {parameter.human_readable_name for parameter in group.commands[name].params}:
+        assert flags >= {"--dry-run", "--force", "--state"}

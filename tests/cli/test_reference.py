@@ -1,0 +1,120 @@
+"""docs/cli.md: what `--help` says, on one page. `make docs` writes it; a test fails when it is stale."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from ckpttool.cli import SECTIONS, group
+from tests.support.running import ROOT
+
+PAGE = ROOT / "docs" / "cli.md"
+BEGIN, END = "<!-- commands -->\n", "<!-- /commands -->"
+WIDTH = 80
+
+# What scripts may rely on, whatever else comes.
+READING = "--json --quiet -q --verbose -v"
+WRITING = f"{READING} --state --dry-run --force"
+CONTRACT = {
+    "inspect": READING,
+    "strip-prefix": f"{WRITING} --prefix --repeat --anywhere",
+    "add-prefix": f"{WRITING} --prefix",
+    "rename-keys": f"{WRITING} --map",
+    "convert": f"{WRITING} --dtype --only --exclude --full --shard-size --to",
+    "slim": WRITING,
+    "diff": f"{READING} --rtol --atol",
+    "verify": f"{READING} --against",
+    "digest": READING,
+    "doctor": f"{READING} --model",
+    "reload": f"{READING} --model --input-shape",
+    "average": f"{READING} --dry-run --force",
+    "optimizer": f"{READING} --dry-run --force --to --model",
+    "convert-batchnorm": f"{READING} --dry-run --force --to --model --counts",
+    "gather-metrics": f"{READING} --samples --out",
+}
+
+
+def reference() -> str:
+    """The generated part: a table of all commands, then the help of each."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    yield from ("", "## All commands", "", "| command | |", "|---|---|")
+    for modules in SECTIONS.values():
+        for module, line in modules.items():
+            yield f"| [`{module.command.name}`](#{module.command.name}) | {line} |"
+    for title, modules in SECTIONS.items():
+        yield from ("", f"## {title}")
+        for module in modules:
+            yield from ("", f"### {module.command.name}", "", "```text", help_of(module.command), "```")
+    yield "\n"
+
+
+def help_of(command: click.Command) -> str:
+    """What `--help` prints on a terminal of so many columns."""
+    settings = {**group.context_settings, "terminal_width": WIDTH, "max_content_width": WIDTH}
+    parent = click.Context(group, info_name="ckpttool", **settings)
+    text = command.get_help(click.Context(command, info_name=command.name, parent=parent, **settings))
+    return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def _split(page: str) -> tuple[str, str, str]:
+    before, begin, rest = page.partition(BEGIN)
+    made, end, after = rest.partition(END)
+    assert begin and end, f"{PAGE} has no lines {BEGIN}{END}"
+    return before, made, after
+
+
+def write(page: Path = PAGE) -> None:
+    before, _, after = _split(page.read_text(encoding="utf-8"))
+    page.write_text(f"{before}{BEGIN}{reference()}{END}{after}", encoding="utf-8")
+
+
+def test_the_reference_says_what_the_program_says() -> None:
+    _, made, _ = _split(PAGE.read_text(encoding="utf-8"))
+    assert made == reference(), "docs/cli.md is stale: run `make docs` and commit it"
+
+
+def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "cli.md").write_text(f"mine\n{BEGIN}stale words\n{END}\nmine too\n", encoding="utf-8")
+    write(tmp_path / "cli.md")
+    text = (tmp_path / "cli.md").read_text(encoding="utf-8")
+    assert text.startswith(f"mine\n{BEGIN}") and text.endswith(f"{END}\nmine too\n")
+    assert "stale words" not in text and "Usage: ckpttool inspect" in text
+
+
+@pytest.mark.parametrize("name", group.commands)
+def test_every_command_and_flag_is_documented(name: str) -> None:
+    part = PAGE.read_text(encoding="utf-8").partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    assert f"Usage: ckpttool {name}" in part, f"{name} is not in docs/cli.md: run `make docs`"
+    for parameter in group.commands[name].params:
+        for flag in (*parameter.opts, *parameter.secondary_opts):
+            shown = flag if isinstance(parameter, click.Option) else parameter.human_readable_name
+            assert re.search(rf"(?<![\w-]){re.escape(shown)}(?![\w-])", part), (
+                f"{name} {shown}: run `make docs`"
+            )
+
+
+@pytest.mark.parametrize("name", group.commands)
+def test_the_readme_names_every_command(name: str) -> None:
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Commands")[2].partition("\n## ")[0]
+    assert re.search(rf"^\| `{name}\b", table, re.MULTILINE), (
+        f"a line for {name} in README.md, under Commands"
+    )
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_the_flags_that_scripts_rely_on_are_there(name: str) -> None:
+    if name not in group.commands:
+        pytest.skip(f"{name} is not there yet")
+    flags = {flag for parameter in group.commands[name].params for flag in parameter.opts}
+    assert flags >= set(CONTRACT[name].split())
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,132 @@
+"""ckpttool reload: into the plain model, in one process, and so said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+SOURCE = """
+import torch
+
+def make(classes=3, dtype=None):
+    body = torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten()
+    net = torch.nn.Sequential(*body, torch.nn.Linear(36, classes))
+    return net.to(dtype and getattr(torch, dtype))
+
+def number():
+    return 5
+
+def failing():
+    class Net(torch.nn.Linear):
+        def forward(self, x):
+            raise ValueError
+    return Net(1, 1)
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> str:
+    (tmp_path / "net.py").write_text(SOURCE)
+    return f"{tmp_path}/net.py:make"
+
+
+@pytest.fixture
+def state(tmp_path: Path, net: str) -> dict[str, torch.Tensor]:
+    scope: dict[str, Any] = {}
+    exec(SOURCE, scope)
+    found: dict[str, torch.Tensor] = scope["make"]().state_dict()
+    return found
+
+
+def test_one_line_says_what_was_loaded_and_how(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+    torch.save({f"module.{k}": v for k, v in state.items()}, tmp_path / "ddp.pt")
+    ran = cli("reload", tmp_path / "ddp.pt", "--model", net)
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.out.startswith(f"loaded 9 of 9 tensors without 'module.' into {net}, strictly, in one process")
+
+
+def test_with_a_shape_a_forward_pass_is_run(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+    save_file(state, tmp_path / "f.safetensors")
+    ran = cli("reload", tmp_path / "f.safetensors", "--model", net, "--input-shape", "2,3,5,5")
+    assert ran.out.splitlines()[-1] == "forward pass: [2, 3, 5, 5] -> [2, 3]"
+
+
+def test_the_forward_pass_has_the_model_s_own_type(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "f.pt")
+    ran = cli("reload", tmp_path / "f.pt", "--model", f"{net}(dtype='float64')", "--input-shape", "1,3,5,5")
+    assert ran.code == 0, ran.err
+
+
+def test_json_has_the_fields_that_scripts_rely_on(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+    torch.save({"model": state}, tmp_path / "f.pt")
+    ran = cli("reload", tmp_path / "f.pt", "--model", net, "--json", "--input-shape", "1,3,5,5")
+    found = ran.json
+    assert ran.err == ""
+    assert (found["loaded"], found["missing"], found["unexpected"], found["mismatched"]) == (9, [], [], [])
+    assert (found["state"], found["output_shape"]) == ("model", [1, 3])
+
+
+def test_a_wrong_model_is_told_with_what_is_wrong(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "f.pt")
+    ran = cli("reload", tmp_path / "f.pt", "--model", f"{net}(classes=7)")
+    assert (ran.code, ran.out) == (1, "")
+    assert "2 of another shape or type (3.weight [3, 36] in the file, [7, 36] in the model" in ran.err
+    found = cli("reload", tmp_path / "f.pt", "--model", f"{net}(classes=7)", "--json").json["error"]
+    assert (found["kind"], found["missing"], found["unexpected"]) == ("mismatch", [], [])
+    assert found["mismatched"][0] == {"name": "3.weight", "file": "[3, 36]", "model": "[7, 36]"}
+
+
+def test_counters_that_the_file_lacks_are_said(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+    torch.save({k: v for k, v in state.items() if "num_batches" not in k}, tmp_path / "f.pt")
+    ran = cli("reload", tmp_path / "f.pt", "--model", net)
+    assert ran.code == 0
+    assert "missing in the file, kept as they are in the model: 1.num_batches_tracked" in ran.err
+
+
+@pytest.mark.parametrize(
+    "name, shape, words",
+    [
+        ("make", "1,3,1,1", "the forward pass failed on zeros of shape [1, 3, 1, 1]: "),
+        ("failing", "1,1", ": ValueError"),
+    ],
+)
+def test_a_forward_pass_that_fails_is_a_failed_check(
+    name: str, shape: str, words: str, net: str, state: Any, cli: Any, tmp_path: Path
+) -> None:
+    torch.save(state if name == "make" else torch.nn.Linear(1, 1).state_dict(), tmp_path / "f.pt")
+    ran = cli("reload", tmp_path / "f.pt", "--model", net.replace("make", name), "--input-shape", shape)
+    assert ran.code == 1
+    assert words in ran.err
+    assert "hint: the state loads" in ran.err
+
+
+@pytest.mark.parametrize(
+    "spec, words", [("{}:number", "made a int, not a torch.nn.Module"), ("{}:nothing", "has no factory")]
+)
+def test_a_spec_that_makes_no_model_is_a_usage_error(
+    spec: str, words: str, net: str, state: Any, cli: Any, tmp_path: Path
+) -> None:
+    torch.save(state, tmp_path / "f.pt")
+    ran = cli("reload", tmp_path / "f.pt", "--model", spec.format(net.partition(":")[0]))
+    assert ran.code == 2
+    assert words in ran.err
+
+
+def test_nothing_distributed_is_started(process: Any, net: str, state: Any, tmp_path: Path) -> None:
+    torch.save(state, tmp_path / "f.pt")
+    env = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "nowhere.invalid", "MASTER_PORT": "1"}
+    ran = process("reload", tmp_path / "f.pt", "--model", net, env=env)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_model_that_begins_with_an_embedding_is_given_numbers_of_rows(cli: Any, tmp_path: Path) -> None:
+    from tests.support import architectures
+
+    torch.save(architectures.tied().state_dict(), tmp_path / "f.pt")
+    spec = f"{architectures.__file__}:tied"
+    ran = cli("reload", tmp_path / "f.pt", "--model", spec, "--input-shape", "2,3", "--json")
+    assert (ran.code, ran.json["output_shape"]) == (0, [2, 3, 7])

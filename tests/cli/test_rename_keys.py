@@ -1,0 +1,109 @@
+"""ckpttool rename-keys, as people and scripts use it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support.running import Ran
+
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    torch.save({"backbone.0.weight": torch.ones(2), "head.bias": torch.zeros(1)}, tmp_path / "in.pt")
+    return tmp_path / "in.pt"
+
+
+def keys(path: Path) -> list[str]:
+    return list(torch.load(path))
+
+
+def test_one_line_says_how_many_keys_and_the_others_are_named(path: Path, cli: Cli) -> None:
+    out = path.parent / "out.pt"
+    ran = cli("rename-keys", path, out, "--map", r"^backbone\.=model.")
+    assert (ran.code, ran.err) == (0, "kept as they were: head.bias\n")
+    assert ran.out.startswith(f"renamed 1 of 2 keys -> {out} (")
+    assert keys(out) == ["model.0.weight", "head.bias"]
+
+
+def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Cli) -> None:
+    ran = cli("rename-keys", path, path.parent / "out.safetensors", "--map", "head=tail", "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.json.keys() >= {"output", "keys", "renamed", "left_out", "bytes", "seconds"}
+    assert (ran.json["keys"], ran.json["renamed"], ran.json["left_out"]) == (2, 1, [])
+    assert set(load_file(path.parent / "out.safetensors")) == {"backbone.0.weight", "tail.bias"}
+
+
+@pytest.mark.parametrize(
+    ("maps", "wanted"),
+    [
+        (["backbone=b", "^b=c"], ["c.0.weight", "head.bias"]),
+        ([r"(\w+)\.(\w+)$=\2.\1"], ["backbone.weight.0", "bias.head"]),
+        (["e=E", "E=="], ["backbon=.0.w=ight", "h=ad.bias"]),
+        ([r"(?<=backbone)\.0=_zero"], ["backbone_zero.weight", "head.bias"]),
+        ([r"(?=bias)=the_"], ["backbone.0.weight", "head.the_bias"]),
+        ([r"[=a]=A"], ["bAckbone.0.weight", "heAd.biAs"]),
+        ([r"\.bias="], ["backbone.0.weight", "head"]),
+        (["$=.x=1"], ["backbone.0.weight.x=1", "head.bias.x=1"]),
+    ],
+)
+def test_maps_are_regular_expressions_applied_in_order(
+    maps: list[str], wanted: list[str], path: Path, cli: Cli
+) -> None:
+    arguments = [word for each in maps for word in ("--map", each)]
+    assert cli("rename-keys", path, path.parent / "out.pt", *arguments).code == 0
+    assert keys(path.parent / "out.pt") == wanted
+
+
+@pytest.mark.parametrize("rule", ["backbone", "=x", "", "(=x", "[a=b", "(?=x", "*=y"])
+def test_what_is_no_rule_is_exit_2(rule: str, path: Path, cli: Cli) -> None:
+    ran = cli("rename-keys", path, path.parent / "out.pt", "--map", rule)
+    assert ran.code == 2
+    assert f"'{rule}' is not REGEX=REPLACEMENT" in ran.err
+    assert not (path.parent / "out.pt").exists()
+
+
+def test_the_fault_of_an_expression_is_told(path: Path, cli: Cli) -> None:
+    ran = cli("rename-keys", path, path.parent / "out.pt", "--map", "(a=x")
+    assert "'(a=x' is not REGEX=REPLACEMENT: missing ), unterminated subpattern at position 0" in ran.err
+
+
+@pytest.mark.parametrize("rule", [r"head=\1", r"(head)=\g<x>", r"head=\q"])
+def test_a_malformed_replacement_is_exit_2(rule: str, path: Path, cli: Cli) -> None:
+    ran = cli("rename-keys", path, path.parent / "out.pt", "--map", rule)
+    assert ran.code == 2
+    assert ran.err.startswith("error: --map: ")
+    assert not (path.parent / "out.pt").exists()
+
+
+def test_without_a_map_it_is_a_wrong_call(path: Path, cli: Cli) -> None:
+    ran = cli("rename-keys", path, path.parent / "out.pt")
+    assert ran.code == 2
+    assert "--map" in ran.err
+
+
+def test_two_keys_that_would_get_one_name_are_exit_3_and_both_named(path: Path, cli: Cli) -> None:
+    ran = cli("rename-keys", path, path.parent / "out.pt", "--map", "^.*$=w")
+    assert ran.code == 3
+    assert "'backbone.0.weight' and 'head.bias' would both be named 'w'" in ran.err
+    assert not (path.parent / "out.pt").exists()
+
+
+def test_no_key_that_changes_is_exit_1_and_shows_a_key(path: Path, cli: Cli) -> None:
+    ran = cli("rename-keys", path, path.parent / "out.pt", "--map", "stem=x")
+    assert ran.code == 1
+    assert "no key would change" in ran.err and "backbone.0.weight" in ran.err
+    assert not (path.parent / "out.pt").exists()
+
+
+def test_only_the_state_that_is_named_is_renamed(cli: Cli, tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(1)}, "ema": {"a": torch.ones(1)}}, tmp_path / "in.pt")
+    cli("rename-keys", tmp_path / "in.pt", tmp_path / "out.pt", "--map", "a=b", "--state", "ema")
+    loaded = torch.load(tmp_path / "out.pt")
+    assert (list(loaded["model"]), list(loaded["ema"])) == (["a"], ["b"])

@@ -1,0 +1,308 @@
+"""What ranks do together, on real process groups of two and four, and without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpttool.distributed import collectives
+from ckpttool.errors import RanksDiffer, UsageFault
+
+SIZES = [1, 2, 4]
+
+
+def caught(call: Any) -> tuple[str, str, str | None, int] | None:
+    """What kind of error a call ends in: class, message, hint and exit code."""
+    try:
+        call()
+    except Exception as error:
+        return (
+            type(error).__name__,
+            str(error),
+            getattr(error, "hint", None),
+            getattr(error, "exit_code", -1),
+        )
+    return None
+
+
+def refuse() -> None:
+    raise UsageFault("--data: not there", hint="give --data-root")
+
+
+# ---- decide --------------------------------------------------------------------------------------------
+
+
+def decide_own_rank(rank: int, world_size: int) -> Any:
+    calls = []
+    value = collectives.decide(lambda: calls.append(rank) or {"by": rank, "text": "ü"})
+    return value, calls
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_decide_gives_rank_0s_value_to_all_and_asks_nobody_else(run_ranks, size):
+    answers = run_ranks(size, decide_own_rank)
+    assert [value for value, _ in answers] == [{"by": 0, "text": "ü"}] * size
+    assert [calls for _, calls in answers] == [[0]] + [[]] * (size - 1)
+
+
+def decide_to_refuse(rank: int, world_size: int) -> Any:
+    return caught(lambda: collectives.decide(refuse))
+
+
+def test_a_failure_of_rank_0_is_raised_on_every_rank_with_its_hint_and_exit_code(run_ranks):
+    first, *others = run_ranks(4, decide_to_refuse)
+    assert first == ("UsageFault", "--data: not there", "give --data-root", 2)
+    assert others == [("RankFailed", "rank 0 failed: --data: not there", "give --data-root", 2)] * 3
+
+
+def decide_on_what_cant_be_sent(rank: int, world_size: int) -> Any:
+    return caught(lambda: collectives.decide(lambda: lambda: None))
+
+
+def test_a_decision_that_cant_be_sent_fails_on_every_rank(run_ranks):
+    names = [name for name, *_ in run_ranks(2, decide_on_what_cant_be_sent)]
+    assert names[1] == "RankFailed"
+    assert names[0] != "RankFailed"
+
+
+# ---- broadcast -----------------------------------------------------------------------------------------
+
+
+def every_kind() -> dict[str, Any]:
+    """A structure with tensors of every sort that travels badly."""
+    return {
+        "bool": torch.tensor([True, False]),
+        "bfloat16": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+        "float8": torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn),
+        "complex": torch.tensor([1 + 2j, -3j], dtype=torch.complex64),
+        "conjugate": torch.tensor([1 + 2j], dtype=torch.complex64).conj(),
+        "nan": torch.tensor([float("nan"), -0.0]),
+        "scalar": torch.tensor(2**53 + 1),
+        "empty": torch.empty(0, 3),
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
+        "list": [1, None, "text", (2.5, torch.ones(1))],
+    }
+
+
+def broadcast_every_kind(rank: int, world_size: int) -> Any:
+    received = collectives.broadcast(every_kind)
+    return {
+        "digests": {name: collectives.digest(v).hex() for name, v in received.items() if name != "list"},
+        "list": [*received["list"][:3], received["list"][3][0], received["list"][3][1].tolist()],
+        "keys": list(received),
+    }
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast_carries_every_dtype_and_structure_bit_for_bit(run_ranks, size):
+    sent = every_kind()
+    for answer in run_ranks(size, broadcast_every_kind):
+        assert answer["keys"] == list(sent)
+        assert answer["digests"] == {n: collectives.digest(v).hex() for n, v in sent.items() if n != "list"}
+        assert answer["list"] == [1, None, "text", 2.5, [1.0]]
+
+
+def broadcast_a_failure(rank: int, world_size: int) -> Any:
+    return caught(lambda: collectives.broadcast(refuse))
+
+
+def test_a_read_that_fails_on_rank_0_fails_on_all(run_ranks):
+    assert [name for name, *_ in run_ranks(2, broadcast_a_failure)] == ["UsageFault", "RankFailed"]
+
+
+def broadcast_in_place(rank: int, world_size: int) -> Any:
+    strided = torch.full((2, 3), float(rank)).t()
+    complex_ = torch.full((2,), complex(rank, 1), dtype=torch.complex64)
+    parameter = torch.nn.Parameter(torch.full((2,), float(rank)))
+    collectives.broadcast_into([strided, complex_, parameter])
+    return strided.tolist(), complex_.tolist(), parameter.tolist(), parameter.requires_grad
+
+
+def test_broadcast_into_overwrites_in_place_whatever_the_strides(run_ranks):
+    expected = ([[0.0, 0.0]] * 3, [1j, 1j], [0.0, 0.0], True)
+    assert run_ranks(2, broadcast_in_place) == [expected] * 2
+
+
+# ---- sums ----------------------------------------------------------------------------------------------
+
+
+def add_large_counts(rank: int, world_size: int) -> Any:
+    counts = torch.tensor([2**53 + 1, rank])
+    return collectives.total(counts).tolist(), counts.tolist()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_totals_of_counts_are_exact_and_leave_the_argument_alone(run_ranks, size):
+    answers = run_ranks(size, add_large_counts)
+    assert [total for total, _ in answers] == [[size * (2**53 + 1), sum(range(size))]] * size
+    assert [own for _, own in answers] == [[2**53 + 1, rank] for rank in range(size)]
+
+
+def test_totals_in_float32_are_refused():
+    with pytest.raises(TypeError, match="int64 or float64"):
+        collectives.total(torch.zeros(1))
+
+
+def gather_names(rank: int, world_size: int) -> Any:
+    return collectives.gather(f"rank {rank}")
+
+
+def test_gather_gives_every_value_in_rank_order_to_all(run_ranks):
+    assert run_ranks(4, gather_names) == [[f"rank {number}" for number in range(4)]] * 4
+
+
+# ---- compare -------------------------------------------------------------------------------------------
+
+
+def same_state() -> dict[str, Any]:
+    return {
+        "module.weight": torch.tensor([1.0, float("nan")]),
+        "module.phase": torch.ones(2, dtype=torch.complex64),
+        "lr": 0.1,
+    }
+
+
+def compare_same(rank: int, world_size: int) -> Any:
+    return collectives.compare(same_state())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_equal_states_have_one_digest_on_all_ranks_nan_included(run_ranks, size):
+    assert run_ranks(size, compare_same) == [collectives.digest_all(same_state())] * size
+
+
+def compare_with_difference(rank: int, world_size: int, wrong: list[int], name: str) -> Any:
+    state = same_state()
+    if rank in wrong:
+        value = state[name]
+        state[name] = value + 1e-7 * (rank + 1) if isinstance(value, torch.Tensor) else value + 1
+    return caught(lambda: collectives.compare(state, "before saving", hint="look there"))
+
+
+@pytest.mark.parametrize(
+    ("size", "wrong", "name", "said"),
+    [
+        (2, [1], "module.weight", "rank 1 holds another module.weight than rank 0, before saving"),
+        (4, [2], "module.phase", "rank 2 holds another module.phase than rank 0, before saving"),
+        (4, [1, 3], "module.phase", "ranks 1, 3 hold another module.phase than rank 0, before saving"),
+        (4, [0], "lr", "rank 0 holds another lr than rank 1, before saving"),
+    ],
+)
+def test_a_difference_names_the_tensor_and_the_ranks_that_most_disagree_with(
+    run_ranks, size, wrong, name, said
+):
+    for kind, message, hint, exit_code in run_ranks(size, compare_with_difference, wrong, name):
+        assert (kind, message, hint, exit_code) == ("RanksDiffer", said, "look there", 1)
+
+
+def compare_other_shapes(rank: int, world_size: int, how: str) -> Any:
+    values = torch.zeros(4)
+    states = {
+        "dtype": {"a": values.to(torch.int32) if rank else values},
+        "shape": {"a": values.reshape(2, 2) if rank else values},
+        "missing": {} if rank else {"a": values},
+        "order": {"a": values, "b": values} if rank else {"b": values, "a": values},
+    }
+    return caught(lambda: collectives.compare(states[how], hint="look there"))
+
+
+@pytest.mark.parametrize("how", ["dtype", "shape", "missing", "order"])
+def test_states_of_equal_bytes_differ_in_dtype_shape_names_or_order(run_ranks, how):
+    for kind, message, hint, _ in run_ranks(2, compare_other_shapes, how):
+        assert (kind, hint) == (RanksDiffer.__name__, "look there")
+        assert "another a" in message or how == "order"
+
+
+def test_the_digest_is_of_values_not_of_how_they_lie_in_memory():
+    tensor = torch.arange(6.0).reshape(2, 3)
+    assert collectives.digest(tensor.t().contiguous().t()) == collectives.digest(tensor)
+    assert collectives.digest(torch.arange(8.0)[2:].reshape(2, 3) - 2) == collectives.digest(tensor)
+    assert collectives.digest(torch.tensor(0.0)) != collectives.digest(torch.tensor(-0.0))
+    assert collectives.digest(torch.tensor([1j]).conj()) == collectives.digest(
+        torch.tensor([complex(0.0, -1.0)])
+    )
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_values_of_any_stride_travel_where_there_are_too_few_for_it_to_matter(count):
+    """Torch calls them contiguous, and refuses to view them as bytes."""
+    odd = torch.empty_strided((count,), (7,)).fill_(3.0)
+    assert collectives.digest(odd) == collectives.digest(torch.full((count,), 3.0))
+    from_numpy = torch.from_numpy(np.full((4, 6), 3.0, dtype=np.float32)[:count, 2])
+    assert collectives.digest(from_numpy) == collectives.digest(odd)
+
+
+# ---- agreeing ------------------------------------------------------------------------------------------
+
+
+def agree_on(rank: int, world_size: int, kind: str) -> Any:
+    def look() -> Any:
+        if kind == "fails" and rank == 1:
+            refuse()
+        return {"piece": rank if kind == "differs" and rank == 2 else 7}, rank * 10
+
+    found: list[Any] = []
+    return caught(lambda: found.append(collectives.agree(look, "in gather", hint="look there"))), found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_agreeing_gives_each_ranks_number_to_all(run_ranks, size):
+    assert run_ranks(size, agree_on, "") == [(None, [[rank * 10 for rank in range(size)]])] * size
+
+
+def test_where_ranks_do_not_agree_all_end_and_say_why(run_ranks):
+    said = "rank 2 holds another piece than rank 0, in gather"
+    for error, found in run_ranks(4, agree_on, "differs"):
+        assert (error, found) == (("RanksDiffer", said, "look there", 1), [])
+    failed = [error[:2] for error, _ in run_ranks(4, agree_on, "fails")]
+    assert failed.pop(1) == ("UsageFault", "--data: not there")
+    assert failed == [("RankFailed", "rank 1 failed: --data: not there")] * 3
+
+
+def find_the_same_fault(rank: int, world_size: int) -> Any:
+    return caught(lambda: collectives.alike(refuse)), collectives.alike(lambda: 5)
+
+
+def test_a_fault_that_every_rank_finds_is_rank_0s_to_tell(run_ranks):
+    first, *others = [error for error, five in run_ranks(4, find_the_same_fault) if five == 5]
+    assert first == ("UsageFault", "--data: not there", "give --data-root", 2)
+    assert others == [("RankFailed", "rank 0 failed: --data: not there", "give --data-root", 2)] * 3
+
+
+# ---- failing together ----------------------------------------------------------------------------------
+
+
+def fail_on(rank: int, world_size: int, failing: list[int]) -> Any:
+    def block() -> None:
+        with collectives.together():
+            if rank in failing:
+                raise OSError(28, f"disk of rank {rank} is full")
+
+    return caught(block)
+
+
+@pytest.mark.parametrize("failing", [[0], [2], [1, 3]])
+def test_what_fails_on_one_rank_fails_on_all_with_the_first_ones_message(run_ranks, failing):
+    answers = run_ranks(4, fail_on, failing)
+    first = failing[0]
+    assert answers[first][:2] == ("OSError", f"[Errno 28] disk of rank {first} is full")
+    said = f"rank {first} failed: OSError: [Errno 28] disk of rank {first} is full"
+    others = [answer for rank, answer in enumerate(answers) if rank != first]
+    assert [answer[:2] for answer in others] == [("RankFailed", said)] * 3
+
+
+def test_a_block_that_fails_nowhere_goes_on(run_ranks):
+    assert run_ranks(2, fail_on, []) == [None, None]
+
+
+def test_without_a_process_group_there_is_one_rank():
+    assert (collectives.rank(), collectives.world_size()) == (0, 1)
+    assert collectives.decide(lambda: 5) == 5
+    assert collectives.gather("x") == ["x"]
+    assert collectives.total(torch.tensor([1.5], dtype=torch.float64)).tolist() == [1.5]
+    assert collectives.compare({"a": torch.ones(1)}) == collectives.digest_all({"a": torch.ones(1)})
+    with pytest.raises(UsageFault, match="not there"), collectives.together():
+        refuse()

@@ -1,0 +1,217 @@
+"""Outputs that are folders: which format they get, and what they are never put in place of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpttool
+from tests.support.running import Ran
+
+Cli = Callable[..., Ran]
+
+TRAINING = {
+    "model": {"module.a": torch.ones(2), "module.b": torch.zeros(3)},
+    "optimizer": {"state": {"a": {"m": torch.ones(2)}}, "param_groups": [{"params": ["a"]}]},
+    "epoch": 3,
+}
+FOLDERS = ["safetensors-sharded", "torch-sharded", "dcp"]
+COMMANDS: dict[str, list[str]] = {
+    "rename-keys": ["--map", "module=m"],
+    "strip-prefix": [],
+    "add-prefix": ["--prefix", "x."],
+    "slim": [],
+    "convert": [],
+}
+
+
+def index_of(folder: Path) -> Path:
+    """The file by which a folder may be named too."""
+    return next(path for path in folder.iterdir() if path.name.endswith((".index.json", ".metadata")))
+
+
+def folder_of(kind: str, path: Path) -> Path:
+    """A folder of that format, named without a slash."""
+    torch.save(TRAINING, path.parent / "in.pt")
+    ckpttool.save(ckpttool.open(path.parent / "in.pt"), path, to=kind)
+    return path
+
+
+def names(checkpoint: ckpttool.Checkpoint) -> set[str]:
+    return {name for name, _ in checkpoint.tensors()}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_folder_that_is_changed_in_place_keeps_its_format(
+    kind: str, command: str, cli: Cli, tmp_path: Path
+) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    ran = cli(command, folder, folder, *COMMANDS[command], "--force", "--json")
+    assert (ran.code, ran.json["format"]) == (0, kind)
+    assert ckpttool.open(folder).format == kind
+
+
+def test_a_dcp_folder_keeps_all_that_it_holds_when_its_keys_are_renamed(cli: Cli, tmp_path: Path) -> None:
+    folder = folder_of("dcp", tmp_path / "d")
+    ran = cli("strip-prefix", folder, folder, "--force", "--json")
+    assert ran.json["left_out"] == []
+    found = ckpttool.open(folder)
+    assert names(found) == {"model.a", "model.b", "optimizer.state.a.m"}
+    assert isinstance(found.tree, dict) and found.tree["epoch"] == 3
+
+
+def test_a_full_dcp_folder_stays_full(cli: Cli, tmp_path: Path) -> None:
+    torch.save({**TRAINING, 5: ["five"]}, tmp_path / "in.pt")
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "d", to="dcp", full=True)
+    assert cli("strip-prefix", tmp_path / "d", tmp_path / "d", "--force").code == 0
+    found = ckpttool.open(tmp_path / "d")
+    assert (found.format, found.full) == ("dcp", True)
+    assert isinstance(found.tree, dict) and found.tree[5] == ["five"]
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_an_output_that_is_a_folder_tells_the_format_unless_it_is_said(
+    kind: str, cli: Cli, tmp_path: Path
+) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "m.safetensors")
+    folder = folder_of(kind, tmp_path / "d")
+    words = ["convert", tmp_path / "m.safetensors", folder, "--force"]
+    assert cli(*words).code == 0
+    assert ckpttool.open(folder).format == kind
+    other = FOLDERS[FOLDERS.index(kind) - 1]
+    assert cli(*words, "--to", other).code == 0
+    assert ckpttool.open(folder).format == other
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "empty"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_new_folder_is_of_the_input_s_format_where_the_command_is_not_about_formats(
+    kind: str, is_there: bool, cli: Cli, tmp_path: Path
+) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    for command, found in (("strip-prefix", kind), ("convert", "safetensors-sharded")):
+        if is_there:
+            (tmp_path / command).mkdir()
+        assert cli(command, folder, f"{tmp_path / command}/", "--force").code == 0
+        assert ckpttool.open(tmp_path / command).format == found
+
+
+@pytest.mark.parametrize("more", [[], ["--force"], ["--force", "--dry-run"]], ids=str)
+def test_other_files_in_a_folder_are_told_at_once(more: list[str], cli: Cli, tmp_path: Path) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+    (folder / "config.json").write_text("{}")
+    ran = cli("convert", tmp_path / "in.pt", folder, *more)
+    assert ran.code == 2
+    assert f"{folder}: already exists, and holds other files too (config.json)\n" in ran.err
+    assert ran.err.endswith("hint: name a new folder, or a file in it\n")
+
+
+@pytest.mark.parametrize("by_index", [False, True], ids=["folder", "index"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_other_files_that_a_new_folder_does_not_get_are_named(
+    kind: str, by_index: bool, cli: Cli, tmp_path: Path
+) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    for name in ("config.json", "vocab.txt", ".gitattributes"):
+        (folder / name).write_text("{}")
+    source = index_of(folder) if by_index else folder
+    ran = cli("strip-prefix", source, f"{tmp_path / 'new'}/")
+    assert "other files of the folder, not copied: config.json, vocab.txt\n" in ran.err
+    ran = cli("strip-prefix", source, f"{tmp_path / 'other'}/", "--json")
+    assert ran.json["not_copied"] == ["config.json", "vocab.txt"]
+    for path in (tmp_path / "one.pt", folder):
+        assert "not_copied" not in cli("strip-prefix", source, path, "--force", "--json").json
+
+
+@pytest.mark.parametrize("by_index", [False, True], ids=["folder", "index"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_the_other_files_of_a_folder_that_is_changed_in_place_stay(
+    kind: str, by_index: bool, cli: Cli, tmp_path: Path
+) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    (folder / "config.json").write_text("{}")
+    (tmp_path / "vocabulary").write_text("a b")
+    (folder / "vocab.txt").symlink_to("../vocabulary")
+    source = index_of(folder) if by_index else folder
+    assert "write it anyway with --force" in cli("strip-prefix", source, folder).err
+    ran = cli("strip-prefix", source, folder, "--force", "--json")
+    assert ran.code == 0
+    new = ckpttool.open(folder)
+    assert set(new.state().tensors) == {"a", "b"}
+    assert ran.json["bytes"] == sum(
+        path.stat().st_size for path in folder.iterdir() if path.name not in ("config.json", "vocab.txt")
+    )
+    assert (folder / "config.json").read_text() == "{}"
+    assert os.readlink(folder / "vocab.txt") == "../vocabulary"
+    assert sorted(os.listdir(tmp_path)) == ["d", "in.pt", "vocabulary"]
+
+
+@pytest.mark.parametrize("what", ["a folder", "a link that leads nowhere"])
+def test_what_is_no_plain_file_keeps_a_folder_from_being_changed_in_place(
+    what: str, cli: Cli, tmp_path: Path
+) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+    (folder / "onnx").mkdir() if what == "a folder" else (folder / "onnx").symlink_to("nowhere")
+    ran = cli("strip-prefix", folder, folder, "--force")
+    assert ran.code == 2 and "holds other files too (onnx)" in ran.err
+
+
+def test_another_checkpoint_in_a_folder_that_is_changed_in_place_stays(cli: Cli, tmp_path: Path) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+    for path in folder_of("torch-sharded", tmp_path / "other").iterdir():
+        path.rename(folder / path.name)
+    index = folder / "pytorch_model.bin.index.json"
+    assert cli("strip-prefix", folder, folder, "--force").code == 0
+    assert set(ckpttool.open(folder).state().tensors) == {"a", "b"}
+    assert set(ckpttool.open(index).state().tensors) == {"module.a", "module.b"}
+    assert cli("add-prefix", index, folder, "--prefix", "x.", "--force").code == 0
+    assert set(ckpttool.open(folder).state().tensors) == {"a", "b"}
+    assert set(ckpttool.open(index).state().tensors) == {"x.module.a", "x.module.b"}
+    ran = cli("convert", index, folder, "--to", "safetensors-sharded", "--force")
+    assert ran.code == 2 and "which can't be kept: file exists" in ran.err
+
+
+def test_files_that_can_t_be_kept_leave_all_as_it_was(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+    (folder / "config.json").write_text("{}")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuses)
+    ran = cli("strip-prefix", folder, folder, "--force")
+    assert ran.code == 2 and "(config.json), which can't be kept: operation not permitted" in ran.err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert sorted(os.listdir(tmp_path)) == ["d", "in.pt"]
+
+
+def test_what_contradicts_itself_is_told_before_force_is_proposed(cli: Cli, tmp_path: Path) -> None:
+    folder = folder_of("dcp", tmp_path / "d")
+    ran = cli("convert", tmp_path / "in.pt", folder, "--shard-size", "5GB")
+    assert ran.code == 2 and "a shard size was given" in ran.err
+
+
+def test_a_folder_may_be_put_where_a_link_leads_nowhere(cli: Cli, tmp_path: Path) -> None:
+    torch.save(TRAINING, tmp_path / "in.pt")
+    (tmp_path / "link").symlink_to("target")
+    words: list[Any] = ["convert", tmp_path / "in.pt", tmp_path / "link", "--to", "torch-sharded"]
+    assert "write it anyway with --force" in cli(*words).err
+    assert cli(*words, "--force").code == 0
+    assert os.listdir(tmp_path / "target")
+
+
+def test_a_dry_run_knows_about_the_size_of_a_dcp_folder(cli: Cli, tmp_path: Path) -> None:
+    torch.save(TRAINING, tmp_path / "in.pt")
+    words: list[Any] = ["convert", tmp_path / "in.pt", tmp_path / "d", "--dry-run", "--to"]
+    assert "(about 28 bytes, " in cli(*words, "dcp").out
+    assert "(about" not in cli(*words, "torch-sharded").out

@@ -1,0 +1,192 @@
+"""Tensors recognised in a pickle at a glance: the same as the machine makes of them, opcode by opcode."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpttool.formats.pytorch import tensor_pickle
+from ckpttool.formats.pytorch.fast_path import TensorPattern
+from ckpttool.formats.pytorch.storage_id import StorageForm
+from ckpttool.inert_pickle.machine import PickleFault
+from ckpttool.inert_pickle.reader import read_pickle
+from ckpttool.inert_pickle.values import OrderedDict_, Record
+from ckpttool.tensors.ref import ByteRange, Source, Storage, TensorRef
+
+SHAPES = [(4,), (2, 2), (1, 2, 2), (1, 1, 2, 2), (), (0, 300), (70_000, 0)]
+
+
+def saved(count: int = 60) -> bytes:
+    """The pickle of a state of so many tensors of all shapes, most of which stand behind memo index 255."""
+
+    file = io.BytesIO()
+    torch.save({f"w{i}": torch.ones(SHAPES[i % len(SHAPES)]) for i in range(count)}, file)
+    return zipfile.ZipFile(file).read("archive/data.pkl")
+
+
+def read(data: bytes, path: Path, *, pattern: bool) -> tuple[Any, int]:
+    """The value, and how many tensors were recognised."""
+    with open(path, "wb"):
+        pass
+    with open(path, "rb") as file:
+        source = Source(str(path), os.dup(file.fileno()))
+    storages: dict[str, Storage] = {}
+
+    def storage(key: str, form: StorageForm) -> Storage:
+        new = Storage(ByteRange(source, 0, form.nbytes), form.kind, form.location)
+        return storages.setdefault(key, new)
+
+    taken = [0]
+
+    class Counted(TensorPattern):
+        def __call__(self, machine: Any, position: int) -> int:
+            before = len(machine.stack)
+            end = super().__call__(machine, position) if pattern else position
+            taken[0] += sum(type(value) is TensorRef for value in machine.stack[before:])
+            return end
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_pickle, "TensorPattern", Counted)
+        value = tensor_pickle.read_torch_pickle(data, 0, storage).value
+    return value, taken[0]
+
+
+def described(value: object) -> object:
+    """A tree as plain values that can be compared."""
+    if isinstance(value, TensorRef):
+        layout = (value.dtype.name, value.shape, value.stride, value.offset, value.requires_grad)
+        return ("tensor", *layout, described(value.storage))
+    if isinstance(value, Storage):
+        return ("storage", value.kind, value.location, value.nbytes)
+    if isinstance(value, Record):
+        parts = (value.callable, value.args, value.kwargs, value.state, value.elements, value.items)
+        return (value.how, *map(described, parts))
+    if isinstance(value, dict):
+        return [type(value).__name__, *((key, described(item)) for key, item in value.items())]
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, *map(described, value)]
+    return value
+
+
+def test_what_is_recognised_is_what_the_machine_makes(tmp_path: Path) -> None:
+    data = saved()
+    quick, taken = read(data, tmp_path / "x", pattern=True)
+    slow, none = read(data, tmp_path / "x", pattern=False)
+    assert (taken > 20, none) == (True, 0)
+    assert described(quick) == described(slow)
+    assert type(quick["w59"]) is TensorRef
+
+
+def test_tensors_like_one_before_are_known_without_another_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    look = TensorPattern.look
+    monkeypatch.setattr(TensorPattern, "look", lambda self, *args: looks.append(args[1]) or look(self, *args))
+    data = saved(400)
+    quick, taken = read(data, tmp_path / "x", pattern=True)
+    assert taken > 350
+    assert len(looks) < 60  # the first ones, seven shapes for keys of two digits and of three, and the end
+    assert described(quick) == described(read(data, tmp_path / "x", pattern=False)[0])
+
+
+@pytest.mark.parametrize("cut", range(1, 90))
+def test_a_pickle_that_ends_anywhere_in_a_tensor_is_cut_short(cut: int, tmp_path: Path) -> None:
+    data = saved(80)[:-cut]  # the places in the memo end in zero bytes
+    with pytest.raises(PickleFault, match="cut short"):
+        read(data, tmp_path / "x", pattern=True)
+
+
+@given(one=st.integers(256, 400), two=st.integers(256, 400))
+def test_whatever_was_left_out_of_the_memo_is_there_when_it_is_referred_to(
+    one: int, two: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "x"
+    refer = b"".join(b"j" + index.to_bytes(4, "little") for index in (one, two))
+    data = saved(80).removesuffix(b".") + refer + b"\x87."
+    quick, taken = read(data, path, pattern=True)
+    slow, _ = read(data, path, pattern=False)
+    assert taken > 20
+    assert described(quick) == described(slow)
+    assert (quick[1] is quick[2]) == (slow[1] is slow[2])
+
+
+def test_two_references_to_one_hook_are_one_object(tmp_path: Path) -> None:
+    data = saved(80).removesuffix(b".")
+    index = next(i for i in range(300, 310) if _memo(data, i, tmp_path) == OrderedDict_())
+    refer = b"j" + index.to_bytes(4, "little")
+    value, _ = read(data + refer + refer + b"\x87.", tmp_path / "x", pattern=True)
+    assert value[1] is value[2]
+
+
+def _memo(data: bytes, index: int, folder: Path) -> object:
+    refer = b"j" + index.to_bytes(4, "little")
+    return read(data + refer + b"\x86.", folder / "x", pattern=True)[0][1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_changed_byte_gives_the_same_answer_either_way(seed: int, tmp_path: Path) -> None:
+
+    randomly, data = random.Random(seed), saved(50)
+    for _ in range(25):
+        changed = bytearray(data)
+        changed[randomly.randrange(len(data) // 2, len(data))] ^= randomly.randrange(1, 256)
+        answers = [_answer(bytes(changed), tmp_path, pattern) for pattern in (True, False)]
+        assert answers[0] == answers[1]
+
+
+def _answer(data: bytes, folder: Path, pattern: bool) -> object:
+    try:
+        return described(read(data, folder / "x", pattern=pattern)[0])
+    except PickleFault as fault:
+        return str(fault)
+
+
+# Memory.
+
+
+def test_a_pickle_of_nothing_but_sets_is_refused() -> None:
+    with pytest.raises(PickleFault, match="memory"):
+        read_pickle(b"(" + b"\x8f" * 1_000_000 + b"l.")
+
+
+def test_as_many_objects_as_an_honest_file_has_are_read() -> None:
+    data = b"(cm\nC\nq\x00" + b"h\x00)\x81" * 250_000 + b"l."
+    assert len(read_pickle(data).value) == 250_001  # type: ignore[arg-type]
+
+
+class Sliced(bytes):
+    """Bytes that count those which are copied out of them."""
+
+    copied = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        Sliced.copied += len(found) if isinstance(key, slice) else 0
+        return found
+
+
+def test_what_is_read_of_an_optimizer_grows_with_its_size_alone(tmp_path: Path) -> None:
+    """Its keys are references, not text: what stands where a length would is no length."""
+    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(300)]
+    optimizer = torch.optim.Adam(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    data = Sliced(zipfile.ZipFile(file).read("archive/data.pkl"))
+    Sliced.copied = 0
+    value, taken = read(data, tmp_path / "x", pattern=True)
+    assert taken > 800
+    assert len(value["state"]) == 300
+    assert Sliced.copied < 2 * len(data)

@@ -1,0 +1,214 @@
+"""The format before torch 1.6: read as torch.load reads it, refused where torch finds memory never filled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.errors import CkptToolError, Damaged
+from ckpttool.tensors.dtypes import DTYPES
+from ckpttool.tensors.values import stream
+from tests.support.comparing import assert_same, values
+from tests.support.crafting import (
+    call,
+    dict_of,
+    name,
+    number,
+    program,
+    storage,
+    tensor,
+    text,
+    torch_legacy,
+    tuple_of,
+)
+from tests.support.layouts import LAYOUTS, LAZY
+from tests.support.trees import TREES, shared
+
+
+def legacy(value: Any, path: Path, **given: Any) -> Path:
+    torch.save(value, path, _use_new_zipfile_serialization=False, **given)
+    return path
+
+
+def floats(*numbers: float) -> bytes:
+    return np.array(numbers, "<f4").tobytes()
+
+
+SKIPPED = {"a storage", "a tensor with an attribute", "a whole model", "a whole model in evaluation"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", sorted(TREES.keys() - SKIPPED))
+def test_everything_survives_into_a_file_of_today(what: str, tmp_path: Path) -> None:
+    path = legacy(TREES[what], tmp_path / "in.pth")
+    ckpttool.save(ckpttool.open(path), tmp_path / "out.pt")
+    expected = torch.load(path, weights_only=False)
+    assert_same(expected, torch.load(tmp_path / "out.pt", weights_only=False))
+
+
+@pytest.mark.filterwarnings("ignore:.*Couldn't retrieve source code")
+def test_a_whole_model_survives_without_the_source_text_beside_it(tmp_path: Path) -> None:
+    path = legacy(TREES["a whole model"], tmp_path / "in.pth")
+    ckpttool.save(ckpttool.open(path), tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert_same(TREES["a whole model"].state_dict(), found.state_dict())
+    assert str(found) == str(TREES["a whole model"])
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_pickle_protocol_is_read(protocol: int, tmp_path: Path) -> None:
+    path = legacy(shared(), tmp_path / "in.pth", pickle_protocol=protocol)
+    ckpttool.save(ckpttool.open(path), tmp_path / "out.pt")
+    expected = torch.load(path, weights_only=False)
+    assert_same(expected, torch.load(tmp_path / "out.pt", weights_only=False))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS | LAZY)
+def test_values_of_every_layout_are_read(layout: str, tmp_path: Path) -> None:
+    original = (LAYOUTS | LAZY)[layout]
+    ref = ckpttool.open(legacy({"t": original}, tmp_path / "f")).state().tensors["t"]
+    assert b"".join(bytes(piece) for piece in stream(ref)) == values(original)
+
+
+@pytest.mark.filterwarnings("ignore:.*support is experimental")
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_element_type_is_read(name: str, tmp_path: Path) -> None:
+    dtype = getattr(torch, name, None)
+    if dtype is None or name.startswith("q"):
+        pytest.skip(f"torch makes no plain tensor of {name}")
+    original = (
+        torch.zeros(4, dtype=torch.uint8).repeat(4).view(dtype) if name != "bool" else torch.ones(4).bool()
+    )
+    path = legacy({"t": original, "after": torch.arange(3)}, tmp_path / "f")
+    found = ckpttool.open(path).state().tensors
+    assert (found["t"].dtype.name, found["t"].shape) == (name, tuple(original.shape))
+    assert found["after"].data.read() == values(torch.arange(3))
+
+
+def test_what_is_shared_is_one_storage(tmp_path: Path) -> None:
+    found = ckpttool.open(legacy(shared(), tmp_path / "f")).state().tensors
+    assert len({id(ref.storage) for ref in found.values()}) == 1
+
+
+def test_a_public_checkpoint_of_2018_is_read_as_torch_reads_it(resnet20: Path, tmp_path: Path) -> None:
+    theirs = torch.load(resnet20, weights_only=False, map_location="cpu")
+    checkpoint = ckpttool.open(resnet20)
+    assert (checkpoint.format, checkpoint.state().where) == ("torch-legacy", "state_dict")
+    tensors = checkpoint.state().tensors
+    assert list(tensors) == list(theirs["state_dict"])
+    for key, ref in tensors.items():
+        assert ref.data.read() == values(theirs["state_dict"][key])
+    ckpttool.save(checkpoint, tmp_path / "out.pt")
+    again = torch.load(tmp_path / "out.pt", weights_only=False, map_location="cpu")
+    assert_same(theirs, again)
+
+
+def test_values_are_little_endian_whatever_machine_wrote_them(tmp_path: Path) -> None:
+    """torch converts on writing (THPStorage_writeFileRaw), and ignores what the file says of its machine."""
+    body = dict_of({"a": tensor(storage(2, view=b"N"), (2,))})
+    path = torch_legacy(tmp_path / "f", body, {"0": (2, floats(1, 2))}, little_endian=False)
+    assert torch.load(path)["a"].tolist() == [1, 2]
+    ckpttool.save(ckpttool.open(path), tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["a"].tolist() == [1, 2]
+
+
+def test_a_tensor_of_before_0_4_is_read(tmp_path: Path) -> None:
+    old = call(
+        name("torch._utils", "_rebuild_tensor"),
+        storage(4, view=b"N"),
+        number(1),
+        tuple_of(number(2)),
+        tuple_of(number(2)),
+    )
+    path = torch_legacy(tmp_path / "f", dict_of({"a": old}), {"0": (4, floats(1, 2, 3, 4))})
+    assert torch.load(path)["a"].tolist() == [2, 4]
+    ref = ckpttool.open(path).state().tensors["a"]
+    assert b"".join(bytes(piece) for piece in stream(ref)) == floats(2, 4)
+
+
+def view_of(root: str, key: str, offset: int, numel: int, of: int) -> bytes:
+    return storage(of, key=root, view=tuple_of(text(key), number(offset), number(numel)))
+
+
+def test_a_view_of_a_storage_is_read_where_torch_reads_it(tmp_path: Path) -> None:
+    tree = {
+        "view": tensor(view_of("0", "9", 1, 2, 4), (2,)),
+        "shifted": tensor(view_of("0", "8", 1, 3, 4), (2,), (1,), 1),
+        "whole": tensor(storage(4, view=b"N")),
+    }
+    path = torch_legacy(tmp_path / "f", dict_of(tree), {"0": (4, floats(1, 2, 3, 4))})
+    theirs = {key: value.tolist() for key, value in torch.load(path, weights_only=False).items()}
+    mine = {key: ref.data.read() for key, ref in ckpttool.open(path).state().tensors.items()}
+    assert mine == {key: floats(*value) for key, value in theirs.items()}
+    assert theirs["shifted"] == [3, 4]
+
+
+def test_a_tensor_past_the_end_of_its_view_is_damage(tmp_path: Path) -> None:
+    body = dict_of({"a": tensor(view_of("0", "9", 1, 2, 4), (3,))})
+    with pytest.raises(Damaged, match="reaches past"):
+        ckpttool.open(torch_legacy(tmp_path / "f", body, {"0": (4, floats(1, 2, 3, 4))}))
+
+
+TWO = dict_of({key: tensor(storage(1, key=key, view=b"N"), (1,)) for key in ("a", "b")})
+BOTH = {"a": (1, floats(1)), "b": (1, floats(2))}
+
+
+@pytest.mark.parametrize(
+    "keys", [["a"], ["a", "b", "b"], ["a", "a"], ["a", "c"], [], ["a", "b", "c"], ["a", 1]]
+)
+def test_a_list_of_storages_that_does_not_fit_the_tree_is_damage(keys: list[Any], tmp_path: Path) -> None:
+    """torch.load returns memory that it never filled."""
+    with pytest.raises(Damaged, match="list of storages"):
+        ckpttool.open(torch_legacy(tmp_path / "f", TWO, BOTH, keys=keys))
+
+
+def test_storages_stand_in_the_order_of_the_list(tmp_path: Path) -> None:
+    path = torch_legacy(tmp_path / "f", TWO, BOTH, keys=["b", "a"])
+    found = {key: ref.data.read() for key, ref in ckpttool.open(path).state().tensors.items()}
+    assert found == {"a": floats(2), "b": floats(1)}
+    assert {key: floats(value.item()) for key, value in torch.load(path).items()} == found
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, -1, 2**62])
+def test_a_storage_of_another_size_than_the_tree_says_is_damage(numel: int, tmp_path: Path) -> None:
+    body = dict_of({"a": tensor(storage(2), (1,))})
+    with pytest.raises(Damaged, match=r"storage '0' has -?\d+ elements, its tensors say 2"):
+        ckpttool.open(torch_legacy(tmp_path / "f", body, {"0": (numel, floats(1, 2))}))
+
+
+def test_two_sizes_for_one_storage_are_damage(tmp_path: Path) -> None:
+    body = dict_of({"a": tensor(storage(2), (1,)), "b": tensor(storage(3), (1,))})
+    with pytest.raises(Damaged, match="two sizes"):
+        ckpttool.open(torch_legacy(tmp_path / "f", body, {"0": (2, floats(1, 2))}))
+
+
+def test_another_version_of_the_format_is_named(tmp_path: Path) -> None:
+    path = legacy({}, tmp_path / "f")
+    path.write_bytes(path.read_bytes().replace(b"M\xe9\x03.", b"M\xea\x03.", 1))
+    with pytest.raises(Damaged, match="version 1002 of the legacy format"):
+        ckpttool.open(path)
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    whole = legacy({"a": torch.arange(3), "b": torch.ones(1)}, tmp_path / "whole").read_bytes()
+    for end in range(len(whole)):
+        (tmp_path / "cut").write_bytes(whole[:end])
+        with pytest.raises(CkptToolError):
+            ckpttool.open(tmp_path / "cut")
+
+
+def test_bytes_after_the_last_storage_are_no_harm(tmp_path: Path) -> None:
+    path = legacy({"a": torch.arange(3)}, tmp_path / "f")
+    path.write_bytes(path.read_bytes() + b"more")
+    assert ckpttool.open(path).state().tensors["a"].data.read() == values(torch.load(path)["a"])
+
+
+def test_a_machine_s_facts_of_another_kind_are_no_harm(tmp_path: Path) -> None:
+    path = torch_legacy(tmp_path / "f", program(b"N")[2:-1])
+    assert ckpttool.open(path).tree is None

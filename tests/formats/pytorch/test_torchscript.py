@@ -1,0 +1,209 @@
+"""TorchScript archives: their state as torch.jit.load gives it, and a clear word where there is none."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckpttool
+from ckpttool.errors import CkptToolError, Damaged, Unsupported
+from ckpttool.tensors.to_torch import live_tensors
+from tests.support.comparing import values
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns that TorchScript is deprecated
+
+
+class Inner(nn.Module):
+    """A hidden buffer is part of the state in TorchScript; a plain tensor is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.register_buffer("shown", torch.ones(3))
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+        self.plain = torch.arange(4.0)
+        self.sizes = [1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.plain + self.hidden.sum() + self.sizes[0]
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 2, 3, bias=False)
+        self.norm = nn.BatchNorm2d(2)
+        self.inner = Inner()
+        self.again = self.inner
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.layers[2].weight = self.layers[0].weight
+        self.half_precision = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(self.inner(x)) + self.again(x)
+
+
+def scripted() -> torch.jit.ScriptModule:
+    return torch.jit.script(Outer())
+
+
+def traced() -> torch.jit.ScriptModule:
+    return torch.jit.trace(Outer(), torch.ones(1, 3))
+
+
+def traced_convolutions() -> torch.jit.ScriptModule:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2)).eval()
+    return torch.jit.trace(net, torch.ones(1, 3, 4, 4))
+
+
+@pytest.mark.parametrize("make", [scripted, traced, traced_convolutions])
+def test_the_state_is_what_torch_loads(make: Callable[[], torch.jit.ScriptModule], tmp_path: Path) -> None:
+    make().save(str(tmp_path / "model.pt"))
+    checkpoint = ckpttool.open(tmp_path / "model.pt")
+    wanted = torch.jit.load(tmp_path / "model.pt").state_dict()
+    found = live_tensors(checkpoint.state().tensors)
+    assert checkpoint.format == "torchscript"
+    assert list(found) == list(wanted)
+    for name, tensor in found.items():
+        assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape)
+        assert not tensor.requires_grad and values(tensor) == values(wanted[name])
+
+
+def test_parameters_that_were_tied_are_tied(tmp_path: Path) -> None:
+    scripted().save(str(tmp_path / "model.pt"))
+    tensors = ckpttool.open(tmp_path / "model.pt").state().tensors
+    assert tensors["layers.0.weight"].storage is tensors["layers.2.weight"].storage
+
+
+def test_it_becomes_a_state_dict_that_torch_loads(tmp_path: Path) -> None:
+    scripted().save(str(tmp_path / "model.pt"))
+    ckpttool.save(ckpttool.open(tmp_path / "model.pt"), tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt")
+    del state["inner.hidden"], state["again.hidden"]
+    Outer().load_state_dict(state, strict=True)
+
+
+def test_what_a_checkpoint_can_not_hold_is_named(tmp_path: Path) -> None:
+    scripted().save(str(tmp_path / "model.pt"))
+    for output in ("state.pt", "state.safetensors"):
+        saved = ckpttool.save(ckpttool.open(tmp_path / "model.pt"), tmp_path / output)
+        assert saved.left_out == ("code", "inner.plain", "again.plain")
+
+
+def test_a_frozen_model_has_no_state_and_is_named_so(tmp_path: Path) -> None:
+    torch.jit.freeze(scripted().eval()).save(str(tmp_path / "frozen.pt"))
+    with pytest.raises(Unsupported, match="whose weights have no names: it was frozen") as refusal:
+        ckpttool.open(tmp_path / "frozen.pt")
+    assert "torch.jit.load" in str(refusal.value.hint)
+
+
+def test_code_without_weights_is_named_so(tmp_path: Path) -> None:
+    torch.jit.script(nn.ReLU()).save(str(tmp_path / "relu.pt"))
+    with pytest.raises(Unsupported, match="without weights"):
+        ckpttool.open(tmp_path / "relu.pt")
+
+
+class Packed(nn.Module):
+    """A module that packs its state in a way of its own, as quantised layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[torch.Tensor, bool]:
+        return self.weight, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[torch.Tensor, bool]) -> None:
+        self.weight = state[0]
+        self.training = state[1]
+
+
+def test_a_module_that_packs_its_state_is_named(tmp_path: Path) -> None:
+    torch.jit.script(nn.Sequential(Packed())).save(str(tmp_path / "packed.pt"))
+    with pytest.raises(Unsupported, match=r"Packed packs its state in its own way"):
+        ckpttool.open(tmp_path / "packed.pt")
+
+
+def test_a_quantised_parameter_is_named(tmp_path: Path) -> None:
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("w", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.w.dequantize()
+
+    try:
+        torch.jit.script(Quantised()).save(str(tmp_path / "q.pt"))
+    except (AttributeError, RuntimeError) as error:
+        pytest.skip(f"this torch does not quantise: {error}")
+    with pytest.raises(Unsupported, match="'w' is a quantised tensor"):
+        ckpttool.open(tmp_path / "q.pt")
+
+
+def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
+    """The archive with other contents; a record for which `change` gives None is left out."""
+    out = path.with_suffix(".changed")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
+        for info in old.infolist():
+            raw = change(info.filename, old.read(info))
+            if raw is not None:
+                new.writestr(info, raw)
+    return out
+
+
+def test_a_class_without_code_is_damage(tmp_path: Path) -> None:
+    scripted().save(str(tmp_path / "model.pt"))
+    path = rewritten(
+        tmp_path / "model.pt", lambda name, raw: None if "/linear" in name and name.endswith(".py") else raw
+    )
+    with pytest.raises(Damaged, match="linear"):
+        ckpttool.open(path)
+
+
+def test_archives_from_before_buffers_were_listed_take_every_other_tensor(tmp_path: Path) -> None:
+    torch.jit.script(nn.BatchNorm2d(3)).save(str(tmp_path / "norm.pt"))
+
+    def old(name: str, raw: bytes) -> bytes:
+        return b"\n".join(line for line in raw.split(b"\n") if b"__buffers__" not in line)
+
+    path = rewritten(tmp_path / "norm.pt", lambda name, raw: old(name, raw) if name.endswith(".py") else raw)
+    assert list(ckpttool.open(path).state().tensors) == [*nn.BatchNorm2d(3).state_dict()]
+
+
+@pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"class ReLU(Module):", b"  __parameters__ = [" * 1000])
+def test_code_of_any_kind_does_no_harm(text: bytes, tmp_path: Path) -> None:
+    scripted().save(str(tmp_path / "model.pt"))
+    path = rewritten(tmp_path / "model.pt", lambda name, raw: text if name.endswith(".py") else raw)
+    with pytest.raises(CkptToolError):
+        ckpttool.open(path)
+
+
+def test_nothing_of_the_code_runs(tmp_path: Path) -> None:
+    scripted().save(str(tmp_path / "model.pt"))
+    evil = b"raise SystemExit\n"
+    path = rewritten(tmp_path / "model.pt", lambda name, raw: evil + raw if name.endswith(".py") else raw)
+    assert ckpttool.open(path).state().tensors
+
+
+def test_older_and_other_archives_with_code_are_named(tmp_path: Path) -> None:
+    for record, said in (
+        ("m/model.json", "TorchScript archive of torch before 1.4"),
+        ("m/archive_format", "exported program"),
+        ("m/.data/extern_modules", r"torch\.package"),
+        ("arr_0.npy", "NumPy"),
+    ):
+        with zipfile.ZipFile(tmp_path / "f", "w") as archive:
+            archive.writestr(record, "x")
+        with pytest.raises(Unsupported, match=said):
+            ckpttool.open(tmp_path / "f")

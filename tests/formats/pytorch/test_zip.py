@@ -1,0 +1,471 @@
+"""`.pt` to `.pt`: what torch.save wrote comes back from torch.load unchanged, whatever it holds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import tempfile
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpttool
+from ckpttool.errors import Damaged, Refused, Unsupported
+from ckpttool.tensors.dtypes import DTYPES
+from tests.support.comparing import assert_same
+from tests.support.crafting import dict_of, list_of, number, storage, tensor, text, torch_zip, tuple_of
+from tests.support.layouts import LAYOUTS, LAZY, big_endian, numbers
+from tests.support.trees import TREES, shared, training_checkpoint, with_metadata
+from tests.support.zips import assert_whole, directory, place_of
+
+
+def through(value: Any, folder: Path, **given: Any) -> Any:
+    """torch saves it, this library writes another file of it, torch loads that; both are looked at."""
+    torch.save(value, folder / "in.pt", **given)
+    ckpttool.save(ckpttool.open(folder / "in.pt"), folder / "out.pt", force=True)
+    assert_whole(folder / "out.pt")
+    return torch.load(folder / "out.pt", weights_only=False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", TREES)
+def test_everything_survives(what: str, tmp_path: Path) -> None:
+    torch.save(TREES[what], tmp_path / "oracle.pt")
+    expected = torch.load(tmp_path / "oracle.pt", weights_only=False)
+    found = through(TREES[what], tmp_path)
+    if isinstance(expected, torch.UntypedStorage):
+        assert bytes(found) == bytes(expected)
+    elif what == "a tensor with an attribute":
+        assert found.note == expected.note
+        assert_same(expected.tolist(), found.tolist())
+    else:
+        assert_same(expected, found)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_pickle_protocol_of_torch_save_survives(protocol: int, tmp_path: Path) -> None:
+    tree = training_checkpoint() | {"sets": [{1}, frozenset({2})], "bytes": [b"x", bytearray(b"y")]}
+    torch.save(tree, tmp_path / "oracle.pt", pickle_protocol=protocol)
+    expected = torch.load(tmp_path / "oracle.pt", weights_only=False)
+    assert_same(expected, through(tree, tmp_path, pickle_protocol=protocol))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS | LAZY)
+def test_every_layout_survives_as_it_is(layout: str, tmp_path: Path) -> None:
+    original = (LAYOUTS | LAZY)[layout]
+    assert_same({"t": original}, through({"t": original}, tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:.*support is experimental")
+@pytest.mark.parametrize("name", DTYPES)
+def test_every_element_type_survives(name: str, tmp_path: Path) -> None:
+    dtype = getattr(torch, name, None)
+    if dtype is None or name.startswith("q"):
+        pytest.skip(f"torch makes no plain tensor of {name}")
+    original = torch.empty(6, dtype=dtype)
+    counting = torch.arange(original.untyped_storage().nbytes(), dtype=torch.uint8)
+    original.untyped_storage().copy_(counting.untyped_storage())
+    found = through({"t": original, "view": original[2:4]}, tmp_path)
+    assert (found["t"].dtype, found["view"].storage_offset()) == (dtype, 2)
+    assert bytes(found["t"].untyped_storage()) == bytes(original.untyped_storage())
+
+
+def test_a_restricted_load_takes_what_it_took_before(tmp_path: Path) -> None:
+    state = with_metadata() | {"p": torch.nn.Parameter(torch.ones(1)), "s": {1, 2}, "d": torch.float16}
+    through(state, tmp_path)
+    assert torch.load(tmp_path / "out.pt", weights_only=True).keys() == state.keys()
+
+
+def test_the_result_can_be_memory_mapped(tmp_path: Path) -> None:
+    state = {"a": torch.rand(100), "b": torch.rand(7)}
+    through(state, tmp_path)
+    assert_same(state, torch.load(tmp_path / "out.pt", mmap=True))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("before", [0, 60])
+def test_an_empty_storage_under_several_classes_keeps_each_tensor_s_type(
+    before: int, zipped: bool, tmp_path: Path
+) -> None:
+    """torch gives empty tensors that look at one storage one key, whatever their types."""
+    many, empty = {f"w{i}": torch.ones(2) for i in range(before)}, torch.empty(0)
+    views = {
+        name: empty.view(getattr(torch, name)) for name in ("float32", "int32", "int64", "bool", "uint16")
+    }
+    tree = {**many, **views, "again": views["int32"], "storage": empty.untyped_storage()}
+    torch.save(tree, tmp_path / "in.pt", _use_new_zipfile_serialization=zipped)
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt", weights_only=False)
+    for name in views:
+        assert ckpttool.open(tmp_path / "in.pt").tree[name].dtype.name == name
+        assert str(loaded[name].dtype) == f"torch.{name}"
+    assert loaded["again"].dtype == torch.int32
+    assert loaded["storage"].nbytes() == 0
+
+
+@pytest.mark.parametrize("kind, numel, name", [("IntStorage", 4, "int32"), ("DoubleStorage", 2, "float64")])
+def test_a_storage_under_two_classes_is_one_storage_seen_as_two_types(
+    kind: str, numel: int, name: str, tmp_path: Path
+) -> None:
+    """So torch before 1.10 wrote views of another type."""
+    tree = {"a": tensor(storage(4)), "b": tensor(storage(numel, kind=kind), (numel - 1,), (1,), 1)}
+    data = torch.arange(4.0)
+    path = torch_zip(tmp_path / "f", dict_of(tree), {"0": data.numpy().tobytes()})
+    ckpttool.save(ckpttool.open(path), tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt")
+    assert_same({"a": data, "b": data.view(getattr(torch, name))[1:]}, loaded)
+    assert loaded["a"].untyped_storage().data_ptr() == loaded["b"].untyped_storage().data_ptr()
+
+
+def test_a_storage_is_written_once_however_many_tensors_look_at_it(tmp_path: Path) -> None:
+    weight = torch.rand(100, 100)
+    through({str(i): weight[i] for i in range(100)}, tmp_path)
+    assert (tmp_path / "out.pt").stat().st_size < 60_000
+
+
+def test_storages_start_on_64_bytes_as_torch_leaves_them(tmp_path: Path) -> None:
+    through({str(i): torch.rand(i + 1) for i in range(20)}, tmp_path)
+    records = directory(place_of(tmp_path / "out.pt"))
+    assert {r.data.offset % 64 for name, r in records.items() if "/data/" in name} == {0}
+
+
+def test_the_records_are_those_that_torch_writes(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "in.pt")
+    os.mkdir(tmp_path / "other")
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "other" / "in.pt")
+    with zipfile.ZipFile(tmp_path / "in.pt") as theirs, zipfile.ZipFile(tmp_path / "other" / "in.pt") as mine:
+        assert set(theirs.namelist()) <= set(mine.namelist())  # older versions wrote fewer
+        for name in theirs.namelist():
+            if not name.endswith(("data.pkl", "serialization_id")):
+                assert mine.read(name) == theirs.read(name), name
+
+
+def test_the_same_contents_give_the_same_bytes(tmp_path: Path) -> None:
+    torch.save(shared(), tmp_path / "in.pt")
+    for name in ("a", "b"):
+        os.mkdir(tmp_path / name)
+        ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / name / "out.pt")
+    assert (tmp_path / "a" / "out.pt").read_bytes() == (tmp_path / "b" / "out.pt").read_bytes()
+
+
+def test_writing_what_was_written_changes_nothing(tmp_path: Path) -> None:
+    through(training_checkpoint(), tmp_path)
+    before = (tmp_path / "out.pt").read_bytes()
+    ckpttool.save(ckpttool.open(tmp_path / "out.pt"), tmp_path / "out.pt", force=True)
+    assert (tmp_path / "out.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "my.model.v1.pt",
+        "модель.pt",
+        "a b.pt",
+        ".pt.pt",
+        "a...pt",
+        "back\\slash.pt",
+        "new\nline.pt",
+        "x" * 250 + ".pt",
+    ],
+)
+def test_any_name_of_the_output_makes_a_file_that_torch_loads(name: str, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "in.pt")
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / name)
+    assert torch.load(tmp_path / name)["a"].item() == 1
+    assert list(ckpttool.open(tmp_path / name).state().tensors) == ["a"]
+    assert_whole(tmp_path / name)
+
+
+def test_a_name_that_is_no_unicode_makes_a_file_too(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "in.pt")
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt")
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), name)
+    assert list(ckpttool.open(name).state().tensors) == ["a"]
+
+
+def test_today_s_name_of_the_input_says_nothing(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "when.saved.pt")
+    os.rename(tmp_path / "when.saved.pt", tmp_path / "model.safetensors")
+    assert ckpttool.open(tmp_path / "model.safetensors").format == "torch-zip"
+
+
+def test_a_file_written_to_a_buffer_is_read(tmp_path: Path) -> None:
+    with open(tmp_path / "buffered", "wb") as file:
+        torch.save({"a": torch.ones(1)}, file)
+    assert list(ckpttool.open(tmp_path / "buffered").state().tensors) == ["a"]
+
+
+def test_a_big_endian_file_stays_one_with_the_same_values(tmp_path: Path) -> None:
+    path = big_endian(numbers(3, 4), tmp_path / "big.pt")
+    ckpttool.save(ckpttool.open(path), tmp_path / "out.pt")
+    assert_same(torch.load(path), torch.load(tmp_path / "out.pt"))
+
+
+def test_a_file_without_a_byte_order_is_little_endian(tmp_path: Path) -> None:
+    body = dict_of({"a": tensor(storage(2), (2,))})
+    path = torch_zip(tmp_path / "f", body, {"0": np.array([1, 2], "<f4").tobytes()}, byteorder=None)
+    assert torch.load(path)["a"].tolist() == [1, 2]
+    assert ckpttool.open(path).state().tensors["a"].storage.byteorder == "little"
+
+
+def test_a_checksum_that_is_known_is_kept_and_the_bytes_are_not_looked_at(tmp_path: Path) -> None:
+    """So damage to a storage shows in the copy as it shows in the original."""
+    torch.save({"a": torch.zeros(1000)}, tmp_path / "in.pt")
+    data = bytearray((tmp_path / "in.pt").read_bytes())
+    data[ckpttool.open(tmp_path / "in.pt").state().tensors["a"].data.offset] ^= 1
+    (tmp_path / "in.pt").write_bytes(data)
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.pt")
+    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
+        assert str(archive.testzip()).endswith("data/0")
+
+
+def test_a_flipped_bit_in_the_pickle_is_damage(tmp_path: Path) -> None:
+    torch.save({"name": torch.zeros(1)}, tmp_path / "in.pt")
+    data = (tmp_path / "in.pt").read_bytes()
+    (tmp_path / "in.pt").write_bytes(data.replace(b"X\x04\x00\x00\x00name", b"X\x04\x00\x00\x00nime"))
+    with pytest.raises(Damaged, match=r"'data.pkl' does not match its checksum"):
+        ckpttool.open(tmp_path / "in.pt")
+
+
+@pytest.mark.parametrize("kind", ["zip", "legacy"])
+def test_safetensors_becomes_a_pt_that_torch_loads(kind: str, tmp_path: Path) -> None:
+    state = {
+        name: torch.arange(6).to(getattr(torch, name)).reshape(2, 3)
+        for name, dtype in DTYPES.items()
+        if dtype.safetensors
+    }
+    torch.save(state, tmp_path / "in.pt", _use_new_zipfile_serialization=kind == "zip")
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.safetensors")
+    ckpttool.save(ckpttool.open(tmp_path / "out.safetensors"), tmp_path / "back.pt")
+    assert_whole(tmp_path / "back.pt")
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    assert isinstance(back, OrderedDict)
+    assert_same(dict(sorted(state.items())), dict(sorted(back.items())))
+
+
+def test_nesting_that_no_pickler_writes_is_refused(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "deep.pt", b"]" * 5000 + b"a" * 4999)
+    with pytest.raises(Refused, match="nested too deeply"):
+        ckpttool.save(ckpttool.open(path), tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_tensors_of_both_byte_orders_are_refused_in_one_file(tmp_path: Path) -> None:
+    import dataclasses
+
+    little = ckpttool.open(through_file(tmp_path / "little.pt"))
+    big = ckpttool.open(big_endian(numbers(2), tmp_path / "big.pt"))
+    mixed = dataclasses.replace(little, tree={"a": little.tree, "b": big.tree})
+    with pytest.raises(Refused, match="mixes big-endian and little-endian"):
+        ckpttool.save(mixed, tmp_path / "out.pt")
+
+
+def through_file(path: Path) -> Path:
+    torch.save({"t": numbers(2)}, path)
+    return path
+
+
+# Reading what is damaged, or no checkpoint.
+
+
+def test_a_storage_whose_record_is_missing_is_damage(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "f", dict_of({"a": tensor(storage(2), (2,))}))
+    with pytest.raises(Damaged, match=r"its record 'data/0' is missing"):
+        ckpttool.open(path)
+
+
+@pytest.mark.parametrize("nbytes", [0, 7, 9, 16])
+def test_a_record_of_another_size_than_its_storage_is_damage(nbytes: int, tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "f", dict_of({"a": tensor(storage(2), (2,))}), {"0": bytes(nbytes)})
+    with pytest.raises(Damaged, match=f"should have 8 bytes, its record has {nbytes}"):
+        ckpttool.open(path)
+
+
+def test_an_unknown_byte_order_is_damage(tmp_path: Path) -> None:
+    with pytest.raises(Damaged, match="byte order 'middle'"):
+        ckpttool.open(torch_zip(tmp_path / "f", b"}", byteorder="middle"))
+
+
+@pytest.mark.parametrize("name", ["archive/BYTEORDER", "ARCHIVE/byteOrder", "archive/Constants.pkl"])
+def test_a_record_that_torch_takes_for_another_is_damage(name: str, tmp_path: Path) -> None:
+    """torch looks for records without regard to the case of letters."""
+    body = dict_of({"a": tensor(storage(2), (2,))})
+    path = torch_zip(tmp_path / "f", body, {"0": bytes(8)}, byteorder=None, more={name: b"big"})
+    with pytest.raises(Damaged, match="takes for another"):
+        ckpttool.open(path)
+
+
+def test_of_a_long_key_a_message_shows_the_beginning(tmp_path: Path) -> None:
+    body = dict_of({"a": tensor(storage(2, key="7" * 60_000), (2,))})
+    for records in ({}, {"7" * 60_000: bytes(4)}):
+        with pytest.raises(Damaged, match="777") as damage:
+            ckpttool.open(torch_zip(tmp_path / "f", body, records))
+        assert len(damage.value.reason) < 200
+
+
+def test_a_zip_of_something_else_is_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "f.zip", "w") as archive:
+        archive.writestr("readme.txt", "hello")
+    with pytest.raises(Unsupported, match=r"zip archive without a 'data.pkl'"):
+        ckpttool.open(tmp_path / "f.zip")
+
+
+def test_two_pickles_in_one_zip_are_no_checkpoint(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "f", b"}", more={"other/data.pkl": b"\x80\x02}."})
+    with pytest.raises((Damaged, Unsupported)) as refusal:
+        ckpttool.open(path)
+    assert "TorchScript" not in str(refusal.value)
+
+
+# Any tree.
+
+dtypes = st.sampled_from(
+    [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
+)
+shapes = st.lists(st.integers(0, 3), max_size=3)
+tensors = st.builds(lambda dtype, shape: numbers(*shape, dtype=dtype), dtypes, shapes)
+keys = st.one_of(st.text(max_size=3), st.integers(), st.tuples(st.text(max_size=2)))
+leaves = st.one_of(
+    *(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**66), 2**66),
+        st.floats(),
+        st.text(max_size=4),
+        st.binary(max_size=4),
+    ),
+    *(tensors, tensors.map(lambda t: t.t() if t.dim() == 2 else t)),
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(keys, inner, max_size=3),
+        st.dictionaries(st.text(max_size=3), inner, max_size=3).map(OrderedDict),
+        inner.map(lambda value: {"a": value, "b": value}),
+    ),
+    max_leaves=12,
+)
+
+
+@given(trees, st.sampled_from([2, 4]))
+def test_any_tree_survives(tree: Any, protocol: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        expected_in = Path(folder) / "oracle.pt"
+        torch.save(tree, expected_in, pickle_protocol=protocol)
+        expected = torch.load(expected_in, weights_only=False)
+        assert_same(expected, through(tree, Path(folder), pickle_protocol=protocol))
+
+
+def test_a_dry_run_tells_the_exact_size_and_writes_nothing(tmp_path: Path) -> None:
+    torch.save(training_checkpoint(), tmp_path / "in.pt")
+    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    for name in ("out.pt", "out.safetensors"):
+        planned = ckpttool.save(checkpoint, tmp_path / name, dry_run=True)
+        assert not (tmp_path / name).exists()
+        assert planned == ckpttool.save(checkpoint, tmp_path / name)
+        assert planned.nbytes == (tmp_path / name).stat().st_size
+
+
+def test_an_open_checkpoint_reads_on_when_its_name_is_taken(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "in.pt")
+    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    os.unlink(tmp_path / "in.pt")
+    ckpttool.save(checkpoint, tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["a"].tolist() == [1, 1]
+
+
+def test_a_closed_checkpoint_gives_its_descriptor_back(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "in.pt")
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+        fd = checkpoint.source.fd
+    with pytest.raises(OSError):
+        os.fstat(fd)
+
+
+def test_failing_to_read_leaves_no_descriptor_open(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"PK\x03\x04 and no more")
+    gc.collect()  # what earlier tests left open
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(Damaged):
+            ckpttool.open(tmp_path / "f")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_big_numbers_for_storages_are_refused(tmp_path: Path) -> None:
+    for numel in (2**63, -1, 2**61):
+        path = torch_zip(tmp_path / "f", dict_of({"a": tensor(storage(numel), (1,))}), {"0": b"abcd"})
+        with pytest.raises(Damaged):
+            ckpttool.open(path)
+
+
+@pytest.mark.parametrize(
+    "shape, stride, offset",
+    [
+        *[
+            ((5,), (1,), 0),
+            ((4,), (1,), 1),
+            ((2,), (4,), 0),
+            ((2, 2), (2, 2), 0),
+            ((1,), (1,), 4),
+            ((1,), (1,), 2**62),
+        ],
+        *[
+            ((2**40,), (0,), 2**63 - 1),
+            ((2**62, 4), (0, 0), 0),
+            ((2**32, 2**32), (0, 0), 0),
+            ((-1,), (1,), 0),
+        ],
+        *[
+            ((1,), (-1,), 0),
+            ((1,), (1,), -1),
+            ((1, 1), (1,), 0),
+            ((2**62,) * 100, (0,) * 100, 0),
+            ((2,), (2**62,), 0),
+        ],
+    ],
+)
+def test_a_tensor_that_reaches_past_its_storage_is_damage(
+    shape: tuple[int, ...], stride: tuple[int, ...], offset: int, tmp_path: Path
+) -> None:
+    body = dict_of({"a": tensor(storage(4), shape, stride, offset)})
+    with pytest.raises(Damaged, match="its pickle has a tensor"):
+        ckpttool.open(torch_zip(tmp_path / "f", body, {"0": bytes(16)}))
+
+
+DOUBLED = b"]" + b"".join(b"q%b0](h%bh%be" % ((bytes([i]),) * 3) for i in range(60))
+FOUR = tuple_of(number(4))
+
+MALFORMED = {
+    "no storage": tensor(b"N"),
+    "a number for storage": tensor(number(5)),
+    "shape a list": tensor(storage()).replace(FOUR, list_of(number(4))),
+    "requires_grad a number": tensor(storage()).replace(b"\x89", b"K\x00"),
+    "an unknown storage class": tensor(storage(kind="Storage")),
+    "a storage of another module": tensor(storage(module="os")),
+    "flags of unknown name": tensor(storage(), (4,), (1,), 0, dict_of({"odd": b"\x88"})),
+    "a conjugate of floats": tensor(storage(), (4,), (1,), 0, dict_of({"conj": b"\x88"})),
+    "flags in a list": tensor(storage(), (4,), (1,), 0, b"]N\x61"),
+    "an identity of text": text("storage") + b"Q",
+    "an identity in a doubled list": DOUBLED + b"Q",
+    "a storage class in a doubled list": tuple_of(text("storage"), DOUBLED, text("0"), text("cpu"), number(1))
+    + b"Q",
+    "a shape in a doubled list": tensor(storage()).replace(FOUR, DOUBLED, 1),
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_tensor_is_damage(what: str, tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "f", dict_of({"a": MALFORMED[what]}), {"0": bytes(16)})
+    with pytest.raises(Damaged) as damage:
+        ckpttool.open(path)
+    assert len(damage.value.reason) < 300

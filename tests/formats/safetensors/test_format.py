@@ -1,0 +1,522 @@
+"""The safetensors format: written as the library writes it to the byte, read more strictly than it reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import tempfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, load_model, save, save_file, save_model
+
+import ckpttool
+from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.errors import Damaged, NoState, Refused, Unsupported
+from ckpttool.formats.safetensors import format as safetensors
+from ckpttool.tensors import values as tensor_values
+from ckpttool.tensors.dtypes import DTYPES
+from tests.support.comparing import values
+from tests.support.crafting import safetensors_file
+
+F = torch.float32
+
+
+def converted(state: Mapping[str, Any], folder: Path, **given: Any) -> bytes:
+    """What this library makes of a `.pt` file of these tensors."""
+    torch.save(dict(state), folder / "in.pt")
+    ckpttool.save(ckpttool.open(folder / "in.pt"), folder / "out.safetensors", force=True, **given)
+    return (folder / "out.safetensors").read_bytes()
+
+
+def saved_by_the_library(state: Mapping[str, torch.Tensor], folder: Path, **given: Any) -> bytes:
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / "oracle", **given)
+    return (folder / "oracle").read_bytes()
+
+
+def savable(name: str) -> bool:
+    """Whether this torch has the type and this version of the library saves it."""
+    with contextlib.suppress(AttributeError, KeyError, ValueError, SafetensorError):
+        return bool(save({"t": torch.empty(0, dtype=getattr(torch, name))}))
+    return False
+
+
+SAVABLE = [name for name, dtype in DTYPES.items() if dtype.safetensors and savable(name)]
+
+
+@pytest.mark.parametrize("name", SAVABLE)
+def test_a_tensor_of_each_type_gives_the_bytes_of_save_file(name: str, tmp_path: Path) -> None:
+    state = {"t": torch.arange(11).to(getattr(torch, name))}
+    assert converted(state, tmp_path) == saved_by_the_library(state, tmp_path)
+
+
+def test_all_types_together_stand_in_the_order_of_save_file(tmp_path: Path) -> None:
+    state = {f"{i}.{name}": torch.arange(3).to(getattr(torch, name)) for i, name in enumerate(SAVABLE)}
+    assert converted(state, tmp_path) == saved_by_the_library(state, tmp_path)
+
+
+ODD_NAMES = [
+    *(
+        "a",
+        "",
+        " ",
+        "ключ",
+        "鍵",
+        "🔑",
+        'quo"te',
+        "back\\slash",
+        "new\nline",
+        "tab\t",
+        "nul\0",
+        "\x1b[31m",
+        "\x7f",
+    ),
+    *(
+        "\u2028",
+        "\x08\x0c\r",
+        "é",
+        "e\u0301",
+        "/etc/passwd",
+        "..",
+        "a/b",
+        "{",
+        "%s",
+        "\ufeff",
+        "\ue000",
+        "\uffff",
+    ),
+    *("x" * 100_000, "\U0010ffff", "__metadata", "dtype", "shape", "data_offsets"),
+]
+
+
+def test_odd_names_are_sorted_and_escaped_as_save_file_does(tmp_path: Path) -> None:
+    state = {name: torch.full((i % 3,), i, dtype=F) for i, name in enumerate(ODD_NAMES)}
+    assert converted(state, tmp_path) == saved_by_the_library(state, tmp_path)
+
+
+@pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, {"näme": 'va"lue\n\x1b'}, {"": ""}], ids=str)
+def test_metadata_goes_through_as_save_file_writes_it(metadata: dict[str, str], tmp_path: Path) -> None:
+    state = {"b": torch.ones(2), "a": torch.zeros(3)}
+    expected = saved_by_the_library(state, tmp_path, metadata=metadata or None)
+    ckpttool.save(ckpttool.open(tmp_path / "oracle"), tmp_path / "out.safetensors")
+    assert (tmp_path / "out.safetensors").read_bytes() == expected
+
+
+def test_no_tensors_at_all_give_the_file_of_save_file(tmp_path: Path) -> None:
+    expected = saved_by_the_library({}, tmp_path)
+    assert converted({}, tmp_path) == expected
+    ckpttool.save(ckpttool.open(tmp_path / "oracle"), tmp_path / "again.safetensors")
+    assert (tmp_path / "again.safetensors").read_bytes() == expected
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda n: n != "__metadata__")
+shapes = st.lists(st.integers(0, 4), max_size=3)
+
+
+@given(st.dictionaries(names, st.tuples(st.sampled_from(SAVABLE), shapes), max_size=6), st.randoms())
+def test_any_tensors_give_the_bytes_of_save_file(wanted: dict[str, Any], random: Any) -> None:
+    state = {}
+    for name, (dtype, shape) in wanted.items():
+        count = torch.Size(shape).numel()
+        state[name] = (
+            torch.tensor([random.randrange(2) for _ in range(count)]).to(getattr(torch, dtype)).reshape(shape)
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        assert converted(state, Path(folder)) == saved_by_the_library(state, Path(folder))
+
+
+def tied() -> dict[str, torch.Tensor]:
+    weight = torch.arange(12, dtype=F).reshape(3, 4)
+    return {"embed": weight, "head": weight, "row": weight[1], "flat": weight.view(-1), "turned": weight.t()}
+
+
+VIEWS: dict[str, dict[str, torch.Tensor]] = {
+    "tied": tied(),
+    "overlapping": {"a": torch.arange(10)[:6], "b": torch.arange(10)[4:]},
+    "transposed": {"t": torch.arange(12, dtype=F).reshape(3, 4).t()},
+    "channels last": {"t": torch.rand(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)},
+    "strided": {"t": torch.arange(20)[1::3]},
+    "expanded": {"t": torch.arange(3).expand(5, 3)},
+    "conjugate": {"t": torch.tensor([1 + 2j, 3 - 4j]).conj()},
+    "negative": {"t": torch.tensor([1 + 2j, 3 - 4j]).conj().imag},
+    "part of a storage": {"t": torch.arange(100)[40:43]},
+    "0-d of a storage": {"t": torch.arange(5)[2]},
+    "parameters": {"t": torch.nn.Parameter(torch.ones(3))},
+}
+
+
+@pytest.mark.parametrize("chunk", [tensor_values.CHUNK, 32])
+@pytest.mark.parametrize("what", VIEWS)
+def test_views_are_written_out_with_the_values_they_show(
+    what: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_values, "CHUNK", chunk)
+    state = {name: tensor.detach() for name, tensor in VIEWS[what].items()}
+    converted(state, tmp_path, keep_copies=True)
+    loaded = load_file(tmp_path / "out.safetensors")
+    assert loaded.keys() == state.keys()
+    for name, tensor in state.items():
+        assert loaded[name].shape == tensor.shape
+        assert values(loaded[name]) == values(tensor)
+
+
+def test_what_was_written_out_for_each_of_its_names_is_said(tmp_path: Path) -> None:
+    torch.save(tied() | {"own": torch.ones(2)}, tmp_path / "in.pt")
+    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    saved = ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+    assert (saved.tied, saved.copied) == (("head",), ("row", "flat", "turned"))
+    saved = ckpttool.save(checkpoint, tmp_path / "copies.safetensors", keep_copies=True)
+    assert (saved.tied, saved.copied) == ((), ("head", "row", "flat", "turned"))
+
+
+def test_parts_of_one_storage_that_do_not_overlap_are_no_copies(tmp_path: Path) -> None:
+    whole = torch.arange(10)
+    torch.save({"a": whole[:5], "b": whole[5:], "empty": whole[3:3]}, tmp_path / "in.pt")
+    assert ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.safetensors").copied == ()
+
+
+# Ties.
+
+
+class Tied(torch.nn.Module):
+    """A language model's two ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_tie_is_kept_once_and_recorded_as_save_model_does(tmp_path: Path) -> None:
+    model, oracles = Tied(), set()
+    for _ in range(64):  # the library writes metadata in one of two orders, at random
+        save_model(model, str(tmp_path / "oracle"), metadata={"format": "pt"})
+        oracles.add((tmp_path / "oracle").read_bytes())
+    assert converted(model.state_dict(), tmp_path) in oracles
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert file.metadata() == {"head.weight": "embed.weight", "format": "pt"}
+        assert list(file.keys()) == ["embed.weight"]
+
+
+def test_a_tied_model_is_loaded_by_load_model(tmp_path: Path) -> None:
+    model, other = Tied(), Tied()
+    torch.save(model.state_dict(), tmp_path / "in.pt")
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.safetensors")
+    assert load_model(other, tmp_path / "out.safetensors") == (set(), [])
+    assert torch.equal(other.head.weight, model.embed.weight)
+    assert other.head.weight is other.embed.weight
+
+
+@pytest.mark.parametrize("writer", ["this library", "save_model"])
+def test_ties_are_ties_again_on_the_way_back(writer: str, tmp_path: Path) -> None:
+    model = Tied()
+    if writer == "save_model":
+        save_model(model, tmp_path / "f.safetensors")
+    else:
+        torch.save(model.state_dict(), tmp_path / "in.pt")
+        ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "f.safetensors")
+    checkpoint = ckpttool.open(tmp_path / "f.safetensors")
+    assert set(checkpoint.state().tensors) == {"embed.weight", "head.weight"}
+    assert "head.weight" not in checkpoint.metadata
+    ckpttool.save(checkpoint, tmp_path / "back.pt")
+    loaded = torch.load(tmp_path / "back.pt")
+    assert loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+    assert (tmp_path / "back.pt").stat().st_size < 2_000
+    Tied().load_state_dict(loaded)
+
+
+def test_a_tie_goes_on_from_safetensors_to_safetensors(tmp_path: Path) -> None:
+    save_model(Tied(), tmp_path / "a.safetensors", metadata={"who": "me"})
+    saved = ckpttool.save(ckpttool.open(tmp_path / "a.safetensors"), tmp_path / "b.safetensors")
+    assert saved.tied == ("head.weight",)
+    with safe_open(tmp_path / "b.safetensors", "pt") as file:
+        assert file.metadata() == {"head.weight": "embed.weight", "who": "me", "format": "pt"}
+
+
+def test_only_the_same_view_of_the_same_storage_is_a_tie(tmp_path: Path) -> None:
+    base = torch.arange(4, dtype=F).reshape(2, 2)
+    state = {"a": base, "same values": base.clone(), "turned": base.t(), "flat": base.view(4), "row": base[0]}
+    converted(state, tmp_path)
+    assert load_file(tmp_path / "out.safetensors").keys() == state.keys()
+
+
+def test_empty_tensors_are_written_each_for_itself(tmp_path: Path) -> None:
+    none = torch.empty(0, 3)
+    converted({"a": none, "b": none}, tmp_path)
+    assert set(load_file(tmp_path / "out.safetensors")) == {"a", "b"}
+
+
+def test_a_tie_whose_name_the_metadata_needs_is_written_out(tmp_path: Path) -> None:
+    """`format` tells which library the tensors are for; transformers reads nothing without it."""
+    weight = torch.ones(2, 2)
+    metadata = {"format": "pt", "who": "me"}
+    assert (
+        safetensors.ties(described({"w": weight, "format": weight, "who": weight}, tmp_path), metadata) == {}
+    )
+    assert safetensors.ties(described({"w": weight, "v": weight}, tmp_path), metadata) == {"v": "w"}
+
+
+def described(state: Mapping[str, torch.Tensor], folder: Path) -> dict[str, Any]:
+    torch.save(dict(state), folder / "described.pt")
+    return ckpttool.open(folder / "described.pt").state().tensors
+
+
+def test_a_tensor_that_is_named_like_the_format_makes_no_tie_of_it(tmp_path: Path) -> None:
+    save_file({"pt": torch.ones(1)}, tmp_path / "f", metadata={"format": "pt"})
+    checkpoint = ckpttool.open(tmp_path / "f")
+    assert list(checkpoint.state().tensors) == ["pt"]
+    assert checkpoint.metadata == {"format": "pt"}
+
+
+@pytest.mark.filterwarnings("ignore:.*support is experimental")
+@pytest.mark.parametrize("dtype", ["complex128", "complex32", "bits8", "float8_e8m0fnu"])
+def test_a_type_that_the_format_lacks_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
+    if not hasattr(torch, dtype):
+        pytest.skip(f"this torch has no {dtype}")
+    torch.save({"odd": torch.empty(3, dtype=getattr(torch, dtype)), "a": torch.ones(1)}, tmp_path / "in.pt")
+    with pytest.raises(Refused, match=f"can't hold 'odd': it has no type {dtype}") as refusal:
+        ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.safetensors")
+    assert ".pt" in str(refusal.value.hint)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt"]
+
+
+def test_the_name_that_the_format_reserves_is_refused(tmp_path: Path) -> None:
+    torch.save({"__metadata__": torch.ones(1)}, tmp_path / "in.pt")
+    with pytest.raises(Refused, match="can't hold a tensor named '__metadata__'"):
+        ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.safetensors")
+
+
+def test_a_name_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+    torch.save({"file\udcff": torch.ones(1)}, tmp_path / "in.pt")
+    with pytest.raises(Refused, match=r"a key is not valid Unicode: ….*\\udcff"):
+        ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.safetensors")
+
+
+def test_what_the_format_leaves_behind_is_named(tmp_path: Path) -> None:
+    state = OrderedDict(w=torch.ones(2), _extra_state={"a": 1})
+    state._metadata = OrderedDict()  # type: ignore[attr-defined]
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1).state_dict()
+    torch.save(
+        {"epoch": 3, "nested": {"model": state, "note": "x"}, "optimizer": optimizer}, tmp_path / "in.pt"
+    )
+    saved = ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.safetensors")
+    assert set(saved.left_out) == {
+        *("nested.model._extra_state", "nested.model._metadata", "nested.note", "epoch", "optimizer"),
+    }
+    assert list(load_file(tmp_path / "out.safetensors")) == ["w"]
+
+
+# Reading.
+
+
+def test_a_file_of_the_library_is_read_in_file_order_with_its_metadata(tmp_path: Path) -> None:
+    state = {"b": torch.ones(2, 3), "a": torch.zeros(3, dtype=torch.int64), "c": torch.tensor(1.5)}
+    save_file(state, tmp_path / "f", metadata={"format": "pt"})
+    checkpoint = ckpttool.open(tmp_path / "f")
+    with safe_open(tmp_path / "f", "pt") as theirs:
+        assert list(checkpoint.state().tensors) == theirs.offset_keys()
+    assert (checkpoint.format, checkpoint.metadata) == ("safetensors", {"format": "pt"})
+    for name, ref in checkpoint.state().tensors.items():
+        assert (ref.dtype.name, ref.shape) == (str(state[name].dtype)[6:], tuple(state[name].shape))
+        assert ref.data.read() == values(state[name])
+
+
+@pytest.mark.parametrize("extra", [b"", b"   ", b"\n"])
+def test_padding_behind_the_header_may_be_any_blank(extra: bytes, tmp_path: Path) -> None:
+    header = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}' + extra
+    assert (
+        ckpttool.open(safetensors_file(tmp_path / "f", header, b"ab")).state().tensors["a"].data.read()
+        == b"ab"
+    )
+
+
+U8 = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
+
+
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"a": U8 | changes}
+
+
+LIES: dict[str, tuple[object, bytes]] = {
+    "a hole before": (entry(data_offsets=[1, 3]), b"abc"),
+    "a hole between": ({"a": U8, "b": U8 | {"data_offsets": [3, 5]}}, b"abcde"),
+    "an overlap": ({"a": U8, "b": U8 | {"data_offsets": [1, 3]}}, b"abc"),
+    "the same bytes twice": ({"a": U8, "b": U8}, b"ab"),
+    "bytes after the last": ({"a": U8}, b"abc"),
+    "bytes missing": ({"a": U8}, b"a"),
+    "bytes though no tensor": ({}, b"a"),
+    "end before begin": (entry(data_offsets=[2, 0]), b"ab"),
+    "a negative offset": (entry(data_offsets=[-2, 0]), b"ab"),
+    "a shape of other size": (entry(shape=[3]), b"ab"),
+    "a negative shape": (entry(shape=[-1, -2]), b"ab"),
+    "a shape that overflows": (entry(shape=[2**32, 2**32]), b"ab"),
+    "a shape past all numbers": (entry(shape=[2**63, 2]), b"ab"),
+    "a shape of a thousand axes": (entry(shape=[2**62] * 1000), b"ab"),
+    "a shape of a hundred thousand axes": (entry(shape=[2**62] * 100_000), b"ab"),
+    "shape a number": (entry(shape=2), b"ab"),
+    "shape of text": (entry(shape=["2"]), b"ab"),
+    "shape of fractions": (entry(shape=[2.0]), b"ab"),
+    "shape of truth values": (entry(shape=[True, 2]), b"ab"),
+    "shape null": (entry(shape=None), b"ab"),
+    "offsets of text": (entry(data_offsets="02"), b"ab"),
+    "offsets of fractions": (entry(data_offsets=[0, 2.0]), b"ab"),
+    "one offset": (entry(data_offsets=[0]), b"ab"),
+    "three offsets": (entry(data_offsets=[0, 2, 2]), b"ab"),
+    "dtype a number": (entry(dtype=8), b"ab"),
+    "dtype in a list": (entry(dtype=["U8"]), b"ab"),
+    "a field missing": ({"a": {"dtype": "U8", "shape": [2]}}, b"ab"),
+    "a field unknown": (entry(requires_grad=True), b"ab"),
+    "an entry as a list": ({"a": ["U8", [2], [0, 2]]}, b"ab"),
+    "an entry as text": ({"a": "U8"}, b"ab"),
+    "metadata of numbers": ({"__metadata__": {"n": 1}, "a": U8}, b"ab"),
+    "metadata nested": ({"__metadata__": {"n": {}}, "a": U8}, b"ab"),
+    "metadata a list": ({"__metadata__": [], "a": U8}, b"ab"),
+    "metadata null": ({"__metadata__": None, "a": U8}, b"ab"),
+    "an entry twice": (b'{"a":%b,"a":%b}' % ((json.dumps(U8).encode(),) * 2), b"ab"),
+    "a field twice": (b'{"a":{"dtype":"U8","dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b"ab"),
+    "metadata twice": (b'{"__metadata__":{},"__metadata__":{}}', b""),
+    "no UTF-8": (b'{"\xff":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b"ab"),
+    "a number of 10,000 digits": (
+        b'{"a":{"dtype":"U8","shape":[1%b],"data_offsets":[0,2]}}' % (b"0" * 10_000),
+        b"ab",
+    ),
+    "infinity": (b'{"a":{"dtype":"U8","shape":[Infinity],"data_offsets":[0,2]}}', b"ab"),
+    "nested a hundred thousand deep": (b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b""),
+    "more after the object": (b"{}{}", b""),
+    "no JSON": (b"{]", b""),
+    "only a brace": (b"{", b""),
+    "zeros for padding": (b"{}\0\0", b""),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_header_that_breaks_the_rules_is_damaged(lie: str, tmp_path: Path) -> None:
+    header, data = LIES[lie]
+    path = safetensors_file(tmp_path / "f.safetensors", header, data)
+    with pytest.raises(Damaged) as damage:
+        ckpttool.open(path)
+    assert len(damage.value.reason) < 300
+
+
+ONE = b'"a%b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+TEXT = b'{"__metadata__":{"%b":"%b"},' + ONE % b"" + b"}"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"{" + ONE % text + b"}" for text in (rb"\ud800", rb"\udfff", rb"\ude00\ud83d", rb"\ud800\u0041")),
+        TEXT % (rb"\uD800", b""),
+        TEXT % (b"", rb"\udC00"),
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[-0,1]}}',
+        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[ -0 ,1]}}',
+    ],
+)
+def test_text_and_numbers_that_only_python_takes_are_damaged(header: bytes, tmp_path: Path) -> None:
+    path = safetensors_file(tmp_path / "f", header, b"a")
+    with pytest.raises(SafetensorError):
+        load_file(path)
+    with pytest.raises(Damaged):
+        ckpttool.open(path)
+
+
+@pytest.mark.parametrize("text", [rb"\ud83d\ude00", rb"\\ud800", rb"\u00e9", b"-0", b",-0", "é".encode()])
+def test_text_that_looks_like_that_is_read_as_the_library_reads_it(text: bytes, tmp_path: Path) -> None:
+    path = safetensors_file(tmp_path / "f", TEXT % (text, text) + b" ", b"a")
+    with safe_open(path, "pt") as theirs:
+        assert ckpttool.open(path).metadata == theirs.metadata()
+    path = safetensors_file(tmp_path / "g", b"{" + ONE % text + b"}", b"a")
+    assert list(ckpttool.open(path).state().tensors) == list(load_file(path))
+
+
+def test_a_type_unknown_to_torch_is_unsupported_and_named(tmp_path: Path) -> None:
+    path = safetensors_file(
+        tmp_path / "f", {"a": {"dtype": "F6_E3M2", "shape": [4], "data_offsets": [0, 3]}}, b"abc"
+    )
+    with pytest.raises(Unsupported, match="tensor 'a' has the type F6_E3M2"):
+        ckpttool.open(path)
+
+
+@pytest.mark.parametrize("size", [0, 1, 10_000, 100_000_001, 2**32, 2**63, 2**64 - 1])
+def test_a_header_length_that_lies_is_refused_without_room_for_it(size: int, tmp_path: Path) -> None:
+    path = safetensors_file(tmp_path / "f", {"a": U8}, b"ab", size=size)
+    with pytest.raises((Damaged, Unsupported)):
+        ckpttool.open(path)
+
+
+def test_a_blank_before_the_header_is_no_safetensors(tmp_path: Path) -> None:
+    """safetensors 0.8 takes it; the format says that the header begins with a brace."""
+    path = safetensors_file(tmp_path / "f", b' {"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}', b"ab")
+    with pytest.raises(Unsupported, match="not a checkpoint"):
+        ckpttool.open(path)
+
+
+@given(st.binary(max_size=60), st.integers(0, 60))
+def test_any_header_is_read_as_the_library_reads_it_or_refused(noise: bytes, where: int) -> None:
+    """Whatever this reader takes, the library takes too, and finds the same in it."""
+    header = bytearray(
+        b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[0],"data_offsets":[2,2]}}'
+    )
+    header[where : where + len(noise)] = noise
+    with tempfile.TemporaryDirectory() as folder:
+        path = safetensors_file(Path(folder) / "f", bytes(header), b"ab")
+        try:
+            mine = ckpttool.open(path)
+        except (Damaged, Unsupported):
+            return
+        theirs = load_file(path)
+        assert {n: values(t) for n, t in theirs.items()} == {n: t.data.read() for n, t in mine.tensors()}
+
+
+def test_reading_looks_at_the_header_alone(tmp_path: Path) -> None:
+    path = tmp_path / "huge.safetensors"
+    entry = {"dtype": "U8", "shape": [1 << 33], "data_offsets": [0, 1 << 33]}
+    safetensors_file(path, {"a": entry})
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size + (1 << 33))  # a hole: 8 GiB that nobody reads
+    assert ckpttool.open(path).state().tensors["a"].nbytes == 1 << 33
+
+
+def test_the_magic_is_a_length_and_a_brace() -> None:
+    assert safetensors.sniff(struct.pack("<Q", 2) + b"{}")
+    assert not safetensors.sniff(struct.pack("<Q", 2) + b"[]")
+    assert not safetensors.sniff(struct.pack("<Q", 1 << 40) + b"{}")
+    assert not safetensors.sniff(b"{}")
+
+
+def test_a_checkpoint_without_a_state_makes_no_file(tmp_path: Path) -> None:
+    torch.save({"epoch": 1}, tmp_path / "in.pt")
+    with pytest.raises(NoState, match="no dict of tensors"):
+        ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_the_library_reads_what_was_written_from_a_larger_file(tmp_path: Path) -> None:
+    state = {f"layer{i}.weight": torch.rand(37, 11) for i in range(50)}
+    converted(state, tmp_path)
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in state.items())
+
+
+def test_what_this_test_calls_the_library_refuses_what_is_cut_short(tmp_path: Path) -> None:
+    """The oracle is no yes-man."""
+    (tmp_path / "f").write_bytes(saved_by_the_library({"a": torch.ones(3)}, tmp_path)[:-1])
+    with pytest.raises(SafetensorError):
+        load_file(tmp_path / "f")
+    with pytest.raises(Damaged):
+        ckpttool.open(tmp_path / "f")
+
+
+def test_the_checkpoint_of_a_safetensors_file_is_one(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "f")
+    assert isinstance(ckpttool.open(tmp_path / "f"), Checkpoint)

@@ -1,0 +1,121 @@
+"""Checkpoints that Lightning itself wrote: read whole, and nothing of them lost on the way.
+
+Needs the extra `interop`; the tests skip where it is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.tensors.to_torch import live_tensors
+from tests.support.comparing import assert_same, values
+
+lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install 'ckpttool[interop]'")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Net(lightning.LightningModule):  # type: ignore[name-defined, misc]
+    """A small module with everything that goes into a checkpoint beside its weights."""
+
+    def __init__(self, width: int = 4, options: Any = None, activation: type = torch.nn.ReLU) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.BatchNorm1d(width), activation())
+        self.head = torch.nn.Linear(width, 2)
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.head(self.net(batch[0])).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.1)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["noise"] = {"state": torch.get_rng_state(), "path": Path("runs") / "1"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of two epochs, as `Trainer.fit` leaves it."""
+    folder = tmp_path_factory.mktemp("lightning")
+    kept = lightning.pytorch.callbacks.ModelCheckpoint(dirpath=folder, monitor="loss", save_last=True)
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[kept],
+        default_root_dir=folder,
+    )
+    data = torch.utils.data.TensorDataset(torch.rand(8, 3))
+    options = argparse.Namespace(lr=0.1, names=["a", "b"])
+    trainer.fit(Net(options=options), torch.utils.data.DataLoader(data, batch_size=4))
+    return folder / "last.ckpt"
+
+
+def test_the_state_is_found(trained: Path) -> None:
+    checkpoint = ckpttool.open(trained)
+    state = checkpoint.state()
+    wanted = torch.load(trained, weights_only=False)["state_dict"]
+    assert (checkpoint.format, state.where) == ("torch-zip", "state_dict")
+    assert {k: values(v) for k, v in live_tensors(state.tensors).items()} == {
+        k: values(v) for k, v in wanted.items()
+    }
+
+
+def test_hyper_parameters_are_shown_and_stay_inert(trained: Path, cli: Callable[..., Any]) -> None:
+    found = cli("inspect", trained, "--json").json
+    other = {row["name"]: row for row in found["other"]}
+    assert other["hyper_parameters.width"]["value"] == 4
+    assert other["hyper_parameters.options"]["type"] == "argparse.Namespace"
+    assert other["hyper_parameters.options.lr"]["value"] == 0.1
+    assert other["hyper_parameters.activation"]["value"] == "torch.nn.modules.activation.ReLU"
+    assert other["pytorch-lightning_version"]["value"] == lightning.__version__
+    assert "argparse.Namespace" in found["unknown"]
+
+
+def test_nothing_is_lost_from_ckpt_to_pt(trained: Path, tmp_path: Path) -> None:
+    ckpttool.save(ckpttool.open(trained), tmp_path / "again.ckpt")
+    assert_same(
+        torch.load(trained, weights_only=False), torch.load(tmp_path / "again.ckpt", weights_only=False)
+    )
+
+
+def test_nothing_is_lost_by_way_of_safetensors(trained: Path, tmp_path: Path) -> None:
+    ckpttool.save(ckpttool.open(trained), tmp_path / "all.safetensors", full=True)
+    ckpttool.save(ckpttool.open(tmp_path / "all.safetensors"), tmp_path / "again.ckpt")
+    assert_same(
+        torch.load(trained, weights_only=False), torch.load(tmp_path / "again.ckpt", weights_only=False)
+    )
+
+
+def test_lightning_goes_on_from_what_was_written(trained: Path, tmp_path: Path) -> None:
+    ckpttool.save(ckpttool.open(trained), tmp_path / "again.ckpt")
+    model = Net.load_from_checkpoint(tmp_path / "again.ckpt", weights_only=False)
+    assert model.hparams.width == 4 and model.hparams.options.lr == 0.1
+    wanted = torch.load(trained, weights_only=False)["state_dict"]
+    assert_same(dict(model.state_dict()), dict(wanted))
+
+
+def test_a_part_of_the_model_is_taken_out(trained: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    ran = cli("strip-prefix", trained, tmp_path / "net.safetensors", "--prefix", "net.", "--json")
+    assert ran.code == 0 and ran.json["renamed"] == 7
+    assert "hyper_parameters" in ran.json["left_out"] and "optimizer_states" in ran.json["left_out"]
+    assert "0.weight" in ckpttool.open(tmp_path / "net.safetensors").state().tensors
+
+
+def test_a_whole_lightning_module_is_named(tmp_path: Path) -> None:
+    model = Net()
+    torch.save(model, tmp_path / "m.pt")
+    assert list(ckpttool.open(tmp_path / "m.pt").state().tensors) == list(model.state_dict())

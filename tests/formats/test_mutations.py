@@ -1,0 +1,213 @@
+"""Any change of a whole file or folder is read correctly or refused: in bounded memory, with nothing run.
+
+"Correctly" is as much as a format lets anyone know: with checksums, the same contents or a problem that
+`verify` tells; where the structure alone is there to be checked, the values may differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import tempfile
+import tracemalloc
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpttool
+from ckpttool.analysis.summary import summarize
+from ckpttool.analysis.verify import verify
+from ckpttool.checkpoint import full_json
+from ckpttool.errors import CkptToolError
+from ckpttool.files.digest import digest
+from tests.support.every_format import as_tar
+
+TREE: dict[str, Any] = {
+    "model": OrderedDict({"module.a": torch.arange(6.0).reshape(2, 3), "module.b": torch.ones(3).half()}),
+    "optimizer": {"state": {0: {"m": torch.ones(2, 3)}}, "param_groups": [{"params": [0], "lr": 0.1}]},
+    "epoch": 3,
+    "betas": (0.9, 0.999),
+    "args": argparse.Namespace(lr=0.1),
+}
+
+MEMORY = 64 << 20
+"""Bytes that Python may hold while it looks at a file of some kilobytes."""
+
+
+def as_dcp(path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    plain = {name: value for name, value in TREE.items() if name != "args"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(plain, checkpoint_id=path, no_dist=True)
+
+
+def converted(to: str, **choices: Any) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        torch.save(TREE, path.with_suffix(".pt"))
+        ckpttool.save(ckpttool.open(path.with_suffix(".pt")), path, to=to, **choices)
+        path.with_suffix(".pt").unlink()
+
+    return write
+
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "zip": lambda path: torch.save(TREE, path),
+    "legacy": lambda path: torch.save(TREE, path, _use_new_zipfile_serialization=False),
+    "tar": as_tar,
+    "full": converted("safetensors", full=True),
+    "shards": converted("safetensors-sharded", shard_size=24),
+    "shards, full": converted("safetensors-sharded", shard_size=24, full=True),
+    "shards, torch": converted("torch-sharded", shard_size=24),
+    "dcp": as_dcp,
+    "dcp, full": converted("dcp", full=True),
+}
+
+INDEXES = {
+    "shards": "model.safetensors.index.json",
+    "shards, full": "model.safetensors.index.json",
+    "shards, torch": "pytorch_model.bin.index.json",
+    "dcp": ".metadata",
+    "dcp, full": ".metadata",
+}
+"""The file of a folder that tells what is in the others."""
+
+PLACES = [(kind, "") for kind in WRITERS if kind not in INDEXES] + [
+    *INDEXES.items(),
+    ("dcp", "__0_0.distcp"),
+    ("shards, torch", "pytorch_model-00001-of-00002.bin"),
+]
+"""What is changed: a file, or one of a folder."""
+
+SUMMED = {("zip", ""), ("shards, torch", "pytorch_model-00001-of-00002.bin")}
+"""Where checksums cover everything."""
+
+
+@functools.cache
+def whole(kind: str) -> dict[str, bytes]:
+    """The bytes of a whole file, or of all files of a folder by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "in"
+        WRITERS[kind](path)
+        files = path.iterdir() if path.is_dir() else [path]
+        return {"" if file == path else file.name: file.read_bytes() for file in files}
+
+
+def put(kind: str, path: Path, changed: dict[str, bytes]) -> None:
+    if kind in INDEXES:
+        path.mkdir(exist_ok=True)
+    for name, raw in (whole(kind) | changed).items():
+        (path / name if name else path).write_bytes(raw)
+
+
+def contents(checkpoint: ckpttool.Checkpoint) -> tuple[str, str]:
+    return digest(dict(checkpoint.tensors())), full_json.encode(checkpoint.tree).text
+
+
+@functools.cache
+def honest(kind: str) -> tuple[str, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        put(kind, Path(folder) / "in", {})
+        with ckpttool.open(Path(folder) / "in") as checkpoint:
+            return contents(checkpoint)
+
+
+def found_in(kind: str, path: Path) -> tuple[str, str] | None:
+    """The contents; None when the file was refused, or `verify` finds fault with it."""
+    tracemalloc.start()
+    try:
+        with ckpttool.open(path) as checkpoint:
+            summarize(checkpoint)
+            ckpttool.save(checkpoint, path.with_name("out.pt"), dry_run=True)
+            ckpttool.save(checkpoint, path.with_name("out.safetensors"), dry_run=True, full=True)
+            found = contents(checkpoint)
+            return found if verify(checkpoint).ok else None
+    except CkptToolError as error:
+        assert error.exit_code == 3 and len(str(error)) < 1000
+        return None
+    finally:
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < MEMORY
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_the_whole_files_are_read(kind: str, tmp_path: Path) -> None:
+    """Else nothing here could fail."""
+    put(kind, tmp_path / "in", {})
+    assert found_in(kind, tmp_path / "in") == honest(kind)
+
+
+@pytest.mark.parametrize("kind, name", PLACES)
+def test_a_file_cut_at_any_byte_is_refused_or_was_whole_without_the_rest(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    raw = whole(kind)[name]
+    put(kind, tmp_path / "in", {})
+    at = tmp_path / "in" / name if name else tmp_path / "in"
+    step = 1 + len(raw) // 25  # tests/test_hostile.py cuts some formats at every byte
+    for end in sorted({*range(0, len(raw), step), *range(max(0, len(raw) - 8), len(raw))}):
+        at.write_bytes(raw[:end])
+        assert found_in(kind, tmp_path / "in") in (None, honest(kind)), f"cut after {end} bytes"
+
+
+@st.composite
+def mutations(draw: st.DrawFn) -> Callable[[bytes], bytes]:
+    """One to three changes, at places given as fractions of the length."""
+    steps = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["flip", "cut", "copy over", "copy in", "take out", "zero", "put in"]),
+                st.floats(0, 1),
+                st.floats(0, 1),
+                st.integers(1, 200),
+                st.binary(min_size=1, max_size=12),
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+
+    def change(raw: bytes) -> bytes:
+        out = bytearray(raw)
+        for what, first, second, size, noise in steps:
+            at, to = int(first * len(out)), int(second * len(out))
+            piece = bytes(out[at : at + size])
+            if what == "flip" and at < len(out):
+                out[at] ^= noise[0] or 1
+            elif what == "cut":
+                del out[at:]
+            elif what == "copy over":
+                out[to : to + len(piece)] = piece
+            elif what == "copy in":
+                out[to:to] = piece
+            elif what == "take out":
+                del out[at : at + size]
+            elif what == "zero":
+                out[at : at + size] = bytes(len(piece))
+            else:
+                out[at:at] = noise
+        return bytes(out)
+
+    return change
+
+
+@pytest.mark.parametrize("kind, name", PLACES)
+@settings(max_examples=settings().max_examples // 3)  # each example takes a fifth of a second
+@given(change=mutations())
+def test_any_change_is_read_correctly_or_refused(
+    kind: str, name: str, change: Callable[[bytes], bytes]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        put(kind, Path(folder) / "in", {name: change(whole(kind)[name])})
+        found = found_in(kind, Path(folder) / "in")
+        if (kind, name) in SUMMED:
+            assert found in (None, honest(kind))

@@ -1,0 +1,576 @@
+"""What is written: checked before it counts, as much as was meant, and not a byte read that need not be."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool.analysis.verify import verify
+from ckpttool.batchnorm.pool_files import pool_states
+from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.errors import CkptToolError, Damaged, NoState, OutputExists, Refused, UsageFault
+from ckpttool.files.copying import Output
+from ckpttool.formats.pytorch import zip as torch_zip
+from ckpttool.formats.safetensors import format as safetensors
+from ckpttool.formats.zip.reader import read_directory
+from ckpttool.tensors.cast import target
+from ckpttool.tensors.ref import ByteRange, TensorRef
+from ckpttool.transforms import average
+from ckpttool.transforms.keys import add_prefix, strip_prefix
+from ckpttool.transforms.selection import cast
+from tests.support.comparing import assert_same, values
+from tests.support.running import Ran
+
+base = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+STATE = {"module.w": base, "module.row": base[1], "module.tied": base, "module.n": torch.tensor(7)}
+OPTIMIZER: dict[str, Any] = {"state": {0: {"m": torch.ones(5)}}, "param_groups": []}
+RUN = {"model": OrderedDict(STATE), "epoch": 3, "optimizer": OPTIMIZER}
+
+
+def saved(value: Any, folder: Path, name: str = "in.pt", **given: Any) -> Path:
+    torch.save(value, folder / name, **given)
+    return folder / name
+
+
+# Nothing counts before it was read back.
+
+
+def wrongly(change: Callable[..., Any], writer: Callable[..., Any]) -> Callable[..., Any]:
+    """A writer that writes something else than it was told, or leaves something undone."""
+
+    def write(*given: Any) -> Any:
+        return change(writer, *given)
+
+    return write
+
+
+def with_tree(change: Callable[[dict[Any, Any]], object]) -> Callable[..., Any]:
+    def write(writer: Callable[..., Any], checkpoint: Checkpoint, out: Output, name: str) -> None:
+        from dataclasses import replace
+
+        tree = dict(checkpoint.tree)  # type: ignore[call-overload]
+        change(tree)
+        writer(replace(checkpoint, tree=tree), out, name)
+
+    return write
+
+
+def with_tensors(change: Callable[[dict[str, TensorRef]], object]) -> Callable[..., Any]:
+    def write(writer: Callable[..., Any], path: str, tensors: Any, metadata: Any, out: Output) -> None:
+        tensors = dict(tensors)
+        change(tensors)
+        writer(path, tensors, metadata, out)
+
+    return write
+
+
+def cut_short(writer: Callable[..., Any], *given: Any) -> None:
+    (out,) = (each for each in given if isinstance(each, Output))
+    writer(*given)
+    os.ftruncate(out.fd, out.position - 30)
+
+
+def garbage(writer: Callable[..., Any], *given: Any) -> None:
+    (out,) = (each for each in given if isinstance(each, Output))
+    out.write(b"not a checkpoint at all")
+
+
+def nothing(writer: Callable[..., Any], *given: Any) -> None:
+    pass
+
+
+def shaped(tensors: dict[Any, Any]) -> None:
+    tensors["module.w"] = TensorRef.contiguous(tensors["module.w"].storage, tensors["module.w"].dtype, (6, 4))
+
+
+def typed(tensors: dict[Any, Any]) -> None:
+    from dataclasses import replace
+
+    from ckpttool.tensors.dtypes import DTYPES
+
+    tensors["module.w"] = replace(tensors["module.w"], dtype=DTYPES["int32"])
+
+
+TREES = {
+    "a tensor forgotten": with_tree(lambda tree: tree.pop("module.n")),
+    "a name changed": with_tree(lambda tree: tree.update({"module.m": tree.pop("module.n")})),
+    "another shape": with_tree(shaped),
+    "another type": with_tree(typed),
+    "cut short": cut_short,
+    "garbage": garbage,
+    "nothing": nothing,
+}
+TENSORS = {
+    "a tensor forgotten": with_tensors(lambda tensors: tensors.pop("module.n")),
+    "a tensor more": with_tensors(lambda tensors: tensors.update(more=tensors["module.n"])),
+    "another shape": with_tensors(shaped),
+    "another type": with_tensors(typed),
+    "cut short": cut_short,
+    "garbage": garbage,
+    "nothing": nothing,
+}
+FAULTS = {".pt": (torch_zip, TREES), ".safetensors": (safetensors, TENSORS)}
+
+
+@pytest.mark.parametrize(
+    ("ending", "what"), [(ending, what) for ending in FAULTS for what in FAULTS[ending][1]]
+)
+def test_what_was_written_wrongly_is_not_kept_and_the_old_file_stays(
+    ending: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, changes = FAULTS[ending]
+    out = tmp_path / f"out{ending}"
+    out.write_bytes(b"the old file")
+    checkpoint = ckpttool.open(saved(STATE, tmp_path))
+    monkeypatch.setattr(module, "write", wrongly(changes[what], module.write))
+    with pytest.raises(CkptToolError, match=f"^{out}: ") as fault:
+        ckpttool.save(checkpoint, out, force=True)
+    assert fault.value.exit_code == 3
+    assert out.read_bytes() == b"the old file"
+    assert sorted(os.listdir(tmp_path)) == ["in.pt", out.name]
+
+
+def test_a_fault_in_writing_is_exit_3_and_one_line(
+    cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_zip, "write", wrongly(TREES["another shape"], torch_zip.write))
+    ran = cli("convert", saved(STATE, tmp_path), tmp_path / "out.pt")
+    assert (ran.code, ran.out, ran.err.count("\n")) == (3, "", 1)
+    assert "does not read back as intended, and was not kept" in ran.err
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+@pytest.mark.parametrize("full", [False, True])
+def test_wrong_values_are_found_when_asked_for(
+    ending: str, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = ckpttool.open(saved(RUN, tmp_path))
+    copy = Output.copy
+
+    def flipping(self: Output, data: ByteRange) -> None:
+        begin = self.position
+        copy(self, data)
+        raw = os.pread(self.fd, 1, begin + data.nbytes - 1)
+        os.pwrite(self.fd, bytes([raw[0] ^ 1]), begin + data.nbytes - 1)
+
+    monkeypatch.setattr(Output, "copy", flipping)
+    with pytest.raises(Damaged, match="does not read back as intended"):
+        ckpttool.save(checkpoint, tmp_path / f"out{ending}", full=full, verify=True)
+    assert os.listdir(tmp_path) == ["in.pt"]
+    monkeypatch.setattr(Output, "copy", copy)
+    ckpttool.save(checkpoint, tmp_path / f"out{ending}", full=full, verify=True)
+
+
+def flip(path: Path, values: torch.Tensor) -> None:
+    """Changes a bit of the last of these values in a file."""
+    raw = bytearray(path.read_bytes())
+    raw[raw.rindex(values.numpy().tobytes()) + values.nbytes - 1] ^= 1
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("change", ["nothing", "cast", "split", "join", "average"])
+def test_a_flipped_bit_in_the_input_is_found_when_asked_for(change: str, tmp_path: Path) -> None:
+    weight = torch.arange(8.0)
+    state = {
+        "split": {"a.weight": torch.complex(weight, weight)},
+        "join": {"a.weight.real": weight.clone(), "a.weight.imag": weight},
+    }
+    path = saved(state.get(change, {"a.weight": weight}), tmp_path)
+    shutil.copy(path, tmp_path / "whole.pt")
+    flip(path, weight[-1:])
+    damaged = ckpttool.open(path)
+    changed = {
+        "nothing": lambda: damaged,
+        "cast": lambda: cast(damaged, target("bf16"))[0],
+        "split": lambda: ckpttool.split_complex(damaged)[0],
+        "join": lambda: ckpttool.join_complex(damaged)[0],
+        "average": lambda: average([damaged, ckpttool.open(tmp_path / "whole.pt")])[0],
+    }[change]()
+    for end in "out.pt", "out.safetensors", "folder/":
+        if end == "folder/":
+            (tmp_path / "folder").mkdir()
+        ckpttool.save(changed, tmp_path / end, force=True)  # as it is
+        before = sorted(os.listdir(tmp_path))
+        with pytest.raises(Damaged, match=re.escape(f"{path}: the bytes that become 'a.weight")) as caught:
+            ckpttool.save(changed, tmp_path / end, verify=True, force=True)
+        assert str(caught.value.hint).endswith(f"ckpttool verify {path}")
+        assert sorted(os.listdir(tmp_path)) == before
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_a_storage_that_is_cut_is_held_to_the_checksum_of_the_whole(ending: str, tmp_path: Path) -> None:
+    long = torch.arange(1000.0)
+    path = saved({"model": {"part": long[:10], "whole": torch.ones(3)}}, tmp_path)
+    ckpttool.save(ckpttool.slim(ckpttool.open(path)), tmp_path / f"intact{ending}", verify=True)
+    flip(path, long[:10])
+    with pytest.raises(Damaged, match="the bytes that become 'part'"):
+        ckpttool.save(ckpttool.slim(ckpttool.open(path)), tmp_path / f"out{ending}", verify=True)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_damage_in_a_dcp_folder_is_found_and_the_folder_is_named(full: bool, tmp_path: Path) -> None:
+    weight = torch.arange(8.0)
+    path = saved({"model": {"a": weight}, "epoch": 3}, tmp_path)
+    folder = tmp_path / "d"
+    ckpttool.save(ckpttool.open(path), folder, to="dcp", full=full)
+    flip(folder / "__0_0.distcp", weight)
+    (problem,) = verify(ckpttool.open(folder)).problems
+    assert problem.kind == "checksum"
+    said = re.escape(f"{folder}/__0_0.distcp: the bytes that become '") + r"(model\.)?a'"
+    with pytest.raises(Damaged, match=said) as caught:
+        ckpttool.save(ckpttool.open(folder), tmp_path / "out.safetensors", state="model", verify=True)
+    assert str(caught.value.hint).endswith(f"ckpttool verify {folder}")
+
+
+def test_pooled_statistics_are_held_to_the_checksums_of_all_ranks_counters_too(tmp_path: Path) -> None:
+    def layer(mean: float, count: int) -> dict[str, torch.Tensor]:
+        values = {"weight": 1.0, "bias": 0.0, "running_mean": mean, "running_var": 1.0}
+        state = {f"bn.{name}": torch.full((3,), float(value)) for name, value in values.items()}
+        return {**state, "bn.num_batches_tracked": torch.tensor(count)}
+
+    paths = [saved(layer(mean, 300 + mean), tmp_path, f"{mean}.pt") for mean in (1, 2, 3)]
+
+    def pooled() -> Checkpoint:
+        return pool_states([ckpttool.open(path) for path in paths], None)[0]
+
+    ckpttool.save(pooled(), tmp_path / "intact.pt", verify=True)
+    flip(paths[1], torch.tensor(302))
+    with pytest.raises(Damaged, match=re.escape(f"{paths[1]}: the bytes that become 'bn.running_")) as caught:
+        ckpttool.save(pooled(), tmp_path / "out.pt", verify=True)
+    assert str(caught.value.hint).endswith(f"ckpttool verify {paths[1]}")
+
+
+def test_what_is_expected_is_what_is_reported(tmp_path: Path) -> None:
+    tensors = {"a": torch.ones(1000), "turned": torch.ones(30, 40).t(), "tied": torch.ones(7)}
+    path = saved({"model": {**tensors, "other": tensors["tied"]}, "momentum": torch.ones(5000)}, tmp_path)
+    for ending in ".pt", ".safetensors":
+        for verify_too in False, True:
+            for dry in False, True:
+                expected: list[int] = []
+                seen: list[int] = []
+                given: dict[str, Any] = {"progress": seen.append, "expect": expected.append, "force": True}
+                given |= {"verify": verify_too, "dry_run": dry}
+                ckpttool.save(ckpttool.open(path), tmp_path / f"out{ending}", **given)
+                (total,) = expected  # without the pickle, and what aligns storages
+                assert total == pytest.approx(sum(seen), rel=0.02), (ending, verify_too, dry)
+
+
+def test_a_dry_run_finds_damage_too(tmp_path: Path) -> None:
+    path = saved({"a": torch.arange(8.0)}, tmp_path)
+    flip(path, torch.arange(8.0))
+    with pytest.raises(Damaged, match="the bytes that become 'a'"):
+        ckpttool.save(ckpttool.open(path), tmp_path / "out.pt", verify=True, dry_run=True)
+
+
+def test_damage_in_what_is_not_written_does_not_matter(tmp_path: Path) -> None:
+    path = saved({"model": {"a": torch.ones(4)}, "momentum": torch.full((4,), 3.0)}, tmp_path)
+    flip(path, torch.full((4,), 3.0))
+    ckpttool.save(ckpttool.open(path), tmp_path / "out.safetensors", verify=True)
+    with pytest.raises(Damaged, match="the bytes that become 'momentum'"):
+        ckpttool.save(ckpttool.open(path), tmp_path / "out.pt", verify=True)
+    assert sorted(os.listdir(tmp_path)) == ["in.pt", "out.safetensors"]
+
+
+@pytest.mark.parametrize("to", ["safetensors-sharded", "torch-sharded", "dcp"])
+def test_folders_are_read_back_too(to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = ckpttool.open(saved(STATE, tmp_path))
+    monkeypatch.setattr("ckpttool.files.digest.digest", lambda tensors, _: str(id(tensors)))
+    with pytest.raises(Damaged, match="does not read back as intended"):
+        ckpttool.save(checkpoint, tmp_path / "out", to=to, verify=True)
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+# From .pt to .pt: everything stays, and payloads are moved unseen.
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[range]]:
+    """Every stretch of a file that comes into this process, as (offset, end)."""
+    seen: list[range] = []
+
+    def pread(fd: int, count: int, offset: int, call: Any = os.pread) -> bytes:
+        seen.append(range(offset, offset + count))
+        return call(fd, count, offset)  # type: ignore[no-any-return]
+
+    def preadv(fd: int, buffers: Any, offset: int, call: Any = os.preadv) -> int:
+        seen.append(range(offset, offset + sum(map(len, buffers))))
+        return call(fd, buffers, offset)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(os, "pread", pread)
+    monkeypatch.setattr(os, "preadv", preadv)
+    yield seen
+
+
+def payloads(path: Path) -> dict[str, tuple[range, int | None]]:
+    """Where each storage lies in a .pt file, and its checksum."""
+    with ckpttool.open(path) as checkpoint:
+        records = read_directory(checkpoint.source)
+    return {
+        name.partition("/data/")[2]: (range(r.data.offset, r.data.offset + r.data.nbytes), r.crc32)
+        for name, r in records.items()
+        if "/data/" in name
+    }
+
+
+BIG = {f"module.{i}": torch.full((500_000,), float(i)) for i in range(3)}
+
+
+def test_payloads_from_pt_to_pt_are_moved_without_being_read(tmp_path: Path, reads: list[range]) -> None:
+    path = saved({"model": BIG, "epoch": 1}, tmp_path)
+    before = payloads(path)
+    reads.clear()
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.save(strip_prefix(checkpoint)[0], tmp_path / "out.pt")
+    assert sum(map(len, reads)) < 500_000 < sum(each.nbytes for each in BIG.values())
+    assert [crc for _, crc in payloads(tmp_path / "out.pt").values()] == [crc for _, crc in before.values()]
+
+
+def test_payloads_to_safetensors_are_moved_without_being_read(tmp_path: Path, reads: list[range]) -> None:
+    path = saved(BIG, tmp_path)
+    reads.clear()
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.save(strip_prefix(checkpoint)[0], tmp_path / "out.safetensors")
+    assert sum(map(len, reads)) < 500_000 < sum(each.nbytes for each in BIG.values())
+
+
+def test_a_checksum_goes_on_even_where_it_is_wrong(tmp_path: Path) -> None:
+    """The damage stays to be found: the bytes are copied, not vouched for anew."""
+    path = saved({"module.w": base}, tmp_path)
+    place, crc = payloads(path)["0"]
+    raw = bytearray(path.read_bytes())
+    raw[place.start] ^= 1
+    path.write_bytes(raw)
+    ckpttool.save(strip_prefix(ckpttool.open(path))[0], tmp_path / "out.pt")
+    assert payloads(tmp_path / "out.pt")["0"][1] == crc
+    from ckpttool.analysis.verify import verify
+
+    assert not verify(ckpttool.open(tmp_path / "out.pt")).ok
+
+
+def test_checksums_that_the_source_lacks_are_made(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = saved(STATE, tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    ckpttool.save(ckpttool.open(path), tmp_path / "out.pt")
+    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
+        assert archive.testzip() is None
+        assert all(info.CRC for info in archive.infolist() if info.file_size)
+
+
+SOURCES: dict[str, Callable[[Path], Path]] = {
+    "zip": lambda folder: saved(RUN, folder),
+    "legacy": lambda folder: saved(RUN, folder, _use_new_zipfile_serialization=False),
+    "protocol 4": lambda folder: saved(RUN, folder, pickle_protocol=4),
+    "large": lambda folder: saved({f"{i}": torch.full((i * 1000,), float(i)) for i in range(60)}, folder),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_pt_file_is_a_zip_that_others_find_right(source: str, tmp_path: Path) -> None:
+    path = SOURCES[source](tmp_path)
+    ckpttool.save(ckpttool.open(path), tmp_path / "out.pt")
+    ran = subprocess.run(["unzip", "-tq", tmp_path / "out.pt"], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert all(place.start % 64 == 0 for place, _ in payloads(tmp_path / "out.pt").values())
+    before, after = (torch.load(each, weights_only=False) for each in (path, tmp_path / "out.pt"))
+    assert_same(before, after)
+    torch.load(tmp_path / "out.pt", mmap=True, weights_only=True)
+
+
+def test_safetensors_become_a_pt_file_with_checksums(tmp_path: Path) -> None:
+    state = {"w": base, "big": torch.arange(3_000_000), "e": torch.empty(0)}
+    save_file(state, tmp_path / "in.safetensors")
+    ckpttool.save(ckpttool.open(tmp_path / "in.safetensors"), tmp_path / "out.pt")
+    with zipfile.ZipFile(tmp_path / "out.pt") as archive:
+        assert archive.testzip() is None
+    loaded = torch.load(tmp_path / "out.pt")
+    assert {name: values(each) for name, each in loaded.items()} == {n: values(t) for n, t in state.items()}
+
+
+# What is said of it.
+
+
+CHOICES: list[dict[str, Any]] = [
+    {"name": "out.pt"},
+    {"name": "out.safetensors"},
+    {"name": "out.safetensors", "keep_copies": True},
+    {"name": "out.safetensors", "full": True},
+    {"name": "out", "to": "safetensors-sharded", "shard_size": 60},
+    {"name": "out", "to": "torch-sharded", "shard_size": 60},
+    {"name": "out", "to": "safetensors-sharded", "full": True},
+]
+
+
+@pytest.mark.parametrize("choices", CHOICES, ids=str)
+def test_a_dry_run_gives_the_same_answer_and_writes_nothing(choices: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(saved(RUN, tmp_path))
+    name, given = choices["name"], {key: value for key, value in choices.items() if key != "name"}
+    dry = ckpttool.save(checkpoint, tmp_path / name, dry_run=True, **given)
+    assert os.listdir(tmp_path) == ["in.pt"]
+    assert ckpttool.save(checkpoint, tmp_path / name, **given) == dry
+    out = tmp_path / name
+    files = out.iterdir() if out.is_dir() else [out]
+    assert dry.nbytes == sum(file.stat().st_size for file in files)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "fp64"])
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_a_dry_run_of_a_cast_reads_no_values(
+    ending: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckpttool.transforms import selection
+
+    path = saved({"w": torch.zeros(3_000_000), "t": torch.zeros(1000, 3000).t()}, tmp_path)
+    new, _ = selection.cast(ckpttool.open(path), target(dtype))
+    dry = ckpttool.save(new, tmp_path / f"out{ending}", dry_run=True)
+    assert ckpttool.save(new, tmp_path / f"out{ending}") == dry
+    assert dry.nbytes == (tmp_path / f"out{ending}").stat().st_size
+
+
+def test_a_dry_run_refuses_what_the_format_can_t_hold(tmp_path: Path) -> None:
+    wide = ckpttool.open(saved({"w": torch.zeros(1).expand(1 << 20, 1 << 20)}, tmp_path))
+    for dry in (True, False):
+        with pytest.raises(Refused, match="expands 4 bytes"):
+            ckpttool.save(wide, tmp_path / "out.safetensors", dry_run=dry)
+
+
+def test_what_a_file_of_tensors_leaves_behind_is_named(tmp_path: Path) -> None:
+    state = OrderedDict({**STATE, "module._extra_state": {"a": 1}})
+    state._metadata = OrderedDict()  # type: ignore[attr-defined]
+    checkpoint = ckpttool.open(saved({"a": {"model": state, "x": 1}, 7: "seven", "epoch": 1}, tmp_path))
+    out = ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+    assert set(out.left_out) == {"a.model.module._extra_state", "a.model._metadata", "a.x", "7", "epoch"}
+    assert (out.keys, out.tied, out.copied) == (4, ("module.tied",), ("module.row",))
+    assert ckpttool.save(checkpoint, tmp_path / "full.safetensors", full=True).left_out == ()
+    assert ckpttool.save(checkpoint, tmp_path / "out.pt").left_out == ()
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.safetensors"])
+@pytest.mark.parametrize("source", ["zip", "legacy"])
+def test_progress_adds_up_to_the_payload(source: str, name: str, tmp_path: Path) -> None:
+    path = saved(BIG, tmp_path, _use_new_zipfile_serialization=source == "zip")
+    moved: list[int] = []
+    ckpttool.save(ckpttool.open(path), tmp_path / name, progress=moved.append)
+    payload = sum(each.nbytes for each in BIG.values())
+    assert payload <= sum(moved) <= payload + 3000
+
+
+# Where it goes.
+
+
+@pytest.mark.parametrize("ending", [".pt", ".pth", ".th", ".bin", ".ckpt", ".PT"])
+def test_the_name_s_ending_asks_for_a_pt_file(ending: str, tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(saved(STATE, tmp_path, "in"))
+    assert ckpttool.save(checkpoint, tmp_path / f"out{ending}").format == "torch-zip"
+    assert list(torch.load(tmp_path / f"out{ending}")) == list(STATE)
+
+
+def test_the_format_can_be_named_where_the_ending_does_not_tell(tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(saved(STATE, tmp_path))
+    assert ckpttool.save(checkpoint, tmp_path / "weights", to="safetensors").format == "safetensors"
+    assert "module.w" in load_file(tmp_path / "weights")
+    with pytest.raises(UsageFault, match="its ending does not say which format") as fault:
+        ckpttool.save(checkpoint, tmp_path / "out.onnx")
+    assert ".safetensors" in str(fault.value.hint)
+    with pytest.raises(UsageFault, match="there is no format 'onnx'") as fault:
+        ckpttool.save(checkpoint, tmp_path / "out.pt", to="onnx")
+    assert "torch-zip" in str(fault.value.hint)
+    assert sorted(os.listdir(tmp_path)) == ["in.pt", "weights"]
+
+
+def test_an_output_that_is_there_needs_force(tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(saved(STATE, tmp_path))
+    (tmp_path / "out.pt").symlink_to("nowhere")
+    for dry in (True, False):
+        with pytest.raises(OutputExists, match=r"out\.pt: already exists") as exists:
+            ckpttool.save(checkpoint, tmp_path / "out.pt", dry_run=dry)
+    assert "--force" in str(exists.value.hint)
+
+
+def test_a_file_without_a_state_can_be_copied_but_not_made_safetensors(tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(saved({"epoch": 1}, tmp_path))
+    assert ckpttool.save(checkpoint, tmp_path / "out.pt").keys == 0
+    assert torch.load(tmp_path / "out.pt") == {"epoch": 1}
+    with pytest.raises(NoState):
+        ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+    ckpttool.save(checkpoint, tmp_path / "full.safetensors", full=True)
+    assert ckpttool.open(tmp_path / "full.safetensors").tree == {"epoch": 1}
+
+
+def test_the_input_may_be_the_output_of_another_format(tmp_path: Path) -> None:
+    path = saved(STATE, tmp_path)
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.save(checkpoint, path, to="safetensors", force=True)
+    assert "module.w" in load_file(path)
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.save(add_prefix(checkpoint)[0], path, force=True)
+    assert set(torch.load(path)) == {f"module.{name}" for name in STATE}
+
+
+def test_a_name_that_is_no_unicode_can_be_written_to(tmp_path: Path) -> None:
+    path = saved(STATE, tmp_path)
+    out = os.fsencode(tmp_path) + b"/\xff.pt"
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.save(checkpoint, os.fsdecode(out))
+    assert list(ckpttool.open(os.fsdecode(out)).state().tensors) == list(STATE)
+
+
+# Memory.
+
+
+def test_memory_stays_flat_whatever_the_size(tmp_path: Path) -> None:
+    """200 MB in each direction, in a process of its own; the peak is the kernel's own figure."""
+    big = {f"module.{i}": torch.zeros(5_000_000) for i in range(10)}
+    path = saved({**big, "module.turned": torch.zeros(2000, 500).t()}, tmp_path)
+    ran = subprocess.run([sys.executable, "-c", PEAKS, path], capture_output=True, text=True, check=True)
+    peaks = dict(line.split() for line in ran.stdout.splitlines())
+    assert len(peaks) == 9
+    assert all(int(peak) < 64_000 for peak in peaks.values()), peaks
+
+
+PEAKS = """
+import os, sys
+path, folder = sys.argv[1], os.path.dirname(sys.argv[1])
+
+def child(name, *arguments):
+    if os.fork() == 0:
+        from ckpttool import cli
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        out = os.dup(1)
+        os.dup2(devnull, 1)
+        os.dup2(devnull, 2)
+        assert cli.run([*arguments, '--force'] if len(arguments) > 2 else list(arguments)) == 0
+        peak = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))
+        os.write(out, f'{name} {peak}\\n'.encode())
+        os._exit(0)
+    assert os.wait()[1] == 0
+
+def made(name):
+    return os.path.join(folder, name)
+
+child('pt-pt', 'strip-prefix', path, made('out.pt'))
+child('pt-safetensors', 'strip-prefix', path, made('out.safetensors'))
+child('safetensors-safetensors', 'add-prefix', made('out.safetensors'), made('again.safetensors'))
+child('safetensors-pt', 'convert', made('out.safetensors'), made('out.pt'))
+child('bf16-pt', 'convert', path, made('out.pt'), '--dtype', 'bf16')
+child('bf16-safetensors', 'convert', path, made('out.safetensors'), '--dtype', 'bf16')
+child('full', 'convert', path, made('full.safetensors'), '--full')
+child('digest', 'digest', path)
+child('verify', 'verify', path)
+"""

@@ -1,0 +1,249 @@
+"""Compressed records: as torch reads them where they are whole, and refused where it would return noise."""
+
+from __future__ import annotations
+
+import gc
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpttool
+from ckpttool.errors import CkptToolError, Damaged, Refused, Unsupported
+from ckpttool.formats.zip import inflate
+from ckpttool.tensors.to_torch import live_tensors
+from tests.support.comparing import assert_same, values
+from tests.support.crafting import dict_of, storage, tensor, torch_zip
+
+LOCAL_SIZES, LOCAL_CRC, CENTRAL_SIZES, CENTRAL_CRC = 18, 14, 20, 16
+
+
+def deflated(path: Path, *, method: int = zipfile.ZIP_DEFLATED) -> Path:
+    """The same file as another tool would zip it anew."""
+    out = path.with_suffix(".deflated")
+    with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w", method) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return out
+
+
+def one_tensor(path: Path, numel: int, raw: bytes) -> Path:
+    body = dict_of({"a": tensor(storage(numel), (numel,))})
+    return torch_zip(path, body, {"0": raw}, compression=zipfile.ZIP_DEFLATED)
+
+
+def patched(path: Path, record: str, change: Callable[[bytes, zipfile.ZipInfo], bytes]) -> Path:
+    """A file with other payload bytes for one record; sizes and offsets that follow from it are made good."""
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(record)
+        entries = archive.infolist()
+    raw = bytearray(path.read_bytes())
+    start = info.header_offset + 30 + sum(struct.unpack_from("<HH", raw, info.header_offset + 26))
+    new = change(bytes(raw[start : start + info.compress_size]), info)
+    raw[start : start + info.compress_size] = new
+    shift = len(new) - info.compress_size
+    directory = raw.find(b"PK\x01\x02")
+    struct.pack_into("<I", raw, info.header_offset + LOCAL_SIZES, len(new))
+    for entry in entries:
+        named = raw.find(entry.filename.encode(), directory) - 46
+        if entry.filename == record:
+            struct.pack_into("<I", raw, named + CENTRAL_SIZES, len(new))
+        if entry.header_offset > info.header_offset:
+            struct.pack_into("<I", raw, named + 42, entry.header_offset + shift)
+    end = raw.rfind(b"PK\x05\x06")
+    struct.pack_into("<I", raw, end + 16, directory)
+    path.write_bytes(raw)
+    return path
+
+
+def restated(path: Path, record: str, *, size: int | None = None, crc: int | None = None) -> Path:
+    """A file that states another size or checksum for one record, in both of its headers."""
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(record)
+    raw = bytearray(path.read_bytes())
+    named = raw.find(record.encode(), raw.find(b"PK\x01\x02")) - 46
+    headers = (info.header_offset, LOCAL_SIZES, LOCAL_CRC), (named, CENTRAL_SIZES, CENTRAL_CRC)
+    for at, sizes, crcs in headers:
+        if size is not None:
+            struct.pack_into("<I", raw, at + sizes + 4, size)
+        if crc is not None:
+            struct.pack_into("<I", raw, at + crcs, crc)
+    path.write_bytes(raw)
+    return path
+
+
+TREE: dict[str, Any] = {
+    "model": {"a": torch.arange(1000.0), "b": torch.eye(8, dtype=torch.float16), "empty": torch.ones(0, 3)},
+    "epoch": 3,
+}
+
+
+def test_a_compressed_file_holds_what_the_uncompressed_one_does(tmp_path: Path) -> None:
+    torch.save(TREE, tmp_path / "in.pt")
+    path = deflated(tmp_path / "in.pt")
+    checkpoint = ckpttool.open(path)
+    found = live_tensors(checkpoint.state().tensors)
+    assert {name: values(tensor) for name, tensor in found.items()} == {
+        name: values(tensor) for name, tensor in TREE["model"].items()
+    }
+    ckpttool.save(checkpoint, tmp_path / "out.pt")
+    assert_same(torch.load(tmp_path / "out.pt"), torch.load(tmp_path / "in.pt"))
+
+
+def test_a_record_keeps_its_checksum_and_is_not_read_again_for_one(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(1000.0)}, tmp_path / "in.pt")
+    found = ckpttool.open(deflated(tmp_path / "in.pt")).state().tensors["a"].storage
+    assert found.crc32 == zlib.crc32(values(torch.arange(1000.0)))
+
+
+def test_the_inflated_bytes_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(TREE, tmp_path / "in.pt")
+    path = deflated(tmp_path / "in.pt")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    gc.collect()  # what earlier tests left open
+    before = len(os.listdir("/proc/self/fd"))
+    with ckpttool.open(path) as checkpoint:
+        assert list((tmp_path / "temporary").iterdir()) == []
+        checkpoint.state().tensors["a"].storage.data.read()
+    del checkpoint
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_records_that_no_tensor_refers_to_are_not_inflated(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "f", b"}", {"0": bytes(1 << 20)}, compression=zipfile.ZIP_DEFLATED)
+    assert ckpttool.open(patched(path, "archive/data/0", lambda raw, _: b"x" * len(raw))).tree == {}
+
+
+def test_a_stream_that_is_cut_short_is_damage(tmp_path: Path) -> None:
+    path = one_tensor(tmp_path / "f", 1000, os.urandom(4000))
+    patched(path, "archive/data/0", lambda raw, _: raw[: len(raw) // 2])
+    with pytest.raises(Damaged, match="'archive/data/0' does not inflate to exactly 4000 bytes"):
+        ckpttool.open(path)
+
+
+def test_a_stream_that_ends_before_its_record_is_damage(tmp_path: Path) -> None:
+    path = one_tensor(tmp_path / "f", 1000, os.urandom(4000))
+    patched(path, "archive/data/0", lambda raw, _: raw + b"more")
+    with pytest.raises(Damaged, match="does not inflate to exactly 4000 bytes"):
+        ckpttool.open(path)
+
+
+def test_a_stream_that_inflates_to_more_than_is_stated_is_damage(tmp_path: Path) -> None:
+    path = one_tensor(tmp_path / "f", 1000, bytes(8000))
+    restated(path, "archive/data/0", size=4000)
+    with pytest.raises(Damaged, match="does not inflate to exactly 4000 bytes"):
+        ckpttool.open(path)
+
+
+def test_a_stream_that_inflates_to_less_than_is_stated_is_damage(tmp_path: Path) -> None:
+    path = one_tensor(tmp_path / "f", 1000, bytes(3000))
+    restated(path, "archive/data/0", size=4000)
+    with pytest.raises(Damaged, match="does not inflate to exactly 4000 bytes"):
+        ckpttool.open(path)
+
+
+def test_a_checksum_that_differs_is_damage(tmp_path: Path) -> None:
+    path = restated(one_tensor(tmp_path / "f", 1000, bytes(4000)), "archive/data/0", crc=1)
+    with pytest.raises(Damaged, match="'archive/data/0' does not match its checksum"):
+        ckpttool.open(path)
+
+
+def test_a_checksum_that_was_left_out_is_no_damage(tmp_path: Path) -> None:
+    path = restated(one_tensor(tmp_path / "f", 1000, bytes(4000)), "archive/data/0", crc=0)
+    assert ckpttool.open(path).state().tensors["a"].storage.crc32 is None
+
+
+def test_no_valid_stream_is_damage(tmp_path: Path) -> None:
+    path = patched(
+        one_tensor(tmp_path / "f", 1000, bytes(4000)), "archive/data/0", lambda raw, _: b"\xff" * 9
+    )
+    with pytest.raises(Damaged, match="not a valid deflate stream"):
+        ckpttool.open(path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA], ids=["bzip2", "lzma"])
+def test_what_torch_can_not_inflate_is_unsupported(method: int, tmp_path: Path) -> None:
+    torch.save(TREE, tmp_path / "in.pt")
+    with pytest.raises(Unsupported, match="compressed in a way that torch does not read") as refusal:
+        ckpttool.open(deflated(tmp_path / "in.pt", method=method))
+    assert "without compression" in str(refusal.value.hint)
+
+
+# Bombs.
+
+
+def test_a_size_beyond_what_deflate_can_do_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    path = one_tensor(tmp_path / "f", 1 << 28, bytes(1 << 20))
+    restated(path, "archive/data/0", size=1 << 30)
+    with pytest.raises(Damaged, match="states a size that deflate can't reach"):
+        ckpttool.open(path)
+
+
+def test_a_pickle_that_grows_too_much_is_refused(tmp_path: Path) -> None:
+    body = b"]" * (8 << 20) + b"."
+    path = torch_zip(tmp_path / "f", b"\x80\x02" + body, compression=zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 20_000
+    with pytest.raises(Refused, match=r"'archive/data\.pkl' would grow"):
+        ckpttool.open(path)
+
+
+def test_all_records_together_may_grow_so_far_and_no_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inflate, "SMALL", 1 << 20)
+    tensors = {str(i): tensor(storage(1 << 18, key=str(i)), (1 << 18,)) for i in range(3)}
+    path = torch_zip(
+        tmp_path / "f",
+        dict_of(tensors),
+        {k: bytes(1 << 20) for k in tensors},
+        compression=zipfile.ZIP_DEFLATED,
+    )
+    with pytest.raises(Refused, match="would grow from"):
+        ckpttool.open(path)
+    monkeypatch.setattr(inflate, "SMALL", 3 << 20)
+    assert len(ckpttool.open(path).state().tensors) == 3
+
+
+@given(st.binary(max_size=3000), st.integers(1, 4096), st.integers(0, 9))
+def test_any_bytes_are_inflated_whatever_the_chunk(
+    tmp_path_factory: pytest.TempPathFactory, raw: bytes, chunk: int, level: int
+) -> None:
+    raw = raw * 4
+    path = tmp_path_factory.mktemp("any") / "f"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=level) as archive:
+        archive.writestr(
+            "a/data.pkl",
+            b"\x80\x02" + dict_of({"a": tensor(storage(len(raw) // 4), (len(raw) // 4,))}) + b".",
+        )
+        archive.writestr("a/data/0", raw)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inflate, "CHUNK", chunk)
+        assert ckpttool.open(path).state().tensors["a"].storage.data.read() == raw
+
+
+@given(st.data())
+def test_a_compressed_file_changed_anywhere_is_read_as_it_was_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Every byte of every record is under a checksum, so a change shows or changes nothing."""
+    folder = tmp_path_factory.mktemp("changed")
+    raw = bytearray(one_tensor(folder / "f", 64, os.urandom(256)).read_bytes())
+    whole = ckpttool.open(folder / "f").state().tensors["a"].storage.data.read()
+    at = data.draw(st.integers(0, len(raw) - 1))
+    raw[at] ^= data.draw(st.integers(1, 255))
+    (folder / "f").write_bytes(raw)
+    try:
+        found = ckpttool.open(folder / "f").state().tensors
+    except CkptToolError:
+        return
+    assert [tensor.storage.data.read() for tensor in found.values()] in ([whole], [])

@@ -1,0 +1,468 @@
+"""The zip container: Python's and torch's are read, ambiguous ones refused; unzip takes what is written."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import struct
+import subprocess
+import tempfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpttool.errors import Damaged, Unsupported
+from ckpttool.files.copying import Output
+from ckpttool.formats.zip import writer as zip_writer
+from ckpttool.formats.zip.writer import ZipWriter
+from tests.support.zips import assert_whole, directory, place_of
+
+
+def zipped(path: Path, records: dict[str, bytes], **given: Any) -> Path:
+    with zipfile.ZipFile(path, "w", **given) as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    return path
+
+
+class Pipe(io.RawIOBase):
+    """What is written to it can't be returned to, so sizes and checksums stand behind the records."""
+
+    def __init__(self) -> None:
+        self.out = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.out += bytes(data)
+        return len(data)
+
+
+def streamed(path: Path, records: dict[str, bytes], *, wide: bool = False) -> Path:
+    pipe = Pipe()
+    with zipfile.ZipFile(pipe, "w") as archive:  # type: ignore[arg-type]
+        for name, data in records.items():
+            with archive.open(name, "w", force_zip64=wide) as record:
+                record.write(data)
+    path.write_bytes(pipe.out)
+    return path
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {name: record.data.read() for name, record in directory(place_of(path)).items()}
+
+
+RECORDS = {"r/data.pkl": b"pickle", "r/data/0": bytes(range(256)), "r/empty": b"", "r/ключ": b"unicode"}
+
+# Reading.
+
+
+def test_a_zip_of_python_is_read(tmp_path: Path) -> None:
+    assert contents(zipped(tmp_path / "z", RECORDS)) == RECORDS
+
+
+def test_a_zip_of_torch_is_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
+    with zipfile.ZipFile(tmp_path / "f.pt") as theirs:
+        assert contents(tmp_path / "f.pt") == {name: theirs.read(name) for name in theirs.namelist()}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_zip_written_to_a_pipe_keeps_its_sizes_behind_the_records(wide: bool, tmp_path: Path) -> None:
+    assert contents(streamed(tmp_path / "z", RECORDS, wide=wide)) == RECORDS
+
+
+@pytest.mark.skipif(not shutil.which("zip"), reason="needs zip")
+@pytest.mark.parametrize("options", [["-0"], ["-0", "-fd"], ["-0", "-fz"]])
+def test_what_was_unpacked_and_zipped_again_is_read(options: list[str], tmp_path: Path) -> None:
+    """Folders have entries of their own, without bytes."""
+    torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
+    records = contents(tmp_path / "f.pt")
+    with zipfile.ZipFile(tmp_path / "f.pt") as theirs:
+        theirs.extractall(tmp_path)
+    subprocess.run(["zip", "-q", "-r", *options, "z.zip", "f"], cwd=tmp_path, check=True)
+    found = contents(tmp_path / "z.zip")
+    assert found.pop("f/") == b""
+    assert {name: data for name, data in found.items() if name[-1] != "/"} == records
+
+
+def test_zip64_fields_are_read_where_they_stand(tmp_path: Path) -> None:
+    with (
+        zipfile.ZipFile(tmp_path / "z", "w") as archive,
+        archive.open("r/a", "w", force_zip64=True) as record,
+    ):
+        record.write(b"123")
+    assert contents(tmp_path / "z") == {"r/a": b"123"}
+
+
+def test_a_name_may_be_as_long_as_the_format_allows(tmp_path: Path) -> None:
+    records = {"n" * 65_535: b"abc"}
+    assert contents(zipped(tmp_path / "z", records)) == records
+
+
+def test_a_comment_at_the_end_is_no_harm(tmp_path: Path) -> None:
+    zipped(tmp_path / "z", RECORDS)
+    with zipfile.ZipFile(tmp_path / "z", "a") as archive:
+        archive.comment = b"a comment of somebody's"
+    assert contents(tmp_path / "z") == RECORDS
+
+
+def test_a_crc_of_0_means_that_none_was_computed(tmp_path: Path) -> None:
+    if not hasattr(torch.serialization, "set_crc32_options"):
+        pytest.skip("this torch always writes checksums")
+    old = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
+    finally:
+        torch.serialization.set_crc32_options(old)
+    records = directory(place_of(tmp_path / "f.pt"))
+    assert records["f/data/0"].crc32 is None
+
+
+# Reading what two readers could understand differently.
+
+LOCAL, CENTRAL = b"PK\x03\x04", b"PK\x01\x02"
+
+
+def patched(path: Path, signature: bytes, offset: int, raw: bytes, which: int = 0) -> Path:
+    """Changes bytes at an offset of the which-th header with this signature."""
+    data = bytearray(path.read_bytes())
+    at = -1
+    for _ in range(which + 1):
+        at = data.index(signature, at + 1)
+    data[at + offset : at + offset + len(raw)] = raw
+    path.write_bytes(data)
+    return path
+
+
+def short(value: int) -> bytes:
+    return struct.pack("<H", value)
+
+
+def word(value: int) -> bytes:
+    return struct.pack("<I", value)
+
+
+DISAGREEMENTS = {
+    "signature of the local header": (LOCAL, 0, b"PK\x07\x08"),
+    "flags of the local header": (LOCAL, 6, short(1)),
+    "compression of the local header": (LOCAL, 8, short(8)),
+    "checksum of the local header": (LOCAL, 14, word(1)),
+    "size of the local header": (LOCAL, 22, word(5)),
+    "packed size of the local header": (LOCAL, 18, word(5)),
+    "name of the local header": (LOCAL, 30, b"x"),
+    "length of the name of the local header": (LOCAL, 26, short(5)),
+    "extra field of the local header past the end": (LOCAL, 28, short(0xFFFF)),
+    "signature in the directory": (CENTRAL, 0, b"PK\x07\x08"),
+    "size in the directory": (CENTRAL, 24, word(5)),
+    "both sizes in the directory": (CENTRAL, 20, word(5) * 2),
+    "giant sizes in the directory": (CENTRAL, 20, word(0x7FFFFFFF) * 2),
+    "sizes said to be elsewhere": (CENTRAL, 20, word(0xFFFFFFFF) * 2),
+    "compression in the directory": (CENTRAL, 10, short(8)),
+    "place in the directory": (CENTRAL, 42, word(1)),
+    "place past the end": (CENTRAL, 42, word(0x7FFFFFFF)),
+    "name past the end": (CENTRAL, 28, short(0xFFFF)),
+    "a symbolic link": (CENTRAL, 38, word(0o120777 << 16)),
+    "a folder with bytes, by its attributes": (CENTRAL, 38, word(0x10)),
+    "a checksum said to be elsewhere": (LOCAL, 14, word(0xFFFFFFFF)),
+    "sizes of the local header said to be elsewhere": (LOCAL, 18, word(0xFFFFFFFF) * 2),
+    **{f"flag {flag:#x} of the local header": (LOCAL, 6, short(flag)) for flag in (0x20, 0x40, 0x2000)},
+    "count of entries": (b"PK\x05\x06", 8, short(9) * 2),
+    "fewer entries": (b"PK\x05\x06", 8, short(1) * 2),
+    "size of the directory": (b"PK\x05\x06", 12, word(7)),
+    "place of the directory": (b"PK\x05\x06", 16, word(7)),
+    "a comment that is not there": (b"PK\x05\x06", 20, short(7)),
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_headers_that_disagree_or_lie_are_damaged(what: str, tmp_path: Path) -> None:
+    signature, offset, raw = DISAGREEMENTS[what]
+    path = patched(
+        zipped(tmp_path / "z", {"r/data.pkl": b"pickle", "r/data/0": b"12345"}), signature, offset, raw
+    )
+    with pytest.raises(Damaged):
+        directory(place_of(path))
+
+
+@pytest.mark.parametrize(
+    "signature, offset, raw, reason",
+    [
+        *[(CENTRAL, 8, short(flag), "encrypted") for flag in (0x1, 0x20, 0x40, 0x2000)],
+        (CENTRAL, 34, short(1), "another volume"),
+        (b"PK\x05\x06", 4, short(1), "split"),
+        (b"PK\x05\x06", 8, short(1), "split"),
+    ],
+)
+def test_zips_of_another_kind_are_unsupported(
+    signature: bytes, offset: int, raw: bytes, reason: str, tmp_path: Path
+) -> None:
+    path = patched(
+        zipped(tmp_path / "z", {"r/data.pkl": b"pickle", "r/data/0": b"12345"}), signature, offset, raw
+    )
+    with pytest.raises(Unsupported, match=reason):
+        directory(place_of(path))
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("again", ["r/data/0", "R/DATA/0", "r/Data/0"])
+def test_a_record_that_stands_twice_is_damaged_whatever_the_case(again: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "z", "w") as archive:
+        archive.writestr("r/data/0", b"1")
+        archive.writestr(again, b"2")
+    with pytest.raises(Damaged, match="twice"):
+        directory(place_of(tmp_path / "z"))
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../up", "r/../../up", "r\\data", "r/..", ".."])
+def test_names_that_leave_the_archive_are_damaged(name: str, tmp_path: Path) -> None:
+    with pytest.raises(Damaged, match="leaves the archive"):
+        directory(place_of(zipped(tmp_path / "z", {name: b"1"})))
+
+
+def test_a_name_that_is_no_utf_8_is_damaged(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "z", {"r/aé": b"1"})
+    path.write_bytes(path.read_bytes().replace("é".encode(), b"\xff\xff"))
+    with pytest.raises(Damaged, match="not UTF-8"):
+        directory(place_of(path))
+
+
+def test_zeros_that_are_true_of_one_record_are_no_excuse_for_the_next(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "z", {"r/a": b"", "r/b": b"123"})
+    patched(path, LOCAL, 4, b"\x2d")  # another version: the two headers are not the same bytes
+    assert set(contents(path)) == {"r/a", "r/b"}
+    patched(path, LOCAL, 4, b"\x2d", which=1)
+    patched(path, LOCAL, 14, bytes(12), which=1)
+    with pytest.raises(Damaged, match="'r/b' has two headers that disagree"):
+        directory(place_of(path))
+
+
+def test_a_length_that_is_true_of_one_name_is_no_excuse_for_the_next(tmp_path: Path) -> None:
+    """torch finds the bytes by the length that the local header states."""
+    path = streamed(tmp_path / "z", {"r/a": b"123", "r/bb": b"123"})
+    patched(path, LOCAL, 26, short(3), which=1)
+    with pytest.raises(Damaged, match="'r/bb' has another name in its local header"):
+        directory(place_of(path))
+
+
+def test_a_folder_that_holds_bytes_is_damaged(tmp_path: Path) -> None:
+    """torch leaves the memory unfilled."""
+    assert contents(zipped(tmp_path / "z", {"r/data/": b""})) == {"r/data/": b""}
+    with pytest.raises(Damaged, match="'r/data/' is a folder"):
+        directory(place_of(zipped(tmp_path / "z", {"r/data/": b"1"})))
+
+
+def with_extra(path: Path, extra: bytes) -> Path:
+    info = zipfile.ZipInfo("r/a")
+    info.extra = extra
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(info, b"123")
+    return path
+
+
+WIDE = struct.pack("<HHQQ", zip_writer.ZIP64_EXTRA, 16, 3, 3)
+OTHER_WIDE = struct.pack("<HHQQ", zip_writer.ZIP64_EXTRA, 16, 2, 2)
+
+
+def test_zip64_fields_of_both_headers_agree(tmp_path: Path) -> None:
+    path = with_extra(tmp_path / "z", WIDE)
+    patched(path, LOCAL, 18, word(0xFFFFFFFF) * 2)
+    assert contents(path) == {"r/a": b"123"}
+    patched(path, CENTRAL, 20, word(0xFFFFFFFF) * 2)
+    assert contents(path) == {"r/a": b"123"}
+    patched(path, LOCAL, 33, OTHER_WIDE)  # the fields before them are the same bytes in both headers
+    with pytest.raises(Damaged, match="two headers that disagree"):
+        directory(place_of(path))
+    patched(path, CENTRAL, 20, word(3) * 2)
+    with pytest.raises(Damaged, match="two headers that disagree"):
+        directory(place_of(path))
+
+
+@pytest.mark.parametrize("header, sizes", [(LOCAL, 18), (CENTRAL, 20)])
+@pytest.mark.parametrize(
+    "extra", [WIDE[:8], WIDE[:-1], WIDE[:2] + short(8) + bytes(8), b"\7\7\xff\xff" + WIDE]
+)
+def test_a_zip64_field_that_is_cut_short_is_damaged(
+    extra: bytes, header: bytes, sizes: int, tmp_path: Path
+) -> None:
+    path = patched(with_extra(tmp_path / "z", extra), header, sizes, word(0xFFFFFFFF) * 2)
+    with pytest.raises(Damaged, match="'r/a' lacks its ZIP64 sizes"):
+        directory(place_of(path))
+
+
+def test_nothing_stands_between_the_two_ends_of_a_wide_directory(tmp_path: Path) -> None:
+    """Python takes what stands last there for the end record, and finds another directory by it."""
+    torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
+    data = (tmp_path / "f.pt").read_bytes()
+    at = data.rindex(b"PK\x06\x06")
+    end, rest = data[at : at + 56], data[at + 56 :]
+    longer = end[:4] + struct.pack("<Q", 44 + 56) + end[12:]
+    (tmp_path / "z").write_bytes(data[:at] + longer + end + rest)
+    with pytest.raises(Damaged, match="ZIP64 directory is malformed"):
+        directory(place_of(tmp_path / "z"))
+
+
+@pytest.mark.parametrize("offset, raw", [(4, word(1)), (16, word(2))])
+def test_a_wide_directory_in_another_volume_is_unsupported(offset: int, raw: bytes, tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(10)}, tmp_path / "f.pt")
+    with pytest.raises(Unsupported, match="split"):
+        directory(place_of(patched(tmp_path / "f.pt", b"PK\x06\x07", offset, raw)))
+
+
+@pytest.mark.parametrize(
+    "header, offset, raw",
+    [
+        (LOCAL, 14, word(1)),
+        (LOCAL, 26, short(1)),
+        (LOCAL, 28, short(0xFFFF)),
+        (CENTRAL, 8, short(1)),
+        (CENTRAL, 34, short(1)),
+        (CENTRAL, 20, word(5)),
+        (CENTRAL, 20, word(0xFFFFFFFF)),
+        (CENTRAL, 38, word(0o120777 << 16)),
+        (CENTRAL, 38, word(0x10)),
+    ],
+)
+def test_of_a_long_name_a_message_shows_the_beginning(
+    header: bytes, offset: int, raw: bytes, tmp_path: Path
+) -> None:
+    path = patched(zipped(tmp_path / "z", {"n" * 60_000: b"123"}), header, offset, raw)
+    with pytest.raises((Damaged, Unsupported), match="n" * 80) as refusal:
+        directory(place_of(path))
+    assert len(refusal.value.reason) < 200
+
+
+def test_records_that_overlap_are_damaged(tmp_path: Path) -> None:
+    """Two entries of the directory for the same bytes, as in a zip bomb."""
+    path = zipped(tmp_path / "z", {"r/a": b"1", "r/b": b"1"})
+    data = bytearray(path.read_bytes())
+    first = data.index(CENTRAL)
+    second = data.index(CENTRAL, first + 1)
+    data[second + 42 : second + 46] = data[first + 42 : first + 46]
+    data[second + 46 : second + 49] = b"r/A"  # in another name, or the names would clash before
+    path.write_bytes(data)
+    with pytest.raises(Damaged):
+        directory(place_of(path))
+
+
+def test_a_record_inside_another_is_damaged(tmp_path: Path) -> None:
+    inner = zipped(tmp_path / "inner", {"r/b": b"1"}).read_bytes()
+    path = zipped(tmp_path / "z", {"r/a": inner, "r/b": b"1"})
+    data = bytearray(path.read_bytes())
+    at = data.rindex(CENTRAL)
+    data[at + 42 : at + 46] = word(data.index(LOCAL, 4))
+    path.write_bytes(data)
+    with pytest.raises(Damaged, match="overlap"):
+        directory(place_of(path))
+
+
+def test_a_deflated_record_is_listed_with_its_compression(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "z", {"r/a": bytes(1000)}, compression=zipfile.ZIP_DEFLATED)
+    assert directory(place_of(path))["r/a"].compression == zipfile.ZIP_DEFLATED
+
+
+@given(st.binary(min_size=1, max_size=8), st.integers(0, 500))
+def test_a_zip_changed_anywhere_is_read_within_the_file_or_refused(noise: bytes, where: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = zipped(Path(folder) / "z", RECORDS)
+        data = bytearray(path.read_bytes())
+        data[where : where + len(noise)] = noise
+        path.write_bytes(data)
+        place = place_of(path)
+        try:
+            records = directory(place)
+        except (Damaged, Unsupported):
+            return
+        for record in records.values():
+            assert 0 <= record.data.offset <= record.data.offset + record.data.nbytes <= place.nbytes
+
+
+# Writing.
+
+
+def written(path: Path, records: dict[str, bytes], root: str = "root") -> Path:
+    with open(path, "w+b") as file:
+        archive = ZipWriter(Output(file), root)
+        for name, data in records.items():
+            archive.write(name, data)
+        archive.close()
+    return path
+
+
+def test_what_is_written_is_whole_to_python_and_to_unzip(tmp_path: Path) -> None:
+    records = {"data.pkl": b"pickle", "data/0": bytes(range(256)), "empty": b""}
+    path = written(tmp_path / "z", records)
+    assert_whole(path)
+    assert contents(path) == {f"root/{name}": data for name, data in records.items()}
+
+
+def test_every_payload_starts_on_64_bytes(tmp_path: Path) -> None:
+    records = {"n" * length: b"x" * length for length in range(1, 130)}
+    found = directory(place_of(written(tmp_path / "z", records)))
+    assert len(found) == len(records)
+    assert {record.data.offset % 64 for record in found.values()} == {0}
+
+
+def test_no_records_are_an_empty_zip(tmp_path: Path) -> None:
+    path = written(tmp_path / "z", {})
+    assert zipfile.ZipFile(path).namelist() == []
+    assert contents(path) == {}
+
+
+def test_the_directory_of_more_than_65535_records_is_wide(tmp_path: Path) -> None:
+    path = written(tmp_path / "z", {str(i): b"" for i in range(66_000)})
+    assert len(zipfile.ZipFile(path).namelist()) == 66_000
+    assert len(directory(place_of(path))) == 66_000
+
+
+def test_a_range_is_copied_with_the_checksum_that_is_known_or_found(tmp_path: Path) -> None:
+    (tmp_path / "source").write_bytes(bytes(range(100)))
+    whole = place_of(tmp_path / "source").part(10, 50)
+    with open(tmp_path / "z", "w+b") as file:
+        archive = ZipWriter(Output(file), "r")
+        archive.copy("known", whole, zlib.crc32(bytes(range(10, 60))))
+        archive.copy("found", whole, None)
+        archive.close()
+    assert_whole(tmp_path / "z")
+    assert contents(tmp_path / "z") == {"r/known": bytes(range(10, 60)), "r/found": bytes(range(10, 60))}
+
+
+def test_records_past_4_gib_are_written_and_read(tmp_path: Path) -> None:
+    """A sparse record of 4.5 GiB, and one behind it whose place needs 64 bits."""
+    size = (9 << 30) // 2
+    path = tmp_path / "z"
+    with open(path, "w+b") as file:
+        out = Output(file)
+        archive = ZipWriter(out, "r")
+        header = archive._reserve("large", size)
+        out.position += size  # a hole; its checksum is not the point here
+        archive._finish("large", header, size, 0)
+        archive.write("after", b"behind")
+        archive.close()
+    records = directory(place_of(path))
+    assert records["r/large"].data.nbytes == size
+    assert records["r/after"].data.read() == b"behind"
+    with zipfile.ZipFile(path) as theirs:
+        assert theirs.getinfo("r/large").file_size == size
+        assert theirs.read("r/after") == b"behind"
+    assert records["r/large"].data.offset % zip_writer.ALIGNMENT == 0
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20), st.binary(), max_size=5
+    )
+)
+def test_any_records_are_read_back_by_python(records: dict[str, bytes]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(Path(folder) / "z", records)
+        with zipfile.ZipFile(path) as archive:
+            assert [archive.read(info) for info in archive.infolist()] == list(records.values())

@@ -1,0 +1,78 @@
+"""Keys that a file asks for: refused where to hash or to compare them would take long."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import time
+
+import pytest
+
+from ckpttool.checkpoint.full_decoding import BadJson, decode
+from ckpttool.inert_pickle.key_guard import MAX_EQUAL_HASHES, ROOM, BadKey, KeyGuard
+from ckpttool.inert_pickle.reader import PickleFault, read_pickle
+from ckpttool.inert_pickle.values import OrderedDict_, Set_
+from tests.support.crafting import program
+
+MANY = 100_000
+
+
+def test_one_large_tuple_in_very_many_keys_takes_bounded_time() -> None:
+    large = b"(" + b"K\1" * 990 + b"tq\0"
+    keys = b"".join(b"J" + struct.pack("<i", i) + b"h\0\x86N" for i in range(MANY))
+    start = time.perf_counter()
+    with pytest.raises(PickleFault, match="one of too many large tuples as a key"):
+        read_pickle(program(large + b"0}(" + keys + b"u"))
+    assert time.perf_counter() - start < 20  # it took a minute
+
+
+def test_the_same_in_json() -> None:
+    pairs = [[["tuple", i, ["ref", 0]], None] for i in range(MANY)]
+    tree = ["list", ["def", 0, ["tuple", *[1] * 990]], ["dict", *pairs]]
+    start = time.perf_counter()
+    with pytest.raises(BadJson):
+        decode({}, json.dumps({"version": 1, "protocol": 2, "tree": tree}))
+    assert time.perf_counter() - start < 20
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_any_number_of_honest_tuples_are_keys(protocol: int) -> None:
+    value = {(i, "layer", (i, 2, 3)): i for i in range(MANY)}
+    assert len(value) * 5 < ROOM
+    value.update({(-i, *range(30)): i for i in range(1, MANY)})  # type: ignore[misc]
+    assert read_pickle(pickle.dumps(value, protocol)).value == value
+
+
+def test_the_room_is_for_all_keys_together_and_grows_with_the_file() -> None:
+    key = (1,) * 1000
+    guard = KeyGuard(10_000)
+    for _ in range((ROOM + 20_000) // 1000):
+        guard.check(key, [])
+    with pytest.raises(BadKey, match="too many large tuples"):
+        guard.check(key, [])
+
+
+def test_colliding_keys_are_counted_by_owner() -> None:
+    colliding = [(2**61 - 1) * i << 8 for i in range(1, MAX_EQUAL_HASHES + 2)]
+    guard, owner = KeyGuard(0), object()
+    for number in colliding[:-1]:
+        guard.check(number, owner)
+    guard.check(colliding[-1], object())
+    with pytest.raises(BadKey, match="crafted to collide"):
+        guard.check(colliding[-1], owner)
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ([], "a list"),
+        (OrderedDict_(), "a dict"),
+        (Set_(), "a set"),
+        (({1},), "a set"),
+        (bytearray(), "a bytearray"),
+    ],
+)
+def test_what_has_no_hash_is_named(key: object, what: str) -> None:
+    with pytest.raises(BadKey, match=f"^{what}$"):
+        KeyGuard(0).check(key, [])

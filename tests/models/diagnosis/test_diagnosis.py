@@ -1,0 +1,674 @@
+"""Why a checkpoint does not load, and that what the doctor prints, when pasted, makes it load strictly."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shlex
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.optim.swa_utils import AveragedModel
+
+import ckpttool
+from ckpttool.models import factory
+from tests.support import architectures
+from tests.support.architectures import Net
+from tests.support.running import Ran
+
+Cli = Callable[..., Ran]
+ARCHITECTURES = Path(architectures.__file__)
+
+
+def spec(name: str) -> str:
+    return f"{ARCHITECTURES}:{name}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone, which DDP and FSDP ask for."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(7)
+    model: nn.Module = getattr(architectures, name)()
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.uniform_(0.5, 1.5)
+    return model
+
+
+def prefixed(state: Any, prefix: str) -> Any:
+    return OrderedDict((prefix + key, value) for key, value in state.items())
+
+
+class ModelEma(nn.Module):
+    """An average as timm keeps it: a copy under `module`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model)
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="eager")  # the default would be imported for seconds
+
+
+def compiled_inside(model: Net) -> Net:
+    model.conv, model.head = compiled(model.conv), compiled(model.head)
+    return model
+
+
+def checkpointed_inside(model: Net) -> Net:
+    model.conv = checkpoint_wrapper(model.conv)
+    return model
+
+
+def fsdp(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        use_orig_params=True,
+        device_id=torch.device("cpu"),
+    )
+
+
+def by_names(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A state as scripts collect it themselves, with the wrappers' names in it."""
+    return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+
+
+def without(state: Any, *ends: str) -> Any:
+    kept = OrderedDict((key, value) for key, value in state.items() if not key.endswith(ends))
+    kept._metadata = state._metadata  # type: ignore[attr-defined]
+    return kept
+
+
+def renamed(state: Any, **parts: str) -> dict[str, Any]:
+    def name(key: str) -> str:
+        return ".".join(parts.get(part, part) for part in key.split("."))
+
+    return {name(key): value for key, value in state.items()}
+
+
+def transposed(state: Any, *names: str) -> dict[str, Any]:
+    return {
+        k: v.permute(*reversed(range(v.dim()))).contiguous() if k in names else v for k, v in state.items()
+    }
+
+
+def as_tensorflow(state: Any) -> dict[str, Any]:
+    """Convolutions as HWIO, matrices as (in, out)."""
+    orders: dict[int, tuple[int, ...]] = {2: (1, 0), 4: (2, 3, 1, 0)}
+    return {k: v.permute(orders[v.dim()]).contiguous() if v.dim() in orders else v for k, v in state.items()}
+
+
+def trained(name: str, optimizer: str, wrap: Callable[[nn.Module], nn.Module] = lambda m: m) -> Any:
+    """A training checkpoint after two steps."""
+    model = wrap(made(name))
+    kind = {"sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "adamw": lambda p: torch.optim.AdamW(p)}
+    stepped = kind[optimizer](model.parameters())
+    for _ in range(2):
+        stepped.zero_grad()
+        inputs = torch.rand(2, 4) if name == "first_second" else torch.rand(2, 3, 6, 6)
+        model(inputs).square().sum().backward()
+        stepped.step()
+    return {"model": model.state_dict(), "optimizer": stepped.state_dict(), "epoch": 2}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way in which a load fails.
+
+    Attributes:
+        make: what is saved, of the model that was trained.
+        kinds: the problems that the doctor must find, in order.
+        model: the factory of the model that is to be loaded; by default of the one that was trained.
+        trained: the factory of the model that was trained.
+        save: how it is saved.
+        same: what the loaded model's state must be, of the trained model; by default its own.
+    """
+
+    make: Callable[[Any], Any]
+    kinds: tuple[str, ...]
+    model: str = "net"
+    trained: str = "net"
+    save: Callable[[Any, Path], object] = torch.save
+    name: str = "f.pt"
+    same: Callable[[Any], Any] = field(default=lambda state: state)
+
+
+def legacy(value: Any, path: Path) -> None:
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+
+
+def sharded(value: Any, path: Path) -> None:
+    import json
+
+    path.mkdir()
+    halves = list(value)[::2], list(value)[1::2]
+    places = {}
+    for number, names in enumerate(halves, 1):
+        shard = f"model-{number:05d}-of-00002.safetensors"
+        save_file({name: value[name] for name in names}, path / shard)
+        places |= dict.fromkeys(names, shard)
+    index = {"metadata": {"total_size": 0}, "weight_map": places}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def dcp(value: Any, path: Path) -> None:
+    import torch.distributed.checkpoint
+
+    torch.distributed.checkpoint.save(value, checkpoint_id=path, no_dist=True)
+
+
+WAYS = {
+    "DataParallel": Way(lambda m: nn.DataParallel(m).state_dict(), ("prefix",)),
+    "DDP": Way(lambda m: nn.parallel.DistributedDataParallel(m).state_dict(), ("prefix",)),
+    "DataParallel twice": Way(lambda m: nn.DataParallel(nn.DataParallel(m)).state_dict(), ("prefix",)),
+    "compiled": Way(lambda m: compiled(m).state_dict(), ("prefix",)),
+    "DDP of compiled": Way(lambda m: nn.DataParallel(compiled(m)).state_dict(), ("prefix",)),
+    "compiled layers": Way(lambda m: compiled_inside(m).state_dict(), ("prefix",)),
+    "DDP of compiled layers": Way(
+        lambda m: nn.DataParallel(compiled_inside(m)).state_dict(), ("prefix", "prefix")
+    ),
+    "FSDP by names": Way(lambda m: by_names(fsdp(m)), ("prefix",)),
+    "activation checkpointing by names": Way(lambda m: by_names(checkpointed_inside(m)), ("prefix",)),
+    "an average of timm's kind": Way(lambda m: ModelEma(m).state_dict(), ("prefix",)),
+    "AveragedModel": Way(lambda m: AveragedModel(m).state_dict(), ("prefix",)),
+    "AveragedModel of DDP": Way(lambda m: AveragedModel(nn.DataParallel(m)).state_dict(), ("prefix",)),
+    "a LightningModule's attribute": Way(
+        lambda m: {"state_dict": prefixed(m.state_dict(), "model."), "pytorch-lightning_version": "2.6.0"},
+        ("prefix",),
+    ),
+    "a model held by another": Way(
+        lambda m: m.state_dict(), ("prefix",), model="inside", same=lambda s: prefixed(s, "model.")
+    ),
+    "a model held under another name": Way(
+        lambda m: prefixed(m.state_dict(), "backbone."),
+        ("names",),
+        model="inside",
+        same=lambda s: prefixed(s, "model."),
+    ),
+    "one of two models": Way(lambda m: {"model": numbers_by_name(), "teacher": m.state_dict()}, ("state",)),
+    "one of two wrapped models": Way(
+        lambda m: {"model": numbers_by_name(), "teacher": nn.DataParallel(m).state_dict()},
+        ("state", "prefix"),
+    ),
+    "a whole pickled DataParallel": Way(lambda m: nn.DataParallel(m), ("pickled-model", "prefix")),
+    "another number of classes": Way(lambda m: Net(classes=5).state_dict(), ("size",), same=lambda s: None),
+    "another width and number of classes": Way(
+        lambda m: Net(width=6, classes=5).state_dict(), ("size",), same=lambda s: None
+    ),
+    "a transposed head": Way(lambda m: transposed(m.state_dict(), "head.weight"), ("layout",)),
+    "axes as TensorFlow has them": Way(lambda m: as_tensorflow(m.state_dict()), ("layout",)),
+    "a linear layer for a 1×1 convolution": Way(
+        lambda m: m.state_dict(), ("shape",), "convolved", "linear", same=lambda s: None
+    ),
+    "a 1×1 convolution for a linear layer": Way(
+        lambda m: m.state_dict(), ("shape",), "linear", "convolved", same=lambda s: None
+    ),
+    "BatchNorm without counters": Way(
+        lambda m: without(m.state_dict(), "num_batches_tracked"), ("counters",)
+    ),
+    "weight norm in its new names": Way(
+        lambda m: m.state_dict(),
+        ("weight-norm",),
+        "weight_normed_before",
+        "weight_normed",
+        same=lambda s: None,
+    ),
+    "spectral norm in its new names": Way(
+        lambda m: m.state_dict(),
+        ("spectral-norm",),
+        "spectral_normed_before",
+        "spectral_normed",
+        same=lambda s: None,
+    ),
+    "spectral norm in its old names": Way(
+        lambda m: dict(m.state_dict()),
+        ("spectral-norm",),
+        "spectral_normed",
+        "spectral_normed_before",
+        same=lambda s: None,
+    ),
+    "gamma and beta": Way(
+        lambda m: {
+            k.replace("norm.weight", "norm.gamma").replace("norm.bias", "norm.beta"): v
+            for k, v in m.state_dict().items()
+        },
+        ("layer-norm",),
+    ),
+    "a tie stored once": Way(
+        lambda m: without(m.state_dict(), "out.weight"), ("ties",), "tied", "tied", save_file, "f.safetensors"
+    ),
+    "complex numbers as pairs": Way(
+        lambda m: {"phase.real": m.phase.real.clone(), "phase.imag": m.phase.imag.clone()},
+        ("complex",),
+        "waves",
+        "waves",
+    ),
+    "pairs that were complex": Way(
+        lambda m: m.state_dict(), ("complex",), "pairs", "waves", same=lambda s: None
+    ),
+    "counters of a profiler": Way(
+        lambda m: {**m.state_dict(), "total_ops": torch.zeros(1), "conv.total_ops": torch.zeros(1)},
+        ("extra",),
+    ),
+    "an epoch among the tensors": Way(lambda m: {**m.state_dict(), "epoch": 3}, ("extra",)),
+    "layers by number": Way(
+        lambda m: m.state_dict(), ("names", "names"), "named", "numbered", same=lambda s: None
+    ),
+    "momentum of other shapes": Way(
+        lambda m: trained("net", "sgd"), ("optimizer-order",), model="head_first", same=lambda s: None
+    ),
+    "momentum of another layer": Way(
+        lambda m: trained("first_second", "adamw"),
+        ("optimizer-order",),
+        "second_first",
+        "first_second",
+        same=lambda s: None,
+    ),
+    "legacy, wrapped": Way(lambda m: prefixed(m.state_dict(), "module."), ("prefix",), save=legacy),
+    "safetensors, wrapped": Way(
+        lambda m: prefixed(m.state_dict(), "module."), ("prefix",), save=save_file, name="f.safetensors"
+    ),
+    "shards, wrapped": Way(
+        lambda m: prefixed(m.state_dict(), "module."), ("prefix",), save=sharded, name="shards"
+    ),
+    "DCP, wrapped": Way(
+        lambda m: {"model": prefixed(m.state_dict(), "module.")}, ("prefix",), save=dcp, name="dcp"
+    ),
+    "everything at once": Way(
+        lambda m: {
+            "model": numbers_by_name(),
+            "ema": {**prefixed(transposed(m.state_dict(), "head.weight"), "module._orig_mod."), "n": 1},
+        },
+        ("state", "prefix", "layout", "extra"),
+    ),
+}
+
+
+def numbers_by_name() -> dict[str, torch.Tensor]:
+    return dict(made("numbered").state_dict())
+
+
+def pasted(cli: Cli, commands: list[str]) -> None:
+    """Runs commands as the shell would split them, each of which must succeed."""
+    for command in commands:
+        words = shlex.split(command)
+        assert words[0] == "ckpttool"
+        ran = cli(*words[1:])
+        assert ran.code == 0, f"{command}\n{ran.err}"
+
+
+@pytest.mark.parametrize("what", WAYS)
+def test_what_is_printed_mends_it(what: str, cli: Cli, tmp_path: Path) -> None:
+    way = WAYS[what]
+    model, path = made(way.trained), tmp_path / way.name
+    expected = way.same({k: v.clone() for k, v in model.state_dict().items()})
+    way.save(way.make(model), path)
+
+    found = cli("doctor", path, "--model", spec(way.model), "--json")
+    assert found.code == 1
+    wrong = [problem for problem in found.json["problems"] if not problem["remark"]]
+    assert tuple(problem["kind"] for problem in wrong) == way.kinds
+    commands = [problem["command"] for problem in wrong if problem["command"] != found.json["then"]]
+    printed = cli("doctor", path, "--model", spec(way.model)).out.splitlines()
+    script = [line for line in printed if not line.startswith("#")]
+    assert script == [*commands, found.json["then"]]
+
+    pasted(cli, script)
+    loaded = strictly_loaded(script[-1])
+    if expected is not None:
+        for name, value in expected.items():
+            assert torch.equal(loaded[name], value), name
+
+
+def strictly_loaded(command: str) -> dict[str, Any]:
+    """The state of the model that a reload names, after torch's own strict load of the file that it names."""
+    words = shlex.split(command)
+    assert words[1] == "reload"
+    model = factory.build(words[words.index("--model") + 1])
+    with ckpttool.open(words[2]) as checkpoint:
+        state = checkpoint.state()
+        tensors = OrderedDict(state.load())
+        if state.versions is not None:
+            tensors._metadata = dict(state.versions)  # type: ignore[attr-defined]
+        model.load_state_dict(tensors, strict=True)
+    return dict(model.state_dict())
+
+
+def test_the_page_is_a_script_for_the_shell(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "it's $HOME.pt"
+    torch.save(AveragedModel(nn.DataParallel(made("net"))).state_dict(), path)
+    script = cli("doctor", path, "--model", spec("net")).out
+    tool = Path(sys.executable).with_name("ckpttool")
+    environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
+    ran = subprocess.run(
+        ["sh", "-e"], input=script, env=environment, text=True, capture_output=True, timeout=110
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "loaded 9 of 9 tensors" in ran.stdout
+
+
+def test_what_loads_is_said_to_load_with_what_is_worth_knowing(cli: Cli, tmp_path: Path) -> None:
+    half = {
+        key: value.half() if value.is_floating_point() else value
+        for key, value in made("net").state_dict().items()
+    }
+    torch.save({"model": half, "epoch": 1}, tmp_path / "f.pt")
+    found = cli("doctor", tmp_path / "f.pt", "--model", spec("net"), "--json")
+    assert (found.code, found.json["loads"], found.json["state"]) == (0, True, "model")
+    assert [problem["kind"] for problem in found.json["problems"]] == ["nested", "precision"]
+    assert all(problem["remark"] for problem in found.json["problems"])
+    pasted(cli, [found.json["problems"][1]["command"], found.json["then"]])
+    with ckpttool.open(tmp_path / "f.mended.pt") as checkpoint:
+        assert {tensor.dtype.name for tensor in checkpoint.state().tensors.values()} == {"float32", "int64"}
+
+
+LOADS = {
+    "plain": ("net", lambda m: m.state_dict()),
+    "BatchNorm from before counters": ("net", lambda m: dict(without(m.state_dict(), "num_batches_tracked"))),
+    "weight norm in its old names": (
+        "weight_normed",
+        lambda m: architectures.weight_normed_before().state_dict(),
+    ),
+    "a scalar as torch 0.3 had it": ("counted", lambda m: {"scale": torch.ones(1)}),
+    "a whole pickled model": ("net", lambda m: m),
+    "a tie": ("tied", lambda m: m.state_dict()),
+}
+
+
+@pytest.mark.parametrize("what", LOADS)
+def test_what_torch_takes_is_not_called_wrong(what: str, cli: Cli, tmp_path: Path) -> None:
+    name, make = LOADS[what]
+    torch.save(make(made(name)), tmp_path / "f.pt")
+    found = cli("doctor", tmp_path / "f.pt", "--model", spec(name), "--json")
+    assert (found.code, found.json["loads"]) == (0, True)
+    pasted(cli, [found.json["then"]])
+
+
+def lora(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {f"base_model.model.head.lora_{part}.weight": torch.rand(2, 2) for part in "AB"}
+
+
+BEYOND = {
+    "another architecture": (
+        "net",
+        lambda: made("tied").state_dict(),
+        "architecture",
+        "of the model's 9 names",
+    ),
+    "layers that are missing": (
+        "net",
+        lambda: without(made("net").state_dict(), "head.weight", "head.bias"),
+        "missing",
+        "head.weight, head.bias",
+    ),
+    "weights kept as length and direction": (
+        "linear",
+        lambda: made("weight_normed").state_dict(),
+        "weight-norm",
+        "remove_parametrizations",
+    ),
+    "an adapter": ("net", lambda: lora(made("net")), "adapter", "peft"),
+    "a head that the factory can't make": (
+        "convolved",
+        lambda: nn.Sequential(nn.Conv2d(3, 9, 1)).state_dict(),
+        "head",
+        "'0' has 9 outputs in the file and 5 in the model",
+    ),
+    "flat parameters of FSDP": (
+        "net",
+        lambda: {"_fsdp_wrapped_module._flat_param": torch.rand(9)},
+        "fsdp-flat",
+        "FULL_STATE_DICT",
+    ),
+    "an optimizer alone": (
+        "net",
+        lambda: torch.optim.AdamW(made("net").parameters()).state_dict(),
+        "optimizer-only",
+        "in another file",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BEYOND)
+def test_what_no_command_mends_is_said_in_words(what: str, cli: Cli, tmp_path: Path) -> None:
+    model, make, kind, words = BEYOND[what]
+    torch.save(make(), tmp_path / "f.pt")
+    found = cli("doctor", tmp_path / "f.pt", "--model", spec(model), "--json")
+    assert (found.code, found.json["loads"], found.json["then"]) == (1, False, None)
+    problem = next(problem for problem in found.json["problems"] if not problem["remark"])
+    assert problem["kind"] == kind
+    assert words in problem["message"]
+    assert "command" not in problem
+    assert "# no command can fix that" in cli("doctor", tmp_path / "f.pt", "--model", spec(model)).out
+
+
+def test_a_state_with_objects_in_it_is_not_promised_to_reload(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "import torch\nclass Net(torch.nn.Linear):\n"
+        "    def __init__(self):\n        super().__init__(2, 2)\n"
+        "    def get_extra_state(self):\n        return {'since': __import__('datetime').date(2026, 1, 1)}\n"
+        "    def set_extra_state(self, state):\n        pass\n"
+    )
+    torch.save(factory.build(f"{tmp_path}/m.py:Net").state_dict(), tmp_path / "f.pt")
+    found = cli("doctor", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:Net", "--json")
+    assert (found.code, found.json["then"]) == (1, None)
+    assert [problem["kind"] for problem in found.json["problems"]] == ["object"]
+    assert cli("reload", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:Net").code == 3
+
+
+FILES = {
+    "a Git LFS pointer": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+        "git lfs pull",
+    ),
+    "a web page": (b"<!DOCTYPE html><html></html>", "download the file again"),
+    "nothing": (b"", "copy it again"),
+}
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_what_is_no_checkpoint_is_refused_with_the_way_out(what: str, cli: Cli, tmp_path: Path) -> None:
+    content, hint = FILES[what]
+    (tmp_path / "f.pt").write_bytes(content)
+    ran = cli("doctor", tmp_path / "f.pt", "--model", spec("net"))
+    assert ran.code == 3
+    assert hint in ran.err
+
+
+def test_a_truncated_file_is_refused(cli: Cli, tmp_path: Path) -> None:
+    torch.save(made("net").state_dict(), tmp_path / "f.pt")
+    os.truncate(tmp_path / "f.pt", 1500)
+    assert cli("doctor", tmp_path / "f.pt", "--model", spec("net")).code == 3
+
+
+def test_square_matrices_beside_transposed_ones_are_pointed_out(cli: Cli, tmp_path: Path) -> None:
+    """No shape tells that a square matrix is transposed too."""
+    torch.save(
+        {
+            "0.weight": torch.rand(3, 5),
+            "0.bias": torch.rand(5),
+            "2.weight": torch.rand(2, 5),
+            "2.bias": torch.rand(2),
+        },
+        tmp_path / "f.pt",
+    )
+    found = cli("doctor", tmp_path / "f.pt", "--model", spec("numbered"), "--json")
+    assert "don't show" not in found.json["problems"][0]["message"]
+    (tmp_path / "m.py").write_text(
+        "import torch\ndef net(): return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 5))\n"
+    )
+    state = {
+        "0.weight": torch.rand(3, 5),
+        "0.bias": torch.rand(5),
+        "1.weight": torch.rand(5, 5),
+        "1.bias": torch.rand(5),
+    }
+    torch.save(state, tmp_path / "g.pt")
+    found = cli("doctor", tmp_path / "g.pt", "--model", f"{tmp_path}/m.py:net", "--json")
+    assert "1.weight" in found.json["problems"][0]["message"]
+
+
+def test_tensors_that_several_orders_of_axes_would_fit_are_pointed_out(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "import torch\n"
+        "def convs(): return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3))\n"
+        "def odd(): return torch.nn.ParameterDict({'w': torch.zeros(2, 4, 2)})\n"
+    )
+    last = {"0.weight": torch.rand(8, 3, 3, 3), "1.weight": torch.rand(8, 3, 3, 8)}
+    torch.save({**last, "0.bias": torch.rand(8), "1.bias": torch.rand(8)}, tmp_path / "f.pt")
+    found = cli("doctor", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:convs", "--json")
+    message = found.json["problems"][0]["message"]
+    assert "the shapes of 1 others don't show whether they are too (0.weight)" in message
+    torch.save({"w": torch.rand(4, 2, 2)}, tmp_path / "g.pt")
+    found = cli("doctor", tmp_path / "g.pt", "--model", f"{tmp_path}/m.py:odd", "--json")
+    assert (
+        "the shapes of 1 don't show which order, so it is guessed (w)" in found.json["problems"][0]["message"]
+    )
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_layers_counted_from_another_number_stay_in_their_order(shift: int, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "import torch\n"
+        "def net(stem=0):\n"
+        "    layers = [torch.nn.Identity()] * stem + [torch.nn.Linear(2, 2) for _ in range(4)]\n"
+        "    return torch.nn.Sequential(*layers)\n"
+    )
+    here, there = (0, 1) if shift > 0 else (1, 0)
+    model = f"{tmp_path}/m.py:net(stem={here})"
+    trained = factory.build(f"{tmp_path}/m.py:net(stem={there})").state_dict()
+    torch.save(trained, tmp_path / "f.pt")
+    found = cli("doctor", tmp_path / "f.pt", "--model", model, "--json")
+    pasted(cli, [found.json["problems"][0]["command"], found.json["then"]])
+    loaded = strictly_loaded(found.json["then"])
+    assert all(
+        torch.equal(mine, theirs) for mine, theirs in zip(loaded.values(), trained.values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["a\ntouch gone\n'.pt", "-f.pt", "\x1b[31m.pt"])
+@pytest.mark.parametrize("prefix", ["", "a=b.", "'\ntouch gone\n#\x1b[0m."])
+def test_no_name_of_a_file_or_a_key_becomes_a_command(
+    name: str, prefix: str, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it holds, the page is a script in which each name is one word again."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(prefixed({k: v.half() for k, v in made("net").state_dict().items()}, prefix), name)
+    script = cli("doctor", "--model", spec("net"), "--", name).out
+    assert "\x1b" not in script
+    said = subprocess.run(
+        ["bash", "-c", 'ckpttool() { printf "%s\\0" "$#" "$@"; }\n' + script], capture_output=True, timeout=60
+    )
+    assert (said.stderr, sorted(path.name for path in tmp_path.iterdir())) == (b"", [name])
+    words = iter(said.stdout.decode().split("\0")[:-1])
+    for count in words:
+        ran = cli(*(next(words) for _ in range(int(count))))
+        assert ran.code == 0, ran.err
+
+
+def test_an_output_that_is_there_is_not_written_over(cli: Cli, tmp_path: Path) -> None:
+    torch.save(prefixed(made("net").state_dict(), "module."), tmp_path / "f.pt")
+    (tmp_path / "f.mended.pt").write_bytes(b"mine")
+    found = cli("doctor", tmp_path / "f.pt", "--model", spec("net"), "--json")
+    pasted(cli, [found.json["problems"][0]["command"], found.json["then"]])
+    assert (tmp_path / "f.mended.pt").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "problems"),
+    [("lbfgs", ["optimizer-order"]), ("stateless", []), ("momentum", ["optimizer-order"])],
+)
+def test_what_is_advised_for_an_optimizer_works_and_loses_nothing(
+    kind: str, problems: list[str], cli: Cli, tmp_path: Path
+) -> None:
+    model = made("first_second")
+    optimizer: torch.optim.Optimizer = {
+        "lbfgs": lambda p: torch.optim.LBFGS(p),
+        "stateless": lambda p: torch.optim.SGD(p),
+        "momentum": lambda p: torch.optim.SGD(p, momentum=0.9),
+    }[kind](model.parameters())
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        total = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "f.pt")
+    found = cli("doctor", tmp_path / "f.pt", "--model", spec("second_first"), "--json")
+    wrong = [problem for problem in found.json["problems"] if not problem["remark"]]
+    assert (found.code, [problem["kind"] for problem in wrong]) == (int(bool(problems)), problems)
+    commands = [problem["command"] for problem in found.json["problems"] if problem.get("command")]
+    pasted(cli, [*commands, found.json["then"]])
+    if kind == "momentum":
+        assert "optimizer" in torch.load(tmp_path / "f.mended.pt", weights_only=True)
+
+
+def test_a_model_that_leaves_parameters_out_of_its_state_is_no_fault_of_ours(
+    cli: Cli, tmp_path: Path
+) -> None:
+    (tmp_path / "m.py").write_text(
+        "import torch\n"
+        "def leave_out(model, state, prefix, local):\n"
+        "    state.pop(prefix + 'bias', None)\n"
+        "def net():\n"
+        "    model = torch.nn.Linear(2, 2)\n"
+        "    model._register_state_dict_hook(leave_out)\n"
+        "    model.register_load_state_dict_pre_hook(lambda m, s, p, *_: s.setdefault(p + 'bias', m.bias))\n"
+        "    return model\n"
+    )
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters()).state_dict()
+    torch.save({"model": {"weight": torch.rand(2, 2)}, "optimizer": optimizer}, tmp_path / "f.pt")
+    assert cli("doctor", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:net").code == 0
+
+
+def test_a_cast_is_advised_for_floats_alone(cli: Cli, tmp_path: Path) -> None:
+    state = made("net").state_dict()
+    for dtype, command in ((torch.float16, True), (torch.int8, False)):
+        cast = {k: v.to(dtype) if v.dtype == torch.float32 else v for k, v in state.items()}
+        torch.save(cast, tmp_path / "f.pt")
+        found = cli("doctor", tmp_path / "f.pt", "--model", spec("net"), "--json")
+        assert [("command" in p) for p in found.json["problems"] if p["kind"] == "precision"] == [command]
+
+
+def test_a_named_state_is_the_one_that_is_looked_at(cli: Cli, tmp_path: Path) -> None:
+    net = made("net").state_dict()
+    torch.save({"model": net, "ema": prefixed(net, "module.")}, tmp_path / "f.pt")
+    assert cli("doctor", tmp_path / "f.pt", "--model", spec("net")).code == 0
+    found = cli("doctor", tmp_path / "f.pt", "--model", spec("net"), "--state", "ema", "--json")
+    assert (found.code, found.json["state"]) == (1, "ema")
+    pasted(cli, [problem["command"] for problem in found.json["problems"] if not problem["remark"]])
+
+
+def test_what_lightning_itself_wrote_is_mended(cli: Cli, tmp_path: Path) -> None:
+    """A checkpoint that Lightning itself wrote, and its Fabric's prefix."""
+    lightning = pytest.importorskip("lightning", reason="the extra `interop` is not installed")
+    module = lightning.LightningModule()
+    module.net = made("net")
+    trainer = lightning.Trainer(logger=False, barebones=False, enable_checkpointing=False, accelerator="cpu")
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "f.ckpt")
+    found = cli("doctor", tmp_path / "f.ckpt", "--model", spec("net"), "--json")
+    assert [p["kind"] for p in found.json["problems"] if not p["remark"]] == ["prefix"]
+    pasted(cli, [found.json["problems"][0]["command"], found.json["then"]])

@@ -1,0 +1,411 @@
+"""Into a plain model, as strictly as torch loads, or not at all; with what would help."""
+
+from __future__ import annotations
+
+import shlex
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpttool
+from ckpttool import reload
+from ckpttool.errors import Mismatch, NoState, Refused
+from ckpttool.tensors.to_torch import live_tensors
+from tests.support.comparing import assert_same, values
+from tests.support.layouts import LAYOUTS, LAZY, WIDTHS, big_endian, numbers
+
+
+class Net(torch.nn.Module):
+    def __init__(self, width: int = 4, classes: int = 3) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv2d(3, width, 3)
+        self.norm = torch.nn.BatchNorm2d(width)
+        self.head = torch.nn.Linear(width, classes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.norm(self.conv(x)).mean((2, 3)))
+        return found
+
+
+@pytest.fixture
+def net() -> Net:
+    torch.manual_seed(1)
+    made = Net()
+    made(torch.rand(2, 3, 5, 5))  # statistics that are not those of a new model
+    return made
+
+
+def saved(value: Any, path: Path, **given: Any) -> Path:
+    torch.save(value, path, **given)
+    return path
+
+
+def prefixed(state: Any, prefix: str) -> Any:
+    return OrderedDict((prefix + key, value) for key, value in state.items())
+
+
+def fresh() -> Net:
+    torch.manual_seed(2)
+    return Net()
+
+
+FILES: dict[str, Any] = {
+    "plain": lambda net, path: saved(net.state_dict(), path),
+    "in a training checkpoint": lambda net, path: saved({"epoch": 1, "model": net.state_dict()}, path),
+    "legacy": lambda net, path: saved(net.state_dict(), path, _use_new_zipfile_serialization=False),
+    "DDP": lambda net, path: saved(prefixed(net.state_dict(), "module."), path),
+    "compiled": lambda net, path: saved(torch.compile(net).state_dict(), path),
+    "DDP of compiled": lambda net, path: saved(prefixed(net.state_dict(), "module._orig_mod."), path),
+    "wrapped twice": lambda net, path: saved(prefixed(net.state_dict(), "module.module."), path),
+    "averaged": lambda net, path: saved(torch.optim.swa_utils.AveragedModel(net).state_dict(), path),
+    "safetensors": lambda net, path: save_file(net.state_dict(), path) or path,
+    "parameters": lambda net, path: saved(net.state_dict(keep_vars=True), path),
+}
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_any_file_of_the_model_s_state_gives_the_model_back(what: str, net: Net, tmp_path: Path) -> None:
+    model = fresh()
+    loaded = reload(FILES[what](net, tmp_path / "f"), model)
+    assert_same(net.state_dict(), model.state_dict())
+    assert set(loaded.loaded) == set(net.state_dict())
+    assert loaded.added == ()
+
+
+def test_what_was_done_is_told(net: Net, tmp_path: Path) -> None:
+    tree = {"epoch": 1, "state_dict": prefixed(net.state_dict(), "module."), "ema": net.state_dict()}
+    path = saved(tree, tmp_path / "f.pt")
+    loaded = reload(path, fresh())
+    assert (loaded.path, loaded.format) == (str(path), "torch-zip")
+    assert (loaded.state, loaded.prefix) == ("state_dict", "module.")
+    assert reload(path, fresh(), state="ema").prefix == ""
+
+
+def test_a_prefix_that_the_model_knows_stays(tmp_path: Path) -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(2, 2)
+
+    original, model = Wrapper(), Wrapper()
+    assert reload(saved(original.state_dict(), tmp_path / "f"), model).prefix == ""
+    assert_same(original.state_dict(), model.state_dict())
+
+
+def test_a_public_checkpoint_of_2018_needs_its_prefix_off(resnet20: Path) -> None:
+    with pytest.raises(Mismatch, match="missing"):
+        reload(resnet20, fresh())
+
+
+# What does not fit.
+
+
+def mismatch(path: Path, model: torch.nn.Module, **given: Any) -> Mismatch:
+    """The error; the model must be as it was before."""
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(Mismatch) as raised:
+        reload(path, model, **given)
+    assert_same(before, dict(model.state_dict()))
+    assert raised.value.exit_code == 1
+    return raised.value
+
+
+def test_missing_and_unexpected_names_are_told_and_the_model_is_as_it_was(net: Net, tmp_path: Path) -> None:
+    state = net.state_dict()
+    state["extra.weight"] = state.pop("head.weight")
+    wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
+    assert (wrong.missing, wrong.unexpected) == (("head.weight",), ("extra.weight",))
+    assert "1 missing (head.weight); 1 unexpected (extra.weight)" in str(wrong)
+
+
+def test_long_lists_of_names_are_shortened(tmp_path: Path) -> None:
+    wrong = mismatch(saved({f"layer{i}": torch.ones(1) for i in range(40)}, tmp_path / "f.pt"), fresh())
+    assert len(wrong.unexpected) == 40
+    assert "layer0, layer1, layer2, and 37 more" in str(wrong)
+
+
+def test_other_sizes_are_told_with_both_and_how_to_build_the_model(net: Net, tmp_path: Path) -> None:
+    wrong = mismatch(saved(net.state_dict(), tmp_path / "f.pt"), Net(classes=5))
+    assert wrong.mismatched == (("head.weight", "[3, 4]", "[5, 4]"), ("head.bias", "[3]", "[5]"))
+    assert "head.weight [3, 4] in the file, [5, 4] in the model" in str(wrong)
+    assert "num_classes" in str(wrong.hint)
+
+
+def test_complex_values_for_real_parameters_are_a_mismatch(tmp_path: Path) -> None:
+    """torch copies them with a warning, without their imaginary part."""
+    state = {"weight": torch.ones(1, 1, dtype=torch.complex64), "bias": torch.ones(1)}
+    wrong = mismatch(saved(state, tmp_path / "f.pt"), torch.nn.Linear(1, 1))
+    assert wrong.mismatched == (("weight", "complex64", "float32"),)
+
+
+def test_a_number_where_a_tensor_belongs_is_missing(tmp_path: Path) -> None:
+    wrong = mismatch(
+        saved({"weight": torch.ones(1, 1), "bias": 0.5}, tmp_path / "f.pt"), torch.nn.Linear(1, 1)
+    )
+    assert wrong.missing == ("bias",)
+
+
+def weight_normed() -> torch.nn.Module:
+    return torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 2))
+
+
+def test_names_that_the_model_s_own_modules_translate_are_taken(tmp_path: Path) -> None:
+    """Weight norm was kept as weight_g and weight_v before torch 2.0."""
+    original, model = weight_normed(), weight_normed()
+    old = {
+        "bias": original.bias,
+        "weight_g": original.parametrizations.weight.original0,  # type: ignore[union-attr]
+        "weight_v": original.parametrizations.weight.original1,  # type: ignore[union-attr]
+    }
+    reload(saved({f"module.{key}": value for key, value in old.items()}, tmp_path / "f.pt"), model)
+    assert_same(original.state_dict(), model.state_dict())
+
+
+def test_a_model_with_translations_is_still_loaded_strictly(tmp_path: Path) -> None:
+    wrong = mismatch(saved({"weight_g": torch.ones(2, 1)}, tmp_path / "f.pt"), weight_normed())
+    assert "bias" in wrong.missing
+
+
+class Stubborn(torch.nn.Linear):
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        rest[3].append("the module says no")
+
+
+def test_a_module_that_refuses_is_heard(tmp_path: Path) -> None:
+    model = Stubborn(1, 1)
+    wrong = mismatch(saved(torch.nn.Linear(1, 1).state_dict(), tmp_path / "f.pt"), model)
+    assert "the module says no" in str(wrong)
+    assert "\n" not in str(wrong)
+
+
+def test_no_state_and_no_such_state_are_errors(net: Net, tmp_path: Path) -> None:
+    with pytest.raises(NoState):
+        reload(saved({"epoch": 1}, tmp_path / "f.pt"), net)
+    with pytest.raises(NoState):
+        reload(saved({"model": net.state_dict()}, tmp_path / "f.pt"), net, state="ema")
+
+
+# What would help.
+
+
+def pasted(hint: str | None, cli: Any) -> Path:
+    """Runs a hint as a person would paste it; its output."""
+    command = shlex.split(str(hint))
+    assert command[0] == "ckpttool"
+    ran = cli(*command[1:])
+    assert ran.code == 0, ran.err
+    return Path(command[3])
+
+
+@pytest.mark.parametrize(
+    "prefix, name",
+    [("backbone.", "f.pt"), ("my.net.", "with space.pt"), ("model.", "f.safetensors"), ("x'y.", "it's.pt")],
+)
+def test_the_command_for_a_prefix_too_many_works(
+    prefix: str, name: str, net: Net, cli: Any, tmp_path: Path
+) -> None:
+    state = prefixed(net.state_dict(), prefix)
+    path = tmp_path / name
+    save_file(state, path) if name.endswith("safetensors") else saved(state, path)
+    wrong = mismatch(path, fresh())
+    model = fresh()
+    reload(pasted(wrong.hint, cli), model)
+    assert_same(net.state_dict(), model.state_dict())
+
+
+def test_the_command_for_a_prefix_too_few_works(net: Net, cli: Any, tmp_path: Path) -> None:
+    wrapper = torch.nn.Module()
+    wrapper.backbone = fresh()
+    wrong = mismatch(saved(net.state_dict(), tmp_path / "f.pt"), wrapper)
+    reload(pasted(wrong.hint, cli), wrapper)
+    assert_same(net.state_dict(), wrapper.backbone.state_dict())
+
+
+def test_the_command_for_a_compiled_part_works(net: Net, cli: Any, tmp_path: Path) -> None:
+    state = OrderedDict((key.replace("conv.", "conv._orig_mod."), v) for key, v in net.state_dict().items())
+    wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
+    assert "--anywhere" in str(wrong.hint)
+    model = fresh()
+    reload(pasted(wrong.hint, cli), model)
+    assert_same(net.state_dict(), model.state_dict())
+
+
+def test_another_state_in_the_file_is_pointed_out(net: Net, tmp_path: Path) -> None:
+    tree = {"model": {"x": torch.ones(1)}, "teacher": net.state_dict()}
+    wrong = mismatch(saved(tree, tmp_path / "f.pt"), fresh())
+    assert str(wrong.hint) == f"ckpttool slim {tmp_path}/f.pt {tmp_path}/f.mended.pt --state teacher"
+    reload(tmp_path / "f.pt", fresh(), state="teacher")
+
+
+def test_where_nothing_fits_a_look_into_the_file_is_offered(tmp_path: Path) -> None:
+    wrong = mismatch(saved({"x": torch.ones(1)}, tmp_path / "f.pt"), fresh())
+    assert str(wrong.hint) == f"ckpttool inspect {tmp_path}/f.pt"
+
+
+# What torch itself makes good.
+
+
+def test_batchnorm_s_counter_may_be_missing_as_in_files_before_torch_0_4_1(net: Net, tmp_path: Path) -> None:
+    state = {key: value for key, value in net.state_dict().items() if "num_batches" not in key}
+    model = fresh()
+    loaded = reload(saved(state, tmp_path / "f.pt"), model)
+    assert loaded.added == ("norm.num_batches_tracked",)
+    assert values(model.norm.running_mean) == values(net.norm.running_mean)
+
+
+def test_a_counter_is_not_made_good_where_the_file_says_that_it_knows_it(net: Net, tmp_path: Path) -> None:
+    state = net.state_dict()
+    del state["norm.num_batches_tracked"]
+    assert mismatch(saved(state, tmp_path / "f.pt"), fresh()).missing == ("norm.num_batches_tracked",)
+
+
+def test_a_counter_of_another_kind_of_module_is_not_made_good(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("num_batches_tracked", torch.tensor(3))
+    model.register_buffer("other", torch.tensor(3))
+    assert mismatch(saved({"other": torch.tensor(1)}, tmp_path / "f.pt"), model).missing == (
+        "num_batches_tracked",
+    )
+
+
+def test_versions_of_modules_reach_the_model_under_its_own_paths(tmp_path: Path) -> None:
+    seen: dict[str, Any] = {}
+
+    class Versioned(torch.nn.Linear):
+        _version = 7
+
+        def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+            seen[prefix] = metadata.get("version")
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    original = torch.nn.Module()
+    original.module = torch.nn.Sequential(Versioned(1, 1))
+    reload(saved(original.state_dict(), tmp_path / "f.pt"), torch.nn.Sequential(Versioned(1, 1)))
+    assert seen == {"0.": 7}
+
+
+class WithExtra(torch.nn.Linear):
+    def __init__(self, extra: Any = None) -> None:
+        super().__init__(1, 1)
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", ["text", 5, None, torch.arange(3), {"a": [1, (2.5, None)]}], ids=str)
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_extra_state_that_is_plain_is_handed_over(prefix: str, extra: Any, tmp_path: Path) -> None:
+    model = WithExtra("before")
+    reload(saved(prefixed(WithExtra(extra).state_dict(), prefix), tmp_path / "f.pt"), model)
+    assert_same(extra, model.extra)
+
+
+def test_extra_state_that_is_an_object_is_refused_by_name(tmp_path: Path) -> None:
+    path = saved(WithExtra({"a": [Path("code")]}).state_dict(), tmp_path / "f.pt")
+    model = WithExtra("before")
+    with pytest.raises(Refused, match="'_extra_state' is or holds an object"):
+        reload(path, model)
+    assert model.extra == "before"
+
+
+def test_a_lazy_parameter_takes_its_shape_from_the_file(tmp_path: Path) -> None:
+    original, model = torch.nn.Linear(3, 2), torch.nn.LazyLinear(2)
+    reload(saved(original.state_dict(), tmp_path / "f.pt"), model)
+    assert_same(dict(original.state_dict()), dict(model.state_dict()))
+
+
+def test_tied_parameters_stay_tied(tmp_path: Path) -> None:
+    def tied() -> torch.nn.Module:
+        made = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        made[1].weight = made[0].weight
+        return made
+
+    original, model = tied(), tied()
+    reload(saved(original.state_dict(), tmp_path / "f.pt"), model)
+    assert model[0].weight is model[1].weight  # type: ignore[index]
+    assert_same(original.state_dict(), model.state_dict())
+
+
+def test_values_are_converted_to_the_model_s_own_type(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2).double()
+    original = torch.nn.Linear(2, 2).half()
+    reload(saved(original.state_dict(), tmp_path / "f.pt"), model)
+    assert model.weight.dtype is torch.float64
+    assert torch.equal(model.weight, original.weight.double())
+
+
+def test_training_on_does_not_change_the_file(net: Net, tmp_path: Path) -> None:
+    path = saved(net.state_dict(), tmp_path / "f.pt")
+    before = path.read_bytes()
+    model = fresh()
+    reload(path, model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    assert path.read_bytes() == before
+
+
+def test_the_file_may_be_replaced_while_the_model_lives(net: Net, tmp_path: Path) -> None:
+    path = saved(net.state_dict(), tmp_path / "f.pt")
+    model = fresh()
+    reload(path, model)
+    path.write_bytes(b"")
+    assert_same(net.state_dict(), model.state_dict())
+
+
+# Live tensors.
+
+
+def live(path: Path) -> dict[str, torch.Tensor]:
+    return live_tensors(ckpttool.open(path).state().tensors)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS | LAZY)
+def test_a_live_tensor_has_the_values_of_the_file(layout: str, tmp_path: Path) -> None:
+    original = (LAYOUTS | LAZY)[layout]
+    found = live(saved({"t": original}, tmp_path / "f"))["t"]
+    assert (found.dtype, found.shape) == (original.dtype, original.shape)
+    assert values(found) == values(original)
+
+
+@pytest.mark.parametrize("dtype", WIDTHS, ids=str)
+def test_live_tensors_of_every_width_also_from_odd_addresses(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In the legacy format a storage may begin anywhere."""
+    state = {
+        "a": torch.ones(3, dtype=torch.uint8),
+        "t": numbers(3, 4, dtype=dtype).t(),
+        "e": torch.empty(0, 3),
+    }
+    path = saved(state, tmp_path / "f", _use_new_zipfile_serialization=False)
+    for name, found in live(path).items():
+        assert values(found) == values(state[name])
+
+
+def test_live_tensors_of_a_big_endian_file(tmp_path: Path) -> None:
+    path = big_endian(numbers(3, 4), tmp_path / "big.pt")
+    assert values(live(path)["t"]) == values(numbers(3, 4))
+
+
+def test_live_tensors_share_what_the_file_shares_and_never_write_to_it(tmp_path: Path) -> None:
+    weight = torch.arange(6.0)
+    path = saved({"a": weight, "b": weight[2:]}, tmp_path / "f")
+    before = path.read_bytes()
+    found = live(path)
+    found["a"][2] = 100
+    assert found["b"][0] == 100
+    assert path.read_bytes() == before
+
+
+def test_a_type_that_this_torch_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved({"t": torch.ones(2, dtype=torch.uint16)}, tmp_path / "f")
+    monkeypatch.delattr(torch, "uint16")
+    with pytest.raises(ckpttool.CkptToolError, match="has no type uint16, which 't' has"):
+        live(path)

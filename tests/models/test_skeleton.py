@@ -1,0 +1,121 @@
+"""Models without memory for their parameters, and filling them from a mapped file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ckpttool
+from ckpttool.errors import UsageFault
+from ckpttool.models.skeleton import skeleton, skeletons
+from tests.support import architectures
+
+
+class Positions(nn.Module):
+    """A buffer that no file holds, and a parameter under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.arange(4.0), persistent=False)
+        shared = nn.Parameter(torch.rand(4))
+        shared.is_mine = True  # type: ignore[attr-defined]
+        self.first, self.second = shared, shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.positions * self.first
+
+
+def test_parameters_have_shapes_and_no_values_and_buffers_are_real() -> None:
+    with skeletons():
+        model = Positions()
+    assert model.first is model.second
+    assert (model.first.is_meta, model.first.shape, model.first.requires_grad) == (True, (4,), True)
+    assert model.first.is_mine
+    assert torch.equal(model.positions, torch.arange(4.0))
+    assert not nn.Linear(2, 2).weight.is_meta  # outside, all is as it was
+
+
+def test_what_a_constructor_works_out_from_its_parameters_has_values(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "import torch\n"
+        "class Net(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(2, 2)\n"
+        "        self.scale = self.weight.detach().abs().mean()\n"
+    )
+    assert not skeleton(f"{tmp_path}/m.py:Net").scale.is_meta
+
+
+def test_after_an_error_inside_modules_are_as_they_were() -> None:
+    with pytest.raises(ZeroDivisionError), skeletons():
+        nn.Linear(1 // 0, 2)
+    assert not nn.Linear(2, 2).weight.is_meta
+
+
+def test_what_is_assigned_is_mapped_and_stays_one_parameter(tmp_path: Path) -> None:
+    original = Positions()
+    torch.save(original.state_dict(), tmp_path / "f.pt")
+    with skeletons():
+        model = Positions()
+    ckpttool.reload(tmp_path / "f.pt", model, assign=True)
+    assert model.first is model.second
+    assert torch.equal(model.first, original.first)
+    assert torch.equal(model(torch.ones(4)), original(torch.ones(4)))
+    with torch.no_grad():
+        model.first.zero_()
+    assert torch.equal(torch.load(tmp_path / "f.pt")["first"], original.first)  # the file is as it was
+
+
+def test_what_is_assigned_has_the_model_s_types_as_copying_would_give_it(tmp_path: Path) -> None:
+    state = {
+        name: value.half() if value.is_floating_point() else value
+        for name, value in architectures.net().state_dict().items()
+    }
+    torch.save(state, tmp_path / "f.pt")
+    copied, assigned = architectures.net(), architectures.net()
+    ckpttool.reload(tmp_path / "f.pt", copied)
+    ckpttool.reload(tmp_path / "f.pt", assigned, assign=True)
+    for (name, mine), theirs in zip(assigned.state_dict().items(), copied.state_dict().values(), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs), name
+
+
+def test_a_parameter_that_is_not_trained_stays_so(tmp_path: Path) -> None:
+    model = architectures.net()
+    torch.save(model.state_dict(), tmp_path / "f.pt")
+    model.head.requires_grad_(False)
+    ckpttool.reload(tmp_path / "f.pt", model, assign=True)
+    assert not model.head.weight.requires_grad
+    assert model.conv.weight.requires_grad
+
+
+def test_a_constructor_that_looks_at_values_is_given_them(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "import torch\n"
+        "class Scaled(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(2, 2)\n"
+        "        self.scale = float(self.weight.abs().max())\n"
+        "class Kept(torch.nn.Linear):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(2, 2)\n"
+        "        self.register_buffer('start', self.weight.detach().clone(), persistent=False)\n"
+    )
+    assert skeleton(f"{tmp_path}/m.py:Scaled").scale > 0  # type: ignore[operator]
+    assert not skeleton(f"{tmp_path}/m.py:Kept").start.is_meta  # type: ignore[union-attr]
+
+
+def test_what_is_no_model_or_fails_to_be_built_is_a_fault_of_the_call(tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text(
+        "def net():\n    return 3\ndef needs(width):\n    return width\ndef breaks():\n    return 1 / 0\n"
+    )
+    with pytest.raises(UsageFault, match="made a int, not a torch"):
+        skeleton(f"{tmp_path}/m.py:net")
+    with pytest.raises(UsageFault) as raised:
+        skeleton(f"{tmp_path}/m.py:needs")
+    assert f"{tmp_path}/m.py:needs(width=…)" in str(raised.value.hint)
+    with pytest.raises(UsageFault, match=r"ZeroDivisionError: division by zero \(at .*m.py:6\)"):
+        skeleton(f"{tmp_path}/m.py:breaks")

@@ -1,0 +1,159 @@
+"""The same checkpoint in every format that is read."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+import struct
+import tarfile
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import ckpttool
+
+
+class Net(torch.nn.Module):
+    """Two layers, one with buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = torch.nn.Linear(16, 16)
+        self.norm = torch.nn.BatchNorm1d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.fc(x))
+
+
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def state() -> dict[str, torch.Tensor]:
+    """A state with module versions, and with a name that is a tie and one that is a view."""
+    named = model().state_dict()
+    named["tied.weight"] = named["fc.weight"]
+    named["fc.row"] = named["fc.weight"][3]
+    return named
+
+
+def training() -> dict[str, Any]:
+    """A training checkpoint: a state beside what is none, of many types, nested, and shared."""
+    net = model()
+    optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1, momentum=0.9)
+    net(torch.ones(4, 16)).sum().backward()
+    optimizer.step()
+    named = state()
+    return {
+        "model": named,
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "best": float("inf"),
+        "nothing": {},
+        "nested": {"deep": [1, ("two", {"rng": torch.get_rng_state(), "dtype": torch.float16})]},
+        "average": {"of": named["fc.weight"], "parameter": torch.nn.Parameter(torch.ones(2))},
+    }
+
+
+def with_objects() -> dict[str, Any]:
+    """The same with an object that only its own code could make, and a name of code."""
+    return {**training(), "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99)), "schedule": io.StringIO}
+
+
+def as_tar(path: Path) -> None:
+    """As torch before 0.1.12 wrote it; torch itself reads it still."""
+    named = state()
+
+    def dumped(value: object) -> bytes:
+        return pickle.dumps(value, protocol=2)
+
+    storages, tensors = io.BytesIO(), io.BytesIO()
+    storages.write(dumped(len(named)))
+    tensors.write(dumped(len(named)))
+    kinds = {torch.float32: torch.FloatStorage, torch.int64: torch.LongStorage}
+    for key, value in enumerate(named.values(), 1):
+        flat = value.contiguous().view(-1)
+        storages.write(dumped((key, "cpu", kinds[value.dtype])))
+        storages.write(struct.pack("<q", flat.numel()) + flat.numpy().tobytes())
+        tensors.write(dumped((100 + key, key, torch.FloatTensor)))
+        tensors.write(struct.pack("<ii", value.dim(), 0))
+        tensors.write(struct.pack(f"<{2 * value.dim()}q", *value.shape, *value.stride()))
+        tensors.write(struct.pack("<q", 0))
+    storages.write(dumped([]))
+
+    class Identity(int):
+        pass
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, obj: object) -> str | None:
+            return str(int(obj)) if isinstance(obj, Identity) else None
+
+    tree = io.BytesIO()
+    Pickler(tree, protocol=2).dump(OrderedDict((name, Identity(101 + i)) for i, name in enumerate(named)))
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, data in (("storages", storages), ("tensors", tensors), ("pickle", tree)):
+            member = tarfile.TarInfo(name)
+            member.size = len(data.getvalue())
+            archive.addfile(member, io.BytesIO(data.getvalue()))
+
+
+def as_script(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(model()), path)
+
+
+def through(to: str) -> Callable[[Path], None]:
+    """A folder of another format, which its own readers are shown to read elsewhere."""
+
+    def make(path: Path) -> None:
+        torch.save(state(), path.with_suffix(".source.pt"))
+        ckpttool.save(ckpttool.open(path.with_suffix(".source.pt")), path, to=to)
+
+    return make
+
+
+def full_of(make: Callable[[], object], to: str) -> Callable[[Path], None]:
+    """What `--full` wrote."""
+
+    def write(path: Path) -> None:
+        torch.save(make(), path.with_suffix(".source.pt"))
+        ckpttool.save(ckpttool.open(path.with_suffix(".source.pt")), path, to=to, full=True)
+
+    return write
+
+
+def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each with memory of its own, as safetensors' own writer demands."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def as_dcp(path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(training(), checkpoint_id=path, no_dist=True)
+
+
+INPUTS: dict[str, Callable[[Path], None]] = {
+    "torch zip (since 1.6)": lambda path: torch.save(with_objects(), path),
+    "torch legacy (before 1.6)": lambda path: torch.save(
+        with_objects(), path, _use_new_zipfile_serialization=False
+    ),
+    "torch tar (before 0.1.12)": as_tar,
+    "`torch.save(model)`": lambda path: torch.save({"model": model(), "epoch": 3}, path),
+    "TorchScript": as_script,
+    "safetensors": lambda path: save_file(apart(state()), path, metadata={"who": "me"}),
+    "safetensors `--full`": full_of(training, "safetensors"),
+    "shards, safetensors": through("safetensors-sharded"),
+    "shards, torch": through("torch-sharded"),
+    "DCP folder": as_dcp,
+}

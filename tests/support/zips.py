@@ -1,0 +1,29 @@
+"""Zip files looked at by the reader and by other programs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+from ckpttool.formats.zip.reader import Record, read_directory
+from ckpttool.tensors.ref import ByteRange, Source
+
+
+def place_of(path: Path) -> ByteRange:
+    source = Source(str(path), os.open(path, os.O_RDONLY))
+    return ByteRange(source, 0, source.size)
+
+
+def directory(place: ByteRange) -> dict[str, Record]:
+    return read_directory(place.source, place)
+
+
+def assert_whole(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+    if shutil.which("unzip"):
+        tested = subprocess.run(["unzip", "-t", "-q", path], capture_output=True, check=False)
+        assert tested.returncode == 0, tested.stdout

@@ -1,0 +1,339 @@
+"""Element types cast as torch casts them, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import ckpttool
+from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.errors import NothingToDo, UsageFault
+from ckpttool.tensors import values as tensor_values
+from ckpttool.tensors.cast import CELL, CHUNK, CastReport, Conversion, count_non_finite, target
+from ckpttool.tensors.dtypes import DTYPES
+from ckpttool.transforms import selection
+from tests.support.comparing import values
+from tests.support.crafting import call, dict_of, name, number, storage, tensor, torch_zip, tuple_of
+
+module = import_module("ckpttool.tensors.cast")
+TARGETS = ["float64", "float32", "float16", "bfloat16"]
+EIGHT_BITS = ["float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
+SOURCES = [*TARGETS, *(name for name in EIGHT_BITS if hasattr(torch, name))]
+PAIRS = [(source, to) for source in SOURCES for to in TARGETS]
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def of(dtype: str) -> torch.dtype:
+    found = getattr(torch, dtype)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def bits(of: torch.Tensor) -> torch.Tensor:
+    return of.view(WORDS[of.element_size()])
+
+
+def assert_cast_as_torch_casts(raw: bytes, source: str, to: str) -> None:
+    before = torch.frombuffer(bytearray(raw), dtype=of(source))
+    wanted = before.to(of(to))
+    conversion, mine, overflows = Conversion(DTYPES[source], DTYPES[to]), bytearray(), 0
+    for start in range(0, len(raw), CHUNK):
+        values, found = conversion.convert(memoryview(raw)[start : start + CHUNK])
+        mine += values.tobytes()
+        overflows += len(found)
+    after = torch.frombuffer(mine, dtype=of(to))
+    numbers = ~wanted.isnan()
+    assert torch.equal(after.isnan(), wanted.isnan())
+    assert torch.equal(bits(after)[numbers], bits(wanted)[numbers])
+    finite = before.to(torch.float64).isfinite()
+    assert overflows == int((wanted.isinf() & finite).sum())
+
+
+def edges(itemsize: int) -> bytes:
+    """Every sign and exponent, with mantissas next to those where rounding changes: ties, carries, NaNs."""
+    width = 8 * itemsize
+    tops = np.arange(1 << 16, dtype=np.uint64) << np.uint64(width - 16)
+    below = width - 16  # bits under the first sixteen
+    near = {0, 1, (1 << below) - 1}
+    for bit in range(below):
+        near |= {(1 << bit) - 1, 1 << bit, (1 << bit) + 1, ((1 << bit) + (1 << below - 1)) % (1 << below)}
+    parts = [tops | np.uint64(low) for low in sorted(near)]
+    return np.concatenate(parts).astype(f"<u{itemsize}").tobytes()
+
+
+@pytest.mark.parametrize(("source", "to"), PAIRS, ids="-".join)
+def test_every_sign_and_exponent_near_every_tie_is_rounded_as_torch_rounds(source: str, to: str) -> None:
+    itemsize = DTYPES[source].itemsize
+    small = itemsize <= 2
+    raw = np.arange(1 << 8 * itemsize, dtype=f"<u{itemsize}").tobytes() if small else edges(itemsize)
+    assert_cast_as_torch_casts(raw, source, to)
+    elements = torch.frombuffer(bytearray(raw), dtype=of(source))
+    finite = elements[elements.to(of(to)).isfinite()]  # whole blocks of them take a shorter way
+    assert_cast_as_torch_casts(bits(finite).numpy().tobytes(), source, to)
+
+
+@pytest.mark.parametrize(("source", "to"), PAIRS, ids="-".join)
+def test_a_million_random_elements_are_rounded_as_torch_rounds(source: str, to: str) -> None:
+    raw = np.random.default_rng(7).bytes(1_000_000 * DTYPES[source].itemsize)
+    assert_cast_as_torch_casts(raw, source, to)
+
+
+@given(st.sampled_from(PAIRS), st.binary(min_size=0, max_size=64))
+def test_any_bits_are_rounded_as_torch_rounds(pair: tuple[str, str], raw: bytes) -> None:
+    source, to = pair
+    whole = raw[: len(raw) - len(raw) % DTYPES[source].itemsize]
+    if whole:
+        assert_cast_as_torch_casts(whole, source, to)
+
+
+@given(st.lists(st.floats(allow_subnormal=True), min_size=1, max_size=20), st.sampled_from(TARGETS))
+def test_any_doubles_are_rounded_as_torch_rounds(numbers: list[float], to: str) -> None:
+    assert_cast_as_torch_casts(np.array(numbers, "<f8").tobytes(), "float64", to)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_what_is_not_finite_is_counted_as_torch_counts_it(source: str) -> None:
+    raw = np.random.default_rng(3).bytes(60_000 * DTYPES[source].itemsize)
+    theirs = torch.frombuffer(bytearray(raw), dtype=of(source)).to(torch.float64)
+    assert count_non_finite(source, memoryview(raw)) == int((~theirs.isfinite()).sum())
+
+
+# Whole checkpoints.
+
+
+def cast_file(path: Path, to: str) -> tuple[Checkpoint, CastReport]:
+    return selection.cast(ckpttool.open(path), target(to))
+
+
+def written(path: Path, to: str, out: Path) -> CastReport:
+    new, report = cast_file(path, to)
+    ckpttool.save(new, out, force=True)
+    return report
+
+
+MIXED = {
+    "weight": torch.linspace(-1e6, 1e6, 999).reshape(27, 37),
+    "double": torch.tensor([1e300, -1e-300, 0.1], dtype=torch.float64),
+    "half": torch.tensor([1.5, float("nan")], dtype=torch.float16),
+    "eight": torch.tensor([1.5, 448.0]).to(torch.float8_e4m3fn),
+    "scalar": torch.tensor(2.5),
+    "none": torch.empty(0, 3),
+    "counter": torch.tensor((1 << 24) + 1),
+    "mask": torch.tensor([True, False]),
+    "byte": torch.arange(5, dtype=torch.uint8),
+    "phase": torch.tensor([1 + 2j]),
+}
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+@pytest.mark.parametrize("to", TARGETS)
+def test_floats_are_cast_and_all_else_stays(to: str, ending: str, tmp_path: Path) -> None:
+    torch.save(MIXED, tmp_path / "in.pt")
+    written(tmp_path / "in.pt", to, tmp_path / f"out{ending}")
+    load = torch.load if ending == ".pt" else load_file
+    loaded = load(tmp_path / f"out{ending}")
+    for key, before in MIXED.items():
+        wanted = before.to(of(to)) if before.is_floating_point() else before
+        assert loaded[key].dtype == wanted.dtype, key
+        assert torch.equal(loaded[key].nan_to_num(7), wanted.nan_to_num(7)), key
+    assert loaded["half"].isnan().tolist() == [False, True]
+
+
+def test_other_parts_of_a_checkpoint_keep_their_types(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "ema": torch.ones(2), "lr": 0.1}, tmp_path / "in.pt")
+    written(tmp_path / "in.pt", "bf16", tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt")
+    assert loaded["model"]["w"].dtype == torch.bfloat16
+    assert (loaded["ema"].dtype, loaded["lr"]) == (torch.float32, 0.1)
+
+
+def views() -> dict[str, torch.Tensor]:
+    base = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    return {
+        "base": base,
+        "tied": base.view(6, 8),
+        "row": base[2],
+        "turned": base.t(),
+        "every second": base[:, ::2],
+        "expanded": base[0].expand(3, 8),
+        "parameter": torch.nn.Parameter(base),
+    }
+
+
+def test_ties_and_views_stay_so_in_a_pt_file(tmp_path: Path) -> None:
+    state = views()
+    torch.save(state, tmp_path / "in.pt")
+    written(tmp_path / "in.pt", "bf16", tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt")
+    assert len({each.untyped_storage().data_ptr() for each in loaded.values()}) == 1
+    for key, before in state.items():
+        assert loaded[key].stride() == before.stride()
+        assert loaded[key].storage_offset() == before.storage_offset()
+        assert values(loaded[key]) == values(before.to(torch.bfloat16)), key
+    assert isinstance(loaded["parameter"], torch.nn.Parameter)
+
+
+def test_one_tensor_under_two_names_stays_one_tensor(tmp_path: Path) -> None:
+    plain, parameter = torch.ones(3), torch.nn.Parameter(torch.ones(2))
+    torch.save({"a": plain, "b": plain, "c": parameter, "d": parameter}, tmp_path / "in.pt")
+    written(tmp_path / "in.pt", "fp16", tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt")
+    assert loaded["a"] is loaded["b"]
+    assert loaded["c"] is loaded["d"]
+
+
+@pytest.mark.parametrize("chunk", [tensor_values.CHUNK, 32])
+def test_views_of_cast_tensors_are_written_out_with_their_values(
+    chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensor_values, "CHUNK", chunk)
+    state = {key: each.detach() for key, each in views().items()}
+    torch.save(state, tmp_path / "in.pt")
+    written(tmp_path / "in.pt", "fp16", tmp_path / "out.safetensors")
+    loaded = load_file(tmp_path / "out.safetensors")
+    for key in loaded:
+        assert values(loaded[key]) == values(state[key].to(torch.float16)), key
+    assert len(loaded) == 5  # "tied" and "parameter" are "base" again
+
+
+def test_a_negative_view_is_cast_with_its_sign(tmp_path: Path) -> None:
+    state = {"t": torch.tensor([1 + 2j, 3 - 4j, -5.5j]).conj().imag}
+    torch.save(state, tmp_path / "in.pt")
+    for ending in (".pt", ".safetensors"):
+        written(tmp_path / "in.pt", "bf16", tmp_path / f"out{ending}")
+        loaded = (torch.load if ending == ".pt" else load_file)(tmp_path / f"out{ending}")
+        assert loaded["t"].resolve_neg().tolist() == [-2, 4, 5.5]
+
+
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_big_endian_sources_are_cast_by_value(ending: str, tmp_path: Path) -> None:
+    """A .pt file stays big-endian whole, as it must agree with the storages that are not cast."""
+    numbers, counts = np.array([1.5, -2.25, 1e5, np.inf], ">f4"), np.array([1, 2, 3, 4], ">i8")
+    body = dict_of(
+        {
+            "w": tensor(storage()),
+            "every second": tensor(storage(), (2,), (2,), 1),
+            "count": tensor(storage(kind="LongStorage", key="1")),
+        }
+    )
+    torch_zip(tmp_path / "in.pt", body, {"0": numbers.tobytes(), "1": counts.tobytes()}, byteorder="big")
+    written(tmp_path / "in.pt", "bf16", tmp_path / f"out{ending}")
+    loaded = (torch.load if ending == ".pt" else load_file)(tmp_path / f"out{ending}")
+    wanted = torch.from_numpy(numbers.astype("<f4")).to(torch.bfloat16)
+    assert torch.equal(loaded["w"], wanted)
+    assert torch.equal(loaded["every second"], wanted[1::2])
+    assert loaded["count"].tolist() == [1, 2, 3, 4]
+
+
+def test_a_storage_is_cast_in_the_type_of_each_tensor_that_looks_at_it(tmp_path: Path) -> None:
+    halves = np.array([1.0, 2.0, 3.0, 4.0], "<f2")
+
+    def typed(dtype: str) -> bytes:
+        untyped = storage(8, kind="UntypedStorage", module="torch.storage")
+        args = (number(0), tuple_of(number(4)), tuple_of(number(1)), b"\x89")
+        return call(
+            name("torch._utils", "_rebuild_tensor_v3"),
+            untyped,
+            *args,
+            call(name("collections", "OrderedDict")),
+            name("torch", dtype),
+        )
+
+    body = dict_of({"half": typed("float16"), "brain": typed("bfloat16")})
+    torch_zip(tmp_path / "in.pt", body, {"0": halves.tobytes()})
+    before = torch.load(tmp_path / "in.pt")
+    written(tmp_path / "in.pt", "fp32", tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt")
+    assert loaded["half"].tolist() == [1, 2, 3, 4]
+    assert torch.equal(loaded["brain"], before["brain"].float())
+
+
+def test_a_tensor_of_many_pieces_is_cast_whole_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", 1 << 10)
+    monkeypatch.setattr(module, "BUFFER", 1 << 10)
+    monkeypatch.setattr(tensor_values, "CHUNK", 1 << 10)
+    long = torch.randn(100_003)
+    torch.save({"t": long, "part": long[5:90_000]}, tmp_path / "in.pt")
+    for ending in (".pt", ".safetensors"):
+        written(tmp_path / "in.pt", "bf16", tmp_path / f"out{ending}")
+        loaded = (torch.load if ending == ".pt" else load_file)(tmp_path / f"out{ending}")
+        assert torch.equal(loaded["t"], long.bfloat16())
+        assert torch.equal(loaded["part"], long[5:90_000].bfloat16())
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
+def test_values_that_overflow_are_counted_once(
+    ending: str, verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CHUNK", 16)
+    monkeypatch.setattr(module, "BUFFER", 16)
+    monkeypatch.setattr(tensor_values, "CHUNK", 16)
+    big = torch.tensor([1e5, 1.0, -1e5, float("inf"), float("nan"), 65519.0, 65520.0, 3.0])
+    torch.save({"a": big, "row": big[:4], "turned": big.view(2, 4).t(), "b": big.clone()}, tmp_path / "in.pt")
+    new, report = cast_file(tmp_path / "in.pt", "fp16")
+    ckpttool.save(new, tmp_path / f"out{ending}", verify=verify)
+    assert (report.tensors, report.overflows) == (4, 6)
+
+
+def test_an_element_is_counted_once_however_often_it_is_cast() -> None:
+    report = CastReport()
+    for key, places in (0, [0, 7]), (0, [7, 9]), (1, [7]), (0, [9, CELL - 1, CELL, 5 * CELL + 7]):
+        report.note(key, np.array(places))
+    assert report.overflows == 7
+
+
+def test_no_overflow_is_lost_where_several_threads_note_them() -> None:
+    report, threads, each = CastReport(), 4, 40
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda place: report.note(0, np.array([place])), range(threads * each)))
+    finally:
+        sys.setswitchinterval(before)
+    assert (report.notes, report.overflows) == (threads * each, threads * each)
+
+
+def test_where_nothing_is_of_another_float_type_there_is_nothing_to_do(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "n": torch.arange(3)}, tmp_path / "in.pt")
+    with pytest.raises(NothingToDo, match="none has a float dtype other than float32"):
+        cast_file(tmp_path / "in.pt", "fp32")
+
+
+@pytest.mark.parametrize("wanted", ["int8", "fp8", "float8_e4m3fn", "complex64", "", "BF16"])
+def test_a_type_that_can_not_be_cast_to_is_a_usage_fault(wanted: str) -> None:
+    with pytest.raises(UsageFault, match=f"--dtype {wanted}: not a dtype") as fault:
+        target(wanted)
+    assert "bf16" in str(fault.value.hint)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3).flatmap(
+        lambda shape: st.tuples(
+            st.just(shape),
+            st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape)),
+            st.integers(0, 9),
+        )
+    )
+)
+def test_any_view_keeps_its_values(view: tuple[list[int], list[int], int]) -> None:
+    seen = torch.randn(100, generator=torch.Generator().manual_seed(5)).as_strided(*view)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save({"t": seen}, Path(folder) / "in.pt")
+        for ending in (".pt", ".safetensors"):
+            written(Path(folder) / "in.pt", "bf16", Path(folder) / f"out{ending}")
+            loaded = (torch.load if ending == ".pt" else load_file)(Path(folder) / f"out{ending}")
+            assert values(loaded["t"]) == values(seen.to(torch.bfloat16))

@@ -1,0 +1,311 @@
+"""`--batchnorm sync` and `pooled` in the trainer, against plain BatchNorm in one process with all samples."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.batchnorm.pooling import pool
+from ckpttool.distributed import collectives
+from ckpttool.errors import UsageFault
+from tests.ranks import trainings
+from train import checkpoints, flags, models, preflight
+from train.config import TrainConfig
+from train.launch import Place
+
+SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+SHAPE = (1, 6, 6)
+
+
+def make_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4, momentum=None),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16, 10),
+    ).double()
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def reference(samples: int, batch_size: int, epochs: int) -> dict[str, torch.Tensor]:
+    """Plain BatchNorm in one process, which sees the whole batch."""
+    data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
+    return state(trainings.alone(make_net, data, batch_size, epochs, **SETTINGS))
+
+
+def make_trainer(rank: int, world_size: int, samples: int, **settings: Any) -> Any:
+    data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
+    model = trainings.seeded(make_net)
+    return trainings.trainer(rank, world_size, data, model, **{**SETTINGS, **settings})
+
+
+def train(rank: int, world_size: int, samples: int, epochs: int, settings: dict[str, Any]) -> Any:
+    trainer = make_trainer(rank, world_size, samples, epochs=epochs, **settings)
+    for _ in range(epochs):
+        trainings.finish_epoch(trainer)
+    return state(trainer.ddp.module), trainer.progress.global_step, trainer.evaluate()
+
+
+# ---- sync -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("samples", [60, 58, 49], ids=["even", "uneven", "with idle ranks"])
+def test_sync_follows_the_one_process_run_for_20_steps(run_ranks: Any, size: int, samples: int) -> None:
+    """Parameters, and running statistics too; 49 samples leave a last batch of one."""
+    expected = reference(samples, 12, epochs=4)
+    for ours, steps, _ in run_ranks(size, train, samples, 4, {"batchnorm": "sync", "batch_size": 12}):
+        assert steps >= 20
+        for name, tensor in expected.items():
+            assert torch.allclose(ours[name], tensor, rtol=0, atol=1e-6), name
+
+
+def train_as_torch_converted_it(rank: int, world_size: int) -> Any:
+    data = trainings.tensors(SHAPE, 60, dtype=torch.float64)
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(trainings.seeded(make_net))
+    trainer = trainings.trainer(rank, world_size, data, model, **SETTINGS, batchnorm="sync", batch_size=12)
+    trainings.finish_epoch(trainer)
+    return state(trainer.ddp.module)
+
+
+def test_a_model_that_torch_has_converted_trains_on_a_cpu_too(run_ranks: Any) -> None:
+    expected = reference(60, 12, epochs=1)
+    for ours in run_ranks(2, train_as_torch_converted_it):
+        assert all(torch.allclose(ours[name], tensor, atol=1e-9) for name, tensor in expected.items())
+
+
+def test_plain_does_not_so_that_the_test_above_can_fail(run_ranks: Any) -> None:
+    expected = reference(60, 12, epochs=4)
+    ours, _, _ = run_ranks(2, train, 60, 4, {"batch_size": 12})[0]
+    assert not torch.allclose(ours["0.weight"], expected["0.weight"], rtol=0, atol=1e-3)
+
+
+def test_ranks_with_fewer_passes_of_an_accumulated_batch_come_through_as_often(run_ranks: Any) -> None:
+    settings = {"batchnorm": "sync", "batch_size": 5, "accumulate": 3}
+    (one, _, _), (other, _, _) = run_ranks(2, train, 10, 2, settings)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+# ---- pooled -----------------------------------------------------------------------------------------------
+
+
+def pool_and_keep(rank: int, world_size: int) -> Any:
+    trainer = make_trainer(rank, world_size, 30, batchnorm="pooled", batch_size=10)
+    trainings.finish_epoch(trainer)
+    own, met = state(trainer.ddp.module), dict(trainer.statistics.met)
+    saved = checkpoints.capture(trainer)
+    trainer.evaluate()
+    return own, met, saved["model"], state(trainer.ddp.module), saved["statistics"]
+
+
+def test_what_is_saved_is_pooled_as_the_function_does_and_ranks_keep_their_own(run_ranks: Any) -> None:
+    answers = run_ranks(3, pool_and_keep)
+    for layer, momentum in (("1", 0.1), ("4", None)):
+        means, variances = (
+            [own[f"{layer}.running_{kind}"] for own, *_ in answers] for kind in ("mean", "var")
+        )
+        assert not torch.equal(means[0], means[1])
+        met = [met[layer] for _, met, *_ in answers]
+        sizes = [values / batches for values, batches in met]
+        batches = [count for _, count in met] if momentum is None else None
+        expected = pool(means, variances, sizes, batches=batches)
+        for _, _, saved, _, _ in answers:
+            assert torch.allclose(saved[f"module.{layer}.running_mean"], expected.mean, rtol=1e-12)
+            assert torch.allclose(saved[f"module.{layer}.running_var"], expected.variance, rtol=1e-12)
+            assert saved[f"module.{layer}.num_batches_tracked"].item() == 3
+    for own, _, _, after, statistics in answers:
+        assert all(torch.equal(own[name], after[name]) for name in own)
+        assert len(statistics) == 3
+
+
+def go_on(rank: int, world_size: int, stop: int | None) -> Any:
+    """Six steps; stopped and gone on from a checkpoint in between, or not. The evaluation must not show."""
+    settings = {"batchnorm": "pooled", "batch_size": 10, "epochs": 1}
+    trainer = make_trainer(rank, world_size, 60, **settings)
+    for step, _ in enumerate(trainer.steps(), 1):
+        if step == stop:
+            saved = copy.deepcopy(checkpoints.capture(trainer))
+            trainer = make_trainer(rank, world_size, 60, **settings)
+            checkpoints.restore(trainer, saved)
+            trainer.evaluate()
+            for _ in trainer.steps():
+                pass
+            break
+    return checkpoints.capture(trainer)["digests"]["model"]
+
+
+def test_a_pooled_run_that_goes_on_is_the_run_that_never_stopped(run_ranks: Any) -> None:
+    assert run_ranks(2, go_on, None) == run_ranks(2, go_on, 2)
+
+
+def count_compiled(rank: int, world_size: int) -> Any:
+    torch._dynamo.reset()
+    data = trainings.tensors(SHAPE, 30, dtype=torch.float64)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
+    model = torch.compile(net, backend="eager")
+    copy.deepcopy(model).train()(torch.rand(6, *SHAPE).double())  # as a model is tried before it is trained
+    trainer = trainings.trainer(rank, world_size, data, model, batchnorm="pooled", batch_size=12, epochs=2)
+    trainings.finish_epoch(trainer)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        trainings.finish_epoch(trainer)
+    return list(trainer.statistics.met.values())
+
+
+def test_counts_of_a_compiled_model_are_no_part_of_what_is_compiled(run_ranks: Any) -> None:
+    """Else each count would be compiled anew. Twice 30 samples in batches of 12 on two ranks: 6, 6 and 3."""
+    assert run_ranks(2, count_compiled, timeout=90) == [[(30, 6)], [(30, 6)]]
+
+
+class Named(nn.Module):
+    """Calls its BatchNorm by the name of its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(36, 10), nn.BatchNorm1d(10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(input=self.linear(x.flatten(1)))
+
+
+def count_by_name(rank: int, world_size: int) -> Any:
+    data = trainings.tensors(SHAPE, 30)
+    trainer = trainings.trainer(rank, world_size, data, Named(), batchnorm="pooled", batch_size=12)
+    trainings.finish_epoch(trainer)
+    return list(trainer.statistics.met.values())
+
+
+def test_a_layer_that_is_given_its_input_by_name_is_counted(run_ranks: Any) -> None:
+    assert run_ranks(2, count_by_name) == [[(15, 3)], [(15, 3)]]
+
+
+def evaluate_pooled(rank: int, world_size: int) -> Any:
+    trainer = make_trainer(rank, world_size, 30, batchnorm="pooled", batch_size=10)
+    trainings.finish_epoch(trainer)
+    with trainer.one_model():
+        digest = collectives.digest_all(trainer.ddp.module.state_dict())
+    return digest, trainer.evaluate()
+
+
+def test_every_rank_evaluates_the_same_model(run_ranks: Any) -> None:
+    first, *others = run_ranks(3, evaluate_pooled)
+    assert others == [first, first]
+
+
+# ---- what is refused before it begins ---------------------------------------------------------------------
+
+
+class Mine(nn.BatchNorm2d):
+    pass
+
+
+def check(
+    model: nn.Module, world_size: int = 2, *, samples: int = 12, device: str = "cpu", **settings: Any
+) -> None:
+    """On what would be trained on: the check itself looks at the model on the CPU, wherever that is."""
+    data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
+    place = Place(0, world_size, "gloo", torch.device(device))
+    preflight.check(TrainConfig(scheduler="none", **settings), data, model, place)
+
+
+@pytest.mark.parametrize("kind", ["sync", "pooled"])
+def test_a_model_without_batchnorm_is_refused(kind: str) -> None:
+    model = models.simple_cnn(channels=1, height=6, width=6).double()
+    with pytest.raises(UsageFault, match=f"--batchnorm {kind}: .* has no BatchNorm"):
+        check(model, batchnorm=kind, batch_size=4)
+
+
+def test_a_layer_that_can_not_be_synchronised_is_refused_by_name() -> None:
+    net = make_net()
+    net[1] = Mine(4).double()
+    with pytest.raises(UsageFault, match=r"--batchnorm sync: simple-cnn: '1' is a .*Mine"):
+        check(net, batchnorm="sync", batch_size=4)
+    check(net, batchnorm="pooled", batch_size=4)
+
+
+def test_the_layers_of_torch_that_need_a_gpu_are_refused_on_a_cpu_with_what_trains_there() -> None:
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
+    with pytest.raises(UsageFault, match="works only on GPUs") as fault:
+        check(net, batchnorm="plain", batch_size=4)
+    assert "--batchnorm sync" in str(fault.value.hint)
+    check(net, batchnorm="sync", batch_size=4)
+
+
+class Torchs(nn.SyncBatchNorm):
+    pass
+
+
+def test_one_derived_from_them_is_refused_there_under_sync_too() -> None:
+    net = make_net()
+    net[1] = Torchs(4).double()
+    with pytest.raises(UsageFault, match="works only on GPUs") as fault:
+        check(net, batchnorm="sync", batch_size=4)
+    assert fault.value.hint is None
+
+
+@pytest.mark.parametrize("convert", [lambda net: net, nn.SyncBatchNorm.convert_sync_batchnorm])
+def test_a_last_batch_that_leaves_a_rank_idle_is_refused_under_sync_on_gpus_alone(convert: Any) -> None:
+    """13 samples in batches of 4 on 2 ranks: the last is one sample."""
+    fitting = {"samples": 13, "batch_size": 4, "batchnorm": "sync"}
+    check(convert(make_net()), **fitting)
+    with pytest.raises(UsageFault, match="leaves one of 2 ranks without a sample"):
+        check(convert(make_net()), **fitting, device="cuda")
+    check(convert(make_net()), **fitting, device="cuda", drop_last=True)
+
+
+def test_torchs_own_layers_need_every_rank_on_gpus_whatever_the_flag() -> None:
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
+    with pytest.raises(UsageFault, match="leaves one of 2 ranks without a sample"):
+        check(net, samples=13, batch_size=4, device="cuda")
+
+
+def test_ranks_that_come_through_torchs_layers_less_often_than_others_are_refused_on_gpus() -> None:
+    """A batch of 5 on 2 ranks in 3 passes: 3 samples in 3, and 2 in 2."""
+    fitting = {"batchnorm": "sync", "samples": 10, "batch_size": 5}
+    check(make_net(), **fitting, accumulate=3)
+    check(make_net(), **fitting, accumulate=2, device="cuda")
+    with pytest.raises(UsageFault, match="a batch of 5 gives one of 2 ranks fewer passes") as fault:
+        check(make_net(), **fitting, accumulate=3, device="cuda")
+    assert fault.value.hint == "give another --batch-size or --accumulate"
+
+
+def test_a_model_that_torch_has_converted_is_tried_under_sync() -> None:
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
+    net[7] = nn.Linear(17, 10).double()
+    with pytest.raises(UsageFault, match="does not take the 1×6×6 samples"):
+        check(net, batchnorm="sync", batch_size=4)
+
+
+def test_a_model_compiled_as_one_graph_is_refused_under_pooled_which_counts_outside_of_it() -> None:
+    torch._dynamo.reset()
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    check(compiled, batchnorm="plain", batch_size=4)
+    with pytest.raises(UsageFault, match=r"--batchnorm pooled: .* is compiled with fullgraph=True") as fault:
+        check(compiled, batchnorm="pooled", batch_size=4)
+    assert "plain or sync" in str(fault.value.hint)
+    check(torch.compile(net, backend="eager"), batchnorm="pooled", batch_size=4)
+
+
+def test_one_sample_a_rank_is_a_batch_for_sync_and_not_for_plain() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
+    check(net, batchnorm="sync", batch_size=2)
+    with pytest.raises(UsageFault, match="single sample"):
+        check(net, batchnorm="plain", batch_size=2)
+
+
+def test_the_flag_is_read_and_plain_is_the_default() -> None:
+    assert flags.parse([]).batchnorm == "plain"
+    assert flags.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
+    with pytest.raises(UsageFault, match="--batchnorm"):
+        flags.parse(["--batchnorm", "global"])

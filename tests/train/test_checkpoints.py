@@ -1,0 +1,352 @@
+"""What the trainer saves, what it refuses to save, and what it refuses to read."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
+from tests.ranks import trainings
+from train import checkpoints, models, run_folder
+from train.config import Every, TrainConfig
+
+PLAIN = (type(None), bool, int, float, str, torch.Tensor)
+
+
+def make_trainer(rank: int, world_size: int, **settings: Any) -> Any:
+    settings = {"batch_size": 4, "lr": 0.1, **settings}
+    data = trainings.tensors((3, 32, 32), 8)
+    return trainings.trainer(rank, world_size, data, trainings.seeded(models.resnet20), **settings)
+
+
+def save_after_an_epoch(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> Any:
+    trainer = make_trainer(rank, world_size, **settings)
+    trainings.finish_epoch(trainer)
+    before = trainer.ddp.module.bn1.running_mean.clone()
+    checkpoints.save(trainer, folder, ["last.pt"])
+    return before, trainer.ddp.module.bn1.running_mean.clone()
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [leaf for key, item in value.items() for leaf in [key, *leaves(item)]]
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value]
+
+
+@pytest.fixture(scope="module")
+def saved(run_ranks, tmp_path_factory) -> dict[str, Any]:
+    """A checkpoint saved by two ranks, as `weights_only` reads it, and the ranks before and after."""
+    folder = tmp_path_factory.mktemp("saved")
+    ranks = run_ranks(2, save_after_an_epoch, str(folder), {})
+    return {"ranks": ranks, "state": torch.load(folder / "last.pt", weights_only=True), "folder": folder}
+
+
+def test_a_checkpoint_is_primitives_and_tensors_that_weights_only_loads(saved):
+    assert {type(leaf) for leaf in leaves(saved["state"])} <= set(PLAIN)
+
+
+def test_the_model_has_the_keys_that_ddp_gives_and_ckpttool_strips(saved):
+    keys = list(saved["state"]["model"])
+    assert keys == [f"module.{name}" for name in models.resnet20().state_dict()]
+
+
+def test_the_optimizers_state_names_its_parameters_as_the_model_does(saved):
+    (group,) = saved["state"]["optimizer"]["param_groups"]
+    assert group["param_names"] == [f"module.{name}" for name, _ in models.resnet20().named_parameters()]
+    assert len(saved["state"]["optimizer"]["state"]) == len(group["param_names"])
+
+
+def test_a_checkpoint_says_where_the_run_stands_and_what_it_rests_on(saved):
+    state = saved["state"]
+    assert state["progress"] == {
+        "epoch": 1, "step": 0, "global_step": 2, "samples": 8, "best": -1.0, "sums": [[0.0] * 3] * 2,
+    }  # fmt: skip
+    assert (state["plan"]["samples"], state["plan"]["world_size"]) == (8, 2)
+    assert state["config"]["batch_size"] == 4
+    assert state["versions"]["torch"] == str(torch.__version__)
+    assert state["scheduler"]["last_epoch"] == 2
+
+
+def test_the_random_state_of_every_rank_is_saved(saved):
+    first, second = saved["state"]["rng"]
+    assert {"python", "torch"} <= set(first)
+    assert not torch.equal(first["torch"], second["torch"])
+
+
+def test_batchnorm_statistics_are_made_equal_before_a_save(saved):
+    (first, first_after), (second, second_after) = saved["ranks"]
+    assert not torch.equal(first, second)
+    assert torch.equal(first_after, first)
+    assert torch.equal(second_after, first)
+    assert torch.equal(saved["state"]["model"]["module.bn1.running_mean"], first)
+
+
+def test_nothing_but_the_checkpoint_is_left_in_the_folder(saved):
+    assert os.listdir(saved["folder"]) == ["last.pt"]
+
+
+# ---- what is not saved ---------------------------------------------------------------------------------
+
+
+def save_with_a_difference(rank: int, world_size: int, folder: str, where: str) -> Any:
+    trainer = make_trainer(rank, world_size)
+    trainings.finish_epoch(trainer)
+    if rank == 1:
+        with torch.no_grad():
+            if where == "parameter":
+                trainer.ddp.module.linear.bias[3] += 1e-6
+            elif where == "momentum":
+                trainer.optimizer.state[trainer.ddp.module.conv1.weight]["momentum_buffer"][0] *= 1.001
+            else:
+                trainer.optimizer.param_groups[0]["lr"] = 0.2
+    try:
+        checkpoints.save(trainer, folder, ["last.pt"])
+    except CkptToolError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("where", "what"),
+    [
+        ("parameter", "module.linear.bias"),
+        ("momentum", "momentum_buffer of module.conv1.weight"),
+        ("settings", "the optimizer's settings of group 0"),
+    ],
+)
+def test_ranks_that_differ_stop_naming_tensor_and_rank_and_write_no_file(
+    run_ranks, tmp_path, size, where, what
+):
+    said = f"rank 1 holds another {what} than rank 0, before saving"
+    assert run_ranks(size, save_with_a_difference, str(tmp_path), where) == [("RanksDiffer", said)] * size
+    assert os.listdir(tmp_path) == []
+
+
+def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value: float, on: int) -> Any:
+    trainer = make_trainer(rank, world_size)
+    trainings.finish_epoch(trainer)
+    if rank == on:
+        trainer.ddp.module.state_dict()[name][0] = value
+    try:
+        checkpoints.Saver(trainer, folder).after_epoch(best=True)
+    except CkptToolError as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("linear.bias", float("nan")), ("bn1.running_var", float("inf"))], ids=str
+)
+@pytest.mark.parametrize("on", [0, 1])
+def test_what_is_lost_on_one_rank_alone_ends_all_and_is_that_ranks_to_tell(
+    run_ranks, tmp_path, name, value, on
+):
+    answers = run_ranks(2, save_what_is_lost, str(tmp_path), name, value, on)
+    said = f"after 2 steps {name} is NaN or infinite: nothing can be learned from here on"
+    assert answers.pop(on) == ("CheckFailed", said)
+    assert answers == [("RankFailed", f"rank {on} failed: {said}")]
+    assert os.listdir(tmp_path) == []
+
+
+def save_on_a_full_disk(rank: int, world_size: int, folder: str) -> Any:
+    trainer = make_trainer(rank, world_size)
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:  # Python ignores the signal, so a write past the limit fails as on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
+    try:
+        checkpoints.save(trainer, folder, ["last.pt"])
+    except CkptToolError as error:
+        return type(error).__name__, str(error), error.exit_code
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    return None
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_failed_write_on_rank_0_stops_every_rank_and_leaves_the_old_file(run_ranks, tmp_path, size):
+    (tmp_path / "last.pt").write_bytes(b"the old one")
+    first, *others = run_ranks(size, save_on_a_full_disk, str(tmp_path))
+    path = tmp_path / "last.pt"
+    assert first[0] == "FileError"
+    assert first[1].startswith(f"{path}: could not be written: ")
+    assert others == [("RankFailed", f"rank 0 failed: {first[1]}", 3)] * (size - 1)
+    assert path.read_bytes() == b"the old one"
+    assert os.listdir(tmp_path) == ["last.pt"]
+
+
+# ---- which files, and when -----------------------------------------------------------------------------
+
+
+def files_of_a_run(rank: int, world_size: int, folder: str, best: list[bool], settings: Any) -> Any:
+    """The files after each epoch of a run in which the epochs marked are the best so far."""
+    trainer = make_trainer(rank, world_size, epochs=len(best), **settings)
+    saver, seen = checkpoints.Saver(trainer, folder), []
+    for is_best in best:
+        for _ in trainer.steps():
+            saver.after_step()
+        trainer.finish_epoch()
+        saver.after_epoch(best=is_best)
+        seen.append(sorted(os.listdir(folder)))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("settings", "best", "files"),
+    [
+        ({}, [True, False], [["best.pt", "last.pt"], ["best.pt", "last.pt"]]),
+        ({"save_every": Every(2, "epochs")}, [False] * 3, [[], ["last.pt"], ["last.pt"]]),
+        ({"save_every": Every(9, "epochs")}, [True, False], [["best.pt"], ["best.pt", "last.pt"]]),
+        ({"save_every": Every(3, "steps")}, [False] * 3, [[], ["last.pt"], ["last.pt"]]),
+        (
+            {"keep": 2},
+            [False] * 3,
+            [
+                ["last.pt", "step-000002.pt"],
+                ["last.pt", "step-000002.pt", "step-000004.pt"],
+                ["last.pt", "step-000004.pt", "step-000006.pt"],
+            ],
+        ),
+    ],
+    ids=["each epoch", "every second", "best only", "steps", "keep"],
+)
+def test_files_are_written_when_asked_for_after_the_last_epoch_and_for_the_best(
+    run_ranks, tmp_path, settings, best, files
+):
+    assert run_ranks(1, files_of_a_run, str(tmp_path), best, settings) == [files]
+
+
+def test_best_stays_as_it_was_when_last_goes_on(run_ranks, tmp_path):
+    run_ranks(1, files_of_a_run, str(tmp_path), [True, False], {})
+    epochs = [
+        torch.load(tmp_path / n, weights_only=True)["progress"]["epoch"] for n in ("best.pt", "last.pt")
+    ]
+    assert epochs == [1, 2]
+
+
+def test_the_numbered_checkpoints_kept_are_those_written_last_also_when_a_run_went_back(tmp_path):
+    for second, number in enumerate((7, 8, 4, 5)):
+        path = tmp_path / run_folder.numbered(number)
+        path.touch()
+        os.utime(path, (second, second))
+    run_folder.drop_old(str(tmp_path), keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["step-000004.pt", "step-000005.pt"]
+
+
+@pytest.mark.parametrize("keep", range(1, 9))
+def test_no_more_numbered_checkpoints_are_dropped_than_are_too_many(tmp_path, keep):
+    for number in range(5):
+        (tmp_path / run_folder.numbered(number)).touch()
+    run_folder.drop_old(str(tmp_path), keep=keep)
+    assert len(os.listdir(tmp_path)) == min(5, keep)
+
+
+def test_a_log_that_cant_be_written_is_a_failure_with_its_path(tmp_path):
+    (tmp_path / "log.jsonl").mkdir()
+    with pytest.raises(FileError, match=r"log\.jsonl: could not be written"):
+        run_folder.append_to_log(str(tmp_path), {"epoch": 1})
+
+
+def test_the_log_is_json_even_when_the_loss_is_not_a_number(tmp_path):
+    run_folder.append_to_log(str(tmp_path), {"epoch": 1, "loss": float("nan"), "lr": 0.5})
+    assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 1, "loss": null, "lr": 0.5}\n'
+
+
+def test_the_log_forgets_later_epochs_and_a_line_that_a_crash_cut_off(tmp_path):
+    (tmp_path / "log.jsonl").write_text('{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n{"epo')
+    run_folder.cut_log(str(tmp_path), 2)
+    assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 1}\n{"epoch": 2}\n'
+
+
+def test_where_there_are_no_links_the_second_file_is_a_copy(tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(1, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    run_folder.write({"a": torch.ones(2)}, str(tmp_path), ["last.pt", "best.pt"])
+    assert (tmp_path / "last.pt").read_bytes() == (tmp_path / "best.pt").read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
+
+
+# ---- the folder ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["last.pt", "best.pt", "log.jsonl", "step-000007.pt"])
+def test_a_folder_that_holds_a_run_is_refused_and_names_the_ways_on(name, tmp_path):
+    (tmp_path / name).write_bytes(b"precious")
+    with pytest.raises(UsageFault, match="already holds a run") as fault:
+        run_folder.choose(TrainConfig(out=str(tmp_path)), "now")
+    assert all(flag in fault.value.hint for flag in ("--resume auto", "--force", "--out"))
+    assert (tmp_path / name).read_bytes() == b"precious"
+
+
+def test_force_clears_a_runs_own_files_and_no_others(tmp_path):
+    for name in ("last.pt", "best.pt", "log.jsonl", "step-000007.pt", "notes.txt", "step-x.pt"):
+        (tmp_path / name).touch()
+    assert run_folder.choose(TrainConfig(out=str(tmp_path), force=True), "now") == str(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-x.pt"]
+
+
+def test_without_out_each_run_has_a_new_folder_named_by_the_time(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [run_folder.choose(TrainConfig(), "20260101-120000") for _ in range(3)]
+    assert names == [os.path.join("runs", f"20260101-120000{end}") for end in ("", "-2", "-3")]
+
+
+def test_a_folder_that_cant_be_made_names_the_flag(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageFault, match="--out"):
+        run_folder.choose(TrainConfig(out=str(tmp_path / "file" / "run")), "now")
+
+
+# ---- reading -------------------------------------------------------------------------------------------
+
+
+def test_what_was_saved_is_read(saved):
+    assert checkpoints.read(str(saved["folder"] / "last.pt"))["progress"]["epoch"] == 1
+
+
+def test_a_missing_file_is_unreadable(tmp_path):
+    with pytest.raises(Unreadable, match="no such file"):
+        checkpoints.read(str(tmp_path / "absent.pt"))
+
+
+@pytest.mark.parametrize("state", [{"model": {}}, [1], nn.Linear(2, 2).state_dict()], ids=str)
+def test_another_programs_checkpoint_is_refused(tmp_path, state):
+    torch.save(state, tmp_path / "other.pt")
+    with pytest.raises(Refused, match="not a checkpoint of this trainer") as refused:
+        checkpoints.read(str(tmp_path / "other.pt"))
+    assert "ckpttool inspect" in refused.value.hint
+
+
+@pytest.mark.parametrize("kept", [0, 100, 0.5, 0.999])
+def test_a_truncated_file_is_damaged(saved, tmp_path, kept):
+    data = Path(saved["folder"], "last.pt").read_bytes()
+    (tmp_path / "cut.pt").write_bytes(data[: kept if isinstance(kept, int) else int(kept * len(data))])
+    with pytest.raises(Damaged, match=r"cut\.pt"):
+        checkpoints.read(str(tmp_path / "cut.pt"))
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_a_flipped_bit_that_torch_would_load_is_damaged(saved, tmp_path, part):
+    data = bytearray(Path(saved["folder"], "last.pt").read_bytes())
+    state = saved["state"]
+    tensor = state["model"]["module.linear.weight"]
+    if part == "optimizer":
+        last = max(state["optimizer"]["state"])
+        tensor = state["optimizer"]["state"][last - 1]["momentum_buffer"]
+    values = bytes(tensor.numpy().tobytes())
+    assert data.count(values) == 1
+    data[data.index(values) + 5] ^= 1
+    (tmp_path / "flipped.pt").write_bytes(data)
+    torch.load(tmp_path / "flipped.pt", weights_only=True)
+    with pytest.raises(Damaged, match=f"the {part}'s values"):
+        checkpoints.read(str(tmp_path / "flipped.pt"))

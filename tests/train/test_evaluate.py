@@ -1,0 +1,268 @@
+"""Scoring any checkpoint, on one process or many."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import trainings
+from tests.ranks.programs import start
+from tests.support.running import ROOT
+from train import evaluate, models
+from train.evaluate import main, parse
+
+TEST_SET = ROOT.parent / "shared" / "data" / "cifar10-mini" / "test"
+
+
+@pytest.fixture
+def pictures() -> Path:
+    if not TEST_SET.exists():
+        pytest.skip("needs data/cifar10-mini in the folder `shared` beside the repository")
+    return TEST_SET
+
+
+def score_on_ranks(rank: int, world_size: int, arguments: list[str]) -> Any:
+    """What an evaluation finds; on other ranks than 0 the checkpoint's path leads nowhere."""
+    if rank:
+        arguments = ["/nowhere/model.pt", *arguments[1:]]
+    job = evaluate.prepare(parse(arguments))
+    return evaluate.as_json(job, evaluate.evaluate(job))
+
+
+def without_ranks(score: dict[str, Any]) -> str:
+    """A score to the last digit, less the one field that tells how many ranks there were."""
+    return json.dumps({name: value for name, value in score.items() if name not in ("checkpoint", "ranks")})
+
+
+@pytest.fixture(scope="session")
+def scored_alone() -> dict[str, str]:
+    """Scores on one rank, by data set: what all others are held against."""
+    return {}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_published_resnet20_gets_776_of_846_right_and_rank_0_alone_reads_it(
+    run_ranks, resnet20, pictures, size, scored_alone
+):
+    arguments = [str(resnet20), "--model", "resnet20", "--data", f"folder:{pictures}"]
+    answers = run_ranks(size, score_on_ranks, arguments, timeout=200)
+    for answer in answers:
+        assert (answer["correct"], answer["samples"], answer["ranks"]) == (776, 846, size)
+        assert len(answer["per_class"]) == 10
+        assert sum(one["correct"] for one in answer["per_class"]) == 776
+        assert answer["per_class"][3]["class"] == "cat"
+        assert answer["accuracy"] == 776 / 846
+        assert without_ranks(answer) == scored_alone.setdefault("pictures", without_ranks(answer))
+
+
+@pytest.fixture
+def simple_cnn(tmp_path) -> Path:
+    model = trainings.seeded(lambda: models.build("simple-cnn", shape=(1, 8, 8), classes=10))
+    torch.save(model.state_dict(), tmp_path / "cnn.pt")
+    return tmp_path / "cnn.pt"
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("data", ["digits", "fake:10"])
+def test_any_number_of_ranks_gives_the_same_digits(run_ranks, simple_cnn, saved, size, data):
+    """Of the digits, and of two samples: fewer than ranks."""
+    given = [str(simple_cnn), "--model", "simple-cnn"]
+    if data != "digits":
+        given = [str(saved / "plain.pt"), "--model", "resnet20"]
+    (alone,) = run_ranks(1, score_on_ranks, [*given, "--data", data], timeout=200)
+    for answer in run_ranks(size, score_on_ranks, [*given, "--data", data], timeout=200):
+        assert answer["ranks"] == size
+        assert without_ranks(answer) == without_ranks(alone)
+
+
+def certify_on_ranks(rank: int, world_size: int, arguments: list[str]) -> None:
+    evaluate.evaluate(evaluate.prepare(parse(arguments)))
+
+
+def test_the_certificate_says_what_the_files_of_the_ranks_say(run_ranks, saved, tmp_path, cli):
+    out = tmp_path / "eval"
+    arguments = [str(saved / "ddp.pt"), "--model", "resnet20", "--data", "fake:100", "--out", str(out)]
+    run_ranks(3, certify_on_ranks, arguments, timeout=200)
+    files = [str(out / f"rank{rank}.safetensors") for rank in range(3)]
+    assert sorted(map(str, out.iterdir())) == [str(out / "eval.json"), *files]
+    said = json.loads((out / "eval.json").read_text())
+    assert said.pop("checkpoint") == str(saved / "ddp.pt")
+    assert cli("gather-metrics", *files, "--json").json == said
+    assert said["digest"] == cli("digest", saved / "ddp.pt", "--json").json["digest"]
+    assert (said["samples"], said["rank_samples"], said["threads"]) == (20, [20, 0, 0], 1)
+    assert cli("gather-metrics", *files[1:]).code == 1
+
+
+def test_an_evaluation_is_overwritten_only_when_asked_and_leaves_no_older_file(saved, tmp_path, capsys):
+    out = tmp_path / "eval"
+    out.mkdir()
+    for name in ("rank7.safetensors", "eval.json", "notes.txt"):
+        (out / name).write_text("older")
+    arguments = [str(saved / "plain.pt"), "--model", "resnet20", "--data", "fake:20", "--out", str(out)]
+    assert main(arguments) == 2
+    assert "--force" in capsys.readouterr().err
+    assert main(["missing.pt", *arguments[1:], "--force"]) == 3
+    assert (out / "rank7.safetensors").read_text() == "older"  # until a new one can begin
+    assert main([*arguments, "--force"]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["eval.json", "notes.txt", "rank0.safetensors"]
+
+
+BROKEN = """
+import time, torch
+from torch.utils.data import TensorDataset
+
+class Broken(TensorDataset):
+    def __getitem__(self, index):
+        if index == 300:
+            raise ValueError("sample 300 is broken")
+        time.sleep(0.001)
+        return super().__getitem__(index)
+
+def make():
+    train = TensorDataset(torch.zeros(20, 1, 8, 8), torch.arange(20) % 10)
+    return train, Broken(torch.zeros(4000, 1, 8, 8), torch.arange(4000) % 10)
+"""
+
+
+def fail_on_one(rank: int, world_size: int, arguments: list[str]) -> tuple[str, str]:
+    try:
+        evaluate.evaluate(evaluate.prepare(parse(arguments)))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "evaluated", ""
+
+
+def test_a_rank_that_fails_ends_all_with_its_error_at_once(run_ranks, simple_cnn, tmp_path):
+    """Sample 300 stands in the third batch, which is rank 2's first: nobody goes on to a second one."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    arguments = [str(simple_cnn), "--model", "simple-cnn", "--data", f"{tmp_path / 'broken.py'}:make"]
+    answers = run_ranks(3, fail_on_one, arguments, timeout=200)
+    assert [name for name, _ in answers] == ["RankFailed", "RankFailed", "ValueError"]
+    assert all("sample 300 is broken" in said for _, said in answers)
+
+
+def test_the_same_of_processes_that_were_spawned_and_the_exit_code_tells(simple_cnn, tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    program = [sys.executable, str(ROOT / "train" / "evaluate.py"), str(simple_cnn), "--model", "simple-cnn"]
+    for data, code, said in (
+        ("digits", 0, "on 2 ranks"),
+        (f"{tmp_path / 'broken.py'}:make", 1, "sample 300 is broken"),
+    ):
+        ran = subprocess.run(
+            [*program, "--data", data, "--spawn", "2", "--timeout", "500"],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+        )
+        assert (ran.returncode, said in ran.stdout + ran.stderr) == (code, True), ran.stderr
+
+
+FILES = ["ddp.pt", "plain.pt", "legacy.th", "plain.safetensors"]
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """The same weights in every form that an evaluation reads."""
+    from safetensors.torch import save_file
+
+    state = trainings.seeded(lambda: models.resnet20(num_classes=10)).state_dict()
+    wrapped = {f"module.{name}": value for name, value in state.items()}
+    torch.save({"model": wrapped, "epoch": 3}, tmp_path / "ddp.pt")
+    torch.save(state, tmp_path / "plain.pt")
+    torch.save({"state_dict": wrapped}, tmp_path / "legacy.th", _use_new_zipfile_serialization=False)
+    save_file(state, tmp_path / "plain.safetensors")
+    return tmp_path
+
+
+def test_every_form_of_a_checkpoint_gives_the_same_numbers(saved, capsys):
+    found = []
+    for name in FILES:
+        assert main([str(saved / name), "--model", "resnet20", "--data", "fake:100", "--json"]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert answer.pop("checkpoint") == str(saved / name)
+        found.append(answer)
+    assert found == [found[0]] * len(FILES)
+    assert set(found[0]) == {"correct", "samples", "accuracy", "loss", "per_class", "ranks", "threads"}
+    assert found[0]["samples"] == 20
+
+
+def test_people_get_one_line(saved, capsys):
+    assert main([str(saved / "ddp.pt"), "--model", "resnet20", "--data", "fake:100"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert said.out.count("\n") == 1
+    assert "of 20 correct" in said.out
+    assert "on 1 rank\n" in said.out
+
+
+def test_the_numbers_are_those_of_plain_pytorch(saved, capsys):
+    from train import data
+
+    samples = data.load(parse(["x", "--model", "resnet20", "--data", "fake:100"])).test
+    inputs = torch.stack([samples[index][0] for index in range(20)])
+    labels = torch.tensor([samples[index][1] for index in range(20)])
+    model = models.resnet20()
+    model.load_state_dict(torch.load(saved / "plain.pt", weights_only=True))
+    with torch.no_grad():
+        scores = model.eval()(inputs)
+    main([str(saved / "plain.pt"), "--model", "resnet20", "--data", "fake:100", "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["correct"] == (scores.argmax(1) == labels).sum()
+    assert answer["loss"] == pytest.approx(nn.functional.cross_entropy(scores, labels).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["absent.pt", "--model", "resnet20", "--data", "fake:9"], 3, "absent.pt: no such file"),
+        (["ddp.pt", "--model", "simple-cnn", "--data", "fake:9"], 1, "does not fit the model"),
+        (["ddp.pt", "--model", "resnet20", "--data", "folder:/no/such"], 2, "/no/such: no such folder"),
+        (["ddp.pt", "--model", "torchvision:resnet18", "--data", "digits"], 2, "does not take the"),
+        (["ddp.pt", "--model", "no-such", "--data", "fake:9"], 2, "no such model"),
+        (["ddp.pt", "--data", "fake:9"], 2, "--model"),
+        (["--model", "resnet20"], 2, "CKPT"),
+        (["ddp.pt", "--model", "resnet20", "--threads", "0"], 2, "--threads 0: is less than 1"),
+    ],
+    ids=[
+        "no file",
+        "other model",
+        "no data",
+        "other samples",
+        "no model",
+        "model not given",
+        "nothing given",
+        "no threads",
+    ],
+)
+@pytest.mark.parametrize("as_json", [False, True], ids=["words", "json"])
+def test_a_failure_is_one_line_and_an_object_for_scripts(
+    saved, capsys, monkeypatch, arguments, code, said, as_json
+):
+    monkeypatch.chdir(saved)
+    assert main([*arguments, *(["--json"] if as_json else [])]) == code
+    answer = capsys.readouterr()
+    assert answer.err.startswith("error: ")
+    assert answer.err.count("\n") == 1
+    assert said in answer.err
+    if as_json:
+        error = json.loads(answer.out)["error"]
+        assert said in error["message"]
+        assert set(error) == {"kind", "message", "hint"}
+    else:
+        assert answer.out == ""
+
+
+def test_an_evaluation_does_not_import_the_compiler(saved):
+    """It takes more than a second, and only training needs it."""
+    code = "import sys; from train.evaluate import main; sys.exit(main() or 'torch._dynamo' in sys.modules)"
+    arguments = [str(saved / "plain.pt"), "--model", "resnet20", "--data", "fake:20"]
+    done = start([sys.executable, "-c", code, *arguments])
+    assert done.returncode == 0, done.stderr

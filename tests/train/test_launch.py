@@ -1,0 +1,131 @@
+"""How a run is started: real processes, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks.programs import OWN_DATA, ROOT, TINY, TORCHRUN, start
+from train import launch, main
+from train.launch import Place
+
+WAYS = {
+    "torchrun by path": ([*TORCHRUN, "2", "train/main.py"], 2),
+    "torchrun by module": ([*TORCHRUN, "2", "-m", "train.main"], 2),
+    "python": ([sys.executable, "train/main.py"], 1),
+    "spawn": ([sys.executable, "train/main.py", "--spawn", "2"], 2),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Any]:
+    """The same tiny training started in each way."""
+    made = {}
+    for name, (command, ranks) in WAYS.items():
+        folder = tmp_path_factory.mktemp("run")
+        done = start([*command, *TINY, "--out", str(folder)])
+        made[name] = (done, folder, ranks)
+    return made
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_start_ends_well_and_says_nothing_on_stderr(runs, way):
+    done, folder, ranks = runs[way]
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert done.stdout.count(" 1/1 ") == 1  # rank 0 alone speaks
+    assert f"ranks   {ranks} on cpu (gloo)" in done.stdout
+    assert sorted(os.listdir(folder)) == ["best.pt", "last.pt", "log.jsonl"]
+    assert max(map(len, done.stdout.replace(str(folder), "runs/x").splitlines())) <= 80
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ways_to_start_are_one_program(runs, way):
+    _, folder, _ = runs[way]
+    _, reference, _ = runs["torchrun by path"]
+    state, expected = (torch.load(f / "last.pt", weights_only=True) for f in (folder, reference))
+    assert list(state["model"]) == list(expected["model"])
+    assert all(name.startswith("module.") for name in state["model"])
+    for name, value in expected["model"].items():
+        assert torch.allclose(state["model"][name], value, atol=1e-6)
+    entry, wanted = (json.loads((f / "log.jsonl").read_text()) for f in (folder, reference))
+    assert set(entry) >= {"epoch", "loss", "accuracy", "correct", "samples", "seconds"}
+    assert entry["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
+    assert (entry["epoch"], entry["samples"]) == (1, 2)
+
+
+def test_the_commands_that_a_run_proposes_work_when_pasted(runs, tmp_path):
+    done, _, _ = runs["python"]
+    proposed = done.stdout.split("next:\n")[1].replace("\\\n", "").splitlines()
+    assert len(proposed) == 2
+    for line in proposed:
+        program, *rest = line.split()
+        if program == "ckpttool":
+            command = [sys.executable, "-m", "ckpttool", *rest]
+        else:
+            command = [sys.executable, str(ROOT / rest[0]), *rest[1:]]
+        pasted = start(command, cwd=tmp_path)
+        assert pasted.returncode == 0, pasted.stderr
+    assert "of 2 correct" in pasted.stdout
+
+
+# ---- what must not matter ------------------------------------------------------------------------------
+
+
+def test_worker_processes_change_nothing(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    saved = []
+    for workers in ("0", "2"):
+        out = tmp_path / workers
+        flags = ["--epochs", "2", "--batch-size", "4", "--workers", workers, "--out", str(out)]
+        assert main.main(["--data", f"{tmp_path}/own.py:pair", *flags]) == 0
+        saved.append(torch.load(out / "last.pt", weights_only=True)["model"])
+    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
+
+
+def test_deterministic_sets_what_torch_asks_for(monkeypatch, tmp_path):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(main, "train", lambda job: None)
+    try:
+        assert main.main([*TINY, "--deterministic", "--out", str(tmp_path)]) == 0
+        assert torch.are_deterministic_algorithms_enabled()
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+# ---- places --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "gpus", "local", "expected"),
+    [
+        ("auto", 0, ("0", "1"), ("gloo", "cpu")),
+        ("auto", 2, ("1", "2"), ("nccl", "cuda:1")),
+        ("auto", 1, ("1", "2"), ("gloo", "cpu")),
+        ("gloo", 4, ("1", "2"), ("gloo", "cpu")),
+        ("nccl", 4, ("3", "4"), ("nccl", "cuda:3")),
+    ],
+)
+def test_backend_and_device_follow_what_is_there(monkeypatch, backend, gpus, local, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_RANK", local[0])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local[1])
+    place = launch.find_place(backend)
+    assert (place.backend, str(place.device)) == expected
+
+
+def test_one_process_has_a_group_of_its_own_without_torchrun_or_a_port(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with launch.process_group(Place(0, 1, "gloo", torch.device("cpu")), timeout=5):
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+    assert not dist.is_initialized()

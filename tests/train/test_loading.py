@@ -1,0 +1,80 @@
+"""Random numbers drawn by workers: others in each epoch, on each rank, for each seed; the same again."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from tests.ranks import trainings
+from tests.ranks.programs import OWN_DATA
+from train import launch, main
+from train.engine import Trainer
+from train.launch import Place
+
+
+class Noisy(Dataset[Any]):
+    """Draws from the random state of whatever process loads it."""
+
+    def __init__(self, plain: TensorDataset) -> None:
+        self.plain = plain
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        _, label = self.plain[index]
+        return torch.rand(10), label
+
+
+class Watching(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(10, 10)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.append(inputs)
+        return super().forward(inputs)
+
+
+def drawn(rank: int = 0, seed: int = 0, *, start: int = 0) -> list[torch.Tensor]:
+    """What one rank of two meets first in each of two epochs, loaded by workers; from step `start` on."""
+    data = trainings.tensors((10,), 16)
+    data = dataclasses.replace(data, train=Noisy(data.train))  # type: ignore[arg-type]
+    found = []
+    with launch.process_group(trainings.place(0, 1), timeout=5):  # a plan of two ranks, and this one alone
+        config = trainings.TrainConfig(scheduler="none", batch_size=8, seed=seed, workers=1)
+        trainer = Trainer(config, data, model := Watching(), Place(rank, 2, "gloo", torch.device("cpu")))
+        trainer.progress.step = start
+        for _ in range(2):
+            model.seen.clear()
+            for _ in trainer.steps():
+                pass
+            trainer.finish_epoch()
+            found.append(torch.cat(model.seen)[:4])
+    return found
+
+
+def test_workers_draw_other_numbers_in_each_epoch_on_each_rank_and_for_each_seed() -> None:
+    alike = drawn()
+    assert all(map(torch.equal, alike, drawn()))
+    met = [*alike, *drawn(rank=1), *drawn(seed=1), drawn(start=1)[0]]
+    assert len({tuple(numbers.flatten().tolist()) for numbers in met}) == 7
+
+
+def test_random_samples_out_of_workers_are_the_same_after_a_resume_in_the_middle_of_an_epoch(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    settings = ["--data", f"{tmp_path}/own.py:pair", "--batch-size", "4", "--workers", "2"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    saving = ["--epochs", "2", "--save-every", "1steps", "--keep", "9"]
+    assert main.main([*settings, *saving, "--out", str(whole)]) == 0
+    going_on = ["--out", str(resumed), "--resume", str(whole / "step-000002.pt")]
+    assert main.main([*settings, *saving, *going_on]) == 0
+    one, other = (torch.load(out / "last.pt", weights_only=True)["model"] for out in (whole, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,257 @@
+"""A run that stops and goes on is the run that never stopped: bit for bit, from any step."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.distributed import collectives
+from ckpttool.errors import CkptToolError
+from tests.ranks import trainings
+from train.config import Every, TrainConfig
+from train.main import Job, train
+
+EPOCHS, STEPS = 3, 4
+
+
+class Restless(nn.Module):
+    """Whatever a resume can get wrong: buffers, random numbers, and sums whose order DDP changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(10, 60)
+        self.norm = nn.BatchNorm1d(60)
+        self.deep = nn.Linear(60, 70)
+        self.last = nn.Linear(70, 10)
+        self.phase = nn.Parameter(torch.ones(10, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.dropout(self.norm(self.wide(x)).relu(), 0.3, self.training)
+        return self.last(self.deep(x).relu()) * self.phase.abs()
+
+
+def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], samples: int = 44) -> Any:
+    """A run of the trainer; what it said, or the error it ended in."""
+    settings = {"epochs": EPOCHS, "batch_size": 12, "warmup": Every(2, "steps"), **settings}
+    config = TrainConfig(**{"out": folder, "keep": 99, "save_every": Every(1, "steps"), **settings})
+    data = trainings.tensors((10,), samples)
+    job = Job(config, trainings.place(rank, world_size), data, trainings.seeded(Restless))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            train(job)
+    except CkptToolError as error:
+        return f"{type(error).__name__}: {error} ({error.hint}) {error.exit_code}"
+    return said.getvalue()
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds, in a form that is equal only for equal bits."""
+    state = torch.load(path, weights_only=True)
+    flat: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                add(f"{name}/{key}", item)
+        elif isinstance(value, list | tuple):
+            add(name, dict(enumerate(value)))
+        else:
+            flat[name] = collectives.digest(value).hex()
+
+    for part in ("model", "optimizer", "scheduler", "progress", "plan", "rng"):
+        add(part, state[part])
+    return flat
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in entries]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda size: f"{size}-ranks")
+def whole(request, run_ranks, tmp_path_factory) -> tuple[int, Path]:
+    """A run that was never stopped, with a checkpoint of each of its steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_ranks(request.param, run, str(folder), {})
+    return request.param, folder
+
+
+@pytest.mark.parametrize("step", [1, 3, STEPS, STEPS + 2, 2 * STEPS])
+def test_a_run_that_goes_on_is_bit_for_bit_the_run_that_never_stopped(run_ranks, tmp_path, whole, step):
+    size, folder = whole
+    stopped_at = folder / f"step-{step:06d}.pt"
+    said, *silent = run_ranks(size, run, str(tmp_path), {"resume": str(stopped_at)})
+    epoch, in_epoch = divmod(step - 1, STEPS)
+    assert f"epoch {epoch + 1}, step {in_epoch + 1} of {STEPS}" in said
+    assert set(silent) <= {""}
+    for later in range(step + 1, EPOCHS * STEPS + 1):
+        name = f"step-{later:06d}.pt"
+        assert contents(tmp_path / name) == contents(folder / name)
+    assert contents(tmp_path / "last.pt") == contents(folder / "last.pt")
+    assert log(tmp_path) == [entry for entry in log(folder) if entry["epoch"] > epoch]
+
+
+def test_steps_of_one_run_differ_so_that_equal_checkpoints_mean_something(whole):
+    _, folder = whole
+    assert contents(folder / "step-000011.pt") != contents(folder / "step-000012.pt")
+
+
+def run_where_only_rank_0_sees_the_file(rank: int, world_size: int, path: str, folder: str) -> Any:
+    return run(rank, world_size, folder, {"resume": path if rank == 0 else "/nowhere/last.pt"})
+
+
+def test_only_rank_0_needs_the_file(run_ranks, tmp_path, whole):
+    size, folder = whole
+    path = str(folder / "step-000005.pt")
+    run_ranks(size, run_where_only_rank_0_sees_the_file, path, str(tmp_path))
+    assert contents(tmp_path / "last.pt") == contents(folder / "last.pt")
+
+
+def test_auto_goes_on_in_the_same_folder_and_logs_no_epoch_twice(run_ranks, tmp_path):
+    run_ranks(2, run, str(tmp_path / "whole"), {})
+    run_ranks(2, run, str(tmp_path / "parts"), {"save_every": Every(5, "steps"), "epochs": EPOCHS})
+    parts = tmp_path / "parts"
+    os.replace(parts / "step-000010.pt", parts / "last.pt")  # as if it had died after step 11
+    run_ranks(2, run, str(parts), {"resume": "auto"})
+    assert contents(parts / "last.pt") == contents(tmp_path / "whole" / "last.pt")
+    assert log(parts) == log(tmp_path / "whole")
+
+
+def resume_auto_where_only_rank_0_sees_the_folder(rank: int, world_size: int, folder: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(os.path, "exists", lambda _: False)
+        return run(rank, world_size, folder, {"resume": "auto", "epochs": 2})
+
+
+def test_rank_0_alone_decides_whether_there_is_something_to_go_on_from(run_ranks, tmp_path):
+    run_ranks(2, run, str(tmp_path), {"epochs": 1})
+    said, _ = run_ranks(2, resume_auto_where_only_rank_0_sees_the_folder, str(tmp_path))
+    assert "continues from" in said
+    assert [entry["epoch"] for entry in log(tmp_path)] == [1, 2]
+
+
+def test_auto_without_a_checkpoint_begins_anew(run_ranks, tmp_path):
+    said, _ = run_ranks(2, run, str(tmp_path), {"resume": "auto", "epochs": 1})
+    assert "resume" not in said
+    assert [entry["epoch"] for entry in log(tmp_path)] == [1]
+
+
+def test_a_finished_run_has_nothing_to_do_and_says_how_to_train_longer(run_ranks, tmp_path):
+    run_ranks(2, run, str(tmp_path), {"epochs": 1})
+    before = (tmp_path / "last.pt").read_bytes()
+    said, _ = run_ranks(2, run, str(tmp_path), {"epochs": 1, "resume": "auto"})
+    remarks = [line for line in said.splitlines() if line.startswith("resume")]
+    assert remarks == [
+        f"resume  {tmp_path}/last.pt already has 1 epoch: nothing to do (--epochs N trains longer)"
+    ]
+    assert "saved" not in said
+    assert (tmp_path / "last.pt").read_bytes() == before
+    assert len(log(tmp_path)) == 1
+
+
+def test_what_else_is_different_does_not_matter_where_there_is_nothing_to_do(run_ranks, tmp_path):
+    run_ranks(2, run, str(tmp_path / "a"), {"epochs": 2})
+    elsewhere = {"epochs": 1, "resume": str(tmp_path / "a" / "last.pt")}
+    (said,) = run_ranks(1, run, str(tmp_path / "b"), elsewhere)
+    assert said.count("resume  ") == 1
+    assert "nothing to do" in said
+    assert "next:" not in said  # there is no file in that folder
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
+def test_a_run_can_go_on_on_another_number_of_ranks_in_the_middle_of_an_epoch(
+    run_ranks, tmp_path, before, after
+):
+    run_ranks(before, run, str(tmp_path), {})
+    path = str(tmp_path / "step-000006.pt")
+    said, *_ = run_ranks(after, run, str(tmp_path / "on"), {"resume": path})
+    assert f"saved by {before} ranks, now {after}: the same samples in the same steps" in said
+    final = torch.load(tmp_path / "on" / "last.pt", weights_only=True)
+    assert final["progress"]["samples"] == EPOCHS * 44
+    assert final["plan"]["world_size"] == after
+    # Two epochs are left, and the first of them was met in part before: its sums are taken along.
+    sums = torch.load(tmp_path / "on" / "step-000007.pt", weights_only=True)["progress"]["sums"]
+    assert sum(samples for _, _, samples in sums) == 36
+    assert [entry["epoch"] for entry in log(tmp_path / "on")] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples", "said"),
+    [
+        ({"batch_size": 10}, 44, "to a training with --batch-size 12"),
+        ({"lr": 0.3, "seed": 5}, 44, "to a training with --lr 0.1 --seed 0"),
+        ({"model": "resnet20"}, 44, "to a training with --model simple-cnn"),
+        ({"warmup": Every(0, "epochs")}, 44, "to a training with --warmup 2steps"),
+        ({"drop_last": True}, 44, "to a training with no --drop-last"),
+        ({}, 45, "to a training on other samples"),
+    ],
+    ids=["batch size", "several", "model", "warmup", "switch", "data"],
+)
+def test_a_checkpoint_of_another_training_is_refused_naming_the_flags(
+    run_ranks, tmp_path, settings, samples, said
+):
+    run_ranks(2, run, str(tmp_path), {"epochs": 1})
+    settings = {"resume": str(tmp_path / "last.pt"), **settings}
+    first, second = run_ranks(2, run, str(tmp_path / "on"), settings, samples)
+    assert said in first
+    assert first.startswith("UsageFault")
+    assert first.endswith("2")
+    assert second.startswith("RankFailed")
+    assert second.endswith("2")
+
+
+def test_a_resume_from_elsewhere_does_not_overwrite_the_run_in_the_folder(run_ranks, tmp_path):
+    for name in ("a", "b"):
+        run_ranks(1, run, str(tmp_path / name), {"epochs": 1})
+    before = (tmp_path / "b" / "last.pt").read_bytes()
+    elsewhere = {"epochs": 2, "resume": str(tmp_path / "a" / "last.pt")}
+    (said,) = run_ranks(1, run, str(tmp_path / "b"), elsewhere)
+    assert "already holds a run" in said
+    assert (tmp_path / "b" / "last.pt").read_bytes() == before
+
+
+def test_a_damaged_checkpoint_stops_every_rank_with_exit_code_3(run_ranks, tmp_path):
+    (tmp_path / "cut.pt").write_bytes(b"PK\3\4 and no more")
+    first, second = run_ranks(2, run, str(tmp_path / "on"), {"resume": str(tmp_path / "cut.pt")})
+    assert first.startswith("Damaged")
+    assert "cut.pt" in first
+    assert (first[-1], second[-1]) == ("3", "3")
+
+
+def test_other_versions_and_a_longer_schedule_are_said(run_ranks, tmp_path):
+    run_ranks(1, run, str(tmp_path), {"epochs": 1})
+    state = torch.load(tmp_path / "last.pt", weights_only=True)
+    state["versions"]["torch"] = "1.0"
+    torch.save(state, tmp_path / "old.pt")
+    (said,) = run_ranks(1, run, str(tmp_path / "on"), {"epochs": 2, "resume": str(tmp_path / "old.pt")})
+    assert f"the last bits may differ: torch 1.0 -> {torch.__version__}" in said
+    assert "the learning rate now follows 2 epochs" in said
+
+
+# ---- what is lost --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["steps", "epochs"])
+def test_a_run_whose_weights_are_no_numbers_any_more_ends_and_overwrites_nothing(run_ranks, tmp_path, unit):
+    failed = {"epochs": 2, "lr": 1e30, "save_every": Every(1, unit)}
+    first, second = run_ranks(2, run, str(tmp_path / unit), failed)
+    assert first.startswith("CheckFailed: after ")
+    assert "is NaN or infinite: nothing can be learned from here on" in first
+    assert "give a smaller --lr than 1e+30" in first
+    assert second.startswith("RankFailed: rank 0 failed: after ")
+    assert first[-1] == second[-1] == "1"
+    for path in (tmp_path / unit).glob("*.pt"):
+        state = torch.load(path, weights_only=True)["model"]
+        assert all(torch.isfinite(value).all() for value in state.values()), path
+        assert unit == "steps"
+        assert "is from before" in first

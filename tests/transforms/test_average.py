@@ -1,0 +1,235 @@
+"""The mean of checkpoints: every number the exact mean, rounded once."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool.errors import Refused, UsageFault
+from ckpttool.tensors.dtypes import DTYPES
+from ckpttool.transforms import average, mean
+from tests.support import comparing
+
+nan, inf = float("nan"), float("inf")
+TYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def meant(values: list[torch.Tensor], weights: list[float] | None = None) -> torch.Tensor:
+    name = str(values[0].dtype).removeprefix("torch.")
+    raw = mean(
+        [memoryview(comparing.values(v)) for v in values], weights or [1.0] * len(values), DTYPES[name]
+    )
+    return torch.frombuffer(bytearray(raw), dtype=values[0].dtype)
+
+
+def nearest(exact: Fraction, dtype: torch.dtype) -> float:
+    """The number of a type that is nearest to a fraction, the even one of two: by neighbours, no rounding."""
+    near = torch.tensor(float(exact), dtype=torch.float64).to(dtype)
+    up, down = near.nextafter(torch.tensor(inf, dtype=dtype)), near.nextafter(torch.tensor(-inf, dtype=dtype))
+    candidates = [x for x in (down, near, up) if math.isfinite(float(x))]
+
+    def key(x: torch.Tensor) -> tuple[Fraction, int]:
+        bits = x.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[dtype.itemsize])
+        return abs(Fraction(float(x)) - exact), int(bits) & 1
+
+    return float(min(candidates, key=key))
+
+
+def drawn(dtype: torch.dtype, chosen: random.Random, spread: int) -> float:
+    value = chosen.uniform(-1, 1) * 2.0 ** chosen.randint(-spread, spread)
+    return float(torch.tensor(value, dtype=torch.float64).to(dtype))
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("count", [2, 3, 5, 7])
+@pytest.mark.parametrize("spread", [0, 2, 10])
+def test_each_number_is_the_nearest_to_the_exact_mean(name: str, count: int, spread: int) -> None:
+    dtype, chosen = TYPES[name], random.Random(count)
+    rows = [[drawn(dtype, chosen, spread) for _ in range(100)] for _ in range(count)]
+    found = meant([torch.tensor(row, dtype=torch.float64).to(dtype) for row in rows])
+    for values, value in zip(zip(*rows, strict=True), found.tolist(), strict=True):
+        assert value == nearest(sum(map(Fraction, values), Fraction()) / count, dtype), values
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("weights", [[0.5, 0.3, 0.2], [1.0, 0.0, 3.0], [1e-20, 1.0, 7.0]])
+def test_weights_are_taken_exactly_as_they_are_written(name: str, weights: list[float]) -> None:
+    dtype, chosen = TYPES[name], random.Random(1)
+    rows = [[drawn(dtype, chosen, 3) for _ in range(100)] for _ in range(3)]
+    found = meant([torch.tensor(row, dtype=torch.float64).to(dtype) for row in rows], weights)
+    for values, value in zip(zip(*rows, strict=True), found.tolist(), strict=True):
+        exact = sum((Fraction(w) * Fraction(v) for w, v in zip(weights, values, strict=True)), Fraction())
+        assert value == nearest(exact / sum(map(Fraction, weights)), dtype), values
+
+
+def test_ties_go_to_even_and_what_only_looks_like_a_tie_does_not() -> None:
+    one, up = 1.0, 1.0 + 2.0**-7  # neighbours in bfloat16
+    found = meant([torch.tensor([one, up], dtype=torch.bfloat16), torch.tensor([up, up + 2**-7]).bfloat16()])
+    assert found.tolist() == [1.0, 1.0 + 2.0**-6]
+    three = [torch.tensor([x], dtype=torch.float32) for x in (1.0, 1.0 + 2.0**-22, 1.0 + 2.0**-23 - 2.0**-24)]
+    exact = sum((Fraction(float(x)) for x in three), Fraction()) / 3
+    assert float(meant(three)) == nearest(exact, torch.float32)
+    tiny = [torch.tensor([1.0, 2.0**-60], dtype=torch.float64), torch.tensor([1.0 + 2**-52, -(2.0**-60)])]
+    assert meant([tiny[0], tiny[1].to(torch.float64)]).tolist()[1] == 0
+
+
+def test_what_cancels_in_float64_does_not_cancel_here() -> None:
+    parts = [torch.tensor([x], dtype=torch.float64) for x in (1e16, 1.0, -1e16)]
+    assert float(meant(parts)) == nearest(Fraction(1, 3), torch.float64)
+
+
+@pytest.mark.parametrize(
+    "name, row, weights",
+    [
+        ("float32", [2.0**30, 1 + 2.0**-23, -(2.0**30), -1 - 2.0**-23], None),
+        ("float32", [2.0**60, 3, -(2.0**60), -3], None),
+        ("float32", [1e38, 1e20, 1, -1e38, -1e20], None),
+        ("bfloat16", [2.0**60, 3, -(2.0**60), -3], None),
+        ("float64", [0.7, 0.9, -0.7, -0.9], None),
+        ("float64", [1e26, 0.3, -1e26, -0.1, 1e-9], None),
+        ("float64", [-0.5356693863868713, 0.25048819184303284, 0.14259059727191925], [0.1, 0.1, 0.2]),
+    ],
+)
+def test_numbers_that_cancel_leave_what_they_leave(name: str, row: list[float], weights: Any) -> None:
+    values = [torch.tensor([value], dtype=TYPES[name]) for value in row]
+    given = weights or [1.0] * len(row)
+    exact = sum((Fraction(w) * Fraction(float(v)) for w, v in zip(given, values, strict=True)), Fraction())
+    assert float(meant(values, weights)) == nearest(exact / sum(map(Fraction, given)), TYPES[name])
+
+
+def test_doubles_at_both_ends_are_averaged_too() -> None:
+    largest, smallest = 1.7976931348623157e308, 5e-324
+    rows = [[largest, smallest, largest, 3e-310], [largest, smallest, -largest, 5e-310]]
+    found = meant([torch.tensor(row, dtype=torch.float64) for row in rows])
+    assert found.tolist() == [largest, smallest, 0.0, 4e-310]
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_infinities_nan_and_zeros_keep_their_meaning(name: str) -> None:
+    rows = [[inf, inf, nan, -0.0, -0.0, 1.0], [inf, -inf, 1.0, -0.0, 0.0, inf]]
+    found = meant([torch.tensor(row, dtype=TYPES[name]) for row in rows]).tolist()
+    assert list(map(repr, found)) == ["inf", "nan", "nan", "-0.0", "0.0", "inf"]
+
+
+# Whole checkpoints.
+
+
+def averaged(folder: Path, *trees: Any, to: str = "out.pt", **given: Any) -> Any:
+    for index, tree in enumerate(trees):
+        torch.save(tree, folder / f"{index}.pt")
+    new, done = average([ckpttool.open(folder / f"{i}.pt") for i in range(len(trees))], **given)
+    ckpttool.save(new, folder / to, state="", force=True, verify=True)
+    return torch.load(folder / to, weights_only=True) if to.endswith(".pt") else load_file(folder / to), done
+
+
+def test_the_state_alone_is_averaged_and_counters_are_those_of_the_last(tmp_path: Path) -> None:
+    trees = [
+        {
+            "model": {
+                "w": torch.full((2, 3), float(i)),
+                "n": torch.tensor(2**53 + i),
+                "m": torch.tensor([True]),
+            }
+        }
+        | {"epoch": i}
+        for i in (1, 2, 6)
+    ]
+    found, done = averaged(tmp_path, *trees)
+    assert set(found) == {"w", "n", "m"}
+    assert torch.equal(found["w"], torch.full((2, 3), 3.0))
+    assert found["n"].item() == 2**53 + 6 and found["n"].dtype is torch.int64
+    assert (done.files, done.averaged, done.kept, done.taken) == (3, ("w",), ("m",), ("n",))
+
+
+def test_an_average_of_one_file_with_itself_is_the_file(tmp_path: Path) -> None:
+    base = torch.randn(300, 300)
+    state = {
+        "w": base,
+        "tied": base,
+        "turned": torch.randn(30, 70).t(),
+        "half": base.bfloat16(),
+        "z": base[0] * 1j,
+    }
+    found, _ = averaged(tmp_path, state, state, state)
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert found["w"].data_ptr() == found["tied"].data_ptr()
+
+
+def test_ties_stay_only_where_every_file_has_them(tmp_path: Path) -> None:
+    base = torch.ones(4)
+    found, _ = averaged(tmp_path, {"a": base, "b": base}, {"a": base, "b": base * 3})
+    assert (found["a"][0].item(), found["b"][0].item()) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("to", ["out.pt", "out.safetensors"])
+def test_layouts_may_differ_from_file_to_file(to: str, tmp_path: Path) -> None:
+    a, b = torch.randn(200, 400), torch.randn(400, 200)
+    found, _ = averaged(tmp_path, {"w": a}, {"w": b.t()}, to=to)
+    assert torch.equal(found["w"], ((a.double() + b.t().double()) / 2).float())
+
+
+def test_torch_s_averaged_model_agrees(tmp_path: Path) -> None:
+    from torch.optim.swa_utils import AveragedModel
+
+    nets = [torch.nn.Linear(20, 20) for _ in range(4)]
+    swa = AveragedModel(nets[0])
+    for net in nets:
+        swa.update_parameters(net)
+    found, _ = averaged(tmp_path, *(net.state_dict() for net in nets))
+    for name, tensor in swa.module.state_dict().items():
+        torch.testing.assert_close(found[name], tensor)
+
+
+def test_running_statistics_are_told(tmp_path: Path) -> None:
+    state = torch.nn.BatchNorm1d(3).state_dict()
+    assert averaged(tmp_path, state, state)[1].statistics == ("running_mean", "running_var")
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"v": torch.ones(2)}, "has no"),
+        ({"w": torch.ones(2), "v": torch.ones(2)}, "has no 'v'"),
+        ({"w": torch.ones(3)}, r"'w' is float32 \[2\], and float32 \[3\]"),
+        ({"w": torch.ones(2).half()}, r"'w' is float32 \[2\], and float16 \[2\]"),
+    ],
+)
+def test_another_structure_is_refused_naming_the_first_difference(
+    other: Any, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Refused, match=said) as caught:
+        averaged(tmp_path, {"w": torch.ones(2)}, other)
+    assert str(caught.value.hint).startswith("ckpttool diff --model-only ")
+
+
+def test_types_without_a_mean_and_weights_that_are_none_are_refused(tmp_path: Path) -> None:
+    eight = {"w": torch.ones(2).to(torch.float8_e4m3fn)}
+    with pytest.raises(Refused, match="float8_e4m3fn, which can't be averaged"):
+        averaged(tmp_path, eight, eight)
+    state = {"w": torch.ones(2)}
+    for weights in ([1.0], [0.0, 0.0], [1.0, -1.0], [nan, 1.0], [inf, 1.0]):
+        with pytest.raises(UsageFault, match="weights"):
+            averaged(tmp_path, state, state, weights=weights)
+    with pytest.raises(UsageFault, match="two files"):
+        averaged(tmp_path, state)
+
+
+def test_files_of_other_formats_are_averaged_together(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "a.pt")
+    save_file({"w": torch.zeros(2)}, tmp_path / "b.safetensors")
+    new, _ = average([ckpttool.open(tmp_path / "a.pt"), ckpttool.open(tmp_path / "b.safetensors")])
+    ckpttool.save(new, tmp_path / "c.safetensors")
+    assert load_file(tmp_path / "c.safetensors")["w"].tolist() == [0.5, 0.5]

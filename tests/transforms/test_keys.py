@@ -1,0 +1,473 @@
+"""Prefixes taken off and put on as the wrappers do it themselves; refused where two keys would become one."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ckpttool
+from ckpttool.errors import Collision, NothingToDo, UsageFault
+from ckpttool.transforms.keys import add_names, found_prefixes, inner_prefixes, strip_names
+from tests.support.comparing import assert_same
+
+
+def stripped(*names: str, prefix: str = "module.", **given: bool) -> list[str]:
+    return list(strip_names(names, prefix, **given).names.values())
+
+
+# Names.
+
+
+def test_a_prefix_is_taken_from_the_front_of_the_keys_that_carry_it() -> None:
+    assert stripped("module.a", "b", "module.c.d") == ["a", "b", "c.d"]
+
+
+def test_what_only_looks_like_the_prefix_stays() -> None:
+    names = ["features.module.0.weight", "submodule.a", "modulea", "module_list.0", "Module.a", "module"]
+    assert stripped(*names) == names
+    assert stripped(*names, repeat=True) == names
+
+
+def test_once_is_once_and_repeat_is_until_none_is_left() -> None:
+    assert stripped("module.module.a", "module.b") == ["module.a", "b"]
+    assert stripped("module.module.a", "module.b", repeat=True) == ["a", "b"]
+
+
+def test_anywhere_is_also_inside_between_whole_parts() -> None:
+    names = ["0._orig_mod.weight", "_orig_mod.a._orig_mod.b", "not_orig_mod.a", "x._orig_mod"]
+    found = stripped(*names, prefix="_orig_mod.", anywhere=True)
+    assert found == ["0.weight", "a.b", "not_orig_mod.a", "x._orig_mod"]
+
+
+def test_anywhere_without_repeat_takes_one_of_two_in_a_row() -> None:
+    assert stripped("a.module.module.b", anywhere=True) == ["a.module.b"]
+    assert stripped("a.module.module.b", anywhere=True, repeat=True) == ["a.b"]
+
+
+def test_a_prefix_of_several_parts_is_one_prefix() -> None:
+    assert stripped("ema.module.a", "module.b", prefix="ema.module.") == ["a", "module.b"]
+
+
+def test_a_prefix_of_a_million_letters_is_no_matter() -> None:
+    assert stripped("module." * 150_000 + "a", repeat=True) == ["a"]
+    assert stripped("x." + "module." * 150_000 + "a", repeat=True, anywhere=True) == ["x.a"]
+    assert len(found_prefixes(["module." * 150_000 + "a"])) < 100
+
+
+@pytest.mark.parametrize("names", [["module.a", "a"], ["a", "module.a"], ["module.a", "b", "a"]])
+def test_two_keys_that_would_become_one_are_refused_and_both_named(names: list[str]) -> None:
+    with pytest.raises(Collision, match=r"'(module\.)?a' and '(module\.)?a' would both be named 'a'"):
+        strip_names(names)
+
+
+def test_repeating_can_collide_where_once_does_not() -> None:
+    names = ["module.module.a", "module.b", "module.module.b"]
+    assert stripped(*names) == ["module.a", "b", "module.b"]
+    with pytest.raises(Collision):
+        strip_names(names, repeat=True)
+
+
+def test_a_key_of_the_prefix_alone_is_refused() -> None:
+    with pytest.raises(Collision, match=r"'module\.' would be left without a name"):
+        strip_names(["module.", "module.a"])
+
+
+@pytest.mark.parametrize("prefix", ["module", "module.a"])
+def test_a_prefix_without_its_dot_is_refused(prefix: str) -> None:
+    with pytest.raises(UsageFault, match=f"'{prefix}' leaves") as refusal:
+        strip_names(["module.a.b"], prefix)
+    assert refusal.value.hint == f"with its dot: --prefix {prefix}."
+
+
+@pytest.mark.parametrize("change", [strip_names, add_names])
+def test_an_empty_prefix_is_refused(change: Any) -> None:
+    with pytest.raises(UsageFault, match="empty"):
+        change(["a"], "")
+
+
+names = st.lists(st.text("abmodule._", min_size=1, max_size=12), unique=True, max_size=8)
+prefixes = st.sampled_from(["module.", "_orig_mod.", "a.", "ema.module."])
+
+
+@given(names, prefixes)
+def test_what_was_added_can_be_taken_off(names: list[str], prefix: str) -> None:
+    added = list(add_names(names, prefix).names.values())
+    assert list(strip_names(added, prefix).names.values()) == names
+
+
+@given(names, prefixes, st.booleans(), st.booleans())
+def test_stripping_keeps_number_and_order_or_refuses(
+    names: list[str], prefix: str, repeat: bool, anywhere: bool
+) -> None:
+    try:
+        renaming = strip_names(names, prefix, repeat=repeat, anywhere=anywhere)
+    except (Collision, UsageFault):
+        return
+    assert list(renaming.names) == names
+    assert len(set(renaming.names.values())) == len(names)
+    if repeat and not anywhere:
+        assert not any(new.startswith(prefix) for new in renaming.names.values())
+        assert all(old.endswith(new) for old, new in renaming.names.items())
+
+
+def test_wrappers_are_found_with_their_nesting() -> None:
+    names = ["module._orig_mod.a", "module.b", "c", "_fsdp_wrapped_module.d"]
+    found = [(f.prefix, f.keys, f.of) for f in found_prefixes(names)]
+    assert found == [("module.", 2, 4), ("module._orig_mod.", 1, 4), ("_fsdp_wrapped_module.", 1, 4)]
+
+
+def judged(*names: str, versions: Any = None, **given: bool) -> list[tuple[str, bool]]:
+    return [(found.prefix, found.certain) for found in found_prefixes(names, versions, **given)]
+
+
+def test_a_prefix_that_all_keys_carry_is_a_wrapper_s() -> None:
+    assert judged("module.a.w", "module.b.w") == [("module.", True)]
+    assert judged("module.a.w", "module.b.w", versions={"": {}, "module": {}, "module.a": {}}) == [
+        ("module.", True)
+    ]
+
+
+def test_a_module_that_other_keys_stand_beside_may_be_called_so() -> None:
+    (found,) = found_prefixes(["module.a", "head.w"])
+    assert not found.certain
+    assert found.reason == "1 keys lack it: it may be a module of that name"
+
+
+def test_a_module_without_parameters_beside_it_is_a_sign_too() -> None:
+    """`_metadata` names it, where the keys do not; inside the module it is none."""
+    versions = {"": {}, "module": {}, "module.a": {}, "relu": {}}
+    (found,) = found_prefixes(["module.a.w"], versions)
+    assert (found.certain, found.reason) == (False, "there may be a module of that name beside 'relu'")
+    assert judged("module.a.w", versions={"": {}, "module": {}, "module.relu": {}}) == [("module.", True)]
+    nested = {"": {}, "module": {}, "module.module": {}, "module.relu": {}, "module.module.a": {}}
+    assert judged("module.module.a.w", versions=nested) == [("module.", True), ("module.module.", False)]
+
+
+def test_an_average_s_counter_is_no_sign_against_it() -> None:
+    (found,) = found_prefixes(["n_averaged", "module.a", "module.b"])
+    assert (found.keys, found.of, found.wrapper, found.certain) == (2, 3, "AveragedModel", True)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."])
+def test_names_that_no_model_gives_its_modules_are_certain(prefix: str) -> None:
+    assert judged(f"{prefix}a.w", "head.w") == [(prefix, True)]
+    (found,) = inner_prefixes([f"0.{prefix}w", f"1.a.{prefix}b.{prefix}w", "not" + prefix, "2.w"])
+    assert (found.prefix, found.keys, found.of) == (prefix, 2, 4)
+
+
+def test_what_lightning_s_modules_hold_is_offered_and_only_in_lightning_s_files() -> None:
+    names = ["model.a.w", "loss.w"]
+    assert judged(*names) == []
+    assert judged(*names, lightning=True) == [("model.", False)]
+    assert judged("module.w", lightning=True) == [("module.", True)]
+
+
+def test_an_average_beside_the_model_is_offered() -> None:
+    assert judged("online_model.w", "ema_model.w", "step") == [
+        ("ema_model.", False),
+        ("online_model.", False),
+    ]
+
+
+# Files.
+
+
+class Net(torch.nn.Module):
+    """Modules of several versions, nesting, a buffer, ties, and a name that holds the prefix inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+        self.features.module = torch.nn.Sequential(torch.nn.Linear(4, 4))  # features.module.0.weight
+        self.head = torch.nn.Linear(4, 4)
+        self.head.weight = self.features[0].weight
+        self.register_buffer("scale", torch.ones(1))
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def saved(value: Any, path: Path) -> Path:
+    torch.save(value, path)
+    return path
+
+
+def rewritten(change: Any, path: Path, **given: Any) -> Any:
+    """What torch loads after a command that writes another `.pt`."""
+    changed, _ = change(ckpttool.open(path), **given)
+    ckpttool.save(changed, path.with_suffix(".out.pt"), force=True)
+    return torch.load(path.with_suffix(".out.pt"), weights_only=False)
+
+
+def metadata(state: Any) -> Any:
+    return state._metadata
+
+
+@pytest.mark.usefixtures("group")
+def test_stripping_what_ddp_saved_gives_what_the_plain_model_saves(tmp_path: Path) -> None:
+    net = Net()
+    wrapped = torch.nn.parallel.DistributedDataParallel(net)
+    found = rewritten(ckpttool.strip_prefix, saved(wrapped.state_dict(), tmp_path / "ddp.pt"))
+    assert_same(net.state_dict(), found)
+    assert metadata(found) == metadata(net.state_dict())
+    assert list(metadata(found)) == list(metadata(net.state_dict()))
+
+
+@pytest.mark.usefixtures("group")
+def test_adding_to_the_plain_state_gives_what_ddp_saves(tmp_path: Path) -> None:
+    net = Net()
+    wrapped = torch.nn.parallel.DistributedDataParallel(net)
+    found = rewritten(ckpttool.add_prefix, saved(net.state_dict(), tmp_path / "plain.pt"))
+    assert_same(wrapped.state_dict(), found)
+    assert list(metadata(found)) == list(metadata(wrapped.state_dict()))
+
+
+def test_what_torch_compile_saved_is_stripped_to_the_plain_state(tmp_path: Path) -> None:
+    net = Net()
+    path = saved(torch.compile(net).state_dict(), tmp_path / "compiled.pt")
+    assert_same(net.state_dict(), rewritten(ckpttool.strip_prefix, path, prefix="_orig_mod."))
+
+
+def test_a_compiled_part_is_stripped_anywhere(tmp_path: Path) -> None:
+    inner = torch.nn.Linear(2, 2)
+    plain = torch.nn.Sequential(inner, torch.nn.Linear(2, 2)).state_dict()
+    compiled = torch.nn.Sequential(torch.compile(inner), torch.nn.Linear(2, 2))
+    compiled.load_state_dict({k.replace("0.", "0._orig_mod."): v for k, v in plain.items()})
+    path = saved(compiled.state_dict(), tmp_path / "part.pt")
+    found = rewritten(ckpttool.strip_prefix, path, prefix="_orig_mod.", anywhere=True)
+    assert list(found) == list(plain)
+    assert metadata(found) == metadata(plain)
+
+
+def test_an_average_s_counter_stays_beside_the_stripped_model(tmp_path: Path) -> None:
+    net = torch.nn.Linear(2, 2)
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    found = rewritten(ckpttool.strip_prefix, saved(averaged.state_dict(), tmp_path / "ema.pt"))
+    assert list(found) == ["n_averaged", "weight", "bias"]
+
+
+def test_a_key_with_the_prefix_inside_stays_whole_in_a_file(tmp_path: Path) -> None:
+    state = {f"module.{key}": value for key, value in Net().state_dict().items()}
+    found = rewritten(ckpttool.strip_prefix, saved(state, tmp_path / "f.pt"))
+    assert "features.module.0.weight" in found
+
+
+def test_half_the_keys_carry_the_prefix_and_the_others_stay_in_their_places(tmp_path: Path) -> None:
+    state = OrderedDict((key, torch.ones(1)) for key in ["module.b", "c", "module.a", "d"])
+    checkpoint = ckpttool.open(saved(state, tmp_path / "f.pt"))
+    changed, renaming = ckpttool.strip_prefix(checkpoint)
+    assert (renaming.renamed, len(renaming.names)) == (2, 4)
+    assert list(changed.state().tensors) == ["b", "c", "a", "d"]
+
+
+def trained(net: torch.nn.Module, names: bool) -> dict[str, Any]:
+    """An optimizer's state after one step."""
+    parameters = list(net.named_parameters()) if names else list(net.parameters())
+    groups = [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}]
+    optimizer = torch.optim.AdamW(groups, 0.1)
+    sum(p.sum() for p in net.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return optimizer.state_dict()
+
+
+def test_parameter_names_inside_the_optimizer_follow_the_keys(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    wrapper = torch.nn.Module()
+    wrapper.module = net
+    tree = {"model": wrapper.state_dict(), "optimizer": trained(wrapper, names=True), "epoch": 1}
+    found = rewritten(ckpttool.strip_prefix, saved(tree, tmp_path / "f.pt"))
+    assert [g["param_names"] for g in found["optimizer"]["param_groups"]] == [
+        ["0.weight", "0.bias"],
+        ["1.weight", "1.bias"],
+    ]
+    tree["optimizer"]["param_groups"] = found["optimizer"]["param_groups"]
+    assert_same(tree["optimizer"]["state"], found["optimizer"]["state"])
+    back = rewritten(ckpttool.add_prefix, saved(found, tmp_path / "back.pt"))
+    assert back["optimizer"]["param_groups"][0]["param_names"] == ["module.0.weight", "module.0.bias"]
+
+
+def test_an_optimizer_keyed_by_name_follows_too(tmp_path: Path) -> None:
+    state = {"module.a": {"step": torch.ones(1)}, "other": {"step": torch.ones(1)}}
+    optimizer = {"state": state, "param_groups": [{"params": ["module.a", "other"], "lr": 1.0}]}
+    tree = {"model": {"module.a": torch.ones(1)}, "optimizers": [optimizer]}
+    found = rewritten(ckpttool.strip_prefix, saved(tree, tmp_path / "f.pt"))["optimizers"][0]
+    assert list(found["state"]) == ["a", "other"]
+    assert found["param_groups"] == [{"params": ["a", "other"], "lr": 1.0}]
+
+
+def test_everything_else_in_the_file_stays_as_it_is(tmp_path: Path) -> None:
+    shared = torch.ones(2)
+    tree = {
+        "model": OrderedDict({"module.a": shared, "module.extra": {"module.x": 1}}),
+        "teacher": {"module.x": shared, "module.y": shared, "c": {"module.a": 1}},
+        "history": [{"module.loss": 1.0}],
+        "again": shared,
+    }
+    found = rewritten(ckpttool.strip_prefix, saved(tree, tmp_path / "f.pt"))
+    tree["model"] = OrderedDict({"a": shared, "extra": {"module.x": 1}})
+    tree["teacher"] = {"x": shared, "y": shared, "c": {"module.a": 1}}
+    assert_same(torch.load(saved(tree, tmp_path / "expected.pt")), found)
+
+
+def test_an_average_s_counter_is_taken_out_when_asked(tmp_path: Path) -> None:
+    averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
+    path = saved(averaged.state_dict(), tmp_path / "ema.pt")
+    assert list(rewritten(ckpttool.strip_prefix, path, drop=["n_averaged"])) == ["weight", "bias"]
+    with pytest.raises(NothingToDo, match="no key 'n_average' to drop"):
+        ckpttool.strip_prefix(ckpttool.open(path), drop=["n_average"])
+
+
+def test_all_states_that_carry_the_prefix_lose_it_and_are_told(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    tree = {
+        "state_dict": {"module.a": one, "module.b": one},
+        "state_dict_ema": {"module.a": one * 2, "module.b": one},
+        "discriminator": {"module.c": one},
+        "rng": {"cpu": one},
+    }
+    changed, renaming = ckpttool.strip_prefix(ckpttool.open(saved(tree, tmp_path / "f.pt")))
+    assert {where: theirs.renamed for where, theirs in renaming.also.items()} == {
+        "state_dict_ema": 2,
+        "discriminator": 1,
+    }
+    ckpttool.save(changed, tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt")
+    assert {name: list(state) for name, state in found.items()} == {
+        "state_dict": ["a", "b"],
+        "state_dict_ema": ["a", "b"],
+        "discriminator": ["c"],
+        "rng": ["cpu"],
+    }
+    back = rewritten(ckpttool.add_prefix, tmp_path / "out.pt")
+    assert list(back["state_dict_ema"]) == ["module.a", "module.b"]
+    assert (list(back["discriminator"]), list(back["rng"])) == (["c"], ["cpu"])
+
+
+def test_a_state_that_alone_carries_the_prefix_is_named(tmp_path: Path) -> None:
+    tree = {"model": {"a": torch.ones(1)}, "model_ema": {"module.a": torch.ones(1)}}
+    with pytest.raises(NothingToDo) as nothing:
+        ckpttool.strip_prefix(ckpttool.open(saved(tree, tmp_path / "f.pt")))
+    assert nothing.value.hint == "those of 'model_ema' do: --state model_ema"
+
+
+def test_a_prefix_inside_is_pointed_at(tmp_path: Path) -> None:
+    with pytest.raises(NothingToDo) as nothing:
+        ckpttool.strip_prefix(ckpttool.open(saved({"0._orig_mod.w": torch.ones(1)}, tmp_path / "f.pt")))
+    assert nothing.value.hint == "1 of 1 keys hold '_orig_mod.' inside: --prefix _orig_mod. --anywhere"
+
+
+def test_two_parameters_of_an_optimizer_that_would_get_one_name_are_refused(tmp_path: Path) -> None:
+    groups = [{"params": [0, 1], "param_names": ["a", "module.a"]}]
+    tree = {"model": {"module.a": torch.ones(1)}, "optimizer": {"state": {}, "param_groups": groups}}
+    with pytest.raises(Collision, match=r"'a' and 'module\.a' would both be named 'a'"):
+        ckpttool.strip_prefix(ckpttool.open(saved(tree, tmp_path / "f.pt")))
+
+
+def test_the_versions_of_wrappers_inside_wrappers_go_with_them(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    outer, inner = torch.nn.Module(), torch.nn.Module()
+    outer.module, inner.module = inner, net
+    path = saved(outer.state_dict(), tmp_path / "f.pt")
+    for choice in ({"repeat": True}, {"prefix": "module.module."}):
+        found = rewritten(ckpttool.strip_prefix, path, **choice)
+        assert dict(metadata(found)) == dict(metadata(net.state_dict()))
+    back = rewritten(ckpttool.add_prefix, path.with_suffix(".out.pt"), prefix="module.module.")
+    assert dict(metadata(back)) == dict(metadata(outer.state_dict()))
+
+
+def test_the_state_that_is_named_is_the_one_that_is_renamed(tmp_path: Path) -> None:
+    tree = {"model": {"module.a": torch.ones(1)}, "model_ema": {"module.a": torch.zeros(1)}}
+    found = rewritten(ckpttool.strip_prefix, saved(tree, tmp_path / "f.pt"), state="model_ema")
+    assert (list(found["model"]), list(found["model_ema"])) == (["module.a"], ["a"])
+
+
+def test_a_state_that_stands_in_two_places_stays_one(tmp_path: Path) -> None:
+    state = {"module.a": torch.ones(1)}
+    found = rewritten(ckpttool.strip_prefix, saved({"model": state, "best": state}, tmp_path / "f.pt"))
+    assert found["model"] is found["best"]
+    assert list(found["best"]) == ["a"]
+
+
+def test_nothing_to_strip_says_which_prefix_there_is(tmp_path: Path) -> None:
+    path = saved({"state_dict": {"_orig_mod.a": torch.ones(1), "b": torch.ones(1)}}, tmp_path / "f.pt")
+    with pytest.raises(NothingToDo, match=r"no key of 'state_dict' begins with 'module\.'") as nothing:
+        ckpttool.strip_prefix(ckpttool.open(path))
+    assert nothing.value.hint == "1 of 2 keys begin with '_orig_mod.': --prefix _orig_mod."
+    assert nothing.value.exit_code == 1
+
+
+def test_nothing_to_strip_and_no_prefix_known_shows_a_key(tmp_path: Path) -> None:
+    with pytest.raises(NothingToDo) as nothing:
+        ckpttool.strip_prefix(ckpttool.open(saved({"conv.weight": torch.ones(1)}, tmp_path / "f.pt")))
+    assert nothing.value.hint == "the first key is 'conv.weight'"
+
+
+def test_the_file_that_was_read_is_not_changed(tmp_path: Path) -> None:
+    path = saved({"module.a": torch.ones(1)}, tmp_path / "f.pt")
+    before = path.read_bytes()
+    checkpoint = ckpttool.open(path)
+    ckpttool.strip_prefix(checkpoint)
+    assert list(checkpoint.state().tensors) == ["module.a"]
+    assert path.read_bytes() == before
+
+
+def test_a_file_nested_too_deep_to_copy_is_refused_by_name(tmp_path: Path) -> None:
+    nested: Any = []
+    for _ in range(250):
+        nested = [nested]
+    path = saved({"model": {"module.a": torch.ones(1)}, "deep": nested}, tmp_path / "f.pt")
+    with pytest.raises(ckpttool.CkptToolError, match=r"f\.pt: .*nested too deeply"):
+        ckpttool.strip_prefix(ckpttool.open(path))
+
+
+# No part of a name is empty: torch has no module or parameter of that name.
+part = st.text("amodule_é\n", min_size=1, max_size=8)
+key = st.lists(part, min_size=1, max_size=3).map(".".join)
+keys = st.lists(key, min_size=1, max_size=5, unique=True)
+
+
+@given(keys, st.sampled_from(["module.", "_orig_mod.", "a.b."]))
+def test_stripping_what_was_added_is_the_file_again(keys: list[str], prefix: str) -> None:
+    state = OrderedDict((key, torch.ones(1)) for key in keys)
+    paths = {"": {"version": 1}} | {key.rpartition(".")[0]: {"version": 2} for key in keys}
+    state._metadata = OrderedDict(paths)  # type: ignore[attr-defined]
+    with tempfile.TemporaryDirectory() as folder:
+        path = saved({"model": state, "epoch": 1}, Path(folder) / "f.pt")
+        added = rewritten(ckpttool.add_prefix, path, prefix=prefix)
+        assert list(added["model"]) == [prefix + key for key in keys]
+        back = rewritten(ckpttool.strip_prefix, saved(added, Path(folder) / "added.pt"), prefix=prefix)
+        assert_same(torch.load(path), back)
+
+
+@settings(max_examples=20)
+@given(keys, st.sampled_from(["module.", "_orig_mod.", "module._orig_mod."]))
+def test_adding_what_was_stripped_is_the_file_again(keys: list[str], prefix: str) -> None:
+    """Keys, module versions, the optimizer's names and the average's keys, where all carry the prefix."""
+    parts = prefix.split(".")[:-1]
+    paths = [".".join(parts[:count]) for count in range(len(parts) + 1)]
+    paths += [prefix + key.rpartition(".")[0] for key in keys if "." in key]
+    state = OrderedDict((prefix + key, torch.ones(1)) for key in keys)
+    state._metadata = OrderedDict((path, {"version": 1}) for path in paths)  # type: ignore[attr-defined]
+    group = {"params": list(range(len(keys))), "param_names": list(state)}
+    tree = {"model": state, "ema": dict(state), "optimizer": {"state": {}, "param_groups": [group]}}
+    with tempfile.TemporaryDirectory() as folder:
+        path = saved(tree, Path(folder) / "f.pt")
+        stripped = rewritten(ckpttool.strip_prefix, path, prefix=prefix)
+        assert list(stripped["model"]) == list(stripped["ema"]) == keys
+        assert stripped["optimizer"]["param_groups"][0]["param_names"] == keys
+        back = rewritten(ckpttool.add_prefix, saved(stripped, Path(folder) / "s.pt"), prefix=prefix)
+        assert_same(torch.load(path), back)

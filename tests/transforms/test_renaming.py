@@ -1,0 +1,234 @@
+"""Keys renamed by regular expressions, and all that carries the names with them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import nn
+
+import ckpttool
+from ckpttool.errors import Collision, NothingToDo, UsageFault
+from ckpttool.transforms.keys import Renaming, rename_keys, rename_names
+from tests.support.comparing import assert_same
+
+NAMES = ["backbone.conv1.weight", "backbone.bn1.bias", "head.0.weight"]
+
+
+def renamed(names: list[str], *rules: tuple[str, str]) -> list[str]:
+    return list(rename_names(names, rules).names.values())
+
+
+@pytest.mark.parametrize(
+    ("rules", "wanted"),
+    [
+        ([(r"^backbone\.", "")], ["conv1.weight", "bn1.bias", "head.0.weight"]),
+        ([(r"(\w+)\.(\d)", r"\1_\2")], [*NAMES[:2], "head_0.weight"]),
+        ([(r"(?P<a>v|n)1", r"\g<a>2")], ["backbone.conv2.weight", "backbone.bn2.bias", NAMES[2]]),
+        ([("1", "i"), ("i", "x")], ["backbone.convx.wexght", "backbone.bnx.bxas", "head.0.wexght"]),
+        ([("^head", "backbone"), ("^backbone", "b")], ["b.conv1.weight", "b.bn1.bias", "b.0.weight"]),
+        ([("$", ".x")], [f"{name}.x" for name in NAMES]),
+        ([(".", "k")], ["k" * len(name) for name in NAMES]),
+        ([("nothing like this", "x")], NAMES),
+    ],
+)
+def test_rules_are_applied_as_re_sub_does_in_their_order(
+    rules: list[tuple[str, str]], wanted: list[str]
+) -> None:
+    assert renamed(NAMES, *rules) == wanted
+
+
+def test_two_keys_can_change_places() -> None:
+    assert renamed(["a.w", "b.w"], ("^a", "t"), ("^b", "a"), ("^t", "b")) == ["b.w", "a.w"]
+
+
+@pytest.mark.parametrize("names", [["a.w", "b.w"], ["b.w", "a.w"], ["b.w", "c.w", "a.w"]])
+def test_two_keys_that_would_get_one_name_are_refused_and_both_named(names: list[str]) -> None:
+    with pytest.raises(Collision) as collision:
+        renamed(names, ("^a", "b"))
+    first, second = (name for name in names if name != "c.w")
+    assert f"'{first}' and '{second}' would both be named 'b.w'" in str(collision.value)
+    assert "--map" in str(collision.value.hint)
+
+
+def test_a_key_left_without_a_name_is_refused() -> None:
+    with pytest.raises(Collision, match="'a' would be left without a name") as collision:
+        renamed(["a", "b.c"], ("^a$", ""))
+    assert "--map" in str(collision.value.hint)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        *(("(", ""), ("a)", ""), ("[", ""), ("*", ""), ("(?P<1>a)", ""), ("a{99999999999}", "")),
+        *(("(" * 5000, ""), ("a", r"\1"), ("a", r"\g<x>"), ("(a)", r"\2"), ("a", r"\q"), ("a", "\\")),
+    ],
+    ids=lambda rule: "-".join(rule)[:20],
+)
+def test_a_malformed_expression_or_replacement_is_a_usage_fault(rule: tuple[str, str]) -> None:
+    with pytest.raises(UsageFault, match=r"^--map: "):
+        renamed(["a"], rule)
+
+
+parts = st.lists(st.sampled_from(["a", "b", "conv", "0", "1"]), min_size=1, max_size=4).map(".".join)
+
+
+@given(
+    st.lists(parts, unique=True, min_size=1), st.sampled_from("ab01"), st.sampled_from(["x", "a", "", "a.b"])
+)
+def test_names_keep_their_number_and_order_or_are_refused(names: list[str], old: str, new: str) -> None:
+    wanted = [name.replace(old, new) for name in names]
+    try:
+        renaming = rename_names(names, [(old, new)])
+    except Collision:
+        assert len(set(wanted)) < len(wanted) or "" in wanted
+        return
+    assert list(renaming.names) == names
+    assert list(renaming.names.values()) == wanted
+    assert renaming.renamed == sum(a != b for a, b in zip(names, wanted, strict=True))
+
+
+# What goes with the keys.
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.bn = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU()
+
+
+class Net(nn.Module):
+    """Two blocks and a head under names that the caller gives."""
+
+    def __init__(self, blocks: str, first: str, second: str, head: str) -> None:
+        super().__init__()
+        inner = nn.Module()
+        inner.add_module(first, Block())
+        inner.add_module(second, Block())
+        self.add_module(blocks, inner)
+        self.add_module(head, nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("rules", "names"),
+    [
+        ([("^layers", "stages")], ("stages", "one", "two", "fc")),
+        ([(r"^fc\.", "classifier.")], ("layers", "one", "two", "classifier")),
+        ([(r"\.one\.", ".first."), (r"\.two\.", ".second.")], ("layers", "first", "second", "fc")),
+        ([("^layers.(one|two)", r"stages.\1b"), ("^fc", "head")], ("stages", "oneb", "twob", "head")),
+        ([("one", "tmp"), ("two", "one"), ("tmp", "two")], ("layers", "two", "one", "fc")),
+    ],
+)
+def test_module_versions_follow_the_keys_as_in_a_model_of_the_new_names(
+    rules: list[tuple[str, str]], names: tuple[str, str, str, str], tmp_path: Path
+) -> None:
+    torch.save(Net("layers", "one", "two", "fc").state_dict(), tmp_path / "in.pt")
+    new, _ = rename_keys(ckpttool.open(tmp_path / "in.pt"), rules)
+    ckpttool.save(new, tmp_path / "out.pt")
+    loaded = torch.load(tmp_path / "out.pt")
+    wanted = Net(*names).state_dict()
+    assert list(loaded) == list(wanted)
+    assert dict(loaded._metadata) == dict(wanted._metadata)
+    Net(*names).load_state_dict(loaded)
+
+
+@pytest.mark.parametrize(
+    ("names", "modules"),
+    [
+        ({"module.conv.weight": "conv.weight"}, {"module.conv": "conv", "module": "", "": ""}),
+        ({"conv.weight": "module.conv.weight"}, {"conv": "module.conv", "": "module", "relu": "module.relu"}),
+        ({"a.b.weight": "a_b.weight"}, {"a.b": "a_b", "a.b.act": "a_b.act", "other": "other"}),
+        ({"fc.weight": "fc.kernel"}, {"fc": "fc", "": "", "act": "act"}),
+        ({"a.w": "x.w", "b.w": "y.w"}, {"a": "x", "b": "y", "a.drop": "x.drop"}),
+        ({"a.0.w": "a.1.w", "a.1.w": "a.0.w"}, {"a.0": "a.1", "a.1": "a.0", "a": "a"}),
+        ({"weight": "fc.weight"}, {"": "fc"}),
+        ({"fc.weight": "weight"}, {"fc": "", "": ""}),
+        ({"a.b.c.w": "z.c.w", "a.w": "z.w"}, {"a.b.c": "z.c", "a.b": "z", "a": "z"}),
+        ({}, {"a": "a", "": "", "a.b": "a.b"}),
+    ],
+)
+def test_paths_of_modules_are_told_by_the_keys_below_them(
+    names: dict[str, str], modules: dict[str, str]
+) -> None:
+    rule = Renaming(names).modules()
+    assert {path: rule(path) for path in modules} == modules
+
+
+@given(st.lists(parts, min_size=1, unique=True), st.sampled_from(["", "m.", "m.n."]))
+def test_a_prefix_put_before_all_keys_is_put_before_all_modules(keys: list[str], prefix: str) -> None:
+    keys = [f"{key}.weight" for key in keys]
+    rule = Renaming({key: prefix + key for key in keys}).modules()
+    back = Renaming({prefix + key: key for key in keys}).modules()
+    for key in keys:
+        module = key.removesuffix(".weight")
+        assert rule(module) == prefix + module
+        assert back(prefix + module) == module
+
+
+def test_parameter_names_in_the_optimizer_follow(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.named_parameters(), 0.1)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
+    new, _ = rename_keys(ckpttool.open(tmp_path / "in.pt"), [(r"^(\d)", r"layer\1")])
+    ckpttool.save(new, tmp_path / "out.pt")
+    group = torch.load(tmp_path / "out.pt")["optimizer"]["param_groups"][0]
+    assert group["param_names"] == ["layer0.weight", "layer0.bias", "layer1.weight", "layer1.bias"]
+
+
+def test_ties_are_recorded_under_the_new_names(tmp_path: Path) -> None:
+    weight = torch.ones(2, 2)
+    torch.save({"wte.weight": weight, "lm_head.weight": weight}, tmp_path / "in.pt")
+    new, _ = rename_keys(ckpttool.open(tmp_path / "in.pt"), [("^wte", "embed"), ("^lm_head", "head")])
+    ckpttool.save(new, tmp_path / "out.safetensors")
+    again, _ = rename_keys(ckpttool.open(tmp_path / "out.safetensors"), [("^head", "out")])
+    ckpttool.save(again, tmp_path / "again.safetensors")
+    for path, name in (("out", "head"), ("again", "out")):
+        with safe_open(tmp_path / f"{path}.safetensors", "pt") as file:
+            assert file.metadata() == {f"{name}.weight": "embed.weight", "format": "pt"}
+            assert list(file.keys()) == ["embed.weight"]
+
+
+def test_all_else_in_the_file_stays(tmp_path: Path) -> None:
+    shared = [1, 2]
+    whole: dict[str, Any] = {
+        "state_dict": OrderedDict({"a.w": torch.ones(2), "a._extra_state": {"a.w": 1}}),
+        "teacher": {"a.w": torch.ones(1), "b.w": torch.ones(1), "c.w": torch.ones(1)},
+        "args": {"a.w": shared, "again": shared},
+    }
+    torch.save(whole, tmp_path / "in.pt")
+    new, _ = rename_keys(ckpttool.open(tmp_path / "in.pt"), [("^a", "b")])
+    ckpttool.save(new, tmp_path / "out.pt")
+    wanted = torch.load(tmp_path / "in.pt")
+    wanted["state_dict"] = OrderedDict({"b.w": wanted["state_dict"]["a.w"], "b._extra_state": {"a.w": 1}})
+    assert_same(wanted, torch.load(tmp_path / "out.pt"))
+
+
+def test_an_average_of_the_model_follows_and_a_state_that_is_named_goes_alone(tmp_path: Path) -> None:
+    torch.save({"model": {"a.w": torch.ones(1)}, "ema": {"a.w": torch.zeros(1)}}, tmp_path / "in.pt")
+    for state, wanted in ((None, ["b.w", "b.w"]), ("model", ["b.w", "a.w"])):
+        new, _ = rename_keys(ckpttool.open(tmp_path / "in.pt"), [("^a", "b")], state=state)
+        ckpttool.save(new, tmp_path / "out.pt", force=True)
+        assert [name for each in torch.load(tmp_path / "out.pt").values() for name in each] == wanted
+
+
+def test_no_key_that_changes_is_nothing_to_do(tmp_path: Path) -> None:
+    torch.save({"a.w": torch.ones(1)}, tmp_path / "in.pt")
+    for rule in [("^b", "c"), ("a", "a")]:
+        with pytest.raises(NothingToDo, match="no key would change") as nothing:
+            rename_keys(ckpttool.open(tmp_path / "in.pt"), [rule])
+        assert "'a.w'" in str(nothing.value.hint)
+
+
+@given(st.lists(parts, unique=True, min_size=1, max_size=6), st.text("abx.01", min_size=1, max_size=3))
+def test_a_renaming_and_its_inverse_are_nothing(names: list[str], prefix: str) -> None:
+    assume(not any(name.startswith(prefix) for name in names))
+    there = renamed(names, ("^", prefix))
+    assert renamed(there, (f"^.{{{len(prefix)}}}", "")) == names
