@@ -1,0 +1,1 @@
+"""What ranks do together: collectives, transport, rows gathered exactly once."""
