@@ -1,4 +1,4 @@
-"""The command line, one file a command: parses, calls the library, prints. The only folder that knows click."""
+"""The command line, one file a command: parses, calls the library, prints. Only this folder knows click."""
 
 from __future__ import annotations
 
