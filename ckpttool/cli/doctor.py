@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 WIDTH = 110
-"""Columns of a comment, where the terminal has no fewer."""
+"""Columns of a comment, if the terminal has no fewer."""
 
 
 @click.command("doctor")
@@ -94,7 +94,7 @@ def _problem(problem: Problem) -> dict[str, object]:
 
 
 def _script(found: Diagnosis, spec: str) -> Iterator[str]:
-    """Commands, with everything else as comments of the shell."""
+    """Yield the lines of a shell script: commands, and everything else as comments."""
     verb = "loads" if found.loads else "does not load"
     why = f": {found.fit}" if found.fit.distance else ""
     yield from _comment(f"{found.path} {verb} into {spec}{why}")
@@ -115,7 +115,7 @@ def _script(found: Diagnosis, spec: str) -> Iterator[str]:
 
 
 def _comment(text: str) -> list[str]:
-    """Lines that a shell passes over, as wide as is readable, or as the terminal."""
+    """Return text as comment lines, no wider than the terminal."""
     width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
     return textwrap.wrap(
         printable(text), width, initial_indent="# ", subsequent_indent="#   ", break_long_words=False

@@ -1,4 +1,4 @@
-"""Why a checkpoint does not load into a model, and the commands that fix it."""
+"""Find out why a checkpoint does not load into a model, and which commands fix it."""
 
 from __future__ import annotations
 
