@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import counted
+from .console import counted, stdout_kept_for_results
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -143,7 +143,8 @@ def _kinds(spec: str | None) -> dict[str, str] | None:
     from ..batchnorm.convert_modules import kinds_of
     from ..models.skeleton import skeleton
 
-    return kinds_of(skeleton(spec))
+    with stdout_kept_for_results():
+        return kinds_of(skeleton(spec))
 
 
 def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report | None) -> Outcome:

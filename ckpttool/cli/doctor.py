@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import mismatch_fields, printable
+from .console import mismatch_fields, printable, stdout_kept_for_results
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -41,7 +41,7 @@ def command(file: str, model: str, state: str | None, **given: Any) -> None:
     from .. import formats
 
     console = options.console(given)
-    with formats.open(file) as checkpoint:
+    with formats.open(file) as checkpoint, stdout_kept_for_results():
         found = _diagnose(checkpoint, model, state)
     console.result("\n".join(_script(found, model)), _fields(found))
     if any(not problem.is_remark for problem in found.problems):

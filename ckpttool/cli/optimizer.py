@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import counted
+from .console import counted, stdout_kept_for_results
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def _parameters(spec: str) -> dict[str, tuple[int, ...]]:
     from ..errors import UsageFault
     from ..models import factory
 
-    model = factory.build(spec)
+    with stdout_kept_for_results():
+        model = factory.build(spec)
     if not hasattr(model, "named_parameters"):
         raise UsageFault(f"{spec}: made a {type(model).__name__}, not a torch.nn.Module")
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import Console, printable, show_names
+from .console import Console, printable, show_names, stdout_kept_for_results
 from .parameters import Shape
 
 if TYPE_CHECKING:
@@ -37,11 +37,12 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     from ..models.skeleton import skeleton
 
     console = options.console(given)
-    built = skeleton(model)
-    started = time.perf_counter()
-    loaded = reload(given["file"], built, state=state, assign=True, spec=model)
-    seconds = time.perf_counter() - started
-    shape = _forward(built, input_shape, model) if input_shape else None
+    with stdout_kept_for_results():
+        built = skeleton(model)
+        started = time.perf_counter()
+        loaded = reload(given["file"], built, state=state, assign=True, spec=model)
+        seconds = time.perf_counter() - started
+        shape = _forward(built, input_shape, model) if input_shape else None
     data: dict[str, object] = {
         "loaded": len(loaded.loaded),
         "missing": [],

@@ -364,7 +364,7 @@ def test_a_fault_of_this_program_is_not_hidden(cli: Any, monkeypatch: pytest.Mon
     def broken(*_: Any, **__: Any) -> Any:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(command_line, "group", broken)
+    monkeypatch.setattr(command_line.program, "group", broken)
     with pytest.raises(AssertionError, match="a bug"):
         cli("inspect", "x")
 
