@@ -11,5 +11,11 @@ if TYPE_CHECKING:
     from .commands import group as group
     from .program import main as main
     from .program import run as run
-
-__getattr__, __all__ = attributes(__name__, {"commands": ("SECTIONS", "group"), "program": ("main", "run")})
+else:
+    __getattr__, __dir__, __all__ = attributes(
+        __name__,
+        {
+            "commands": ("SECTIONS", "group"),
+            "program": ("main", "run"),
+        },
+    )
