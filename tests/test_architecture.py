@@ -1,9 +1,8 @@
-"""Who may call whom: read from the imports, and from commands that run where torch can't be imported."""
+"""Who may call whom, read from the imports."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
 import sys
@@ -14,8 +13,6 @@ from pathlib import Path
 from types import FunctionType
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from tests.support.running import ROOT
 
@@ -203,83 +200,6 @@ def test_the_wheel_ships_the_library_alone() -> None:
 
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert build["targets"]["wheel"]["packages"] == ["ckpttool"]
-
-
-# Where torch can't be imported.
-
-
-@pytest.fixture
-def without_torch(tmp_path: Path) -> dict[str, str]:
-    """An environment in which importing torch, numpy or safetensors fails."""
-    for name in ("torch", "numpy", "safetensors", "torchvision"):
-        (tmp_path / "stubs" / name).mkdir(parents=True)
-        (tmp_path / "stubs" / name / "__init__.py").write_text(f"raise ImportError('{name} was imported')")
-    return os.environ | {"PYTHONPATH": str(tmp_path / "stubs")}
-
-
-def run(env: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckpttool", *map(str, arguments)]
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def test_the_stubs_do_hide_torch(without_torch: dict[str, str]) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", "import torch"], env=without_torch, capture_output=True, check=False
-    )
-    assert b"torch was imported" in ran.stderr
-
-
-@pytest.mark.parametrize(
-    "command", ["--help", "--version", "inspect --help", "strip-prefix --help", "reload --help"]
-)
-def test_help_needs_no_torch(command: str, without_torch: dict[str, str]) -> None:
-    assert run(without_torch, *command.split()).returncode == 0
-
-
-@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
-@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
-def test_the_torch_free_commands_read_and_write_every_file_without_it(
-    kind: str, ending: str, without_torch: dict[str, str], tmp_path: Path
-) -> None:
-    state = {"module.a": torch.arange(6).reshape(2, 3).t(), "module.b": torch.ones(2, dtype=torch.bfloat16)}
-    if kind == "safetensors":
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "in")
-    else:
-        torch.save({"model": state}, tmp_path / "in", _use_new_zipfile_serialization=kind == "zip")
-    for command in (
-        ["inspect", tmp_path / "in"],
-        ["inspect", tmp_path / "in", "--json"],
-        ["strip-prefix", tmp_path / "in", tmp_path / f"plain{ending}"],
-        ["add-prefix", tmp_path / f"plain{ending}", tmp_path / f"again{ending}"],
-        ["strip-prefix", tmp_path / "in", tmp_path / f"dry{ending}", "--dry-run", "--json"],
-    ):
-        ran = run(without_torch, *command)
-        assert ran.returncode == 0, ran.stderr
-
-
-@pytest.mark.parametrize(
-    "command", ["slim IN OUT.pt", "convert IN OUT/", "verify IN", "digest IN", "diff IN IN"]
-)
-def test_commands_that_only_read_and_move_bytes_need_no_torch(
-    command: str, without_torch: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "stubs" / "numpy" / "__init__.py").unlink()  # values are looked at by numpy
-    (tmp_path / "stubs" / "numpy").rmdir()
-    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "in.pt")
-    words = command.replace("IN", str(tmp_path / "in.pt")).replace("OUT", str(tmp_path / "out")).split()
-    assert run(without_torch, *words).returncode == 0
-
-
-def test_a_command_that_needs_torch_says_so_in_one_line(
-    without_torch: dict[str, str], tmp_path: Path
-) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
-    for command in (["reload"], ["doctor"]):
-        ran = run(without_torch, *command, tmp_path / "in.pt", "--model", "torchvision:resnet18")
-        assert ran.returncode == 3
-        assert ran.stderr == (
-            "error: a library can't be imported: torch was imported\nhint: pip install torch torchvision\n"
-        )
 
 
 def test_importing_the_library_imports_neither_torch_nor_the_command_line() -> None:

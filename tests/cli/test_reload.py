@@ -70,7 +70,9 @@ def test_json_has_the_fields_that_scripts_rely_on(net: str, state: Any, cli: Any
     assert (found["state"], found["output_shape"]) == ("model", [1, 3])
 
 
-def test_a_wrong_model_is_told_with_what_is_wrong(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+def test_a_wrong_model_is_exit_1_and_says_what_differs(
+    net: str, state: Any, cli: Any, tmp_path: Path
+) -> None:
     torch.save(state, tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", f"{net}(classes=7)")
     assert (ran.code, ran.out) == (1, "")
@@ -80,7 +82,7 @@ def test_a_wrong_model_is_told_with_what_is_wrong(net: str, state: Any, cli: Any
     assert found["mismatched"][0] == {"name": "3.weight", "file": "[3, 36]", "model": "[7, 36]"}
 
 
-def test_counters_that_the_file_lacks_are_said(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+def test_counters_that_the_file_lacks_are_named(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
     torch.save({k: v for k, v in state.items() if "num_batches" not in k}, tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", net)
     assert ran.code == 0
