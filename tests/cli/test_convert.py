@@ -253,7 +253,7 @@ def test_a_file_is_converted_from_pipe_to_pipe(path: Path, process: Any, tmp_pat
     assert_same(torch.load(path), torch.load(io.BytesIO(back.stdout)))
 
 
-def test_the_header_s_text_stays_in_safetensors_and_the_tensors_in_a_pt_file(cli: Cli, tmp_path: Path) -> None:
+def test_a_safetensors_file_stays_as_it_is_and_becomes_a_pt_file(cli: Cli, tmp_path: Path) -> None:
     save_file(dict(STATE), tmp_path / "in.safetensors", metadata={"format": "pt"})
     assert cli("convert", tmp_path / "in.safetensors", tmp_path / "same.safetensors").code == 0
     assert (tmp_path / "same.safetensors").read_bytes() == (tmp_path / "in.safetensors").read_bytes()
