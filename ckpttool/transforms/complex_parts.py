@@ -1,4 +1,4 @@
-"""Complex tensors as pairs of real ones, `NAME.real` and `NAME.imag`, and such pairs as complex tensors."""
+"""Complex tensors split into pairs of real ones, `NAME.real` and `NAME.imag`, and pairs joined again."""
 
 from __future__ import annotations
 
@@ -14,15 +14,24 @@ from ..tensors.strided import FORMATS
 from ..tensors.values import CHUNK, require_bounded, stream, stretches, swap
 
 SPLIT = {name: part for name, part in REAL_TYPES.items() if name != "bcomplex32"}
-"""What is split, and so joined: few versions of torch have the other one."""
+"""The complex types that are split, with the types of their parts. Few versions of torch have bcomplex32."""
 
 WHOLES = {part.name: DTYPES[name] for name, part in SPLIT.items()}
+"""The complex type of each type of parts."""
 
 Container = dict[object, object]
 
 
 def split(old: Container, names: Collection[str]) -> Container:
-    """A state with each of these tensors as two, which are views of its storage. Raises Collision."""
+    """Return a state with each named tensor as two views of its storage, the real and the imaginary part.
+
+    Args:
+        old: the state's dict.
+        names: the complex tensors to split.
+
+    Raises:
+        Collision: the name of a part is taken.
+    """
     new: Container = type(old)()
     for key, value in old.items():
         tensor = tensor_of(value)
@@ -47,7 +56,7 @@ def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
 
 
 def pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
-    """The names of which there are both parts, of one float type and one shape."""
+    """Return the names whose both parts are there, of one float type and one shape."""
     return tuple(
         key.removesuffix(".real")
         for key, real in tensors.items()
@@ -56,8 +65,17 @@ def pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
 
 
 def join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[str]) -> Container:
-    """A state with each of these pairs as one complex tensor. Raises Collision."""
-    joined: dict[object, TensorRef] = {}  # pairs that are other names of one pair share what they become
+    """Return a state with each named pair as one complex tensor.
+
+    Args:
+        old: the state's dict.
+        tensors: its tensors by name.
+        names: the pairs to join, without `.real` and `.imag`.
+
+    Raises:
+        Collision: the name of a joined tensor is taken.
+    """
+    joined: dict[object, TensorRef] = {}  # tied pairs become tied tensors
     new: Container = type(old)()
     for name in names:
         if name in old:
@@ -85,7 +103,7 @@ def _is_pair(real: TensorRef, imag: TensorRef | None) -> bool:
 
 
 def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
-    """The complex tensor whose storage both parts already use, as `split_complex` makes them."""
+    """Return the complex tensor whose storage both parts are views of; None when they are not."""
     dtype, old = WHOLES[real.dtype.name], real.storage
     steps = [step if size > 1 else 0 for size, step in zip(real.shape, real.stride, strict=True)]
     if replace(imag, offset=real.offset, neg=real.neg).view != real.view or imag.offset != real.offset + 1:
@@ -102,7 +120,7 @@ def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
 
 
 def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
-    """A complex tensor whose elements are made of the two parts, element by element."""
+    """Return a complex tensor whose elements are computed from the two parts."""
     for part in (real, imag):
         require_bounded(name, part)
     dtype, old = WHOLES[real.dtype.name], real.storage
@@ -132,7 +150,7 @@ def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
 def _in_step(
     left: Iterator[memoryview], right: Iterator[memoryview], size: int
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """Two streams of the same length in pieces of the same size, of at most `size` bytes."""
+    """Yield two streams of the same length in pieces of the same size, of at most `size` bytes."""
     a = b = memoryview(b"")
     while True:
         a, b = a or next(left, a), b or next(right, b)

@@ -1,4 +1,4 @@
-"""Changes of a checkpoint: fewer keys, complex numbers apart and together, no more than the state."""
+"""Checkpoints with fewer keys, complex tensors split and joined, or the state alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def opened(value: Any, folder: Path) -> Checkpoint:
 
 
 def loaded(checkpoint: Checkpoint, folder: Path) -> Any:
-    """What torch reads of the checkpoint, written as a `.pt` file."""
+    """Return what torch reads from the checkpoint written as a `.pt` file."""
     ckpttool.save(checkpoint, folder / "out.pt", force=True)
     return torch.load(folder / "out.pt", weights_only=False)
 
@@ -75,13 +75,13 @@ def test_the_rest_of_the_checkpoint_stays_when_keys_are_chosen(tmp_path: Path) -
     assert found["epoch"] == 3
 
 
-def test_patterns_know_capitals_apart(tmp_path: Path) -> None:
+def test_patterns_are_case_sensitive(tmp_path: Path) -> None:
     new, _ = selection.select(opened({"A": numbers(1), "a": numbers(1)}, tmp_path), only=["a"])
     assert list(loaded(new, tmp_path)) == ["a"]
 
 
 @pytest.mark.parametrize("which", ["only", "exclude"])
-def test_a_pattern_that_fits_no_key_is_said(which: str, tmp_path: Path) -> None:
+def test_a_pattern_that_matches_no_key_is_nothing_to_do(which: str, tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match=r"no key matches 'head\.\*'") as nothing:
         selection.select(opened(STATE, tmp_path), **{which: ["fc.*", "head.*"]})
     assert "stem.w" in str(nothing.value.hint)
@@ -92,7 +92,7 @@ def test_no_key_left_is_nothing_to_do(tmp_path: Path) -> None:
         selection.select(opened(STATE, tmp_path), exclude=["*"])
 
 
-def test_an_empty_state_has_no_key_that_fits(tmp_path: Path) -> None:
+def test_an_empty_state_has_no_matching_key(tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match="no key matches"):
         selection.select(opened({}, tmp_path), only=["*"])
 
@@ -145,8 +145,8 @@ def test_complex_tensors_are_split_into_their_parts(dtype: torch.dtype, tmp_path
 
 @pytest.mark.filterwarnings("ignore:.*ComplexHalf")
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32], ids=str)
-def test_split_and_joined_again_a_pt_file_holds_what_it_held(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Views, ties and conjugates included; only that one tensor object had two names is not kept."""
+def test_splitting_and_joining_restores_a_pt_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Views, ties and conjugates survive; two names of one tensor object become two objects."""
     state = {**layouts(dtype), "plain": numbers(2)}
     state["tied"] = state["base"].view(4, 6)
     split, _ = selection.split_complex(opened(state, tmp_path))
@@ -176,7 +176,7 @@ def test_parts_that_went_through_safetensors_are_joined_by_value(
     assert found["base"].data_ptr() == found["tied"].data_ptr()
 
 
-def test_parts_that_are_no_tensors_of_this_library_are_joined_as_torch_joins(tmp_path: Path) -> None:
+def test_parts_written_by_torch_are_joined_as_torch_joins_them(tmp_path: Path) -> None:
     parts = {"a.imag": numbers(6).view(2, 3).t(), "a.real": -numbers(6).view(3, 2), "b": numbers(1)}
     joined, names = selection.join_complex(opened(parts, tmp_path))
     found = loaded(joined, tmp_path)
@@ -185,7 +185,7 @@ def test_parts_that_are_no_tensors_of_this_library_are_joined_as_torch_joins(tmp
     assert list(found) == ["a", "b"]
 
 
-def test_parts_that_repeat_their_elements_too_often_are_refused_at_once(tmp_path: Path) -> None:
+def test_parts_expanded_beyond_the_limit_are_refused_at_once(tmp_path: Path) -> None:
     parts = {
         "a.real": torch.zeros(1).expand(1 << 20, 1 << 20),
         "a.imag": torch.zeros(1).expand(1 << 20, 1 << 20),
@@ -195,7 +195,7 @@ def test_parts_that_repeat_their_elements_too_often_are_refused_at_once(tmp_path
         selection.join_complex(checkpoint)
 
 
-def test_parts_next_to_each_other_that_are_no_halves_of_one_number_are_not_taken_for_it(
+def test_adjacent_parts_that_are_not_halves_of_one_number_are_joined_by_value(
     tmp_path: Path,
 ) -> None:
     base = numbers(12)
@@ -229,18 +229,18 @@ def test_parts_next_to_each_other_that_are_no_halves_of_one_number_are_not_taken
     ],
     ids=["no partner", "other shape", "other type", "integers", "no such complex type", "no name"],
 )
-def test_what_is_no_pair_is_not_joined(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_tensors_that_are_no_pair_are_not_joined(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match="no pair of tensors"):
         selection.join_complex(opened(state, tmp_path))
 
 
-def test_without_complex_tensors_there_is_nothing_to_split(tmp_path: Path) -> None:
+def test_splitting_without_complex_tensors_is_nothing_to_do(tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match="no tensor is complex"):
         selection.split_complex(opened(STATE, tmp_path))
 
 
 @pytest.mark.parametrize("order", [["a", "a.imag"], ["a.imag", "a"]])
-def test_a_part_that_would_take_another_key_s_name_is_refused(order: list[str], tmp_path: Path) -> None:
+def test_a_part_whose_name_is_taken_is_refused(order: list[str], tmp_path: Path) -> None:
     both = {"a": complex_numbers(2), "a.imag": numbers(2)}
     with pytest.raises(Collision, match=r"'a' would be split into 'a\.imag', which already exists"):
         selection.split_complex(opened({key: both[key] for key in order}, tmp_path))
@@ -285,7 +285,7 @@ def test_a_joined_tensor_keeps_requires_grad(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["rows", "turned"])
-def test_any_stretch_of_joined_numbers_is_that_part_of_the_whole(layout: str, tmp_path: Path) -> None:
+def test_any_range_of_joined_numbers_equals_that_range_of_the_whole(layout: str, tmp_path: Path) -> None:
     parts = {"a.real": numbers(40).reshape(5, 8), "a.imag": -numbers(40).reshape(5, 8)}
     state = parts if layout == "rows" else {name: part.t() for name, part in parts.items()}
     joined, _ = selection.join_complex(opened(state, tmp_path))
@@ -307,7 +307,7 @@ def test_any_stretch_of_joined_numbers_is_that_part_of_the_whole(layout: str, tm
     ),
     st.booleans(),
 )
-def test_any_complex_view_is_itself_after_split_and_join(
+def test_any_complex_view_survives_split_and_join(
     view: tuple[list[int], list[int], int], conjugate: bool
 ) -> None:
     seen = complex_numbers(60).as_strided(*view)
@@ -367,7 +367,7 @@ def test_several_entries_are_dropped_at_once_and_order_and_versions_stay(tmp_pat
 @pytest.mark.parametrize(
     "name", ["nothing", "model.v", "optimizer.param_groups.0", "optimizer.param_groups.1.x", "", "model."]
 )
-def test_a_name_that_no_dict_has_can_not_be_dropped(name: str, tmp_path: Path) -> None:
+def test_dropping_a_missing_name_is_nothing_to_do(name: str, tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match=f"holds nothing named '{name}'"):
         selection.drop(opened(RUN, tmp_path), [name])
 
@@ -381,14 +381,14 @@ def storage_bytes(found: dict[str, torch.Tensor]) -> int:
     )
 
 
-def test_slim_leaves_the_state_alone_in_the_file(tmp_path: Path) -> None:
+def test_slim_keeps_only_the_state(tmp_path: Path) -> None:
     state = OrderedDict(a=numbers(3), n=torch.tensor(1))
     state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     found = loaded(selection.slim(opened({"epoch": 1, "model": state}, tmp_path)), tmp_path)
     assert_same(state, found)
 
 
-def test_slim_cuts_off_what_no_tensor_looks_at(tmp_path: Path) -> None:
+def test_slim_cuts_bytes_that_no_tensor_uses(tmp_path: Path) -> None:
     big = numbers(100_000)
     state = {"part": big[50_000:50_003], "row": numbers(100).view(10, 10)[3], "own": numbers(5)}
     found = loaded(selection.slim(opened(state, tmp_path)), tmp_path)
@@ -416,14 +416,14 @@ def test_slim_keeps_ties_and_overlaps_and_strides(tmp_path: Path) -> None:
     assert found["b"].data_ptr() - found["a"].data_ptr() == 200
 
 
-def test_slim_leaves_a_storage_whole_that_something_deeper_looks_at_too(tmp_path: Path) -> None:
+def test_slim_keeps_a_storage_whole_that_a_nested_tensor_uses(tmp_path: Path) -> None:
     big = numbers(100)
     state = {"w": big[10:20], "_extra_state": {"all": big}}
     new = selection.slim(opened({"model": state}, tmp_path), state="model")
     assert_same(torch.load(_saved(state, tmp_path)), loaded(new, tmp_path))
 
 
-def test_slim_trims_storages_that_only_empty_tensors_look_at(tmp_path: Path) -> None:
+def test_slim_trims_storages_that_only_empty_tensors_use(tmp_path: Path) -> None:
     found = loaded(selection.slim(opened({"e": numbers(100)[7:7], "w": numbers(1)}, tmp_path)), tmp_path)
     assert found["e"].shape == (0,)
     assert storage_bytes(found) == 4
@@ -442,9 +442,7 @@ def test_slim_keeps_parameters_and_types(tmp_path: Path) -> None:
     st.lists(st.tuples(st.integers(0, 90), st.integers(0, 10)), min_size=1, max_size=5),
     st.sampled_from([torch.uint8, torch.int16, torch.float64, torch.complex128]),
 )
-def test_whatever_a_slimmed_state_looks_at_it_keeps_its_values(
-    stretches: list[tuple[int, int]], dtype: torch.dtype
-) -> None:
+def test_any_slimmed_state_keeps_its_values(stretches: list[tuple[int, int]], dtype: torch.dtype) -> None:
     big = torch.arange(100).to(dtype)
     state = {str(i): big[begin : begin + count] for i, (begin, count) in enumerate(stretches)}
     with tempfile.TemporaryDirectory() as folder:
@@ -455,7 +453,7 @@ def test_whatever_a_slimmed_state_looks_at_it_keeps_its_values(
         assert storage_bytes({key: each for key, each in found.items() if each.numel()}) <= most + 30
 
 
-def test_a_state_that_is_not_there_is_no_state(tmp_path: Path) -> None:
+def test_a_missing_state_is_refused(tmp_path: Path) -> None:
     checkpoint = opened({"model": STATE}, tmp_path)
     for change in (selection.select, selection.slim, selection.split_complex, selection.join_complex):
         with pytest.raises(NoState, match="no state named 'ema'"):
