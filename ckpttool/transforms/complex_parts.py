@@ -6,12 +6,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from ..errors import Collision
+from ..checkpoint.checkpoint import Checkpoint
+from ..errors import Collision, NothingToDo
 from ..inert_pickle.values import tensor_of
 from ..tensors.dtypes import DTYPES, REAL_TYPES
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.strided import FORMATS
 from ..tensors.values import CHUNK, require_bounded, stream, stretches, swap
+from .selection import replace_state
 
 SPLIT = {name: part for name, part in REAL_TYPES.items() if name != "bcomplex32"}
 """The complex types that are split, with the types of their parts. Few versions of torch have bcomplex32."""
@@ -22,16 +24,55 @@ WHOLES = {part.name: DTYPES[name] for name, part in SPLIT.items()}
 Container = dict[object, object]
 
 
-def split(old: Container, names: Collection[str]) -> Container:
-    """Return a state with each named tensor as two views of its storage, the real and the imaginary part.
+def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return a checkpoint with each complex tensor of its state as two real ones: `NAME.real`, `NAME.imag`.
+
+    The parts are views of the complex storage: nothing is computed but the sign of a conjugate.
 
     Args:
-        old: the state's dict.
-        names: the complex tensors to split.
+        checkpoint: the checkpoint; it stays as it is.
+        state: dotted path of the model's state; found when None.
+
+    Returns:
+        The new checkpoint, and the names of the tensors that were split.
 
     Raises:
+        NothingToDo: no tensor is complex.
         Collision: the name of a part is taken.
+        NoState: the file holds no state, or none at `state`.
     """
+    found = checkpoint.state(state)
+    names = tuple(name for name, tensor in found.tensors.items() if tensor.dtype.name in SPLIT)
+    if not names:
+        raise NothingToDo(f"{checkpoint.path}: no tensor is complex")
+    return replace_state(checkpoint, found, lambda old: _split(old, names)), names
+
+
+def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return a checkpoint with each pair `NAME.real`, `NAME.imag` as one complex tensor.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        state: dotted path of the model's state; found when None.
+
+    Returns:
+        The new checkpoint, and the names of the tensors that were joined.
+
+    Raises:
+        NothingToDo: there is no such pair of float tensors of the same shape.
+        Collision: NAME already exists.
+        NoState: the file holds no state, or none at `state`.
+    """
+    found = checkpoint.state(state)
+    names = _pairs(found.tensors)
+    if not names:
+        raise NothingToDo(f"{checkpoint.path}: no pair of tensors NAME.real and NAME.imag")
+    new = replace_state(checkpoint, found, lambda old: _join(old, found.tensors, names))
+    return new, names
+
+
+def _split(old: Container, names: Collection[str]) -> Container:
+    """Return a state with each named tensor as two views of its storage. Raises Collision."""
     new: Container = type(old)()
     for key, value in old.items():
         tensor = tensor_of(value)
@@ -55,7 +96,7 @@ def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
     return {f"{name}.real": real, f"{name}.imag": imag}
 
 
-def pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
+def _pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
     """Return the names whose both parts are there, of one float type and one shape."""
     return tuple(
         key.removesuffix(".real")
@@ -64,17 +105,8 @@ def pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
     )
 
 
-def join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[str]) -> Container:
-    """Return a state with each named pair as one complex tensor.
-
-    Args:
-        old: the state's dict.
-        tensors: its tensors by name.
-        names: the pairs to join, without `.real` and `.imag`.
-
-    Raises:
-        Collision: the name of a joined tensor is taken.
-    """
+def _join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[str]) -> Container:
+    """Return a state with each named pair as one complex tensor. Raises Collision."""
     joined: dict[object, TensorRef] = {}  # tied pairs become tied tensors
     new: Container = type(old)()
     for name in names:

@@ -1,4 +1,4 @@
-"""Checkpoints with fewer keys, other dtypes, complex numbers split, or the model's state alone.
+"""Checkpoints with fewer keys, other dtypes, more metadata, or the model's state alone.
 
 Each function returns a new Checkpoint whose tensors still lie in the old file.
 """
@@ -17,7 +17,6 @@ from ..inert_pickle.values import OrderedDict_, remade, tensor_of, walk, with_te
 from ..tensors.cast import Caster, CastReport
 from ..tensors.dtypes import DType
 from ..tensors.ref import Storage, TensorRef
-from . import complex_parts
 
 WIDEST = 16
 """Bytes of the widest element. Storages are cut at its multiples, so that no element is cut."""
@@ -136,53 +135,6 @@ def _map_tensors(
         return done[id(value)]
 
     return remade(container, ((key, changed(value)) for key, value in container.items()))
-
-
-def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Return a checkpoint with each complex tensor of its state as two real ones: `NAME.real`, `NAME.imag`.
-
-    The parts are views of the complex storage: nothing is computed but the sign of a conjugate.
-
-    Args:
-        checkpoint: the checkpoint; it stays as it is.
-        state: dotted path of the model's state; found when None.
-
-    Returns:
-        The new checkpoint, and the names of the tensors that were split.
-
-    Raises:
-        NothingToDo: no tensor is complex.
-        Collision: the name of a part is taken.
-        NoState: the file holds no state, or none at `state`.
-    """
-    found = checkpoint.state(state)
-    names = tuple(name for name, tensor in found.tensors.items() if tensor.dtype.name in complex_parts.SPLIT)
-    if not names:
-        raise NothingToDo(f"{checkpoint.path}: no tensor is complex")
-    return replace_state(checkpoint, found, lambda old: complex_parts.split(old, names)), names
-
-
-def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Return a checkpoint with each pair `NAME.real`, `NAME.imag` as one complex tensor.
-
-    Args:
-        checkpoint: the checkpoint; it stays as it is.
-        state: dotted path of the model's state; found when None.
-
-    Returns:
-        The new checkpoint, and the names of the tensors that were joined.
-
-    Raises:
-        NothingToDo: there is no such pair of float tensors of the same shape.
-        Collision: NAME already exists.
-        NoState: the file holds no state, or none at `state`.
-    """
-    found = checkpoint.state(state)
-    names = complex_parts.pairs(found.tensors)
-    if not names:
-        raise NothingToDo(f"{checkpoint.path}: no pair of tensors NAME.real and NAME.imag")
-    new = replace_state(checkpoint, found, lambda old: complex_parts.join(old, found.tensors, names))
-    return new, names
 
 
 def with_metadata(
