@@ -14,8 +14,9 @@ from . import options
 from .console import Console, terminal_width
 
 if TYPE_CHECKING:
+    from ..analysis.other_values import OtherRow
     from ..analysis.stats import Stats
-    from ..analysis.summary import OtherRow, Summary, TensorRow
+    from ..analysis.summary import Summary, TensorRow
     from ..checkpoint.checkpoint import Checkpoint
 
 

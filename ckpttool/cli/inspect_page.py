@@ -13,8 +13,9 @@ from .console import counted, printable, show_bytes, show_names
 
 if TYPE_CHECKING:
     from ..analysis.module_tree import Branch
+    from ..analysis.other_values import OtherRow
     from ..analysis.stats import Stats
-    from ..analysis.summary import Kinds, OtherRow, Summary, TensorRow
+    from ..analysis.summary import Kinds, Summary, TensorRow
     from ..transforms.wrappers import FoundPrefix
 
 MAX_LINES = 200

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
     from ..formats import Saved
     from ..tensors.cast import CastReport
-    from ..transforms.keys import Renaming
+    from ..transforms.renaming import Renaming
 
 
 @dataclass(slots=True)

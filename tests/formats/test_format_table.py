@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import ckpttool
-from ckpttool.checkpoint import full_json
+from ckpttool.checkpoint import full_encoding
 from ckpttool.errors import Refused
 from ckpttool.files.digest import digest
 from ckpttool.formats import Saved
@@ -75,7 +75,7 @@ def cell(source: Path, folder: Path, wanted: dict[str, Any]) -> str:
     found = ckpttool.open(target)
     assert found.format == wanted["to"]
     assert digest(found.state().tensors) == digest(checkpoint.state().tensors)
-    same = full_json.encode(found.tree).text == full_json.encode(checkpoint.tree).text or (
+    same = full_encoding.encode(found.tree).text == full_encoding.encode(checkpoint.tree).text or (
         is_flat(found) and is_flat(checkpoint) and sharing(found) == sharing(checkpoint)
     )
     same &= facts(found) == facts(checkpoint) and not checkpoint.unread

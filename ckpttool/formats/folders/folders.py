@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ...checkpoint import full_json
+from ...checkpoint import full_encoding, full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, State
 from ...errors import UsageFault
 from ...files.commit_folder import replacing_folder
@@ -182,7 +182,7 @@ class FolderWriting:
         flat = self._flat()
         return replace(self.checkpoint, tree={**flat.tensors, full_json.ENTRY: flat.text})
 
-    def _flat(self) -> full_json.Flat:
+    def _flat(self) -> full_encoding.Flat:
         return full_json.encode_entry(self.checkpoint.path, self.checkpoint.tree, self.checkpoint.protocol)
 
     def _shards(self) -> tuple[list[sharding.Shard], str]:

@@ -11,11 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ...checkpoint.checkpoint import Checkpoint, State, dotted, is_optimizer
+from ...checkpoint.checkpoint import Checkpoint, State
+from ...checkpoint.dotted_names import dotted
+from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, NoState, NothingToDo
 from ...inert_pickle.values import is_plain, walk
 from ...transforms import selection
-from ...transforms.optimizer import OrderCheck, mismatched_order, to_indices
+from ...transforms.optimizer import to_indices
+from ...transforms.optimizer_order import OrderCheck, mismatched_order
 from . import misfits
 from .case import Case
 from .fit import Blueprint, Fit, compare, shortened
