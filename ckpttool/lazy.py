@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
+from .errors import NeedsTorch
+
 
 def attributes(
     package: str, modules: Mapping[str, Sequence[str]]
@@ -17,17 +19,20 @@ def attributes(
 
     Returns:
         A function that imports the module of a public name, or a module of the package by its own name, and
-        raises AttributeError for any other name; and the list of all public names.
+        raises AttributeError for any other name, and NeedsTorch if the module imports torch, which is not
+        installed; and the list of all public names.
     """
     home = {name: module for module, names in modules.items() for name in names}
 
     def __getattr__(name: str) -> object:
-        if name in home:
-            return getattr(import_module(f".{home[name]}", package), name)
         try:
+            if name in home:
+                return getattr(import_module(f".{home[name]}", package), name)
             return import_module(f".{name}", package)
         except ModuleNotFoundError as error:
-            if error.name != f"{package}.{name}":
+            if error.name == "torch":
+                raise NeedsTorch(f"{package}.{name}") from error
+            if name in home or error.name != f"{package}.{name}":
                 raise
         raise AttributeError(f"module '{package}' has no attribute '{name}'")
 
