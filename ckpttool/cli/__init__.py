@@ -1,4 +1,4 @@
-"""The command line: parses, calls the library, prints. The only rooms that know click."""
+"""The command line, one file a command: parses, calls the library, prints. Only this folder knows click."""
 
 from __future__ import annotations
 

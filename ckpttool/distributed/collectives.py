@@ -189,7 +189,7 @@ class _Notes:
 
 @contextlib.contextmanager
 def _together(size: int = 0) -> Iterator[_Notes]:
-    """`together`, in which each rank sets a note of `size` bytes, and after which all ranks have all notes."""
+    """`together`, in which each rank sets a note of `size` bytes, and which gives all notes to all ranks."""
     notes = _Notes(bytes(size))
     failure: Exception | None = None
     try:

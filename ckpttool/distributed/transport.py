@@ -66,7 +66,7 @@ def broadcast_bytes(payload: bytes, source: int) -> bytes:
 
 
 def broadcast_tensor(tensor: torch.Tensor) -> None:
-    """Send rank 0's tensor to the other ranks, which call `receive_tensor`. It may have any dtype and strides."""
+    """Send rank 0's tensor to the other ranks, which call `receive_tensor`. Any dtype and strides will do."""
     if world_size() > 1:
         dist.broadcast(as_bytes(tensor).to(device()), src=0)
 

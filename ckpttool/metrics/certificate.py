@@ -49,7 +49,7 @@ class Certificate:
         return len(self.rank_samples)
 
     def score(self) -> dict[str, Any]:
-        """Return the metrics as JSON values, NaN and inf as None. Only `ranks` depends on the number of ranks."""
+        """Return the metrics as JSON values, NaN and inf as None. Only `ranks` depends on their number."""
         return {
             "correct": self.correct,
             "samples": self.samples,
