@@ -40,8 +40,20 @@ __getattr__, __all__ = attributes(
     __name__,
     {
         "collectives": (
-            *("RankFailed", "agree", "alike", "broadcast", "broadcast_into", "compare", "decide"),
-            *("digest", "digest_all", "gather", "rank", "together", "total", "world_size"),
+            "RankFailed",
+            "agree",
+            "alike",
+            "broadcast",
+            "broadcast_into",
+            "compare",
+            "decide",
+            "digest",
+            "digest_all",
+            "gather",
+            "rank",
+            "together",
+            "total",
+            "world_size",
         ),
     },
 )
