@@ -28,7 +28,8 @@ def as_floats(values: Any, *, dims: int | None = None) -> NDArray[Any]:
         raise ValueError(f"{dims} axis is wanted, one number per sample; its shape is {found.shape}")
     exact = found.astype(np.float64)
     if found.dtype.itemsize > 8 or found.dtype.kind in "iu":
-        back = exact.astype(found.dtype)
+        with np.errstate(invalid="ignore"):
+            back = exact.astype(found.dtype)
         if not np.array_equal(back, found, equal_nan=found.dtype.kind == "f"):
             raise ValueError(f"a number of {found.dtype} is not a float64: it would be rounded")
     return exact
