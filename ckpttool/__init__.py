@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from .models.reloading import reload as reload
     from .models.skeleton import skeletons as skeletons
     from .tensors.ref import TensorRef as TensorRef
+    from .transforms.complex_parts import join_complex as join_complex
+    from .transforms.complex_parts import split_complex as split_complex
     from .transforms.keys import add_prefix as add_prefix
     from .transforms.keys import rename_keys as rename_keys
     from .transforms.keys import strip_prefix as strip_prefix
     from .transforms.selection import drop as drop
-    from .transforms.selection import join_complex as join_complex
     from .transforms.selection import select as select
     from .transforms.selection import slim as slim
-    from .transforms.selection import split_complex as split_complex
     from .transforms.selection import with_metadata as with_metadata
 else:
     __getattr__, __dir__, __all__ = attributes(
@@ -58,14 +58,8 @@ else:
             "models.reloading": ("reload",),
             "models.skeleton": ("skeletons",),
             "tensors.ref": ("TensorRef",),
+            "transforms.complex_parts": ("join_complex", "split_complex"),
             "transforms.keys": ("add_prefix", "rename_keys", "strip_prefix"),
-            "transforms.selection": (
-                "drop",
-                "join_complex",
-                "select",
-                "slim",
-                "split_complex",
-                "with_metadata",
-            ),
+            "transforms.selection": ("drop", "select", "slim", "with_metadata"),
         },
     )

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ...checkpoint.checkpoint import Checkpoint, State, is_optimizer
+from ...checkpoint.checkpoint import Checkpoint, State
+from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, NothingToDo
 from ...inert_pickle.values import is_plain, walk
-from ...transforms.optimizer import OrderCheck, mismatched_order, to_indices
+from ...transforms.optimizer import to_indices
+from ...transforms.optimizer_order import OrderCheck, mismatched_order
 from . import misfits
 from .case import Case, Rebuild
 from .fit import Fit, shortened

@@ -6,7 +6,9 @@ advised if the state fits better after it than before. What no remedy fixes is d
 
 from __future__ import annotations
 
-from ...checkpoint.checkpoint import Checkpoint, dotted, is_optimizer
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.dotted_names import dotted
+from ...checkpoint.states import is_optimizer
 from ...errors import NoState
 from ...inert_pickle.values import walk
 from ...transforms import selection

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase, translate
 from itertools import permutations
 
 from ...transforms import layout, selection
+from ...transforms.complex_parts import join_complex, split_complex
 from .case import Case, Remedy
 from .fit import COUNTER, shortened
 
@@ -21,14 +22,14 @@ def complex_parts(case: Case) -> Iterator[Remedy]:
             "complex",
             "the file has complex tensors as pairs NAME.real and NAME.imag",
             ("convert", "--complex", "join"),
-            lambda c: selection.join_complex(c)[0],
+            lambda c: join_complex(c)[0],
         )
     if any(name.removesuffix(".real") in case.fit.unexpected for name in case.fit.missing):
         yield Remedy(
             "complex",
             "the model has complex tensors as pairs NAME.real and NAME.imag",
             ("convert", "--complex", "split"),
-            lambda c: selection.split_complex(c)[0],
+            lambda c: split_complex(c)[0],
         )
 
 
