@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
-from .errors import NeedsTorch
-
 
 def attributes(
     package: str, modules: Mapping[str, Sequence[str]]
@@ -34,6 +32,8 @@ def attributes(
             return getattr(import_module(f"{package}.{home[name]}"), name)
         except ModuleNotFoundError as error:
             if error.name == "torch":
+                from .errors import NeedsTorch
+
                 raise NeedsTorch(f"{package}.{name}") from error
             raise
 
