@@ -206,13 +206,13 @@ def fail(error: BaseException, *, as_json: bool, to_stderr: bool = False) -> int
         if to_stderr:
             return code
     with suppress(OSError):
-        click.echo(f"{_coloured('error:', 'red')} {printable(message)}", err=True)
+        click.echo(f"{coloured('error:', 'red')} {printable(message)}", err=True)
         if hint:
-            click.echo(f"{_coloured('hint:', 'cyan')} {printable(hint)}", err=True)
+            click.echo(f"{coloured('hint:', 'cyan')} {printable(hint)}", err=True)
     return code
 
 
-def _coloured(word: str, colour: str) -> str:
+def coloured(word: str, colour: str) -> str:
     """Colour `word`, unless NO_COLOR (https://no-color.org) is set. click strips it outside of terminals."""
     return word if os.environ.get("NO_COLOR") else click.style(word, fg=colour, bold=True)
 
