@@ -74,14 +74,14 @@ def cut(kind: str, tensors: Mapping[str, TensorRef], size: int) -> list[Shard]:
     for name, tensor in tensors.items():
         groups.setdefault(id(tensor.storage), []).append(name)
     shards: list[list[str]] = [[]]
-    room = size
+    left = size
     for names in groups.values():
         nbytes = max(tensors[names[0]].storage.nbytes, *(tensors[name].nbytes for name in names))
-        if nbytes > room and shards[-1]:
+        if nbytes > left and shards[-1]:
             shards.append([])
-            room = size
+            left = size
         shards[-1] += names
-        room -= nbytes
+        left -= nbytes
     stem, ending = STEMS[kind]
     return [
         Shard(
