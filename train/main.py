@@ -39,10 +39,10 @@ from train.config import TrainConfig
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.checkpoints import Saver
     from train.data import Data
     from train.engine import Trainer
     from train.report import Report
+    from train.saving import Saver
 
 
 @dataclass(frozen=True)
@@ -90,17 +90,18 @@ def work(job: Job) -> None:
 def train(job: Job) -> None:
     """The training itself, on every rank of the process group."""
     from ckpttool.distributed import collectives
-    from train import checkpoints, data, run_folder
+    from train import data, resuming, run_folder
     from train.engine import Trainer
     from train.report import Report
+    from train.saving import Saver
 
     config = job.config
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
     data.compare(job.data, "before training")
     folder = collectives.decide(lambda: run_folder.choose(config, time.strftime("%Y%m%d-%H%M%S")))
     trainer = Trainer(config, job.data, job.model, job.place)
-    remarks = checkpoints.resume(trainer, folder)
-    saver = checkpoints.Saver(trainer, folder)
+    remarks = resuming.resume(trainer, folder)
+    saver = Saver(trainer, folder)
     report = Report(trainer, folder)
     report.begin(remarks)
 

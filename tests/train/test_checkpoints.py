@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from tests.ranks import trainings
-from train import checkpoints, models, run_folder
+from train import checkpoints, models, run_folder, saving
 from train.config import Every, TrainConfig
 
 PLAIN = (type(None), bool, int, float, str, torch.Tensor)
@@ -29,7 +29,7 @@ def save_after_an_epoch(rank: int, world_size: int, folder: str, settings: dict[
     trainer = make_trainer(rank, world_size, **settings)
     trainings.finish_epoch(trainer)
     before = trainer.ddp.module.bn1.running_mean.clone()
-    checkpoints.save(trainer, folder, ["last.pt"])
+    saving.save(trainer, folder, ["last.pt"])
     return before, trainer.ddp.module.bn1.running_mean.clone()
 
 
@@ -108,7 +108,7 @@ def save_with_a_difference(rank: int, world_size: int, folder: str, where: str) 
             else:
                 trainer.optimizer.param_groups[0]["lr"] = 0.2
     try:
-        checkpoints.save(trainer, folder, ["last.pt"])
+        saving.save(trainer, folder, ["last.pt"])
     except CkptToolError as error:
         return type(error).__name__, str(error)
     return None
@@ -137,7 +137,7 @@ def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value:
     if rank == on:
         trainer.ddp.module.state_dict()[name][0] = value
     try:
-        checkpoints.Saver(trainer, folder).after_epoch(best=True)
+        saving.Saver(trainer, folder).after_epoch(best=True)
     except CkptToolError as error:
         return type(error).__name__, str(error)
     return None
@@ -163,7 +163,7 @@ def save_on_a_full_disk(rank: int, world_size: int, folder: str) -> Any:
     if rank == 0:  # Python ignores the signal, so a write past the limit fails as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
     try:
-        checkpoints.save(trainer, folder, ["last.pt"])
+        saving.save(trainer, folder, ["last.pt"])
     except CkptToolError as error:
         return type(error).__name__, str(error), error.exit_code
     finally:
@@ -189,7 +189,7 @@ def test_a_failed_write_on_rank_0_stops_every_rank_and_leaves_the_old_file(run_r
 def files_of_a_run(rank: int, world_size: int, folder: str, best: list[bool], settings: Any) -> Any:
     """The files after each epoch of a run in which the epochs marked are the best so far."""
     trainer = make_trainer(rank, world_size, epochs=len(best), **settings)
-    saver, seen = checkpoints.Saver(trainer, folder), []
+    saver, seen = saving.Saver(trainer, folder), []
     for is_best in best:
         for _ in trainer.steps():
             saver.after_step()

@@ -238,6 +238,26 @@ def test_other_versions_and_a_longer_schedule_are_said(run_ranks, tmp_path):
     assert "the learning rate now follows 2 epochs" in said
 
 
+# ---- files that rank 0 alone writes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("log.jsonl", {}, "log.jsonl: could not be written: is a directory"),
+        ("step-000000.pt", {"keep": 1}, "step-000000.pt: could not be removed: is a directory"),
+    ],
+    ids=["log", "old checkpoint"],
+)
+def test_a_file_that_rank_0_cant_write_or_remove_ends_every_rank(run_ranks, tmp_path, name, settings, said):
+    (tmp_path / name).mkdir()
+    os.utime(tmp_path / name, (0, 0))
+    first, second = run_ranks(2, run, str(tmp_path), {"resume": "auto", "epochs": 1, **settings})
+    assert first.startswith(f"FileError: {tmp_path}/{said}")
+    assert second.startswith(f"RankFailed: rank 0 failed: {tmp_path}/{said}")
+    assert (first[-1], second[-1]) == ("3", "3")
+
+
 # ---- what is lost --------------------------------------------------------------------------------------
 
 
