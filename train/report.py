@@ -14,12 +14,13 @@ from ckpttool.distributed import collectives
 from ckpttool.metrics.certificate import Certificate
 from train import launch
 from train.config import TrainConfig
-from train.data import Data, count
+from train.data import Data
 from train.engine import Score, Trainer
 from train.flags import arguments_of
 from train.optimizers import learning_rate
 from train.plan import deal
 from train.run_folder import BEST, LAST, append_to_log, cut_log
+from train.samples import count
 
 
 class Report:
