@@ -1,6 +1,6 @@
-"""Tensors of two files side by side, read in step: bytes first, numbers only where bytes differ.
+"""The values of two files' tensors, read in step: first as bytes, as numbers only where the bytes differ.
 
-What is plain bytes in both files is compared as bytes, in pieces, on several cores; memory holds a few
+Tensors that are plain bytes in both files are compared in pieces, on several cores; memory holds a few
 pieces.
 """
 
@@ -20,22 +20,22 @@ from .distances import Distance, Measure, measurer
 from .equality import Tolerance
 
 READ = 1 << 17
-"""Bytes of each file read at a time: two of them stay in the processor's cache while they are compared."""
+"""Bytes read of each file at a time; both pieces stay in the processor's cache while they are compared."""
 
 ELEMENTS = 1 << 16
-"""Elements compared at a time where values must be made."""
+"""Elements compared at a time when values must be computed."""
 
 PIECE = 16 << 20
 """Bytes compared as one job."""
 
 MANY = 500
-"""Small tensors compared as one job at most."""
+"""The most small tensors compared as one job."""
 
 WORKERS = 4
 
 
 class Pair(NamedTuple):
-    """A tensor of each file, of one shape. Types that differ need a tolerance."""
+    """A tensor of each file, of one shape; types may differ only when there is a tolerance."""
 
     name: str
     a: TensorRef
@@ -45,12 +45,14 @@ class Pair(NamedTuple):
 def distances(
     pairs: Iterable[Pair], tolerance: Tolerance | None = None, progress: Progress | None = None
 ) -> Iterator[tuple[Pair, Distance]]:
-    """How far apart each pair is, in the order given; those without a difference are not mentioned.
+    """Yield the pairs that differ, with their distance, in the order given.
 
-    Without a tolerance two elements are the same when their bits are: -0.0 is not 0.0 then, and two NaNs may
+    Without a tolerance two elements are the same when their bits are: -0.0 differs from 0.0, and two NaNs may
     differ, at a distance of nothing.
 
     Args:
+        pairs: the pairs.
+        tolerance: the distance within which elements are the same; None for the same bits.
         progress: called with the number of bytes of `a` after each piece.
 
     Raises:
@@ -70,7 +72,7 @@ def distances(
 
 
 class _Done(NamedTuple):
-    """What came of a piece. `of`: the elements of the whole tensor, only with its last piece."""
+    """The outcome of a piece. `of` is the number of elements of the tensor, only in its last piece."""
 
     pair: Pair
     found: Distance
@@ -79,7 +81,7 @@ class _Done(NamedTuple):
 
 
 class _Plain(NamedTuple):
-    """Two stretches of bytes that hold the same elements of one type."""
+    """Two byte ranges that hold the same elements of one type."""
 
     pair: Pair
     a: ByteRange
@@ -91,7 +93,7 @@ class _Plain(NamedTuple):
 
 
 def _jobs(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[Callable[[], list[_Done]]]:
-    """Pieces of large tensors each for itself; small ones together, for a thread costs time too."""
+    """Yield pieces of large tensors one by one, and small tensors together, as a thread costs time too."""
     small: list[_Plain] = []
     held = 0
     for pair in pairs:
@@ -100,7 +102,7 @@ def _jobs(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[Callab
         if small and (held >= PIECE or len(small) >= MANY or len(plain) != 1):
             yield partial(_compare_all, small)
             small, held = [], 0
-        if not plain:  # values that must be made are read here, and not in a thread that others wait for
+        if not plain:  # computed values are read in this thread: computing them holds the GIL
             yield partial(list, [_in_step(pair, measure)])
         elif len(plain) > 1:
             yield from (partial(_compare_all, [piece]) for piece in plain)
@@ -112,7 +114,7 @@ def _jobs(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[Callab
 
 
 def _pieces(pair: Pair, measure: Measure) -> Iterator[_Plain]:
-    """Two tensors whose values are plain bytes of one type, cut into pieces; nothing for other tensors."""
+    """Yield the pieces of two tensors that are plain bytes of one type; nothing for other tensors."""
     _, a, b = pair
     if a.dtype is not b.dtype or not (a.is_plain and b.is_plain):
         return
@@ -131,7 +133,11 @@ def _compare_all(pieces: list[_Plain]) -> list[_Done]:
 
 
 def _compare(piece: _Plain) -> _Done:
-    """bytearrays are compared by memcmp; memoryviews go element by element, 20 times as slowly."""
+    """Compare a piece.
+
+    Full chunks are compared as bytearrays, by memcmp; memoryviews are compared element by element, 20 times
+    as slowly.
+    """
     found, first = Distance(0), piece.first
     size = min(READ, piece.a.nbytes)
     mine, theirs = bytearray(size), bytearray(size)
@@ -144,7 +150,7 @@ def _compare(piece: _Plain) -> _Done:
 
 
 def _in_step(pair: Pair, measure: Measure) -> _Done:
-    """Values of any layout and type. What both repeat by a stride of 0 is compared once."""
+    """Compare values of any layout and type; what both repeat by a stride of 0 is compared once."""
     name, a, b = pair
     shape = tuple(
         n if one or other else min(n, 1) for n, one, other in zip(a.shape, a.stride, b.stride, strict=True)
@@ -164,12 +170,12 @@ def _in_step(pair: Pair, measure: Measure) -> _Done:
 
 
 def _place(where: int, within: Sequence[int], shape: Sequence[int]) -> int:
-    """An element's number in a tensor of which the other shape is a corner."""
+    """Return an element's number in a tensor, from its number in a corner of that tensor."""
     return sum(i * math.prod(shape[axis + 1 :]) for axis, i in enumerate(unravelled(where, within)))
 
 
 def unravelled(where: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """An element's index along each axis, of its number in row-major order."""
+    """Return an element's index along each axis, from its number in row-major order."""
     index = []
     for size in reversed(shape):
         where, i = divmod(where, size)

@@ -35,25 +35,26 @@ if TYPE_CHECKING:
     from .collectives import together as together
     from .collectives import total as total
     from .collectives import world_size as world_size
-
-__getattr__, __all__ = attributes(
-    __name__,
-    {
-        "collectives": (
-            "RankFailed",
-            "agree",
-            "alike",
-            "broadcast",
-            "broadcast_into",
-            "compare",
-            "decide",
-            "digest",
-            "digest_all",
-            "gather",
-            "rank",
-            "together",
-            "total",
-            "world_size",
-        ),
-    },
-)
+else:
+    __getattr__, __dir__, __all__ = attributes(
+        __name__,
+        {
+            "": ("gather_rows",),
+            "collectives": (
+                "RankFailed",
+                "agree",
+                "alike",
+                "broadcast",
+                "broadcast_into",
+                "compare",
+                "decide",
+                "digest",
+                "digest_all",
+                "gather",
+                "rank",
+                "together",
+                "total",
+                "world_size",
+            ),
+        },
+    )

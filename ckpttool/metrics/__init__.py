@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from .scores import Loss as Loss
     from .scores import MeanVariance as MeanVariance
     from .scores import Moments as Moments
-
-__getattr__, __all__ = attributes(
-    __name__,
-    {
-        "base": ("Metric",),
-        "classification": ("Accuracy", "ClassScore", "ConfusionMatrix", "Count", "PerClass", "TopK"),
-        "reducing": ("gather", "reduce"),
-        "scores": ("AUROC", "CalibrationError", "Loss", "MeanVariance", "Moments"),
-    },
-)
+else:
+    __getattr__, __dir__, __all__ = attributes(
+        __name__,
+        {
+            "base": ("Metric",),
+            "classification": ("Accuracy", "ClassScore", "ConfusionMatrix", "Count", "PerClass", "TopK"),
+            "reducing": ("gather", "reduce"),
+            "scores": ("AUROC", "CalibrationError", "Loss", "MeanVariance", "Moments"),
+        },
+    )
