@@ -13,7 +13,7 @@ from ckpttool.batchnorm.pooling import pool
 from ckpttool.distributed import collectives
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
-from train import checkpoints, flags, models, preflight
+from train import flags, models, preflight, resuming, saving
 from train.config import TrainConfig
 from train.launch import Place
 
@@ -104,7 +104,7 @@ def pool_and_keep(rank: int, world_size: int) -> Any:
     trainer = make_trainer(rank, world_size, 30, batchnorm="pooled", batch_size=10)
     trainings.finish_epoch(trainer)
     own, met = state(trainer.ddp.module), dict(trainer.statistics.met)
-    saved = checkpoints.capture(trainer)
+    saved = saving.capture(trainer)
     trainer.evaluate()
     return own, met, saved["model"], state(trainer.ddp.module), saved["statistics"]
 
@@ -135,14 +135,14 @@ def go_on(rank: int, world_size: int, stop: int | None) -> Any:
     trainer = make_trainer(rank, world_size, 60, **settings)
     for step, _ in enumerate(trainer.steps(), 1):
         if step == stop:
-            saved = copy.deepcopy(checkpoints.capture(trainer))
+            saved = copy.deepcopy(saving.capture(trainer))
             trainer = make_trainer(rank, world_size, 60, **settings)
-            checkpoints.restore(trainer, saved)
+            resuming.restore(trainer, saved)
             trainer.evaluate()
             for _ in trainer.steps():
                 pass
             break
-    return checkpoints.capture(trainer)["digests"]["model"]
+    return saving.capture(trainer)["digests"]["model"]
 
 
 def test_a_pooled_run_that_goes_on_is_the_run_that_never_stopped(run_ranks: Any) -> None:
