@@ -50,7 +50,7 @@ def assert_cast_as_torch_casts(raw: bytes, source: str, to: str) -> None:
     for start in range(0, len(raw), CHUNK):
         values, found = conversion.convert(memoryview(raw)[start : start + CHUNK])
         mine += values.tobytes()
-        overflows += len(found)
+        overflows += 0 if found is None else len(found)
     after = torch.frombuffer(mine, dtype=of(to))
     numbers = ~wanted.isnan()
     assert torch.equal(after.isnan(), wanted.isnan())
@@ -262,7 +262,6 @@ def test_a_tensor_of_many_pieces_is_cast_whole_and_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK", 1 << 10)
-    monkeypatch.setattr(module, "BUFFER", 1 << 10)
     monkeypatch.setattr(tensor_values, "CHUNK", 1 << 10)
     long = torch.randn(100_003)
     torch.save({"t": long, "part": long[5:90_000]}, tmp_path / "in.pt")
@@ -279,7 +278,6 @@ def test_values_that_overflow_are_counted_once(
     ending: str, verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK", 16)
-    monkeypatch.setattr(module, "BUFFER", 16)
     monkeypatch.setattr(tensor_values, "CHUNK", 16)
     big = torch.tensor([1e5, 1.0, -1e5, float("inf"), float("nan"), 65519.0, 65520.0, 3.0])
     torch.save({"a": big, "row": big[:4], "turned": big.view(2, 4).t(), "b": big.clone()}, tmp_path / "in.pt")
@@ -304,7 +302,7 @@ def test_no_overflow_is_lost_where_several_threads_note_them() -> None:
             list(pool.map(lambda place: report.note(0, np.array([place])), range(threads * each)))
     finally:
         sys.setswitchinterval(before)
-    assert (report.notes, report.overflows) == (threads * each, threads * each)
+    assert report.overflows == threads * each
 
 
 def test_where_nothing_is_of_another_float_type_there_is_nothing_to_do(tmp_path: Path) -> None:
