@@ -65,7 +65,7 @@ def test_blocks_that_move_less_than_asked_are_completed(
     assert copied(source, tmp_path / "out") == EXPECTED
 
 
-def test_a_kernel_whose_own_copying_does_nothing_is_not_asked_to(
+def test_a_file_system_whose_copy_file_range_returns_0_copies_a_whole_file(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some file systems return 0 from copy_file_range for a file that is whole."""
@@ -74,7 +74,7 @@ def test_a_kernel_whose_own_copying_does_nothing_is_not_asked_to(
     assert copied(source, tmp_path / "out") == EXPECTED
 
 
-def test_a_full_disk_is_an_error_of_the_block_that_meets_it(
+def test_a_full_disk_raises_its_own_error(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pwrite = os.pwrite
@@ -102,7 +102,7 @@ def test_a_source_that_becomes_shorter_is_damaged(source: Source, tmp_path: Path
         copied(source, tmp_path / "out")
 
 
-def test_the_checksum_of_what_was_copied_is_that_of_the_bytes(source: Source, tmp_path: Path) -> None:
+def test_a_copy_reports_the_checksum_of_its_bytes(source: Source, tmp_path: Path) -> None:
     moved: list[int] = []
     sums: dict[str, int] = {}
     with open(tmp_path / "out", "w+b") as file, Output(file, moved.append) as out:
@@ -142,7 +142,7 @@ def test_computed_bytes_are_written_whole_and_summed(is_divisible: bool, tmp_pat
     assert is_divisible or threads == {threading.get_ident()}
 
 
-def test_no_thread_is_left_when_a_block_of_the_caller_fails(source: Source, tmp_path: Path) -> None:
+def test_an_interrupted_copy_leaves_no_thread(source: Source, tmp_path: Path) -> None:
     with open(tmp_path / "out", "w+b") as file, pytest.raises(KeyboardInterrupt), Output(file) as out:
         out.copy(ByteRange(source, 0, 300_000))
         raise KeyboardInterrupt
@@ -165,7 +165,7 @@ def reason(path: str) -> str:
     return fault.value.reason
 
 
-def test_what_can_t_be_opened_says_why(tmp_path: Path) -> None:
+def test_a_path_that_can_not_be_opened_is_refused_with_the_reason(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert reason(str(tmp_path / "missing")) == "no such file"
     assert reason(str(tmp_path)) == "is a folder"

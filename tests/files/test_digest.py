@@ -91,7 +91,7 @@ def test_a_tensor_of_several_pieces_has_the_digest_of_the_page(tmp_path: Path) -
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
 @pytest.mark.parametrize("read", [1, 100, 1 << 20])
-def test_however_the_work_is_shared_the_digest_is_one(
+def test_the_digest_does_not_depend_on_how_threads_share_the_work(
     workers: int, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "cores", lambda most: workers)
@@ -212,7 +212,7 @@ CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_any_change_changes_the_digest(change: str, tmp_path: Path) -> None:
+def test_any_change_of_contents_changes_the_digest(change: str, tmp_path: Path) -> None:
     def state() -> dict[str, torch.Tensor]:
         return {
             "w": base.clone(),

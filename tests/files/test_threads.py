@@ -47,7 +47,7 @@ def test_an_error_is_raised_and_ends_the_work(threads: int) -> None:
     assert not running()
 
 
-def test_who_stops_asking_stops_the_work(threads: int) -> None:
+def test_a_reader_that_stops_early_ends_the_work(threads: int) -> None:
     done: list[int] = []
 
     def job(number: int) -> int:
@@ -88,7 +88,7 @@ def test_small_pieces_are_handed_over_together_and_large_ones_alone(threads: int
 
 
 @pytest.mark.parametrize(("nbytes", "most"), [(0, 5), (5, 5), (11, 5), (4, 5)])
-def test_what_is_cut_adds_up(nbytes: int, most: int) -> None:
+def test_stretches_add_up_to_the_whole(nbytes: int, most: int) -> None:
     stretches = list(cut(nbytes, most))
     assert [start for start, _ in stretches] == list(range(0, nbytes, most))
     assert sum(size for _, size in stretches) == nbytes
@@ -124,7 +124,7 @@ def startable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("count", [2, 3, 200])
-def test_where_threads_can_not_be_started_this_one_does_each_job_once(count: int, startable: int) -> None:
+def test_without_threads_the_caller_runs_each_job_once(count: int, startable: int) -> None:
     done: list[int] = []
 
     def job(number: int) -> int:
@@ -136,7 +136,7 @@ def test_where_threads_can_not_be_started_this_one_does_each_job_once(count: int
     assert not running()
 
 
-def test_an_error_is_raised_where_threads_can_not_be_started(startable: int) -> None:
+def test_without_threads_an_error_is_raised_too(startable: int) -> None:
     with pytest.raises(ZeroDivisionError):
         list(in_order((partial(divmod, 1, n) for n in (2, 1, 0, 1)), 3))
     assert not running()
