@@ -162,8 +162,8 @@ def _commit(new: NewFolder, target: str, replaced: Replaced, kept: Collection[st
         old = _put(new.path, target)
         if old is not None:
             _take_apart(old, target, replaced, kept, new)
-    for path in abandoned(os.path.dirname(target), OLD, begin_of(target)):
-        _take_apart(path, target, replaced, (), new)
+        for path in abandoned(os.path.dirname(target), OLD, begin_of(target)):
+            _take_apart(path, target, replaced, (), new)
 
 
 @contextlib.contextmanager
