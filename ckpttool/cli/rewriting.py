@@ -91,11 +91,10 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
             _say_where(console, checkpoint, options["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
-        fork = outcome.casting is not None
         with console.bar("writing") as bar:
             if console.draws:
                 choices |= {"progress": bar.add, "expect": bar.expect}
-            saved = formats.save(new, options["output"], fork=fork, **choices)
+            saved = formats.save(new, options["output"], **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
 
 
