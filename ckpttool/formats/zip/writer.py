@@ -1,4 +1,4 @@
-"""The zip container that torch uses: its numbers, and writing it. `zip_directory` reads it.
+"""Write the zip container that torch uses; the constants of the format. `reader` reads it.
 
 Format: PKWARE APPNOTE 6.3.
 """
@@ -33,10 +33,14 @@ ALIGNMENT = 64
 
 
 class ZipWriter:
-    """Writes records one after another, each payload on a 64-byte boundary, and the directory at the end.
+    """Writes records one after another, and the directory at the end.
 
-    The layout is torch's: stored, the local header padded by an extra field `FB`, ZIP64 fields only where a
-    number needs them.
+    The layout is torch's: stored, each payload on a 64-byte boundary by an extra field `FB` in its local
+    header, ZIP64 fields only where a number needs them.
+
+    Args:
+        out: the file; its position is at the beginning.
+        root: the folder that all records lie in.
     """
 
     def __init__(self, out: Output, root: str) -> None:
@@ -46,13 +50,18 @@ class ZipWriter:
         self.count = 0
 
     def write(self, name: str, data: bytes) -> None:
-        """A record of bytes in memory."""
+        """Write a record of bytes in memory."""
         header = self._reserve(name, len(data))
         self.out.write_all([memoryview(data)], len(data))
         self._finish(name, header, len(data), zlib.crc32(data))
 
     def copy(self, name: str, data: ByteRange | Computed, crc32: int | None) -> None:
-        """A record of bytes from elsewhere; those of a file are looked at only for a missing CRC."""
+        """Write a record of bytes from elsewhere.
+
+        Args:
+            data: copied unread, from file to file, where `crc32` is known.
+            crc32: CRC-32 of the bytes; computed when None.
+        """
         header = self._reserve(name, data.nbytes)
         if isinstance(data, ByteRange) and crc32 is not None:
             self.out.copy(data)
@@ -61,7 +70,7 @@ class ZipWriter:
         self._finish(name, header, data.nbytes, crc32)
 
     def close(self) -> None:
-        """The central directory and the end records."""
+        """Write the central directory and the end records."""
         offset, size = self.out.position, len(self.directory)
         end = bytearray()
         if self.count >= FULL16 or offset >= FULL32 or size >= FULL32:
@@ -72,7 +81,7 @@ class ZipWriter:
         self.out.write(bytes(self.directory + end))
 
     def _reserve(self, name: str, size: int) -> int:
-        """Leaves room for the local header, so that the payload starts on the boundary."""
+        """Skip the local header, so that the payload starts on the boundary; return its offset."""
         header = self.out.position
         self.out.position += LOCAL.size + len(self._path(name)) + len(self._local_extra(name, header, size))
         return header
@@ -84,6 +93,7 @@ class ZipWriter:
         return wide + struct.pack("<HH", PADDING_EXTRA, padding) + b"Z" * padding
 
     def _finish(self, name: str, header: int, size: int, crc: int) -> None:
+        """Write the local header at its offset, and add the record to the directory."""
         path, extra, narrow = self._path(name), self._local_extra(name, header, size), min(size, FULL32)
         version = 45 if size >= FULL32 or header >= FULL32 else 0
         self.out.write_at(
