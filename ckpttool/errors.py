@@ -135,6 +135,15 @@ class OutputExists(UsageFault):
     kind = "output-exists"
 
 
+class NeedsTorch(UsageFault, ImportError):
+    """Something was asked for that needs torch, which is not installed."""
+
+    kind = "needs-torch"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} needs torch, which is not installed", hint="pip install 'ckpttool[torch]'")
+
+
 class RanksDiffer(CkptToolError):
     """Ranks hold different values where they must be equal; the message names the tensor and the rank."""
 

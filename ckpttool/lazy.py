@@ -17,16 +17,24 @@ def attributes(
             that are public themselves.
 
     Returns:
-        A function that imports a public name's module and returns what the name stands for, and raises
-        AttributeError for any other name; a function that returns all public names; and their list.
+        A function that imports a public name's module and returns what the name stands for. It raises
+        AttributeError for any other name, and NeedsTorch if the module imports torch and there is none.
+        A function that returns all public names, and their list.
     """
     home = {name: module for module, names in modules.items() for name in names}
 
     def __getattr__(name: str) -> object:
         if name not in home:
             raise AttributeError(f"module '{package}' has no attribute '{name}'")
-        if not home[name]:
-            return import_module(f"{package}.{name}")
-        return getattr(import_module(f"{package}.{home[name]}"), name)
+        try:
+            if not home[name]:
+                return import_module(f"{package}.{name}")
+            return getattr(import_module(f"{package}.{home[name]}"), name)
+        except ModuleNotFoundError as error:
+            if error.name == "torch":
+                from .errors import NeedsTorch
+
+                raise NeedsTorch(f"{package}.{name}") from error
+            raise
 
     return __getattr__, lambda: sorted(home), list(home)

@@ -117,7 +117,7 @@ class Bar:
             return
         from tqdm import tqdm
 
-        tqdm.monitor_interval = 0  # no thread: a process with threads should not fork
+        tqdm.monitor_interval = 0  # no thread to watch the bar
         self._shown = tqdm(total=total, desc=self._label, unit="B", unit_scale=True, leave=False)
 
     def add(self, count: int) -> None:
