@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageFault
 from .console import Console, counted, printable, show_bytes
 from .options import console as console_of
+from .states import note_state
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -80,7 +81,7 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
 
     started = time.perf_counter()
     console = console_of(options)
-    choices |= {name: options[name] for name in ("state", "verify", "force", "dry_run")}
+    choices |= {name: options[name] for name in ("state", "shard_size", "verify", "force", "dry_run")}
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
         if "to" not in choices:
@@ -88,14 +89,13 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
         if _keeps_everything(options, outcome, new, choices):
             _refuse_state(options)
         elif not choices.get("full"):
-            _say_where(console, checkpoint, options["state"])
+            note_state(console, checkpoint, options["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
-        fork = outcome.casting is not None
         with console.bar("writing") as bar:
             if console.draws:
                 choices |= {"progress": bar.add, "expect": bar.expect}
-            saved = formats.save(new, options["output"], fork=fork, **choices)
+            saved = formats.save(new, options["output"], **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
 
 
@@ -130,15 +130,6 @@ def _refuse_state(options: Mapping[str, Any]) -> None:
         )
 
 
-def _say_where(console: Console, checkpoint: Checkpoint, asked: str | None) -> None:
-    """Note which state was chosen, if there are others."""
-    taken = next(iter(checkpoint.states()), None) if asked is None else None
-    if taken is not None and (others := checkpoint.other_states(taken)):
-        where = f"'{printable('.'.join(taken))}'" if taken else "the file itself"
-        flags = [f"--state {shlex.quote(other)}" for other in others]
-        console.note(f"state: {where}; also available: {console.names(flags)}")
-
-
 def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
     also = {where: count for where, count in outcome.also.items() if where not in saved.left_out}
     _note(console, outcome, saved, also)
@@ -166,6 +157,10 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         data["keyed_by_text"] = saved.keyed_by_text
     if saved.not_copied:
         data["not_copied"] = saved.not_copied
+    if saved.given_back:
+        data["given_back"] = saved.given_back
+    if saved.not_removed:
+        data["not_removed"] = saved.not_removed
     if dry:
         data["dry_run"] = True
     elif outcome.casting is not None:
@@ -189,6 +184,8 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
         ("written once per name, though they share memory", saved.copied),
         ("code that its pickle names, and that loading it without weights_only runs", saved.mentions),
         ("other files of the folder, not copied", saved.not_copied),
+        ("put into the folder by another process meanwhile, and kept", saved.given_back),
+        ("could not be removed", saved.not_removed),
         ("keys became text, as dcp has no others (convert --full keeps them)", saved.text_keys),
     ):
         if names:
