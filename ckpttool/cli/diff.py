@@ -13,6 +13,7 @@ from . import options
 from .console import Console, counted, printable, terminal_width
 from .diff_page import details, page
 from .diff_rows import relative
+from .states import note_state
 
 if TYPE_CHECKING:
     from ..analysis.compare import Change, Comparison
@@ -71,23 +72,25 @@ def command(
       ckpttool diff last.pt model.safetensors --ignore-prefix
     """
     from .. import formats
-    from ..analysis.compare import compare
-    from ..analysis.equality import Tolerance
+    from ..analysis.checks import diff
 
     console = options.console(given)
-    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(formats.open(path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
-            found = compare(
+            found = diff(
                 mine,
                 theirs,
-                tolerance=tolerance,
+                rtol=rtol,
+                atol=atol,
                 state=state,
                 model_only=model_only,
                 ignore_prefix=ignore_prefix,
                 progress=progress,
             )
+        if model_only or found.aside_a or found.aside_b:  # else every state was compared
+            for checkpoint in (mine, theirs):
+                note_state(console, checkpoint, state, named=True)
     _report(console, a, b, found, sort)
     return 0 if found.same else 1
 

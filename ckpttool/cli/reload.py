@@ -10,6 +10,7 @@ import click
 from . import options
 from .console import Console, printable, show_names, stdout_kept_for_results
 from .parameters import Shape
+from .states import note_state
 
 if TYPE_CHECKING:
     from ..models.reloading import Reloaded
@@ -33,6 +34,7 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     Example:
       ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
     """
+    from .. import formats
     from ..models.reloading import reload
     from ..models.skeleton import skeleton
 
@@ -40,7 +42,9 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     with stdout_kept_for_results():
         built = skeleton(model)
         started = time.perf_counter()
-        loaded = reload(given["file"], built, state=state, assign=True, spec=model)
+        with formats.open(given["file"]) as checkpoint:
+            note_state(console, checkpoint, state)
+            loaded = reload(checkpoint, built, state=state, assign=True, spec=model)
         seconds = time.perf_counter() - started
         shape = _forward(built, input_shape, model) if input_shape else None
     data: dict[str, object] = {

@@ -6,13 +6,12 @@ not fit is reported by name and shape before any parameter changes.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .. import formats
 from ..checkpoint.checkpoint import Checkpoint, State
 from ..errors import Mismatch, Refused
+from ..formats.opened import File, opened
 from ..inert_pickle.values import is_plain
 from ..tensors.ref import TensorRef
 from ..tensors.to_torch import live_tensors
@@ -56,7 +55,7 @@ class Reloaded:
 
 
 def reload(
-    path: str | os.PathLike[str],
+    file: File,
     model: torch.nn.Module,
     *,
     state: str | None = None,
@@ -66,7 +65,8 @@ def reload(
     """Load a checkpoint's state into a model, as strictly as `load_state_dict(strict=True)`.
 
     Args:
-        path: any file that `ckpttool.open` reads, saved from a DDP, compiled or plain model.
+        file: a path that `ckpttool.open` reads, or an open checkpoint; saved from a DDP, compiled or plain
+            model.
         model: a plain module; its parameters keep their device and dtype, values are copied into them.
         state: dotted path of the state in the file; found when None.
         assign: put the file's tensors in the place of the model's instead of copying them. They are mapped
@@ -86,7 +86,7 @@ def reload(
         Refused: the model asks for an object that only code could create.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
-    with formats.open(path) as checkpoint:
+    with opened(file) as checkpoint:
         found = checkpoint.state(state)
         blueprint = Blueprint.of(model)
         prefix, case = _fitting(checkpoint, found, blueprint)

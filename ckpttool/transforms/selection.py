@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ..checkpoint import full_json
+from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, State
 from ..errors import NothingToDo, UsageFault
 from ..inert_pickle.values import OrderedDict_, remade, tensor_of, walk, with_tensor
@@ -55,6 +56,7 @@ class Selection:
     left_out: tuple[str, ...]
 
 
+@takes_checkpoint
 def select(
     checkpoint: Checkpoint,
     *,
@@ -137,6 +139,7 @@ def _map_tensors(
     return remade(container, ((key, changed(value)) for key, value in container.items()))
 
 
+@takes_checkpoint
 def with_metadata(
     checkpoint: Checkpoint, texts: Mapping[str, str], *, state: str | None = None
 ) -> Checkpoint:
@@ -163,6 +166,7 @@ def with_metadata(
     return replace(checkpoint, metadata={**checkpoint.metadata, **texts})
 
 
+@takes_checkpoint
 def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
     """Return a checkpoint without the entries of these dotted names (`optimizer`, `config.lr`).
 
@@ -209,6 +213,7 @@ def _entry(tree: object, name: str) -> tuple[dict[object, object], object] | Non
     return None
 
 
+@takes_checkpoint
 def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
     """Return the model's state alone, without the bytes of storages that none of its tensors uses.
 

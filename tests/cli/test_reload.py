@@ -110,6 +110,25 @@ def test_the_hint_for_several_remedies_is_the_doctor(net: str, state: Any, cli: 
     assert [cli(*shlex.split(command)[1:]).code for command in commands] == [0] * 4
 
 
+def test_a_mismatch_has_the_json_fields_of_a_reload(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+    torch.save({**state, "new": torch.ones(1)}, tmp_path / "f.pt")
+    found = cli("reload", tmp_path / "f.pt", "--model", f"{net}(classes=7)", "--json").json
+    assert (found["loaded"], found["missing"], found["unexpected"]) == (0, [], ["new"])
+    assert [entry["name"] for entry in found["mismatched"]] == ["3.weight", "3.bias"]
+
+
+@pytest.mark.parametrize("classes, code", [(3, 0), (7, 1)])
+def test_the_state_that_was_chosen_is_said_also_if_it_does_not_fit(
+    classes: int, code: int, net: str, state: Any, cli: Any, tmp_path: Path
+) -> None:
+    torch.save({"model": state, "teacher": state}, tmp_path / "f.pt")
+    spec = f"{net}(classes={classes})"
+    ran = cli("reload", tmp_path / "f.pt", "--model", spec)
+    assert ran.code == code
+    assert ran.err.startswith("state: 'model'; also available: --state teacher\n")
+    assert "also available" not in cli("reload", tmp_path / "f.pt", "--model", spec, "--state", "teacher").err
+
+
 def test_counters_that_the_file_lacks_are_named(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
     torch.save({k: v for k, v in state.items() if "num_batches" not in k}, tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", net)
