@@ -121,7 +121,7 @@ def test_a_mismatch_has_the_json_fields_of_a_reload(net: str, state: Any, cli: A
 def test_the_state_that_was_chosen_is_said_also_if_it_does_not_fit(
     classes: int, code: int, net: str, state: Any, cli: Any, tmp_path: Path
 ) -> None:
-    torch.save({"model": state, "teacher": state}, tmp_path / "f.pt")
+    torch.save({"model": state, "teacher": dict(state)}, tmp_path / "f.pt")
     spec = f"{net}(classes={classes})"
     ran = cli("reload", tmp_path / "f.pt", "--model", spec)
     assert ran.code == code
