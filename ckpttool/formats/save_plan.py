@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..checkpoint.checksums import with_checksum
-from ..errors import Damaged, Refused
+from ..errors import Damaged, FileError, Refused
 from ..files.commit import replacing
 from ..files.copying import DryOutput, Output, Progress
 from ..tensors.ref import Source, Storage, TensorRef
@@ -157,7 +157,12 @@ class SavePlan:
 
     def _check_folder(self, folder: str, *, values: bool, progress: Progress | None) -> None:
         """Read the folder that was written, before it may replace anything."""
-        with open_any(folder) as found:
+        try:
+            found = open_any(folder)
+        except FileError as fault:
+            reason = fault.message.replace(f"{folder}{os.sep}", "").replace(f"{folder}: ", "")
+            raise Damaged(self.path, f"does not read back as intended, and was not kept: {reason}") from None
+        with found:
             self._compare(found, values, progress)
 
     def _compare(self, found: Checkpoint, values: bool, progress: Progress | None) -> None:
