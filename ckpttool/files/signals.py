@@ -12,16 +12,6 @@ ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
 @contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block the signals in `ENDING` for this thread until the block ends, also for a child forked in it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
     """Defer the signals in `ENDING` until the block ends.
 

@@ -93,7 +93,7 @@ class SavePlan:
             verify: compare the values that are read back, too.
             dry_run: write nothing.
             progress: called with the number of bytes after each piece.
-            opened: makes an output of a file, given which storages go into it.
+            opened: makes an output of a file.
         """
         size = shard_size or sharding.DEFAULT_SIZE
         plan = FolderPlan(self.checkpoint, self.format, self.state, self.full, self.ties, size)
@@ -111,7 +111,7 @@ class SavePlan:
     def write_file(self, verify: bool, progress: Progress | None, opened: sharding.Opened) -> Saved:
         """Write a file and put it in place. Arguments as of `write_folder`."""
         with replacing(self.path) as file:
-            with opened(file, (storage for _, storage in self.checkpoint.storages())) as out:
+            with opened(file) as out:
                 if self._header_in_place is None:
                     self._write(out)
                 else:

@@ -8,8 +8,7 @@ from functools import partial
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import require_intact
 from ..files.commit import require_folder
-from ..files.copying import Progress
-from ..files.fork import output
+from ..files.copying import Output, Progress
 from .destination import format_of_output, require_place, require_sense
 from .folders import folders
 from .save_plan import SavePlan
@@ -30,7 +29,6 @@ def save(
     dry_run: bool = False,
     progress: Progress | None = None,
     expect: Progress | None = None,
-    fork: bool = False,
 ) -> Saved:
     """Write a checkpoint.
 
@@ -57,8 +55,6 @@ def save(
         progress: called with the number of bytes after each piece; with `verify` whatever is read again
             counts too.
         expect: called first, with about the number of bytes that progress will come to.
-        fork: let a second process help with values that are computed, such as those of another type, where
-            that is worth it. For programs of one thread, on Linux; elsewhere it does nothing.
 
     Returns:
         What was written, and by name what was not.
@@ -85,7 +81,7 @@ def save(
     plan = SavePlan(checkpoint, name, kind, state, whole, keep_copies)
     if expect is not None:
         expect(plan.work(verify, dry_run))
-    opened = partial(output, progress=progress, fork=fork)
+    opened = partial(Output, progress=progress)
     if verify:
         require_intact(checkpoint, plan.storages(), progress)
     if kind in folders.NAMES:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ...checkpoint import full_json
+from ...checkpoint import full_encoding, full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, State
 from ...files.commit_folder import replacing_folder
 from ...files.copying import DryOutput, Output
@@ -64,7 +64,7 @@ class FolderPlan:
 
         Args:
             path: the folder to replace or create.
-            opened: makes an output of a file, given which storages go into it.
+            opened: makes an output of a file.
             check: called with the path of the finished folder before it takes its place.
 
         Raises:
@@ -111,7 +111,7 @@ class FolderPlan:
         flat = self._flat()
         return replace(self.checkpoint, tree={**flat.tensors, full_json.ENTRY: flat.text})
 
-    def _flat(self) -> full_json.Flat:
+    def _flat(self) -> full_encoding.Flat:
         return full_json.encode_entry(self.checkpoint.path, self.checkpoint.tree, self.checkpoint.protocol)
 
     def _shards(self) -> tuple[list[sharding.Shard], str]:

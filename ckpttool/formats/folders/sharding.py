@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from ...errors import UsageFault
 from ...files.commit import writing_into
 from ...files.copying import Output
-from ...tensors.ref import Storage, TensorRef
+from ...tensors.ref import TensorRef
 
 SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
 STEMS = {SAFETENSORS: ("model", ".safetensors"), TORCH: ("pytorch_model", ".bin")}
@@ -29,7 +28,7 @@ TIES = "ckpttool.ties"
 DEFAULT_SIZE = 5 * 10**9
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
-Opened = Callable[[BinaryIO, Iterable[Storage]], AbstractContextManager[Output]]
+Opened = Callable[[BinaryIO], Output]
 WriteShard = Callable[[str, Mapping[str, TensorRef], Output], None]
 
 
@@ -121,14 +120,13 @@ def write(
         shards: what `cut` returned.
         text: the index's text.
         write_shard: writes one shard, given its name, its tensors and an output.
-        opened: makes an output of a file, given which storages go into it.
+        opened: makes an output of a file.
 
     Raises:
         Refused: the format can't hold something.
     """
     for shard in shards:
-        storages = (tensor.storage for tensor in shard.tensors.values())
-        with writing_into(os.path.join(folder, shard.name)) as file, opened(file, storages) as out:
+        with writing_into(os.path.join(folder, shard.name)) as file, opened(file) as out:
             write_shard(shard.name, shard.tensors, out)
     with writing_into(os.path.join(folder, index_name(kind))) as file:
         file.write(text.encode())

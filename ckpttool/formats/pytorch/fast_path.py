@@ -21,7 +21,7 @@ from ...inert_pickle.machine import Machine, Skipped
 from ...inert_pickle.opcodes import uint4
 from ...inert_pickle.values import ORDERED_DICT, Global, OrderedDict_
 from ...tensors.dtypes import STORAGE_DTYPES, DType
-from ...tensors.ref import MAX_BYTES, TensorRef, extent, new_tensor
+from ...tensors.ref import MAX_BYTES, TensorRef, extent
 from .storage_id import STORAGE_MODULES, FindStorage, StorageForm
 
 GET = rb"(h.|j....)"
@@ -151,7 +151,7 @@ class TensorPattern:
             found = storage(key, form.storage)
             if form.end > found.data.nbytes:
                 return position
-            tensor = new_tensor(found, *form.tensor)
+            tensor = TensorRef(found, *form.tensor)
             memo += (Skipped((len(memo), _values, names, key, form, tensor)),) * (stencil.made - 1)
             memo.append(tensor)
             extend((*names, tensor))

@@ -28,7 +28,6 @@ from ...tensors.ref import (
     contiguous_stride,
     extent,
     is_count,
-    new_tensor,
 )
 from ...tensors.values import require_bounded, stream
 from .strict_json import parse_object
@@ -86,7 +85,7 @@ def read(source: Source) -> Checkpoint:
         if len(raw) + begin != end:
             raise Damaged(source.path, f"tensor '{name}' leaves a gap or overlaps the one before it")
         storage = Storage(ByteRange(source, end, form.nbytes), form.dtype.storage or "UntypedStorage")
-        tensors[name] = new_tensor(storage, form.dtype, form.shape, form.stride)
+        tensors[name] = TensorRef(storage, form.dtype, form.shape, form.stride)
         end += form.nbytes
     if end > source.size:
         raise Damaged(source.path, f"is cut short: {end - source.size} bytes are missing")
@@ -191,12 +190,10 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
         require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
     out.write(header(path, ordered, metadata))
     for _, tensor in ordered:
-        if not tensor.is_stretch:
-            out.write_all(stream(tensor), tensor.nbytes)
-        elif isinstance(data := tensor.data, ByteRange):
-            out.copy(data)
+        if tensor.is_stretch:
+            out.copy(tensor.data)
         else:
-            out.make(data)
+            out.write_all(stream(tensor), tensor.nbytes)
 
 
 def write_full(checkpoint: Checkpoint, out: Output) -> None:
