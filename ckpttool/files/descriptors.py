@@ -33,7 +33,9 @@ def allow_open_files(count: int, path: str) -> None:
     if allowed < used + count + 1:
         raise Unreadable(
             path,
-            f"consists of {count} files, and this process may open only {hard} at once",
+            f"is one file too many: this process may open only {hard} at once"
+            if count == 1
+            else f"consists of {count} files, and this process may open only {hard} at once",
             hint=f"raise the limit first: ulimit -n {wanted}",
         )
     if allowed > soft:

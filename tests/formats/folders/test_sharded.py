@@ -442,9 +442,7 @@ def limited(soft: int, hard: int, *words: object) -> subprocess.CompletedProcess
     return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT)
 
 
-def test_more_files_than_may_be_open_are_read_where_the_limit_can_be_raised(
-    many: Path, tmp_path: Path
-) -> None:
+def test_more_files_than_may_be_open_raise_the_limit(many: Path, tmp_path: Path) -> None:
     ran = limited(100, 4096, "convert", many, f"{tmp_path}/out/", "--shard-size", "8B")
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "in 150 shards" in ran.stdout
@@ -459,9 +457,18 @@ def test_a_limit_that_can_not_be_raised_is_named(many: Path) -> None:
     assert ran.stderr.count("\n") == 2
 
 
-@pytest.mark.parametrize(
-    "text, size",
-    [("5GB", 5 * 10**9), ("1G", 10**9), ("1.5k", 1500), ("2 MiB", 2 << 20), ("1Ti", 1 << 40), ("7", 7)],
-)
+def test_more_inputs_than_may_be_open_raise_the_limit_too(tmp_path: Path) -> None:
+    save_file(ONE, tmp_path / "in.safetensors")
+    inputs = [tmp_path / "in.safetensors"] * 150
+    ran = limited(100, 4096, "average", *inputs, tmp_path / "out.safetensors")
+    assert ran.returncode == 0, ran.stderr
+    ran = limited(100, 100, "average", *inputs, tmp_path / "other.safetensors")
+    assert ran.returncode == 3 and "hint: raise the limit first: ulimit -n " in ran.stderr
+
+
+SIZES = {"5GB": 5 * 10**9, "1G": 10**9, "1.5k": 1500, "2 MiB": 2 << 20, "1Ti": 1 << 40, "7": 7}
+
+
+@pytest.mark.parametrize(("text", "size"), SIZES.items())
 def test_a_size_has_a_unit_with_or_without_its_byte(text: str, size: int) -> None:
     assert parse_size(text) == size
