@@ -41,9 +41,12 @@ model_option = click.option(
 force_option = click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, but write nothing.")
 verify_option = click.option(
-    "--verify",
-    is_flag=True,
-    help="Compare bytes read with their checksums, and values written with those read.",
+    "--verify/--no-verify",
+    default=None,
+    help="Also compare the values written with those read; or do not even compare bytes with checksums.",
+)
+no_verify_option = click.option(
+    "--no-verify", is_flag=True, help="Do not compare the bytes read with their checksums."
 )
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for errors."
