@@ -1,4 +1,14 @@
-"""BatchNorm and SyncBatchNorm: states and live layers converted, statistics pooled over ranks."""
+"""BatchNorm and SyncBatchNorm: states and live layers converted, statistics pooled over ranks.
+
+    from ckpttool import batchnorm
+
+    batchnorm.to_sync(model)                                        # in place, and trains on a CPU too
+    batchnorm.to_plain(model)                                       # back, exactly
+    batchnorm.pool([mean0, mean1], [var0, var1], counts=[64, 32])   # two ranks' statistics as one
+
+`convert_states` and `pool_files` do the same to checkpoints without torch. Importing this package imports
+nothing else; only `pool` works without torch.
+"""
 
 from __future__ import annotations
 

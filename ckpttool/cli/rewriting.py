@@ -165,6 +165,10 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         data["keyed_by_text"] = saved.keyed_by_text
     if saved.not_copied:
         data["not_copied"] = saved.not_copied
+    if saved.given_back:
+        data["given_back"] = saved.given_back
+    if saved.not_removed:
+        data["not_removed"] = saved.not_removed
     if dry:
         data["dry_run"] = True
     elif outcome.casting is not None:
@@ -188,6 +192,8 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
         ("written once per name, though they share memory", saved.copied),
         ("code that its pickle names, and that loading it without weights_only runs", saved.mentions),
         ("other files of the folder, not copied", saved.not_copied),
+        ("put into the folder by another process meanwhile, and kept", saved.given_back),
+        ("could not be removed", saved.not_removed),
         ("keys became text, as dcp has no others (convert --full keeps them)", saved.text_keys),
     ):
         if names:

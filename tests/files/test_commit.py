@@ -306,8 +306,8 @@ FULL = """
     "words, named",
     [
         (["convert", "in.pt", "out/"], "out/"),
-        (["convert", "in.pt", "-", "--to", "safetensors"], "room"),
-        (["digest", "-"], "room"),
+        (["convert", "in.pt", "-", "--to", "safetensors"], "spool"),
+        (["digest", "-"], "spool"),
     ],
 )
 def test_a_disk_that_is_full_is_named_by_what_was_written_to_it(
@@ -317,14 +317,14 @@ def test_a_disk_that_is_full_is_named_by_what_was_written_to_it(
     import torch
 
     torch.save({"a": torch.ones(100_000)}, tmp_path / "in.pt")
-    (tmp_path / "room").mkdir()
+    (tmp_path / "spool").mkdir()
     command = [sys.executable, "-c", textwrap.dedent(FULL), *words]
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "room"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "spool"), "PYTHONPATH": str(ROOT)}
     raw = (tmp_path / "in.pt").read_bytes()
     ran = subprocess.run(command, input=raw, capture_output=True, cwd=tmp_path, env=environment, check=False)
-    where = tmp_path / named if named == "room" else named
+    where = tmp_path / named if named == "spool" else named
     assert (ran.returncode, ran.stderr.decode()) == (3, f"error: {where}: file too large\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "room"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "spool"]
 
 
 def test_a_standard_output_that_is_full_is_named(tmp_path: Path) -> None:
