@@ -13,6 +13,7 @@ from itertools import chain, count
 from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checksums import Checksums
 from ..checkpoint.dotted_names import MAX_NAMES, contents
 from ..errors import NoState, Unsupported
 from ..files.copying import Progress
@@ -83,6 +84,7 @@ def compare(
     model_only: bool = False,
     ignore_prefix: bool = False,
     progress: Progress | None = None,
+    verify: bool = True,
 ) -> Comparison:
     """Compare two checkpoints by contents, in constant memory.
 
@@ -95,11 +97,12 @@ def compare(
         model_only: compare only the states.
         ignore_prefix: names that differ only in wrappers' prefixes are the same.
         progress: called with the number of bytes of `a` after each piece.
+        verify: compare what is read with the checksums that the files state.
 
     Raises:
         NoState: neither file has a state at `state`; or a file has none at all, and `state` or `model_only`
             asks for one.
-        Damaged: a file ends early.
+        Damaged: bytes do not match their checksum, or a file ends early.
         Unsupported: the dotted names need too much memory.
         Refused: an expanded tensor, in only one of the files, more than 64 GiB larger than its bytes.
     """
@@ -125,7 +128,12 @@ def compare(
                 work.trees(a.tree if mine.path else {}, b.tree if theirs.path else {}, sides)
             else:
                 aside = _beside(a, mine), _beside(b, theirs)
-    return work.result(progress, aside, gained)
+    used = (work.storages(0), work.storages(1)) if verify else ((), ())
+    with Checksums(a, used[0]) as sums_of_a, Checksums(b, used[1]) as sums_of_b:
+        found = work.result(progress, aside, gained)
+        sums_of_a.finish()
+        sums_of_b.finish()
+    return found
 
 
 def both_states(
@@ -215,6 +223,10 @@ class _Comparing:
             self.changes.append(Change(name, "dtype", in_words(a), in_words(b)))
         else:
             self.pairs.append((len(self.changes), Pair(name, a, b)))
+
+    def storages(self, side: int) -> Iterator[tuple[str, Storage]]:
+        """Yield what is read of one of the files, by the names of the tensors that use it."""
+        return ((pair.name, (pair.a, pair.b)[side].storage) for _, pair in self.pairs)
 
     def trees(self, a: object, b: object, sides: _Sides) -> None:
         """Compare two trees by dotted names, each pair of containers once."""

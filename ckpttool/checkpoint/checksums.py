@@ -96,7 +96,7 @@ class Checksums:
         path = sums.storage.data.path
         whole = self._checkpoint.path if path in own else path  # the folder, not one of its files
         hint = f"list all that is damaged: ckpttool verify {shlex.quote(whole)}"
-        reason = f"the bytes that become '{sums.name[:80]}' do not match their checksum"
+        reason = f"the bytes of '{sums.name[:80]}' do not match their checksum"
         return Damaged(path, reason, hint=None if whole == "-" else hint)
 
 

@@ -43,6 +43,7 @@ class _Tolerance(click.FloatRange):
     help="Order the lines by name, or by the largest difference, instead of in the order of A.",
 )
 @options.state_option
+@options.no_verify_option
 @options.reading
 def command(
     a: str,
@@ -53,6 +54,7 @@ def command(
     model_only: bool,
     sort: str | None,
     state: str | None,
+    no_verify: bool,
     **given: Any,
 ) -> int:
     """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
@@ -86,6 +88,7 @@ def command(
                 model_only=model_only,
                 ignore_prefix=ignore_prefix,
                 progress=progress,
+                verify=not no_verify,
             )
     _report(console, a, b, found, sort)
     return 0 if found.same else 1

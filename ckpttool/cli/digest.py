@@ -13,8 +13,9 @@ from .console import printable
 @click.command("digest", context_settings=options.MORE_FILES)
 @options.file_argument
 @options.state_option
+@options.no_verify_option
 @options.reading
-def command(file: str, state: str | None, **given: Any) -> None:
+def command(file: str, state: str | None, no_verify: bool, **given: Any) -> None:
     """Print one SHA-256 for the model's names, types, shapes and values.
 
     It is the same in every format; docs/digest.md defines it.
@@ -24,13 +25,16 @@ def command(file: str, state: str | None, **given: Any) -> None:
       ckpttool digest model.safetensors
     """
     from .. import formats
+    from ..checkpoint.checksums import Checksums
     from ..files.digest import digest
 
     options.require_one_file(file)
     console = options.console(given)
     with formats.open(file) as checkpoint:
         found = checkpoint.state(state)
-        with console.progress(checkpoint.nbytes, "hashing") as progress:
+        used = [] if no_verify else [(name, tensor.storage) for name, tensor in found.tensors.items()]
+        with console.progress(checkpoint.nbytes, "hashing") as progress, Checksums(checkpoint, used) as sums:
             value = digest(found.tensors, progress)
+            sums.finish()
     data = {"digest": value, "state": found.where, "keys": len(found.tensors), "path": file}
     console.result(f"{value}  {printable(file)}", data)

@@ -557,7 +557,7 @@ def test_one_bit_in_one_of_100_000_tensors_is_found_and_named(tmp_path: Path) ->
         raw[checkpoint.state().tensors["layer.77777"].data.offset + 4] ^= 1  # type: ignore[union-attr]
     (tmp_path / "b.pt").write_bytes(raw)
     with ckpttool.open(tmp_path / "a.pt") as a, ckpttool.open(tmp_path / "b.pt") as b:
-        (change,) = compare(a, b).changed
+        (change,) = compare(a, b, verify=False).changed
     assert (change.name, change.index) == ("layer.77777", (1,))
     assert change.distance is not None and (change.distance.differ, change.distance.max_ulp) == (1, 1)
 

@@ -78,7 +78,7 @@ def test_damage_is_refused_by_every_command_that_passes_it_on(command: str, file
     before = sorted(os.listdir(files))
     ran = cli(*arguments(command))
     assert ran.code == 3, ran.err
-    assert "in.pt: the bytes that become '" in ran.err
+    assert "in.pt: the bytes of '" in ran.err
     assert ("head.weight'" if command == "rename-keys" else "fc.weight'") in ran.err
     assert "do not match their checksum" in ran.err
     assert "ckpttool verify in.pt" in ran.err
@@ -103,7 +103,7 @@ def test_a_whole_file_passes(command: str, files: Path, cli: Cli) -> None:
 def test_damage_is_refused_by_commands_that_only_read(command: list[str], files: Path, cli: Cli) -> None:
     ran = cli(*command)
     assert ran.code == 3, ran.err
-    assert "in.pt: the bytes that become 'module.fc.weight' do not match their checksum" in ran.err
+    assert "in.pt: the bytes of 'module.fc.weight' do not match their checksum" in ran.err
     assert cli(*command, "--no-verify").code == (1 if command[0] == "diff" else 0)
 
 
@@ -201,7 +201,7 @@ def test_shards_and_dcp_folders_are_held_to_the_checksums_of_their_files(files: 
             *(["--state", "model"] if kind == "dcp" else []),
         )
         assert ran.code == 3, ran.err
-        assert f"{file.relative_to(files)}: the bytes that become" in ran.err
+        assert f"{file.relative_to(files)}: the bytes of" in ran.err
         assert not (files / f"from-{kind}.safetensors").exists()
 
 
