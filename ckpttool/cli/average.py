@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 @options.output_argument
 @click.option("--weights", metavar="W,W,…", help="The weight of each INPUT; equal if not given.")
 @options.state_option
+@options.shard_size_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option

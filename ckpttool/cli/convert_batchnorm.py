@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     help="Keys in which INPUTs may differ: the first INPUT's are taken. Repeatable.",
 )
 @options.state_option
+@options.shard_size_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option

@@ -10,6 +10,7 @@ import click
 
 from ..errors import UsageFault
 from .console import Console
+from .parameters import Size
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,6 +41,12 @@ model_option = click.option(
 )
 force_option = click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, but write nothing.")
+shard_size_option = click.option(
+    "--shard-size",
+    type=Size(),
+    metavar="SIZE",
+    help="The largest size of a shard, e.g. 500MB, 5G or 1GiB.  [default: 5GB]",
+)
 verify_option = click.option(
     "--verify/--no-verify",
     default=None,
@@ -85,7 +92,14 @@ reading = _all(json_option, quiet_option, verbose_option)
 """The options of every command."""
 
 writing = _all(
-    input_argument, output_argument, state_option, verify_option, dry_run_option, force_option, reading
+    input_argument,
+    output_argument,
+    state_option,
+    shard_size_option,
+    verify_option,
+    dry_run_option,
+    force_option,
+    reading,
 )
 """The arguments and options of every command that writes one file from another."""
 

@@ -80,7 +80,7 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
 
     started = time.perf_counter()
     console = console_of(options)
-    choices |= {name: options[name] for name in ("state", "verify", "force", "dry_run")}
+    choices |= {name: options[name] for name in ("state", "shard_size", "verify", "force", "dry_run")}
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
         if "to" not in choices:
@@ -143,7 +143,8 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
     _note(console, outcome, saved, also)
     verb = f"would have {outcome.done}" if dry else outcome.done
     about = "about " if dry and saved.format == "dcp" else ""
-    size = f"{about}{show_bytes(saved.nbytes)}, {seconds:.2f} s"
+    shards = f" in {counted(saved.shards, 'shard', 'shards')}" if saved.shards else ""
+    size = f"{about}{show_bytes(saved.nbytes)}{shards}, {seconds:.2f} s"
     data: dict[str, object] = {
         "output": saved.path,
         "format": saved.format,
@@ -159,6 +160,8 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "seconds": round(seconds, 4),
         **outcome.fields,
     }
+    if saved.shards:
+        data["shards"] = saved.shards
     if saved.text_keys:
         data["text_keys"] = saved.text_keys
     if saved.keyed_by_text:
