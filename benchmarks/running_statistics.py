@@ -20,7 +20,7 @@ from pathlib import Path
 
 from . import machine
 from .commands import CHILDREN, PYTHON, tool
-from .readme import check_marks, put_between_marks
+from .markdown import check_marks, put_between_marks
 
 EXAMPLE = CHILDREN / "digits_by_class.py"
 ROOT = Path(__file__).parents[1]

@@ -51,24 +51,30 @@ class Place:
 
 
 def rank() -> int:
-    """This process's rank as set by torchrun, 0 without it; does not need torch."""
+    """Return this process's rank as set by torchrun, 0 without it; needs no torch."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
+    """Return the number of ranks as set by torchrun, 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def started_by_torchrun() -> bool:
+    """Return whether a launcher has given this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def started_by_spawn() -> bool:
+    """Return whether `--spawn` has started this rank."""
     return SPAWNED in os.environ
 
 
 def find_place(backend: str) -> Place:
-    """Backend and device: NCCL if each rank on this machine can have its own GPU, else gloo on the CPU.
+    """Return this process's place: with NCCL if each rank here can have its own GPU, else gloo on the CPU.
+
+    Args:
+        backend: `auto`, `nccl` or `gloo`.
 
     Raises:
         UsageFault: `--backend nccl` without enough GPUs.
@@ -92,7 +98,7 @@ def find_place(backend: str) -> Place:
 
 
 def make_deterministic() -> None:
-    """Allows only algorithms that give the same bits each time. Call it before CUDA starts."""
+    """Allow only algorithms that give the same bits each time. Call it before CUDA starts."""
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -102,7 +108,7 @@ def make_deterministic() -> None:
 
 @contextlib.contextmanager
 def process_group(place: Place, timeout: float) -> Iterator[None]:
-    """The default process group, destroyed however the block ends.
+    """Hold the default process group during the block, and destroy it however the block ends.
 
     A single process gets one too (its store is in memory: no port, no network), so that DDP and its
     `module.` keys are the same however a run was started.
@@ -134,9 +140,13 @@ def process_group(place: Place, timeout: float) -> Iterator[None]:
 
 
 def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
-    """Runs the program on `ranks` ranks of this machine, as torchrun would; returns its exit code."""
+    """Run a program on several ranks of this machine, as torchrun would.
+
+    Returns:
+        Its exit code: that of the rank that failed first, 128 + the signal if one was killed.
+    """
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    # Otherwise torchrun sets it to 1 and prints a note.
+    # torchrun would set it to 1 and print a note.
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     os.environ[SPAWNED] = "1"
     import logging
@@ -162,9 +172,9 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
 
 
 def end_with_torchrun() -> None:
-    """Has the kernel end this rank if torchrun exits without ending it, as after `kill -9`.
+    """Let the kernel end this rank if torchrun exits without ending it, as after `kill -9`.
 
-    Otherwise the rank would go on training or waiting unseen, and hold its GPU. Linux only. Not for other
+    Without this the rank would go on training or waiting unseen, and hold its GPU. Linux only. Not for other
     launchers, whose process may legitimately exit before the ranks.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
@@ -172,7 +182,7 @@ def end_with_torchrun() -> None:
 
 
 def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_json: bool = False) -> int:
-    """Runs a program on this rank and returns its exit code; an expected error is one line on stderr.
+    """Run a program on this rank and return its exit code; an expected error is one line on stderr.
 
     Args:
         prepare: everything that a rank can refuse by itself. It fails on all ranks alike, before any
@@ -205,14 +215,14 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
 
 
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
-    """Reports it on rank 0, with the program's own message."""
+    """Report an interrupt on rank 0, with the program's own message; return the exit code."""
     if rank() == 0:
         print("\n" + "; ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)
     return 128 + signal.SIGINT
 
 
 def _is_echo(error: CkptToolError) -> bool:
-    """Whether another rank reports this failure."""
+    """Return whether another rank reports this failure."""
     from ckpttool.distributed.collectives import RankFailed
 
     return isinstance(error, RankFailed) or (isinstance(error, RanksDiffer) and rank() != 0)
@@ -225,10 +235,10 @@ def _failed(message: str) -> CkptToolError:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process with an exit code: flushes its output, and runs no destructors.
+    """End this process with an exit code: flush its output, and run no destructors.
 
-    The work is done by now and the process group destroyed. Only the destructors of torch's
-    C++ threads would still run, and on a busy machine they were seen to abort a rank that had done its work
+    The work is done by now and the process group destroyed. Only the destructors of torch's C++ threads
+    would still run, and on a busy machine they were seen to abort a rank that had done its work
     ("terminate called without an active exception"), which makes torchrun report a failure.
     """
     with contextlib.suppress(OSError):  # `say` has reported what could not be written
@@ -238,7 +248,11 @@ def leave(code: int) -> NoReturn:
 
 
 def say(text: str) -> None:
-    """Prints a line at once. Raises CkptToolError if stdout can't be written: disk full, reader gone."""
+    """Print a line at once.
+
+    Raises:
+        CkptToolError: stdout can't be written: the disk is full, or the reader has gone.
+    """
     try:
         print(text, flush=True)
     except OSError as error:
@@ -246,7 +260,15 @@ def say(text: str) -> None:
 
 
 def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False) -> int:
-    """Prints an error as one line on stderr and returns its exit code."""
+    """Print an error as one line on stderr.
+
+    Args:
+        echo: wait first, because another rank reports it too.
+        as_json: also print it as one JSON object on stdout.
+
+    Returns:
+        Its exit code.
+    """
     if echo:
         time.sleep(PATIENCE)
     if os.environ.get("CKPTTOOL_DEBUG") == "1":

@@ -1,4 +1,4 @@
-"""Batches of given samples, loaded in this process or ahead of it by workers."""
+"""Batches of given samples, loaded in this process or ahead of time by other processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from train.data import Samples
 from train.launch import Place
+from train.samples import Samples
 
 
 def load(
@@ -21,12 +21,15 @@ def load(
     seed: int = 0,
     again: bool = False,
 ) -> DataLoader[Any]:
-    """Loads these batches of samples, in order.
+    """Return a loader of these batches of samples, in order.
 
     Args:
+        samples: a map-style data set.
+        batches: the indices of the samples of each batch.
+        place: of this rank; memory is pinned if it has a GPU.
         workers: loading processes; 0 to load in this process.
-        seed: with the worker's number, determines the random numbers that each worker draws.
-        again: the same batches will be loaded again, so the workers are kept.
+        seed: with the process's number, determines the random numbers that it draws.
+        again: keep the processes, because the same batches will be loaded again.
     """
     return DataLoader(
         samples,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
 from train.config import DataConfig
-from train.data import Samples, load
+from train.data import load
+from train.samples import Samples
 
 CLASSES = 10
 

@@ -1,4 +1,4 @@
-"""What in a checkpoint is not a tensor, in rows of name, type and value; and the names it mentions."""
+"""Everything in a checkpoint that is not a tensor, in rows of name, type and value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..tensors.dtypes import DTYPES
 from ..tensors.ref import TensorRef
 
 MAX_ITEMS = 16
-"""A list of at most so many plain values is shown as it is."""
+"""The most plain values that a list shows."""
 
 SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
@@ -32,7 +32,15 @@ NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i4": "i", "i8": "q", "u4
 
 @dataclass(frozen=True, slots=True)
 class OtherRow:
-    """Anything but a tensor. `value` is set when it is plain and short; `size` counts what is in it."""
+    """A value that is not a tensor.
+
+    Attributes:
+        name: its dotted path.
+        type: its type, as a person would call it.
+        value: the value, when it is plain and short.
+        has_value: whether `value` is set; it may be None itself.
+        size: the number of entries of a container.
+    """
 
     name: str
     type: str
@@ -42,7 +50,12 @@ class OtherRow:
 
 
 def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow]:
-    """Everything beside the tensors, as deep as names go; long lists and objects stay closed."""
+    """Yield everything beside the tensors, as deep as names go; long lists and objects stay closed.
+
+    Args:
+        checkpoint: the checkpoint.
+        state: its model's state, whose module versions are left out; None when it has none.
+    """
 
     def inside(value: object) -> Iterable[Entry] | None:
         if state is not None and value is state.container:
@@ -65,7 +78,7 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
 
 
 def _attributes(value: object) -> dict[object, object] | None:
-    """The attributes of an object that was pickled with a dict of them (argparse.Namespace and its like)."""
+    """Return the attributes of an object pickled with a dict of them, such as argparse.Namespace."""
     if isinstance(value, Record) and isinstance(value.state, dict) and not value.elements and not value.items:
         return value.state if all(isinstance(key, str) for key in value.state) else None
     return None
@@ -78,7 +91,7 @@ def _other(name: str, value: object) -> OtherRow:
 
 
 def _plain(value: object, levels: int = 2) -> object:
-    """The value when it is plain and short, else None. Lists may hold lists, `levels` deep."""
+    """Return a value when it is plain and short, else None; lists may hold lists, `levels` deep."""
     if isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() < 4096):
         return value
     if isinstance(value, str):
@@ -92,7 +105,7 @@ def _plain(value: object, levels: int = 2) -> object:
 
 
 def _number(value: Record) -> object:
-    """What a scalar of NumPy's holds, as a best score often is one; None of any other object."""
+    """Return the number in a scalar of NumPy, as a best score often is; None for any other object."""
     if value.type_name not in SCALARS:
         return None
     match value.args:
@@ -103,7 +116,7 @@ def _number(value: Record) -> object:
 
 
 def type_name(value: object) -> str:
-    """What a person would call the type of an inert value."""
+    """Return what a person would call the type of an inert value."""
     if isinstance(value, Record):
         name = value.type_name
         return name.rpartition(".")[2] if name in UNDERSTOOD else name

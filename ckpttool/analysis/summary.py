@@ -1,4 +1,4 @@
-"""What is in a checkpoint, for people and scripts; nothing is loaded."""
+"""The contents of a checkpoint in short, for people and scripts; no values are loaded."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from ..checkpoint.checkpoint import Checkpoint, State
 from ..checkpoint.dotted_names import Entry, contents
 from ..checkpoint.states import all_tensors, is_optimizer
 from ..errors import NoState
-from ..inert_pickle.known_names import unknown_names as unknown_names
+from ..inert_pickle.known_names import unknown_names
 from ..inert_pickle.values import in_brief, tensor_of
 from ..tensors.ref import TensorRef
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
 from .module_tree import Branch, outline
 from .optimizers import OptimizerRow, SchedulerRow, describe_optimizer, describe_scheduler
-from .other_values import OtherRow as OtherRow
-from .other_values import other_rows
+from .other_values import OtherRow, other_rows
 
 MAX_OPTIMIZERS = 16
-"""In a list so many are looked for."""
+"""The most entries of a list that are searched for optimizers."""
 
 
 class TensorRow(NamedTuple):
-    """A tensor by its dotted path in the file. `shared_with`: the first name that uses the same bytes."""
+    """A tensor by its dotted path in the file; `shared_with` is the first name that uses the same bytes."""
 
     name: str
     dtype: str
@@ -37,7 +36,7 @@ class TensorRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """Some tensors: how many of each element type and device, and their bytes; what is tied counts once."""
+    """A group of tensors: how many of each element type and device, and their bytes, ties counted once."""
 
     dtypes: Mapping[str, int]
     devices: Mapping[str, int]
@@ -45,6 +44,7 @@ class Kinds:
 
     @property
     def count(self) -> int:
+        """The number of tensors."""
         return sum(self.dtypes.values())
 
 
@@ -53,16 +53,21 @@ class Summary:
     """A file at a glance.
 
     Attributes:
+        path, format, nbytes: of the file.
         state: dotted path of the model's state, `""` for the file itself, None when there is none.
-        model: the class of the pickled model that the state was found in; None where it is a dict.
-        other_states: further dicts of tensors that could be meant.
-        keys: number of tensors in the state.
-        parameters: number of elements in the state's tensors, without BatchNorm's statistics.
+        model: the class of the pickled model that holds the state; None when a dict does.
+        other_states: further dicts of tensors that a user may have meant.
+        keys: the number of tensors in the state.
+        parameters: the number of elements in the state's tensors, without BatchNorm's statistics.
+        prefixes: wrappers' prefixes on the state's keys.
         modules: the state's modules as a tree.
         ties: names in the state that are one tensor.
         here, beside: the tensors of the state, and all the others.
         unused: bytes of storages that no tensor uses.
-        unknown: names that the file's pickle mentions and that are not understood here; never imported.
+        optimizers, schedulers: those found, in short.
+        other: everything that is not a tensor.
+        unknown: names in the file's pickle that are not understood here; never imported.
+        metadata: the texts of a safetensors header.
     """
 
     path: str
@@ -87,13 +92,14 @@ class Summary:
 
 
 def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
-    """Describes a checkpoint.
+    """Return a checkpoint in short.
 
     Args:
+        checkpoint: the checkpoint.
         state: dotted path of the model's state; found when None.
 
     Raises:
-        NoState: `state` was given and is not there.
+        NoState: there is no state at `state`.
     """
     try:
         found = checkpoint.state(state)
@@ -137,7 +143,7 @@ def _prefixes(checkpoint: Checkpoint, state: State) -> list[FoundPrefix]:
 
 
 def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
-    """Names that are one tensor: other views of one storage are none."""
+    """Yield the names that are one tensor; other views of one storage are not ties."""
     storages: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         storages.setdefault(id(tensor.storage), []).append(name)
@@ -150,7 +156,7 @@ def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
 
 
 def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[TensorRef]:
-    """The tensors that are elsewhere than directly in the state."""
+    """Yield the tensors that are not directly in the state."""
 
     def inside(value: object) -> Iterable[Entry] | None:
         return state.others.items() if state is not None and value is state.container else contents(value)
@@ -159,11 +165,12 @@ def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[TensorRef]
 
 
 class _Looks:
-    """The bytes that some tensors use. Most have their own storage, and few forms: they are counted by form.
+    """The bytes that some tensors use, counted by form: most have their own storage, and forms are few.
 
     Attributes:
-        alone: one tensor for each form, and how many have it, of those with a storage of their own.
-        shared: the others, by the storage that they share.
+        alone: one tensor of each form with the number of tensors that have it, of those with their own
+            storage.
+        shared: the other tensors, by the storage that they share.
     """
 
     def __init__(self, tensors: Iterable[TensorRef]) -> None:
@@ -193,7 +200,7 @@ class _Looks:
         return Kinds(dict(dtypes.most_common()), dict(devices.most_common()), nbytes)
 
     def unused(self) -> int:
-        """Bytes of storages that none of the tensors uses, gaps between a view's elements aside."""
+        """Return the bytes of storages that no tensor uses, without gaps between a view's elements."""
         used = 0
         for tensor, count in self.alone:
             begin, stop = tensor.span
@@ -208,7 +215,7 @@ class _Looks:
 
 
 def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[SchedulerRow, ...]]:
-    """Optimizers and schedulers among what a file holds at the top, or in lists and dicts at the top."""
+    """Return the optimizers and schedulers at the top of a file, or in dicts and lists at its top."""
     optimizers: list[OptimizerRow] = []
     schedulers: list[SchedulerRow] = []
     inside = dict, list  # not `dict | list`, which would be made anew for every tensor
@@ -235,7 +242,11 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
 
 
 def tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
-    """Every tensor of a file, in the file's order."""
+    """Yield every tensor of a file, in the file's order.
+
+    Raises:
+        Unsupported: the dotted names need too much memory.
+    """
     first: dict[int, str] = {}
     for name, tensor in checkpoint.tensors():
         owner = first.setdefault(id(tensor.storage), name)

@@ -1,4 +1,4 @@
-"""What was read from a file, and finding the model's state in it."""
+"""A checkpoint as it was read: the tree of values, and the model's state found in it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 from ..errors import Damaged, NoState, Refused, Unsupported
 from ..inert_pickle.values import OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
 from ..tensors.ref import Source, Storage, TensorRef
-from .dotted_names import MAX_NAMES, Entry, Path, TooManyNames, contents, named_values
-from .dotted_names import dotted as dotted
+from .dotted_names import MAX_NAMES, Entry, Path, TooManyNames, contents, dotted, named_values
 from .pickled_modules import BadModules, is_module, named
 from .states import all_tensors, candidates, follow, is_offered, is_state, likelihood, path_of
-from .states import is_optimizer as is_optimizer
 
 if TYPE_CHECKING:
     import torch
 
 OF_TORCH = {"format": "pt"}
-"""Metadata that transformers writes into each safetensors header. Several of its versions 4 refuse a header
-with any metadata and without this."""
+"""The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
+header that has metadata but not this entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +28,13 @@ class State:
     """A model's state as a file holds it.
 
     Attributes:
-        path: the keys that lead to the state in the file; none when the file itself is the state.
-        container: the dict in the checkpoint's tree; of a pickled model, one that was made of it.
-        tensors: name -> tensor, in the file's order; names as in the file.
-        others: entries that are not tensors (`_extra_state`, counters kept as plain numbers).
-        versions: torch's `_metadata`, module path -> {'version': …}; None where the file has none.
-        module: the pickled model that the state was found in; None where it is a dict of its own.
+        path: the keys that lead from the top of the file to the state; empty when the file itself is the
+            state.
+        container: the dict in the checkpoint's tree; for a pickled model, the dict made from its modules.
+        tensors: name -> tensor, in the file's order and under the file's names.
+        others: the entries that are not tensors (`_extra_state`, counters kept as plain numbers).
+        versions: torch's `_metadata`, module path -> {'version': …}; None when the file has none.
+        module: the pickled model that holds the state; None when the state is a dict.
     """
 
     path: Path
@@ -50,17 +49,18 @@ class State:
 
     @property
     def where(self) -> str:
-        """The dotted path, `""` when the file itself is the state."""
+        """The dotted path; `""` when the file itself is the state."""
         return dotted(self.path)
 
     def load(self) -> dict[str, torch.Tensor]:
-        """The tensors as torch tensors on the CPU, mapped from the file: nothing is read until it is used.
+        """Return the tensors as torch tensors on the CPU, mapped from the file. Imports torch.
 
-        Writing to them changes memory, never the file. Names that share memory in the file share it here.
-        Imports torch.
+        Values are read when they are first used. Writing to a tensor changes memory, never the file. Names
+        that share memory in the file share it here.
 
         Raises:
-            Unsupported: an element type that this torch does not have.
+            Unsupported: the installed torch lacks the element type of a tensor.
+            Unreadable: the checkpoint was closed.
         """
         from ..tensors.to_torch import live_tensors
 
@@ -68,27 +68,28 @@ class State:
 
     @property
     def anchor(self) -> object:
-        """What holds the state in the checkpoint's tree: the dict, or the pickled model."""
+        """The object in the checkpoint's tree that holds the state: the dict, or the pickled model."""
         return self.container if self.module is None else self.module
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A file, or a folder of them, that was read: its tree of values, with each tensor as a place in a file.
+    """A file, or a folder of files, as it was read: a tree of values, each tensor a place in a file.
 
-    Use it as a context manager, or let it go: a file is closed with the last tensor that refers to it.
+    Use it as a context manager, or drop it: a file is closed with the last tensor that refers to it.
 
     Attributes:
-        source: the open file; in a folder the one that says what is in the others.
-        format: its name, as cli.md lists them: `torch-zip`, `safetensors`, …
-        tree: what the file holds, in the values of `inert`.
-        protocol: the pickle protocol it was read under; 2 where there was no pickle.
+        source: the open file; of a folder, the file that lists the others.
+        format: the name of the format, such as `torch-zip` or `safetensors`.
+        tree: the contents, in the inert values of `inert_pickle.values`.
+        protocol: the protocol of the pickle it was read from; 2 when there was no pickle.
         metadata: the text-to-text map of a safetensors header.
         shards: the other open files of a folder.
-        unread: what the file holds and the tree can't, in words: the code of a TorchScript archive.
-        opened: pickled objects that a change put a dict of tensors in place of, as `model (package.Class)`: a
-            format that could hold the object must not silently be given the dict.
-        full: a format of tensors held a whole checkpoint (`--full`); what is made from it does so again.
+        unread: contents of the file that the tree can't hold, in words, such as the code of a TorchScript
+            archive.
+        opened: pickled objects that a transform replaced by a dict of tensors, as `model (package.Class)`. A
+            format that could hold the object refuses to be given the dict instead.
+        full: a tensor format held a whole checkpoint (`--full`); outputs made from it hold the whole again.
     """
 
     source: Source
@@ -106,12 +107,12 @@ class Checkpoint:
 
     @property
     def path(self) -> str:
-        """The file's name as it was given."""
+        """The file's name as the caller gave it."""
         return self.source.path
 
     @property
     def nbytes(self) -> int:
-        """Size of the file, or of all of a folder's that were read."""
+        """The size in bytes of the file, or of all files of the folder."""
         return self.source.size + sum(shard.size for shard in self.shards)
 
     def __enter__(self) -> Checkpoint:
@@ -123,19 +124,29 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Closes the files; their tensors can't be read after."""
+        """Close the files. Their tensors can't be read afterwards."""
         for source in (self.source, *self.shards):
             source.close()
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
-        """Every tensor of the file with its dotted path, in the file's order."""
+        """Yield every tensor of the file with its dotted path, in the file's order.
+
+        Raises:
+            Unsupported: the dotted paths together would fill the memory.
+        """
         for path, value in self.named(contents):
             tensor = tensor_of(value)
             if tensor is not None:
                 yield dotted(path), tensor
 
     def storages(self) -> Iterator[tuple[str, Storage]]:
-        """Every storage that the tree refers to, by the dotted path of what refers to it; some repeatedly."""
+        """Yield every storage with the dotted path of the tensor that uses it.
+
+        A storage that several tensors share is yielded once for each of them.
+
+        Raises:
+            Unsupported: the dotted paths together would fill the memory.
+        """
         for path, value in self.named(contents):
             tensor = tensor_of(value)
             if tensor is not None:
@@ -144,10 +155,13 @@ class Checkpoint:
                 yield dotted(path), value
 
     def named(self, inside: Callable[[object], Iterable[Entry] | None]) -> Iterator[tuple[Path, object]]:
-        """Every value with its path, as `named_values` gives them.
+        """Yield every value with its path, as `named_values` does.
+
+        Args:
+            inside: returns the entries of a container, or None for a value not to be entered.
 
         Raises:
-            Unsupported: the file repeats long names so often that they would fill the memory.
+            Unsupported: the dotted paths together would fill the memory.
         """
         try:
             yield from named_values(self.tree, inside, MAX_NAMES + 64 * self.nbytes)
@@ -155,18 +169,19 @@ class Checkpoint:
             raise Unsupported(self.path, "its dotted names need too much memory") from None
 
     def states(self) -> list[Path]:
-        """The paths of everything that could be a model's state, the likeliest first."""
+        """Return the paths of everything that could be a model's state, the likeliest first."""
         found = list(candidates(self.tree))
         return sorted(found, key=self._likelihood) if len(found) > 1 else found
 
     def state(self, where: str | None = None) -> State:
-        """The model's state.
+        """Return the model's state.
 
         Args:
-            where: its dotted path; found when None.
+            where: its dotted path; None takes the likeliest state of the file.
 
         Raises:
-            NoState: there is none, or none at `where`; the hint names those there are.
+            NoState: the file holds no dict of tensors, or none at `where`; the hint lists those it has.
+            Damaged: the state is a pickled model whose modules contain themselves.
         """
         found = self.states()
         if where is None and not found:
@@ -175,7 +190,7 @@ class Checkpoint:
                 "holds no dict of tensors, so no model's state",
                 hint=f"see what is in it: ckpttool inspect {shlex.quote(self.path)}",
             )
-        # A dotted name may fit several paths; among those that are states the likeliest is meant.
+        # Keys may contain dots, so one dotted name may fit several paths: take the likeliest state.
         path = next((path for path in found if where in (None, dotted(path))), None)
         if path is None:
             path = path_of(self.tree, str(where))
@@ -190,12 +205,12 @@ class Checkpoint:
         return make_state(path, container, value if isinstance(value, Record) else None)
 
     def other_states(self, taken: Path | None) -> list[str]:
-        """The dotted paths of what could be meant instead of the state taken, the likeliest first."""
+        """Return the dotted paths of the states not taken that a user may have meant, the likeliest first."""
         paths = (path for path in self.states() if path != taken)
         return [dotted(path) for path in paths if is_offered(path, follow(self.tree, path))]
 
     def outside(self, state: State) -> tuple[str, ...]:
-        """What there is beside a state, by the shortest dotted names that say it."""
+        """Return the names of everything outside a state, each as the shortest dotted path that covers it."""
         names: list[str] = []
         value, path = self.tree, ""
         for step in state.path:
@@ -205,14 +220,16 @@ class Checkpoint:
         return tuple(names)
 
     def changed(self, state: State, change: Callable[[object], object]) -> Checkpoint:
-        """A checkpoint whose tree is a copy as `inert.rebuild` makes it, with the state's dict in its place.
+        """Return a checkpoint with a changed copy of the tree; `change` sees the state's dict in its place.
 
         Args:
-            change: gets each container once, the state's too. Where the state was found in a pickled model
-                the dict takes the model's place, and `opened` says so.
+            state: a state of this checkpoint.
+            change: called once for each container, and for the state's dict; returns it or its replacement.
+                When the state belongs to a pickled model, its dict takes the model's place, and `opened`
+                says so.
 
         Raises:
-            Refused: nested too deeply to be copied.
+            Refused: the tree is nested too deeply to be copied.
         """
 
         def at(value: object) -> object:
@@ -224,14 +241,21 @@ class Checkpoint:
         return replace(self.rebuilt(at), opened=opened)
 
     def rebuilt(self, change: Callable[[object], object]) -> Checkpoint:
-        """A checkpoint whose tree is a copy as `inert.rebuild` makes it. Raises Refused."""
+        """Return a checkpoint with a copy of the tree as `inert_pickle.values.rebuild` makes it.
+
+        Args:
+            change: called once for each container; returns it or its replacement.
+
+        Raises:
+            Refused: the tree is nested too deeply to be copied.
+        """
         try:
             return replace(self, tree=rebuild(self.tree, change))
         except (TooDeep, RecursionError):
             raise Refused(self.path, "its contents are nested too deeply to be copied") from None
 
     def _container(self, value: object) -> dict[object, object] | None:
-        """A state as a dict: itself, or made of a pickled model. Raises Damaged."""
+        """Return a state as a dict: the value itself, or the state dict of a pickled model."""
         if isinstance(value, dict) or not is_module(value):
             return value if isinstance(value, dict) else None
         try:
@@ -252,7 +276,13 @@ class Checkpoint:
 
 
 def make_state(path: Path, container: dict[object, object], module: Record | None = None) -> State:
-    """A dict as a state: its tensors, and apart from them the rest."""
+    """Return a dict as a state, its tensors apart from its other entries.
+
+    Args:
+        path: the keys that lead to the dict.
+        container: the dict.
+        module: the pickled model that the dict was made from; None when the file holds the dict itself.
+    """
     tensors: dict[str, TensorRef] = {}
     others: dict[str, object] = {}
     if {*map(type, container)} <= {str} and all_tensors(container.values()):

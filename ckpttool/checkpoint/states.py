@@ -1,4 +1,4 @@
-"""Where in a tree a model's state may be: dicts of tensors by name, and pickled models."""
+"""Places of a model's state in a tree: dicts of tensors by name, and pickled models."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ..tensors.ref import TensorRef
 from .dotted_names import Path
 from .pickled_modules import is_module
 
-# Where checkpoints keep the model's state, the likelier first. Copies that an average keeps come last: they
-# are asked for by name.
+# Keys under which checkpoints keep the model's state, the likelier first. Averages come last: users ask for
+# them by name.
 STATE_NAMES = (
     "state_dict",
     "model_state_dict",
@@ -32,24 +32,24 @@ STATE_NAMES = (
 )
 
 BUFFERS = MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
-"""BatchNorm's buffers: in a model's state, and not parameters."""
+"""The buffers of BatchNorm: part of a model's state, but not parameters."""
 
 LEVELS = 4
-"""How deep a state may be nested: the file itself, and three levels below."""
+"""Levels that are searched for states: the file itself and three below it."""
 
 
 def is_state(value: dict[object, object]) -> bool:
-    """Whether a dict has a tensor directly inside, and only text for keys."""
+    """Return whether a dict has a tensor directly inside and only text for keys."""
     return any(tensor_of(item) is not None for item in value.values()) and {*map(type, value)} == {str}
 
 
 def all_tensors(values: Iterable[object]) -> bool:
-    """Whether values are tensors and nothing else, as in most states: decided in a tenth of a loop's time."""
+    """Return whether all values are tensors, in a tenth of the time that a loop takes."""
     return {*map(type, values)} == {TensorRef}
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether a value is the state dict of an optimizer."""
+    """Return whether a value is an optimizer's state dict."""
     return isinstance(value, dict) and "param_groups" in value and "state" in value
 
 
@@ -83,7 +83,14 @@ def candidates(root: object) -> Iterator[Path]:
 
 
 def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> tuple[int, int, int]:
-    """Smaller is likelier: a known name, else a file that is mostly tensors, else the most bytes."""
+    """Return a sort key for a candidate, smaller is likelier.
+
+    A known name comes first, then a file that is mostly tensors, then the most bytes.
+
+    Args:
+        path: the candidate's path.
+        container: returns its dict; called only when the path does not decide.
+    """
     ranks = [STATE_NAMES.index(name.lower()) for name in path if name.lower() in STATE_NAMES]
     if ranks:
         return 0, max(ranks), len(path)
@@ -108,7 +115,7 @@ def is_offered(path: Path, value: object) -> bool:
 
 
 def follow(root: object, path: Path) -> object:
-    """The value at a path; None where there is none."""
+    """Return the value at a path; None when there is none."""
     value = root
     for name in path:
         value = value[name] if isinstance(value, dict) else None
@@ -116,7 +123,10 @@ def follow(root: object, path: Path) -> object:
 
 
 def path_of(root: object, where: str) -> Path | None:
-    """The keys behind a dotted path; keys may hold dots themselves, so every split is tried once."""
+    """Return the path behind a dotted name; None when there is none.
+
+    Keys may contain dots, so every way to split the name is tried, each once.
+    """
     tried: set[tuple[int, str]] = set()
     stack: list[tuple[Path, object, str]] = [((), root, where + "." if where else "")]
     while stack:

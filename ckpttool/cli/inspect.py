@@ -1,4 +1,4 @@
-"""ckpttool inspect"""
+"""The command `ckpttool inspect`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from . import options
 from .console import Console, terminal_width
 
 if TYPE_CHECKING:
+    from ..analysis.other_values import OtherRow
     from ..analysis.stats import Stats
-    from ..analysis.summary import OtherRow, Summary, TensorRow
+    from ..analysis.summary import Summary, TensorRow
     from ..checkpoint.checkpoint import Checkpoint
 
 
@@ -63,7 +64,7 @@ def command(
 
 
 def _lines() -> int:
-    """Modules that there is room for beside the facts."""
+    """Return how many lines of modules fit on the terminal beside the facts."""
     return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
 
 

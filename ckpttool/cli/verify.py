@@ -1,4 +1,4 @@
-"""ckpttool verify"""
+"""The command `ckpttool verify`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def command(file: str, against: str | None, finite: bool, state: str | None, **g
     with ExitStack() as stack:
         checkpoint = stack.enter_context(formats.open(file))
         other = stack.enter_context(formats.open(against)) if against else None
-        passes = 2 * checkpoint.nbytes + (checkpoint.nbytes + other.nbytes if other else 0)
+        passes = (3 if other else 2) * checkpoint.nbytes
         with console.progress(passes, "reading") as progress:
             found = verify(checkpoint, against=other, state=state, finite=finite, progress=progress)
         _report(console, file, checkpoint.format, against, found)

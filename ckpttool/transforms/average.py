@@ -1,4 +1,4 @@
-"""The mean of several checkpoints: a model whose every number is the mean of theirs."""
+"""The mean of several checkpoints, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -25,21 +25,20 @@ BLOCK = 1 << 16
 """Elements averaged at a time."""
 
 WORKERS = 1
-"""Threads beside the one that writes: each step of a mean is so short that more of them only wait for the
-GIL."""
+"""Threads beside the one that writes. Each step of a mean is so short that more only wait for the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """What was averaged.
+    """The outcome of an average.
 
     Attributes:
-        files: how many.
+        files: the number of inputs.
         averaged: names of the tensors that hold means.
-        kept: names of integers and booleans that were the same in all files.
-        taken: names of integers and booleans that differ, and are those of the last file.
-        statistics: names of BatchNorm's running statistics among the means: a model that is an average has
-            others of its own, which only data can give.
+        kept: names of integer and boolean tensors that are the same in all files.
+        taken: names of integer and boolean tensors that differ, and are taken from the last file.
+        statistics: names of BatchNorm's running statistics among the means. An averaged model has others of
+            its own, which only data can give.
     """
 
     files: int
@@ -52,21 +51,21 @@ class Averaged:
 def average(
     checkpoints: Sequence[Checkpoint], *, weights: Sequence[float] | None = None, state: str | None = None
 ) -> tuple[Checkpoint, Averaged]:
-    """A checkpoint of only the model's state, whose values are the means, computed when they are written.
+    """Return a checkpoint of the model's state alone, whose values are means, computed when they are written.
 
-    Floats and complex numbers are added in pairs of float64 and rounded once, half to even; `mean`
-    says what that guarantees. Integers and booleans (BatchNorm's counters) are never averaged: where the
-    files differ, the last one's are taken. Names that share a tensor in every file share it here.
+    Floats and complex numbers are added in pairs of float64 and rounded once, half to even; `mean` states
+    what that guarantees. Integers and booleans, such as BatchNorm's counters, are never averaged: when the
+    files differ, the last one's are taken. Names that share a tensor in every file share it in the result.
 
     Args:
-        checkpoints: two or more, kept open until the result is saved.
+        checkpoints: two or more, to be kept open until the result is saved.
         weights: one per checkpoint, at least 0, not all 0; all equal when None.
         state: dotted path of the model's state in each; found when None.
 
     Raises:
-        UsageFault: fewer than two checkpoints, or invalid weights.
-        Refused: names, types or shapes differ, or a type that can't be averaged.
-        NoState.
+        UsageFault: fewer than two checkpoints, or malformed weights.
+        Refused: names, types or shapes differ, or a tensor's type can't be averaged.
+        NoState: a checkpoint holds no state, or none at `state`.
     """
     shares = _checked(weights, len(checkpoints))
     states = [checkpoint.state(state) for checkpoint in checkpoints]
@@ -108,7 +107,7 @@ def _require_same(one: Checkpoint, a: State, other: Checkpoint, b: State) -> Non
 
 
 class _Averaging:
-    """One average: what became of each tensor, and the storages that names share."""
+    """The work of one average: the outcome for each tensor, and the storages that names share."""
 
     def __init__(self, states: list[State], weights: list[float]) -> None:
         self.states, self.weights = states, weights
@@ -118,7 +117,7 @@ class _Averaging:
         self.storages: dict[tuple[object, ...], Storage] = {}
 
     def entry(self, name: str, value: object) -> object:
-        """What the result has for an entry of the last file's state."""
+        """Return the result's value for an entry of the last file's state."""
         tensor = tensor_of(value)
         if tensor is None:
             return value
@@ -161,7 +160,7 @@ def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
 def _means(
     inputs: list[TensorRef], weights: list[float], part: DType, start: int, nbytes: int
 ) -> Iterator[memoryview]:
-    """A stretch of the means' bytes; where the inputs are contiguous nothing before it is read."""
+    """Yield a stretch of the means' bytes; of contiguous inputs, nothing before it is read."""
     if all(each.is_contiguous for each in inputs):
         flat = [_stretch(each, start, nbytes) for each in inputs]
         start = 0
@@ -178,7 +177,7 @@ def _means(
 
 
 def _swapped(piece: memoryview, part: DType) -> memoryview:
-    """In the order of bytes of the last file, in which all storages of an output must agree."""
+    """Return a big-endian piece, as the last file's storages are: a file has one byte order."""
     import numpy as np
 
     return memoryview(np.frombuffer(piece, dtype=f"<u{part.itemsize}").byteswap().view("u1"))

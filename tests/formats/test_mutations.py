@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.analysis.summary import summarize
 from ckpttool.analysis.verify import verify
-from ckpttool.checkpoint import full_json
+from ckpttool.checkpoint import full_encoding
 from ckpttool.errors import CkptToolError
 from ckpttool.files.digest import digest
 from tests.support.every_format import as_tar
@@ -109,7 +109,7 @@ def put(kind: str, path: Path, changed: dict[str, bytes]) -> None:
 
 
 def contents(checkpoint: ckpttool.Checkpoint) -> tuple[str, str]:
-    return digest(dict(checkpoint.tensors())), full_json.encode(checkpoint.tree).text
+    return digest(dict(checkpoint.tensors())), full_encoding.encode(checkpoint.tree).text
 
 
 @functools.cache

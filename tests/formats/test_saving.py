@@ -28,7 +28,7 @@ from ckpttool.formats.safetensors import format as safetensors
 from ckpttool.formats.zip.reader import read_directory
 from ckpttool.tensors.cast import target
 from ckpttool.tensors.ref import ByteRange, TensorRef
-from ckpttool.transforms import average
+from ckpttool.transforms.average import average
 from ckpttool.transforms.keys import add_prefix, strip_prefix
 from ckpttool.transforms.selection import cast
 from tests.support.comparing import assert_same, values

@@ -13,7 +13,7 @@ from ckpttool.batchnorm.pooling import pool
 from ckpttool.distributed import collectives
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
-from train import checkpoints, flags, models, preflight
+from train import flags, models, preflight, resuming, saving
 from train.config import TrainConfig
 from train.launch import Place
 
@@ -79,19 +79,19 @@ def train_as_torch_converted_it(rank: int, world_size: int) -> Any:
     return state(trainer.ddp.module)
 
 
-def test_a_model_that_torch_has_converted_trains_on_a_cpu_too(run_ranks: Any) -> None:
+def test_a_model_that_torch_has_converted_trains_on_a_cpu(run_ranks: Any) -> None:
     expected = reference(60, 12, epochs=1)
     for ours in run_ranks(2, train_as_torch_converted_it):
         assert all(torch.allclose(ours[name], tensor, atol=1e-9) for name, tensor in expected.items())
 
 
-def test_plain_does_not_so_that_the_test_above_can_fail(run_ranks: Any) -> None:
+def test_plain_does_not_follow_the_one_process_run(run_ranks: Any) -> None:
     expected = reference(60, 12, epochs=4)
     ours, _, _ = run_ranks(2, train, 60, 4, {"batch_size": 12})[0]
     assert not torch.allclose(ours["0.weight"], expected["0.weight"], rtol=0, atol=1e-3)
 
 
-def test_ranks_with_fewer_passes_of_an_accumulated_batch_come_through_as_often(run_ranks: Any) -> None:
+def test_ranks_with_fewer_passes_of_an_accumulated_batch_stay_equal(run_ranks: Any) -> None:
     settings = {"batchnorm": "sync", "batch_size": 5, "accumulate": 3}
     (one, _, _), (other, _, _) = run_ranks(2, train, 10, 2, settings)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -104,7 +104,7 @@ def pool_and_keep(rank: int, world_size: int) -> Any:
     trainer = make_trainer(rank, world_size, 30, batchnorm="pooled", batch_size=10)
     trainings.finish_epoch(trainer)
     own, met = state(trainer.ddp.module), dict(trainer.statistics.met)
-    saved = checkpoints.capture(trainer)
+    saved = saving.capture(trainer)
     trainer.evaluate()
     return own, met, saved["model"], state(trainer.ddp.module), saved["statistics"]
 
@@ -135,14 +135,14 @@ def go_on(rank: int, world_size: int, stop: int | None) -> Any:
     trainer = make_trainer(rank, world_size, 60, **settings)
     for step, _ in enumerate(trainer.steps(), 1):
         if step == stop:
-            saved = copy.deepcopy(checkpoints.capture(trainer))
+            saved = copy.deepcopy(saving.capture(trainer))
             trainer = make_trainer(rank, world_size, 60, **settings)
-            checkpoints.restore(trainer, saved)
+            resuming.restore(trainer, saved)
             trainer.evaluate()
             for _ in trainer.steps():
                 pass
             break
-    return checkpoints.capture(trainer)["digests"]["model"]
+    return saving.capture(trainer)["digests"]["model"]
 
 
 def test_a_pooled_run_that_goes_on_is_the_run_that_never_stopped(run_ranks: Any) -> None:
@@ -212,7 +212,7 @@ class Mine(nn.BatchNorm2d):
 def check(
     model: nn.Module, world_size: int = 2, *, samples: int = 12, device: str = "cpu", **settings: Any
 ) -> None:
-    """On what would be trained on: the check itself looks at the model on the CPU, wherever that is."""
+    """Run the preflight check for a device; the check itself runs the model on the CPU."""
     data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
     place = Place(0, world_size, "gloo", torch.device(device))
     preflight.check(TrainConfig(scheduler="none", **settings), data, model, place)
@@ -233,7 +233,7 @@ def test_a_layer_that_can_not_be_synchronised_is_refused_by_name() -> None:
     check(net, batchnorm="pooled", batch_size=4)
 
 
-def test_the_layers_of_torch_that_need_a_gpu_are_refused_on_a_cpu_with_what_trains_there() -> None:
+def test_torchs_layers_that_need_a_gpu_are_refused_on_a_cpu_with_a_hint() -> None:
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
     with pytest.raises(UsageFault, match="works only on GPUs") as fault:
         check(net, batchnorm="plain", batch_size=4)
@@ -245,7 +245,7 @@ class Torchs(nn.SyncBatchNorm):
     pass
 
 
-def test_one_derived_from_them_is_refused_there_under_sync_too() -> None:
+def test_a_class_derived_from_torchs_syncbatchnorm_is_refused_on_a_cpu() -> None:
     net = make_net()
     net[1] = Torchs(4).double()
     with pytest.raises(UsageFault, match="works only on GPUs") as fault:
@@ -269,7 +269,7 @@ def test_torchs_own_layers_need_every_rank_on_gpus_whatever_the_flag() -> None:
         check(net, samples=13, batch_size=4, device="cuda")
 
 
-def test_ranks_that_come_through_torchs_layers_less_often_than_others_are_refused_on_gpus() -> None:
+def test_ranks_that_pass_through_torchs_layers_less_often_than_others_are_refused_on_gpus() -> None:
     """A batch of 5 on 2 ranks in 3 passes: 3 samples in 3, and 2 in 2."""
     fitting = {"batchnorm": "sync", "samples": 10, "batch_size": 5}
     check(make_net(), **fitting, accumulate=3)
@@ -279,14 +279,14 @@ def test_ranks_that_come_through_torchs_layers_less_often_than_others_are_refuse
     assert fault.value.hint == "give another --batch-size or --accumulate"
 
 
-def test_a_model_that_torch_has_converted_is_tried_under_sync() -> None:
+def test_a_model_that_torch_has_converted_is_tried_before_training() -> None:
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
     net[7] = nn.Linear(17, 10).double()
     with pytest.raises(UsageFault, match="does not take the 1×6×6 samples"):
         check(net, batchnorm="sync", batch_size=4)
 
 
-def test_a_model_compiled_as_one_graph_is_refused_under_pooled_which_counts_outside_of_it() -> None:
+def test_a_model_compiled_as_one_graph_is_refused_under_pooled() -> None:
     torch._dynamo.reset()
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
     compiled = torch.compile(net, backend="eager", fullgraph=True)

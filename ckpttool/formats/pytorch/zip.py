@@ -65,7 +65,7 @@ def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
     for key, storage in enumerate(storages):
         archive.copy(f"data/{key}", storage.data, storage.crc32)
     archive.write("version", b"3\n")
-    archive.write(".data/serialization_id", _serialization_id(pickle, archive.directory))
+    archive.write(".data/serialization_id", _serialization_id(pickle, archive.directory()))
     archive.close()
 
 
@@ -82,7 +82,7 @@ def _common_byteorder(checkpoint: Checkpoint, storages: list[Storage]) -> str:
     return orders.pop() if orders else "little"
 
 
-def _serialization_id(pickle: bytes, directory: bytes | bytearray) -> bytes:
+def _serialization_id(pickle: bytes, directory: bytes) -> bytes:
     """40 digits that are the same for the same contents, as torch's are; readers only compare them."""
     import hashlib  # loads OpenSSL, which most commands do without
 

@@ -431,8 +431,8 @@ def test_all_objects_are_named_at_once_and_the_ways_out(cli: Callable[..., Any],
         ran = cli(*words, *more)
         assert ran.code == 3
         assert (
-            "holds objects: 'best' (argparse.Namespace), 'run.args' (test_dcp.Own), 'list.0.o' "
-            "(test_dcp.Own), 't.0' (test_dcp.Own) and 1 more; objects are never created from a file here"
+            f"holds objects: 'best' (argparse.Namespace), 'run.args' ({__name__}.Own), 'list.0.o' "
+            f"({__name__}.Own), 't.0' ({__name__}.Own) and 1 more; objects are never created from a file here"
             in ran.err
         )
         assert "hint: keep everything with convert --full, or leave out" in ran.err
@@ -480,9 +480,9 @@ def test_two_paths_that_become_one_are_refused(tmp_path: Path) -> None:
 
 def test_what_dcp_drops_is_known(tmp_path: Path) -> None:
     torch.save({**training(), "nothing": {}, "deep": {"l": [], "e": {}}}, tmp_path / "in.pt")
-    tree = ckpttool.open(tmp_path / "in.pt").tree
-    assert ours.lost(tree) == ["model._metadata", "nothing", "deep.e"]
-    assert ours.with_keys_made_text(tree) == ["optimizer.state"]
+    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    assert ours.lost(checkpoint) == ("model._metadata", "nothing", "deep.e")
+    assert ours.with_keys_made_text(checkpoint) == ("optimizer.state",)
 
 
 def test_keys_that_become_text_are_told_and_a_command_makes_them_numbers_again(

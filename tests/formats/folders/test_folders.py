@@ -1,4 +1,4 @@
-"""Outputs that are folders: which format they get, and what they are never put in place of."""
+"""Outputs that are folders: which format they get, and what they never replace."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.files import commit_folder
 from tests.support.running import Ran
 
 Cli = Callable[..., Ran]
@@ -151,6 +152,42 @@ def test_the_other_files_of_a_folder_that_is_changed_in_place_stay(
     assert (folder / "config.json").read_text() == "{}"
     assert os.readlink(folder / "vocab.txt") == "../vocabulary"
     assert sorted(os.listdir(tmp_path)) == ["d", "in.pt", "vocabulary"]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_file_that_another_process_puts_there_while_the_folder_is_written_stays(
+    kind: str, in_place: bool, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    sync_folder = commit_folder.sync_folder
+
+    def meanwhile(path: str) -> None:
+        (folder / "trainer_state.json").write_text("{}")
+        sync_folder(path)
+
+    monkeypatch.setattr(commit_folder, "sync_folder", meanwhile)
+    ran = cli("strip-prefix", folder if in_place else tmp_path / "in.pt", folder, "--force")
+    assert ran.code == 0
+    assert (folder / "trainer_state.json").read_text() == "{}"
+    assert "put into the folder by another process meanwhile, and kept: trainer_state.json\n" in ran.err
+
+
+def test_what_can_not_be_removed_of_the_old_folder_is_named(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "unlink", refuses)
+    ran = cli("strip-prefix", folder, folder, "--force")
+    assert ran.code == 0
+    (left,) = (name for name in os.listdir(tmp_path) if name.startswith(".d."))
+    assert f"could not be removed: {tmp_path}/{left} (operation not permitted)\n" in ran.err
+    ran = cli("add-prefix", folder, folder, "--force", "--json")
+    assert left in ran.json["not_removed"][-1] or left in ran.json["not_removed"][0]
 
 
 @pytest.mark.parametrize("what", ["a folder", "a link that leads nowhere"])
