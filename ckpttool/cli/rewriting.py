@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageFault
 from .console import Console, counted, printable, show_bytes
 from .options import console as console_of
+from .states import note_state
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -88,7 +89,7 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
         if _keeps_everything(options, outcome, new, choices):
             _refuse_state(options)
         elif not choices.get("full"):
-            _say_where(console, checkpoint, options["state"])
+            note_state(console, checkpoint, options["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
         with console.bar("writing") as bar:
@@ -127,15 +128,6 @@ def _refuse_state(options: Mapping[str, Any]) -> None:
             f"{output}: gets everything in the input, so --state '{state}' would have no effect",
             hint=f"for that state alone: {shlex.join(words)}",
         )
-
-
-def _say_where(console: Console, checkpoint: Checkpoint, asked: str | None) -> None:
-    """Note which state was chosen, if there are others."""
-    taken = next(iter(checkpoint.states()), None) if asked is None else None
-    if taken is not None and (others := checkpoint.other_states(taken)):
-        where = f"'{printable('.'.join(taken))}'" if taken else "the file itself"
-        flags = [f"--state {shlex.quote(other)}" for other in others]
-        console.note(f"state: {where}; also available: {console.names(flags)}")
 
 
 def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:

@@ -1,11 +1,11 @@
-"""The names in a pickle that are understood, and those that are not."""
+"""Names in a pickle that are understood, and those that are not."""
 
 from __future__ import annotations
 
 from ..tensors.dtypes import DTYPES
 from .values import WRAPPERS, Global, walk
 
-# Names that ordinary files mention and that are understood, or are plain data: no reason to be wary.
+# Names of ordinary files that are understood here, or that are plain data.
 UNDERSTOOD = {
     *(str(name) for name in WRAPPERS),
     *(f"torch.{name}" for name in DTYPES),
@@ -23,6 +23,6 @@ UNDERSTOOD = {
 
 
 def unknown_names(tree: object) -> list[str]:
-    """Every name in the tree that is not understood, sorted."""
+    """Return every name in a tree that is not understood, sorted."""
     names = {str(value) for value in walk(tree) if isinstance(value, Global)}
     return sorted(names - UNDERSTOOD)

@@ -1,7 +1,6 @@
-"""Reads a pickle without importing or calling anything it names: the loop over its opcodes.
+"""Read a pickle without importing or calling anything it names: the loop over its opcodes.
 
-A pickle is a program for a small stack machine (`inert_machine`); its opcodes are carried out one by one
-(`inert_opcodes`).
+A pickle is a program for a small stack machine (`machine`); its opcodes are run one by one (`opcodes`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import NoReturn
 
 from .calls import CALLS
 from .key_guard import BadKey
-from .machine import Machine, PersistentLoad, Reducers, Shortcut, Skipped
+from .machine import Machine, PersistentLoad, Reducers, Shortcut
 from .machine import PickleFault as PickleFault
 from .opcodes import OPCODES, Stop, uint4, unknown
 from .values import Global
@@ -25,7 +24,12 @@ MARK, TUPLE, TUPLE1, EMPTY_TUPLE, BININT1, BINGET, BINPUT, LONG_BINPUT, LONG_BIN
 
 @dataclass(frozen=True, slots=True)
 class Pickle:
-    """One pickle: its value, the position after it, and its protocol (0 where it states none)."""
+    """A pickle that was read.
+
+    Attributes:
+        end: the position after it.
+        protocol: 0 where the pickle states none.
+    """
 
     value: object
     end: int
@@ -40,17 +44,21 @@ def read_pickle(
     reducers: Reducers | None = None,
     shortcuts: Mapping[Global, Shortcut] | None = None,
 ) -> Pickle:
-    """Reads the pickle that begins at `start`.
+    """Read the pickle that begins at `start`.
 
     Args:
         data: the bytes; more may follow the pickle.
-        persistent_load: makes a value of a persistent id (torch's storages).
-        reducers: makes a value of the arguments of a known callable; those of `CALLS` do too, and all others
-            become Records. A reducer that returns None leaves the Record in place.
-        shortcuts: carries out what follows a known name, when it is met again, at once.
+        persistent_load: returns the value of a persistent id (torch's storages); without it a pickle that has
+            one is refused.
+        reducers: by name, what returns the value of a call; `CALLS` adds those of Python's own types. Any
+            other call becomes a Record, and so does one for which the reducer returns None.
+        shortcuts: by name, what runs the opcodes after a reference to that name in one step.
+
+    Returns:
+        The value, made of Python's plain types and those of `values`.
 
     Raises:
-        PickleFault: truncated, malformed, or hostile.
+        PickleFault: cut short, malformed, or made to take much time or memory.
     """
     machine = Machine(data, persistent_load, reducers or {}, shortcuts or {}, CALLS)
     try:
@@ -64,7 +72,7 @@ def read_pickle(
 
 
 def _run(machine: Machine, position: int) -> NoReturn:
-    """Runs opcode after opcode; the nine that make up most of a state dict are carried out in place."""
+    """Run opcode after opcode; the nine that make up most of a state dict are inlined here."""
     handlers = [partial(unknown, machine)] * 256
     for each, operation in OPCODES.items():
         handlers[each[0]] = partial(operation, machine)
@@ -83,8 +91,8 @@ def _run(machine: Machine, position: int) -> NoReturn:
             index = data[position + 1] if code == BINGET else uint4(data, position + 1)[0]
             position += 2 if code == BINGET else 5
             value = memo[index] if index < len(memo) else None
-            if value is None or type(value) is Skipped:
-                machine.refer(index)
+            if value is None:
+                machine.get(index)
             elif id(value) in shortcuts and (end := shortcuts[id(value)](machine, position)) > position:
                 position = end
             else:

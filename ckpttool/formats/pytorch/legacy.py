@@ -2,7 +2,7 @@
 
 A magic number, a protocol version, facts about the machine, the tree, and the list of storage keys are
 five pickles; the storages follow in the order of that list, each as a count of elements (8 bytes) and its
-elements, little-endian whatever the facts say of the machine. Source: `_legacy_load` in torch's
+elements, little-endian whatever the facts about the machine are. Source: `_legacy_load` in torch's
 `serialization.py`, `THPStorage_writeFileRaw` in its `csrc`.
 """
 
@@ -27,14 +27,15 @@ PROTOCOL_VERSION = 1001
 
 
 def sniff(head: bytes) -> bool:
+    """Whether a file that begins with `head` is of this format."""
     return head[:1] == b"\x80" and MAGIC in head[2:23]  # from protocol 4 on a FRAME comes between
 
 
 def read(source: Source) -> Checkpoint:
-    """Reads the tree and finds each storage; no element is touched.
+    """Read the tree and find each storage; no element is read.
 
     Raises:
-        Damaged.
+        Damaged: a pickle is malformed, the file is cut short, or its list of storages does not fit the tree.
     """
     try:
         with mmap.mmap(source.fd, source.size, access=mmap.ACCESS_READ) as mapped:
@@ -58,7 +59,7 @@ def _read_pickles(
     storages: dict[str, tuple[StorageForm, Storage]] = {}
 
     def storage(key: str, form: StorageForm) -> Storage:
-        """Storages are met before it is known where they lie (`_locate`); their size is known."""
+        """A storage of known size; `_locate` sets its place, which only the end of the file tells."""
         if key not in storages:
             unplaced = ByteRange(source, 0, form.nbytes)
             storages[key] = form, Storage(unplaced, form.kind, form.location)
@@ -73,7 +74,7 @@ def _read_pickles(
 def _locate(
     source: Source, storages: dict[str, tuple[StorageForm, Storage]], keys: object, position: int
 ) -> None:
-    """Sets where each storage's bytes lie. Where list and tree differ, torch leaves memory unfilled."""
+    """Set the place of each storage. Where list and tree differ, torch leaves memory uninitialised."""
     listed = keys if isinstance(keys, list) and all(isinstance(key, str) for key in keys) else [""]
     if sorted(listed) != sorted(storages):
         raise Damaged(source.path, "its list of storages does not match those its tensors refer to")

@@ -1,4 +1,4 @@
-"""How torch describes tensors and storages inside a pickle, read and written without torch.
+"""Read and write tensors and storages in a pickle as torch describes them, without torch.
 
 A storage is a persistent id `('storage', class, key, location, numel)`; a tensor is a call of
 `torch._utils._rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`, or of
@@ -30,11 +30,11 @@ REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """A stretch of a storage, in elements, standing for a storage of its own (torch before 0.4), or for the
-    same storage under another class.
+    """A part of a storage in place of a storage (torch before 0.4), or a storage under another class.
 
     Attributes:
-        kind: the class whose elements are meant; that of the storage when None.
+        offset, numel: in elements.
+        kind: the class whose elements are counted; that of the storage when None.
     """
 
     storage: Storage
@@ -44,17 +44,22 @@ class StorageView:
 
 
 def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: FindStorage) -> Pickle:
-    """Reads a pickle of torch's: storages as `storage` finds them, tensors as TensorRefs.
+    """Read a pickle that torch wrote: its tensors become TensorRefs.
+
+    Args:
+        data: the bytes; more may follow the pickle.
+        start: where it begins.
+        storage: returns the storage of a persistent id.
 
     Raises:
-        PickleFault: malformed, or a tensor that does not fit its storage.
+        PickleFault: it is malformed, or a tensor does not fit its storage.
     """
 
     empty: dict[tuple[str, DType], Storage] = {}
 
     def persistent_load(identity: object) -> object:
         if isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module":
-            return identity[1]  # a class beside its source text, in whole pickled models before 1.6
+            return identity[1]  # a class beside its source text, in whole models pickled by torch before 1.6
         key, form, view = parse_storage_id(identity)
         found, dtype = storage(key, form), element_type(form.kind)
         if dtype is not element_type(found.kind):
@@ -97,7 +102,7 @@ REBUILD = {REBUILD_V1: _rebuild_v1, REBUILD_V2: _rebuild_v2, REBUILD_V3: _rebuil
 
 
 def _rebuild_from_type(name: Global, args: tuple[Any, ...]) -> Record | None:
-    """A tensor of another type or with attributes; None, so a plain Record, where it is not strided."""
+    """A tensor of another type or with attributes; None, and so a plain Record, unless it is strided."""
     if len(args) != 4 or not isinstance(args[0], Global) or type(args[2]) is not tuple:
         return None
     function, kind, inner, state = args
@@ -117,7 +122,7 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
     Args:
         args: storage, offset, shape and stride first.
         dtype: that of the storage's class when None.
-        bits: torch's {'conj': …, 'neg': …}, or None.
+        bits: torch's `{'conj': …, 'neg': …}`, or None.
     """
     storage, offset, shape, stride = args[:4]
     room, kind = 0, ""
@@ -148,6 +153,7 @@ class StorageKeys:
         self._ids: dict[int, tuple[object, ...]] = {}
 
     def persistent_id(self, storage: Storage) -> tuple[object, ...]:
+        """Return the persistent id of a storage."""
         if id(storage) not in self._ids:
             key = str(len(self.order))
             self.order.append(storage)
@@ -158,11 +164,11 @@ class StorageKeys:
 
 
 def reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
-    """The call that rebuilds a tensor, as torch writes it."""
+    """Return the callable and the arguments that rebuild a tensor, as torch writes them."""
     args: tuple[object, ...] = (
         tensor.storage,
         tensor.offset,
-        (*tensor.shape,),  # each tensor's own, as torch writes them: readers may share them
+        (*tensor.shape,),  # copies, as torch writes a tuple for each tensor and the reader shares them
         (*tensor.stride,),
         tensor.requires_grad,
         OrderedDict_(),
@@ -176,7 +182,11 @@ def reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
 
 
 def write_torch_pickle(value: object, protocol: int = 2) -> tuple[bytes, list[Storage]]:
-    """The pickle of a value, and its storages in the order of their keys."""
+    """Return the pickle of a value, and its storages in the order of their keys.
+
+    Raises:
+        TooDeep, ValueError: as `write_pickle`.
+    """
     keys = StorageKeys()
     data = write_pickle(
         value, protocol=protocol, persistent_id=keys.persistent_id, reduce_tensor=reduce_tensor

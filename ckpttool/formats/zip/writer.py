@@ -1,4 +1,4 @@
-"""The zip container that torch uses: its numbers, and writing it. `zip_directory` reads it.
+"""Write the zip container that torch uses; the constants of the format. `reader` reads it.
 
 Format: PKWARE APPNOTE 6.3.
 """
@@ -34,10 +34,14 @@ ALIGNMENT = 64
 
 
 class ZipWriter:
-    """Writes records one after another, each payload on a 64-byte boundary, and the directory at the end.
+    """Writes records one after another, and the directory at the end.
 
-    The layout is torch's: stored, the local header padded by an extra field `FB`, ZIP64 fields only where a
-    number needs them.
+    The layout is torch's: stored, each payload on a 64-byte boundary by an extra field `FB` in its local
+    header, ZIP64 fields only where a number needs them.
+
+    Args:
+        out: the file; its position is at the beginning.
+        root: the folder that all records lie in.
     """
 
     def __init__(self, out: Output, root: str) -> None:
@@ -46,13 +50,18 @@ class ZipWriter:
         self._entries: list[bytes] = []
 
     def write(self, name: str, data: bytes) -> None:
-        """A record of bytes in memory."""
+        """Write a record of bytes in memory."""
         number, header = self._reserve(name, len(data))
         self.out.write_all([memoryview(data)], len(data))
         self._finish(number, name, header, len(data), zlib.crc32(data))
 
     def copy(self, name: str, data: ByteRange | Computed, crc32: int | None) -> None:
-        """A record of bytes from elsewhere; those of a file are looked at only for a missing CRC."""
+        """Write a record of bytes from elsewhere.
+
+        Args:
+            data: copied unread, from file to file, where `crc32` is known.
+            crc32: CRC-32 of the bytes; computed when None.
+        """
         number, header = self._reserve(name, data.nbytes)
         finish = partial(self._finish, number, name, header, data.nbytes)
         if isinstance(data, ByteRange) and crc32 is not None:
@@ -67,7 +76,7 @@ class ZipWriter:
         return b"".join(self._entries)
 
     def close(self) -> None:
-        """The central directory and the end records."""
+        """Write the central directory and the end records."""
         directory = self.directory()
         offset, size, count = self.out.position, len(directory), len(self._entries)
         end = bytearray()
@@ -79,9 +88,9 @@ class ZipWriter:
         self.out.write(directory + bytes(end))
 
     def _reserve(self, name: str, size: int) -> tuple[int, int]:
-        """Leave space for the local header, so that the payload starts on the boundary.
+        """Skip the local header, so that the payload starts on the boundary.
 
-        Returns the record's number, and where its header goes.
+        Return the record's number and the offset of the header.
         """
         header = self.out.position
         self._entries.append(b"")
@@ -95,6 +104,7 @@ class ZipWriter:
         return wide + struct.pack("<HH", PADDING_EXTRA, padding) + b"Z" * padding
 
     def _finish(self, number: int, name: str, header: int, size: int, crc: int) -> None:
+        """Write the local header at its offset, and enter the record into the directory."""
         path, extra, narrow = self._path(name), self._local_extra(name, header, size), min(size, FULL32)
         version = 45 if size >= FULL32 or header >= FULL32 else 0
         self.out.write_at(
