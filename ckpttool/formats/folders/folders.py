@@ -92,21 +92,18 @@ def others(checkpoint: Checkpoint, path: str) -> list[str]:
 
 
 def companions(checkpoint: Checkpoint, path: str) -> list[str]:
-    """Return the names of the other files that stay when a checkpoint is written to the folder it was read
-    from.
+    """Return the names of the other files that stay when a checkpoint replaces the one in its own folder.
 
     These are the files of a model on the Hugging Face Hub, such as its `config.json`, or another checkpoint.
 
     Returns:
-        Names, sorted; none if the folder holds something that is not a regular file, or is another one.
+        Names, sorted; none if the folder is another one. What is not a regular file can't be kept.
     """
     if not is_in_place(checkpoint, path):
         return []
-    names = sorted(os.listdir(path))
-    if not all(os.path.isfile(os.path.join(path, name)) for name in names):
-        return []
     read = _files_read(checkpoint)
-    return [name for name in names if _identity_of(os.path.join(path, name)) not in read]
+    files = {name: place for name in os.listdir(path) if os.path.isfile(place := os.path.join(path, name))}
+    return sorted(name for name, place in files.items() if _identity_of(place) not in read)
 
 
 def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:

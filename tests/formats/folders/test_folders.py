@@ -264,8 +264,10 @@ def test_what_is_no_plain_file_keeps_a_folder_from_being_changed_in_place(
 ) -> None:
     folder = folder_of("safetensors-sharded", tmp_path / "d")
     (folder / "onnx").mkdir() if what == "a folder" else (folder / "onnx").symlink_to("nowhere")
+    (folder / "config.json").write_text("{}")
     ran = cli("strip-prefix", folder, folder, "--force")
     assert ran.code == 2 and "holds other files too (onnx)" in ran.err
+    assert sorted(os.listdir(folder))[-2:] == ["model.safetensors.index.json", "onnx"]
 
 
 def test_another_checkpoint_in_a_folder_that_is_changed_in_place_stays(cli: Cli, tmp_path: Path) -> None:
