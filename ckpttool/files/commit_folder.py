@@ -134,7 +134,8 @@ def _is_file(path: str) -> bool:
 
 def _keep_permissions_of_files(new: str, old: str, replaced: Collection[str]) -> None:
     """Give new files the permissions of old ones: of the same name, or of the most private one replaced."""
-    files = [path for name in replaced if os.path.isfile(path := os.path.join(old, name))]
+    found = os.listdir(old)
+    files = [path for name in replaced if name in found and os.path.isfile(path := os.path.join(old, name))]
     most_private = min(files, key=lambda path: stat.S_IMODE(os.stat(path).st_mode).bit_count(), default=None)
     for name in os.listdir(new):
         same = os.path.join(old, name)
@@ -230,8 +231,9 @@ def _take_apart(old: str, target: str, replaced: Replaced, kept: Collection[str]
     """Remove of an old folder what the new one replaces, and move everything else into the new one."""
     try:
         for _ in range(ATTEMPTS):
-            mine = list(replaced(old))
-            others = [name for name in os.listdir(old) if name not in mine]
+            found = os.listdir(old)
+            mine = [name for name in replaced(old) if name in found]  # no path that leads elsewhere
+            others = [name for name in found if name not in mine]
             for name in (*others, *mine):  # the index last: without it, nothing says what is replaced
                 _remove_or_give_back(old, target, name, name in mine, name in kept, new)
             with contextlib.suppress(OSError):  # a process that has the folder open wrote into it again

@@ -137,6 +137,14 @@ def test_a_kept_file_that_changes_meanwhile_keeps_the_change(
     assert names(folder) == ["config.json", "mine"]
 
 
+def test_only_what_is_in_the_folder_is_removed_whatever_is_named(folder: Path) -> None:
+    (folder.parent / "outside").write_text("kept")
+    for name in ("../outside", str(folder.parent / "outside")):
+        with replacing_folder(str(folder), lambda _, name=name: [name, "mine"]) as new:  # type: ignore[misc]
+            (Path(new.path) / "mine").write_text("new")
+    assert (folder.parent / "outside").read_text() == "kept"
+
+
 def test_what_can_not_be_removed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unlink = os.unlink
 

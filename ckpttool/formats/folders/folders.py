@@ -55,13 +55,13 @@ def files_of_checkpoints(folder: str) -> list[str]:
 
 
 def _named_by(path: str) -> list[str]:
-    """Return the names that an index or DCP metadata gives; none if it is damaged, or not one."""
+    """Return the files beside it that an index or DCP metadata names; none if it is damaged, or not one."""
     names: list[str] = []
     with contextlib.suppress(CkptToolError):
         source = Source(path, open_source_descriptor(path))
         is_dcp = os.path.basename(path) == dcp.METADATA
         names = dcp.file_names(source) if is_dcp else sharded.shard_names(source)
-    return [name for name in names if name.endswith(OF_TENSORS)]
+    return [name for name in names if name == os.path.basename(name) and name.endswith(OF_TENSORS)]
 
 
 def replaced_by(checkpoint: Checkpoint, path: str) -> Replaced:
@@ -138,8 +138,7 @@ def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
 
 
 def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
-    """Return the names of the files beside a checkpoint, such as a `config.json`, that a new folder won't
-    have.
+    """Return the names of the other files of a folder, such as a `config.json`, that a new one won't have.
 
     Args:
         path: the output.
