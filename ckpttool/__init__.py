@@ -14,8 +14,8 @@ A change makes a new checkpoint, whose tensors still lie in the old file until i
         plain, renaming = ckpttool.strip_prefix(checkpoint)
         ckpttool.save(plain, "model.safetensors")
 
-Importing this package imports nothing else: a public name is imported when it is first used, and torch and
-numpy by the calls that need them. Each folder is an attribute too: `ckpttool.metrics.Accuracy`.
+Importing this package imports no other module of it: a public name is imported on first use, and torch and
+numpy by the calls that need them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from .lazy import attributes
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from . import batchnorm as batchnorm
+    from . import errors as errors
+    from . import metrics as metrics
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.checkpoint import State as State
     from .errors import CkptToolError as CkptToolError
@@ -44,22 +47,19 @@ if TYPE_CHECKING:
     from .transforms.selection import select as select
     from .transforms.selection import slim as slim
     from .transforms.selection import with_metadata as with_metadata
-
-__getattr__, __all__ = attributes(
-    __name__,
-    {
-        "checkpoint.checkpoint": ("Checkpoint", "State"),
-        "errors": ("CkptToolError",),
-        "formats": ("open", "save"),
-        "models.reloading": ("reload",),
-        "models.skeleton": ("skeletons",),
-        "tensors.ref": ("TensorRef",),
-        "transforms.complex_parts": ("join_complex", "split_complex"),
-        "transforms.keys": ("add_prefix", "rename_keys", "strip_prefix"),
-        "transforms.selection": ("drop", "select", "slim", "with_metadata"),
-    },
-)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+else:
+    __getattr__, __dir__, __all__ = attributes(
+        __name__,
+        {
+            "": ("batchnorm", "errors", "metrics"),
+            "checkpoint.checkpoint": ("Checkpoint", "State"),
+            "errors": ("CkptToolError",),
+            "formats": ("open", "save"),
+            "models.reloading": ("reload",),
+            "models.skeleton": ("skeletons",),
+            "tensors.ref": ("TensorRef",),
+            "transforms.complex_parts": ("join_complex", "split_complex"),
+            "transforms.keys": ("add_prefix", "rename_keys", "strip_prefix"),
+            "transforms.selection": ("drop", "select", "slim", "with_metadata"),
+        },
+    )

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from .pooling import Pooled as Pooled
     from .pooling import pool as pool
     from .sync_batchnorm import SyncBatchNorm as SyncBatchNorm
-
-__getattr__, __all__ = attributes(
-    __name__,
-    {
-        "convert_modules": ("kinds_of", "pool_over_ranks", "to_plain", "to_sync"),
-        "pooling": ("Pooled", "pool"),
-        "sync_batchnorm": ("SyncBatchNorm",),
-    },
-)
+else:
+    __getattr__, __dir__, __all__ = attributes(
+        __name__,
+        {
+            "convert_modules": ("kinds_of", "pool_over_ranks", "to_plain", "to_sync"),
+            "pooling": ("Pooled", "pool"),
+            "sync_batchnorm": ("SyncBatchNorm",),
+        },
+    )

@@ -1,4 +1,4 @@
-"""ckpttool add-prefix"""
+"""The command `ckpttool add-prefix`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(prefix: str, **given: Any) -> None:
             first = printable(next(iter(renaming.names.values()), prefix))
             better = printable(shlex.quote(f"{prefix}."))
             console.note(
-                f"the prefix ends in no dot, so that there is '{first}': with one, --prefix {better}"
+                f"the prefix ends in no dot, so keys are like '{first}'; with a dot: --prefix {better}"
             )
         return new, renaming_outcome(f"added '{prefix}' to", renaming)
 

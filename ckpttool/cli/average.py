@@ -1,4 +1,4 @@
-"""ckpttool average"""
+"""The command `ckpttool average`."""
 
 from __future__ import annotations
 

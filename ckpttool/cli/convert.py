@@ -1,4 +1,4 @@
-"""ckpttool convert"""
+"""The command `ckpttool convert`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "dcp")
 
 OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target")
-"""Options that change the tensors of one state."""
+"""Options that change the tensors of one state, by the names of their parameters."""
 
 
 @click.command("convert")
@@ -47,21 +47,21 @@ OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target"
     type=SizesFor(),
     multiple=True,
     metavar="GLOB=AXES",
-    help="Axes in another order: 'fc.weight=1,0' transposes. Repeatable.",
+    help="Put axes in another order: 'fc.weight=1,0' transposes. Repeatable.",
 )
 @click.option(
     "--reshape",
     type=SizesFor(),
     multiple=True,
     metavar="GLOB=SHAPE",
-    help="Another shape for the same elements: 'fc.weight=10,64,1,1'. Repeatable.",
+    help="Give the same elements another shape: 'fc.weight=10,64,1,1'. Repeatable.",
 )
 @click.option(
     "--tie",
     type=Pair(),
     multiple=True,
     metavar="NEW=OLD",
-    help="A second name for a tensor: 'lm_head.weight=embed.weight'. Repeatable.",
+    help="Give a tensor a second name: 'lm_head.weight=embed.weight'. Repeatable.",
 )
 @click.option(
     "--drop",

@@ -1,4 +1,4 @@
-"""ckpttool convert-batchnorm"""
+"""The command `ckpttool convert-batchnorm`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import counted
+from .console import counted, stdout_kept_for_results
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _pool(
     from .. import formats
     from ..batchnorm.pool_files import pool_states
 
-    opened = [formats.open(path) for path in others]  # each stays so while a tensor that is kept refers to it
+    opened = [formats.open(path) for path in others]  # tensors that are kept refer to the open files
     return pool_states([first, *opened], dict(map(_counts, counts)) or None, **choices)
 
 
@@ -128,7 +128,7 @@ def _check(inputs: tuple[str, ...], to: Target | None, of_several: dict[str, tup
 
 
 def _counts(text: str) -> tuple[str, tuple[int, ...]]:
-    """A pattern for layers, and a count for each INPUT."""
+    """Split `[GLOB=]N0,N1,…` into a pattern of layers and a count for each INPUT."""
     pattern, _, numbers = text.rpartition("=")
     try:
         return pattern or "*", tuple(int(number) for number in numbers.split(","))
@@ -137,13 +137,14 @@ def _counts(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _kinds(spec: str | None) -> dict[str, str] | None:
-    """The kind of each BatchNorm layer of the model that was named. Runs its code, and imports torch."""
+    """Return the kind of each BatchNorm layer of a model. Runs its code; imports torch."""
     if spec is None:
         return None
     from ..batchnorm.convert_modules import kinds_of
     from ..models.skeleton import skeleton
 
-    return kinds_of(skeleton(spec))
+    with stdout_kept_for_results():
+        return kinds_of(skeleton(spec))
 
 
 def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report | None) -> Outcome:

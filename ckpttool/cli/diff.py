@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ..analysis.distances import Distance
 
 MANY_STEPS = 9999
-"""The most ulps that are shown."""
+"""How many ulps are shown at most."""
 
 
 class _Tolerance(click.FloatRange):
-    """A number from 0 on; "nan" is read as a number, and nothing would be within it."""
+    """A number of at least 0. NaN is refused: no difference is within it."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number = float(super().convert(value, param, ctx))
@@ -115,7 +115,7 @@ def _report(console: Console, a: str, b: str, found: Comparison, sort: str | Non
 
 
 def _lines(found: Comparison, changed: list[Change]) -> Iterator[tuple[str, str, str]]:
-    """(name, mark, what differs) of each line."""
+    """Yield (name, mark, what differs) for each line."""
     yield from ((change.name, "~", f"  {_in_words(change)}") for change in changed)
     yield from ((name, "-", "") for name in found.only_a)
     yield from ((name, "+", "") for name in found.only_b)
@@ -141,7 +141,7 @@ def _how_far(found: Distance, index: tuple[int, ...] | None) -> str:
 
 
 def _in_proportion(found: Distance) -> str:
-    """Relative to B and in steps of the type, where these say something: not beside 0, nor far apart."""
+    """Return the relative difference and the ulps, except beside 0 and for numbers far apart."""
     parts = []
     if found.max_rel is not None and math.isfinite(found.max_rel):
         parts.append(f"relative {found.max_rel:.3g}")
@@ -155,7 +155,7 @@ def _number(value: float | int) -> str:
 
 
 def _from_to(a: complex, b: complex | None) -> str:
-    """Both numbers, in as many digits as are needed to distinguish them."""
+    """Return both numbers in as many digits as distinguish them."""
     for digits in (6, 9, 17):
         rounded = [f"{value:.{digits}g}" for value in (a, b)]
         if rounded[0] != rounded[1]:
@@ -166,7 +166,7 @@ def _from_to(a: complex, b: complex | None) -> str:
 
 
 def _by_size(change: Change) -> tuple[int, float]:
-    """What has no distance at all first, then NaN, then the largest difference."""
+    """Sort changes without a distance first, then those with NaN, then by the largest difference."""
     found = change.distance
     if found is None or found.max_abs is None:
         return (0, 0.0) if found is None else (1, 0.0)

@@ -1,4 +1,4 @@
-"""ckpttool digest"""
+"""The command `ckpttool digest`."""
 
 from __future__ import annotations
 

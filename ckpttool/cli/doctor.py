@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import mismatch_fields, printable
+from .console import mismatch_fields, printable, stdout_kept_for_results
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 WIDTH = 110
-"""Columns of a comment, where the terminal has no fewer."""
+"""Columns of a comment, if the terminal has no fewer."""
 
 
 @click.command("doctor")
@@ -41,7 +41,7 @@ def command(file: str, model: str, state: str | None, **given: Any) -> None:
     from .. import formats
 
     console = options.console(given)
-    with formats.open(file) as checkpoint:
+    with formats.open(file) as checkpoint, stdout_kept_for_results():
         found = _diagnose(checkpoint, model, state)
     console.result("\n".join(_script(found, model)), _fields(found))
     if any(not problem.is_remark for problem in found.problems):
@@ -94,7 +94,7 @@ def _problem(problem: Problem) -> dict[str, object]:
 
 
 def _script(found: Diagnosis, spec: str) -> Iterator[str]:
-    """Commands, with everything else as comments of the shell."""
+    """Yield the lines of a shell script: commands, and everything else as comments."""
     verb = "loads" if found.loads else "does not load"
     why = f": {found.fit}" if found.fit.distance else ""
     yield from _comment(f"{found.path} {verb} into {spec}{why}")
@@ -115,7 +115,7 @@ def _script(found: Diagnosis, spec: str) -> Iterator[str]:
 
 
 def _comment(text: str) -> list[str]:
-    """Lines that a shell passes over, as wide as is readable, or as the terminal."""
+    """Return text as comment lines, no wider than the terminal."""
     width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
     return textwrap.wrap(
         printable(text), width, initial_indent="# ", subsequent_indent="#   ", break_long_words=False

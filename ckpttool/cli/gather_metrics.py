@@ -1,4 +1,4 @@
-"""ckpttool gather-metrics"""
+"""The command `ckpttool gather-metrics`."""
 
 from __future__ import annotations
 

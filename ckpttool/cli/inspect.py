@@ -1,4 +1,4 @@
-"""ckpttool inspect"""
+"""The command `ckpttool inspect`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def command(
 
 
 def _lines() -> int:
-    """Modules that there is room for beside the facts."""
+    """Return how many lines of modules fit on the terminal beside the facts."""
     return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
 
 

@@ -19,26 +19,28 @@ if TYPE_CHECKING:
     from ..transforms.wrappers import FoundPrefix
 
 MAX_LINES = 200
-"""Modules, if a single level has more than anyone reads; `-v` shows them all."""
+"""Lines of modules that are shown without `-v`."""
 
 MAX_OTHERS = 12
-"""Values shown below one name; `-v` shows them all."""
+"""Values below one name that are shown without `-v`."""
 
 STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
 INDENT = 14
-"""Columns before a fact: two, and the widest label."""
+"""Columns before a fact: two spaces, and the widest label."""
 
 
 def page(
     summary: Summary, depth: int | None, width: int | None, lines: int, *, everything: bool
 ) -> Iterator[str]:
-    """The lines of the page.
+    """Yield the lines of the page.
 
     Args:
-        depth: levels of modules; as many as fit on `lines` lines when None.
-        width: columns to keep to; any when None.
-        everything: every name, not the first few.
+        summary: what is in the file.
+        depth: levels of modules to show; None shows as many as fit on `lines` lines.
+        width: columns of the terminal; None cuts and folds nothing.
+        lines: lines for modules.
+        everything: show every name instead of the first few.
     """
     yield f"{printable(summary.path)}: {summary.format}, {show_bytes(summary.nbytes)}"
     for label, fact in _facts(summary, everything):
@@ -90,7 +92,7 @@ def _dtypes(kinds: Kinds) -> str:
 
 
 def _tie(names: Sequence[str], most: int) -> str:
-    """A few of the names of one tensor; a hundred tied layers are not a hundred names to read."""
+    """Join the names of one tensor, at most `most` of them."""
     shown = " = ".join(map(printable, names[:most]))
     return shown + (f" and {len(names) - most} more names" if len(names) > most else "")
 
@@ -119,7 +121,7 @@ def _training(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Where the bytes of the file go, when it is not only into the state."""
+    """Yield what the bytes of the file are used for, if not for the state alone."""
     optimizers = sum(row.nbytes for row in summary.optimizers)
     others = summary.beside.nbytes - optimizers
     rest = summary.nbytes - summary.here.nbytes - summary.beside.nbytes - summary.unused
@@ -156,13 +158,13 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
         max(map(len, sizes)),
     )
     if width:
-        room = width - second - third - 6  # for names, and for what is inside
+        space = width - second - third - 6  # for names and contents
         wanted = max(columns(brief) for _, brief in insides)
-        first = min(first, max(24, min(width // 2, room - wanted)))
+        first = min(first, max(24, min(width // 2, space - wanted)))
     yield cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
     for name, count, size, (inside, brief) in zip(names, counts, sizes, insides, strict=True):
-        if width and columns(inside) > room - first:
-            inside = brief if ";" in brief else cut_middle(brief, max(room - first, 16))
+        if width and columns(inside) > space - first:
+            inside = brief if ";" in brief else cut_middle(brief, max(space - first, 16))
         figures = f"{right(count, second)}  {right(size, third)}"
         yield cut(f"{left(cut_middle(name, first), first)}  {figures}  {inside}".rstrip(), width)
     if len(lines) > len(shown):
@@ -178,7 +180,7 @@ def _module(level: int, branch: Branch, where: str) -> str:
 
 
 def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
-    """What the line of a module says of what is in it, and the same in fewer words."""
+    """Return what is in a module, for its line, in full and in fewer words."""
     if branch.branches:
         text = counted(branch.count, "tensor", "tensors") if closed else ""
         return text, text
@@ -187,7 +189,7 @@ def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
 
 
 def _others(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
-    """Everything else by name, the contents of optimizers and schedulers aside, as the facts show them."""
+    """Yield name and value of everything else; the facts show what is in optimizers and schedulers."""
     rows = [*(row.name for row in summary.optimizers), *(row.name for row in summary.schedulers)]
     told = tuple(f"{name}." for name in rows if name)
     shown: dict[str, int] = {}
@@ -213,10 +215,12 @@ def _value(row: OtherRow) -> str:
 def tensor_lines(
     rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
 ) -> Iterator[str]:
-    """One line per tensor: name, dtype, shape, bytes, the name it shares memory with, and its statistics.
+    """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics.
 
     Args:
-        width: columns for the eye, so many; None: tabs, for grep, cut and awk.
+        rows: the tensors.
+        width: columns of the terminal; None separates the cells by tabs, for grep, cut and awk.
+        stats: statistics by name, if they were measured.
     """
     cells = [
         (
@@ -232,7 +236,13 @@ def tensor_lines(
 def stats_table(
     rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
 ) -> Iterator[str]:
-    """One line per tensor: its statistics. Deviations and means are dropped first where width is short."""
+    """Yield a table of statistics with one line per tensor.
+
+    Args:
+        rows: the tensors.
+        stats: statistics by name; a tensor without any gets dashes.
+        width: columns of the terminal, for which deviations and then means are left out; None keeps all.
+    """
     cells: list[Sequence[str]] = [STATS]
     for row in rows:
         first = printable(row.name), row.dtype, shape_in_words(row.shape)
@@ -262,7 +272,7 @@ def _number(value: float | int | None) -> str:
 
 
 def _folded(line: str, width: int | None) -> list[str]:
-    """A fact on as many lines as the width asks for."""
+    """Fold a fact into lines of `width` columns, each indented as the fact is."""
     if width is None or columns(line) <= width:
         return [line]
     parts = wrapped(line[INDENT:], max(width - INDENT, 20))

@@ -1,4 +1,4 @@
-"""ckpttool optimizer"""
+"""The command `ckpttool optimizer`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import counted
+from .console import counted, stdout_kept_for_results
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def command(to: str, model: str | None, **given: Any) -> None:
     parameters as an optimizer of that model does, group by group.
 
     Which parameter is which is known from the names in the file (param_names), or from the model's state in
-    it if the shapes allow only one answer. Anything else is refused: no parameter, and no group, is guessed,
-    added or dropped. The rest of the file stays as it is.
+    it if the shapes allow only one answer. Anything else is refused: no parameter or group is guessed, added
+    or dropped. The rest of the file stays as it is.
 
     \b
     Examples:
@@ -65,11 +65,12 @@ def command(to: str, model: str | None, **given: Any) -> None:
 
 
 def _parameters(spec: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a live model's parameters, in its order. Imports torch."""
+    """Return names and shapes of the parameters of a model, in its order. Runs its code; imports torch."""
     from ..errors import UsageFault
     from ..models import factory
 
-    model = factory.build(spec)
+    with stdout_kept_for_results():
+        model = factory.build(spec)
     if not hasattr(model, "named_parameters"):
         raise UsageFault(f"{spec}: made a {type(model).__name__}, not a torch.nn.Module")
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

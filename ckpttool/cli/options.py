@@ -1,4 +1,4 @@
-"""Options that several commands share, each defined once."""
+"""Arguments and options that several commands share, each defined once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _streamed(ctx: click.Context, argument: click.Parameter, output: str) -> str:
-    """Lets the error report know that stdout is the output file."""
+    """Record for the report of an error that stdout is the output file."""
     if isinstance(ctx.obj, dict):
         ctx.obj["to_stderr"] = output == "-"
     return output
@@ -55,11 +55,15 @@ verbose_option = click.option(
 
 
 MORE_FILES = {"allow_extra_args": True}
-"""Settings of a command whose `require_one_file` has a better answer to two files than click."""
+"""Settings of a command whose `require_one_file` answers a second file, instead of click."""
 
 
 def require_one_file(file: str) -> None:
-    """Raises UsageFault for a second file, with the command that compares the two."""
+    """Refuse a second file.
+
+    Raises:
+        UsageFault: there is one; the hint is the command that compares the two.
+    """
     if more := click.get_current_context().args:
         words = ["ckpttool", "verify", file, "--against", more[0]]
         raise UsageFault(f"takes one FILE, and got '{more[0]}' too", hint=f"to compare: {shlex.join(words)}")
@@ -75,16 +79,16 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 
 reading = _all(json_option, quiet_option, verbose_option)
-"""What every command takes."""
+"""The options of every command."""
 
 writing = _all(
     input_argument, output_argument, state_option, verify_option, dry_run_option, force_option, reading
 )
-"""What every command takes that writes one file from another."""
+"""The arguments and options of every command that writes one file from another."""
 
 
 def console(options: dict[str, Any]) -> Console:
-    """The console that a command's options ask for."""
+    """Return the console that a command's options ask for."""
     return Console(
         json=options.get("as_json", False),
         quiet=options.get("quiet", False),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import Console, printable, show_names
+from .console import Console, printable, show_names, stdout_kept_for_results
 from .parameters import Shape
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 @options.state_option
 @options.reading
 def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, **given: Any) -> None:
-    """Load FILE strictly into the plain model, in this one process, and say so.
+    """Load FILE strictly into the plain model, in one process, and report it.
 
-    Nothing distributed is started and nothing that FILE names is run; only --model runs code: yours. Prefixes
-    of wrappers are removed while loading if the model does not know them.
+    Nothing distributed is started, and no code that FILE names is run; only --model runs code: yours.
+    Wrappers' prefixes are removed while loading if the model does not know them.
 
     \b
     Example:
@@ -37,11 +37,12 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     from ..models.skeleton import skeleton
 
     console = options.console(given)
-    built = skeleton(model)
-    started = time.perf_counter()
-    loaded = reload(given["file"], built, state=state, assign=True, spec=model)
-    seconds = time.perf_counter() - started
-    shape = _forward(built, input_shape, model) if input_shape else None
+    with stdout_kept_for_results():
+        built = skeleton(model)
+        started = time.perf_counter()
+        loaded = reload(given["file"], built, state=state, assign=True, spec=model)
+        seconds = time.perf_counter() - started
+        shape = _forward(built, input_shape, model) if input_shape else None
     data: dict[str, object] = {
         "loaded": len(loaded.loaded),
         "missing": [],
@@ -58,7 +59,7 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
 
 
 def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
-    """The shape of what the model makes of zeros."""
+    """Return the shape of the model's output for zeros, or its type if it is not a tensor."""
     import torch
 
     from ..errors import CheckFailed
@@ -66,7 +67,7 @@ def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
     model.eval()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     first = next((m for m in model.modules() if not [*m.children()] and [*m.parameters()]), None)
-    if isinstance(first, torch.nn.Embedding):  # which takes numbers of rows
+    if isinstance(first, torch.nn.Embedding):  # takes indices
         dtype = torch.int64
     try:
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What the commands have in common that read one file and write another."""
+"""The common part of the commands that read one file and write another: open, transform, save, report."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Outcome:
     """What a transform did, in words and figures.
 
     Attributes:
-        done: the head of the line: `stripped 'module.' from 3 of 4 keys`.
-        renamed: the keys that changed their name, and what they are called now.
+        done: the start of the result: `stripped 'module.' from 3 of 4 keys`.
+        renamed: old name -> new name, of the keys that changed.
         left_out: names that the transform left out.
-        kept: names that stayed as they were where others changed.
-        also: other states of the file that were renamed with it, and how many of their keys.
-        of_state: whether it changed one state, and not the file as a whole or nothing.
-        where: where the state lies in the new checkpoint, when it moved.
-        casting: what the cast did, complete once the bytes were written.
-        fields: what a command's JSON has beside the fields of all.
+        kept: keys that kept their names while others changed.
+        also: the dotted paths of other states that were renamed too -> number of keys.
+        of_state: True if the transform concerns one state; False for the file as a whole.
+        where: dotted path of the state in the new checkpoint, if it moved.
+        casting: report of the cast, which is complete once the output is written.
+        fields: further fields of the command's JSON.
     """
 
     done: str
@@ -51,7 +51,12 @@ Transform = Callable[["Checkpoint"], tuple["Checkpoint", Outcome]]
 
 
 def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
-    """The outcome of a renaming; `done` comes before the count of keys."""
+    """Return the outcome of a renaming.
+
+    Args:
+        done: what was done, to stand before "3 of 4 keys".
+        renaming: report of the transform.
+    """
     renamed = {old: new for old, new in renaming.names.items() if old != new}
     kept = tuple(old for old, new in renaming.names.items() if old == new)
     also = {where: theirs.renamed for where, theirs in renaming.also.items()}
@@ -59,13 +64,17 @@ def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
 
 
 def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> None:
-    """Reads, transforms, writes and reports.
+    """Open INPUT, transform it, write OUTPUT and report what was done.
 
     Args:
-        options: those of `options.writing`.
-        transform: makes the new checkpoint of the old.
-        choices: further arguments of `formats.save`. Without `to` the command is about something else than
-            formats, and a folder becomes a folder of the same format.
+        options: values of the options of `options.writing`, by name.
+        transform: returns the new checkpoint and the outcome.
+        choices: further arguments of `formats.save`. Without `to`, a folder becomes a folder of the same
+            format.
+
+    Raises:
+        UsageFault: --state names a state, and the output takes the whole file.
+        CkptToolError: as `formats.open`, `transform` and `formats.save` raise.
     """
     from .. import formats
 
@@ -82,7 +91,7 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
             _say_where(console, checkpoint, options["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
-        fork = outcome.casting is not None  # values are computed
+        fork = outcome.casting is not None
         with console.bar("writing") as bar:
             if console.draws:
                 choices |= {"progress": bar.add, "expect": bar.expect}
@@ -91,7 +100,7 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
 
 
 def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
-    """INPUT's format where it is a folder's and OUTPUT is to be a folder; None where OUTPUT tells its own."""
+    """Return INPUT's format if both INPUT and OUTPUT are folders, unless OUTPUT tells its own."""
     from ..formats.folders import folders
 
     if checkpoint.format not in folders.NAMES or folders.kind_of(output):
@@ -102,7 +111,7 @@ def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
 def _keeps_everything(
     options: Mapping[str, Any], outcome: Outcome, new: Checkpoint, choices: Mapping[str, Any]
 ) -> bool:
-    """Whether no state matters: none was changed, and the format holds all that there is."""
+    """Whether the choice of a state has no effect: none was changed, and the output takes the whole file."""
     from ..formats import destination
 
     if outcome.of_state or choices.get("full"):
@@ -111,18 +120,18 @@ def _keeps_everything(
 
 
 def _refuse_state(options: Mapping[str, Any]) -> None:
-    """Raises UsageFault if a state was named where that would do nothing."""
+    """Raise UsageFault if --state is given, which would have no effect."""
     state, output = options["state"], options["output"]
     if state is not None:
         words = ["ckpttool", "slim", "--state", state, options["input"], output]
         raise UsageFault(
-            f"{output}: gets everything that is there, but one state of it was named ('{state}')",
-            hint=f"that state alone: {shlex.join(words)}",
+            f"{output}: gets everything in the input, so --state '{state}' would have no effect",
+            hint=f"for that state alone: {shlex.join(words)}",
         )
 
 
 def _say_where(console: Console, checkpoint: Checkpoint, asked: str | None) -> None:
-    """Which state was found, where others could be meant."""
+    """Note which state was chosen, if there are others."""
     taken = next(iter(checkpoint.states()), None) if asked is None else None
     if taken is not None and (others := checkpoint.other_states(taken)):
         where = f"'{printable('.'.join(taken))}'" if taken else "the file itself"
@@ -167,7 +176,7 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
 
 
 def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, int]) -> None:
-    """What is worth knowing of what was written, beside the result."""
+    """Note what else is worth knowing about the output."""
     if console.verbose:
         for old, new in outcome.renamed.items():
             console.note(f"{printable(old)} -> {printable(new)}")
@@ -178,7 +187,7 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
         (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
         ("written once, with the tie in the metadata", saved.tied),
         ("written once per name, though they share memory", saved.copied),
-        ("code that its pickle now names, and that loading it without weights_only runs", saved.mentions),
+        ("code that its pickle names, and that loading it without weights_only runs", saved.mentions),
         ("other files of the folder, not copied", saved.not_copied),
         ("keys became text, as dcp has no others (convert --full keeps them)", saved.text_keys),
     ):
@@ -192,7 +201,7 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
 
 
 def _to_indices(saved: Saved) -> str:
-    """The command that keys the optimizers of what was written by numbers."""
+    """Return the command that keys the optimizers of the output by numbers."""
     if saved.path == "-":
         return "ckpttool optimizer IN OUT --to indices"
     path = shlex.quote(saved.path)

@@ -1,4 +1,4 @@
-"""ckpttool strip-prefix"""
+"""The command `ckpttool strip-prefix`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ckpttool verify"""
+"""The command `ckpttool verify`."""
 
 from __future__ import annotations
 

@@ -94,8 +94,7 @@ def _conflict(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, str] |
         return (f"is a file, where {kind} is a folder", "name a new folder") if is_other else None
     if kind not in folders.NAMES:
         return "is a folder", "name a file in it"
-    kept = folders.companions(checkpoint, path)
-    others = [name for name in folders.strangers(path) if name not in kept]
+    others = folders.others(checkpoint, path)
     if others:
         return f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
     return None

@@ -10,8 +10,7 @@ from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, State
 from ..checkpoint.dotted_names import contents, dotted
 from ..checkpoint.states import is_optimizer
 from ..inert_pickle.known_names import unknown_names
-from .folders import dcp, folders, sharding
-from .folders.dcp_writing import TOP
+from .folders import dcp, dcp_writing, sharding
 from .pytorch import zip as torch_zip
 from .safetensors import format as safetensors
 
@@ -37,6 +36,10 @@ class Saved:
         keyed_by_text: optimizers whose state has text for keys where their groups list numbers, since they
             went into DCP or came out of it: outside DCP torch loads no momentum of them.
         not_copied: other files of the input's folder, which a new folder does not have.
+        shards: how many files of a folder hold the tensors; 0 for a single file, and for a DCP not yet
+            written.
+        given_back: names in a replaced folder of what another process put into the old one meanwhile.
+        not_removed: paths of what could not be removed of a replaced folder, each with the reason.
     """
 
     path: str
@@ -50,6 +53,9 @@ class Saved:
     text_keys: tuple[str, ...] = ()
     keyed_by_text: tuple[str, ...] = ()
     not_copied: tuple[str, ...] = ()
+    shards: int = 0
+    given_back: tuple[str, ...] = ()
+    not_removed: tuple[str, ...] = ()
 
     @property
     def why_left_out(self) -> str:
@@ -71,7 +77,7 @@ def saved_whole(
         lost += _lost_metadata(checkpoint)
     apart = kind == dcp.NAME and not full
     if apart:
-        lost = (*folders.lost_in_dcp(checkpoint), *lost)
+        lost = (*dcp_writing.lost(checkpoint), *lost)
     return Saved(
         path,
         kind,
@@ -80,7 +86,7 @@ def saved_whole(
         lost,
         copied=copied(state) if state and apart else (),
         mentions=_mentions(checkpoint, kind),
-        text_keys=folders.text_keys_in_dcp(checkpoint) if apart else (),
+        text_keys=dcp_writing.with_keys_made_text(checkpoint) if apart else (),
         keyed_by_text=_keyed_by_text(checkpoint, kind, full),
     )
 
@@ -109,7 +115,9 @@ def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, 
     if into == out_of:
         return ()
     named = ((dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value))
-    return tuple(name or TOP for name, value in named if _keeps_numbers(value, int if into else str))
+    return tuple(
+        name or dcp_writing.TOP for name, value in named if _keeps_numbers(value, int if into else str)
+    )
 
 
 def _keeps_numbers(optimizer: Any, kind: type) -> bool:

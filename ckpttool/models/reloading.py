@@ -1,7 +1,7 @@
-"""Into a plain model, strictly, with nothing distributed. Imports torch when it is called.
+"""Load a checkpoint's state strictly into a plain model, in one process. Imports torch when called.
 
-The state is taken as it is, or, when the model does not know its names, without the prefixes that
-wrappers put there. What does not fit is said by name and shape before a single parameter is changed.
+The state is loaded as it is, or without wrappers' prefixes if the model does not know its names. What does
+not fit is reported by name and shape before any parameter changes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What was loaded.
+    """The result of loading a state into a model.
 
     Attributes:
-        path, format: the file.
-        state: dotted path of the state in it.
-        prefix: the wrappers' prefix that was taken off on the way, or `""`.
-        loaded: names of the model that were given values.
-        added: BatchNorm's counters that the file lacks; they stay as the model has them.
+        path: the file as it was named.
+        format: its format, as `torch-zip`.
+        state: dotted path of the state in the file, `""` for the file itself.
+        prefix: the wrappers' prefix that was removed while loading, or `""`.
+        loaded: names of the model that got values.
+        added: BatchNorm's counters that the file lacks; they keep the model's values.
     """
 
     path: str
@@ -57,10 +58,10 @@ def reload(
     assign: bool = False,
     spec: str = "SPEC",
 ) -> Reloaded:
-    """Loads a checkpoint's state into a model, as strictly as `load_state_dict(strict=True)`.
+    """Load a checkpoint's state into a model, as strictly as `load_state_dict(strict=True)`.
 
     Args:
-        path: any file that `ckpttool.open` reads, saved from DDP, a compiled or a plain model.
+        path: any file that `ckpttool.open` reads, saved from a DDP, compiled or plain model.
         model: a plain module; its parameters keep their device and dtype, values are copied into them.
         state: dotted path of the state in the file; found when None.
         assign: put the file's tensors in the place of the model's instead of copying them. They are mapped
@@ -69,9 +70,15 @@ def reload(
             parameters that the model no longer has.
         spec: how the hint of an error names the model.
 
+    Returns:
+        What was loaded: names, the state's place in the file, the prefix that was removed.
+
     Raises:
-        Mismatch: names or shapes differ; the model is unchanged. The hint is the command that helps.
-        NoState, and what `ckpttool.open` raises.
+        Mismatch: names or shapes differ, or a module refuses the state; with differing names and shapes the
+            model is unchanged. The hint is the next command.
+        NoState: the file has no model state, or none at `state`.
+        Refused: the model asks for an object that only code could create.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
     with formats.open(path) as checkpoint:
         found = checkpoint.state(state)
@@ -93,12 +100,9 @@ def reload(
 
 
 def _fitting(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tuple[str, State]:
-    """The state as it fits best without a guess: without wrappers' prefixes, and with its ties.
+    """Return the removed prefix, `""` for none, and the state without wrappers' prefixes and with its ties.
 
-    Entries that are neither tensors nor asked for (an epoch beside the weights) are left out.
-
-    Returns:
-        The prefix that was taken off, `""` for none, and the state.
+    Leave out entries that are not tensors and that the model does not ask for (an epoch beside the weights).
     """
     alone = replace(checkpoint, tree=state.container)
     treated = treat(Case(alone, state, blueprint, compare(state, blueprint), None, state), (wrappers, ties))
@@ -108,19 +112,19 @@ def _fitting(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tupl
 
 
 def accepts(model: torch.nn.Module, state: State) -> bool:
-    """Whether modules that load in a way of their own take a state whose names may not be theirs.
+    """Return whether modules with loading rules of their own take a state whose names differ from theirs.
 
-    Weight norms rename what older torch called `weight_g`. It is tried on a copy that has no memory.
+    Weight norm renames what older torch called `weight_g`. Load into a copy without memory to find out.
     """
     import warnings
 
     if not any(map(_has_own_rules, model.modules())):
         return False
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that nothing is copied to where there is no memory
+        warnings.simplefilter("ignore")  # torch warns that a copy into meta tensors does nothing
         try:
             on_meta(model).load_state_dict(_with_versions(state, live_tensors(state.tensors)), strict=True)
-        except Exception:  # whatever it is, the comparison of names says what is wrong
+        except Exception:  # any error means no; the comparison of names says what is wrong
             return False
     return True
 
@@ -137,7 +141,7 @@ def _has_own_rules(module: torch.nn.Module) -> bool:
 
 
 def _values(path: str, state: State) -> dict[str, Any]:
-    """The state dict to load: tensors, and other plain values where the model asks for them."""
+    """Return the state dict to load: the tensors, and the other plain values that the model asks for."""
     others = {name: _made(path, name, value) for name, value in state.others.items()}
     return _with_versions(state, {**live_tensors(state.tensors), **others})
 
@@ -152,7 +156,7 @@ def _made(path: str, name: str, value: object) -> object:
 
 
 def _plain(value: object) -> object:
-    """Containers, tensors, numbers and text as they were saved."""
+    """Return containers, tensors, numbers and text as they were saved."""
     if isinstance(value, TensorRef):
         return live_tensors({"": value})[""]
     if isinstance(value, dict):
@@ -163,7 +167,7 @@ def _plain(value: object) -> object:
 
 
 def _with_versions(state: State, values: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as torch makes it, with the `_metadata` by which modules know states of older versions."""
+    """Return a state dict with the `_metadata` by which modules recognise states of older versions."""
     from collections import OrderedDict
 
     loaded: OrderedDict[str, Any] = OrderedDict(values)
@@ -174,14 +178,13 @@ def _with_versions(state: State, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _assign(model: torch.nn.Module, values: dict[str, Any]) -> None:
-    """Puts values in the place of the model's, in its types; what is one parameter there stays one."""
+    """Put values in the place of the model's, in its dtypes; a parameter with several names stays one."""
     import torch
 
     for name, own in model.state_dict(keep_vars=True).items():
         value = values.get(name)
         if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
-            # As copying would have it; the same tensor where it has that type already.
-            values[name] = value.to(own.dtype)
+            values[name] = value.to(own.dtype)  # as copying would do
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -200,7 +203,7 @@ def _mismatch(
     state: str | None,
     spec: str,
 ) -> Mismatch:
-    """The error that says what does not fit, and the command that helps first."""
+    """Return the error that says what does not fit; its hint is the next command."""
     found = diagnose(
         checkpoint, blueprint, spec, state=state, accepts=lambda other: accepts(model, other)
     ).problems

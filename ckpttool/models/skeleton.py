@@ -1,4 +1,4 @@
-"""Models without memory for their parameters, to be filled from a file. Imports torch when it is called."""
+"""Build models without memory for their parameters, to be filled from a file. Imports torch when called."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ if TYPE_CHECKING:
 
 @contextmanager
 def skeletons() -> Iterator[None]:
-    """While this lasts, modules keep their parameters on the meta device: shapes and types, no values.
+    """Keep the parameters of modules that are built within this context on the meta device, without values.
 
-    Buffers are real, as what a constructor computes (positions, masks) need not be in any file. A parameter
-    takes memory for the moment between its making and its registration, and one that is registered twice
-    stays one.
+    `ckpttool.reload(path, model, assign=True)` then fills such a model from the file. Buffers are real: what
+    a constructor computes (positions, masks) need not be in any file. A parameter takes memory for the moment
+    between its creation and its registration; one that is registered twice stays one parameter.
+
+    Yields:
+        None. `torch.nn.Module.register_parameter` is replaced until the context ends, in all threads.
     """
     import torch
 
@@ -52,10 +55,16 @@ def _on_meta(parameter: torch.nn.Parameter) -> Any:
 
 
 def skeleton(spec: str) -> torch.nn.Module:
-    """The model that a SPEC names, without memory for its parameters where its constructor allows that.
+    """Build the model that a SPEC names, without memory for its parameters where its constructor allows that.
+
+    Args:
+        spec: as `factory.build` takes it.
+
+    Returns:
+        The model. Its parameters are on the meta device, unless the constructor reads their values.
 
     Raises:
-        UsageFault: as `factory.build`, or the result is not a module.
+        UsageFault: `factory.build` raises it, or the factory returns something other than a module.
     """
     import torch
 
@@ -63,7 +72,7 @@ def skeleton(spec: str) -> torch.nn.Module:
         with skeletons():
             model = factory.build(spec)
     except UsageFault:
-        model = None  # a constructor that reads values fails without them; any other fails again below
+        model = None  # a constructor that reads values fails without them; any other error comes again below
     if model is None or (isinstance(model, torch.nn.Module) and _lost_values(model)):
         model = factory.build(spec)
     if not isinstance(model, torch.nn.Module):
@@ -72,7 +81,7 @@ def skeleton(spec: str) -> torch.nn.Module:
 
 
 def _lost_values(model: torch.nn.Module) -> bool:
-    """Whether a constructor kept, in a buffer or aside, what it had worked out from its parameters."""
+    """Return whether a constructor kept something computed from its parameters, which had no values."""
     import torch
 
     aside = (value for module in model.modules() for value in vars(module).values())
@@ -81,7 +90,7 @@ def _lost_values(model: torch.nn.Module) -> bool:
 
 
 def on_meta(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a live module without memory, for trying what a load would do."""
+    """Return a copy of a live module without memory, on which a load can be tried."""
     import copy
 
     import torch

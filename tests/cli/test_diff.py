@@ -50,7 +50,7 @@ def test_json_has_the_fields_that_scripts_rely_on(files: tuple[Path, Path], cli:
     assert (ran.code, ran.json["same"], ran.json["changed"]) == (0, True, [])
 
 
-def test_the_same_contents_are_exit_0_and_what_a_format_can_t_hold_is_said(
+def test_the_same_contents_are_exit_0_and_names_that_were_not_compared_are_listed(
     files: tuple[Path, Path], cli: Cli, tmp_path: Path
 ) -> None:
     other = tmp_path / "c.safetensors"
@@ -71,7 +71,7 @@ def test_tolerances(files: tuple[Path, Path], cli: Cli) -> None:
     assert cli("diff", a, b, "--model-only", "--sort", "name").out.startswith("- gone\n~ n")
 
 
-def test_a_prefix_alone_is_hinted_at_and_ignored_when_asked(cli: Cli, tmp_path: Path) -> None:
+def test_names_that_differ_in_a_prefix_get_a_hint_and_match_on_request(cli: Cli, tmp_path: Path) -> None:
     state = {"fc.w": torch.ones(2), "fc.b": torch.ones(2)}
     torch.save({f"module.{name}": tensor for name, tensor in state.items()}, tmp_path / "ddp.pt")
     save_file(state, tmp_path / "plain.safetensors")
@@ -81,7 +81,7 @@ def test_a_prefix_alone_is_hinted_at_and_ignored_when_asked(cli: Cli, tmp_path: 
     assert cli("diff", tmp_path / "ddp.pt", tmp_path / "plain.safetensors", "--ignore-prefix").code == 0
 
 
-def test_nan_and_zeros_of_other_signs_are_told(cli: Cli, tmp_path: Path) -> None:
+def test_nan_and_signed_zeros_are_reported(cli: Cli, tmp_path: Path) -> None:
     torch.save({"z": torch.tensor([0.0, 1.0]), "w": torch.tensor([1.0, 2.0])}, tmp_path / "a.pt")
     torch.save({"z": torch.tensor([-0.0, 1.0]), "w": torch.tensor([float("nan"), 2.5])}, tmp_path / "b.pt")
     lines = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt").out.splitlines()

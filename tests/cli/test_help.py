@@ -116,14 +116,14 @@ def test_commands_are_shown_in_the_order_of_their_use(cli: Any) -> None:
     assert shown == names
 
 
-def test_the_versions_are_told_without_an_import(process: Any) -> None:
+def test_the_versions_are_shown(process: Any) -> None:
     said = process("--version").stdout.decode()
     assert said.splitlines()[0] == f"ckpttool {__version__}"
     assert f"torch {metadata.version('torch')}" in said
 
 
 @pytest.mark.parametrize("typed, meant", [("strip-prefx", "strip-prefix"), ("strip", "strip-prefix")])
-def test_a_command_that_is_misspelt_is_answered_by_those_like_it(typed: str, meant: str, cli: Any) -> None:
+def test_a_misspelt_command_is_answered_with_similar_ones(typed: str, meant: str, cli: Any) -> None:
     ran = cli(typed)
     assert ran.code == 2
     assert f"there is no command '{typed}'; did you mean {meant}" in ran.err

@@ -1,4 +1,4 @@
-"""ckpttool reload: into the plain model, in one process, and so said."""
+"""ckpttool reload: load into the plain model, in one process, and report it."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def test_one_line_says_what_was_loaded_and_how(net: str, state: Any, cli: Any, t
     assert ran.out.startswith(f"loaded 9 of 9 tensors without 'module.' into {net}, strictly, in one process")
 
 
-def test_with_a_shape_a_forward_pass_is_run(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+def test_an_input_shape_runs_a_forward_pass(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
     save_file(state, tmp_path / "f.safetensors")
     ran = cli("reload", tmp_path / "f.safetensors", "--model", net, "--input-shape", "2,3,5,5")
     assert ran.out.splitlines()[-1] == "forward pass: [2, 3, 5, 5] -> [2, 3]"
 
 
-def test_the_forward_pass_has_the_model_s_own_type(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+def test_the_forward_pass_has_the_model_s_dtype(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
     torch.save(state, tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", f"{net}(dtype='float64')", "--input-shape", "1,3,5,5")
     assert ran.code == 0, ran.err
@@ -70,7 +70,9 @@ def test_json_has_the_fields_that_scripts_rely_on(net: str, state: Any, cli: Any
     assert (found["state"], found["output_shape"]) == ("model", [1, 3])
 
 
-def test_a_wrong_model_is_told_with_what_is_wrong(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+def test_a_model_of_other_sizes_is_exit_1_with_both_sizes(
+    net: str, state: Any, cli: Any, tmp_path: Path
+) -> None:
     torch.save(state, tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", f"{net}(classes=7)")
     assert (ran.code, ran.out) == (1, "")
@@ -80,7 +82,7 @@ def test_a_wrong_model_is_told_with_what_is_wrong(net: str, state: Any, cli: Any
     assert found["mismatched"][0] == {"name": "3.weight", "file": "[3, 36]", "model": "[7, 36]"}
 
 
-def test_counters_that_the_file_lacks_are_said(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+def test_counters_that_the_file_lacks_are_named(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
     torch.save({k: v for k, v in state.items() if "num_batches" not in k}, tmp_path / "f.pt")
     ran = cli("reload", tmp_path / "f.pt", "--model", net)
     assert ran.code == 0
@@ -123,7 +125,7 @@ def test_nothing_distributed_is_started(process: Any, net: str, state: Any, tmp_
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_model_that_begins_with_an_embedding_is_given_numbers_of_rows(cli: Any, tmp_path: Path) -> None:
+def test_a_model_that_begins_with_an_embedding_gets_indices(cli: Any, tmp_path: Path) -> None:
     from tests.support import architectures
 
     torch.save(architectures.tied().state_dict(), tmp_path / "f.pt")

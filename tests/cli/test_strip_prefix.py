@@ -46,7 +46,7 @@ def training(tmp_path: Path) -> Path:
     return tmp_path / "last.pt"
 
 
-def test_one_line_says_what_was_done(ddp: Path, cli: Any, tmp_path: Path) -> None:
+def test_the_result_is_one_line(ddp: Path, cli: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     ran = cli("strip-prefix", ddp, out)
     assert (ran.code, ran.err) == (0, "")
@@ -76,7 +76,7 @@ def test_a_pt_keeps_everything_and_its_names_follow(
     assert_same(before["optimizer"]["state"], after["optimizer"]["state"])
 
 
-def test_what_safetensors_leaves_out_is_named(training: Path, cli: Any, tmp_path: Path) -> None:
+def test_what_safetensors_can_t_hold_is_named(training: Path, cli: Any, tmp_path: Path) -> None:
     ran = cli("strip-prefix", training, tmp_path / "out.safetensors")
     assert "left out, as safetensors holds only tensors: " in ran.err
     assert all(name in ran.err for name in ("epoch", "optimizer", "model._metadata"))
@@ -178,7 +178,7 @@ def test_nothing_to_strip_exits_1_and_names_the_prefix_there_is(cli: Any, tmp_pa
     )
 
 
-def test_a_prefix_that_half_the_keys_carry_is_said(cli: Any, tmp_path: Path) -> None:
+def test_keys_without_the_prefix_are_named(cli: Any, tmp_path: Path) -> None:
     state = {f"{'module.' if i % 2 else ''}k{i}": torch.ones(1) for i in range(12)}
     torch.save(state, tmp_path / "in.pt")
     ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt")
@@ -213,7 +213,7 @@ def test_the_flags_of_renaming(flags: list[str], expected: set[str], cli: Any, t
     assert set(torch.load(tmp_path / "out.pt")) == expected
 
 
-def test_which_state_was_taken_is_said_and_can_be_chosen(cli: Any, tmp_path: Path) -> None:
+def test_the_chosen_state_is_named_and_state_selects_another(cli: Any, tmp_path: Path) -> None:
     tree = {"model": {"module.a": torch.ones(1)}, "ema": {"module.b": torch.ones(1)}}
     torch.save(tree, tmp_path / "in.pt")
     ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.safetensors")

@@ -74,7 +74,7 @@ def test_structural_damage_is_exit_3(path: Path, cli: Cli) -> None:
     assert (ran.code, ran.out) == (3, "")
 
 
-def test_values_that_are_not_finite_are_told_and_an_error_only_when_asked(cli: Cli, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_named_and_with_finite_a_problem(cli: Cli, tmp_path: Path) -> None:
     torch.save({"w": torch.tensor([nan, 1.0, nan]), "v": torch.tensor([1.0])}, tmp_path / "in.pt")
     ran = cli("verify", tmp_path / "in.pt")
     assert ran.code == 0
@@ -86,7 +86,7 @@ def test_values_that_are_not_finite_are_told_and_an_error_only_when_asked(cli: C
     assert (ran.code, ran.json["non_finite"]) == (1, {"w": 2})
 
 
-def test_files_without_checksums_say_so(cli: Cli, tmp_path: Path) -> None:
+def test_storages_without_checksums_are_counted(cli: Cli, tmp_path: Path) -> None:
     save_file(STATE, tmp_path / "in.safetensors")
     ran = cli("verify", tmp_path / "in.safetensors")
     assert ran.code == 0

@@ -13,7 +13,6 @@ are apart. Source: torch's `distributed/checkpoint`, in it `metadata.py`, `files
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Mapping
 from itertools import pairwise
@@ -60,11 +59,8 @@ def read(source: Source) -> Checkpoint:
         Damaged: malformed, a file is missing or cut short, or chunks that are not the whole of a tensor.
         Unsupported: written through an extension (compression).
     """
-    if source.size > MAX_METADATA:
-        raise Unsupported(source.path, "has metadata of more than 1 GB")
     try:
-        with mmap.mmap(source.fd, source.size, access=mmap.ACCESS_READ) as mapped:
-            metadata = _fields(read_pickle(mapped).value, "Metadata")
+        metadata = _metadata(source)
         items = _Items(source, metadata.get("storage_data"))
         flat = {name: items.value(name, found) for name, found in _names(metadata).items()}
         tree = _nest(flat, metadata.get("planner_data"))
@@ -76,7 +72,30 @@ def read(source: Source) -> Checkpoint:
     return Checkpoint(source, NAME, whole, protocol, shards=tuple(items.files.values()), full=is_full)
 
 
+def file_names(source: Source) -> list[str]:
+    """Return the names of the files that `.metadata` names, without opening them.
+
+    Raises:
+        Damaged: the metadata is malformed.
+        Unsupported: it has more than 1 GB.
+    """
+    try:
+        found = _metadata(source).get("storage_data")
+        infos = found.values() if isinstance(found, dict) else ()
+        names = [_fields(info, "_StorageInfo").get("relative_path") for info in infos]
+    except PickleFault as fault:
+        raise Damaged(source.path, str(fault)) from None
+    return sorted({name for name in names if isinstance(name, str)})
+
+
 # The metadata, as inert records.
+
+
+def _metadata(source: Source) -> dict[Any, Any]:
+    """Read the metadata into memory: a mapping of it would end this process if the file became shorter."""
+    if source.size > MAX_METADATA:
+        raise Unsupported(source.path, "has metadata of more than 1 GB")
+    return _fields(read_pickle(source.read(0, source.size)).value, "Metadata")
 
 
 def _fields(value: object, name: str) -> dict[Any, Any]:

@@ -139,19 +139,30 @@ def _is_data(value: Global | Record | Storage) -> bool:
     return tensor_of(value) is not None
 
 
-def lost(tree: object) -> list[str]:
-    """What DCP does not keep, by dotted name: empty dicts, and the module versions of a state dict."""
+def without_models(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with a dict of tensors in the place of a pickled model, which DCP can't hold."""
+    state = checkpoint.state() if checkpoint.states() else None
+    return checkpoint if state is None or state.module is None else checkpoint.changed(state, lambda v: v)
+
+
+def lost(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the dotted names of what DCP does not keep.
+
+    These are empty dicts, the module versions of a state dict, and of a pickled model its class.
+    """
+    whole = without_models(checkpoint)
     names: list[str] = []
-    for name, value in _dicts(tree):
+    for name, value in _dicts(whole.tree):
         names += [] if value else [name]
         if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
             names += [f"{name}.{attribute}" if name else attribute for attribute in value.attributes]
-    return names
+    return (*names, *whole.opened)
 
 
-def with_keys_made_text(tree: object) -> list[str]:
-    """The dicts of which DCP makes some keys text, such as numbers, by dotted name."""
-    return [name or TOP for name, value in _dicts(tree) if not all(isinstance(key, str) for key in value)]
+def with_keys_made_text(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the dotted names of the dicts that have keys, such as numbers, of which DCP makes text."""
+    dicts = _dicts(without_models(checkpoint).tree)
+    return tuple(name or TOP for name, value in dicts if not all(isinstance(key, str) for key in value))
 
 
 def _dicts(tree: object) -> Iterator[tuple[str, dict[Any, object]]]:

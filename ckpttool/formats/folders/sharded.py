@@ -79,6 +79,16 @@ def read(source: Source) -> Checkpoint:
     )
 
 
+def shard_names(source: Source) -> list[str]:
+    """Return the names of the shards that an index names, without opening them.
+
+    Raises:
+        Damaged: the index is malformed, or names a file outside its folder.
+        Unsupported: it is JSON, but not an index.
+    """
+    return list(_wanted(source, _parse(source)))
+
+
 def _facts(source: Source, index: Mapping[str, Any]) -> dict[str, Any]:
     """What the index says of the whole; absent or `null` it says nothing."""
     facts = index.get("metadata")

@@ -30,12 +30,15 @@ from ...tensors.ref import (
     new_tensor,
 )
 from ...tensors.values import require_bounded, stream
-from .in_place import MAX_HEADER, read_header
 from .strict_json import parse_object
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
+
+MAX_HEADER = 100_000_000
+"""Bytes that the format allows a header."""
+
 RESERVED = (*OF_TORCH, full_json.ENTRY)
 """Metadata with a meaning of its own, whatever tensors there are: never another name of a tensor."""
 
@@ -54,17 +57,16 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Reads the header.
+    """Read the header.
 
     Raises:
-        Damaged: a rule of the format is broken.
+        Damaged: the file breaks a rule of the format, or is shorter than its header says.
         Unsupported: an element type that torch does not have.
     """
-    return described(source, read_header(source))
-
-
-def described(source: Source, raw: bytes) -> Checkpoint:
-    """What a header, its length included, says of a file. Raises as `read` does."""
+    size = int.from_bytes(source.read(0, 8), "little")
+    if size > MAX_HEADER or 8 + size > source.size:
+        raise Damaged(source.path, f"is cut short: its header should have {size} bytes")
+    raw = source.read(0, 8 + size)
     header = _parse(source, raw[8:])
     metadata = _metadata(source, header.pop(METADATA, {}))
     tensors: dict[str, TensorRef] = {}

@@ -1,7 +1,7 @@
-"""Why a checkpoint does not load into a model, and the commands that fix it.
+"""Diagnose why a checkpoint does not load into a model, and write the commands that fix it.
 
-Each command is tried first: a remedy is a pure change of the checkpoint, which costs nothing, and it is
-advised when the state fits better after it than before. What no remedy reaches is said in words.
+Each command is tried first: a remedy is a pure change of the checkpoint, which reads no values, and it is
+advised if the state fits better after it than before. What no remedy fixes is described in words.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .shell import command_line
 from .treatment import Accepts, Treatment, declines, treat
 
 STATES = 8
-"""States of one file that are tried."""
+"""How many states of one file are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Problem:
     Attributes:
         kind: a stable word for scripts.
         message: what is wrong, as a sentence without a capital and a full stop.
-        command: the command that fixes it, ready to paste, after those of the problems before it; None where
-            no command can.
-        is_remark: the state loads strictly, and rightly, all the same.
+        command: the command that fixes it, ready to paste after those of the problems before it; None if no
+            command can.
+        is_remark: the state loads strictly, and with the right values, all the same.
     """
 
     kind: str
@@ -49,15 +49,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found, and what it takes.
+    """Why a checkpoint does not load into a model, and what fixes it.
 
     Attributes:
-        path, format: the file.
-        state: dotted path of the state that fits best, `""` for the file itself, None when there is none.
+        path: the file as it was named.
+        format: its format, as `torch-zip`.
+        state: dotted path of the state that fits best, `""` for the file itself, None if there is none.
         loads: `load_state_dict(strict=True)` takes this state as it is.
-        fit: what keeps it from that.
-        problems: in the order in which they are to be fixed.
-        then: the command that loads the outcome strictly, after all the others; None where none can.
+        fit: the differences that keep the state from loading.
+        problems: in the order in which to fix them.
+        then: the command that loads the result strictly, after all the others; None if none can.
     """
 
     path: str
@@ -71,7 +72,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class Respec:
-    """The model built with other arguments: the SPEC that does it, and what was different."""
+    """The model built with other arguments: its SPEC, and a message that says what differs."""
 
     spec: str
     message: str
@@ -93,17 +94,21 @@ def diagnose(
     accepts: Accepts = declines,
     rebuild: Rebuild = _as_built,
 ) -> Diagnosis:
-    """Finds out why a checkpoint does not load into a model.
+    """Find out why a checkpoint does not load into a model.
 
     Args:
+        checkpoint: an open file; only names, shapes and types of its tensors are read.
         blueprint: of the model.
         spec: how the commands name the model.
         state: dotted path of the model's state; the one that fits best when None.
-        accepts: whether the live model takes a state in a way of its own, where the names do not say so.
-        rebuild: the model in other sizes, where the state's names fit and its sizes do not.
+        accepts: return whether the live model takes a state by loading rules of its own.
+        rebuild: return the model in other sizes, given a state whose names fit and whose sizes do not.
+
+    Returns:
+        The diagnosis of the state that fits best after treatment.
 
     Raises:
-        NoState: `state` was given and is not there.
+        NoState: `state` is given, and the file has no state there.
     """
     try:
         cases = _cases(checkpoint, blueprint, state)
@@ -117,24 +122,24 @@ def diagnose(
         if not treatments[-1].case.fit.distance:
             break
     best = min(range(len(treatments)), key=lambda i: treatments[i].case.fit.distance)
-    if not misfits.is_alike(treatments[best].case):  # nothing that fits by chance is to be fixed
+    if not misfits.is_alike(treatments[best].case):  # a fit by chance is no reason for commands
         best = 0
         treatments[0] = Treatment(cases[0])
     case = cases[best]
     loads = not case.fit.distance or accepts(case.state)
-    # A state that has to be named to be found is not loaded by those who don't know of it.
+    # Whoever does not know that the state has to be named does not load it.
     return _Report(case, treatments[best], spec, loads and (state is not None or best == 0)).written(rebuild)
 
 
 def _cases(checkpoint: Checkpoint, blueprint: Blueprint, where: str | None) -> list[Case]:
-    """A case for each state that could be meant, the likeliest first."""
+    """Return a case for each state that could be meant, the likeliest first."""
     found = [dotted(path) for path in checkpoint.states()] or [checkpoint.state().where]
     names = found[:STATES] if where is None else [where]
     return [_case(checkpoint, blueprint, name, named=name != found[0]) for name in names]
 
 
 def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, named: bool) -> Case:
-    """Commands change the dict that they find by default; any other state is extracted first."""
+    """Return the case of one state; commands change the default state, so any other is taken out first."""
     found = checkpoint.state(name)
     if not named and found.module is None:
         return Case(checkpoint, found, blueprint, compare(found, blueprint), None, found)
@@ -145,7 +150,7 @@ def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, named: boo
 
 
 def _without_state(checkpoint: Checkpoint, error: NoState) -> Diagnosis:
-    """What a file holds in which there is no state."""
+    """Return the diagnosis of a file that has no state."""
     if any(is_optimizer(value) for value in walk(checkpoint.tree)):
         message = "it holds only the state of an optimizer: the model's parameters are in another file"
         problem = Problem("optimizer-only", message)
@@ -155,7 +160,7 @@ def _without_state(checkpoint: Checkpoint, error: NoState) -> Diagnosis:
 
 
 class _Report:
-    """Puts a treatment into commands that follow from one another, each reading what the last one wrote."""
+    """Write a treatment as commands, each of which reads what the one before it wrote."""
 
     def __init__(self, case: Case, treatment: Treatment, spec: str, loads: bool) -> None:
         self.case = case
@@ -204,7 +209,7 @@ class _Report:
         return command_line(["ckpttool", "reload", self.file, "--model", spec, *where])
 
     def _add_objects(self) -> bool:
-        """What the model asks for and only code can make: torch.load runs it, this library does not."""
+        """Add a problem if the model asks for objects, which torch.load creates and this package does not."""
         after = self.treatment.case
         asked = ((n, v) for n, v in after.state.others.items() if n in after.blueprint.places)
         objects = tuple(name for name, value in asked if not is_plain(value))
@@ -217,11 +222,11 @@ class _Report:
         return bool(objects)
 
     def _add_optimizers(self) -> None:
-        """Momentum that a load would give to other parameters, as optimizers go by index."""
+        """Add a problem if an optimizer, which counts parameters, would give momentum to other parameters."""
         after = self.treatment.case
         places = after.blueprint.places
         if not all(name in places for name in after.blueprint.parameters):
-            return  # a model that leaves parameters out of its state does not give their shapes
+            return  # the model leaves parameters out of its state, so their shapes are unknown
         parameters = {name: places[name].shape or () for name in after.blueprint.parameters}
         for value in walk(self.case.checkpoint.tree):
             if isinstance(value, dict) and is_optimizer(value):
@@ -234,7 +239,7 @@ class _Report:
         try:
             to_indices(self.treatment.case.checkpoint, parameters=parameters)
         except NothingToDo:
-            return  # it keeps nothing that could go to another parameter
+            return  # the optimizer keeps nothing per parameter
         except CkptToolError as error:
             self.problems.append(Problem("optimizer-order", f"{message}; no command can fix it: {error}"))
         else:
@@ -246,7 +251,7 @@ class _Report:
             name = case.original.module.type_name
             message = f"the file is a whole pickled model, and torch.load needs the code of {name}"
             yield self._remark("pickled-model", message, None if self.problems else "slim")
-        elif case.state.where and not self.problems:  # slim would undo what they have fixed
+        elif case.state.where and not self.problems:  # `slim` of the file would undo the commands before it
             message = f"the state is under '{case.state.where}', and load_state_dict wants only that"
             yield self._remark("nested", message, "slim")
         added = self.treatment.case.fit.added
@@ -286,7 +291,7 @@ SHORT_TYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat1
 
 
 def _output(file: str, form: str) -> str:
-    """A free name beside the file, in a format that keeps what the file's own keeps."""
+    """Return a free name beside the file, in a format that holds what the file holds."""
     path = file.rstrip("/")
     stem = path if os.path.isdir(path) else os.path.splitext(path)[0]
     end = ".safetensors" if form.startswith("safetensors") else ".pt"
