@@ -6,8 +6,9 @@ import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import checksum
+from ..checkpoint.state import State
 from ..errors import Collision
 from ..files.copying import BUFFER, Progress
 from ..formats.folders.sharding import TORCH
@@ -181,7 +182,7 @@ def _problem(change: Change) -> Problem:
 
 
 def _holds_more(checkpoint: Checkpoint, state: State) -> bool:
-    return bool(state.others or checkpoint.outside(state))
+    return len(state.others) > len(state.likes) or bool(checkpoint.outside(state))
 
 
 def _hint(checkpoint: Checkpoint, state: State, other: State) -> str | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
 
-from ..inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of, walk
+from ..inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of, walk, with_tensor
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
 from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor
 from .tensor_likes import TensorLike, shape_of
@@ -61,6 +61,16 @@ def plain_tensor(value: object) -> TensorRef | None:
     like = tensor_like(value)
     is_whole = like is not None and like.kind == "DTensor" and not like.is_piece
     return like.parts["local"] if like is not None and is_whole else None
+
+
+def with_plain_tensor(value: object, tensor: TensorRef) -> object:
+    """Return a value around another plain tensor: a Parameter stays one, a whole DTensor becomes plain.
+
+    Args:
+        value: a value for which `plain_tensor` returns a tensor.
+        tensor: the tensor to put in its place.
+    """
+    return with_tensor(value, tensor) if tensor_of(value) is not None else tensor
 
 
 def _of_subclass(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..errors import Refused
 from ..inert_pickle.values import Global, Record
 from ..tensors.dtypes import DTYPES, DType
 from ..tensors.ref import MAX_AXES, MAX_BYTES, Computed, Storage, TensorRef, extent, is_count
@@ -13,6 +15,8 @@ Shape = tuple[int, ...]
 
 SHARDED = ("DTensor", "ShardedTensor")
 """Kinds of which a file usually holds one rank's piece."""
+
+PLACEHOLDER = "ZeRO-3 placeholder"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ def placeholder(tensor: TensorRef, shape: Shape | None) -> TensorLike:
         tensor: the empty tensor.
         shape: the parameter's shape; None when its name is not listed.
     """
-    return TensorLike("ZeRO-3 placeholder", tensor.dtype, shape, local_shape=tensor.shape)
+    return TensorLike(PLACEHOLDER, tensor.dtype, shape, local_shape=tensor.shape)
 
 
 def shape_of(value: object) -> Shape | None:
@@ -102,28 +106,33 @@ def shape_of(value: object) -> Shape | None:
     return sizes if len(sizes) == len(value) and extent(sizes) <= MAX_BYTES else None
 
 
-def in_words(likes: Mapping[str, TensorLike], most: int = 3) -> str:
-    """Return some tensors by name: `'w' (sparse COO float32 [3, 3]) and 2 more`.
-
-    Args:
-        likes: the tensors by name; at least one.
-        most: how many are named.
-    """
+def _in_words(likes: Mapping[str, TensorLike], most: int = 3) -> str:
+    """Return some tensors by name: `'w' (sparse COO float32 [3, 3]) and 2 more`."""
     named = [f"'{name[:80]}' ({like})" for name, like in list(likes.items())[:most]]
     return ", ".join(named) + (f" and {len(likes) - most} more" if len(likes) > most else "")
 
 
-def ways_out(path: str, likes: Iterable[TensorLike]) -> str:
-    """Return the next command for tensors that a format can't hold.
-
-    Args:
-        path: the file that holds them, quoted for a shell.
-        likes: the tensors.
-    """
+def _ways_out(path: str, likes: Iterable[TensorLike]) -> str:
+    """Return the next command for tensors that a format can't hold; the path is quoted for a shell."""
     kinds = {like.kind for like in likes if like.is_piece}
-    if "ZeRO-3 placeholder" in kinds:
+    if PLACEHOLDER in kinds:
         return "the values are in the ranks' *_optim_states.pt; join them: python zero_to_fp32.py FOLDER OUT"
     if kinds:
         whole = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
         return f"save the whole with {whole}, or keep this rank's piece: ckpttool convert {path} out.pt"
     return f"keep them: ckpttool convert {path} out.pt; or leave them out: --exclude NAME"
+
+
+def require_plain(path: str, likes: Mapping[str, TensorLike], why: str) -> None:
+    """Refuse tensors that are not plain ones, if there are any.
+
+    Args:
+        path: the file, for the message.
+        likes: the tensors by name.
+        why: what can't be done with them, to follow their names.
+
+    Raises:
+        Refused: there are such tensors; the message names the first of them.
+    """
+    if likes:
+        raise Refused(path, f"{_in_words(likes)} {why}", hint=_ways_out(shlex.quote(path), likes.values()))

@@ -24,13 +24,13 @@ def command(file: str, state: str | None, **given: Any) -> None:
       ckpttool digest model.safetensors
     """
     from .. import formats
-    from ..files.digest import digest
+    from ..analysis.state_digest import state_digest
 
     options.require_one_file(file)
     console = options.console(given)
     with formats.open(file) as checkpoint:
         found = checkpoint.state(state)
         with console.progress(checkpoint.nbytes, "hashing") as progress:
-            value = digest(found.tensors, progress)
+            value = state_digest(checkpoint, found, progress)
     data = {"digest": value, "state": found.where, "keys": len(found.tensors), "path": file}
     console.result(f"{value}  {printable(file)}", data)

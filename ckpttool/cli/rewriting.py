@@ -132,9 +132,9 @@ def _refuse_state(options: Mapping[str, Any]) -> None:
 
 def _say_where(console: Console, checkpoint: Checkpoint, asked: str | None) -> None:
     """Note which state was chosen, if there are others."""
-    taken = next(iter(checkpoint.states()), None) if asked is None else None
-    if taken is not None and (others := checkpoint.other_states(taken)):
-        where = f"'{printable('.'.join(taken))}'" if taken else "the file itself"
+    taken = checkpoint.found_state() if asked is None else None
+    if taken is not None and (others := checkpoint.other_states(taken.path)):
+        where = f"'{printable(taken.where)}'" if taken.path else "the file itself"
         flags = [f"--state {shlex.quote(other)}" for other in others]
         console.note(f"state: {where}; also available: {console.names(flags)}")
 

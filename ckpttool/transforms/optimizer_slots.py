@@ -109,11 +109,15 @@ def without_prefix(names: Iterable[str], parameters: Mapping[str, object]) -> li
         parameters: the model's parameters by name.
     """
     listed = list(names)
-    prefix = next((found for name in listed if (found := _prefix(name, parameters)) is not None), "")
+    lengths = sorted({len(name) for name in parameters}, reverse=True)
+    prefix = next((found for name in listed if (found := _prefix(name, parameters, lengths)) is not None), "")
     return [name.removeprefix(prefix) for name in listed]
 
 
-def _prefix(name: str, parameters: Mapping[str, object]) -> str | None:
-    parts = name.split(".")
-    tails = (".".join(parts[i:]) for i in range(len(parts)))
-    return next((name.removesuffix(tail) for tail in tails if tail in parameters), None)
+def _prefix(name: str, parameters: Mapping[str, object], lengths: Iterable[int]) -> str | None:
+    """Return what stands before a parameter's name, whole parts alone; None when the name ends in none."""
+    for length in lengths:
+        start = len(name) - length
+        if start >= 0 and name[start - 1 : start] in (".", "") and name[start:] in parameters:
+            return name[:start]
+    return None

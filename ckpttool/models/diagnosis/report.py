@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ...checkpoint.checkpoint import Checkpoint, State
+from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import dotted
+from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, NoState, NothingToDo
 from ...inert_pickle.values import is_plain, walk
@@ -135,7 +136,8 @@ def _cases(checkpoint: Checkpoint, blueprint: Blueprint, where: str | None) -> l
     """Return a case for each state that could be meant, the likeliest first."""
     found = [dotted(path) for path in checkpoint.states()] or [checkpoint.state().where]
     names = found[:STATES] if where is None else [where]
-    return [_case(checkpoint, blueprint, name, named=name != found[0]) for name in names]
+    taken = checkpoint.found_state()
+    return [_case(checkpoint, blueprint, name, named=taken is None or name != taken.where) for name in names]
 
 
 def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, named: bool) -> Case:
