@@ -79,7 +79,12 @@ def _of_subclass(
     """Read `_rebuild_from_type_v2(function, kind, args, state)`: a tensor made by a function, of a class."""
     values = args if isinstance(args, tuple) else ()
     whole = SHARDED_TYPES.get(kind) if isinstance(kind, Global) else None
-    found = whole(values, state) if whole else tensor_like(Record("reduce", function, args), levels)
+    if whole:
+        found = whole(values, state)
+    else:
+        found = (
+            tensor_like(Record("reduce", function, args), levels) if isinstance(function, Global) else None
+        )
     if found is None:
         name = kind.name.rpartition(".")[2] if isinstance(kind, Global) else "object"
         found = _unknown(name, value)
