@@ -60,9 +60,6 @@ def _report(console: Console, file: str, format: str, against: str | None, found
     if found.non_finite:
         names = tuple(f"{name} ({count})" for name, count in found.non_finite.items())
         console.note(f"NaN or infinite values: {console.names(names)}")
-    if found.unsummed:
-        lack = counted(found.unsummed, "storage has", "storages have")
-        console.note(f"{lack} no checksum, as {format} files may")
     what = "contents" if found.compared == "everything" else "model state"
     same = f", same {what} as {printable(against)}" if against and found.ok else ""
     if found.hint:
@@ -74,7 +71,10 @@ def _report(console: Console, file: str, format: str, against: str | None, found
         "problems": [asdict(problem) for problem in found.problems],
         "non_finite": found.non_finite,
         "unsummed": found.unsummed,
+        "unvouched": dict(found.free),
         "compared": found.compared,
         "hint": found.hint,
     }
-    console.result(f"{printable(file)}: {verdict} ({show_bytes(found.checked_bytes)} checked)", data)
+    free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in found.free.items())
+    checked = f"{show_bytes(found.checked_bytes)} checked" + (f"; nothing vouches for {free}" if free else "")
+    console.result(f"{printable(file)}: {verdict} ({checked})", data)

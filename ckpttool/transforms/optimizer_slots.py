@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..inert_pickle.values import tensor_of
-from ..tensors.ref import TensorRef
+from ..checkpoint.rebuilt_tensors import plain_tensor, tensor_like
+from ..checkpoint.tensor_likes import TensorLike
+from ..inert_pickle.values import Record
 
 MOMENTA = (
     *("exp_avg", "momentum_buffer", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg"),
@@ -95,9 +96,12 @@ def entry_of(state: Mapping[Any, Any], key: int | str) -> Any:
 def _shape(entry: Any) -> Shape | None:
     if isinstance(entry, dict):
         for name in MOMENTA:
-            found = tensor_of(entry.get(name)) or entry.get(name)
-            if isinstance(found, TensorRef) or (found is not None and hasattr(found, "shape")):
-                return tuple(found.shape)
+            value = entry.get(name)
+            found = plain_tensor(value) or tensor_like(value) or value
+            if isinstance(found, TensorLike) or (found is not None and not isinstance(found, Record)):
+                shape = getattr(found, "shape", None)
+                if shape is not None:
+                    return tuple(shape)
     return None
 
 
