@@ -20,9 +20,9 @@ def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, n
         asked: the value of --state.
         named: begin with the file's name, because the command reads several.
     """
-    taken = next(iter(checkpoint.states()), None) if asked is None else None
-    if taken is not None and (others := checkpoint.other_states(taken)):
-        where = f"'{printable('.'.join(taken))}'" if taken else "the file itself"
+    taken = checkpoint.found_state() if asked is None else None
+    if taken is not None and (others := checkpoint.other_states(taken.path)):
+        where = f"'{printable(taken.where)}'" if taken.path else "the file itself"
         flags = [f"--state {shlex.quote(other)}" for other in others]
         file = f"{printable(checkpoint.path)}: " if named else ""
         console.note(f"{file}state: {where}; also available: {console.names(flags)}")
