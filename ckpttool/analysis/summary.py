@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint, Remark, State
 from ..checkpoint.dotted_names import Entry, contents
 from ..checkpoint.states import all_tensors, is_optimizer
 from ..errors import NoState
-from ..inert_pickle.known_names import unknown_names
+from ..inert_pickle.known_names import names_in, names_that_run, unknown_names
 from ..inert_pickle.values import in_brief, tensor_of
 from ..tensors.ref import TensorRef
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
@@ -66,7 +66,10 @@ class Summary:
         unused: bytes of storages that no tensor uses.
         optimizers, schedulers: those found, in short.
         other: everything that is not a tensor.
-        unknown: names in the file's pickle that are not understood here; never imported.
+        unknown: names in the file's pickle that are not understood here, those that could run something
+            first; never imported.
+        running: those of them that could run something when they are unpickled without `weights_only`.
+        remarks: where torch refuses the file, or no writer of torch's makes such a thing.
         metadata: the texts of a safetensors header.
     """
 
@@ -88,6 +91,8 @@ class Summary:
     schedulers: tuple[SchedulerRow, ...]
     other: tuple[OtherRow, ...]
     unknown: tuple[str, ...]
+    running: tuple[str, ...]
+    remarks: tuple[Remark, ...]
     metadata: dict[str, str]
 
 
@@ -114,6 +119,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     everything = _Looks([*tensors.values(), *outside]) if outside else here
     mine = {id(tensor.storage) for tensor in tensors.values()} if outside else set()
     optimizers, schedulers = _training_rows(checkpoint.tree)
+    names = checkpoint.names | names_in(checkpoint.tree)
     return Summary(
         path=checkpoint.path,
         format=checkpoint.format,
@@ -132,7 +138,9 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         optimizers=optimizers,
         schedulers=schedulers,
         other=tuple(other_rows(checkpoint, found)),
-        unknown=tuple(unknown_names(checkpoint.tree)),
+        unknown=tuple(unknown_names(names)),
+        running=tuple(names_that_run(names)),
+        remarks=checkpoint.remarks,
         metadata=dict(checkpoint.metadata),
     )
 

@@ -24,9 +24,14 @@ if TYPE_CHECKING:
     help="Also compare the contents with those of OTHER, whatever its format.",
 )
 @click.option("--finite", is_flag=True, help="Count NaN and infinity as problems.")
+@click.option(
+    "--no-code", is_flag=True, help="Count names that could run as problems: all but those known as harmless."
+)
 @options.state_option
 @options.reading
-def command(file: str, against: str | None, finite: bool, state: str | None, **given: Any) -> int:
+def command(
+    file: str, against: str | None, finite: bool, no_code: bool, state: str | None, **given: Any
+) -> int:
     """Read every byte of FILE: structure, checksums, values that are not finite.
 
     torch never checks the checksums it writes, so it loads a flipped bit silently; verify finds it.
@@ -35,6 +40,7 @@ def command(file: str, against: str | None, finite: bool, state: str | None, **g
     Examples:
       ckpttool verify last.pt
       ckpttool verify model.safetensors --against last.pt
+      ckpttool verify last.pt --no-code
     """
     from .. import formats
     from ..analysis.verify import verify
@@ -46,13 +52,16 @@ def command(file: str, against: str | None, finite: bool, state: str | None, **g
         other = stack.enter_context(formats.open(against)) if against else None
         passes = (3 if other else 2) * checkpoint.nbytes
         with console.progress(passes, "reading") as progress:
-            found = verify(checkpoint, against=other, state=state, finite=finite, progress=progress)
+            found = verify(
+                checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
+            )
         _report(console, file, checkpoint.format, against, found)
     return 0 if found.ok else 1
 
 
 def _report(console: Console, file: str, format: str, against: str | None, found: Verified) -> None:
-    shown = found.problems[: None if console.verbose else 10]
+    code = sum(problem.kind == "code" for problem in found.problems)  # never shortened
+    shown = found.problems[: None if console.verbose else 10 + code]
     for problem in shown:
         console.note(f"{problem.kind}: {printable(problem.name)}: {problem.message}")
     if len(found.problems) > len(shown):

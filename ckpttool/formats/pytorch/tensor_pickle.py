@@ -8,7 +8,6 @@ A storage is a persistent id `('storage', class, key, location, numel)`; a tenso
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +42,7 @@ class StorageView:
     kind: str | None = None
 
 
-def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: FindStorage) -> Pickle:
+def read_torch_pickle(data: bytes, start: int, storage: FindStorage) -> Pickle:
     """Read a pickle that torch wrote: its tensors become TensorRefs.
 
     Args:

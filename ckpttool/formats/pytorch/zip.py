@@ -39,7 +39,7 @@ def read(source: Source) -> Checkpoint:
     if is_torchscript(archive):
         return read_torchscript(archive)
     pickle = archive.read_pickle()
-    return Checkpoint(source, NAME, pickle.value, protocol=pickle.protocol)
+    return Checkpoint(source, NAME, pickle.value, protocol=pickle.protocol, names=pickle.names)
 
 
 def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
