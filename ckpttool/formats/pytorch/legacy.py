@@ -12,14 +12,14 @@ import struct
 from dataclasses import dataclass
 from functools import partial
 
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, Remark
 from ...errors import Damaged
 from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle, read_pickle
 from ...inert_pickle.values import Global, in_brief
 from ...tensors.ref import ByteRange, Source, Storage
 from .storage_id import StorageForm
-from .tensor_pickle import read_torch_pickle
+from .tensor_pickle import LEGACY_PARTS, read_torch_pickle
 from .unsized_pickle import read_unsized
 
 NAME = "torch-legacy"
@@ -46,7 +46,10 @@ def read(source: Source) -> Checkpoint:
     except PickleFault as fault:
         raise Damaged(source.path, str(fault)) from None
     _locate(source, tree.storages, tree.keys.value, tree.keys.end)
-    return Checkpoint(source, NAME, tree.pickle.value, protocol=tree.pickle.protocol, names=tree.names)
+    pickle = tree.pickle
+    return Checkpoint(
+        source, NAME, pickle.value, protocol=pickle.protocol, names=tree.names, remarks=tree.remarks
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class _Tree:
     storages: _Storages
     keys: Pickle
     names: frozenset[Global]
+    remarks: tuple[Remark, ...]
 
 
 def _read_pickles(source: Source) -> _Tree:
@@ -68,15 +72,18 @@ def _read_pickles(source: Source) -> _Tree:
         )
     machine = _read(source, version.end)
     storages: _Storages = {}
+    remarks: list[Remark] = []
 
     def read_tree(data: bytes) -> Pickle:
         storages.clear()
-        return read_torch_pickle(data, 0, partial(_storage, source, storages))
+        remarks.clear()
+        find = partial(_storage, source, storages)
+        return read_torch_pickle(data, 0, find, parts=LEGACY_PARTS, remarks=remarks)
 
     tree = read_unsized(source, machine.end, source.size, read_tree)
     keys = _read(source, tree.end)
     names = (pickle.names for pickle in (magic, version, machine, tree, keys))
-    return _Tree(tree, storages, keys, frozenset().union(*names))
+    return _Tree(tree, storages, keys, frozenset().union(*names), tuple(remarks))
 
 
 def _read(source: Source, start: int) -> Pickle:
