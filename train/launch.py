@@ -29,7 +29,7 @@ Torchrun ends the waiting ranks as soon as the failed one has exited, so under i
 """
 
 SPAWNED = "CKPTTOOL_SPAWNED"
-"""The environment variable that tells a rank that `--spawn` started it."""
+"""The environment variable that tells a rank which process started it by `--spawn`."""
 
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
@@ -113,7 +113,7 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     threads = max(1, (os.cpu_count() or 1) // ranks)
     # torchrun would set it to 1 and print a note.
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ[SPAWNED] = "1"
+    os.environ[SPAWNED] = str(os.getpid())
     import logging
 
     from torch.distributed import run
@@ -144,6 +144,9 @@ def end_with_torchrun() -> None:
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        # Of a launcher that has ended before, the kernel does not tell.
+        if os.environ.get(SPAWNED, str(os.getppid())) != str(os.getppid()):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_json: bool = False) -> int:
