@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics, SyncBatchNorm
 from ckpttool.distributed import collectives
+from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate
 from train import random_state
 from train.config import TrainConfig
@@ -169,11 +170,22 @@ class Trainer:
             self.sums[0] += loss.detach()
             self.sums[1] += (scores.detach().argmax(dim=1) == labels).sum()
             self.sums[2] += len(labels)
+        self._check_gradients()
         if self.statistics:
             self.statistics.end_step()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
+
+    def _check_gradients(self) -> None:
+        """Raise CheckFailed if a parameter did not affect this step's loss: DDP has not averaged it then."""
+        for name, parameter in self.ddp.module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                raise CheckFailed(
+                    f"--model {self.config.model}: parameter {name} did not affect the output in step "
+                    f"{self.progress.global_step + 1}, and ranks average the gradients of all parameters",
+                    hint="let every forward pass use it (times 0 if need be), or set requires_grad=False",
+                )
 
     def _passes(self, step: Step) -> int:
         """Return the number of forward passes in a step: this rank's own; or the most of any rank, if the
@@ -233,7 +245,7 @@ class Trainer:
         loaded = load(samples, indices, self.place, self.config.workers, seed=seed)
         for micro_batch, (inputs, labels) in zip(indices, loaded, strict=True):
             self.data.check_labels(labels, micro_batch, "training")
-            yield inputs, labels
+            yield inputs, labels.to(torch.int64)
 
     def _no_sums(self) -> torch.Tensor:
         """Return zeros for this rank's loss, correct predictions and samples in the current epoch."""
