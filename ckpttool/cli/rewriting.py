@@ -34,6 +34,7 @@ class Outcome:
         of_state: True if the transform concerns one state; False for the file as a whole.
         where: dotted path of the state in the new checkpoint, if it moved.
         casting: report of the cast, which is complete once the output is written.
+        notes: what else is worth knowing, said when the output is written.
         fields: further fields of the command's JSON.
     """
 
@@ -45,6 +46,7 @@ class Outcome:
     of_state: bool = True
     where: str | None = None
     casting: CastReport | None = None
+    notes: list[str] = field(default_factory=list)
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -172,6 +174,8 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
 
 def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, int]) -> None:
     """Note what else is worth knowing about the output."""
+    for note in outcome.notes:
+        console.note(printable(note))
     if console.verbose:
         for old, new in outcome.renamed.items():
             console.note(f"{printable(old)} -> {printable(new)}")
@@ -179,7 +183,10 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
         ("kept as they were", outcome.kept),
         ("renamed too", [f"{where} ({count} keys)" for where, count in also.items()]),
         ("left out", outcome.left_out),
-        (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
+        (
+            f"left out, as {saved.format} {saved.why_left_out}",
+            [n for n in saved.left_out if not _is_versions(n)],
+        ),
         ("written once, with the tie in the metadata", saved.tied),
         ("written once per name, though they share memory", saved.copied),
         ("code that its pickle names, and that loading it without weights_only runs", saved.mentions),
@@ -190,11 +197,19 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
     ):
         if names:
             console.note(f"{said}: {console.names(names)}")
+    if console.verbose and (versions := [*filter(_is_versions, saved.left_out)]):
+        where = console.names(versions)
+        console.note(f"left out: torch's versions of modules ({where}), which load_state_dict can do without")
     if saved.keyed_by_text:
         console.note(
             "keyed by text, with which torch loads no momentum outside DCP: "
             f"{console.names(saved.keyed_by_text)}; numbers again: {_to_indices(saved)}"
         )
+
+
+def _is_versions(name: str) -> bool:
+    """Whether a name is that of torch's versions of modules, whose loss few care about."""
+    return name == "_metadata" or name.endswith("._metadata")
 
 
 def _to_indices(saved: Saved) -> str:

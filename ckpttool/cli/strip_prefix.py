@@ -40,6 +40,27 @@ def command(prefix: str, repeat: bool, anywhere: bool, drop: tuple[str, ...], **
         )
         outcome = renaming_outcome(f"stripped '{prefix}' from", renaming)
         outcome.left_out = drop
+        if (rest := _what_is_left(list(renaming.names.values()), prefix)) is not None:
+            outcome.notes.append(rest)
         return new, outcome
 
     rewrite(given, transform)
+
+
+def _what_is_left(names: list[str], prefix: str) -> str | None:
+    """Return a note on a wrapper's prefix that the new names still carry; None if they carry none."""
+    from ..transforms.wrappers import found_prefixes, inner_prefixes
+
+    again = sum(name.startswith(prefix) for name in names)
+    if again:
+        keys = f"{again} of {len(names)} keys"
+        return f"{keys} still begin with '{prefix}': --repeat strips it as often as it is there"
+    for found, where, more in (
+        (found_prefixes(names), "begin with", ""),
+        (inner_prefixes(names), "hold inside", " --anywhere"),
+    ):
+        if found and found[0].certain:
+            left = found[0]
+            command = f"ckpttool strip-prefix --prefix {left.prefix}{more}"
+            return f"{left.keys} of {left.of} keys still {where} '{left.prefix}': {command}"
+    return None
