@@ -187,6 +187,11 @@ def show_names(names: Sequence[str], most: int = 4) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def coloured(word: str, colour: str) -> str:
+    """Colour `word`, unless NO_COLOR (https://no-color.org) is set. click strips it outside of terminals."""
+    return word if os.environ.get("NO_COLOR") else click.style(word, fg=colour, bold=True)
+
+
 @contextmanager
 def stdout_kept_for_results() -> Iterator[None]:
     """Send to stderr what the user's own code prints meanwhile: stdout is for JSON, or a script for sh."""

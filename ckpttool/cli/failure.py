@@ -20,7 +20,7 @@ from ..errors import (
     Unsupported,
     UsageFault,
 )
-from .console import mismatch_fields, printable, to_json
+from .console import coloured, mismatch_fields, printable, to_json
 
 HINTS = {
     errno.ENOSPC: "free some space, or send the output elsewhere",
@@ -78,14 +78,12 @@ def fail(error: BaseException, *, as_json: bool, call: Call | None = None) -> in
         if call.to_stderr:
             return code
     label = (
-        _coloured("nothing to do:", "yellow")
-        if isinstance(error, NothingToDo)
-        else _coloured("error:", "red")
+        coloured("nothing to do:", "yellow") if isinstance(error, NothingToDo) else coloured("error:", "red")
     )
     with suppress(OSError):
         click.echo(f"{label} {printable(message)}", err=True)
         if hint:
-            click.echo(f"{_coloured('hint:', 'cyan')} {printable(hint)}", err=True)
+            click.echo(f"{coloured('hint:', 'cyan')} {printable(hint)}", err=True)
     return code
 
 
@@ -96,11 +94,6 @@ def error_fields(error: BaseException, call: Call) -> dict[str, object]:
     if isinstance(error, Mismatch):
         return {"loaded": 0, **mismatch_fields(error), "error": body | mismatch_fields(error)}
     return {"error": body}
-
-
-def _coloured(word: str, colour: str) -> str:
-    """Colour `word`, unless NO_COLOR (https://no-color.org) is set. click strips it outside of terminals."""
-    return word if os.environ.get("NO_COLOR") else click.style(word, fg=colour, bold=True)
 
 
 def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, int]:

@@ -137,7 +137,8 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
     _note(console, outcome, saved, also)
     verb = f"would have {outcome.done}" if dry else outcome.done
     about = "about " if dry and saved.format == "dcp" else ""
-    size = f"{about}{show_bytes(saved.nbytes)}, {seconds:.2f} s"
+    shards = f" in {counted(saved.shards, 'shard', 'shards')}" if saved.shards else ""
+    size = f"{about}{show_bytes(saved.nbytes)}{shards}, {seconds:.2f} s"
     data: dict[str, object] = {
         "output": saved.path,
         "format": saved.format,
@@ -153,6 +154,8 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "seconds": round(seconds, 4),
         **outcome.fields,
     }
+    if saved.shards:
+        data["shards"] = saved.shards
     if saved.text_keys:
         data["text_keys"] = saved.text_keys
     if saved.keyed_by_text:
