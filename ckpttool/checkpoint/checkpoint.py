@@ -12,7 +12,7 @@ from ..errors import Damaged, NoState, Refused, Unsupported
 from ..inert_pickle.values import OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
 from ..tensors.ref import Source, Storage, TensorRef
 from .dotted_names import MAX_NAMES, Entry, Path, TooManyNames, contents, dotted, named_values
-from .pickled_modules import BadModules, is_module, named
+from .pickled_modules import BadModules, is_module, named, own_attributes
 from .states import all_tensors, candidates, follow, is_offered, is_state, likelihood, path_of
 
 if TYPE_CHECKING:
@@ -210,14 +210,18 @@ class Checkpoint:
         return [dotted(path) for path in paths if is_offered(path, follow(self.tree, path))]
 
     def outside(self, state: State) -> tuple[str, ...]:
-        """Return the names of everything outside a state, each as the shortest dotted path that covers it."""
+        """Return the names of everything outside a state, each as the shortest dotted path that covers it.
+
+        The attributes of a pickled model come first, as its state has only its parameters and buffers.
+        """
         names: list[str] = []
         value, path = self.tree, ""
         for step in state.path:
             assert isinstance(value, dict)
             names.extend(f"{path}{in_brief(key)}" for key in value if key != step)
             value, path = value[step], f"{path}{step}."
-        return tuple(names)
+        of_model = [f"{path}{name}" for name, _ in own_attributes(state.module)]
+        return (*of_model, *names)
 
     def changed(self, state: State, change: Callable[[object], object]) -> Checkpoint:
         """Return a checkpoint with a changed copy of the tree; `change` sees the state's dict in its place.

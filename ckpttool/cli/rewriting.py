@@ -15,7 +15,7 @@ from .options import console as console_of
 from .states import note_state
 
 if TYPE_CHECKING:
-    from ..checkpoint.checkpoint import Checkpoint
+    from ..checkpoint.checkpoint import Checkpoint, State
     from ..formats import Saved
     from ..tensors.cast import CastReport
     from ..transforms.renaming import Renaming
@@ -86,6 +86,8 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
     choices |= {name: options[name] for name in ("state", "shard_size", "verify", "force", "dry_run")}
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
+        if new.opened != checkpoint.opened:
+            _name_attributes(checkpoint.state(options["state"]), outcome)
         if "to" not in choices:
             choices["to"] = _format_of_new_folder(checkpoint, options["output"])
         if _keeps_everything(options, outcome, new, choices):
@@ -99,6 +101,14 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
                 choices |= {"progress": bar.add, "expect": bar.expect}
             saved = formats.save(new, options["output"], **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
+
+
+def _name_attributes(state: State, outcome: Outcome) -> None:
+    """Add the attributes of a pickled model to what is left out, where its tensors took its place."""
+    from ..checkpoint.pickled_modules import own_attributes
+
+    names = (".".join([*state.path, name]) for name, _ in own_attributes(state.module))
+    outcome.left_out += tuple(name for name in names if name not in outcome.left_out)
 
 
 def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
