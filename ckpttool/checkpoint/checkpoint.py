@@ -14,7 +14,7 @@ from ..inert_pickle.values import Global, OrderedDict_, Record, TooDeep, in_brie
 from ..tensors.ref import Source, Storage, TensorRef
 from .dotted_names import MAX_NAMES, Entry, Path, TooManyNames, contents, dotted, named_values
 from .nested_states import TwiceNamed, flattened, is_tensor, values_at
-from .pickled_modules import BadModules, is_module, named
+from .pickled_modules import BadModules, is_module, named, own_attributes
 from .rebuilt_tensors import plain_tensor, tensor_like
 from .state import State, make_state
 from .states import (
@@ -218,14 +218,18 @@ class Checkpoint:
         return [dotted(path) for path in paths if is_offered(path, follow(self.tree, path))]
 
     def outside(self, state: State) -> tuple[str, ...]:
-        """Return the names of everything outside a state, each as the shortest dotted path that covers it."""
+        """Return the names of everything outside a state, each as the shortest dotted path that covers it.
+
+        The attributes of a pickled model come first, as its state has only its parameters and buffers.
+        """
         names: list[str] = []
         value, path = self.tree, ""
         for step in state.path:
             assert isinstance(value, dict)
             names.extend(f"{path}{in_brief(key)}" for key in value if key != step)
             value, path = value[step], f"{path}{step}."
-        return tuple(names)
+        of_model = [f"{path}{name}" for name, _ in own_attributes(state.module)]
+        return (*of_model, *names)
 
     def changed(
         self, state: State, change: Callable[[object], object], also: Iterable[State] = ()

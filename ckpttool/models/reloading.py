@@ -46,6 +46,7 @@ class Reloaded:
         prefix: the wrappers' prefix that was removed while loading, or `""`.
         loaded: names of the model that got values.
         added: BatchNorm's counters that the file lacks; they keep the model's values.
+        other_states: dotted paths of the other states that could have been meant.
     """
 
     path: str
@@ -54,6 +55,7 @@ class Reloaded:
     prefix: str
     loaded: tuple[str, ...]
     added: tuple[str, ...]
+    other_states: tuple[str, ...] = ()
 
 
 def reload(
@@ -103,7 +105,9 @@ def reload(
         except RuntimeError as error:
             reason = f"the model refused the state: {' '.join(str(error).split())[:300]}"
             raise Mismatch(f"{checkpoint.path}: {reason}") from error
-    return Reloaded(checkpoint.path, checkpoint.format, found.where, prefix, tuple(values), case.fit.added)
+    others = tuple(checkpoint.other_states(found.path))
+    loaded = tuple(values)
+    return Reloaded(checkpoint.path, checkpoint.format, found.where, prefix, loaded, case.fit.added, others)
 
 
 def _fitting(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tuple[str, Case]:
