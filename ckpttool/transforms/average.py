@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from ..checkpoint.states import MEAN, VARIANCE
 from ..checkpoint.tensor_likes import require_plain
 from ..errors import Refused, UsageFault
 from ..files.threads import in_order
+from ..formats.opened import File
+from ..formats.reading import open as open_checkpoint
 from ..inert_pickle.values import remade
 from ..tensors.dtypes import DType, real_dtype
 from ..tensors.ref import Computed, Storage, TensorRef
@@ -52,7 +55,7 @@ class Averaged:
 
 
 def average(
-    checkpoints: Sequence[Checkpoint], *, weights: Sequence[float] | None = None, state: str | None = None
+    files: Sequence[File], *, weights: Sequence[float] | None = None, state: str | None = None
 ) -> tuple[Checkpoint, Averaged]:
     """Return a checkpoint of the model's state alone, whose values are means, computed when they are written.
 
@@ -61,17 +64,25 @@ def average(
     files differ, the last one's are taken. Names that share a tensor in every file share it in the result.
 
     Args:
-        checkpoints: two or more, to be kept open until the result is saved.
-        weights: one per checkpoint, at least 0, not all 0; all equal when None.
+        files: two or more paths, or open checkpoints, which must stay open until the result is saved.
+        weights: one per file, at least 0, not all 0; all equal when None.
         state: dotted path of the model's state in each; found when None.
 
+    Returns:
+        The new checkpoint, whose values lie in the files until it is saved, and which tensors are means.
+
     Raises:
-        UsageFault: fewer than two checkpoints, or malformed weights.
+        TypeError: `files` is one path or one checkpoint.
+        UsageFault: fewer than two files, or malformed weights.
         Refused: names, types or shapes differ; or a tensor has a type that can't be averaged, or is sharded,
             sparse, quantised or the like.
-        NoState: a checkpoint holds no state, or none at `state`.
+        NoState: a file holds no state, or none at `state`.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
-    shares = _checked(weights, len(checkpoints))
+    if isinstance(files, Checkpoint | str | os.PathLike):
+        raise TypeError("average() takes a list of paths or checkpoints: ckpttool.average([a, b])")
+    shares = _checked(weights, len(files))
+    checkpoints = [file if isinstance(file, Checkpoint) else open_checkpoint(file) for file in files]
     states = [checkpoint.state(state) for checkpoint in checkpoints]
     for checkpoint, found in zip(checkpoints, states, strict=True):
         require_plain(checkpoint.path, found.likes, "can't be averaged")
