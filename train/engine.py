@@ -241,7 +241,7 @@ class Trainer:
         loaded = load(samples, indices, self.place, self.config.workers, seed=seed)
         for micro_batch, (inputs, labels) in zip(indices, loaded, strict=True):
             self.data.check_labels(labels, micro_batch, "training")
-            yield inputs, labels
+            yield inputs, labels.to(torch.int64)
 
     def _no_sums(self) -> torch.Tensor:
         """Return zeros for this rank's loss, correct predictions and samples in the current epoch."""

@@ -1,10 +1,9 @@
-"""How ranks start, form a process group, and end."""
+"""How ranks start and end."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import json
 import os
 import re
@@ -12,9 +11,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from ckpttool.errors import CkptToolError, RanksDiffer, UsageFault
@@ -104,39 +102,6 @@ def make_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-
-
-@contextlib.contextmanager
-def process_group(place: Place, timeout: float) -> Iterator[None]:
-    """Hold the default process group during the block, and destroy it however the block ends.
-
-    A single process gets one too (its store is in memory: no port, no network), so that DDP and its
-    `module.` keys are the same however a run was started.
-    """
-    import torch
-    import torch.distributed as dist
-
-    options: dict[str, object] = {"timeout": timedelta(seconds=timeout)}
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-        options["device_id"] = place.device
-    if not started_by_torchrun():
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    try:
-        try:
-            dist.init_process_group(place.backend, **options)
-        except (RuntimeError, ValueError) as error:
-            raise _failed(f"rank {place.rank} could not join the others: {error}") from error
-        yield
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # frames hold the model, which holds the group
-        raise
-    finally:
-        # A reference cycle (in a model, in hooks) keeps DDP alive, DDP the group, and the group its threads.
-        # A thread that needs the interpreter while it shuts down ends the process with SIGABRT.
-        gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:

@@ -107,6 +107,19 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return self.scale.apply(self._read(self.files[index])), self.labels[index]
 
+    def raw_sample(self, index: int) -> tuple[str, int]:
+        """Return the SHA-256 of a file, and its label.
+
+        Raises:
+            Unreadable: the file can't be read.
+        """
+        path = self.files[index]
+        try:
+            with open(path, "rb") as file:
+                return hashlib.sha256(file.read()).hexdigest(), self.labels[index]
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
     def _read(self, path: str) -> torch.Tensor:
         image_kind = _pillow()
         try:

@@ -47,7 +47,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "progress": dataclasses.asdict(trainer.progress)
         | {"sums": collectives.gather(trainer.sums.tolist())},
         "plan": dataclasses.asdict(trainer.plan)
-        | {"world_size": collectives.world_size(), "data": trainer.data.fingerprint},
+        | {"world_size": collectives.world_size(), "data": trainer.data.fingerprint}
+        | {"contents": trainer.data.contents},
         "rng": collectives.gather(random_state.take()),
         "config": trainer.config.plain(),
         "digests": digests,

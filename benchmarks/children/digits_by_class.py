@@ -21,6 +21,7 @@ class Shard(Dataset[tuple[Tensor, int]]):
     """A rank's own samples, under as many indices as all ranks have samples: each has several indices."""
 
     classes = tuple(map(str, range(CLASSES)))
+    fingerprint = "each rank has its own classes"  # ranks whose samples differ are refused without it
 
     def __init__(self, own: Subset[tuple[Tensor, int]], size: int) -> None:
         self.own, self.size = own, size

@@ -23,6 +23,7 @@ from ..tensors.ref import Storage, TensorRef
 from .compare_values import Pair, distances, unravelled
 from .distances import Distance, has_numbers
 from .equality import Bare, Tolerance, bare_names, in_words, same_value, shared, unchanged
+from .norms import Norms, norms
 
 HOLD_ALL = ("torch-zip", "torch-legacy", "torch-tar", "dcp")
 """The formats that hold more than a model's state."""
@@ -37,6 +38,7 @@ class Change:
         a, b: the contents in each file, in a few words.
         distance: how far apart the values are; None when they were not compared.
         index: the place of the largest difference, along each axis.
+        norms: of both tensors and of their difference; None when the values were not compared as numbers.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Change:
     b: str
     distance: Distance | None = None
     index: tuple[int, ...] | None = None
+    norms: Norms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,9 +279,11 @@ class _Comparing:
         """Read the values, and put the differences in the order of the first file."""
         place = {id(pair): before for before, pair in self.pairs}
         changes = [(before, 1, change) for before, change in enumerate(self.changes)]
-        for pair, found in distances((pair for _, pair in self.pairs), self.tolerance, progress):
+        differ = list(distances((pair for _, pair in self.pairs), self.tolerance, progress))
+        measured = norms([(pair.a, pair.b) for pair, _ in differ])
+        for (pair, found), lengths in zip(differ, measured, strict=True):
             index = None if found.where is None else unravelled(found.where, pair.a.shape)
-            change = Change(pair.name, "values", in_words(pair.a), in_words(pair.b), found, index)
+            change = Change(pair.name, "values", in_words(pair.a), in_words(pair.b), found, index, lengths)
             changes.append((place[id(pair)], 0, change))
         changes.sort(key=lambda change: change[:2])
         only = tuple(self.only[0]), tuple(self.only[1])

@@ -122,10 +122,7 @@ def _compare(piece: _Piece) -> tuple[_Piece, Distance]:
 def _in_step(pair: Pair, measure: Measure) -> Distance:
     """Compare values of any layout and type; what both repeat by a stride of 0 is compared once."""
     name, a, b = pair
-    shape = tuple(
-        n if one or other else min(n, 1) for n, one, other in zip(a.shape, a.stride, b.stride, strict=True)
-    )
-    once, other = replace(a, shape=shape), replace(b, shape=shape)
+    once, other = repeated_once(a, b)
     found, first = Distance(0), 0
     for side in (once, other):
         require_bounded(name, side, MAX_REPEATED)
@@ -134,9 +131,17 @@ def _in_step(pair: Pair, measure: Measure) -> Distance:
         if a.dtype is not b.dtype or x != y:
             found += measure(memoryview(x), memoryview(y), first)
         first += len(x) // a.dtype.itemsize
-    if found.where is not None and shape != a.shape:
-        found = replace(found, where=_place(found.where, shape, a.shape)).times(a.numel // once.numel)
+    if found.where is not None and once.shape != a.shape:
+        found = replace(found, where=_place(found.where, once.shape, a.shape)).times(a.numel // once.numel)
     return found
+
+
+def repeated_once(a: TensorRef, b: TensorRef) -> tuple[TensorRef, TensorRef]:
+    """Return two tensors of one shape with what both repeat by a stride of 0 there once."""
+    shape = tuple(
+        n if one or other else min(n, 1) for n, one, other in zip(a.shape, a.stride, b.stride, strict=True)
+    )
+    return replace(a, shape=shape), replace(b, shape=shape)
 
 
 def _place(where: int, within: Sequence[int], shape: Sequence[int]) -> int:

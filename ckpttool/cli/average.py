@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 @click.command("average")
-@click.argument("inputs", metavar="INPUT…", nargs=-1, required=True, type=click.Path())
+@options.inputs_argument
 @options.output_argument
 @click.option("--weights", metavar="W,W,…", help="The weight of each INPUT; equal if not given.")
 @options.state_option
+@options.shard_size_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option
@@ -39,6 +40,7 @@ def command(inputs: tuple[str, ...], weights: str | None, **given: Any) -> None:
     from ..transforms.average import average
 
     console = options.console(given)
+    options.require_new_output(inputs, given["output"], given["force"])
     shares = _numbers(weights) if weights is not None else None
 
     def transform(last: Checkpoint) -> tuple[Checkpoint, Outcome]:

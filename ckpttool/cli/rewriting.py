@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageFault
 from .console import Console, counted, printable, show_bytes
 from .options import console as console_of
+from .states import note_state
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -80,7 +81,7 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
 
     started = time.perf_counter()
     console = console_of(options)
-    choices |= {name: options[name] for name in ("state", "verify", "force", "dry_run")}
+    choices |= {name: options[name] for name in ("state", "shard_size", "verify", "force", "dry_run")}
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
         if "to" not in choices:
@@ -88,7 +89,7 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
         if _keeps_everything(options, outcome, new, choices):
             _refuse_state(options)
         elif not choices.get("full"):
-            _say_where(console, checkpoint, options["state"])
+            note_state(console, checkpoint, options["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
         with console.bar("writing") as bar:
@@ -129,21 +130,13 @@ def _refuse_state(options: Mapping[str, Any]) -> None:
         )
 
 
-def _say_where(console: Console, checkpoint: Checkpoint, asked: str | None) -> None:
-    """Note which state was chosen, if there are others."""
-    taken = next(iter(checkpoint.states()), None) if asked is None else None
-    if taken is not None and (others := checkpoint.other_states(taken)):
-        where = f"'{printable('.'.join(taken))}'" if taken else "the file itself"
-        flags = [f"--state {shlex.quote(other)}" for other in others]
-        console.note(f"state: {where}; also available: {console.names(flags)}")
-
-
 def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
     also = {where: count for where, count in outcome.also.items() if where not in saved.left_out}
     _note(console, outcome, saved, also)
     verb = f"would have {outcome.done}" if dry else outcome.done
     about = "about " if dry and saved.format == "dcp" else ""
-    size = f"{about}{show_bytes(saved.nbytes)}, {seconds:.2f} s"
+    shards = f" in {counted(saved.shards, 'shard', 'shards')}" if saved.shards else ""
+    size = f"{about}{show_bytes(saved.nbytes)}{shards}, {seconds:.2f} s"
     data: dict[str, object] = {
         "output": saved.path,
         "format": saved.format,
@@ -159,6 +152,8 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "seconds": round(seconds, 4),
         **outcome.fields,
     }
+    if saved.shards:
+        data["shards"] = saved.shards
     if saved.text_keys:
         data["text_keys"] = saved.text_keys
     if saved.keyed_by_text:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
-from ..errors import Damaged, Refused
+from ..errors import Damaged, FileError, Refused
 from ..files.commit import replacing
 from ..files.copying import DryOutput, Output, Progress
 from ..tensors.ref import Source, Storage, TensorRef
@@ -94,7 +94,14 @@ class SavePlan:
             return self._saved(plan.dry())
 
         def check_folder(folder: str) -> None:
-            with open_any(folder) as found:
+            try:
+                found = open_any(folder)
+            except FileError as fault:
+                reason = fault.message.replace(f"{folder}{os.sep}", "").replace(f"{folder}: ", "")
+                raise Damaged(
+                    self.path, f"does not read back as intended, and was not kept: {reason}"
+                ) from None
+            with found:
                 check(found)
 
         return self._saved(plan.write(self.path, opened, check_folder))

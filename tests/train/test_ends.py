@@ -24,6 +24,7 @@ from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, st
 from train import flags, launch, main, report
 from train.config import TrainConfig
 from train.engine import Trainer
+from train.process_group import process_group
 
 
 def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path):
@@ -138,7 +139,7 @@ def test_a_run_started_by_torchrun_is_continued_by_torchrun(tmp_path, monkeypatc
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     (tmp_path / "last.pt").touch()
     data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
-    with launch.process_group(trainings.place(0, 1), timeout=5):
+    with process_group(trainings.place(0, 1), timeout=5):
         trainer = trainings.trainer(0, 1, data, model)
         trainer.place = trainings.place(0, 2)
         said = report.Report(trainer, str(tmp_path)).how_to_go_on()
@@ -159,7 +160,7 @@ def test_programs_are_proposed_by_a_path_that_works_in_the_working_directory(tmp
 
 def test_ctrl_c_before_the_first_save_says_so(tmp_path):
     data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
-    with launch.process_group(trainings.place(0, 1), timeout=5):
+    with process_group(trainings.place(0, 1), timeout=5):
         before = report.Report(trainings.trainer(0, 1, data, model), str(tmp_path))
         assert "nothing was saved yet" in before.how_to_go_on()
 

@@ -10,7 +10,7 @@ from ...errors import CkptToolError
 from ...files.commit_folder import Replaced, others_in
 from ...files.open_source import open_source_descriptor
 from ...files.suggestions import names_in
-from ...tensors.ref import Source
+from ...tensors.ref import ByteRange, Source
 from . import dcp, sharded, sharding
 
 NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
@@ -109,6 +109,31 @@ def companions(checkpoint: Checkpoint, path: str) -> list[str]:
     return [name for name in names if _identity_of(os.path.join(path, name)) not in read]
 
 
+def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
+    """Return whether replacing `path` would destroy a part of what is read.
+
+    Files are compared by device and inode, so other names of them (links) count too.
+
+    Args:
+        checkpoint: what is written. The files of other checkpoints that it was made of count too.
+        path: an existing output: one of a folder's files that are read, or a folder whose checkpoint would be
+            replaced and that holds a file that is read. A folder that is replaced as a whole by what was read
+            from it is none, and neither is a single file.
+    """
+    if os.path.isdir(path):
+        if is_in_place(checkpoint, path):
+            return False
+        replaced = {_identity_of(os.path.join(path, name)) for name in files_of_checkpoints(path)}
+        return bool(replaced & _files_read(checkpoint))
+    own = _identity_of(path)
+    if own is None:
+        return False
+    if checkpoint.format in NAMES and own in _files_read(checkpoint):
+        return True
+    folder, name = os.path.split(os.path.realpath(path))
+    return own in _files_referred(checkpoint) and name in files_of_checkpoints(folder)
+
+
 def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
     """Return whether a folder is the one that the checkpoint was read from."""
     source = _folder_of(checkpoint)
@@ -136,6 +161,21 @@ def _folder_of(checkpoint: Checkpoint) -> str | None:
         return None
     folder = checkpoint.path if os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path) or "."
     return folder if os.path.isdir(folder) else None
+
+
+def _files_referred(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:
+    """Return the files in which the bytes of a checkpoint lie, other than the one it was read from."""
+    found: dict[int, Source] = {}
+    seen: set[int] = set()
+    storages = [storage for _, storage in checkpoint.storages()]
+    while storages:
+        storage = storages.pop()
+        if id(storage) not in seen:
+            seen.add(id(storage))
+            storages.extend(storage.origins)
+            if isinstance(storage.data, ByteRange) and storage.data.source is not checkpoint.source:
+                found[id(storage.data.source)] = storage.data.source
+    return {_identity(os.fstat(source.fd)) for source in found.values()}
 
 
 def _files_read(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:
