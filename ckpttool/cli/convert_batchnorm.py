@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("convert-batchnorm")
-@click.argument("inputs", metavar="INPUT…", nargs=-1, required=True, type=click.Path(allow_dash=True))
+@options.inputs_argument
 @options.output_argument
 @click.option(
     "--to",
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     help="Keys in which INPUTs may differ: the first INPUT's are taken. Repeatable.",
 )
 @options.state_option
+@options.shard_size_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option
@@ -96,6 +97,7 @@ def command(
     given_momentum = () if momentum is None else (str(momentum),)
     of_several = {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first}
     _check(inputs, to, {**of_several, "--momentum": given_momentum})
+    options.require_new_output(inputs, given["output"], given["force"])
     state = given["state"]
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:

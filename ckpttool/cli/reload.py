@@ -10,6 +10,7 @@ import click
 from . import options
 from .console import Console, printable, show_names, stdout_kept_for_results
 from .parameters import Shape
+from .states import note_choice
 
 if TYPE_CHECKING:
     from ..models.reloading import Reloaded
@@ -43,6 +44,8 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
         loaded = reload(given["file"], built, state=state, assign=True, spec=model)
         seconds = time.perf_counter() - started
         shape = _forward(built, input_shape, model) if input_shape else None
+    if state is None:
+        note_choice(console, loaded.state, loaded.other_states)
     data: dict[str, object] = {
         "loaded": len(loaded.loaded),
         "missing": [],

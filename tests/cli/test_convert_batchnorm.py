@@ -67,12 +67,12 @@ def test_sync_records_the_kinds_of_a_model_and_plain_removes_them(folder: Path, 
     assert (folder / "back.safetensors").read_bytes() == (folder / "straight.safetensors").read_bytes()
 
 
-def test_removing_the_kinds_alone_moves_no_tensor(folder: Path, cli: Cli) -> None:
+def test_removing_the_kinds_in_place_leaves_the_tensors_as_they_are(folder: Path, cli: Cli) -> None:
     spec, file = f"{folder}/model.py:net", folder / "sync.safetensors"
     cli("convert-batchnorm", folder / "rank0.pt", file, "--to", "sync", "--model", spec)
-    inode, payload = file.stat().st_ino, file.read_bytes()[-60:]
+    payload = file.read_bytes()[-60:]
     ran = cli("convert-batchnorm", file, file, "--to", "plain", "--force")
-    assert (ran.code, file.stat().st_ino, file.read_bytes()[-60:]) == (0, inode, payload), ran.err
+    assert (ran.code, file.read_bytes()[-60:]) == (0, payload), ran.err
     with safe_open(file, "pt") as opened:
         assert not opened.metadata()
 

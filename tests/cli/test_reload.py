@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,33 @@ def test_a_model_of_other_sizes_is_exit_1_with_both_sizes(
     found = cli("reload", tmp_path / "f.pt", "--model", f"{net}(classes=7)", "--json").json["error"]
     assert (found["kind"], found["missing"], found["unexpected"]) == ("mismatch", [], [])
     assert found["mismatched"][0] == {"name": "3.weight", "file": "[3, 36]", "model": "[7, 36]"}
+
+
+def hint(ran: Any) -> list[str]:
+    """Return the words of the hint of an error."""
+    return shlex.split(ran.err.partition("\nhint: ")[2])
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_the_hint_for_other_sizes_is_the_reload_that_works(
+    prefix: str, net: str, state: Any, cli: Any, tmp_path: Path
+) -> None:
+    """A reload strips wrappers' prefixes itself, so a command that only strips them would not help."""
+    torch.save({prefix + name: value for name, value in state.items()}, tmp_path / "f.pt")
+    ran = cli("reload", tmp_path / "f.pt", "--model", f"{net}(classes=7)")
+    assert hint(ran) == ["ckpttool", "reload", f"{tmp_path}/f.pt", "--model", f"{net}(classes=3)"]
+    assert cli(*hint(ran)[1:]).code == 0
+
+
+def test_the_hint_for_several_remedies_is_the_doctor(net: str, state: Any, cli: Any, tmp_path: Path) -> None:
+    wrong = {f"backbone.{name}": value for name, value in state.items()}
+    wrong["backbone.3.weight"] = wrong["backbone.3.weight"].t().contiguous()
+    torch.save({"model": {"x": torch.ones(1)}, "mine": wrong}, tmp_path / "f.pt")
+    ran = cli("reload", tmp_path / "f.pt", "--model", net, "--state", "mine")
+    assert hint(ran) == ["ckpttool", "doctor", f"{tmp_path}/f.pt", "--model", net, "--state", "mine"]
+    commands = [line for line in cli(*hint(ran)[1:]).out.splitlines() if not line.startswith("#")]
+    assert len(commands) == 4
+    assert [cli(*shlex.split(command)[1:]).code for command in commands] == [0] * 4
 
 
 def test_counters_that_the_file_lacks_are_named(net: str, state: Any, cli: Any, tmp_path: Path) -> None:

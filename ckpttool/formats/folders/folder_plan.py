@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ...checkpoint import full_encoding, full_json
-from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, State
+from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ...checkpoint.state import State
 from ...files.commit_folder import replacing_folder
 from ...files.copying import DryOutput, Output
 from ...inert_pickle.values import OrderedDict_
@@ -64,7 +65,7 @@ class FolderPlan:
 
         Args:
             path: the folder to replace or create.
-            opened: makes an output of a file, given which storages go into it.
+            opened: makes an output of a file.
             check: called with the path of the finished folder before it takes its place.
 
         Raises:

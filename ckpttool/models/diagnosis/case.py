@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...checkpoint.checkpoint import Checkpoint, State
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.state import State
 from .fit import Blueprint, Fit
 
 
@@ -49,3 +50,19 @@ class Remedy:
 
 
 Finder = Callable[[Case], Iterator[Remedy]]
+
+
+@dataclass(frozen=True, slots=True)
+class Respec:
+    """The model built with other arguments.
+
+    Attributes:
+        spec: builds it.
+        message: which arguments differ, as a sentence without a capital and a full stop.
+    """
+
+    spec: str
+    message: str
+
+
+Rebuild = Callable[[Case], Respec | None]
