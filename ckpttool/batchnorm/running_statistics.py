@@ -82,7 +82,7 @@ class RunningStatistics:
         for layer in passes:
             columns = slice(start, start + layer.num_features)
             start = columns.stop
-            count = next(iter(counts[columns].tolist()), 0.0)
+            count = float(counts[columns][0])
             if count > 1:
                 update_running(layer, mean[columns], variance[columns], count)
 
