@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .analysis.checks import digest as digest
     from .analysis.checks import verify as verify
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
-    from .checkpoint.checkpoint import State as State
+    from .checkpoint.state import State as State
     from .errors import CkptToolError as CkptToolError
     from .formats import open as open
     from .formats import save as save
@@ -61,7 +61,8 @@ else:
         {
             "": ("batchnorm", "errors", "metrics"),
             "analysis.checks": ("diff", "digest", "verify"),
-            "checkpoint.checkpoint": ("Checkpoint", "State"),
+            "checkpoint.checkpoint": ("Checkpoint",),
+            "checkpoint.state": ("State",),
             "errors": ("CkptToolError",),
             "formats": ("open", "save"),
             "models.doctor": ("doctor",),

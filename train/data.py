@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ckpttool.distributed import collectives
-from ckpttool.errors import CheckFailed, UsageFault
-from train import builtin_data, pictures, user_data
+from ckpttool.errors import CheckFailed, RanksDiffer, UsageFault
+from train import builtin_data, contents, pictures, user_data
 from train.config import DataConfig
-from train.samples import Parts, Samples, count
+from train.contents import Contents
+from train.random_state import seeded
+from train.samples import Parts, Samples, checked, count
 
 NAMES = "digits, cifar10, mnist, folder:PATH, fake:N or file.py:factory"
 
@@ -31,6 +33,7 @@ class Data:
         classes: their names, by label.
         shape: channels, height and width of the first image.
         fingerprint: differs between data sets with different samples, as far as known without reading them.
+        contents: digests of some samples and of the labels.
     """
 
     name: str
@@ -39,6 +42,14 @@ class Data:
     classes: tuple[str, ...]
     shape: tuple[int, ...]
     fingerprint: str
+    contents: Contents = field(default_factory=dict)
+
+    def redrawn(self) -> set[str]:
+        """Return the kinds of `contents` that are others each time they are read; see `contents.redrawn`."""
+        parts = (("training", self.train), ("test", self.test))
+        return set[str]().union(
+            *(contents.redrawn(part, samples, self.contents, self.name) for part, samples in parts)
+        )
 
     def check_labels(self, labels: torch.Tensor, samples: Sequence[int], part: str) -> None:
         """Check labels, as the loss would end in a traceback, or skip a label equal to its `ignore_index`.
@@ -71,7 +82,10 @@ def load(config: DataConfig, *, seed: int = 0) -> Data:
         Unreadable, Damaged: an image of a folder can't be read.
         CkptToolError: `--download` failed.
     """
-    parts = _parts(config, seed)
+    # What a factory draws, as for random_split, must be the same on every rank, in each run, and in an
+    # evaluation, which has no --seed: else samples that were trained on would be tested with.
+    with seeded("data"):
+        parts = _parts(config, seed)
     for part, samples in (("training", parts.train), ("test", parts.test)):
         if not count(samples):
             raise UsageFault(f"--data {config.data}: there are no {part} samples")
@@ -108,9 +122,14 @@ def _parts(config: DataConfig, seed: int) -> Parts:
 
 
 def _data(config: DataConfig, parts: Parts, sizes: str) -> Data:
-    shape = tuple(first_sample(parts.test, config.data)[0].shape)
+    shape = tuple(checked(parts.test[0], f"--data {config.data}: test sample 0")[0].shape)
     fingerprint = f"{parts.source}{sizes}{_preparation(config)}"
-    return Data(config.data, parts.train, parts.test, parts.classes, shape, fingerprint)
+    found: dict[str, dict[str, str]] = {}
+    for part, samples in {"test": parts.test, "training": parts.train}.items():
+        if part == "test" or samples is not parts.test:
+            for kind, digests in contents.describe(part, samples, config.data).items():
+                found.setdefault(kind, {}).update(digests)
+    return Data(config.data, parts.train, parts.test, parts.classes, shape, fingerprint, found)
 
 
 def compare(data: Data, when: str) -> None:
@@ -122,20 +141,17 @@ def compare(data: Data, when: str) -> None:
     Raises:
         RanksDiffer: on every rank, if they haven't.
     """
-    hint = "make sure that the files of --data are the same on every machine"
-    collectives.compare({"--data": (data.fingerprint, data.classes)}, when, hint=hint)
-
-
-def first_sample(samples: Samples, name: str) -> tuple[torch.Tensor, int]:
-    """Return the first sample.
-
-    Raises:
-        UsageFault: it is not a tensor and a label; `name` is that of the data set.
-    """
-    sample = samples[0]
-    if not isinstance(sample, tuple | list) or len(sample) != 2 or not isinstance(sample[0], torch.Tensor):
-        raise UsageFault(f"--data {name}: a sample is {type(sample).__name__}, not (tensor, label)")
-    return sample[0], int(sample[1])
+    hint = "the files of --data must be the same on every machine, and a factory must seed its own generators"
+    whole = {"--data": (data.fingerprint, data.classes)}
+    try:
+        collectives.compare({**whole, **contents.flat(data.contents)}, when, hint=hint)
+    except RanksDiffer:
+        with collectives.together():
+            own = data.redrawn()
+        changing = set[str]().union(*collectives.gather(own))
+        if not changing:
+            raise
+        collectives.compare({**whole, **contents.flat(data.contents, changing)}, when, hint=hint)
 
 
 def _preparation(config: DataConfig) -> str:

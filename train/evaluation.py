@@ -97,6 +97,7 @@ class Evaluator:
                     loaded = loaded or iter(self.loader)
                     inputs, labels = next(loaded)
                     self.data.check_labels(labels, self.batches[number], "test")
+                    labels = labels.to(torch.int64)
                     scores = model(inputs.to(self.place.device)).cpu()
                     losses = F.cross_entropy(scores.double(), labels, reduction="none")
                     found.append((torch.tensor(self.batches[number]), scores.argmax(dim=1), labels, losses))

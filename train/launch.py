@@ -1,10 +1,9 @@
-"""How ranks start, form a process group, and end."""
+"""How ranks start and end."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import json
 import os
 import re
@@ -12,12 +11,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from ckpttool.errors import CkptToolError, RanksDiffer, UsageFault
+from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer, UsageFault
 
 if TYPE_CHECKING:
     import torch
@@ -31,12 +29,14 @@ Torchrun ends the waiting ranks as soon as the failed one has exited, so under i
 """
 
 SPAWNED = "CKPTTOOL_SPAWNED"
-"""The environment variable that tells a rank that `--spawn` started it."""
+"""The environment variable that tells a rank which process started it by `--spawn`."""
 
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
 LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.IGNORECASE)
+DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
+UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
 TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
 
 
@@ -106,39 +106,6 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-@contextlib.contextmanager
-def process_group(place: Place, timeout: float) -> Iterator[None]:
-    """Hold the default process group during the block, and destroy it however the block ends.
-
-    A single process gets one too (its store is in memory: no port, no network), so that DDP and its
-    `module.` keys are the same however a run was started.
-    """
-    import torch
-    import torch.distributed as dist
-
-    options: dict[str, object] = {"timeout": timedelta(seconds=timeout)}
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-        options["device_id"] = place.device
-    if not started_by_torchrun():
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    try:
-        try:
-            dist.init_process_group(place.backend, **options)
-        except (RuntimeError, ValueError) as error:
-            raise _failed(f"rank {place.rank} could not join the others: {error}") from error
-        yield
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # frames hold the model, which holds the group
-        raise
-    finally:
-        # A reference cycle (in a model, in hooks) keeps DDP alive, DDP the group, and the group its threads.
-        # A thread that needs the interpreter while it shuts down ends the process with SIGABRT.
-        gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     """Run a program on several ranks of this machine, as torchrun would.
 
@@ -148,7 +115,7 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     threads = max(1, (os.cpu_count() or 1) // ranks)
     # torchrun would set it to 1 and print a note.
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ[SPAWNED] = "1"
+    os.environ[SPAWNED] = str(os.getpid())
     import logging
 
     from torch.distributed import run
@@ -179,6 +146,9 @@ def end_with_torchrun() -> None:
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        # Of a launcher that has ended before, the kernel does not tell.
+        if os.environ.get(SPAWNED, str(os.getppid())) != str(os.getppid()):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_json: bool = False) -> int:
@@ -203,15 +173,33 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         return complain(error, echo=_is_echo(error), as_json=as_json)
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt)
-    except RuntimeError as error:  # gloo and NCCL report it only in the message
-        if LOST_PEER.search(str(error)):
-            lost = _failed(f"rank {rank()}: lost the connection to another rank")
-            return complain(lost, echo=True, as_json=as_json)
-        if TIMED_OUT.search(str(error)):
-            late = _failed(f"rank {rank()}: no answer from another rank within --timeout")
-            return complain(late, as_json=as_json)
-        raise
+    except RuntimeError as error:
+        known = _known(error)
+        if known is None:
+            raise
+        return complain(known, echo=bool(LOST_PEER.search(str(error))), as_json=as_json)
     return 0
+
+
+def _known(error: RuntimeError) -> CheckFailed | None:
+    """Return an error of torch, gloo or NCCL in our words, if it is known by its message, its only mark."""
+    said = str(error)
+    if LOST_PEER.search(said):
+        return CheckFailed(f"rank {rank()}: lost the connection to another rank")
+    if TIMED_OUT.search(said):
+        return CheckFailed(f"rank {rank()}: no answer from another rank within --timeout")
+    if dead := DEAD_WORKER.search(said):
+        return CheckFailed(
+            f"rank {rank()}: a process that loads data {dead[1]}",
+            hint="out of memory? give fewer --workers or a smaller --batch-size",
+        )
+    if UNFINISHED.search(said):
+        return CheckFailed(
+            f"rank {rank()}: a parameter of the model did not affect the output in a pass, and ranks average "
+            "the gradients of all parameters",
+            hint="let every forward pass use it (times 0 if need be), or set requires_grad=False",
+        )
+    return None
 
 
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
@@ -226,12 +214,6 @@ def _is_echo(error: CkptToolError) -> bool:
     from ckpttool.distributed.collectives import RankFailed
 
     return isinstance(error, RankFailed) or (isinstance(error, RanksDiffer) and rank() != 0)
-
-
-def _failed(message: str) -> CkptToolError:
-    error = CkptToolError(message)
-    error.exit_code = 1
-    return error
 
 
 def leave(code: int) -> NoReturn:
@@ -251,12 +233,12 @@ def say(text: str) -> None:
     """Print a line at once.
 
     Raises:
-        CkptToolError: stdout can't be written: the disk is full, or the reader has gone.
+        CheckFailed: stdout can't be written: the disk is full, or the reader has gone.
     """
     try:
         print(text, flush=True)
     except OSError as error:
-        raise _failed(f"standard output: {(error.strerror or str(error)).lower()}") from error
+        raise CheckFailed(f"standard output: {(error.strerror or str(error)).lower()}") from error
 
 
 def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False) -> int:

@@ -90,7 +90,9 @@ def prepare(config: TrainConfig) -> Job:
 
 def work(job: Job) -> None:
     """Train in a process group."""
-    with launch.process_group(job.place, job.config.timeout):
+    from train.process_group import process_group
+
+    with process_group(job.place, job.config.timeout):
         train(job)
 
 

@@ -11,6 +11,8 @@ from ckpttool.distributed import collectives
 from ckpttool.errors import UsageFault
 from train import checkpoints, random_state, run_folder
 from train.config import TrainConfig
+from train.contents import Contents, flat
+from train.data import Data
 from train.engine import Progress, Trainer
 from train.saving import versions
 
@@ -76,6 +78,22 @@ def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> 
             f"{now['data']}: {trainer.data.fingerprint})",
             hint="give the same --data, or start another run",
         )
+    _check_same_contents(path, state["plan"].get("contents", {}), trainer.data)
+
+
+def _check_same_contents(path: str, then: Contents, data: Data) -> None:
+    """Compare what both data sets describe; a checkpoint of an older version describes nothing."""
+    before, now = flat(then), flat(data.contents)
+    if all(before.get(name, digest) == digest for name, digest in now.items()):
+        return
+    now = flat(data.contents, data.redrawn())
+    name = next((name for name, digest in now.items() if before.get(name, digest) != digest), None)
+    if name is None:
+        return
+    raise UsageFault(
+        f"{path}: belongs to a training on other samples: {name} of --data {data.name} is another now",
+        hint="give the same --data, seed the generators that its factory uses, or start another run",
+    )
 
 
 def _flag(name: str, value: Any) -> str:
@@ -107,8 +125,6 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)
     if len(states) == trainer.place.world_size:
-        if trainer.statistics:
-            trainer.statistics.put_back(state["statistics"][rank])
         trainer.sums.copy_(torch.tensor(sums[rank], dtype=torch.float64))
         random_state.put_back(states[rank])
         return

@@ -39,7 +39,6 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "model": collectives.compare(model, "before saving", hint=ON_SOME_RANKS),
         "optimizer": collectives.compare(named_optimizer(optimizer), "before saving", hint=ON_SOME_RANKS),
     }
-    own = {"statistics": collectives.gather(trainer.statistics.take())} if trainer.statistics else {}
     return {
         "model": model,
         "optimizer": optimizer,
@@ -47,12 +46,12 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "progress": dataclasses.asdict(trainer.progress)
         | {"sums": collectives.gather(trainer.sums.tolist())},
         "plan": dataclasses.asdict(trainer.plan)
-        | {"world_size": collectives.world_size(), "data": trainer.data.fingerprint},
+        | {"world_size": collectives.world_size(), "data": trainer.data.fingerprint}
+        | {"contents": trainer.data.contents},
         "rng": collectives.gather(random_state.take()),
         "config": trainer.config.plain(),
         "digests": digests,
         "versions": versions(trainer.place.device),
-        **own,
     }
 
 

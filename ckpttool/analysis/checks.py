@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
+from ..checkpoint.checksums import Checksums
 from ..errors import UsageFault
 from ..files.copying import Progress
-from ..files.digest import digest as digest_of_tensors
 from ..formats.opened import File, opened
 from . import compare as comparing
 from . import verify as verifying
 from .compare import Comparison
 from .equality import Tolerance
+from .state_digest import state_digest
 from .verify import Verified
 
 
-def digest(file: File, *, state: str | None = None, progress: Progress | None = None) -> str:
+def digest(
+    file: File, *, state: str | None = None, verify: bool = True, progress: Progress | None = None
+) -> str:
     """Return one SHA-256 for a model's names, types, shapes and values, the same in every format.
 
     docs/digest.md defines it.
@@ -21,6 +26,7 @@ def digest(file: File, *, state: str | None = None, progress: Progress | None = 
     Args:
         file: a path, or an open checkpoint.
         state: dotted path of the model's state in the file; found when None.
+        verify: compare what is read with the checksums that the file states.
         progress: called with the number of bytes after each piece.
 
     Returns:
@@ -28,11 +34,18 @@ def digest(file: File, *, state: str | None = None, progress: Progress | None = 
 
     Raises:
         NoState: the file has no model state, or none at `state`.
-        Refused: an expanded tensor is more than 64 GiB larger than what the file holds of it.
-        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if the file ends early.
+        Refused: a tensor has values in other files or is of a class that is not known, or an expanded tensor
+            is more than 64 GiB larger than what the file holds of it.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if the file ends early,
+            or if `verify` and a checksum is wrong.
     """
     with opened(file) as checkpoint:
-        return digest_of_tensors(checkpoint.state(state).tensors, progress)
+        found = checkpoint.state(state)
+        used = [(name, tensor.storage) for name, tensor in found.tensors.items()] if verify else []
+        with Checksums(checkpoint, used) as checksums:
+            value = state_digest(checkpoint, found, progress)
+            checksums.finish()
+        return value
 
 
 def diff(
@@ -44,6 +57,7 @@ def diff(
     state: str | None = None,
     model_only: bool = False,
     ignore_prefix: bool = False,
+    verify: bool = True,
     progress: Progress | None = None,
 ) -> Comparison:
     """Compare two checkpoints by contents, whatever their formats.
@@ -56,6 +70,7 @@ def diff(
             given, only the states are compared.
         model_only: compare only the models' states.
         ignore_prefix: match names that differ only in wrappers' prefixes.
+        verify: compare what is read with the checksums that the files state.
         progress: called with numbers of bytes, those of `a`.
 
     Returns:
@@ -65,7 +80,8 @@ def diff(
     Raises:
         UsageFault: a tolerance is negative or NaN.
         NoState: there is no model's state at `state`, or with `model_only` none at all.
-        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early,
+            or if `verify` and a checksum is wrong.
     """
     if not all(limit is None or limit >= 0 for limit in (rtol, atol)):
         raise UsageFault(f"a tolerance is a number from 0 on, not rtol={rtol}, atol={atol}")
@@ -78,6 +94,7 @@ def diff(
             state=state,
             model_only=model_only,
             ignore_prefix=ignore_prefix,
+            verify=verify,
             progress=progress,
         )
 
@@ -88,6 +105,7 @@ def verify(
     against: File | None = None,
     state: str | None = None,
     finite: bool = False,
+    no_code: bool = False,
     progress: Progress | None = None,
 ) -> Verified:
     """Read a file whole: checksums, values that are not finite, and whether another file is the same.
@@ -97,6 +115,7 @@ def verify(
         against: a file that must have the same contents, whatever its format.
         state: dotted path of the model's state, in both files or in one of them; found when None.
         finite: count NaN and infinity as problems.
+        no_code: count names in the file's pickle that could run something as problems.
         progress: called with the number of bytes after each piece.
 
     Returns:
@@ -106,8 +125,9 @@ def verify(
         NoState: there is nothing to compare.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early.
     """
-    with opened(file) as checkpoint:
-        if against is None:
-            return verifying.verify(checkpoint, state=state, finite=finite, progress=progress)
-        with opened(against) as other:
-            return verifying.verify(checkpoint, against=other, state=state, finite=finite, progress=progress)
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(opened(file))
+        other = None if against is None else stack.enter_context(opened(against))
+        return verifying.verify(
+            checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
+        )

@@ -30,8 +30,8 @@ class _Tolerance(click.FloatRange):
 
 
 @click.command("diff")
-@click.argument("a", metavar="A", type=click.Path(allow_dash=True))
-@click.argument("b", metavar="B", type=click.Path())
+@click.argument("a", metavar="A", type=click.Path(allow_dash=True), callback=options.note_inputs)
+@click.argument("b", metavar="B", type=click.Path(), callback=options.note_inputs)
 @click.option("--rtol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X times |b|.")
 @click.option("--atol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X.")
 @click.option("--ignore-prefix", is_flag=True, help="Match names that differ only in wrappers' prefixes.")
@@ -42,6 +42,7 @@ class _Tolerance(click.FloatRange):
     help="Order the rows by name, or by the largest relative difference, instead of in the order of A.",
 )
 @options.state_option
+@options.no_verify_option
 @options.reading
 def command(
     a: str,
@@ -52,6 +53,7 @@ def command(
     model_only: bool,
     sort: str | None,
     state: str | None,
+    no_verify: bool,
     **given: Any,
 ) -> int:
     """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
@@ -87,6 +89,7 @@ def command(
                 model_only=model_only,
                 ignore_prefix=ignore_prefix,
                 progress=progress,
+                verify=not no_verify,
             )
         if model_only or found.aside_a or found.aside_b:  # else every state was compared
             for checkpoint in (mine, theirs):

@@ -15,8 +15,9 @@ from .states import note_state
 @click.command("digest")
 @options.files_argument
 @options.state_option
+@options.no_verify_option
 @options.reading
-def command(files: tuple[str, ...], state: str | None, **given: Any) -> int:
+def command(files: tuple[str, ...], state: str | None, no_verify: bool, **given: Any) -> int:
     """Print one SHA-256 for the names, types, shapes and values of the model in each FILE.
 
     It is the same in every format; docs/digest.md defines it. With -q only the digest is printed.
@@ -26,7 +27,7 @@ def command(files: tuple[str, ...], state: str | None, **given: Any) -> int:
       ckpttool digest model.safetensors
     """
     from .. import formats
-    from ..files.digest import digest
+    from ..analysis.checks import digest
 
     console = options.console(given)
 
@@ -35,7 +36,7 @@ def command(files: tuple[str, ...], state: str | None, **given: Any) -> int:
             found = checkpoint.state(state)
             note_state(console, checkpoint, state)
             with console.progress(checkpoint.nbytes, "hashing") as progress:
-                value = digest(found.tensors, progress)
+                value = digest(checkpoint, state=state, verify=not no_verify, progress=progress)
         data = {"digest": value, "state": found.where, "keys": len(found.tensors), "path": file}
         return Answer(f"{value}  {printable(file)}", data, in_quiet=value)
 

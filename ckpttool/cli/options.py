@@ -12,6 +12,7 @@ import click
 from ..errors import CkptToolError, OutputExists
 from .console import Console
 from .failure import Call
+from .parameters import Size
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,10 +58,19 @@ model_option = click.option(
 )
 force_option = click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, but write nothing.")
+shard_size_option = click.option(
+    "--shard-size",
+    type=Size(),
+    metavar="SIZE",
+    help="The largest size of a shard if OUTPUT is a folder of shards, e.g. 500MB or 1G.  [default: 5GB]",
+)
 verify_option = click.option(
-    "--verify",
-    is_flag=True,
-    help="Compare bytes read with their checksums, and values written with those read.",
+    "--verify/--no-verify",
+    default=None,
+    help="Also compare the values written with those read; or do not even compare bytes with checksums.",
+)
+no_verify_option = click.option(
+    "--no-verify", is_flag=True, help="Do not compare the bytes read with their checksums."
 )
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for errors."
@@ -98,15 +108,6 @@ def require_new_output(inputs: Sequence[str], output: str, force: bool) -> None:
     )
 
 
-def _shard_size(ctx: click.Context, option: click.Parameter, size: str | None) -> int | None:
-    """Return bytes of a size such as `500MB`."""
-    if size is None:
-        return None
-    from ..formats.folders.sharding import parse_size
-
-    return parse_size(size)
-
-
 def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     def decorate(function: F) -> F:
         for decorator in reversed(decorators):
@@ -118,13 +119,6 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 reading = _all(json_option, quiet_option, verbose_option)
 """The options of every command."""
-
-shard_size_option = click.option(
-    "--shard-size",
-    metavar="SIZE",
-    callback=_shard_size,
-    help="The largest size of a shard if OUTPUT is a folder of shards, e.g. 500MB or 1G.  [default: 5GB]",
-)
 
 writing = _all(
     input_argument,

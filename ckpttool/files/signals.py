@@ -1,4 +1,4 @@
-"""Signals blocked or deferred while a block of code must not be interrupted."""
+"""Signals deferred while a block of code must not be interrupted."""
 
 from __future__ import annotations
 

@@ -117,6 +117,8 @@ def require_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> 
 
 def _conflict(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, str] | None:
     """Return what keeps an output from being replaced even with `--force`, and what to do instead."""
+    if folders.is_part_of_input(checkpoint, path):
+        return f"is a part of the input {checkpoint.path}", "name another output"
     if not os.path.isdir(path):
         is_other = kind in folders.NAMES and os.path.exists(path)
         return (f"is a file, where {kind} is a folder", "name a new folder") if is_other else None

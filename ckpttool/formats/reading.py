@@ -12,6 +12,7 @@ from typing import Protocol
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import Damaged, Unreadable, Unsupported
 from ..files.commit_folder import set_aside
+from ..files.descriptors import allow_open_files
 from ..files.open_source import open_source_descriptor
 from ..files.suggestions import checkpoints_among, names_in
 from ..tensors.ref import Source
@@ -83,6 +84,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
             "its replacement was interrupted, and its old contents are still beside it",
             hint=f"put them back: mv {shlex.quote(kept)} {shlex.quote(name)}",
         )
+    allow_open_files(1, name)
     source = Source(name, open_source_descriptor(name))
     try:
         return read(source)

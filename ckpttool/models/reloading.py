@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.state import State
 from ..errors import Mismatch, Refused, UsageFault
 from ..formats.opened import File, opened
 from ..inert_pickle.values import is_plain

@@ -23,9 +23,11 @@ class Source:
     Attributes:
         path: the name for messages. The descriptor is what is read, whatever happens to the name meanwhile.
         size: bytes of the file when it was opened.
+        observers: called with the offset and the bytes of whatever is read by `read` or `ByteRange.chunks`,
+            in the thread that reads.
     """
 
-    __slots__ = ("_fd", "path", "size")
+    __slots__ = ("_fd", "observers", "path", "size")
 
     def __init__(self, path: str, fd: int) -> None:
         """Take over an open descriptor.
@@ -36,6 +38,7 @@ class Source:
         """
         self.path = path
         self._fd = fd
+        self.observers: list[Callable[[int, memoryview | bytes], object]] = []
         self.size = os.fstat(fd).st_size
 
     @property
@@ -54,7 +57,7 @@ class Source:
         """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise Damaged(self.path, f"ends at byte {self.size}, before its stated contents do")
-        pieces = []
+        pieces, start = [], offset
         while nbytes:
             piece = os.pread(self.fd, nbytes, offset)
             if not piece:
@@ -62,7 +65,10 @@ class Source:
             pieces.append(piece)
             offset += len(piece)
             nbytes -= len(piece)
-        return b"".join(pieces)
+        data = b"".join(pieces)
+        for observer in self.observers:
+            observer(start, data)
+        return data
 
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""
@@ -115,6 +121,8 @@ class ByteRange(NamedTuple):
                 if not moved:
                     raise Damaged(self.source.path, "the file became shorter while it was read")
                 filled += moved
+            for observer in self.source.observers:
+                observer(self.offset + done, view)
             done += filled
             yield view
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,5 +137,4 @@ def test_dcp_holds_plain_python_values(protocol: int, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "in.pt", pickle_protocol=protocol)
     ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "dcp", to="dcp")
     assert compare(ckpttool.open(tmp_path / "in.pt"), ckpttool.open(tmp_path / "dcp")).same
-    ours = re.compile(rb"ckpttool\.[a-z_]+\.")  # the name of a temporary folder may be in it, but no module
-    assert not any(ours.search(file.read_bytes()) for file in (tmp_path / "dcp").iterdir())
+    assert not any(b"inert_pickle" in file.read_bytes() for file in (tmp_path / "dcp").iterdir())

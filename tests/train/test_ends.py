@@ -24,6 +24,7 @@ from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, st
 from train import flags, launch, main, report
 from train.config import TrainConfig
 from train.engine import Trainer
+from train.process_group import process_group
 
 
 def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path):
@@ -104,6 +105,31 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
         run.communicate(timeout=30)  # reads on until no rank has stdout open any more
 
 
+def alive(pid: str) -> bool:
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are listed in /proc")
+def test_ranks_do_not_outlive_a_launcher_that_was_killed_as_soon_as_it_had_started_them(tmp_path):
+    command = [sys.executable, "train/main.py", "--spawn", "2", *TINY, "--out", str(tmp_path / "x")]
+    run = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
+    children, end = Path(f"/proc/{run.pid}/task/{run.pid}/children"), time.monotonic() + 30
+    ranks: list[str] = []
+    while len(ranks) < 2 and time.monotonic() < end:
+        ranks = children.read_text().split()
+    run.kill()
+    run.wait()
+    while (left := [pid for pid in ranks if alive(pid)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert len(ranks) == 2
+    assert left == []
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
 def test_a_full_stdout_is_reported_in_one_line(tmp_path):
     with open("/dev/full", "w") as full:
@@ -138,7 +164,7 @@ def test_a_run_started_by_torchrun_is_continued_by_torchrun(tmp_path, monkeypatc
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     (tmp_path / "last.pt").touch()
     data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
-    with launch.process_group(trainings.place(0, 1), timeout=5):
+    with process_group(trainings.place(0, 1), timeout=5):
         trainer = trainings.trainer(0, 1, data, model)
         trainer.place = trainings.place(0, 2)
         said = report.Report(trainer, str(tmp_path)).how_to_go_on()
@@ -159,7 +185,7 @@ def test_programs_are_proposed_by_a_path_that_works_in_the_working_directory(tmp
 
 def test_ctrl_c_before_the_first_save_says_so(tmp_path):
     data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
-    with launch.process_group(trainings.place(0, 1), timeout=5):
+    with process_group(trainings.place(0, 1), timeout=5):
         before = report.Report(trainings.trainer(0, 1, data, model), str(tmp_path))
         assert "nothing was saved yet" in before.how_to_go_on()
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.ranks.programs import OWN_DATA, ROOT, TINY, TORCHRUN, start
 from train import launch, main
 from train.launch import Place
+from train.process_group import process_group
 
 WAYS = {
     "torchrun by path": ([*TORCHRUN, "2", "train/main.py"], 2),
@@ -126,6 +127,6 @@ def test_backend_and_device_depend_on_the_gpus(monkeypatch, backend, gpus, local
 def test_one_process_has_a_process_group_without_torchrun_or_a_port(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with launch.process_group(Place(0, 1, "gloo", torch.device("cpu")), timeout=5):
+    with process_group(Place(0, 1, "gloo", torch.device("cpu")), timeout=5):
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     assert not dist.is_initialized()

@@ -12,9 +12,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from tests.ranks import trainings
 from tests.ranks.programs import OWN_DATA
-from train import launch, main
+from train import main
 from train.engine import Trainer
 from train.launch import Place
+from train.process_group import process_group
 
 
 class Noisy(Dataset[Any]):
@@ -46,7 +47,7 @@ def drawn(rank: int = 0, seed: int = 0, *, start: int = 0) -> list[torch.Tensor]
     data = trainings.tensors((10,), 16)
     data = dataclasses.replace(data, train=Noisy(data.train))  # type: ignore[arg-type]
     found = []
-    with launch.process_group(trainings.place(0, 1), timeout=5):  # a plan of two ranks, and this one alone
+    with process_group(trainings.place(0, 1), timeout=5):  # a plan of two ranks, and this one alone
         config = trainings.TrainConfig(scheduler="none", batch_size=8, seed=seed, workers=1)
         trainer = Trainer(config, data, model := Watching(), Place(rank, 2, "gloo", torch.device("cpu")))
         trainer.progress.step = start

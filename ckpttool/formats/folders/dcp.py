@@ -21,6 +21,7 @@ from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.pickled_modules import detached
 from ...errors import Damaged, Unreadable, Unsupported
+from ...files.descriptors import allow_open_files
 from ...files.open_source import open_source_descriptor
 from ...inert_pickle.reader import PickleFault, read_pickle
 from ...inert_pickle.values import Global, Record, in_brief
@@ -80,12 +81,15 @@ def file_names(source: Source) -> list[str]:
         Unsupported: it has more than 1 GB.
     """
     try:
-        found = _metadata(source).get("storage_data")
-        infos = found.values() if isinstance(found, dict) else ()
-        names = [_fields(info, "_StorageInfo").get("relative_path") for info in infos]
+        return sorted(_file_names(_metadata(source).get("storage_data")))
     except PickleFault as fault:
         raise Damaged(source.path, str(fault)) from None
-    return sorted({name for name in names if isinstance(name, str)})
+
+
+def _file_names(storage_data: object) -> set[str]:
+    infos = storage_data.values() if isinstance(storage_data, dict) else ()
+    names = [_fields(info, "_StorageInfo").get("relative_path") for info in infos]
+    return {name for name in names if isinstance(name, str)}
 
 
 # The metadata, as inert records.
@@ -122,8 +126,10 @@ def torch_size(value: object) -> tuple[int, ...]:
     """
     if isinstance(value, Record) and value.callable == Global("torch", "Size"):
         value = value.args[0] if isinstance(value.args, tuple) and len(value.args) == 1 else None
-    if not isinstance(value, tuple) or len(value) > MAX_AXES or not all(map(is_count, value)):
+    if not isinstance(value, tuple) or not all(map(is_count, value)):
         raise PickleFault("its metadata is malformed: it has an invalid size")
+    if len(value) > MAX_AXES:
+        raise PickleFault(f"has a tensor of {len(value)} axes, and at most {MAX_AXES} are supported")
     return value
 
 
@@ -146,6 +152,7 @@ class _Items:
         self.places: dict[tuple[object, object], ByteRange] = {}
         if not isinstance(storage_data, dict):
             raise PickleFault("its metadata does not say where anything is stored")
+        allow_open_files(len(_file_names(storage_data)), source.path)
         for index, info in storage_data.items():
             fields = _fields(index, "MetadataIndex")
             offset = fields.get("offset")

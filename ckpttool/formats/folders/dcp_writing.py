@@ -49,10 +49,10 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
 
     check(checkpoint)
     assert isinstance(checkpoint.tree, dict)
-    live = _Live(checkpoint)
-    state = {_name(key): live.value(item, (_name(key),)) for key, item in checkpoint.tree.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch wonders at a save without a process group, and it is meant
+        warnings.simplefilter("ignore")  # of a save without a process group, and of experimental types
+        live = _Live(checkpoint)
+        state = {_name(key): live.value(item, (_name(key),)) for key, item in checkpoint.tree.items()}
         try:
             save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
         except CheckpointException as failed:
@@ -73,7 +73,8 @@ def check(checkpoint: Checkpoint) -> None:
     """Check that DCP can hold a checkpoint. Needs no torch, unlike `write`.
 
     Raises:
-        Refused: it is no dict, holds objects, or has a key that is another one's text.
+        Refused: it is no dict, holds objects, has a key that is another one's text, or a tensor of a type
+            that torch's writer does not take.
     """
     tree = checkpoint.tree
     if not isinstance(tree, dict):
@@ -91,6 +92,13 @@ def check(checkpoint: Checkpoint) -> None:
                 hint=f"{WITH_FULL}, or write a .pt file",
             )
         known.add(name)
+    for name, tensor in checkpoint.tensors():
+        if tensor.dtype.name.startswith("bits"):  # torch asks for the bits of an integer type, and fails
+            raise Refused(
+                checkpoint.path,
+                f"torch can't write '{name[:80]}' as DCP: its type is {tensor.dtype.name}",
+                hint="write a .pt file instead, which keeps every type",
+            )
     objects = [
         (dotted(path), in_brief(value))
         for path, value in checkpoint.named(_inside)
@@ -147,7 +155,7 @@ def _is_data(value: Global | Record | Storage) -> bool:
 
 def without_models(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with a dict of tensors in the place of a pickled model, which DCP can't hold."""
-    state = checkpoint.state() if checkpoint.states() else None
+    state = checkpoint.found_state()
     return checkpoint if state is None or state.module is None else checkpoint.changed(state, lambda v: v)
 
 

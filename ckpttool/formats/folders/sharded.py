@@ -14,6 +14,7 @@ from typing import Any
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Unreadable, Unsupported
+from ...files.descriptors import allow_open_files
 from ...files.open_source import open_source_descriptor
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.ref import Source, TensorRef
@@ -50,6 +51,7 @@ def read(source: Source) -> Checkpoint:
     index = _parse(source)
     wanted = _wanted(source, index)
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
+    allow_open_files(len(wanted), source.path)
     shards = {name: _read_shard(source, folder, name) for name in wanted}
     _check_distinct(source, {name: shard.source for name, (_, shard) in shards.items()})
     formats = {kind for kind, _ in shards.values()}
@@ -77,6 +79,8 @@ def read(source: Source) -> Checkpoint:
             *(f"metadata '{key}' of the index" for key in facts if key not in KNOWN_FACTS),
         ),
         full=full_json.ENTRY in facts,
+        names=frozenset().union(*(shard.names for shard in checkpoints)),
+        remarks=tuple(remark for shard in checkpoints for remark in shard.remarks),
     )
 
 

@@ -26,7 +26,14 @@ TIES = "ckpttool.ties"
 """The entry of an index's metadata that records which names are another name of a tensor."""
 
 DEFAULT_SIZE = 5 * 10**9
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+PREFIXES = "KMGT"
+UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}{b}": 1000 ** (i + 1) for i, p in enumerate(PREFIXES) for b in ("", "B")},
+    **{f"{p}I{b}": 1024 ** (i + 1) for i, p in enumerate(PREFIXES) for b in ("", "B")},
+}
+"""Factors of units in capitals: `5G` is `5GB`, `5Gi` is `5GiB`."""
 
 Opened = Callable[[BinaryIO], Output]
 WriteShard = Callable[[str, Mapping[str, TensorRef], Output], None]
@@ -41,7 +48,7 @@ class Shard:
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that a size such as `5GB`, `500MB` or `1GiB` means.
+    """Return the bytes that a size such as `5GB`, `5G`, `500MB` or `1GiB` means.
 
     Raises:
         UsageFault: it is not a size, or less than a byte.
@@ -52,7 +59,7 @@ def parse_size(text: str) -> int:
         or found[2].upper() not in UNITS
         or not (size := int(float(found[1]) * UNITS[found[2].upper()]))
     ):
-        raise UsageFault(f"'{text[:80]}' is not a shard size", hint="for example 5GB, 500MB or 1GiB")
+        raise UsageFault(f"'{text[:80]}' is not a shard size", hint="for example 5GB, 5G, 500MB or 1GiB")
     return size
 
 

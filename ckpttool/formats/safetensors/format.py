@@ -19,6 +19,7 @@ from ...files.copying import Output
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.dtypes import DTYPES, DType
 from ...tensors.ref import (
+    MAX_AXES,
     MAX_BYTES,
     ByteRange,
     Source,
@@ -162,6 +163,10 @@ def _form(source: Source, name: str, type_name: str, shape: tuple[int, ...]) -> 
         raise Unsupported(source.path, f"tensor '{name}' has the type {type_name[:20]}, unknown to torch")
     if extent(shape) * dtype.itemsize > MAX_BYTES:
         raise Damaged(source.path, f"tensor '{name}' has a shape larger than any file")
+    if len(shape) > MAX_AXES:
+        raise Unsupported(
+            source.path, f"tensor '{name[:80]}' has {len(shape)} axes, and at most {MAX_AXES} are supported"
+        )
     nbytes = 0 if 0 in shape else extent(shape) * dtype.itemsize
     return _Form(dtype, shape, contiguous_stride(shape), nbytes)
 

@@ -88,9 +88,9 @@ class ZipWriter:
         self.out.write(directory + bytes(end))
 
     def _reserve(self, name: str, size: int) -> tuple[int, int]:
-        """Leave space for the local header, so that the payload starts on the boundary.
+        """Skip the local header, so that the payload starts on the boundary.
 
-        Returns the record's number, and where its header goes.
+        Return the record's number and the offset of the header.
         """
         header = self.out.position
         self._entries.append(b"")
@@ -104,7 +104,7 @@ class ZipWriter:
         return wide + struct.pack("<HH", PADDING_EXTRA, padding) + b"Z" * padding
 
     def _finish(self, number: int, name: str, header: int, size: int, crc: int) -> None:
-        """Write the local header at its offset, and put the record into the directory."""
+        """Write the local header at its offset, and enter the record into the directory."""
         path, extra, narrow = self._path(name), self._local_extra(name, header, size), min(size, FULL32)
         version = 45 if size >= FULL32 or header >= FULL32 else 0
         self.out.write_at(

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,45 @@ def test_chunks_that_are_not_the_whole_are_damage(what: str, tmp_path: Path) -> 
 
     with pytest.raises(Damaged, match="whose chunks are not the whole of it"):
         ckpttool.open(declared(folder, (4, 4), boxes))
+
+
+@pytest.mark.parametrize("dtype", ["bits8", "bits16"])
+def test_a_type_that_torch_can_not_write_as_dcp_is_refused_by_name(
+    dtype: str, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.save({"odd": torch.empty(3, dtype=getattr(torch, dtype))}, tmp_path / "in.pt")
+    for more in ([], ["--dry-run"]):
+        ran = cli("convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", *more)
+        assert ran.code == 3
+        assert f"in.pt: torch can't write 'odd' as DCP: its type is {dtype}\n" in ran.err
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+def test_more_axes_than_are_supported_are_named(cli: Callable[..., Any], tmp_path: Path) -> None:
+    folder = saved({"a": torch.ones(1).reshape([1] * 70)}, tmp_path / "d")
+    ran = cli("inspect", folder)
+    assert ran.code == 3
+    assert "has a tensor of 70 axes, and at most 64 are supported\n" in ran.err
+
+
+def test_metadata_that_becomes_shorter_while_it_is_read_does_not_end_the_process(tmp_path: Path) -> None:
+    folder = saved({f"t{i}": torch.ones(1) for i in range(300)}, tmp_path / "d")
+    script = f"""
+        import os, sys
+        import ckpttool
+        from ckpttool.formats.folders import dcp
+        read_pickle = dcp.read_pickle
+        def cut_and_read(data):
+            os.truncate({str(folder / ".metadata")!r}, 4096)
+            return read_pickle(data)
+        dcp.read_pickle = cut_and_read
+        try:
+            ckpttool.open({str(folder)!r})
+        except ckpttool.CkptToolError:
+            pass
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, timeout=60)
+    assert ran.returncode == 0
 
 
 # Nothing that a folder names is run.
