@@ -111,12 +111,16 @@ def _fields(
         "tensors": [_tensor_fields(row, stats) for row in rows],
         "other": [_other_fields(row) for row in summary.other],
         "unknown": summary.unknown,
+        "could_run": summary.running,
+        "remarks": [remark._asdict() for remark in summary.remarks],
         "metadata": summary.metadata,
     }
 
 
 def _tensor_fields(row: TensorRow, stats: Mapping[str, Stats | None]) -> dict[str, object]:
     fields = row._asdict()
+    if row.kind is None:
+        del fields["kind"], fields["local_shape"]
     if row.name in stats:
         found = stats[row.name]
         fields["stats"] = asdict(found) if found else None

@@ -26,10 +26,18 @@ if TYPE_CHECKING:
     help="Also compare the contents with those of OTHER, whatever its format.",
 )
 @click.option("--finite", is_flag=True, help="Count NaN and infinity as problems.")
+@click.option(
+    "--no-code", is_flag=True, help="Count names that could run as problems: all but those known as harmless."
+)
 @options.state_option
 @options.reading
 def command(
-    files: tuple[str, ...], against: str | None, finite: bool, state: str | None, **given: Any
+    files: tuple[str, ...],
+    against: str | None,
+    finite: bool,
+    no_code: bool,
+    state: str | None,
+    **given: Any,
 ) -> int:
     """Read every byte of each FILE: structure, checksums, values that are not finite.
 
@@ -39,6 +47,7 @@ def command(
     Examples:
       ckpttool verify last.pt
       ckpttool verify model.safetensors --against last.pt
+      ckpttool verify last.pt --no-code
     """
     from .. import formats
     from ..analysis.verify import verify
@@ -53,18 +62,21 @@ def command(
                 checkpoint.state(state)
             passes = 2 * checkpoint.nbytes + (checkpoint.nbytes + other.nbytes if other else 0)
             with console.progress(passes, "reading") as progress:
-                found = verify(checkpoint, against=other, state=state, finite=finite, progress=progress)
+                found = verify(
+                    checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
+                )
             if other is not None and found.compared == "state":
                 for each in (checkpoint, other):
                     note_state(console, each, state, named=True)
-        _note(console, checkpoint.format, found)
+        _note(console, found)
         return Answer(_line(file, against, found), _fields(file, found), 0 if found.ok else 1)
 
     return answer_each(files, console, answer)
 
 
-def _note(console: Console, format: str, found: Verified) -> None:
-    shown = found.problems[: None if console.verbose else 10]
+def _note(console: Console, found: Verified) -> None:
+    code = sum(problem.kind == "code" for problem in found.problems)  # never shortened
+    shown = found.problems[: None if console.verbose else 10 + code]
     for problem in shown:
         console.note(f"{problem.kind}: {printable(problem.name)}: {problem.message}")
     if len(found.problems) > len(shown):
@@ -72,9 +84,6 @@ def _note(console: Console, format: str, found: Verified) -> None:
     if found.non_finite:
         names = tuple(f"{name} ({count})" for name, count in found.non_finite.items())
         console.note(f"NaN or infinite values: {console.names(names)}")
-    if found.unsummed:
-        lack = counted(found.unsummed, "storage has", "storages have")
-        console.note(f"{lack} no checksum, as {format} files may")
     if found.hint:
         console.note(f"hint: {printable(found.hint)}", pasted=True)
 
@@ -83,7 +92,9 @@ def _line(file: str, against: str | None, found: Verified) -> str:
     what = "contents" if found.compared == "everything" else "model state"
     same = f", same {what} as {printable(against)}" if against and found.ok else ""
     verdict = f"ok{same}" if found.ok else counted(len(found.problems), "problem", "problems")
-    return f"{printable(file)}: {verdict} ({show_bytes(found.checked_bytes)} checked)"
+    free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in found.free.items())
+    checked = f"{show_bytes(found.checked_bytes)} checked" + (f"; nothing vouches for {free}" if free else "")
+    return f"{printable(file)}: {verdict} ({checked})"
 
 
 def _fields(file: str, found: Verified) -> dict[str, object]:
@@ -94,6 +105,7 @@ def _fields(file: str, found: Verified) -> dict[str, object]:
         "problems": [asdict(problem) for problem in found.problems],
         "non_finite": found.non_finite,
         "unsummed": found.unsummed,
+        "unvouched": dict(found.free),
         "compared": found.compared,
         "hint": found.hint,
     }

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
+from ..checkpoint.state import State
 from ..checkpoint.states import MEAN, VARIANCE
+from ..checkpoint.tensor_likes import require_plain
 from ..errors import Refused, UsageFault
-from ..inert_pickle.values import remade, tensor_of, with_tensor
+from ..formats.opened import File
+from ..formats.reading import open as open_checkpoint
+from ..inert_pickle.values import remade
 from ..tensors.dtypes import DType, real_dtype
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
@@ -54,7 +60,7 @@ class Averaged:
 
 
 def average(
-    checkpoints: Sequence[Checkpoint], *, weights: Sequence[float] | None = None, state: str | None = None
+    files: Sequence[File], *, weights: Sequence[float] | None = None, state: str | None = None
 ) -> tuple[Checkpoint, Averaged]:
     """Return a checkpoint of the model's state alone, whose values are means, computed when they are written.
 
@@ -63,17 +69,28 @@ def average(
     files differ, the last one's are taken. Names that share a tensor in every file share it in the result.
 
     Args:
-        checkpoints: two or more, to be kept open until the result is saved.
-        weights: one per checkpoint, at least 0, not all 0; all equal when None.
+        files: two or more paths, or open checkpoints, which must stay open until the result is saved.
+        weights: one per file, at least 0, not all 0; all equal when None.
         state: dotted path of the model's state in each; found when None.
 
+    Returns:
+        The new checkpoint, whose values lie in the files until it is saved, and which tensors are means.
+
     Raises:
-        UsageFault: fewer than two checkpoints, or malformed weights.
-        Refused: names, types or shapes differ, or a tensor's type can't be averaged.
-        NoState: a checkpoint holds no state, or none at `state`.
+        TypeError: `files` is one path or one checkpoint.
+        UsageFault: fewer than two files, or malformed weights.
+        Refused: names, types or shapes differ; or a tensor has a type that can't be averaged, or is sharded,
+            sparse, quantised or the like.
+        NoState: a file holds no state, or none at `state`.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
-    shares = _checked(weights, len(checkpoints))
+    if isinstance(files, Checkpoint | str | os.PathLike):
+        raise TypeError("average() takes a list of paths or checkpoints: ckpttool.average([a, b])")
+    shares = _checked(weights, len(files))
+    checkpoints = [file if isinstance(file, Checkpoint) else open_checkpoint(file) for file in files]
     states = [checkpoint.state(state) for checkpoint in checkpoints]
+    for checkpoint, found in zip(checkpoints, states, strict=True):
+        require_plain(checkpoint.path, found.likes, "can't be averaged")
     for checkpoint, found in zip(checkpoints[:-1], states[:-1], strict=True):
         _require_same(checkpoint, found, checkpoints[-1], states[-1])
     last, work = states[-1], _Averaging(states, shares)
@@ -125,10 +142,10 @@ class _Averaging:
 
     def entry(self, name: str, value: object) -> object:
         """Return the result's value for an entry of the last file's state."""
-        tensor = tensor_of(value)
+        tensor = plain_tensor(value)
         if tensor is None:
             return value
-        return with_tensor(value, self.tensor(name, tensor))
+        return with_plain_tensor(value, self.tensor(name, tensor))
 
     def tensor(self, name: str, last: TensorRef) -> TensorRef:
         inputs = [state.tensors[name] for state in self.states]
