@@ -201,8 +201,8 @@ class Conversion:
             values = self._read(np.frombuffer(raw, dtype=self._carrier))
             out = self._out[: len(values)]
             through = values.astype("<f4") if out.itemsize == 2 and values.itemsize == 8 else values
-            # isal's checksum leaves the upper halves of the vector registers in use; ml_dtypes' code then takes
-            # three times as long. A loop of numpy's ends in `vzeroupper`.
+            # isal's checksum leaves the upper halves of the vector registers in use, after which ml_dtypes'
+            # code takes three times as long. A loop of numpy's ends in `vzeroupper`.
             self._few.max()
             np.copyto(out.view(_numpy_type(self._to)), through, casting="unsafe")
             infinite = self._infinite(out)
