@@ -13,11 +13,11 @@ from pathlib import Path
 
 from . import batchnorm, comparing, convert, gathering, looking, machine, reloading, startup, strip_prefix
 from .case import Benchmark, Case, Results
-from .options import parse
+from .disk_space import choose_folder, in_memory, shortage
+from .markdown import put_between_marks
+from .options import SUMMARY, TABLES, parse
 from .process import CommandFailed
-from .readme import put_between_marks
-from .report import as_markdown, as_text
-from .room import choose_folder, in_memory, shortage
+from .report import as_markdown, as_summary, as_text
 from .sizes import show_size
 from .turns import Say, in_turns
 
@@ -52,28 +52,32 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    """Runs the selected benchmarks, prints each table when it is ready, then all of them as Markdown."""
+    """Run the selected benchmarks, print each table when it is ready, then all of them as Markdown."""
     chosen = [BENCHMARKS[name] for name in options.only]
     # Space for each benchmark at its smallest size is enough: a larger size can be skipped.
     files = max(benchmark.need(min(options.size)).files for benchmark in chosen)
     folder, remark = (options.folder, "") if options.folder else choose_folder(files)
     about = _about(folder, options.ready_memory)
     _say_80(f"{about}; {machine.load()}", remark)
-    tables = []
-    for benchmark, size in [(b, size) for b in chosen for size in (options.size if b.sized else [0])]:
+    measured: list[tuple[Case, Results]] = []
+    largest: dict[str, tuple[Case, Results]] = {}
+    for benchmark, size in [(b, size) for b in chosen for size in (sorted(options.size) if b.sized else [0])]:
         lack = shortage(benchmark.need(size), folder)
         if lack:
             _say_80(f"{benchmark.name}, {show_size(size)}: left out, {lack}")
             continue
         case, results = _measure(benchmark, size, folder, options)
         print(f"\n{as_text(case, results)}", flush=True)
-        tables.append(as_markdown(case, results))
-    if not tables:
+        measured.append((case, results))
+        largest[benchmark.name] = case, results
+    if not measured:
         return
-    markdown = "\n\n".join([*tables, f"Measured {about}."])
-    print(f"\nThe same in Markdown:\n\n{markdown}")
+    tables = "\n\n".join([*(as_markdown(*one) for one in measured), f"Measured {about}."])
+    summary = f"{as_summary(list(largest.values()))}\n\nMeasured {about}."
+    print(f"\nThe same in Markdown:\n\n{tables}\n\nIn brief:\n\n{summary}")
     if options.markdown:
-        put_between_marks(options.markdown, markdown)
+        put_between_marks(options.markdown / TABLES, tables)
+        put_between_marks(options.markdown / SUMMARY, summary)
 
 
 def _about(folder: Path, ready_memory: bool) -> str:

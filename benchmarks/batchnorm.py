@@ -21,10 +21,13 @@ def set_up(folder: Path, size: int) -> Case:
         f"ResNet-20, {STEPS} steps of 2 × 32 samples on the CPU",
         [Way(name, [PYTHON, CHILD, kind, str(STEPS)]) for name, kind in kinds.items()],
         [
-            Target(f"a step with {SYNC} / {PLAIN}", partial(_ratio, SYNC, PLAIN), RATIO, "{:.2f} ×".format),
-            Target(f"part of {SYNC} in its step", partial(_part, SYNC), PART, "{:.0%}".format),
+            Target(
+                f"a step with {SYNC} / {PLAIN}", partial(_ratio, SYNC, PLAIN), RATIO, "{:.2f} ×".format, SYNC
+            ),
+            Target(f"part of {SYNC} in its step", partial(_part, SYNC), PART, "{:.0%}".format, SYNC),
         ],
         as_ratio=False,
+        summary=0,
     )
 
 

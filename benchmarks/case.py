@@ -54,12 +54,15 @@ class Target:
         measure: computes it.
         limit: its maximum, or minimum.
         show: formats the number with its unit.
+        way: whose number it is.
+        at_least: whether the limit is the minimum.
     """
 
     text: str
     measure: Callable[[Results], float]
     limit: float
     show: Callable[[float], str]
+    way: str
     at_least: bool = False
 
     def met(self, results: Results) -> bool:
@@ -76,6 +79,7 @@ class Case:
         ways: in the order in which they take turns; the others are compared with the first.
         as_ratio: compare by ratio (long runs), or by seconds beyond the first way (short runs).
         memory: bytes that the largest way needs, output included; made ready on request.
+        summary: how many of the targets, from the first, also have a row in the summary.
     """
 
     title: str
@@ -83,6 +87,7 @@ class Case:
     targets: Sequence[Target] = ()
     as_ratio: bool = True
     memory: int = 0
+    summary: int = 1
 
 
 @dataclass(frozen=True)

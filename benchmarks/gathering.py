@@ -38,7 +38,7 @@ def set_up_many(folder: Path, size: int) -> Case:
     return Case(
         f"{MANY:,} predictions of 2 ranks, joined",
         ways,
-        [Target(text, times, 10.0, "{:.1f} ×".format, at_least=True)],
+        [Target(text, times, 10.0, "{:.1f} ×".format, GATHER, at_least=True)],
         as_ratio=False,
     )
 
@@ -54,8 +54,9 @@ def set_up_few(folder: Path, size: int) -> Case:
     return Case(
         f"evaluation of {PICTURES} pictures by ResNet-20 on 2 ranks",
         ways,
-        [Target(text, share, 0.01, "{:.2%}".format)],
+        [Target(text, share, 0.01, "{:.2%}".format, SMALL)],
         as_ratio=False,
+        summary=0,
     )
 
 

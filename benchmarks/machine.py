@@ -9,7 +9,7 @@ import re
 from importlib.metadata import version
 from pathlib import Path
 
-from .room import file_system, total_memory
+from .disk_space import file_system, total_memory
 
 
 def date() -> str:

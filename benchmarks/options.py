@@ -6,10 +6,14 @@ import argparse
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .readme import BEGIN, check_marks
+from .markdown import check_marks
 from .sizes import parse_size
 
 SIZES = [2_000_000_000, 4_000_000_000]
+ROOT = Path(__file__).parents[1]
+TABLES, SUMMARY = Path("docs", "benchmarks.md"), Path("README.md")
+PAGES = (TABLES, SUMMARY)
+"""What `--markdown` updates: all tables in the one, a summary in the other."""
 
 
 def parse(arguments: Sequence[str] | None, names: Iterable[str]) -> argparse.Namespace:
@@ -20,7 +24,8 @@ def parse(arguments: Sequence[str] | None, names: Iterable[str]) -> argparse.Nam
         parser.error(f"--folder {options.folder}: no such folder")
     if options.markdown:
         try:
-            check_marks(options.markdown)
+            for page in PAGES:
+                check_marks(options.markdown / page)
         except ValueError as error:
             parser.error(f"--markdown {error}")
     # Not as argparse's defaults, because it would append to those.
@@ -44,7 +49,14 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
         action="store_true",
         help="touch memory before each run, so that no run waits for memory a virtual machine returned",
     )
-    add("--markdown", type=Path, metavar="FILE", help=f"also write the tables to FILE, after {BEGIN}")
+    add(
+        "--markdown",
+        type=Path,
+        nargs="?",
+        const=ROOT,
+        metavar="DIR",
+        help=f"also write the tables to {TABLES} and a summary to {SUMMARY} (in this repository)",
+    )
     return parser
 
 

@@ -1,11 +1,11 @@
-"""The results as tables: for a terminal of 80 columns, and in Markdown."""
+"""The results as tables: for a terminal of 80 columns, in Markdown, and as one summary of all cases."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import median
 
-from .case import Case, Results, Run
+from .case import Case, Results, Run, Target
 from .process import smallest_peak
 from .targets import beyond, peak, ratio
 
@@ -20,6 +20,18 @@ def as_text(case: Case, results: Results) -> str:
 def as_markdown(case: Case, results: Results) -> str:
     tables = ["\n".join(_piped(rows)) for rows in _tables(case, results)]
     return "\n\n".join([f"**{_title(case, results)}**", *tables])
+
+
+def as_summary(measured: Sequence[tuple[Case, Results]]) -> str:
+    """Return one Markdown table with the first targets of each case, as `Case.summary` says how many."""
+    rows: list[Row] = [("job", "compared", "measured", "limit", "memory")]
+    for case, results in measured:
+        for target in case.targets[: case.summary]:
+            missed = "" if target.met(results) else ", MISSED"
+            memory = _memory(peak(results, target.way))
+            value = target.show(target.measure(results))
+            rows.append((case.title, target.text, value, f"{_limit(target)}{missed}", memory))
+    return "\n".join(_piped(rows, left=2))
 
 
 def _tables(case: Case, results: Results) -> list[list[Row]]:
@@ -79,12 +91,16 @@ def _verdicts(case: Case, results: Results) -> list[Row]:
     return [
         (
             target.text,
-            f"{'≥' if target.at_least else '≤'} {target.show(target.limit)}",
+            _limit(target),
             target.show(target.measure(results)),
             "met" if target.met(results) else "MISSED",
         )
         for target in case.targets
     ]
+
+
+def _limit(target: Target) -> str:
+    return f"{'≥' if target.at_least else '≤'} {target.show(target.limit)}"
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
@@ -101,6 +117,7 @@ def _ruled(lines: list[str]) -> list[str]:
     return [lines[0].rstrip(), "-" * len(lines[0]), *lines[1:]]
 
 
-def _piped(rows: Sequence[Row]) -> list[str]:
-    alignment = ("---", *("---:" for _ in rows[0][1:]))
+def _piped(rows: Sequence[Row], left: int = 1) -> list[str]:
+    """The lines of a Markdown table whose first `left` columns are left-aligned."""
+    alignment = ("---" if column < left else "---:" for column in range(len(rows[0])))
     return ["| " + " | ".join(row) + " |" for row in [rows[0], alignment, *rows[1:]]]

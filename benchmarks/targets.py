@@ -31,28 +31,27 @@ def _paired(results: Results, way: str, against: str, compare: Callable[[float, 
 
 def at_most_times(way: str, against: str, limit: float) -> Target:
     """No slower than `limit` times another way."""
-    return Target(f"{way} / {against}", lambda r: ratio(r, way, against), limit, "{:.2f} ×".format)
+    return Target(f"{way} / {against}", lambda r: ratio(r, way, against), limit, "{:.2f} ×".format, way)
 
 
 def at_least_times_faster(way: str, against: str, limit: float) -> Target:
     """The other way takes at least `limit` times as long."""
-    return Target(
-        f"{against} / {way}", lambda r: ratio(r, against, way), limit, "{:.2f} ×".format, at_least=True
-    )
+    text, show = f"{against} / {way}", "{:.2f} ×".format
+    return Target(text, lambda r: ratio(r, against, way), limit, show, way, at_least=True)
 
 
 def at_most_beyond(way: str, against: str, limit: float) -> Target:
     """At most `limit` seconds longer than another way."""
-    return Target(f"{way}, beyond {against}", lambda r: beyond(r, way, against), limit, "{:.3f} s".format)
+    text = f"{way}, beyond {against}"
+    return Target(text, lambda r: beyond(r, way, against), limit, "{:.3f} s".format, way)
 
 
 def at_most_seconds(way: str, limit: float) -> Target:
     """At most `limit` seconds in total, including start-up."""
-    return Target(
-        f"{way}, seconds", lambda r: median(run.seconds for run in r[way]), limit, "{:.2f} s".format
-    )
+    seconds = "{:.2f} s".format
+    return Target(f"{way}, seconds", lambda r: median(run.seconds for run in r[way]), limit, seconds, way)
 
 
 def peak_at_most(way: str, limit: int) -> Target:
     """At most `limit` bytes of memory, whatever the size."""
-    return Target(f"{way}, memory", lambda r: float(peak(r, way)), limit, show_size)
+    return Target(f"{way}, memory", lambda r: float(peak(r, way)), limit, show_size, way)

@@ -17,7 +17,7 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 
 
 class Every(NamedTuple):
-    """A number of steps or epochs."""
+    """An interval: a number of steps or epochs."""
 
     number: int
     unit: str
@@ -26,6 +26,7 @@ class Every(NamedTuple):
         return f"{self.number}{self.unit}"
 
     def in_steps(self, steps_per_epoch: int) -> int:
+        """Return the interval in optimizer steps."""
         return self.number * (steps_per_epoch if self.unit == "epochs" else 1)
 
 
@@ -74,13 +75,18 @@ class TrainConfig(DataConfig):
     force: bool = False
 
     def plain(self) -> dict[str, Any]:
-        """The fields as primitives, as stored in a checkpoint."""
+        """Return the fields as primitives, as stored in a checkpoint."""
         fields = dataclasses.asdict(self)
         return fields | {"warmup": str(self.warmup), "save_every": str(self.save_every)}
 
 
 def check(config: TrainConfig) -> None:
-    """Refuses values that are wrong whatever the data and the model. Raises UsageFault, naming the flag."""
+    """Refuse values that are wrong whatever the data and the model.
+
+    Raises:
+        UsageFault: flags contradict each other, one lacks another that it needs, or the batch is smaller
+            than the number of ranks or passes; names the flag.
+    """
     if config.optimizer != "sgd" and config.momentum:
         raise UsageFault(f"--momentum: {config.optimizer} has none", hint="leave it out")
     if config.resume == "auto" and config.out is None:
@@ -100,6 +106,7 @@ def check(config: TrainConfig) -> None:
 
 
 def check_batch(batch_size: int, world_size: int) -> None:
+    """Raise UsageFault if the global batch has fewer samples than there are ranks."""
     if batch_size < world_size:
         raise UsageFault(
             f"--batch-size {batch_size}: leaves a rank without samples in every step, on {world_size} ranks",
@@ -108,6 +115,7 @@ def check_batch(batch_size: int, world_size: int) -> None:
 
 
 def check_pictures(config: DataConfig) -> None:
+    """Raise UsageFault if `--std` is not positive, or `--resize` is given without a folder of images."""
     if config.std and not all(value > 0 for value in config.std):
         raise UsageFault(f"--std {_joined(config.std)}: must be above 0")
     if config.resize and not config.data.startswith("folder:"):

@@ -1,8 +1,8 @@
-"""The whole workflow once, as run by `make demo`: train on two ranks, strip the prefix, score in one process.
+"""The demo (`make demo`): train on two ranks, strip the prefix, score the result in one process.
 
-Everything is written to runs/demo* and overwritten by the next demo. Ends in a report that a person can
-check. Fails unless the stripped file gives exactly as many correct test images as the training counted, and
-at least 95 %.
+It writes to runs/demo* and overwrites the previous demo. It ends in a report that a person can check, and
+fails unless the stripped file gives exactly as many correct test images as the training counted, and at
+least 95 %.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ LINE = "─" * 80
 
 
 def main() -> int:
+    """Run the demo and return its exit code: 0 if all is well."""
     launcher = ["--standalone", "--nproc-per-node", "2", "train/main.py", "--out", str(FOLDER), "--force"]
     _run("torchrun", [sys.executable, "-m", "torch.distributed.run"], launcher)
     said = _run(
@@ -41,12 +42,18 @@ def main() -> int:
 
 
 def best_epoch(log: list[dict[str, Any]]) -> dict[str, Any]:
-    """The epoch of best.pt: the first one with the best accuracy."""
+    """Return the log entry of best.pt: the first epoch with the best accuracy."""
     return max(log, key=lambda entry: entry["accuracy"])
 
 
 def report(trained: dict[str, Any], said: str, scored: dict[str, Any]) -> tuple[str, bool]:
-    """What the demo found, in at most 80 columns, and whether all is well."""
+    """Return the report, at most 80 columns wide, and whether all is well.
+
+    Args:
+        trained: the training's log entry of the epoch that best.pt is from.
+        said: what `ckpttool strip-prefix` printed.
+        scored: the JSON of the evaluation in one process.
+    """
     same = (trained["correct"], trained["samples"]) == (scored["correct"], scored["samples"])
     enough = trained["accuracy"] >= LEAST_ACCURACY
     lines = [
@@ -71,9 +78,12 @@ def _score(entry: dict[str, Any]) -> str:
 
 
 def _run(name: str, program: list[str], arguments: list[str], *, capture: bool = False) -> str:
-    """Prints a command as one would type it, and runs it. A command that fails ends the demo."""
+    """Print a command as one would type it, run it, and return its output if `capture`.
+
+    A command that fails ends the demo.
+    """
     print(f"\n$ {shlex.join([name, *arguments])}\n", flush=True)
-    # Otherwise torchrun prints a long note that it sets it.
+    # torchrun would set this too, and print a long note about it.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     done = subprocess.run(
         [*program, *arguments],

@@ -20,28 +20,26 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
-from ckpttool.batchnorm.sync_batchnorm import SyncBatchNorm
+from ckpttool.batchnorm import RunningStatistics, SyncBatchNorm
 from ckpttool.distributed import collectives
+from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate
 from train import random_state
 from train.config import TrainConfig
-from train.data import Data, count
+from train.data import Data
 from train.evaluation import Evaluator
 from train.launch import Place
 from train.loading import load
 from train.optimizers import build_optimizer, build_scheduler
 from train.plan import Plan, Step
-from train.running_statistics import RunningStatistics
-
-IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The model attribute that lists the names DDP must ignore."""
+from train.samples import count
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
 class Progress:
-    """The progress of a training run.
+    """How far a training run has come.
 
     Attributes:
         epoch: epochs finished.
@@ -72,6 +70,7 @@ class Score:
 
 
 def make_plan(config: TrainConfig, data: Data) -> Plan:
+    """Return how the training samples are cut into batches and dealt to ranks."""
     return Plan(count(data.train), config.batch_size, config.seed, config.drop_last, config.accumulate)
 
 
@@ -88,9 +87,6 @@ class Trainer:
         if config.batchnorm == "sync":
             batchnorm.to_sync(model)
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
-        if self.statistics:
-            ignored = {*getattr(model, IGNORED, ()), *self.statistics.buffer_names(model)}
-            setattr(model, IGNORED, sorted(ignored))
         self.ddp = DistributedDataParallel(model, device_ids=devices)
         self.optimizer = build_optimizer(config, self.ddp)
         self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps)
@@ -100,7 +96,11 @@ class Trainer:
         random_state.seed_all(random_state.seed_from(config.seed, "rank", place.rank))
 
     def steps(self) -> Iterator[None]:
-        """Trains the rest of the current epoch, and yields after each optimizer step."""
+        """Train the rest of the current epoch, and yield after each optimizer step. A collective.
+
+        Raises:
+            CheckFailed: a label is not one of the classes.
+        """
         progress, place = self.progress, self.place
         self.ddp.train()
         steps = list(self.plan.of_rank(progress.epoch, place.rank, place.world_size, start=progress.step))
@@ -113,7 +113,11 @@ class Trainer:
             yield
 
     def finish_epoch(self) -> Score:
-        """Ends the current epoch; returns the score on its training samples, each taken when it was used."""
+        """End the current epoch. A collective.
+
+        Returns:
+            The score on the epoch's training samples, each as it was when it was used.
+        """
         loss, correct, samples = collectives.total(self.sums).tolist()
         self.sums = self._no_sums()
         self.progress.epoch += 1
@@ -121,12 +125,19 @@ class Trainer:
         return Score(int(correct), int(samples), loss / samples)
 
     def evaluate(self) -> Certificate:
-        """The result train/evaluate.py would give for the bare model as it would be saved. A collective."""
+        """Return what train/evaluate.py would give for the bare model as it would be saved. A collective.
+
+        Raises:
+            CheckFailed: a label is not one of the classes; ranks without that sample raise RankFailed.
+        """
         with self.one_model():
             return self.evaluator.evaluate(self.ddp.module).certificate
 
     def note_best(self, score: Certificate) -> bool:
-        """Whether this is the best score on the test set so far; if so, remembers it. NaN never is."""
+        """Return whether this is the best score on the test set so far, and if so remember it.
+
+        A score with a loss of NaN never is.
+        """
         is_best = math.isfinite(score.loss) and score.accuracy > self.progress.best
         if is_best:
             self.progress.best = score.accuracy
@@ -134,19 +145,16 @@ class Trainer:
 
     @contextlib.contextmanager
     def one_model(self) -> Iterator[None]:
-        """Inside this context every rank has the same buffers. A collective.
+        """Give every rank rank 0's buffers, as DDP does before each forward pass. A collective.
 
-        Before, they differ, and rightly so: each rank's BatchNorm has seen different samples. They become
-        rank 0's, as DDP makes them before each forward pass, and stay so; but `pooled` statistics become
-        those of all samples, and each rank's own are restored afterwards.
+        They may differ: each rank's plain BatchNorm has seen different samples.
         """
         apart = getattr(self.ddp, "parameters_to_ignore", ())
         collectives.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
-        with self.statistics.pooled() if self.statistics else contextlib.nullcontext():
-            yield
+        yield
 
     def _take(self, step: Step, batches: Iterator[Batch]) -> None:
-        """One optimizer step. Every rank runs backward exactly once with gradient synchronisation."""
+        """Take one optimizer step. Every rank runs backward exactly once with gradient synchronisation."""
         passes = self._passes(step)
         for number in range(1, passes + 1):
             in_sync = number == passes
@@ -162,20 +170,33 @@ class Trainer:
             self.sums[0] += loss.detach()
             self.sums[1] += (scores.detach().argmax(dim=1) == labels).sum()
             self.sums[2] += len(labels)
+        self._check_gradients()
+        if self.statistics:
+            self.statistics.end_step()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()
 
+    def _check_gradients(self) -> None:
+        """Raise CheckFailed if a parameter did not affect this step's loss: DDP has not averaged it then."""
+        for name, parameter in self.ddp.module.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                raise CheckFailed(
+                    f"--model {self.config.model}: parameter {name} did not affect the output in step "
+                    f"{self.progress.global_step + 1}, and ranks average the gradients of all parameters",
+                    hint="let every forward pass use it (times 0 if need be), or set requires_grad=False",
+                )
+
     def _passes(self, step: Step) -> int:
-        """Forward passes in a step: this rank's own, or, with synchronised layers, which every rank must pass
-        equally often, the most of any rank."""
+        """Return the number of forward passes in a step: this rank's own; or the most of any rank, if the
+        layers are synchronised and every rank must pass them equally often."""
         if self.config.batchnorm != "sync":
             return max(len(step.micro_batches), 1)
         largest_share = -(-step.global_size // self.place.world_size)
         return min(self.config.accumulate, largest_share)
 
     def _pass_standing_in(self, *, together: bool = True) -> None:
-        """Takes part in backward with a gradient of zero, on a rank that has no samples.
+        """Take part in backward with a gradient of zero, on a rank that has no samples.
 
         A sample stands in for the empty batch, because models fail on those (`view(0, -1)`) and a mean over
         nothing is NaN. It must leave no trace: normalisation layers are frozen, and buffers are restored.
@@ -201,7 +222,7 @@ class Trainer:
                 buffer.copy_(before)
 
     def _settle_buckets(self) -> None:
-        """Makes DDP settle on its buckets now.
+        """Make DDP settle on its buckets now.
 
         It rebuilds them after the first backward pass, and sums gradients in another order from then on. A
         resumed run would take its first step in the old order, and with three or more ranks
@@ -213,7 +234,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _load(self, steps: list[Step]) -> Iterator[Batch]:
-        """The micro-batches of these steps, in order. Raises CheckFailed for a label that is not a class."""
+        """Yield the micro-batches of these steps, in order. Raise CheckFailed for an unknown label."""
         samples, epoch, step = self.data.train, self.progress.epoch, self.progress.step
         set_epoch = getattr(samples, "set_epoch", None)
         if set_epoch is not None:
@@ -224,8 +245,8 @@ class Trainer:
         loaded = load(samples, indices, self.place, self.config.workers, seed=seed)
         for micro_batch, (inputs, labels) in zip(indices, loaded, strict=True):
             self.data.check_labels(labels, micro_batch, "training")
-            yield inputs, labels
+            yield inputs, labels.to(torch.int64)
 
     def _no_sums(self) -> torch.Tensor:
-        """This rank's loss, correct predictions and samples in the current epoch."""
+        """Return zeros for this rank's loss, correct predictions and samples in the current epoch."""
         return torch.zeros(3, dtype=torch.float64, device=self.place.device)

@@ -1,4 +1,4 @@
-"""Scores a checkpoint on a test set, in one process or many: the same numbers on any number of ranks.
+"""Score a checkpoint on a test set, in one process or many: the same numbers on any number of ranks.
 
     python train/evaluate.py runs/a/best.pt --model simple-cnn --data digits
     torchrun --nproc-per-node 3 train/evaluate.py model.safetensors --model resnet20 --data folder:pictures
@@ -7,7 +7,7 @@
 
 The checkpoint can be any that ckpttool reads: saved from DDP or not, .pt, legacy .th or .safetensors. Only
 rank 0 reads it. Every test sample is scored once; a folder with one level of classes is the test set itself.
-`--out` gets
+`--out DIR` writes
 
     eval.json            the numbers and their basis: every sample once, and which checkpoint
     rank0.safetensors    the predictions of rank 0, and so on for each rank
@@ -42,6 +42,8 @@ RANK_FILE = re.compile(r"rank\d+\.safetensors")
 
 @dataclass(frozen=True)
 class EvaluateConfig(DataConfig):
+    """The whole configuration of an evaluation. The field names are the flags' names."""
+
     checkpoint: str = ""
     model: str = ""
     state: str | None = None
@@ -66,6 +68,7 @@ class Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program on this rank and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         config = parse(arguments)
@@ -77,10 +80,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> EvaluateConfig:
+    """Return the configuration that a command line gives.
+
+    Raises:
+        UsageFault: a value is wrong whatever the data and the model; names the flag.
+    """
     parser = flags.Parser(
         prog="train/evaluate.py",
         usage="python train/evaluate.py CKPT --model SPEC [flags]",
-        description="Scores a checkpoint on a test set, exactly, on one or many ranks.",
+        description="Score a checkpoint on a test set, exactly, on one or many ranks.",
         epilog="example:\n  python train/evaluate.py runs/first/best.pt --model simple-cnn\n",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="any checkpoint, with or without prefixes")
@@ -116,7 +124,7 @@ def parse(arguments: Sequence[str]) -> EvaluateConfig:
 
 
 def check(config: EvaluateConfig) -> None:
-    """Refuses values that are wrong whatever the data and the model. Raises UsageFault, naming the flag."""
+    """Raise UsageFault, naming the flag, for a value that is wrong whatever the data and the model."""
     for flag, number in (("--threads", config.threads), ("--spawn", config.spawn)):
         if number is not None and number < 1:
             raise UsageFault(f"{flag} {number}: is less than 1")
@@ -128,7 +136,12 @@ def check(config: EvaluateConfig) -> None:
 
 
 def prepare(config: EvaluateConfig) -> Job:
-    """Checks that the evaluation is possible, on this rank alone."""
+    """Check that the evaluation is possible, on this rank alone.
+
+    Raises:
+        UsageFault: a flag can't be satisfied: no such data or model, or they do not fit.
+        FileError: a sample can't be read.
+    """
     import torch
 
     from train import data, models, preflight
@@ -142,14 +155,23 @@ def prepare(config: EvaluateConfig) -> Job:
 
 
 def work(job: Job) -> None:
-    with launch.process_group(job.place, job.config.timeout):
+    """Evaluate in a process group, and print the result on rank 0."""
+    from train.process_group import process_group
+
+    with process_group(job.place, job.config.timeout):
         found = evaluate(job)
     if job.place.rank == 0:
         launch.say(json.dumps(as_json(job, found), indent=2) if job.config.json else in_words(job, found))
 
 
 def evaluate(job: Job) -> Certificate:
-    """The certificate, on every rank of the process group; only rank 0 reads the checkpoint."""
+    """Return the certificate, on every rank. A collective; only rank 0 reads the checkpoint.
+
+    Raises:
+        FileError, Mismatch, NoState, OutputExists: on rank 0, as `load`; the other ranks raise RankFailed.
+        RanksDiffer: the ranks have loaded different data.
+        CheckFailed: a label is not one of the classes; ranks without that sample raise RankFailed.
+    """
     from ckpttool.distributed import collectives
     from train import data, evaluation
 
@@ -166,16 +188,24 @@ def evaluate(job: Job) -> Certificate:
 
 
 def load(job: Job) -> str:
-    """Loads the checkpoint into the model; returns the digest of the state.
+    """Load the checkpoint into the model.
 
     `--out` is checked first and emptied last: an earlier evaluation is kept until the new one can begin.
+
+    Returns:
+        The digest of the state.
+
+    Raises:
+        FileError: the checkpoint can't be read, or has no state (NoState).
+        Mismatch: the state does not fit the model.
+        OutputExists: `--out` holds an evaluation.
     """
     from ckpttool import formats
     from ckpttool.files.digest import digest
     from ckpttool.models.reloading import reload
 
     config = job.config
-    earlier = make_room(config)
+    earlier = prepare_output(config)
     loaded = reload(config.checkpoint, job.model, state=config.state)
     with formats.open(config.checkpoint) as checkpoint:
         found = digest(checkpoint.state(loaded.state).tensors)
@@ -184,8 +214,11 @@ def load(job: Job) -> str:
     return found
 
 
-def make_room(config: EvaluateConfig) -> list[str]:
-    """Makes the folder of `--out`; returns the files of an earlier evaluation in it.
+def prepare_output(config: EvaluateConfig) -> list[str]:
+    """Make the folder of `--out`.
+
+    Returns:
+        The files of an earlier evaluation in it.
 
     Raises:
         OutputExists: there are some, and `--force` is not given.
@@ -202,7 +235,11 @@ def make_room(config: EvaluateConfig) -> list[str]:
 
 
 def write(job: Job, found: Evaluated) -> None:
-    """Writes each rank's file and, once all are written, eval.json."""
+    """Write each rank's file and, once all are written, eval.json. A collective.
+
+    Raises:
+        FileError, UsageFault: on the rank whose file can't be written; the other ranks raise RankFailed.
+    """
     from ckpttool.distributed import collectives
     from ckpttool.files.commit import replacing
     from ckpttool.metrics import predictions
@@ -220,10 +257,12 @@ def write(job: Job, found: Evaluated) -> None:
 
 
 def as_json(job: Job, found: Certificate) -> dict[str, Any]:
+    """Return the result as `--json` prints it."""
     return {"checkpoint": job.config.checkpoint, **found.score(), "threads": found.evaluation.threads}
 
 
 def in_words(job: Job, found: Certificate) -> str:
+    """Return the result as one line."""
     size = job.place.world_size
     return (
         f"{job.config.checkpoint}: {found.correct} of {found.samples} correct ({found.accuracy:.2%}), "

@@ -18,10 +18,11 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.gather_rows import gather
 from ckpttool.metrics.certificate import Certificate, certify
 from ckpttool.metrics.predictions import COLUMNS, Evaluation, Predictions
-from train.data import Data, count
+from train.data import Data
 from train.launch import Place
 from train.loading import load
 from train.plan import evaluation_batches
+from train.samples import count
 
 BATCH = 128
 """Test samples in one forward pass. Fixed, so that a sample always gets the same numbers."""
@@ -36,7 +37,7 @@ class Evaluated:
 
 
 class Evaluator:
-    """Scores bare models on one test set. Its workers are kept from one evaluation to the next."""
+    """Scores bare models on one test set. Keeps its loading processes from one evaluation to the next."""
 
     def __init__(self, data: Data, place: Place, *, workers: int = 0) -> None:
         self.data, self.place, self.samples = data, place, count(data.test)
@@ -49,9 +50,10 @@ class Evaluator:
         self.loader = load(data.test, self.batches, place, workers, again=True)
 
     def evaluate(self, model: nn.Module, *, checkpoint: str | None = None) -> Evaluated:
-        """Every rank scores its batches and returns the certificate over all. A collective.
+        """Score this rank's batches, and join the results of all ranks. A collective.
 
         Args:
+            model: on this rank's device; its mode is restored afterwards.
             checkpoint: the digest of the model's state, for the certificate.
 
         Raises:
@@ -68,8 +70,16 @@ class Evaluator:
         )
 
     def rows(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """This rank's rows, by column. All ranks advance batch by batch together, so none waits for one
-        that has failed."""
+        """Return this rank's rows, by column. A collective.
+
+        All ranks advance batch by batch together, so none waits for one that has failed.
+
+        Returns:
+            `index`, `prediction`, `label` (int64) and `loss` (float64), each with one value per sample.
+
+        Raises:
+            CheckFailed: a label is not one of the classes; ranks without that sample raise RankFailed.
+        """
         was_training = model.training
         model.eval()
         try:
@@ -87,6 +97,7 @@ class Evaluator:
                     loaded = loaded or iter(self.loader)
                     inputs, labels = next(loaded)
                     self.data.check_labels(labels, self.batches[number], "test")
+                    labels = labels.to(torch.int64)
                     scores = model(inputs.to(self.place.device)).cpu()
                     losses = F.cross_entropy(scores.double(), labels, reduction="none")
                     found.append((torch.tensor(self.batches[number]), scores.argmax(dim=1), labels, losses))

@@ -1,4 +1,4 @@
-"""The command lines of the trainer and the evaluation: flags in, a frozen configuration out."""
+"""The command line of the trainer, and the flags that it shares with the evaluation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises UsageFault instead of exiting, and lets only rank 0 print the help."""
+    """A parser that raises UsageFault instead of exiting, and prints the help only on rank 0."""
 
     def __init__(self, **options: Any) -> None:
         # An abbreviated flag would reach torchrun's ranks under a name that is not recognised.
@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """The configuration that a command line specifies.
+    """Return the configuration that a command line gives.
 
     Raises:
         UsageFault: a value is wrong whatever the data and the model; names the flag.
@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
 
 
 def without(flag: str, arguments: Sequence[str]) -> list[str]:
-    """The arguments without one flag that takes a value."""
+    """Return the arguments without one flag that takes a value."""
     kept, skip = [], False
     for argument in arguments:
         if not skip and argument != flag and not argument.startswith(f"{flag}="):
@@ -64,7 +64,7 @@ def without(flag: str, arguments: Sequence[str]) -> list[str]:
 
 
 def arguments_of(config: TrainConfig) -> list[str]:
-    """The command line that gives this configuration, without defaults."""
+    """Return the command line that gives this configuration, without defaults."""
     usual = {**TrainConfig().plain(), **OPTIMIZERS[config.optimizer]}
     found = []
     for name, value in config.plain().items():
@@ -75,10 +75,11 @@ def arguments_of(config: TrainConfig) -> list[str]:
 
 
 def train_parser() -> Parser:
+    """Return the parser of train/main.py."""
     parser = Parser(
         prog="train/main.py",
         usage="python train/main.py [flags]",
-        description="Trains a model on one or many ranks, exactly.",
+        description="Train a model on one or many ranks, exactly.",
         epilog=EXAMPLES,
     )
     add_data_flags(parser)
@@ -92,6 +93,7 @@ def train_parser() -> Parser:
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `DataConfig`."""
     default = DataConfig()
     flags = parser.add_argument_group("data")
     flags.add_argument(
@@ -121,6 +123,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_start_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the flags about ranks, and return their group."""
     default = TrainConfig()
     flags = parser.add_argument_group("ranks")
     flags.add_argument(
@@ -182,7 +185,7 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
         choices=BATCHNORMS,
         default=default.batchnorm,
         help="plain (the default): normalise by each rank's samples, keep rank 0's statistics; sync: by all "
-        "ranks' samples; pooled: as plain, but evaluate and save the statistics of all ranks",
+        "ranks' samples; pooled: as plain, but with the running statistics of all ranks' samples",
     )
     add(
         "--seed",

@@ -1,10 +1,9 @@
-"""How ranks start, form a process group, and end."""
+"""How ranks start and end."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import json
 import os
 import re
@@ -12,12 +11,11 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from ckpttool.errors import CkptToolError, RanksDiffer, UsageFault
+from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer, UsageFault
 
 if TYPE_CHECKING:
     import torch
@@ -31,12 +29,14 @@ Torchrun ends the waiting ranks as soon as the failed one has exited, so under i
 """
 
 SPAWNED = "CKPTTOOL_SPAWNED"
-"""The environment variable that tells a rank that `--spawn` started it."""
+"""The environment variable that tells a rank which process started it by `--spawn`."""
 
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
 LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.IGNORECASE)
+DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
+UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
 TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
 
 
@@ -51,24 +51,30 @@ class Place:
 
 
 def rank() -> int:
-    """This process's rank as set by torchrun, 0 without it; does not need torch."""
+    """Return this process's rank as set by torchrun, 0 without it; needs no torch."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
+    """Return the number of ranks as set by torchrun, 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def started_by_torchrun() -> bool:
+    """Return whether a launcher has given this process a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def started_by_spawn() -> bool:
+    """Return whether `--spawn` has started this rank."""
     return SPAWNED in os.environ
 
 
 def find_place(backend: str) -> Place:
-    """Backend and device: NCCL if each rank on this machine can have its own GPU, else gloo on the CPU.
+    """Return this process's place: with NCCL if each rank here can have its own GPU, else gloo on the CPU.
+
+    Args:
+        backend: `auto`, `nccl` or `gloo`.
 
     Raises:
         UsageFault: `--backend nccl` without enough GPUs.
@@ -92,7 +98,7 @@ def find_place(backend: str) -> Place:
 
 
 def make_deterministic() -> None:
-    """Allows only algorithms that give the same bits each time. Call it before CUDA starts."""
+    """Allow only algorithms that give the same bits each time. Call it before CUDA starts."""
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -100,45 +106,16 @@ def make_deterministic() -> None:
     torch.backends.cudnn.benchmark = False
 
 
-@contextlib.contextmanager
-def process_group(place: Place, timeout: float) -> Iterator[None]:
-    """The default process group, destroyed however the block ends.
-
-    A single process gets one too (its store is in memory: no port, no network), so that DDP and its
-    `module.` keys are the same however a run was started.
-    """
-    import torch
-    import torch.distributed as dist
-
-    options: dict[str, object] = {"timeout": timedelta(seconds=timeout)}
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-        options["device_id"] = place.device
-    if not started_by_torchrun():
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    try:
-        try:
-            dist.init_process_group(place.backend, **options)
-        except (RuntimeError, ValueError) as error:
-            raise _failed(f"rank {place.rank} could not join the others: {error}") from error
-        yield
-    except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # frames hold the model, which holds the group
-        raise
-    finally:
-        # A reference cycle (in a model, in hooks) keeps DDP alive, DDP the group, and the group its threads.
-        # A thread that needs the interpreter while it shuts down ends the process with SIGABRT.
-        gc.collect()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
 def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
-    """Runs the program on `ranks` ranks of this machine, as torchrun would; returns its exit code."""
+    """Run a program on several ranks of this machine, as torchrun would.
+
+    Returns:
+        Its exit code: that of the rank that failed first, 128 + the signal if one was killed.
+    """
     threads = max(1, (os.cpu_count() or 1) // ranks)
-    # Otherwise torchrun sets it to 1 and prints a note.
+    # torchrun would set it to 1 and print a note.
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ[SPAWNED] = "1"
+    os.environ[SPAWNED] = str(os.getpid())
     import logging
 
     from torch.distributed import run
@@ -162,17 +139,20 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
 
 
 def end_with_torchrun() -> None:
-    """Has the kernel end this rank if torchrun exits without ending it, as after `kill -9`.
+    """Let the kernel end this rank if torchrun exits without ending it, as after `kill -9`.
 
-    Otherwise the rank would go on training or waiting unseen, and hold its GPU. Linux only. Not for other
+    Without this the rank would go on training or waiting unseen, and hold its GPU. Linux only. Not for other
     launchers, whose process may legitimately exit before the ranks.
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        # Of a launcher that has ended before, the kernel does not tell.
+        if os.environ.get(SPAWNED, str(os.getppid())) != str(os.getppid()):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_json: bool = False) -> int:
-    """Runs a program on this rank and returns its exit code; an expected error is one line on stderr.
+    """Run a program on this rank and return its exit code; an expected error is one line on stderr.
 
     Args:
         prepare: everything that a rank can refuse by itself. It fails on all ranks alike, before any
@@ -193,42 +173,54 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         return complain(error, echo=_is_echo(error), as_json=as_json)
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt)
-    except RuntimeError as error:  # gloo and NCCL report it only in the message
-        if LOST_PEER.search(str(error)):
-            lost = _failed(f"rank {rank()}: lost the connection to another rank")
-            return complain(lost, echo=True, as_json=as_json)
-        if TIMED_OUT.search(str(error)):
-            late = _failed(f"rank {rank()}: no answer from another rank within --timeout")
-            return complain(late, as_json=as_json)
-        raise
+    except RuntimeError as error:
+        known = _known(error)
+        if known is None:
+            raise
+        return complain(known, echo=bool(LOST_PEER.search(str(error))), as_json=as_json)
     return 0
 
 
+def _known(error: RuntimeError) -> CheckFailed | None:
+    """Return an error of torch, gloo or NCCL in our words, if it is known by its message, its only mark."""
+    said = str(error)
+    if LOST_PEER.search(said):
+        return CheckFailed(f"rank {rank()}: lost the connection to another rank")
+    if TIMED_OUT.search(said):
+        return CheckFailed(f"rank {rank()}: no answer from another rank within --timeout")
+    if dead := DEAD_WORKER.search(said):
+        return CheckFailed(
+            f"rank {rank()}: a process that loads data {dead[1]}",
+            hint="out of memory? give fewer --workers or a smaller --batch-size",
+        )
+    if UNFINISHED.search(said):
+        return CheckFailed(
+            f"rank {rank()}: a parameter of the model did not affect the output in a pass, and ranks average "
+            "the gradients of all parameters",
+            hint="let every forward pass use it (times 0 if need be), or set requires_grad=False",
+        )
+    return None
+
+
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
-    """Reports it on rank 0, with the program's own message."""
+    """Report an interrupt on rank 0, with the program's own message; return the exit code."""
     if rank() == 0:
         print("\n" + "; ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)
     return 128 + signal.SIGINT
 
 
 def _is_echo(error: CkptToolError) -> bool:
-    """Whether another rank reports this failure."""
+    """Return whether another rank reports this failure."""
     from ckpttool.distributed.collectives import RankFailed
 
     return isinstance(error, RankFailed) or (isinstance(error, RanksDiffer) and rank() != 0)
 
 
-def _failed(message: str) -> CkptToolError:
-    error = CkptToolError(message)
-    error.exit_code = 1
-    return error
-
-
 def leave(code: int) -> NoReturn:
-    """Ends this process with an exit code: flushes its output, and runs no destructors.
+    """End this process with an exit code: flush its output, and run no destructors.
 
-    The work is done by now and the process group destroyed. Only the destructors of torch's
-    C++ threads would still run, and on a busy machine they were seen to abort a rank that had done its work
+    The work is done by now and the process group destroyed. Only the destructors of torch's C++ threads
+    would still run, and on a busy machine they were seen to abort a rank that had done its work
     ("terminate called without an active exception"), which makes torchrun report a failure.
     """
     with contextlib.suppress(OSError):  # `say` has reported what could not be written
@@ -238,15 +230,27 @@ def leave(code: int) -> NoReturn:
 
 
 def say(text: str) -> None:
-    """Prints a line at once. Raises CkptToolError if stdout can't be written: disk full, reader gone."""
+    """Print a line at once.
+
+    Raises:
+        CheckFailed: stdout can't be written: the disk is full, or the reader has gone.
+    """
     try:
         print(text, flush=True)
     except OSError as error:
-        raise _failed(f"standard output: {(error.strerror or str(error)).lower()}") from error
+        raise CheckFailed(f"standard output: {(error.strerror or str(error)).lower()}") from error
 
 
 def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False) -> int:
-    """Prints an error as one line on stderr and returns its exit code."""
+    """Print an error as one line on stderr.
+
+    Args:
+        echo: wait first, because another rank reports it too.
+        as_json: also print it as one JSON object on stdout.
+
+    Returns:
+        Its exit code.
+    """
     if echo:
         time.sleep(PATIENCE)
     if os.environ.get("CKPTTOOL_DEBUG") == "1":

@@ -1,4 +1,4 @@
-"""Trains a model with DistributedDataParallel, exactly, on one process or many.
+"""Train a model with DistributedDataParallel, exactly, on one process or many.
 
     torchrun --nproc-per-node 2 train/main.py        # two ranks: the digits, a small CNN, ten seconds
     torchrun --nproc-per-node 2 -m train.main        # the same
@@ -39,10 +39,10 @@ from train.config import TrainConfig
 if TYPE_CHECKING:
     from torch import nn
 
-    from train.checkpoints import Saver
     from train.data import Data
     from train.engine import Trainer
     from train.report import Report
+    from train.saving import Saver
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ class Job:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program on this rank and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         config = flags.parse(arguments)
@@ -67,7 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare(config: TrainConfig) -> Job:
-    """Checks that the training is possible, on this rank alone."""
+    """Check that the training is possible, on this rank alone.
+
+    Raises:
+        UsageFault: a flag can't be satisfied: no such data or model, or they do not fit.
+        FileError: a sample can't be read.
+    """
     import torch._dynamo  # noqa: F401  as DDP does; inside a process group, it would keep the group alive
 
     from train import data, models, preflight, random_state
@@ -83,24 +89,28 @@ def prepare(config: TrainConfig) -> Job:
 
 
 def work(job: Job) -> None:
-    with launch.process_group(job.place, job.config.timeout):
+    """Train in a process group."""
+    from train.process_group import process_group
+
+    with process_group(job.place, job.config.timeout):
         train(job)
 
 
 def train(job: Job) -> None:
-    """The training itself, on every rank of the process group."""
+    """Train on every rank of the process group: a new run, or the rest of an interrupted one."""
     from ckpttool.distributed import collectives
-    from train import checkpoints, data, run_folder
+    from train import data, resuming, run_folder
     from train.engine import Trainer
     from train.report import Report
+    from train.saving import Saver
 
     config = job.config
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
     data.compare(job.data, "before training")
     folder = collectives.decide(lambda: run_folder.choose(config, time.strftime("%Y%m%d-%H%M%S")))
     trainer = Trainer(config, job.data, job.model, job.place)
-    remarks = checkpoints.resume(trainer, folder)
-    saver = checkpoints.Saver(trainer, folder)
+    remarks = resuming.resume(trainer, folder)
+    saver = Saver(trainer, folder)
     report = Report(trainer, folder)
     report.begin(remarks)
 
@@ -112,7 +122,7 @@ def train(job: Job) -> None:
 
 
 def run_epochs(trainer: Trainer, saver: Saver, report: Report) -> None:
-    """Trains the remaining epochs."""
+    """Train the remaining epochs, evaluating, reporting and saving after each."""
     while trainer.progress.epoch < trainer.config.epochs:
         began = time.monotonic()
         for _ in report.bar(trainer.steps()):

@@ -16,10 +16,16 @@ NAMES = "simple-cnn, resnet20, torchvision:NAME or file.py:factory"
 
 
 def build(name: str, *, shape: tuple[int, ...], classes: int) -> nn.Module:
-    """The model that `--model` names, for images of `shape` (channels, height, width).
+    """Return the model that `--model` names.
+
+    Args:
+        name: as on the command line.
+        shape: of a sample; channels, height and width for the models of images.
+        classes: how many outputs the model needs; a user's factory gets it as `num_classes`.
 
     Raises:
-        UsageFault: there is no such model, or the user's factory raised an error.
+        UsageFault: there is no such model, it does not take samples of this shape, or the user's factory
+            raised an error or returned no module.
     """
     if name in ("simple-cnn", "resnet20"):
         if len(shape) != 3:
@@ -36,9 +42,10 @@ def build(name: str, *, shape: tuple[int, ...], classes: int) -> nn.Module:
 
 
 def simple_cnn(num_classes: int = 10, channels: int = 1, height: int = 8, width: int = 8) -> nn.Sequential:
-    """Convolutions that halve the image until it is small, then one hidden layer. Suits the digits as it is.
+    """Return convolutions that halve the image until it is small, then one hidden layer.
 
-    It has no BatchNorm, so a batch gives the same gradient however it is divided among ranks.
+    The defaults suit the digits. The model has no BatchNorm, so a batch gives the same gradient however it
+    is divided among ranks.
     """
     features: list[nn.Module] = [nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU()]
     width_of_layer = 32
@@ -96,7 +103,7 @@ class Block(nn.Module):
         return F.relu(out + self.shortcut(x))
 
     def shortcut(self, x: torch.Tensor) -> torch.Tensor:
-        """Option A of the paper: no parameters; every second pixel, and channels of zeros on both sides."""
+        """Return option A of the paper: no parameters; every second pixel, zero channels on both sides."""
         if self.stride == 1 and not self.added:
             return x
         half = self.added // 2
@@ -109,5 +116,5 @@ def _stage(width_in: int, width_out: int, blocks: int, stride: int) -> nn.Sequen
 
 
 def resnet20(num_classes: int = 10, channels: int = 3) -> ResNet:
-    """ResNet-20 for CIFAR, 0.27 million parameters."""
+    """Return ResNet-20 for CIFAR, with 0.27 million parameters."""
     return ResNet(3, num_classes, channels)

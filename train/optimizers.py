@@ -12,7 +12,7 @@ from train.config import TrainConfig
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
-    """Built from named parameters, so that its state records which entry belongs to which parameter."""
+    """Return the optimizer, built from named parameters, so that its state says which entry is whose."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if config.optimizer == "adamw":
         return AdamW(named, lr=config.lr, weight_decay=config.weight_decay)
@@ -20,19 +20,24 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
 
 
 def build_scheduler(config: TrainConfig, optimizer: Optimizer, steps_per_epoch: int) -> LambdaLR:
-    """Changes the learning rate after each step."""
+    """Return the scheduler, which is to be called after each step."""
     warmup, steps = config.warmup.in_steps(steps_per_epoch), config.epochs * steps_per_epoch
     return LambdaLR(optimizer, lambda step: rate(config.scheduler, step, steps, warmup))
 
 
 def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """The learning rate of one step, from the same schedule."""
+    """Return the learning rate of one step (from 0), from the same schedule."""
     warmup, steps = config.warmup.in_steps(steps_per_epoch), config.epochs * steps_per_epoch
     return config.lr * rate(config.scheduler, step, steps, warmup)
 
 
 def rate(course: str, step: int, steps: int, warmup: int) -> float:
-    """The factor of the learning rate in step `step` (from 0) of `steps`."""
+    """Return the factor of the learning rate in step `step` (from 0) of `steps`.
+
+    Args:
+        course: `none`, `cosine` or `step`.
+        warmup: steps over which the factor rises to 1.
+    """
     if step < warmup:
         return (step + 1) / warmup
     if course == "cosine":

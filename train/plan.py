@@ -1,11 +1,11 @@
-"""Which rank takes which sample, at which step.
+"""The plan of a training: which rank takes which sample, at which step.
 
 Pure arithmetic, so every rank knows the whole plan without communication. An epoch is a permutation of the
 samples, derived from (seed, epoch) alone, and cut into global batches; each global batch is dealt to the
 ranks. So together the ranks take every sample exactly once, in the same steps for any number of ranks, and a
 run can resume at any step, on another number of ranks.
 
-Why not DistributedSampler: it repeats or drops samples, so that all shares are equal.
+DistributedSampler is not used, because it repeats or drops samples to make all shares equal.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in an epoch, the same on every rank."""
+        """The number of optimizer steps in an epoch, the same on every rank."""
         whole, rest = divmod(self.samples, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def order(self, epoch: int) -> list[int]:
-        """The epoch's permutation of the sample indices."""
+        """Return the epoch's permutation of the sample indices."""
         indices = list(range(self.samples))
         # A string seed is hashed by random itself, the same way on every Python and machine.
         random.Random(f"{self.seed}:{epoch}").shuffle(indices)
         return indices
 
     def global_size(self, step: int) -> int:
-        """Samples in one step, over all ranks. Only the last step may be smaller than the others."""
+        """Return the number of samples in a step, over all ranks. Only the last step may be smaller."""
         return min(self.batch_size, self.samples - step * self.batch_size)
 
     def of_rank(self, epoch: int, rank: int, world_size: int, start: int = 0) -> Iterator[Step]:
-        """One rank's steps of an epoch, from step `start` on."""
+        """Yield one rank's steps of an epoch, from step `start` on."""
         order = self.order(epoch)
         for index in range(start, self.steps):
             batch = order[index * self.batch_size : (index + 1) * self.batch_size]
@@ -73,23 +73,23 @@ class Plan:
         return deal(share, min(self.accumulate, len(share)))
 
     def share_sizes(self, world_size: int) -> set[int]:
-        """All sizes of a rank's share in a step."""
+        """Return all sizes that a rank's share of a step can have."""
         batches = {self.global_size(step) for step in (0, self.steps - 1) if self.steps}
         return {len(share) for size in batches for share in deal(range(size), world_size)}
 
     def micro_batch_sizes(self, world_size: int) -> set[int]:
-        """All sizes of a forward pass's batch on any rank in any step."""
+        """Return all sizes that the batch of a forward pass can have, on any rank in any step."""
         shares = self.share_sizes(world_size)
         return {len(micro) for size in shares for micro in self._micro_batches(list(range(size)))}
 
 
 def deal(items: Sequence[int], parts: int) -> list[list[int]]:
-    """Deals like cards: sizes differ by at most one, and no earlier part is smaller than a later one."""
+    """Deal items like cards: sizes differ by at most one, and no earlier part is smaller than a later one."""
     return [list(items[part::parts]) for part in range(parts)]
 
 
 def evaluation_batches(samples: int, batch_size: int, rank: int, world_size: int) -> dict[int, range]:
-    """This rank's batches of a test set, by their number.
+    """Return this rank's batches of a test set, by their number.
 
     The set is cut into batches before whole batches are dealt, so a sample is in the same batch on any number
     of ranks, and gets the same numbers.

@@ -1,4 +1,4 @@
-"""Finds what would fail on some rank later; each rank checks alone, before any process group starts."""
+"""Checks for what would fail on some rank later; each rank makes them alone, before any group starts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
+from ckpttool.batchnorm import RunningStatistics
 from ckpttool.errors import UsageFault
 from train.config import TrainConfig
-from train.data import Data, Samples
+from train.data import Data
 from train.engine import make_plan
 from train.launch import Place
 from train.plan import Plan, deal
-from train.running_statistics import RunningStatistics
+from train.samples import Samples
 
 
 def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> None:
-    """Raises UsageFault, naming the flag to change, if the plan, the data and the model do not fit."""
+    """Check that the plan, the data and the model fit.
+
+    Raises:
+        UsageFault: they don't; names the flag to change.
+    """
     plan, world_size = make_plan(config, data), place.world_size
     _check_plan(config, plan)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -39,7 +44,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> No
 
 
 def _as_trained(config: TrainConfig, model: nn.Module) -> nn.Module:
-    """The model with the layers that `--batchnorm` gives it on a CPU; a copy if they are converted."""
+    """Return the model with the layers that `--batchnorm` gives it on a CPU; a copy if any is converted."""
     if config.batchnorm != "plain" and not any(isinstance(module, _BatchNorm) for module in model.modules()):
         raise UsageFault(
             f"--batchnorm {config.batchnorm}: {config.model} has no BatchNorm", hint="leave out --batchnorm"
@@ -78,7 +83,11 @@ def _check_plan(config: TrainConfig, plan: Plan) -> None:
 
 
 def check_evaluation(name: str, data: Data, model: nn.Module) -> None:
-    """Raises UsageFault if the model does not take the test samples, or has fewer outputs than classes."""
+    """Check that a model can be evaluated.
+
+    Raises:
+        UsageFault: it does not take the test samples, or has fewer outputs than there are classes.
+    """
     try:
         outputs = _dry_run(data.test, model.eval(), 1)
     except Exception as error:
@@ -89,7 +98,7 @@ def check_evaluation(name: str, data: Data, model: nn.Module) -> None:
 def _try_training(
     config: TrainConfig, data: Data, model: nn.Module, plan: Plan, world_size: int
 ) -> tuple[int, ...]:
-    """Runs a copy of the model on the smallest batch that any rank will get; returns its output's shape."""
+    """Run a copy of the model on the smallest batch that any rank gets; return its output's shape."""
     name, smallest = config.model, min(plan.micro_batch_sizes(world_size) - {0})
     copied = copy.deepcopy(model).train()
     if config.batchnorm == "pooled":
@@ -123,7 +132,7 @@ def _takes_two(data: Data, model: nn.Module) -> bool:
 def _dry_run(
     samples: Samples, model: nn.Module, batch_size: int, *, backward: bool = False
 ) -> tuple[int, ...]:
-    """The shape of the model's output, in its current mode, for a batch of copies of one sample."""
+    """Return the shape of the model's output, in its current mode, for a batch of copies of one sample."""
     sample, _ = default_collate([samples[0]])
     with torch.set_grad_enabled(backward):
         outputs = model(sample.expand(batch_size, *sample.shape[1:]).contiguous())
@@ -171,7 +180,7 @@ def _batch_of_one(model: str, plan: Plan, world_size: int) -> UsageFault:
 
 
 def _check_outputs(model: str, outputs: tuple[int, ...], data: Data) -> None:
-    """A class without an output would be a label out of bounds."""
+    """Refuse a model with fewer outputs than classes: a label would be out of bounds."""
     if outputs[-1] < len(data.classes):
         raise UsageFault(
             f"--model {model}: has {outputs[-1]} outputs, but {data.name} has {len(data.classes)} classes"
@@ -179,7 +188,7 @@ def _check_outputs(model: str, outputs: tuple[int, ...], data: Data) -> None:
 
 
 def _check_passes(plan: Plan, world_size: int) -> None:
-    """In torch's SyncBatchNorm, a rank that skips a pass would keep the others waiting."""
+    """Refuse a plan in which a rank skips a pass: in torch's SyncBatchNorm the others would wait for it."""
     last = plan.global_size(plan.steps - 1)
     for size in dict.fromkeys((plan.global_size(0), last)):
         passes = {min(plan.accumulate, len(share)) for share in deal(range(size), world_size)}

@@ -1,4 +1,4 @@
-"""Takes, restores and seeds a rank's random state: Python's, torch's, and numpy's if it is imported."""
+"""A rank's random state, taken, restored and seeded: Python's, torch's, and numpy's if it is imported."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from torch.utils.data import Dataset
 
 
 def seed_from(*parts: object) -> int:
-    """A 63-bit seed, completely different for any change of the parts."""
+    """Return a 63-bit seed that is completely different for any change of the parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1
 
 
 def seed_all(seed: int, *, gpu: bool = True) -> None:
+    """Seed the generators of Python, torch and, if it is imported, numpy; those of GPUs only if `gpu`."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
@@ -28,7 +29,7 @@ def seed_all(seed: int, *, gpu: bool = True) -> None:
 
 
 def take(*, gpu: bool = True) -> dict[str, Any]:
-    """This process's random state as primitives and tensors, so that `weights_only` loads it."""
+    """Return this process's random state as primitives and tensors, so that `weights_only` loads it."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
@@ -44,6 +45,7 @@ def take(*, gpu: bool = True) -> dict[str, Any]:
 
 
 def put_back(state: dict[str, Any]) -> None:
+    """Restore a random state that `take` returned, in this process or in another."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
@@ -58,7 +60,7 @@ def put_back(state: dict[str, Any]) -> None:
 
 @contextmanager
 def seeded(*parts: object) -> Iterator[None]:
-    """A block with its own random state, on the CPU; the previous state is restored afterwards."""
+    """Run the block with random numbers seeded by `parts`, on the CPU; restore the state afterwards."""
     before = take(gpu=False)
     seed_all(seed_from(*parts), gpu=False)
     try:
@@ -68,7 +70,7 @@ def seeded(*parts: object) -> Iterator[None]:
 
 
 class Keyed(Dataset[Any]):
-    """A data set whose own randomness depends on (seed, epoch, sample) alone.
+    """A data set whose randomness depends on (seed, epoch, sample) alone.
 
     So an augmented sample is the same on any rank, in any worker process, and after a resume.
     """
@@ -77,6 +79,7 @@ class Keyed(Dataset[Any]):
         self.samples, self.seed, self.epoch = samples, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
+        """Let the samples be those of another epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:

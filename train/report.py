@@ -1,4 +1,4 @@
-"""What rank 0 prints during a run, and what it writes to log.jsonl."""
+"""The report of a run: what rank 0 prints, and the log it writes."""
 
 from __future__ import annotations
 
@@ -10,45 +10,59 @@ from dataclasses import replace
 
 import torch
 
+from ckpttool.distributed import collectives
 from ckpttool.metrics.certificate import Certificate
 from train import launch
 from train.config import TrainConfig
-from train.data import Data, count
+from train.data import Data
 from train.engine import Score, Trainer
 from train.flags import arguments_of
 from train.optimizers import learning_rate
 from train.plan import deal
 from train.run_folder import BEST, LAST, append_to_log, cut_log
+from train.samples import count
 
 
 class Report:
-    """Lines on stdout, a bar on stderr if it is a terminal, and the log. Silent on other ranks."""
+    """Lines on stdout, a progress bar on stderr if it is a terminal, and the log. Silent on other ranks.
+
+    `begin`, `epoch` and `end` are collectives: if rank 0 can't print or log, every rank fails.
+    """
 
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
         self.first_epoch = trainer.progress.epoch
 
     def begin(self, remarks: list[str] | None) -> None:
-        """Prints the header and the remarks of a resume; drops from the log what will be trained again."""
-        if self.speaks:
-            cut_log(self.folder, self.trainer.progress.epoch)
+        """Print the header and the remarks of a resume; drop from the log what will be trained again.
+
+        Raises:
+            FileError: on rank 0, if the log can't be changed; the other ranks raise RankFailed.
+            CheckFailed: likewise, if stdout can't be written.
+        """
+        with collectives.together():
+            if self.speaks:
+                cut_log(self.folder, self.trainer.progress.epoch)
+                self._say_header(remarks)
+
+    def _say_header(self, remarks: list[str] | None) -> None:
         config, data, plan = self.trainer.config, self.trainer.data, self.trainer.plan
         place = self.trainer.place
         parameters = sum(parameter.numel() for parameter in self.trainer.ddp.parameters())
-        self.say(f"model   {config.model}, {parameters:,} parameters")
-        self.say(f"data    {data.name}")
-        self.say(f"        {describe(data)}")
-        self.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
-        self.say(f"batch   {shares(config.batch_size, place.world_size)}, {plan.steps} steps per epoch")
-        self.say(f"train   {recipe(config)}")
-        self.say(f"out     {self.folder}")
+        launch.say(f"model   {config.model}, {parameters:,} parameters")
+        launch.say(f"data    {data.name}")
+        launch.say(f"        {describe(data)}")
+        launch.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
+        launch.say(f"batch   {shares(config.batch_size, place.world_size)}, {plan.steps} steps per epoch")
+        launch.say(f"train   {recipe(config)}")
+        launch.say(f"out     {self.folder}")
         for remark in remarks or ():
-            self.say(f"resume  {remark}")
+            launch.say(f"resume  {remark}")
         if self.trainer.progress.epoch < config.epochs:
-            self.say("\n  epoch  train loss  correct   test loss  correct               seconds")
+            launch.say("\n  epoch  train loss  correct   test loss  correct               seconds")
 
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
-        """The same steps, counted on a progress bar."""
+        """Yield the same steps, counted on a progress bar."""
         progress, total = self.trainer.progress, self.trainer.plan.steps
         if not (self.speaks and sys.stderr.isatty()):
             yield from steps
@@ -64,10 +78,22 @@ class Report:
                 bar.update()
 
     def epoch(self, trained: Score, tested: Certificate, *, seconds: float, best: bool) -> None:
-        """Prints one line, and adds one object to the log."""
+        """Print one line about an epoch, and add one object to the log. Raises as `begin`.
+
+        Args:
+            trained: on the training samples, each as it was used.
+            tested: on the test set, after the epoch.
+            seconds: that the epoch and its evaluation took.
+            best: whether `tested` is the best result so far.
+        """
+        with collectives.together():
+            if self.speaks:
+                self._log_epoch(trained, tested, seconds, best)
+
+    def _log_epoch(self, trained: Score, tested: Certificate, seconds: float, best: bool) -> None:
         config, progress = self.trainer.config, self.trainer.progress
         epoch, epochs = progress.epoch, config.epochs
-        self.say(
+        launch.say(
             f"{f'{epoch}/{epochs}':>7}  {trained.loss:10.4f}  {trained.accuracy:7.2%}  "
             f"{tested.loss:10.4f}  {tested.accuracy:7.2%} {f'({tested.correct}/{tested.samples})':>12}  "
             f"{seconds:7.1f}{'  best' if best else ''}"
@@ -84,28 +110,32 @@ class Report:
             "threads": tested.evaluation.threads,
             "lr": learning_rate(config, progress.global_step - 1, self.trainer.plan.steps),
         }
-        if self.speaks:
-            append_to_log(self.folder, entry)
+        append_to_log(self.folder, entry)
 
     def end(self) -> None:
-        """Prints what was saved, and the commands to use it."""
+        """Print what was saved, and the commands to use it. Raises as `begin`."""
+        with collectives.together():
+            if self.speaks:
+                self._say_end()
+
+    def _say_end(self) -> None:
         last, best = (os.path.join(self.folder, name) for name in (LAST, BEST))
         saved = [path for path in (best, last) if os.path.exists(path)]
         if self.trainer.progress.epoch > self.first_epoch:
-            self.say(f"\nsaved   {last}")
+            launch.say(f"\nsaved   {last}")
             if best in saved:
-                self.say(f"        {best} ({self.trainer.progress.best:.2%})")
+                launch.say(f"        {best} ({self.trainer.progress.best:.2%})")
         if saved:
             flags = flags_of(self.trainer.config) + flags_of_bits(self.trainer.place.device)
-            self.say("next:")
+            launch.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
             model = shlex.quote(os.path.join(self.folder, "model.safetensors"))
-            self.say(f"  ckpttool strip-prefix {shlex.quote(saved[0])} {model} --force")
+            launch.say(f"  ckpttool strip-prefix {shlex.quote(saved[0])} {model} --force")
             command = f"python {program('evaluate')} {model}"
-            self.say(f"  {in_two_lines(command, flags)}")
+            launch.say(f"  {in_two_lines(command, flags)}")
 
     def how_to_go_on(self) -> str:
-        """The command that continues an interrupted run."""
+        """Return the command that continues an interrupted run."""
         last, place = os.path.join(self.folder, LAST), self.trainer.place
         if not os.path.exists(last):
             return "nothing was saved yet (--save-every N[steps|epochs])"
@@ -117,19 +147,16 @@ class Report:
         start = "python" if alone else f"torchrun --nproc-per-node {place.world_size}"
         return f"to continue: {start} {program('main')} {shlex.join(arguments_of(resumed))}"
 
-    def say(self, line: str) -> None:
-        if self.speaks:
-            launch.say(line)
-
 
 def program(name: str) -> str:
-    """The path of a program of this package, relative to the working directory."""
+    """Return the path of a program of this package, relative to the working directory."""
     path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
     below = os.path.relpath(path)
     return shlex.quote(path if below.startswith(os.pardir) else below)
 
 
 def describe(data: Data) -> str:
+    """Return the sizes, the shape and the number of classes of a data set, in words."""
     shape = "×".join(map(str, data.shape))
     return (
         f"{count(data.train):,} training and {count(data.test):,} test samples of {shape}, "
@@ -138,14 +165,14 @@ def describe(data: Data) -> str:
 
 
 def shares(batch_size: int, world_size: int) -> str:
-    """The global batch and, if there are few ranks, each one's share: `64 = 32+32`."""
+    """Return the global batch and, if there are few ranks, each one's share: `64 = 32+32`."""
     if not 1 < world_size <= 8:
         return str(batch_size)
     return f"{batch_size} = {'+'.join(str(len(part)) for part in deal(range(batch_size), world_size))}"
 
 
 def recipe(config: TrainConfig) -> str:
-    """The main settings of a training, in brief."""
+    """Return the main settings of a training, in brief."""
     parts = [
         f"{config.epochs} epoch{'s' * (config.epochs != 1)}",
         f"{config.optimizer} lr {config.lr:g}",
@@ -159,13 +186,13 @@ def recipe(config: TrainConfig) -> str:
 
 
 def in_two_lines(command: str, flags: str) -> str:
-    """A command to paste, broken if it would not fit into 80 columns."""
+    """Return a command to paste, broken if it would not fit into 80 columns."""
     break_or_not = " " if len(command) + len(flags) < 78 else " \\\n      "
     return command + break_or_not + flags
 
 
 def flags_of(config: TrainConfig) -> str:
-    """The flags that make an evaluation build the same model and take the same samples."""
+    """Return the flags with which an evaluation builds the same model and takes the same samples."""
     flags = [f"--model {shlex.quote(config.model)}", f"--data {shlex.quote(config.data)}"]
     for name, values in (("mean", config.mean), ("std", config.std)):
         if values:
@@ -176,6 +203,6 @@ def flags_of(config: TrainConfig) -> str:
 
 
 def flags_of_bits(device: torch.device) -> str:
-    """The flags that make an evaluation give the same numbers to the last digit."""
+    """Return the flags with which an evaluation gives the same numbers to the last digit."""
     threads = torch.get_num_threads()
     return f" --threads {threads}" if device.type == "cpu" and threads != 1 else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -22,7 +23,13 @@ NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
 def choose(config: TrainConfig, now: str) -> str:
-    """Makes and returns the folder for the run's files; `now` names it if `--out` does not.
+    """Make the folder for the run's files.
+
+    Args:
+        now: names the folder, below runs/, if `--out` does not.
+
+    Returns:
+        Its path.
 
     Raises:
         UsageFault: it already holds a run and no flag says what to do with it, or it can't be made.
@@ -43,7 +50,7 @@ def choose(config: TrainConfig, now: str) -> str:
 
 
 def _goes_on_in(folder: str, config: TrainConfig) -> bool:
-    """Whether the resumed run is the one in the folder, and not another that would overwrite it."""
+    """Return whether the resumed run is the one in the folder, and not another that would overwrite it."""
     if config.resume in (None, "auto"):
         return config.resume == "auto"
     return os.path.realpath(os.path.dirname(config.resume)) == os.path.realpath(folder)
@@ -58,13 +65,13 @@ def _unused(folder: str) -> str:
 
 
 def _clear(folder: str) -> None:
-    """Removes a run's own files from its folder, so that nothing is left of an overwritten run."""
+    """Remove a run's own files from its folder, so that nothing is left of an overwritten run."""
     for path in _own_files(folder):
         os.unlink(path)
 
 
 def _own_files(folder: str) -> list[str]:
-    """A run's files in its folder; one that ended early may have left only a log and a best.pt."""
+    """Return a run's files in its folder. One that ended early may have left only a log and a best.pt."""
     if not os.path.isdir(folder):
         return []
     names = (name for name in os.listdir(folder) if name in (LAST, BEST, LOG) or NUMBERED.fullmatch(name))
@@ -72,9 +79,13 @@ def _own_files(folder: str) -> list[str]:
 
 
 def write(state: dict[str, Any], folder: str, names: list[str]) -> None:
-    """Writes one checkpoint under each of these names, atomically. Raises FileError."""
+    """Write one checkpoint under several names, each atomically.
+
+    Raises:
+        FileError: the disk is full, or the folder can't be written; an older file of that name is unchanged.
+    """
     path = os.path.join(folder, names[0])
-    with _failing_in_words(path):
+    with _named(path, "written"):
         with replacing(path) as file:
             torch.save(state, file)
         for name in names[1:]:
@@ -82,10 +93,14 @@ def write(state: dict[str, Any], folder: str, names: list[str]) -> None:
 
 
 def append_to_log(folder: str, entry: dict[str, Any]) -> None:
-    """Writes one JSON object on a line; numbers that JSON lacks become null. Raises FileError."""
+    """Add one JSON object to the log, on a line of its own; NaN and infinity become null.
+
+    Raises:
+        FileError: the log can't be written.
+    """
     path = os.path.join(folder, LOG)
     known = {key: value if _is_finite(value) else None for key, value in entry.items()}
-    with _failing_in_words(path), open(path, "a") as file:
+    with _named(path, "written"), open(path, "a") as file:
         file.write(json.dumps(known) + "\n")
 
 
@@ -94,11 +109,15 @@ def _is_finite(value: object) -> bool:
 
 
 def cut_log(folder: str, epoch: int) -> None:
-    """Removes from the log what comes after an epoch, because it will be trained again."""
+    """Remove from the log what comes after an epoch, because it will be trained again.
+
+    Raises:
+        FileError: the log can't be read or written.
+    """
     path = os.path.join(folder, LOG)
     if not os.path.exists(path):
         return
-    with _failing_in_words(path):
+    with _named(path, "written"):
         with open(path, "rb") as file:
             kept = [line for line in file if _epoch_of(line) <= epoch]
         with replacing(path) as file:
@@ -106,7 +125,7 @@ def cut_log(folder: str, epoch: int) -> None:
 
 
 def _epoch_of(line: bytes) -> float:
-    """The epoch of a log line; infinity for a line cut off by a crash."""
+    """Return the epoch of a log line; infinity for a line cut off by a crash."""
     try:
         return float(json.loads(line)["epoch"])
     except (ValueError, KeyError, TypeError):
@@ -114,26 +133,31 @@ def _epoch_of(line: bytes) -> float:
 
 
 @contextlib.contextmanager
-def _failing_in_words(path: str) -> Iterator[None]:
+def _named(path: str, done: str) -> Iterator[None]:
+    """Raise FileError, with the path and what could not be done, for the system's errors in the block."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # RuntimeError: torch's zip writer, closing a file cut short
-        raise FileError(path, f"could not be written: {_reason(error)}", hint="is the disk full?") from error
+        behind = _system_error(error)
+        reason = (behind.strerror or "").lower() if behind else str(error).splitlines()[0]
+        no_space = behind is None or behind.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "is the disk full?" if no_space else None
+        raise FileError(path, f"could not be {done}: {reason}", hint=hint) from error
 
 
-def _reason(error: BaseException) -> str:
-    """The system's own message, if there is one behind the error."""
+def _system_error(error: BaseException) -> OSError | None:
+    """Return the system's own error, if there is one behind this one."""
     behind: BaseException | None = error
     while behind is not None:
         if isinstance(behind, OSError) and behind.strerror:
-            return behind.strerror.lower()
+            return behind
         behind = behind.__context__
-    return str(error).splitlines()[0]
+    return None
 
 
 def _give_name(path: str, other: str) -> None:
-    """Gives a file just written a second name, atomically. A link costs nothing, and no file is ever changed
-    in place; a copy if the file system has no links."""
+    """Give a file just written a second name, atomically: a hard link, as no file is ever changed in place,
+    or a copy if the file system has no links."""
     temporary = f"{other}.link"
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -146,15 +170,21 @@ def _give_name(path: str, other: str) -> None:
 
 
 def numbered(global_step: int) -> str:
+    """Return the file name of a numbered checkpoint."""
     return f"step-{global_step:06d}.pt"
 
 
 def drop_old(folder: str, keep: int) -> None:
-    """Removes all numbered checkpoints but the last `keep` written.
+    """Remove all numbered checkpoints but the last `keep` written.
 
     By time, not by number: a run that went back to an earlier step writes small numbers last.
+
+    Raises:
+        FileError: one can't be removed.
     """
-    found = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
-    found.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name))
+    with _named(folder, "listed"):
+        found = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
+        found.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name))
     for entry in found[: max(0, len(found) - keep)]:
-        os.unlink(entry.path)
+        with _named(entry.path, "removed"):
+            os.unlink(entry.path)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checksums import Checksums
 from ..checkpoint.dotted_names import MAX_NAMES, contents
 from ..checkpoint.rebuilt_tensors import tensor_like
 from ..checkpoint.state import State
@@ -25,6 +26,7 @@ from .compare_values import Pair, distances, unravelled
 from .distances import Distance, has_numbers
 from .entries import both_by_name
 from .equality import Bare, Tolerance, bare_names, in_words, same_value, shared, unchanged
+from .norms import Norms, norms
 
 HOLD_ALL = ("torch-zip", "torch-legacy", "torch-tar", "dcp")
 """The formats that hold more than a model's state."""
@@ -39,6 +41,7 @@ class Change:
         a, b: the contents in each file, in a few words.
         distance: how far apart the values are; None when they were not compared.
         index: the place of the largest difference, along each axis.
+        norms: of both tensors and of their difference; None when the values were not compared as numbers.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Change:
     b: str
     distance: Distance | None = None
     index: tuple[int, ...] | None = None
+    norms: Norms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ def compare(
     model_only: bool = False,
     ignore_prefix: bool = False,
     progress: Progress | None = None,
+    verify: bool = True,
 ) -> Comparison:
     """Compare two checkpoints by contents, in constant memory.
 
@@ -98,11 +103,12 @@ def compare(
         model_only: compare only the states.
         ignore_prefix: names that differ only in wrappers' prefixes are the same.
         progress: called with the number of bytes of `a` after each piece.
+        verify: compare what is read with the checksums that the files state.
 
     Raises:
         NoState: neither file has a state at `state`; or a file has none at all, and `state` or `model_only`
             asks for one.
-        Damaged: a file ends early.
+        Damaged: bytes do not match their checksum, or a file ends early.
         Unsupported: the dotted names need too much memory.
         Refused: an expanded tensor, in only one of the files, more than 64 GiB larger than its bytes.
     """
@@ -130,7 +136,12 @@ def compare(
                 work.trees(a.tree if mine.path else {}, b.tree if theirs.path else {}, sides)
             else:
                 aside = _beside(a, mine), _beside(b, theirs)
-    return work.result(progress, aside, gained)
+    used = (work.storages(0), work.storages(1)) if verify else ((), ())
+    with Checksums(a, used[0]) as sums_of_a, Checksums(b, used[1]) as sums_of_b:
+        found = work.result(progress, aside, gained)
+        sums_of_a.finish()
+        sums_of_b.finish()
+    return found
 
 
 def both_states(
@@ -231,6 +242,10 @@ class _Comparing:
         else:
             self.pairs.append((len(self.changes), Pair(name, a, b)))
 
+    def storages(self, side: int) -> Iterator[tuple[str, Storage]]:
+        """Yield what is read of one of the files, by the names of the tensors that use it."""
+        return ((pair.name, (pair.a, pair.b)[side].storage) for _, pair in self.pairs)
+
     def trees(self, a: object, b: object, sides: _Sides) -> None:
         """Compare two trees by dotted names, each pair of containers once."""
         seen: set[tuple[int, int]] = set()
@@ -292,9 +307,11 @@ class _Comparing:
         """Read the values, and put the differences in the order of the first file."""
         place = {id(pair): before for before, pair in self.pairs}
         changes = [(before, 1, change) for before, change in enumerate(self.changes)]
-        for pair, found in distances((pair for _, pair in self.pairs), self.tolerance, progress):
+        differ = list(distances((pair for _, pair in self.pairs), self.tolerance, progress))
+        measured = norms([(pair.a, pair.b) for pair, _ in differ])
+        for (pair, found), lengths in zip(differ, measured, strict=True):
             index = None if found.where is None else unravelled(found.where, pair.a.shape)
-            change = Change(pair.name, "values", in_words(pair.a), in_words(pair.b), found, index)
+            change = Change(pair.name, "values", in_words(pair.a), in_words(pair.b), found, index, lengths)
             changes.append((place[id(pair)], 0, change))
         changes.sort(key=lambda change: change[:2])
         only = tuple(self.only[0]), tuple(self.only[1])

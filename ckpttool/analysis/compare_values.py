@@ -7,13 +7,12 @@ pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from ..files.copying import Progress
-from ..files.threads import cores, in_order
+from ..files.threads import cores, cut, map_pieces
 from ..tensors.ref import ByteRange, TensorRef
 from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
 from .distances import Distance, Measure, measurer
@@ -26,10 +25,7 @@ ELEMENTS = 1 << 16
 """Elements compared at a time when values must be computed."""
 
 PIECE = 16 << 20
-"""Bytes compared as one job."""
-
-MANY = 500
-"""The most small tensors compared as one job."""
+"""Bytes of a tensor compared by one thread; values that must be computed are all compared by one."""
 
 WORKERS = 4
 
@@ -60,102 +56,73 @@ def distances(
         Refused: an expanded tensor, in only one of the files, more than 64 GiB larger than its bytes.
     """
     so_far = Distance(0)
-    for done in in_order(_jobs(pairs, tolerance), cores(WORKERS)):
-        for piece in done:
-            so_far += piece.found
-            if progress and piece.nbytes:
-                progress(piece.nbytes)
-            if piece.of is not None:
-                if so_far.differ:
-                    yield piece.pair, replace(so_far, of=piece.of)
-                so_far = Distance(0)
+    for piece, found in map_pieces(_compare, _pieces(pairs, tolerance), cores(WORKERS)):
+        so_far += found
+        if progress and piece.nbytes:
+            progress(piece.nbytes)
+        if piece.is_last:
+            if so_far.differ:
+                yield piece.pair, replace(so_far, of=piece.pair.a.numel)
+            so_far = Distance(0)
 
 
-class _Done(NamedTuple):
-    """The outcome of a piece. `of` is the number of elements of the tensor, only in its last piece."""
+class _Piece(NamedTuple):
+    """A stretch of two tensors.
 
-    pair: Pair
-    found: Distance
-    nbytes: int
-    of: int | None
-
-
-class _Plain(NamedTuple):
-    """Two byte ranges that hold the same elements of one type."""
+    Attributes:
+        plain: the byte ranges that hold the same elements of one type; None for the whole of two tensors
+            whose values must be computed.
+        first: the number of the first element.
+        nbytes: of the first tensor's values.
+        is_last: whether nothing of the tensors comes after it.
+    """
 
     pair: Pair
-    a: ByteRange
-    b: ByteRange
-    first: int
-    itemsize: int
     measure: Measure
-    of: int | None
+    plain: tuple[ByteRange, ByteRange] | None
+    first: int
+    nbytes: int
+    is_last: bool
 
 
-def _jobs(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[Callable[[], list[_Done]]]:
-    """Yield pieces of large tensors one by one, and small tensors together, as a thread costs time too."""
-    small: list[_Plain] = []
-    held = 0
+def _pieces(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[_Piece]:
+    """Cut pairs that are plain bytes of one type into pieces; other pairs are one piece each."""
     for pair in pairs:
-        measure = measurer(pair.a.dtype, pair.b.dtype, tolerance)
-        plain = list(_pieces(pair, measure))
-        if small and (held >= PIECE or len(small) >= MANY or len(plain) != 1):
-            yield partial(_compare_all, small)
-            small, held = [], 0
-        if not plain:  # computed values are read in this thread: computing them holds the GIL
-            yield partial(list, [_in_step(pair, measure)])
-        elif len(plain) > 1:
-            yield from (partial(_compare_all, [piece]) for piece in plain)
-        else:
-            small += plain
-            held += pair.a.nbytes
-    if small:
-        yield partial(_compare_all, small)
+        _, a, b = pair
+        measure = measurer(a.dtype, b.dtype, tolerance)
+        mine, theirs = (each.data if each.is_plain else None for each in (a, b))
+        if a.dtype is not b.dtype or not (isinstance(mine, ByteRange) and isinstance(theirs, ByteRange)):
+            yield _Piece(pair, measure, None, 0, a.nbytes, True)
+            continue
+        for start, size in cut(a.nbytes, PIECE) if a.nbytes else [(0, 0)]:
+            both, first = (mine.part(start, size), theirs.part(start, size)), start // a.dtype.itemsize
+            yield _Piece(pair, measure, both, first, size, start + size == a.nbytes)
 
 
-def _pieces(pair: Pair, measure: Measure) -> Iterator[_Plain]:
-    """Yield the pieces of two tensors that are plain bytes of one type; nothing for other tensors."""
-    _, a, b = pair
-    if a.dtype is not b.dtype or not (a.is_plain and b.is_plain):
-        return
-    mine, theirs = a.data, b.data
-    if not (isinstance(mine, ByteRange) and isinstance(theirs, ByteRange)):
-        return
-    for start in range(0, max(mine.nbytes, 1), PIECE):
-        size = min(PIECE, mine.nbytes - start)
-        both = mine.part(start, size), theirs.part(start, size)
-        of = a.numel if start + size == mine.nbytes else None
-        yield _Plain(pair, *both, start // a.dtype.itemsize, a.dtype.itemsize, measure, of)
-
-
-def _compare_all(pieces: list[_Plain]) -> list[_Done]:
-    return [_compare(piece) for piece in pieces]
-
-
-def _compare(piece: _Plain) -> _Done:
+def _compare(piece: _Piece) -> tuple[_Piece, Distance]:
     """Compare a piece.
 
     Full chunks are compared as bytearrays, by memcmp; memoryviews are compared element by element, 20 times
     as slowly.
     """
+    if piece.plain is None:
+        return piece, _in_step(piece.pair, piece.measure)
     found, first = Distance(0), piece.first
-    size = min(READ, piece.a.nbytes)
+    size = min(READ, piece.nbytes)
     mine, theirs = bytearray(size), bytearray(size)
-    for a, b in zip(piece.a.chunks(memoryview(mine)), piece.b.chunks(memoryview(theirs)), strict=True):
+    chunks = (data.chunks(memoryview(to)) for data, to in zip(piece.plain, (mine, theirs), strict=True))
+    for a, b in zip(*chunks, strict=True):
         same = mine == theirs if len(a) == size else bytes(a) == bytes(b)
         if not same:
             found += piece.measure(a, b, first)
-        first += len(a) // piece.itemsize
-    return _Done(piece.pair, found, piece.a.nbytes, piece.of)
+        first += len(a) // piece.pair.a.dtype.itemsize
+    return piece, found
 
 
-def _in_step(pair: Pair, measure: Measure) -> _Done:
+def _in_step(pair: Pair, measure: Measure) -> Distance:
     """Compare values of any layout and type; what both repeat by a stride of 0 is compared once."""
     name, a, b = pair
-    shape = tuple(
-        n if one or other else min(n, 1) for n, one, other in zip(a.shape, a.stride, b.stride, strict=True)
-    )
-    once, other = replace(a, shape=shape), replace(b, shape=shape)
+    once, other = repeated_once(a, b)
     found, first = Distance(0), 0
     for side in (once, other):
         require_bounded(name, side, MAX_REPEATED)
@@ -164,9 +131,17 @@ def _in_step(pair: Pair, measure: Measure) -> _Done:
         if a.dtype is not b.dtype or x != y:
             found += measure(memoryview(x), memoryview(y), first)
         first += len(x) // a.dtype.itemsize
-    if found.where is not None and shape != a.shape:
-        found = replace(found, where=_place(found.where, shape, a.shape)).times(a.numel // once.numel)
-    return _Done(pair, found, a.nbytes, a.numel)
+    if found.where is not None and once.shape != a.shape:
+        found = replace(found, where=_place(found.where, once.shape, a.shape)).times(a.numel // once.numel)
+    return found
+
+
+def repeated_once(a: TensorRef, b: TensorRef) -> tuple[TensorRef, TensorRef]:
+    """Return two tensors of one shape with what both repeat by a stride of 0 there once."""
+    shape = tuple(
+        n if one or other else min(n, 1) for n, one, other in zip(a.shape, a.stride, b.stride, strict=True)
+    )
+    return replace(a, shape=shape), replace(b, shape=shape)
 
 
 def _place(where: int, within: Sequence[int], shape: Sequence[int]) -> int:

@@ -114,6 +114,16 @@ def has_numbers(dtype: DType) -> bool:
     return dtype.name in FLOATS or dtype.name in REAL_TYPES or dtype.name in INTEGERS
 
 
+def numbers(dtype: DType, raw: memoryview) -> NDArray[Any]:
+    """Return elements as float64, complex128, int64 or uint64: (elements,).
+
+    Args:
+        dtype: a type that `has_numbers`.
+        raw: little-endian elements.
+    """
+    return _values(dtype, _rows(dtype, raw))
+
+
 def _rows(dtype: DType, raw: memoryview) -> NDArray[Any]:
     """Return the bits of elements as unsigned integers: (elements, parts), two parts for complex types."""
     import numpy as np

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..errors import CkptToolError, Mismatch
+from ..errors import Mismatch
 from ..files.copying import Progress
 from .columns import wrapped
 
@@ -29,9 +29,6 @@ BAR_FROM = 64 << 20
 
 MAX_INDENTED = 1 << 20
 """Characters of JSON up to which it is indented."""
-
-EXTRAS = {"torch": "torch", "safetensors": "torch", "torchvision": "train", "sklearn": "train"}
-"""Libraries that a plain install lacks, and the extra of ckpttool that brings each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +47,17 @@ class Console:
     verbose: bool = False
     to_stderr: bool = False
 
-    def result(self, text: str, data: Mapping[str, object]) -> None:
-        """Print the outcome: `text` for people, or `data` as JSON for scripts."""
-        if self.json:
-            click.echo(to_json(data), err=self.to_stderr)
-        elif not self.quiet:
-            click.echo(text, err=self.to_stderr)
+    def result(self, text: str, data: Mapping[str, object], *, in_quiet: str | None = None) -> None:
+        """Print the outcome.
+
+        Args:
+            text: the outcome for people.
+            data: the outcome for scripts, printed as JSON.
+            in_quiet: what -q leaves of `text`; None leaves nothing.
+        """
+        said = to_json(data) if self.json else in_quiet if self.quiet else text
+        if said is not None:
+            click.echo(said, err=self.to_stderr)
 
     def note(self, text: str, *, pasted: bool = False) -> None:
         """Print something worth knowing beside the result, on stderr.
@@ -115,7 +117,7 @@ class Bar:
             return
         from tqdm import tqdm
 
-        tqdm.monitor_interval = 0  # no thread: a process with threads should not fork
+        tqdm.monitor_interval = 0  # no thread to watch the bar
         self._shown = tqdm(total=total, desc=self._label, unit="B", unit_scale=True, leave=False)
 
     def add(self, count: int) -> None:
@@ -185,81 +187,9 @@ def show_names(names: Sequence[str], most: int = 4) -> str:
     return shown + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def fail(error: BaseException, *, as_json: bool, to_stderr: bool = False) -> int:
-    """Print what went wrong, and return the exit code.
-
-    Args:
-        error: what was raised.
-        as_json: also print one object on stdout, `{"error": {"kind", "message", "hint"}}`.
-        to_stderr: print that object alone, on stderr, because the output file goes to stdout.
-
-    Raises:
-        BaseException: `error` itself, if it is none that is expected: a bug.
-    """
-    kind, message, hint, code = describe(error)
-    if as_json:
-        body: dict[str, object] = {"kind": kind, "message": message, "hint": hint}
-        if isinstance(error, Mismatch):
-            body |= mismatch_fields(error)
-        with suppress(OSError):  # a full disk may be what went wrong
-            click.echo(to_json({"error": body}), err=to_stderr)
-        if to_stderr:
-            return code
-    with suppress(OSError):
-        click.echo(f"{_coloured('error:', 'red')} {printable(message)}", err=True)
-        if hint:
-            click.echo(f"{_coloured('hint:', 'cyan')} {printable(hint)}", err=True)
-    return code
-
-
-def _coloured(word: str, colour: str) -> str:
+def coloured(word: str, colour: str) -> str:
     """Colour `word`, unless NO_COLOR (https://no-color.org) is set. click strips it outside of terminals."""
     return word if os.environ.get("NO_COLOR") else click.style(word, fg=colour, bold=True)
-
-
-def mismatch_fields(error: Mismatch | Fit) -> dict[str, object]:
-    """Return the JSON fields that name the keys in which a state and a model differ."""
-    return {
-        "missing": error.missing,
-        "unexpected": error.unexpected,
-        "mismatched": [{"name": n, "file": theirs, "model": mine} for n, theirs, mine in error.mismatched],
-    }
-
-
-def describe(error: BaseException) -> tuple[str, str, str | None, int]:
-    """Return (kind, message, hint, exit code) of an error.
-
-    Raises:
-        BaseException: `error` itself, if it is none that is expected: a bug.
-    """
-    if isinstance(error, CkptToolError):
-        return error.kind, error.message, _extra_of(error.__cause__) or error.hint, error.exit_code
-    if isinstance(error, click.UsageError):
-        command = error.ctx.command_path if error.ctx else "ckpttool"
-        return "usage", error.format_message(), f"{command} --help", error.exit_code
-    if isinstance(error, click.ClickException):
-        return "usage", error.format_message(), None, error.exit_code
-    if isinstance(error, MemoryError):
-        return "memory", "not enough memory", None, 3
-    if isinstance(error, OSError):
-        where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
-        return "system", where + (error.strerror or str(error)).lower(), None, 3
-    if isinstance(error, ImportError) and not (error.name or "").startswith("ckpttool"):
-        if (hint := _extra_of(error)) is not None:
-            return "not-installed", f"this needs {_library(error)}, which is not installed", hint, 2
-        reinstall = f"pip install --force-reinstall {_library(error) or 'ckpttool'}"
-        return "unsupported", f"a library can't be imported: {error}", reinstall, 3
-    raise error
-
-
-def _library(error: ImportError) -> str:
-    return (error.name or "").partition(".")[0]
-
-
-def _extra_of(error: BaseException | None) -> str | None:
-    """Return the command that installs a missing library of EXTRAS, if that is what went wrong."""
-    extra = EXTRAS.get(_library(error)) if isinstance(error, ModuleNotFoundError) else None
-    return extra and f"pip install 'ckpttool[{extra}]'"
 
 
 @contextmanager
@@ -274,3 +204,12 @@ def stdout_kept_for_results() -> Iterator[None]:
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
+
+
+def mismatch_fields(error: Mismatch | Fit) -> dict[str, object]:
+    """Return the JSON fields that name the keys in which a state and a model differ."""
+    return {
+        "missing": error.missing,
+        "unexpected": error.unexpected,
+        "mismatched": [{"name": n, "file": theirs, "model": mine} for n, theirs, mine in error.mismatched],
+    }

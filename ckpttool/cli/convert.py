@@ -85,15 +85,8 @@ OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target"
 @click.option(
     "--keep-copies", is_flag=True, help="Write tied tensors once per name if the format has no ties."
 )
-@click.option(
-    "--shard-size",
-    metavar="SIZE",
-    help="The largest size of a shard, e.g. 500MB or 1GiB.  [default: 5GB]",
-)
 @options.writing
-def command(
-    full: bool, keep_copies: bool, shard_size: str | None, to: str | None, dtype: str | None, **given: Any
-) -> None:
+def command(full: bool, keep_copies: bool, to: str | None, dtype: str | None, **given: Any) -> None:
     """Write a checkpoint in another format, whole, without running anything in it.
 
     A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
@@ -106,7 +99,6 @@ def command(
       ckpttool convert last.pt last.safetensors --full
       ckpttool convert model.safetensors shards/ --shard-size 500MB
     """
-    from ..formats.folders import sharding
     from ..tensors.cast import target
 
     options = {**given, "target": target(dtype.lower()) if dtype else None, "to": to}
@@ -117,8 +109,7 @@ def command(
             checkpoint = step(checkpoint, outcome, options)
         return checkpoint, outcome
 
-    size = sharding.parse_size(shard_size) if shard_size else None
-    rewrite(given, transform, full=full, keep_copies=keep_copies, to=to, shard_size=size)
+    rewrite(given, transform, full=full, keep_copies=keep_copies, to=to)
 
 
 def _fewer(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:

@@ -10,19 +10,16 @@ from ..analysis.module_tree import shape_in_words, tensors_in_words
 from ..analysis.optimizers import in_words
 from .columns import columns, cut, cut_middle, left, right, table, wrapped
 from .console import counted, printable, show_bytes, show_names
+from .inspect_others import MAX_OTHERS, others
 
 if TYPE_CHECKING:
     from ..analysis.module_tree import Branch
-    from ..analysis.other_values import OtherRow
     from ..analysis.stats import Stats
     from ..analysis.summary import Kinds, Summary, TensorRow
     from ..transforms.wrappers import FoundPrefix
 
 MAX_LINES = 200
 """Lines of modules that are shown without `-v`."""
-
-MAX_OTHERS = 12
-"""Values below one name that are shown without `-v`."""
 
 STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
@@ -48,15 +45,17 @@ def page(
     if summary.keys:
         yield ""
         yield from _tree(summary, depth or summary.modules.depth_within(lines), width, everything)
-    other = list(_others(summary, everything))
+    other = list(others(summary, everything=everything))
     if other:
         yield ""
         yield "other contents"
-        names = min(max(columns(name) for name, _ in other), 48)
-        most = width and names  # where there is no width nothing is cut
-        yield from (
-            cut(f"  {left(cut(name, most), names)}  {value}".rstrip(), width) for name, value in other
-        )
+        widest = max(columns(name) for name, _ in other)
+        if width:  # long names and long values share the width; whichever is short leaves it to the other
+            values = max(columns(value) for _, value in other)
+            widest = min(widest, max(width - values - 4, width // 2))
+        for name, value in other:
+            shown = left(cut_middle(name, widest), widest)
+            yield cut(f"  {shown}  {value}".rstrip(), width)
 
 
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
@@ -86,8 +85,15 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     yield from _bytes(summary)
     for key, value in summary.metadata.items():
         yield "metadata", f"{printable(key)}: {printable(value)[:200]}"
-    if summary.unknown:
-        yield "unknown", f"{show_names(summary.unknown, most)} (kept inert, never imported)"
+    if summary.running:  # all of them: what is left out here may be what matters
+        yield "could run", f"{', '.join(map(printable, summary.running))} (kept inert, never imported)"
+    harmless = summary.unknown[len(summary.running) :]
+    if harmless:
+        yield "unknown", f"{show_names(harmless, most)} (kept inert, never imported)"
+    for remark in summary.remarks[:most]:
+        yield "beware", f"{printable(remark.name)}: {printable(remark.message)}"
+    if len(summary.remarks) > most:
+        yield "", f"and {len(summary.remarks) - most} more"
 
 
 def _dtypes(kinds: Kinds) -> str:
@@ -189,30 +195,6 @@ def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
         return text, text
     whole, brief = (tensors_in_words(branch, usual, MAX_OTHERS, brief=each) for each in (False, True))
     return printable(whole), printable(brief)
-
-
-def _others(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
-    """Yield name and value of everything else; the facts show what is in optimizers and schedulers."""
-    rows = [*(row.name for row in summary.optimizers), *(row.name for row in summary.schedulers)]
-    told = tuple(f"{name}." for name in rows if name)
-    shown: dict[str, int] = {}
-    for row in summary.other:
-        group = row.name.partition(".")[0]
-        if not everything and row.name.startswith(told):
-            continue
-        shown[group] = shown.get(group, 0) + 1
-        if everything or shown[group] <= MAX_OTHERS:
-            yield printable(row.name), _value(row)
-    for group, count in shown.items():
-        if count > MAX_OTHERS and not everything:
-            yield f"{printable(group)}.…", f"{count - MAX_OTHERS:,} more: -v shows them all"
-
-
-def _value(row: OtherRow) -> str:
-    if row.has_value:
-        text = row.value if isinstance(row.value, str) else str(row.value)
-        return printable(text)[:200] if text else "''"
-    return printable(row.type) + (f" of {row.size}" if row.size is not None else "")
 
 
 def tensor_lines(

@@ -21,6 +21,18 @@ class Shape(click.ParamType):  # type: ignore[type-arg]
         return tuple(int(part) for part in parts)
 
 
+class Size(click.ParamType):  # type: ignore[type-arg]
+    """A number of bytes: `500MB`, `5G`, `1GiB`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """Return the bytes. Raises UsageFault if the text is no size."""
+        from ..formats.folders.sharding import parse_size
+
+        return value if isinstance(value, int) else parse_size(value)
+
+
 class Pair(click.ParamType):  # type: ignore[type-arg]
     """Two parts separated by =, at the last one: names may hold others."""
 

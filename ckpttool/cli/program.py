@@ -13,7 +13,7 @@ from typing import NoReturn
 import click
 
 from .commands import ReaderGone, group
-from .console import fail
+from .failure import Call, fail
 
 
 def main() -> NoReturn:
@@ -31,8 +31,7 @@ def main() -> NoReturn:
             signal.signal(number, _terminate)
     code = run(sys.argv[1:])
     if "ckpttool.models.factory" in sys.modules:  # code of the user's ran, and may have left work to atexit
-        with suppress(OSError):
-            os.dup2(2, 1)  # what it prints there is not part of our output
+        _close_stdout()
         sys.exit(code)
     # Every line was flushed when it was printed. Freeing the objects of a file with very many tensors would
     # take as long as reading it.
@@ -48,25 +47,36 @@ def run(arguments: list[str]) -> int:
     Raises:
         Exception: a bug of this program, or any failure if the environment has CKPTTOOL_DEBUG=1.
     """
-    known: dict[str, bool] = {}  # set by options, for the report of an error
+    call = Call()
     try:
         if not arguments:
             group(["--help"], prog_name="ckpttool", standalone_mode=False)
             return 2
-        return group(arguments, prog_name="ckpttool", standalone_mode=False, obj=known) or 0
+        return group(arguments, prog_name="ckpttool", standalone_mode=False, obj=call) or 0
     except click.exceptions.Exit as stop:
         return stop.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 130
-    except ReaderGone:
-        # The rest of the buffer must not be written again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ReaderGone, BrokenPipeError):
         return 141
     except Exception as error:
         if os.environ.get("CKPTTOOL_DEBUG") == "1":
             raise
-        return fail(error, as_json="--json" in arguments, to_stderr=known.get("to_stderr", False))
+        try:
+            return fail(error, as_json="--json" in arguments, call=call)
+        except BrokenPipeError:
+            return 141
+
+
+def _close_stdout() -> None:
+    """Send what is printed from now on to stderr: it is not part of our output."""
+    try:
+        sys.stdout.flush()
+        os.dup2(2, 1)
+    except OSError:  # the reader has gone, or the disk is full: nor must the rest be written again at exit
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

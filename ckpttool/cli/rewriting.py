@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageFault
 from .console import Console, counted, printable, show_bytes
 from .options import console as console_of
+from .states import note_state
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
+    from ..checkpoint.state import State
     from ..formats import Saved
     from ..tensors.cast import CastReport
     from ..transforms.renaming import Renaming
@@ -33,6 +35,7 @@ class Outcome:
         of_state: True if the transform concerns one state; False for the file as a whole.
         where: dotted path of the state in the new checkpoint, if it moved.
         casting: report of the cast, which is complete once the output is written.
+        notes: what else is worth knowing, said when the output is written.
         fields: further fields of the command's JSON.
     """
 
@@ -44,6 +47,7 @@ class Outcome:
     of_state: bool = True
     where: str | None = None
     casting: CastReport | None = None
+    notes: list[str] = field(default_factory=list)
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -80,23 +84,32 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
 
     started = time.perf_counter()
     console = console_of(options)
-    choices |= {name: options[name] for name in ("state", "verify", "force", "dry_run")}
+    choices |= {name: options[name] for name in ("state", "shard_size", "verify", "force", "dry_run")}
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
+        if new.opened != checkpoint.opened:
+            _name_attributes(checkpoint.state(options["state"]), outcome)
         if "to" not in choices:
             choices["to"] = _format_of_new_folder(checkpoint, options["output"])
         if _keeps_everything(options, outcome, new, choices):
             _refuse_state(options)
         elif not choices.get("full"):
-            _say_where(console, checkpoint, options["state"])
+            note_state(console, checkpoint, options["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
-        fork = outcome.casting is not None
         with console.bar("writing") as bar:
             if console.draws:
                 choices |= {"progress": bar.add, "expect": bar.expect}
-            saved = formats.save(new, options["output"], fork=fork, **choices)
+            saved = formats.save(new, options["output"], **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
+
+
+def _name_attributes(state: State, outcome: Outcome) -> None:
+    """Add the attributes of a pickled model to what is left out, where its tensors took its place."""
+    from ..checkpoint.pickled_modules import own_attributes
+
+    names = (".".join([*state.path, name]) for name, _ in own_attributes(state.module))
+    outcome.left_out += tuple(name for name in names if name not in outcome.left_out)
 
 
 def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
@@ -130,21 +143,13 @@ def _refuse_state(options: Mapping[str, Any]) -> None:
         )
 
 
-def _say_where(console: Console, checkpoint: Checkpoint, asked: str | None) -> None:
-    """Note which state was chosen, if there are others."""
-    taken = checkpoint.found_state() if asked is None else None
-    if taken is not None and (others := checkpoint.other_states(taken.path)):
-        where = f"'{printable(taken.where)}'" if taken.path else "the file itself"
-        flags = [f"--state {shlex.quote(other)}" for other in others]
-        console.note(f"state: {where}; also available: {console.names(flags)}")
-
-
 def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
     also = {where: count for where, count in outcome.also.items() if where not in saved.left_out}
     _note(console, outcome, saved, also)
     verb = f"would have {outcome.done}" if dry else outcome.done
     about = "about " if dry and saved.format == "dcp" else ""
-    size = f"{about}{show_bytes(saved.nbytes)}, {seconds:.2f} s"
+    shards = f" in {counted(saved.shards, 'shard', 'shards')}" if saved.shards else ""
+    size = f"{about}{show_bytes(saved.nbytes)}{shards}, {seconds:.2f} s"
     data: dict[str, object] = {
         "output": saved.path,
         "format": saved.format,
@@ -160,12 +165,18 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "seconds": round(seconds, 4),
         **outcome.fields,
     }
+    if saved.shards:
+        data["shards"] = saved.shards
     if saved.text_keys:
         data["text_keys"] = saved.text_keys
     if saved.keyed_by_text:
         data["keyed_by_text"] = saved.keyed_by_text
     if saved.not_copied:
         data["not_copied"] = saved.not_copied
+    if saved.given_back:
+        data["given_back"] = saved.given_back
+    if saved.not_removed:
+        data["not_removed"] = saved.not_removed
     if dry:
         data["dry_run"] = True
     elif outcome.casting is not None:
@@ -177,6 +188,8 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
 
 def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, int]) -> None:
     """Note what else is worth knowing about the output."""
+    for note in outcome.notes:
+        console.note(printable(note))
     if console.verbose:
         for old, new in outcome.renamed.items():
             console.note(f"{printable(old)} -> {printable(new)}")
@@ -184,20 +197,37 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
         ("kept as they were", outcome.kept),
         ("renamed too", [f"{where} ({count} keys)" for where, count in also.items()]),
         ("left out", outcome.left_out),
-        (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
+        (
+            f"left out, as {saved.format} {saved.why_left_out}",
+            [n for n in saved.left_out if not _is_versions(n)],
+        ),
         ("written once, with the tie in the metadata", saved.tied),
         ("written once per name, though they share memory", saved.copied),
-        ("code that its pickle names, and that loading it without weights_only runs", saved.mentions),
         ("other files of the folder, not copied", saved.not_copied),
+        ("put into the folder by another process meanwhile, and kept", saved.given_back),
+        ("could not be removed", saved.not_removed),
         ("keys became text, as dcp has no others (convert --full keeps them)", saved.text_keys),
     ):
         if names:
             console.note(f"{said}: {console.names(names)}")
+    if saved.mentions:  # all of them: what is left out here may be what matters
+        console.note(
+            "its pickle names what could run when it is loaded without weights_only: "
+            f"{', '.join(map(printable, saved.mentions))}"
+        )
+    if console.verbose and (versions := [*filter(_is_versions, saved.left_out)]):
+        where = console.names(versions)
+        console.note(f"left out: torch's versions of modules ({where}), which load_state_dict can do without")
     if saved.keyed_by_text:
         console.note(
             "keyed by text, with which torch loads no momentum outside DCP: "
             f"{console.names(saved.keyed_by_text)}; numbers again: {_to_indices(saved)}"
         )
+
+
+def _is_versions(name: str) -> bool:
+    """Whether a name is that of torch's versions of modules, whose loss few care about."""
+    return name == "_metadata" or name.endswith("._metadata")
 
 
 def _to_indices(saved: Saved) -> str:

@@ -1,4 +1,4 @@
-"""Signals blocked or deferred while a block of code must not be interrupted."""
+"""Signals deferred while a block of code must not be interrupted."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ from collections.abc import Iterator
 
 ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 """Signals at which the process ends."""
-
-
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block the signals in `ENDING` for this thread until the block ends, also for a child forked in it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import os
 import re
-import shutil
 import stat
 import time
 import zlib
@@ -103,7 +102,12 @@ def remove_abandoned(folder: str) -> None:
     """
     for path in abandoned(folder, TEMPORARY):
         with contextlib.suppress(OSError):
-            shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+            if os.path.isdir(path):
+                for name in os.listdir(path):  # files alone: no folder is ever made in a temporary one
+                    os.unlink(os.path.join(path, name))
+                os.rmdir(path)
+            else:
+                os.unlink(path)
 
 
 def abandoned(folder: str, ending: str, begin: str | None = None) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Files in and out: `open` finds the format by content (`reading`), `save` by name (`saving`)."""
+"""Opening and saving: `open` finds the format by content (`reading`), `save` by name (`saving`)."""
 
 from __future__ import annotations
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import BinaryIO
+from functools import cached_property
 
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
-from ..checkpoint.checksums import with_checksum
 from ..checkpoint.tensor_likes import require_plain
-from ..errors import Damaged, Refused
+from ..errors import Damaged, FileError, Refused
 from ..files.commit import replacing
 from ..files.copying import DryOutput, Output, Progress
 from ..tensors.ref import Source, Storage, TensorRef
@@ -24,6 +22,8 @@ from .reading import read
 from .safetensors import format as safetensors
 from .safetensors import in_place
 from .save_report import PICKLES, Saved, saved_state, saved_whole
+
+Check = Callable[[Checkpoint], None]
 
 
 class SavePlan:
@@ -80,31 +80,37 @@ class SavePlan:
             moved = sum({id(storage): storage.nbytes for _, storage in self.storages()}.values())
         else:
             moved = sum(tensor.nbytes for tensor in self._kept().values())
-        summed = sum(storage.nbytes for _, storage in with_checksum(self.storages())) if verify else 0
         compared = 2 * sum(tensor.nbytes for tensor in self.tensors().values()) if verify else 0
-        return summed + (0 if dry_run else moved + compared)
+        return 0 if dry_run else moved + compared
 
     def write_folder(
-        self,
-        shard_size: int | None,
-        verify: bool,
-        dry_run: bool,
-        progress: Progress | None,
-        opened: sharding.Opened,
+        self, shard_size: int | None, dry_run: bool, opened: sharding.Opened, check: Check
     ) -> Saved:
         """Write a folder and put it in place; with `dry_run` only say what would be written.
 
         Args:
             shard_size: the most bytes of a shard; None for the default.
-            verify: compare the values that are read back, too.
             dry_run: write nothing.
-            progress: called with the number of bytes after each piece.
-            opened: makes an output of a file, given which storages go into it.
+            opened: makes an output of a file.
+            check: called with what was written, as it reads back, before it may replace anything.
         """
         size = shard_size or sharding.DEFAULT_SIZE
         plan = FolderPlan(self.checkpoint, self.format, self.state, self.full, self.ties, size)
-        check = partial(self._check_folder, values=verify, progress=progress)
-        return self._saved(plan.dry() if dry_run else plan.write(self.path, opened, check))
+        if dry_run:
+            return self._saved(plan.dry())
+
+        def check_folder(folder: str) -> None:
+            try:
+                found = open_any(folder)
+            except FileError as fault:
+                reason = fault.message.replace(f"{folder}{os.sep}", "").replace(f"{folder}: ", "")
+                raise Damaged(
+                    self.path, f"does not read back as intended, and was not kept: {reason}"
+                ) from None
+            with found:
+                check(found)
+
+        return self._saved(plan.write(self.path, opened, check_folder))
 
     def dry_run(self) -> Saved:
         """Return what `write_file` would, and raise what it would."""
@@ -114,15 +120,15 @@ class SavePlan:
         nbytes = out.position if self._header_in_place is None else source.size
         return self._saved(FolderWritten(nbytes, 0))
 
-    def write_file(self, verify: bool, progress: Progress | None, opened: sharding.Opened) -> Saved:
+    def write_file(self, opened: sharding.Opened, check: Check) -> Saved:
         """Write a file and put it in place. Arguments as of `write_folder`."""
         with replacing(self.path) as file:
-            with opened(file, (storage for _, storage in self.checkpoint.storages())) as out:
+            with opened(file) as out:
                 if self._header_in_place is None:
                     self._write(out)
                 else:
                     in_place.write(self.checkpoint.source, self._header_in_place, out)
-            self._check(file, values=verify, progress=progress)
+            check(read(Source(self.path, os.dup(file.fileno()))))
         return self._saved(FolderWritten(out.position, 0))
 
     def _write(self, out: Output) -> None:
@@ -157,16 +163,17 @@ class SavePlan:
         header = safetensors.header(source.path, ordered, self._metadata(), fill=start)
         return header if len(header) == start else None
 
-    def _check(self, file: BinaryIO, *, values: bool, progress: Progress | None) -> None:
-        """Read the file that was written, before it may replace anything."""
-        self._compare(read(Source(self.path, os.dup(file.fileno()))), values, progress)
+    def compare(self, found: Checkpoint, *, values: bool, progress: Progress | None) -> None:
+        """Compare what was written with what was intended.
 
-    def _check_folder(self, folder: str, *, values: bool, progress: Progress | None) -> None:
-        """Read the folder that was written, before it may replace anything."""
-        with open_any(folder) as found:
-            self._compare(found, values, progress)
+        Args:
+            found: the output as it reads back.
+            values: compare the values too, not only names, types and shapes.
+            progress: called with the number of bytes after each piece of values.
 
-    def _compare(self, found: Checkpoint, values: bool, progress: Progress | None) -> None:
+        Raises:
+            Damaged: they differ.
+        """
         meant = self.tensors()
         there = dict(found.tensors()) if self.state is None else found.state("").tensors
         same = _structure(meant) == _structure(there)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from functools import partial
 
+from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.checksums import require_intact
+from ..checkpoint.checksums import Checksums
 from ..files.commit import require_folder
-from ..files.copying import Progress
-from ..files.fork import output
+from ..files.copying import Output, Progress
 from .destination import format_of_output, require_place, require_sense
 from .folders import folders
 from .save_plan import SavePlan
 from .save_report import PICKLES, Saved
 
 
+@takes_checkpoint
 def save(
     checkpoint: Checkpoint,
     path: str | os.PathLike[str],
@@ -25,12 +26,11 @@ def save(
     keep_copies: bool = False,
     to: str | None = None,
     shard_size: int | None = None,
-    verify: bool = False,
+    verify: bool | None = None,
     force: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
     expect: Progress | None = None,
-    fork: bool = False,
 ) -> Saved:
     """Write a checkpoint.
 
@@ -48,17 +48,16 @@ def save(
         keep_copies: write a tied tensor once per name, instead of recording the tie.
         to: the format; None: that of the folder which is there, or the one that the name's ending says.
         shard_size: the most bytes of a shard, in sharded formats; 5 GB when None.
-        verify: first compare what is read with the checksums that its file states; afterwards compare the
-            values too, not only names, types and shapes.
+        verify: None: compare what is read with the checksums that its file states, in the same pass, and read
+            back the names, types and shapes that were written. True: read back the values too. False: do not
+            compare checksums either.
         force: replace an existing output. Of a folder only the files of the checkpoint in it are replaced;
             if it holds others, it must be the one that the checkpoint was read from, where they stay.
         dry_run: write nothing: the same result, exact size included, and the same errors. Of DCP the size is
             that of the values alone, and an error of torch's own library is not foreseen.
-        progress: called with the number of bytes after each piece; with `verify` whatever is read again
-            counts too.
+        progress: called with the number of bytes after each piece; with `verify=True` those of the values
+            that are read back count too.
         expect: called first, with about the number of bytes that progress will come to.
-        fork: let a second process help with values that are computed, such as those of another type, where
-            that is worth it. For programs of one thread, on Linux; elsewhere it does nothing.
 
     Returns:
         What was written, and by name what was not.
@@ -84,10 +83,17 @@ def save(
     whole = kind not in PICKLES and (checkpoint.full if full is None else full)
     plan = SavePlan(checkpoint, name, kind, state, whole, keep_copies)
     if expect is not None:
-        expect(plan.work(verify, dry_run))
-    opened = partial(output, progress=progress, fork=fork)
-    if verify:
-        require_intact(checkpoint, plan.storages(), progress)
-    if kind in folders.NAMES:
-        return plan.write_folder(shard_size, verify, dry_run, progress, opened)
-    return plan.dry_run() if dry_run else plan.write_file(verify, progress, opened)
+        expect(plan.work(bool(verify), dry_run))
+    opened = partial(Output, progress=progress)
+    is_compared = not dry_run if verify is None else verify
+    with Checksums(checkpoint, plan.storages() if is_compared else ()) as checksums:
+        if dry_run:
+            checksums.finish()
+
+        def check(found: Checkpoint) -> None:
+            checksums.finish()
+            plan.compare(found, values=bool(verify), progress=progress)
+
+        if kind in folders.NAMES:
+            return plan.write_folder(shard_size, dry_run, opened, check)
+        return plan.dry_run() if dry_run else plan.write_file(opened, check)

@@ -24,6 +24,7 @@ from ckpttool.analysis import compare_values
 from ckpttool.analysis.compare import Change, compare
 from ckpttool.analysis.distances import Distance, measurer
 from ckpttool.analysis.equality import Tolerance
+from ckpttool.files import threads
 from ckpttool.tensors.dtypes import DTYPES
 from tests.support import comparing
 from tests.support import every_format as table
@@ -283,7 +284,7 @@ def test_small_tensors_compared_together_keep_their_own_differences(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare_values, "PIECE", 256)
-    monkeypatch.setattr(compare_values, "MANY", 3)
+    monkeypatch.setattr(threads, "MANY", 3)
     a = {f"{i}": torch.zeros(1 + i * 7 % 200) for i in range(60)}
     b = {name: tensor + (int(name) % 5 == 0) * int(name) for name, tensor in a.items()}
     found = compared(folder, a, b).changed
@@ -556,7 +557,7 @@ def test_one_bit_in_one_of_100_000_tensors_is_found_and_named(tmp_path: Path) ->
         raw[checkpoint.state().tensors["layer.77777"].data.offset + 4] ^= 1  # type: ignore[union-attr]
     (tmp_path / "b.pt").write_bytes(raw)
     with ckpttool.open(tmp_path / "a.pt") as a, ckpttool.open(tmp_path / "b.pt") as b:
-        (change,) = compare(a, b).changed
+        (change,) = compare(a, b, verify=False).changed
     assert (change.name, change.index) == ("layer.77777", (1,))
     assert change.distance is not None and (change.distance.differ, change.distance.max_ulp) == (1, 1)
 

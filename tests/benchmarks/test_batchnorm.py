@@ -1,4 +1,4 @@
-"""benchmarks/batchnorm: that it runs, and divides what it should; never how fast."""
+"""benchmarks/batchnorm: it runs and computes the right ratios; never how fast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckpttool.batchnorm.sync_batchnorm import SyncBatchNorm
 from train.models import resnet20
 
 
-def test_ratios_are_of_the_steps_beyond_the_start(tmp_path: Path) -> None:
+def test_ratios_leave_out_the_start(tmp_path: Path) -> None:
     seconds = {batchnorm.START: 2.0, batchnorm.NONE: 3.0, batchnorm.PLAIN: 4.0, batchnorm.SYNC: 6.0}
     results = {name: [Run(number, 0, 0)] for name, number in seconds.items()}
     case = batchnorm.set_up(tmp_path, 0)
@@ -27,7 +27,7 @@ def test_ratios_are_of_the_steps_beyond_the_start(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind, norms", [("none", []), ("plain", [nn.BatchNorm2d]), ("sync", [SyncBatchNorm])]
 )
-def test_models_differ_in_their_normalisation_alone(kind: str, norms: list[type]) -> None:
+def test_the_models_differ_only_in_their_normalisation(kind: str, norms: list[type]) -> None:
     model = KINDS[kind](resnet20())
     assert {type(m) for m in model.modules() if "Norm" in type(m).__name__} == set(norms)
     assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == 19

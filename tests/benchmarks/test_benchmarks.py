@@ -1,4 +1,4 @@
-"""benchmarks/: that it measures the right thing, prints all of it and leaves nothing; never how fast."""
+"""benchmarks/: it measures the right thing, prints all of it and leaves nothing behind; never how fast."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.case import Case, Run, Way
+from benchmarks.disk_space import choose_folder
+from benchmarks.markdown import check_marks, put_between_marks
 from benchmarks.process import CommandFailed, timed
-from benchmarks.readme import put_between_marks
 from benchmarks.report import as_text
-from benchmarks.room import choose_folder
 from benchmarks.sizes import parse_size, show_size
 from benchmarks.targets import at_least_times_faster, at_most_times, beyond, ratio
 from benchmarks.turns import in_turns
@@ -43,21 +43,22 @@ TARGETS = [
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, Path]:
-    """One whole run, as small as can be: what it printed, the folder it used, the README it filled."""
-    folder = tmp_path_factory.mktemp("bench")
-    readme = tmp_path_factory.mktemp("readme") / "README.md"
-    readme.write_text("before\n<!-- benchmarks -->old<!-- /benchmarks -->\nafter\n")
-    # The others are made of the same parts; a hundred thousand tensors would take a while.
+    """One small run: the lines it printed, the folder of its files, the folder with the pages it filled."""
+    folder, pages = tmp_path_factory.mktemp("bench"), tmp_path_factory.mktemp("pages")
+    (pages / "docs").mkdir()
+    for page in ("README.md", "docs/benchmarks.md"):
+        (pages / page).write_text("before\n<!-- benchmarks -->old<!-- /benchmarks -->\nafter\n")
+    # The other benchmarks consist of the same parts; a hundred thousand tensors would take a while.
     chosen = ["strip-prefix", "from-safetensors", "in-place", "start-up"]
-    options = ["--size", "8MB", "--rounds", "1", "--folder", folder, "--markdown", readme]
+    options = ["--size", "8MB", "--rounds", "1", "--folder", folder, "--markdown", pages]
     options += [word for name in chosen for word in ("--only", name)]
     done = subprocess.run([*BENCH, *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines(), folder, readme
+    return done.stdout.splitlines(), folder, pages
 
 
 @pytest.mark.parametrize("row", ROWS + TARGETS)
-def test_every_row_is_printed_and_again_as_markdown(bench, row):
+def test_every_row_is_printed_as_text_and_as_markdown(bench, row):
     lines, _, _ = bench
     assert any(line.startswith(row + "  ") for line in lines)
     assert any(line.startswith(f"| {row} |") for line in lines)
@@ -69,7 +70,7 @@ def test_the_text_tables_fit_80_columns(bench):
     assert [line for line in text if len(line) > 80] == []
 
 
-def test_targets_are_met_or_missed_and_a_miss_is_no_failure(bench):
+def test_a_missed_target_is_no_failure(bench):
     lines, _, _ = bench
     verdicts = [line.split()[-1] for line in lines if line.startswith(tuple(t + "  " for t in TARGETS))]
     assert set(verdicts[-5:]) <= {"met", "MISSED"}
@@ -80,27 +81,50 @@ def test_nothing_is_left_in_the_folder(bench):
     assert list(folder.iterdir()) == []
 
 
-def test_the_tables_go_between_the_marks_of_a_readme(bench):
-    _, _, readme = bench
-    text = readme.read_text()
+def test_all_tables_go_between_the_marks_of_the_page_about_speed(bench):
+    _, _, pages = bench
+    text = (pages / "docs" / "benchmarks.md").read_text()
     assert text.startswith("before\n<!-- benchmarks -->\n**strip-prefix, 8 MB")
     assert text.endswith("\n<!-- /benchmarks -->\nafter\n")
     assert "old" not in text
     assert f"Python {sys.version.split()[0]}" in text
 
 
-def test_a_readme_without_marks_is_refused_before_measuring(tmp_path):
+def test_one_table_with_the_main_targets_of_each_case_goes_into_the_readme(bench):
+    _, _, pages = bench
+    text = (pages / "README.md").read_text()
+    assert text.startswith("before\n<!-- benchmarks -->\n| job | compared | measured | limit | memory |\n")
+    assert text.endswith("\n<!-- /benchmarks -->\nafter\n")
+    jobs = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| ")][2:]
+    assert jobs == [
+        "ckpttool strip-prefix / cp",
+        "torch.load + save_file / ckpttool strip-prefix",
+        ".safetensors to the same / cp",
+        "strip-prefix in place, beyond --dry-run of 1 MB",
+        "ckpttool --help, beyond python -c pass",
+    ]
+    assert f"Python {sys.version.split()[0]}" in text
+
+
+def test_pages_without_marks_are_refused_before_measuring(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("nothing to put it between")
-    done = subprocess.run([*BENCH, "--markdown", readme], cwd=ROOT, capture_output=True, text=True)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "benchmarks.md").write_text("<!-- benchmarks --><!-- /benchmarks -->")
+    done = subprocess.run([*BENCH, "--markdown", tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "<!-- benchmarks -->" in done.stderr
+    assert f"{readme}: has no lines <!-- benchmarks -->" in done.stderr
     with pytest.raises(ValueError, match="has no lines"):
         put_between_marks(readme, "x")
 
 
+def test_the_pages_of_this_repository_have_the_marks():
+    for page in ("README.md", "docs/benchmarks.md"):
+        check_marks(ROOT / page)
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_it_ends_what_it_started_and_leaves_nothing(tmp_path, number, code):
+def test_an_interrupted_run_ends_its_processes_and_leaves_no_file(tmp_path, number, code):
     process = subprocess.Popen(
         [*BENCH, "--only", "strip-prefix", "--size", "8MB", "--rounds", "1000", "--folder", tmp_path],
         cwd=ROOT,
@@ -115,7 +139,7 @@ def test_interrupted_it_ends_what_it_started_and_leaves_nothing(tmp_path, number
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_size_without_room_is_left_out_and_said():
+def test_a_size_that_does_not_fit_is_left_out_with_a_remark():
     done = subprocess.run(
         [*BENCH, "--only", "strip-prefix", "--size", "900TB"], cwd=ROOT, capture_output=True, text=True
     )
@@ -123,7 +147,7 @@ def test_a_size_without_room_is_left_out_and_said():
     assert "strip-prefix, 900 TB: left out, it needs" in done.stdout
 
 
-def test_without_a_large_enough_tmpfs_a_temporary_folder_is_taken_and_said():
+def test_without_a_large_enough_tmpfs_the_temporary_folder_is_used_with_a_remark():
     folder, remark = choose_folder(10**18)
     assert folder.is_dir()
     assert "tmpfs" in remark
@@ -151,7 +175,7 @@ def test_the_ways_take_turns_after_a_warm_up(tmp_path):
     assert [len(runs) for runs in results.values()] == [2, 2]
 
 
-def test_each_run_writes_afresh_and_is_prepared(tmp_path):
+def test_each_run_is_prepared_and_writes_a_new_output(tmp_path):
     out, used = tmp_path / "out", tmp_path / "used"
     way = Way("once", ["sh", "-c", f"set -C; : > {out}; rm {used}"], output=out, before=used.touch)
     in_turns(Case("fresh", [way], memory=1 << 22), rounds=2, ready=True)
@@ -165,7 +189,7 @@ def test_compared_ways_must_write_the_same_bytes(tmp_path):
         in_turns(Case("different", ways), rounds=1)
 
 
-def test_the_peak_is_the_commands_own_and_not_the_harness():
+def test_the_peak_is_that_of_the_command_not_of_the_harness():
     grown = bytearray(os.urandom(1)) * 200_000_000
     small, large = timed(["true"]), timed([sys.executable, "-c", "x = b'x' * 100_000_000"])
     del grown
@@ -191,7 +215,7 @@ def test_sizes_are_read_as_people_write_them(text, size):
 
 
 @pytest.mark.parametrize("text", ["", "2", "GB", "2GiB", "-1GB", "1e3MB"])
-def test_what_is_no_size_is_refused(text):
+def test_text_that_is_not_a_size_is_refused(text):
     with pytest.raises(ValueError, match="is not a size"):
         parse_size(text)
 
@@ -199,5 +223,5 @@ def test_what_is_no_size_is_refused(text):
 @pytest.mark.parametrize(
     "size, text", [(2e9, "2 GB"), (24_123_000, "24.1 MB"), (999_600, "1 MB"), (0, "0 kB")]
 )
-def test_sizes_are_shown_in_three_digits(size, text):
+def test_sizes_are_shown_with_three_digits(size, text):
     assert show_size(size) == text

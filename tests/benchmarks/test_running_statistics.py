@@ -20,11 +20,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     return measure(tmp_path_factory.mktemp("statistics"))
 
 
-def test_the_weights_are_the_same_to_the_bit_whatever_the_statistics(measured: Measured) -> None:
+def test_both_trainings_end_with_the_same_weights(measured: Measured) -> None:
     assert measured.same_weights
 
 
-def test_statistics_of_any_one_rank_cost_accuracy_and_pooling_gives_it_back(measured: Measured) -> None:
+def test_the_statistics_of_one_rank_cost_accuracy_and_pooling_recovers_it(measured: Measured) -> None:
     assert len(measured.ranks) == 4
     # With three seeds: 3.8 points or more above the ranks' mean, and 3.9 or more above rank 0.
     assert measured.pooled[-1] > sum(measured.ranks) / 4 + 0.03
@@ -34,16 +34,18 @@ def test_statistics_of_any_one_rank_cost_accuracy_and_pooling_gives_it_back(meas
     assert all(ours >= theirs for ours, theirs in zip(measured.pooled, measured.plain, strict=True))
 
 
-def test_plain_scores_what_the_statistics_of_rank_0_score(measured: Measured) -> None:
+def test_plain_scores_as_the_statistics_of_rank_0(measured: Measured) -> None:
     assert measured.ranks[0] == measured.plain[-1]
     assert measured.ranks[0] not in measured.ranks[1:], "else the ranks would hardly differ"
 
 
-def test_files_pooled_afterwards_score_what_the_pooled_training_scores(measured: Measured) -> None:
-    assert measured.offline == measured.pooled[-1]
+def test_files_pooled_afterwards_score_as_the_pooled_training(measured: Measured) -> None:
+    """Almost: files of single ranks lack the variance between ranks within a step."""
+    assert measured.offline == pytest.approx(measured.pooled[-1], abs=0.02)
+    assert measured.offline > max(measured.ranks)
 
 
-def test_ranks_have_classes_of_their_own_and_together_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_has_its_own_classes_and_together_they_have_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     found = []
     for rank in range(4):
@@ -54,10 +56,12 @@ def test_ranks_have_classes_of_their_own_and_together_all(monkeypatch: pytest.Mo
     assert found == [{0, 1, 2}, {3, 4}, {5, 6, 7}, {8, 9}]
 
 
-def test_a_rank_file_differs_from_the_checkpoint_in_that_ranks_statistics_alone(tmp_path: Path) -> None:
+def test_a_rank_file_differs_from_the_checkpoint_only_in_the_statistics(tmp_path: Path) -> None:
     model = {"module.1.weight": torch.ones(2), "module.1.running_mean": torch.zeros(2)}
-    statistics = [{"1": {"met": [32, 2], "running_mean": torch.full((2,), float(rank))}} for rank in (1, 2)]
-    torch.save({"model": model, "statistics": statistics}, tmp_path / "last.pt")
+    torch.save({"model": model}, tmp_path / "last.pt")
+    for rank in (1, 2):
+        statistics = {"1.running_mean": torch.full((2,), float(rank))}
+        torch.save(statistics, tmp_path / f"statistics{rank - 1}.pt")
     for rank, path in enumerate(write_rank_files(tmp_path / "last.pt", tmp_path), 1):
         state = torch.load(path, weights_only=True)["model"]
         assert list(state) == list(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,10 +64,11 @@ def test_a_file_without_a_state_is_exit_3(cli: Cli, tmp_path: Path) -> None:
     assert (ran.code, ran.out) == (3, "")
 
 
-def test_quiet_prints_nothing(cli: Cli, tmp_path: Path) -> None:
-    torch.save(STATE, tmp_path / "in.pt")
+def test_quiet_prints_the_digest_alone(cli: Cli, tmp_path: Path) -> None:
+    torch.save({"model": STATE, "ema": STATE}, tmp_path / "in.pt")
     ran = cli("digest", tmp_path / "in.pt", "-q")
-    assert (ran.code, ran.out, ran.err) == (0, "", "")
+    assert (ran.code, ran.err) == (0, "")
+    assert re.fullmatch(r"[0-9a-f]{64}\n", ran.out)
 
 
 def test_a_file_name_can_t_steer_the_terminal(cli: Cli, tmp_path: Path) -> None:

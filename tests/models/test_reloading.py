@@ -241,6 +241,27 @@ def test_another_state_that_fits_is_hinted_at(net: Net, tmp_path: Path) -> None:
     reload(tmp_path / "f.pt", fresh(), state="teacher")
 
 
+def test_several_commands_are_one_hint(net: Net, cli: Any, tmp_path: Path) -> None:
+    state = prefixed(net.state_dict(), "backbone.")
+    state["backbone.head.weight"] = state["backbone.head.weight"].t().contiguous()
+    wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
+    commands = str(wrong.hint).split(" && ")
+    assert len(commands) == 2
+    for command in commands:
+        made = pasted(command, cli)
+    model = fresh()
+    reload(made, model)
+    assert_same(net.state_dict(), model.state_dict())
+
+
+def test_a_command_that_alone_would_not_help_is_no_hint(net: Net, tmp_path: Path) -> None:
+    """The prefix is stripped while loading; what keeps the state from loading is its size."""
+    path = saved(prefixed(net.state_dict(), "module."), tmp_path / "f.pt")
+    wrong = mismatch(path, Net(classes=5))
+    assert "strip-prefix" not in str(wrong.hint)
+    assert "'head' has 3 outputs in the file and 5 in the model" in str(wrong.hint)
+
+
 def test_the_hint_is_inspect_where_no_command_helps(tmp_path: Path) -> None:
     wrong = mismatch(saved({"x": torch.ones(1)}, tmp_path / "f.pt"), fresh())
     assert str(wrong.hint) == f"ckpttool inspect {tmp_path}/f.pt"

@@ -1,4 +1,4 @@
-"""What tests of several ranks ask for by name."""
+"""Fixtures for tests of several ranks."""
 
 from __future__ import annotations
 

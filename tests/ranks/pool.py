@@ -1,4 +1,4 @@
-"""Ranks kept alive for a whole test session.
+"""A pool of ranks, kept alive for a whole test session.
 
 Starting a rank costs two seconds, most of it `import torch`. So a pool starts its ranks once, in a gloo
 process group on the CPU, and runs case after case in them. A case is an importable function
@@ -29,7 +29,7 @@ SHOWN = 4000
 
 
 class CaseFailed(Exception):
-    """A case did not end well on every rank; the message says how it ended on each."""
+    """A case failed on some rank; the message says how it ended on each."""
 
 
 class Rank(NamedTuple):
@@ -140,7 +140,7 @@ def _tail(log: str) -> str:
 
 
 def _serve(rank: int, size: int, folder: str, log: str, pipe: Connection) -> None:
-    """A rank's life: join the group, then answer cases until the pipe is closed."""
+    """Join the group, then run the cases that arrive until the pipe is closed."""
     import faulthandler
     import traceback
 

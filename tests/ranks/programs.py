@@ -1,4 +1,4 @@
-"""The two programs of train/ as a user starts them: processes of their own."""
+"""The two programs of train/, started in processes of their own."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def pair():
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This process's own, with the one thread that torchrun would say it sets."""
+    """Return this process's environment with one thread, which torchrun would set with a note."""
     inherited = {name: value for name, value in os.environ.items() if name != "CKPTTOOL_DEBUG"}
     return {**inherited, "OMP_NUM_THREADS": "1", **more}
 
 
 def start(command: list[str], cwd: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end; `more` are variables of its environment."""
+    """Run a command to its end; `more` are variables of its environment."""
     return subprocess.run(
         command,
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""Cases in which several ranks save one checkpoint, each its part."""
+"""Cases in which several ranks save parts of one checkpoint."""
 
 from __future__ import annotations
 

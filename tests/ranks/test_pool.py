@@ -1,4 +1,4 @@
-"""The pool itself: a rank that raises, dies or hangs fails one test, and no other."""
+"""The pool of ranks: a rank that raises, dies or hangs fails one test, and no other."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_ranks_stay_alive_between_cases(pool):
     ],
     ids=["raises", "dies", "hangs"],
 )
-def test_a_rank_that_fails_is_named_and_the_next_case_finds_new_ranks(pool, case, said):
+def test_a_rank_that_fails_is_named_and_the_next_case_gets_new_ranks(pool, case, said):
     before = pool.run(own_pid)
     with pytest.raises(CaseFailed) as failure:
         pool.run(case, timeout=1 if case is hang_on_one else 30)

@@ -23,7 +23,7 @@ def place(rank: int, world_size: int) -> Place:
 def tensors(
     shape: tuple[int, ...], samples: int, *, tests: int = 10, dtype: torch.dtype = torch.float32
 ) -> Data:
-    """Random samples of ten classes, the same ones each time."""
+    """Return random samples of ten classes, the same ones each time."""
     generator = torch.Generator().manual_seed(5)
     inputs = torch.rand(samples + tests, *shape, generator=generator, dtype=torch.float64).to(dtype)
     labels = torch.randint(10, (samples + tests,), generator=generator)
@@ -33,13 +33,13 @@ def tensors(
 
 
 def seeded(make: Any, seed: int = 3) -> nn.Module:
-    """The module that `make` makes, with the same weights each time."""
+    """Return the module that `make` makes, with the same weights each time."""
     torch.manual_seed(seed)
     return make()
 
 
 def alone(make: Any, data: Data, batch_size: int, epochs: int = 1, **settings: Any) -> nn.Module:
-    """The model after training as everybody would write it: one process, no DDP, the mean of whole batches.
+    """Return the model after plain training: one process, no DDP, the mean of whole batches.
 
     Args:
         settings: of `torch.optim.SGD`.

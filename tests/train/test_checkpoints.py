@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from tests.ranks import trainings
-from train import checkpoints, models, run_folder
+from train import checkpoints, models, run_folder, saving
 from train.config import Every, TrainConfig
 
 PLAIN = (type(None), bool, int, float, str, torch.Tensor)
@@ -29,7 +29,7 @@ def save_after_an_epoch(rank: int, world_size: int, folder: str, settings: dict[
     trainer = make_trainer(rank, world_size, **settings)
     trainings.finish_epoch(trainer)
     before = trainer.ddp.module.bn1.running_mean.clone()
-    checkpoints.save(trainer, folder, ["last.pt"])
+    saving.save(trainer, folder, ["last.pt"])
     return before, trainer.ddp.module.bn1.running_mean.clone()
 
 
@@ -64,7 +64,7 @@ def test_the_optimizers_state_names_its_parameters_as_the_model_does(saved):
     assert len(saved["state"]["optimizer"]["state"]) == len(group["param_names"])
 
 
-def test_a_checkpoint_says_where_the_run_stands_and_what_it_rests_on(saved):
+def test_a_checkpoint_records_the_progress_the_plan_and_the_versions(saved):
     state = saved["state"]
     assert state["progress"] == {
         "epoch": 1, "step": 0, "global_step": 2, "samples": 8, "best": -1.0, "sums": [[0.0] * 3] * 2,
@@ -89,7 +89,7 @@ def test_batchnorm_statistics_are_made_equal_before_a_save(saved):
     assert torch.equal(saved["state"]["model"]["module.bn1.running_mean"], first)
 
 
-def test_nothing_but_the_checkpoint_is_left_in_the_folder(saved):
+def test_a_save_leaves_only_the_checkpoint_in_the_folder(saved):
     assert os.listdir(saved["folder"]) == ["last.pt"]
 
 
@@ -108,7 +108,7 @@ def save_with_a_difference(rank: int, world_size: int, folder: str, where: str) 
             else:
                 trainer.optimizer.param_groups[0]["lr"] = 0.2
     try:
-        checkpoints.save(trainer, folder, ["last.pt"])
+        saving.save(trainer, folder, ["last.pt"])
     except CkptToolError as error:
         return type(error).__name__, str(error)
     return None
@@ -123,7 +123,7 @@ def save_with_a_difference(rank: int, world_size: int, folder: str, where: str) 
         ("settings", "the optimizer's settings of group 0"),
     ],
 )
-def test_ranks_that_differ_stop_naming_tensor_and_rank_and_write_no_file(
+def test_ranks_that_differ_name_the_tensor_and_the_rank_and_write_no_file(
     run_ranks, tmp_path, size, where, what
 ):
     said = f"rank 1 holds another {what} than rank 0, before saving"
@@ -137,7 +137,7 @@ def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value:
     if rank == on:
         trainer.ddp.module.state_dict()[name][0] = value
     try:
-        checkpoints.Saver(trainer, folder).after_epoch(best=True)
+        saving.Saver(trainer, folder).after_epoch(best=True)
     except CkptToolError as error:
         return type(error).__name__, str(error)
     return None
@@ -147,9 +147,7 @@ def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value:
     ("name", "value"), [("linear.bias", float("nan")), ("bn1.running_var", float("inf"))], ids=str
 )
 @pytest.mark.parametrize("on", [0, 1])
-def test_what_is_lost_on_one_rank_alone_ends_all_and_is_that_ranks_to_tell(
-    run_ranks, tmp_path, name, value, on
-):
+def test_nan_on_one_rank_ends_all_ranks_and_that_rank_reports_it(run_ranks, tmp_path, name, value, on):
     answers = run_ranks(2, save_what_is_lost, str(tmp_path), name, value, on)
     said = f"after 2 steps {name} is NaN or infinite: nothing can be learned from here on"
     assert answers.pop(on) == ("CheckFailed", said)
@@ -163,7 +161,7 @@ def save_on_a_full_disk(rank: int, world_size: int, folder: str) -> Any:
     if rank == 0:  # Python ignores the signal, so a write past the limit fails as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
     try:
-        checkpoints.save(trainer, folder, ["last.pt"])
+        saving.save(trainer, folder, ["last.pt"])
     except CkptToolError as error:
         return type(error).__name__, str(error), error.exit_code
     finally:
@@ -187,9 +185,9 @@ def test_a_failed_write_on_rank_0_stops_every_rank_and_leaves_the_old_file(run_r
 
 
 def files_of_a_run(rank: int, world_size: int, folder: str, best: list[bool], settings: Any) -> Any:
-    """The files after each epoch of a run in which the epochs marked are the best so far."""
+    """Return the files after each epoch of a run in which the marked epochs are the best so far."""
     trainer = make_trainer(rank, world_size, epochs=len(best), **settings)
-    saver, seen = checkpoints.Saver(trainer, folder), []
+    saver, seen = saving.Saver(trainer, folder), []
     for is_best in best:
         for _ in trainer.steps():
             saver.after_step()
@@ -218,13 +216,13 @@ def files_of_a_run(rank: int, world_size: int, folder: str, best: list[bool], se
     ],
     ids=["each epoch", "every second", "best only", "steps", "keep"],
 )
-def test_files_are_written_when_asked_for_after_the_last_epoch_and_for_the_best(
+def test_checkpoints_are_written_as_often_as_asked_after_the_last_epoch_and_for_the_best(
     run_ranks, tmp_path, settings, best, files
 ):
     assert run_ranks(1, files_of_a_run, str(tmp_path), best, settings) == [files]
 
 
-def test_best_stays_as_it_was_when_last_goes_on(run_ranks, tmp_path):
+def test_best_pt_is_not_changed_by_later_saves_of_last_pt(run_ranks, tmp_path):
     run_ranks(1, files_of_a_run, str(tmp_path), [True, False], {})
     epochs = [
         torch.load(tmp_path / n, weights_only=True)["progress"]["epoch"] for n in ("best.pt", "last.pt")
@@ -232,7 +230,7 @@ def test_best_stays_as_it_was_when_last_goes_on(run_ranks, tmp_path):
     assert epochs == [1, 2]
 
 
-def test_the_numbered_checkpoints_kept_are_those_written_last_also_when_a_run_went_back(tmp_path):
+def test_the_numbered_checkpoints_written_last_are_kept_even_if_their_numbers_are_smaller(tmp_path):
     for second, number in enumerate((7, 8, 4, 5)):
         path = tmp_path / run_folder.numbered(number)
         path.touch()
@@ -242,31 +240,31 @@ def test_the_numbered_checkpoints_kept_are_those_written_last_also_when_a_run_we
 
 
 @pytest.mark.parametrize("keep", range(1, 9))
-def test_no_more_numbered_checkpoints_are_dropped_than_are_too_many(tmp_path, keep):
+def test_only_numbered_checkpoints_beyond_keep_are_removed(tmp_path, keep):
     for number in range(5):
         (tmp_path / run_folder.numbered(number)).touch()
     run_folder.drop_old(str(tmp_path), keep=keep)
     assert len(os.listdir(tmp_path)) == min(5, keep)
 
 
-def test_a_log_that_cant_be_written_is_a_failure_with_its_path(tmp_path):
+def test_a_log_that_cant_be_written_is_an_error_that_names_it(tmp_path):
     (tmp_path / "log.jsonl").mkdir()
     with pytest.raises(FileError, match=r"log\.jsonl: could not be written"):
         run_folder.append_to_log(str(tmp_path), {"epoch": 1})
 
 
-def test_the_log_is_json_even_when_the_loss_is_not_a_number(tmp_path):
+def test_a_loss_of_nan_is_null_in_the_log(tmp_path):
     run_folder.append_to_log(str(tmp_path), {"epoch": 1, "loss": float("nan"), "lr": 0.5})
     assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 1, "loss": null, "lr": 0.5}\n'
 
 
-def test_the_log_forgets_later_epochs_and_a_line_that_a_crash_cut_off(tmp_path):
+def test_cutting_the_log_removes_later_epochs_and_a_line_cut_off_by_a_crash(tmp_path):
     (tmp_path / "log.jsonl").write_text('{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n{"epo')
     run_folder.cut_log(str(tmp_path), 2)
     assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 1}\n{"epoch": 2}\n'
 
 
-def test_where_there_are_no_links_the_second_file_is_a_copy(tmp_path, monkeypatch):
+def test_the_second_file_is_a_copy_if_the_file_system_has_no_links(tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(1, "no links here")
 
@@ -280,7 +278,7 @@ def test_where_there_are_no_links_the_second_file_is_a_copy(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("name", ["last.pt", "best.pt", "log.jsonl", "step-000007.pt"])
-def test_a_folder_that_holds_a_run_is_refused_and_names_the_ways_on(name, tmp_path):
+def test_a_folder_that_holds_a_run_is_refused_with_the_flags_to_give(name, tmp_path):
     (tmp_path / name).write_bytes(b"precious")
     with pytest.raises(UsageFault, match="already holds a run") as fault:
         run_folder.choose(TrainConfig(out=str(tmp_path)), "now")
@@ -310,7 +308,7 @@ def test_a_folder_that_cant_be_made_names_the_flag(tmp_path):
 # ---- reading -------------------------------------------------------------------------------------------
 
 
-def test_what_was_saved_is_read(saved):
+def test_a_saved_checkpoint_can_be_read(saved):
     assert checkpoints.read(str(saved["folder"] / "last.pt"))["progress"]["epoch"] == 1
 
 

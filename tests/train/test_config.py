@@ -1,4 +1,4 @@
-"""The trainer's flags: what they become, and what is refused before anything starts."""
+"""The trainer's flags: how they are parsed, and what is refused before anything starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from train.config import Every
 from train.main import main
 
 
-def test_the_defaults_are_those_of_the_manual():
+def test_the_defaults_are_those_in_the_manual():
     config = flags.parse([])
     assert (config.data, config.model, config.batch_size, config.out) == ("digits", "simple-cnn", 64, None)
     assert (config.save_every, config.keep, config.resume) == (Every(1, "epochs"), 0, None)
@@ -28,7 +28,7 @@ def test_save_every_counts_epochs_or_steps(text, every):
     assert flags.parse(["--save-every", text]).save_every == every
 
 
-def test_what_is_usual_for_the_optimizer_stands_where_nothing_is_given():
+def test_flags_that_are_not_given_get_the_optimizers_defaults():
     adamw = flags.parse(["--optimizer", "adamw", "--lr", "0.5"])
     assert (adamw.lr, adamw.weight_decay) == (0.5, 0.01)
     assert flags.parse([]).lr == 0.1
@@ -44,7 +44,7 @@ def test_what_is_usual_for_the_optimizer_stands_where_nothing_is_given():
         "--out x --resume auto --workers 2 --seed 5 --deterministic --backend gloo --timeout 3.5",
     ],
 )
-def test_a_configuration_can_be_said_as_flags_again_and_no_usual_one_is(line):
+def test_a_configuration_becomes_flags_again_without_defaults(line):
     config = flags.parse(line.split())
     again = flags.arguments_of(config)
     assert flags.parse(again) == config
@@ -167,7 +167,7 @@ def frozen(num_classes):
         ("frozen", "has no parameters to train"),
     ],
 )
-def test_models_that_ddp_would_stumble_over_are_refused(tmp_path, capsys, monkeypatch, name, said):
+def test_models_that_ddp_cant_train_are_refused(tmp_path, capsys, monkeypatch, name, said):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     (tmp_path / "own.py").write_text(OWN)
@@ -191,7 +191,7 @@ def test_wrong_flags_are_refused_without_importing_torch():
     assert done.stderr.startswith("error: argument --epochs")
 
 
-def test_under_torchrun_a_rank_other_than_0_leaves_it_to_rank_0_to_speak(monkeypatch, capsys):
+def test_under_torchrun_only_rank_0_reports_wrong_flags_at_once(monkeypatch, capsys):
     waited: list[float] = []
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,4 @@
-"""Data sets by name, and what is said when they are not there."""
+"""Data sets by name, and the errors when they are missing or malformed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def labels(samples: Any) -> list[int]:
 # ---- digits and noise ----------------------------------------------------------------------------------
 
 
-def test_digits_are_all_there_once_scaled_to_0_to_1():
+def test_every_digit_is_in_one_part_and_scaled_to_0_to_1():
     digits = load("digits")
     assert (len(digits.train), len(digits.test), digits.shape) == (1442, 355, (1, 8, 8))
     pictures = torch.stack([s[i][0] for s in (digits.train, digits.test) for i in range(len(s))])
@@ -43,7 +43,7 @@ def test_digits_are_all_there_once_scaled_to_0_to_1():
     assert sorted([*train.indices, *test.indices]) == list(range(1797))
 
 
-def test_the_digits_are_divided_the_same_way_each_time_and_alike_in_each_class():
+def test_the_digits_are_divided_in_the_same_way_each_time_and_by_class():
     first, second = load("digits"), load("digits")
     assert first.test.indices == second.test.indices
     in_all = torch.bincount(torch.tensor(labels(first.train) + labels(first.test)))
@@ -66,7 +66,7 @@ def test_fake_samples_are_the_same_each_time_and_differ_between_train_and_test()
     assert not torch.equal(noise.train[0][0], noise.test[0][0])
 
 
-def test_pictures_that_become_other_numbers_are_other_data(tmp_path):
+def test_another_normalisation_gives_another_fingerprint(tmp_path):
     make_pictures = load("fake:8", mean=(0.5, 0.5, 0.5))
     assert make_pictures.fingerprint != load("fake:8").fingerprint
 
@@ -84,7 +84,7 @@ def test_data_sets_with_other_samples_have_other_fingerprints(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "folder"), [("cifar10", "cifar-10-batches-py"), ("mnist", "MNIST/raw")])
-def test_without_the_files_the_path_looked_at_and_the_flags_are_named(tmp_path, name, folder):
+def test_missing_files_are_an_error_that_names_the_path_and_the_flags(tmp_path, name, folder):
     with pytest.raises(UsageFault) as fault:
         load(name, data_root=str(tmp_path))
     assert str(tmp_path / folder) in str(fault.value)
@@ -93,7 +93,7 @@ def test_without_the_files_the_path_looked_at_and_the_flags_are_named(tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_download_that_fails_says_why_and_what_else_to_do(tmp_path, monkeypatch):
+def test_a_failed_download_gives_its_reason_and_another_way(tmp_path, monkeypatch):
     from torchvision import datasets
 
     def offline(*_: object, **__: object) -> None:
@@ -120,7 +120,7 @@ def test_mnist_is_read_as_torchvision_reads_it(tmp_path):
     assert labels(mnist.test) == [0, 1, 2]
 
 
-def test_cifar10_is_normalised_as_colour_pictures_are(tmp_path, monkeypatch):
+def test_cifar10_is_normalised_like_other_colour_images(tmp_path, monkeypatch):
     from torchvision import datasets
 
     folder = tmp_path / "cifar-10-batches-py"
@@ -150,7 +150,7 @@ def make_folder(root: Path, classes: dict[str, int], size: tuple[int, int] = (6,
             Image.frombytes("RGB", size, pixels).save(root / name / f"{number:03d}.png")
 
 
-def test_a_folder_with_train_and_test_is_taken_as_divided(tmp_path):
+def test_a_folder_with_train_and_test_is_already_divided(tmp_path):
     make_folder(tmp_path / "train", {"cat": 3, "dog": 4})
     make_folder(tmp_path / "test", {"dog": 2})
     for loaded in (load(f"folder:{tmp_path}"), data.load_test(DataConfig(data=f"folder:{tmp_path}"))):
@@ -159,19 +159,19 @@ def test_a_folder_with_train_and_test_is_taken_as_divided(tmp_path):
         assert loaded.shape == (3, 4, 6)
 
 
-def test_a_folder_with_one_level_of_classes_is_divided_for_training_and_whole_for_evaluation(tmp_path):
+def test_a_folder_of_classes_is_divided_for_training_and_whole_for_evaluation(tmp_path):
     make_folder(tmp_path, {"cat": 10, "dog": 5})
     loaded = load(f"folder:{tmp_path}")
     assert (labels(loaded.train), labels(loaded.test)) == ([0] * 8 + [1] * 4, [0, 0, 1])
     assert labels(data.load_test(DataConfig(data=f"folder:{tmp_path}")).test) == [0] * 10 + [1] * 5
 
 
-def test_a_folder_with_a_test_part_alone_can_be_evaluated(tmp_path):
+def test_a_folder_with_only_a_test_part_can_be_evaluated(tmp_path):
     make_folder(tmp_path / "test", {"cat": 2, "dog": 1})
     assert labels(data.load_test(DataConfig(data=f"folder:{tmp_path}")).test) == [0, 0, 1]
 
 
-def test_pictures_are_read_as_rgb_and_normalised_as_torchvision_does(tmp_path):
+def test_images_are_read_as_rgb_and_normalised_as_by_torchvision(tmp_path):
     from torchvision import transforms
 
     make_folder(tmp_path, {"cat": 2})
@@ -186,7 +186,7 @@ def test_pictures_are_read_as_rgb_and_normalised_as_torchvision_does(tmp_path):
         assert torch.equal(samples[index][0], transform(Image.open(file).convert("RGB")))
 
 
-def test_mean_and_std_can_be_given_for_all_channels_or_for_each(tmp_path):
+def test_mean_and_std_take_one_number_or_one_per_channel(tmp_path):
     make_folder(tmp_path, {"cat": 1})
     config = {"data": f"folder:{tmp_path}", "mean": (0.5,), "std": (0.25, 0.5, 1.0)}
     picture = data.load_test(DataConfig(**config)).test[0][0]
@@ -196,7 +196,7 @@ def test_mean_and_std_can_be_given_for_all_channels_or_for_each(tmp_path):
         load(f"folder:{tmp_path}", mean=(0.1, 0.2))
 
 
-def test_pictures_of_two_sizes_are_refused_until_resize_makes_them_one(tmp_path):
+def test_images_of_two_sizes_are_refused_without_resize(tmp_path):
     make_folder(tmp_path, {"cat": 2})
     make_folder(tmp_path, {"dog": 1}, size=(8, 8))
     with pytest.raises(UsageFault, match=r"is 8×8, but .* is 6×4") as fault:
@@ -206,7 +206,7 @@ def test_pictures_of_two_sizes_are_refused_until_resize_makes_them_one(tmp_path)
     assert {tuple(resized[index][0].shape) for index in range(3)} == {(3, 5, 5)}
 
 
-def test_a_file_that_is_no_picture_is_named(tmp_path):
+def test_a_file_that_is_not_an_image_is_named(tmp_path):
     make_folder(tmp_path, {"cat": 2})
     (tmp_path / "cat" / "zzz.png").write_bytes(b"not at all")
     with pytest.raises(Damaged, match=r"zzz\.png"):
@@ -225,7 +225,7 @@ def test_a_file_that_is_no_picture_is_named(tmp_path):
     ],
     ids=["empty", "empty class", "unknown class"],
 )
-def test_a_folder_without_what_is_needed_is_refused(tmp_path, make, said):
+def test_a_folder_without_classes_or_images_is_refused(tmp_path, make, said):
     make(tmp_path)
     with pytest.raises(UsageFault, match=said):
         load(f"folder:{tmp_path}")
@@ -268,7 +268,7 @@ def own(tmp_path) -> str:
     return f"{tmp_path}/own.py"
 
 
-def test_a_factory_of_the_users_gives_both_data_sets(own):
+def test_a_users_factory_returns_both_data_sets(own):
     assert load(f"{own}:restless").classes == ("a", "b")
     assert load(f"{own}:plain").classes == ("0", "1", "2")
     assert load(f"{own}:plain").shape == (3,)
@@ -277,12 +277,12 @@ def test_a_factory_of_the_users_gives_both_data_sets(own):
 @pytest.mark.parametrize(
     ("name", "said"), [("one", "two data sets"), ("nameless", "does not say its classes")]
 )
-def test_a_factory_that_returns_something_else_is_told_what_is_wanted(own, name, said):
+def test_a_factory_that_returns_something_else_is_refused_with_what_is_needed(own, name, said):
     with pytest.raises(UsageFault, match=said):
         load(f"{own}:{name}")
 
 
-def test_randomness_of_the_users_data_depends_on_seed_epoch_and_sample_alone(own):
+def test_random_user_data_depends_only_on_seed_epoch_and_sample(own):
     random.seed(0), torch.manual_seed(0), numpy.random.seed(0)
     first = data.load(DataConfig(data=f"{own}:restless"), seed=1).train
     alone = [first[index][0] for index in range(6)]
@@ -297,7 +297,7 @@ def test_randomness_of_the_users_data_depends_on_seed_epoch_and_sample_alone(own
     assert not torch.equal(other[0][0], alone[0])
 
 
-def test_the_users_data_leaves_the_random_state_as_it_was(own):
+def test_loading_user_data_restores_the_random_state(own):
     samples = load(f"{own}:restless").train
     random.seed(4), torch.manual_seed(4), numpy.random.seed(4)
     before = random.random(), torch.rand(1).item(), numpy.random.rand()
@@ -318,7 +318,7 @@ def compare_on_ranks(rank: int, world_size: int, of_rank_1: int) -> Any:
     return None
 
 
-def test_ranks_that_have_loaded_other_data_are_told_where_to_look(run_ranks: Any) -> None:
+def test_ranks_that_loaded_different_data_are_refused_with_a_hint(run_ranks: Any) -> None:
     assert run_ranks(2, compare_on_ranks, 8) == [None, None]
     for said, hint in run_ranks(2, compare_on_ranks, 9):
         assert said == "rank 1 holds another --data than rank 0, before training"

@@ -1,4 +1,4 @@
-"""The demo's report: what it shows, and when it fails."""
+"""The report of the demo: its contents, and when it fails."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def test_the_demo_fails_if_the_counts_differ_or_too_few_are_right(trained, score
     assert "passed" not in text
 
 
-def test_the_epoch_of_best_pt_is_the_first_of_the_best():
+def test_best_pt_is_from_the_first_epoch_with_the_best_accuracy():
     log = [entry(340, epoch=1), entry(350, epoch=2), entry(350, epoch=3), entry(345, epoch=4)]
     assert demo.best_epoch(log)["epoch"] == 2

@@ -1,4 +1,4 @@
-"""How a run ends: well, refused, failed on one rank, interrupted; in real processes."""
+"""The ways in which a run ends: success, refusal, failure on one rank, interruption; in real processes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, st
 from train import flags, launch, main, report
 from train.config import TrainConfig
 from train.engine import Trainer
+from train.process_group import process_group
 
 
 def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path):
@@ -34,7 +35,7 @@ def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-def test_spawn_ends_with_the_ranks_exit_code_and_their_one_line(tmp_path):
+def test_spawn_returns_the_ranks_exit_code_and_their_one_line(tmp_path):
     (tmp_path / "last.pt").touch()
     done = start([sys.executable, "train/main.py", "--spawn", "2", *TINY, "--out", str(tmp_path)])
     assert done.returncode == 2
@@ -66,7 +67,7 @@ def model():
     ],
     ids=["raises", "killed"],
 )
-def test_when_one_rank_fails_the_others_end_too_and_only_it_is_heard(tmp_path, how, code, said):
+def test_a_rank_that_fails_ends_the_others_and_only_it_reports(tmp_path, how, code, said):
     (tmp_path / "own.py").write_text(MODEL.format(how=how))
     model = ["--model", f"{tmp_path}/own.py:model", "--out", str(tmp_path / "x")]
     assert TrainConfig().timeout > PATIENCE, "else who waits for a lost rank would end well too"
@@ -78,7 +79,7 @@ def test_when_one_rank_fails_the_others_end_too_and_only_it_is_heard(tmp_path, h
 
 @contextlib.contextmanager
 def training(arguments, line, folder):
-    """The program in a session of its own, once it has said that line; whatever is left of it ends."""
+    """Start the program in a session of its own and wait for a line of output; kill what is left."""
     run = subprocess.Popen(
         [sys.executable, str(ROOT / "train" / "main.py"), *arguments],
         cwd=folder,
@@ -104,8 +105,33 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
         run.communicate(timeout=30)  # reads on until no rank has stdout open any more
 
 
+def alive(pid: str) -> bool:
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are listed in /proc")
+def test_ranks_do_not_outlive_a_launcher_that_was_killed_as_soon_as_it_had_started_them(tmp_path):
+    command = [sys.executable, "train/main.py", "--spawn", "2", *TINY, "--out", str(tmp_path / "x")]
+    run = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
+    children, end = Path(f"/proc/{run.pid}/task/{run.pid}/children"), time.monotonic() + 30
+    ranks: list[str] = []
+    while len(ranks) < 2 and time.monotonic() < end:
+        ranks = children.read_text().split()
+    run.kill()
+    run.wait()
+    while (left := [pid for pid in ranks if alive(pid)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert len(ranks) == 2
+    assert left == []
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
-def test_a_stdout_that_takes_no_more_is_one_line(tmp_path):
+def test_a_full_stdout_is_reported_in_one_line(tmp_path):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "train/main.py", *TINY, "--out", str(tmp_path / "x")],
@@ -121,7 +147,7 @@ def test_a_stdout_that_takes_no_more_is_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_ends_in_one_line_with_the_command_that_goes_on(tmp_path, ranks):
+def test_ctrl_c_prints_one_line_with_the_command_that_continues(tmp_path, ranks):
     spawn = ["--spawn", str(ranks)] if ranks > 1 else []
     given = ["--epochs", "999", "--lr", "0.01", "--batch-size", "256", "--out", "my run"]
     with training([*given, *spawn], " 2/999", tmp_path) as run:
@@ -134,11 +160,11 @@ def test_ctrl_c_ends_in_one_line_with_the_command_that_goes_on(tmp_path, ranks):
     assert flags.parse(shlex.split(arguments)) == flags.parse([*given, *spawn, "--resume", "auto"])
 
 
-def test_what_torchrun_started_goes_on_with_torchrun(tmp_path, monkeypatch):
+def test_a_run_started_by_torchrun_is_continued_by_torchrun(tmp_path, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     (tmp_path / "last.pt").touch()
     data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
-    with launch.process_group(trainings.place(0, 1), timeout=5):
+    with process_group(trainings.place(0, 1), timeout=5):
         trainer = trainings.trainer(0, 1, data, model)
         trainer.place = trainings.place(0, 2)
         said = report.Report(trainer, str(tmp_path)).how_to_go_on()
@@ -146,7 +172,7 @@ def test_what_torchrun_started_goes_on_with_torchrun(tmp_path, monkeypatch):
     assert "--spawn" not in said
 
 
-def test_programs_are_proposed_by_their_path_from_where_the_user_stands(tmp_path, monkeypatch):
+def test_programs_are_proposed_by_a_path_that_works_in_the_working_directory(tmp_path, monkeypatch):
     for folder, path in (
         (ROOT, "train/main.py"),
         (ROOT / "train", "main.py"),
@@ -157,9 +183,9 @@ def test_programs_are_proposed_by_their_path_from_where_the_user_stands(tmp_path
         assert report.program("main") == shlex.quote(path)
 
 
-def test_ctrl_c_before_anything_was_saved_says_that(tmp_path):
+def test_ctrl_c_before_the_first_save_says_so(tmp_path):
     data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
-    with launch.process_group(trainings.place(0, 1), timeout=5):
+    with process_group(trainings.place(0, 1), timeout=5):
         before = report.Report(trainings.trainer(0, 1, data, model), str(tmp_path))
         assert "nothing was saved yet" in before.how_to_go_on()
 
@@ -215,7 +241,7 @@ def test_the_process_group_is_destroyed_with_its_threads_on_every_way_out(monkey
     assert len(said.split("\n")) == {"well": 1, "interrupted": 3}.get(end, 2)
 
 
-def test_after_a_fault_of_the_program_itself_too_which_is_not_hidden(monkeypatch, tmp_path):
+def test_a_bug_is_not_hidden_and_the_process_group_is_destroyed(monkeypatch, tmp_path):
     def train(job: main.Job) -> None:
         raise ZeroDivisionError
 
@@ -234,7 +260,7 @@ def test_after_a_fault_of_the_program_itself_too_which_is_not_hidden(monkeypatch
         (RanksDiffer("all know"), "1", True),
     ],
 )
-def test_a_rank_that_only_echoes_waits_for_the_one_that_speaks(monkeypatch, error, rank, waits):
+def test_a_rank_that_repeats_an_error_waits_for_the_rank_that_had_it(monkeypatch, error, rank, waits):
     slept: list[float] = []
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr(launch.time, "sleep", slept.append)
@@ -249,7 +275,7 @@ def test_a_rank_that_only_echoes_waits_for_the_one_that_speaks(monkeypatch, erro
 @pytest.mark.parametrize(
     ("end", "said"), [("lost", "lost the connection"), ("timed out", "no answer from another rank")]
 )
-def test_a_lost_rank_and_a_late_one_are_objects_for_scripts_too(monkeypatch, capsys, end, said):
+def test_lost_and_late_ranks_are_reported_as_json_too(monkeypatch, capsys, end, said):
     error, code = ENDS[end]
     monkeypatch.setattr(launch, "PATIENCE", 0)
 
@@ -260,7 +286,7 @@ def test_a_lost_rank_and_a_late_one_are_objects_for_scripts_too(monkeypatch, cap
     assert said in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
-def test_ranks_that_do_not_find_each_other_say_so(monkeypatch, tmp_path, capsys):
+def test_a_rank_that_cant_join_the_group_says_so(monkeypatch, tmp_path, capsys):
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)

@@ -131,7 +131,7 @@ def test_a_model_that_cant_take_empty_batches_or_zeros_trains_with_idle_ranks(ru
 
 
 class Counting(nn.Module):
-    """Counts the samples it meets in a buffer, as layers with statistics of their own do."""
+    """Counts its samples in a buffer, as layers with statistics do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def count_samples_met(rank: int, world_size: int) -> Any:
     return model.met.item()
 
 
-def test_passes_that_stand_in_for_nothing_leave_no_trace_in_any_buffer(run_ranks):
+def test_passes_without_samples_change_no_buffer(run_ranks):
     # Two steps on each of the first two ranks; the others met rank 0's count before the second, and had no
     # sample in it.
     assert run_ranks(4, count_samples_met) == [2, 2, 1, 1]
@@ -228,8 +228,8 @@ def train_with_a_label(rank: int, world_size: int, label: int) -> str:
 
 
 @pytest.mark.parametrize("label", [10, -1, -100])
-def test_a_training_label_that_is_none_of_the_classes_names_its_sample(run_ranks, label):
-    """-100 is what torch's loss passes over, and the mean would be over fewer samples than it says."""
+def test_a_training_label_without_a_class_names_its_sample(run_ranks, label):
+    """-100 is the label that torch's loss skips, so the mean would be over fewer samples than reported."""
     said = f"training sample 5 has the label {label}, which is not one of the 10 classes (0 to 9)"
     assert run_ranks(1, train_with_a_label, label) == [said]
 
@@ -268,7 +268,7 @@ def epochs_told_to_the_data(rank: int, world_size: int) -> Any:
     return recorder.epochs
 
 
-def test_data_that_changes_with_the_epoch_is_told_it(run_ranks):
+def test_set_epoch_of_the_data_is_called(run_ranks):
     assert run_ranks(1, epochs_told_to_the_data) == [[0, 1, 2]]
 
 
@@ -277,7 +277,7 @@ def draw_dropout(rank: int, world_size: int) -> Any:
     return torch.rand(1).item()
 
 
-def test_each_rank_has_random_numbers_of_its_own(run_ranks):
+def test_each_rank_draws_its_own_random_numbers(run_ranks):
     assert len(set(run_ranks(4, draw_dropout))) == 4
 
 
@@ -300,7 +300,7 @@ def train_phases(rank: int, world_size: int) -> Any:
     return trainer.ddp.module.weight.detach()
 
 
-def test_complex_parameters_train_alike_on_any_number_of_ranks(run_ranks):
+def test_complex_parameters_are_trained_equally_on_any_number_of_ranks(run_ranks):
     alone = run_ranks(1, train_phases)[0]
     assert not torch.equal(alone, trainings.seeded(Phases).weight)
     for weight in run_ranks(4, train_phases):

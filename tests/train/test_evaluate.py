@@ -1,4 +1,4 @@
-"""Scoring any checkpoint, on one process or many."""
+"""train/evaluate.py: scores of any checkpoint, in one process or many."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pictures() -> Path:
 
 
 def score_on_ranks(rank: int, world_size: int, arguments: list[str]) -> Any:
-    """What an evaluation finds; on other ranks than 0 the checkpoint's path leads nowhere."""
+    """Return the result of an evaluation in which only rank 0 has the path of the checkpoint."""
     if rank:
         arguments = ["/nowhere/model.pt", *arguments[1:]]
     job = evaluate.prepare(parse(arguments))
@@ -37,13 +37,13 @@ def score_on_ranks(rank: int, world_size: int, arguments: list[str]) -> Any:
 
 
 def without_ranks(score: dict[str, Any]) -> str:
-    """A score to the last digit, less the one field that tells how many ranks there were."""
+    """Return a score to the last digit, without the number of ranks."""
     return json.dumps({name: value for name, value in score.items() if name not in ("checkpoint", "ranks")})
 
 
 @pytest.fixture(scope="session")
 def scored_alone() -> dict[str, str]:
-    """Scores on one rank, by data set: what all others are held against."""
+    """The scores on one rank, by data set, with which all others are compared."""
     return {}
 
 
@@ -86,7 +86,7 @@ def certify_on_ranks(rank: int, world_size: int, arguments: list[str]) -> None:
     evaluate.evaluate(evaluate.prepare(parse(arguments)))
 
 
-def test_the_certificate_says_what_the_files_of_the_ranks_say(run_ranks, saved, tmp_path, cli):
+def test_the_certificate_agrees_with_the_files_of_the_ranks(run_ranks, saved, tmp_path, cli):
     out = tmp_path / "eval"
     arguments = [str(saved / "ddp.pt"), "--model", "resnet20", "--data", "fake:100", "--out", str(out)]
     run_ranks(3, certify_on_ranks, arguments, timeout=200)
@@ -100,7 +100,7 @@ def test_the_certificate_says_what_the_files_of_the_ranks_say(run_ranks, saved, 
     assert cli("gather-metrics", *files[1:]).code == 1
 
 
-def test_an_evaluation_is_overwritten_only_when_asked_and_leaves_no_older_file(saved, tmp_path, capsys):
+def test_an_evaluation_is_overwritten_only_with_force_and_completely(saved, tmp_path, capsys):
     out = tmp_path / "eval"
     out.mkdir()
     for name in ("rank7.safetensors", "eval.json", "notes.txt"):
@@ -140,7 +140,7 @@ def fail_on_one(rank: int, world_size: int, arguments: list[str]) -> tuple[str, 
 
 
 def test_a_rank_that_fails_ends_all_with_its_error_at_once(run_ranks, simple_cnn, tmp_path):
-    """Sample 300 stands in the third batch, which is rank 2's first: nobody goes on to a second one."""
+    """Sample 300 is in the third batch, which is rank 2's first: no rank goes on to a second one."""
     (tmp_path / "broken.py").write_text(BROKEN)
     arguments = [str(simple_cnn), "--model", "simple-cnn", "--data", f"{tmp_path / 'broken.py'}:make"]
     answers = run_ranks(3, fail_on_one, arguments, timeout=200)
@@ -148,7 +148,7 @@ def test_a_rank_that_fails_ends_all_with_its_error_at_once(run_ranks, simple_cnn
     assert all("sample 300 is broken" in said for _, said in answers)
 
 
-def test_the_same_of_processes_that_were_spawned_and_the_exit_code_tells(simple_cnn, tmp_path):
+def test_a_spawned_rank_that_fails_ends_all_and_sets_the_exit_code(simple_cnn, tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     program = [sys.executable, str(ROOT / "train" / "evaluate.py"), str(simple_cnn), "--model", "simple-cnn"]
     for data, code, said in (
@@ -194,7 +194,7 @@ def test_every_form_of_a_checkpoint_gives_the_same_numbers(saved, capsys):
     assert found[0]["samples"] == 20
 
 
-def test_people_get_one_line(saved, capsys):
+def test_without_json_the_result_is_one_line(saved, capsys):
     assert main([str(saved / "ddp.pt"), "--model", "resnet20", "--data", "fake:100"]) == 0
     said = capsys.readouterr()
     assert said.err == ""

@@ -1,4 +1,4 @@
-"""One evaluation for the trainer and for train/evaluate.py: the same digits on any ranks, however started."""
+"""Evaluations: the trainer and train/evaluate.py give the same digits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def score_on_ranks(rank: int, world_size: int, arguments: list[str]) -> dict[str
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("batchnorm", ["plain", "sync", "pooled"])
-def test_what_a_run_logs_is_what_the_evaluation_of_its_checkpoint_says_to_the_last_digit(
+def test_the_log_and_the_evaluation_of_the_checkpoint_agree_to_the_last_digit(
     run_ranks: Any, tmp_path: Path, size: int, batchnorm: str
 ) -> None:
     (tmp_path / "own.py").write_text(MODEL)
@@ -78,7 +78,7 @@ def make():
 """
 
 
-def test_a_rank_that_fails_while_a_run_evaluates_ends_all_at_once_with_its_error(
+def test_a_rank_that_fails_during_an_evaluation_ends_all_at_once_with_its_error(
     run_ranks: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
@@ -110,9 +110,7 @@ def evaluate_some(rank: int, world_size: int, samples: int, last_label: int | No
     ("samples", "dealt"),
     [(0, [0, 0, 0]), (1, [1, 0, 0]), (BATCH + 1, [BATCH, 1, 0]), (3 * BATCH, [BATCH] * 3)],
 )
-def test_ranks_with_few_samples_and_with_none_take_part(
-    run_ranks: Any, samples: int, dealt: list[int]
-) -> None:
+def test_ranks_with_few_or_no_samples_take_part(run_ranks: Any, samples: int, dealt: list[int]) -> None:
     (alone,) = run_ranks(1, evaluate_some, samples)
     assert alone[2]["samples"] == samples
     for own, answer in zip(dealt, run_ranks(3, evaluate_some, samples), strict=True):
@@ -120,10 +118,8 @@ def test_ranks_with_few_samples_and_with_none_take_part(
 
 
 @pytest.mark.parametrize("label", [10, -1, -100])
-def test_a_label_that_is_none_of_the_classes_ends_all_and_names_the_sample(
-    run_ranks: Any, label: int
-) -> None:
-    """-100 is what torch's loss passes over."""
+def test_a_test_label_without_a_class_ends_all_ranks_and_names_its_sample(run_ranks: Any, label: int) -> None:
+    """-100 is the label that torch's loss skips."""
     first, second = run_ranks(2, evaluate_some, BATCH + 2, label)
     said = f"test sample {BATCH + 1} has the label {label}, which is not one of the 10 classes (0 to 9)"
     assert second == ("CheckFailed", said)
@@ -153,7 +149,7 @@ class Watching(nn.Module):
         return inputs
 
 
-def test_workers_stay_from_one_evaluation_to_the_next_and_go_with_the_evaluator() -> None:
+def test_loading_processes_live_as_long_as_the_evaluator() -> None:
     whole = Data("loader", Loader(), Loader(), ("one",), (1,), "loader")
     evaluator = Evaluator(whole, trainings.place(0, 1), workers=2)
     seen = []
@@ -189,7 +185,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[s
     return run
 
 
-def test_torchrun_prints_the_same_json_on_1_rank_and_on_3_but_for_their_number(
+def test_torchrun_prints_the_same_json_on_1_rank_and_on_3_except_for_their_number(
     started: Callable[[int], tuple[str, Any]],
 ) -> None:
     (one, statement), (three, of_three) = started(1), started(3)
@@ -201,7 +197,7 @@ def test_torchrun_prints_the_same_json_on_1_rank_and_on_3_but_for_their_number(
     assert sum(of_three["rank_samples"]) == statement["samples"]
 
 
-def test_the_evaluation_that_a_run_proposes_gives_what_it_logged_on_as_many_threads(tmp_path: Path) -> None:
+def test_the_proposed_evaluation_gives_the_logged_numbers_on_as_many_threads(tmp_path: Path) -> None:
     def said_by(*command: str) -> str:
         done = start([sys.executable, *command], tmp_path, OMP_NUM_THREADS="2")
         assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""How a run is started: real processes, as a user starts them."""
+"""The ways to start a run, in real processes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.ranks.programs import OWN_DATA, ROOT, TINY, TORCHRUN, start
 from train import launch, main
 from train.launch import Place
+from train.process_group import process_group
 
 WAYS = {
     "torchrun by path": ([*TORCHRUN, "2", "train/main.py"], 2),
@@ -35,7 +36,7 @@ def runs(tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_to_start_ends_well_and_says_nothing_on_stderr(runs, way):
+def test_each_way_to_start_succeeds_with_an_empty_stderr(runs, way):
     done, folder, ranks = runs[way]
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -46,7 +47,7 @@ def test_each_way_to_start_ends_well_and_says_nothing_on_stderr(runs, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_all_ways_to_start_are_one_program(runs, way):
+def test_all_ways_to_start_give_the_same_training(runs, way):
     _, folder, _ = runs[way]
     _, reference, _ = runs["torchrun by path"]
     state, expected = (torch.load(f / "last.pt", weights_only=True) for f in (folder, reference))
@@ -60,7 +61,7 @@ def test_all_ways_to_start_are_one_program(runs, way):
     assert (entry["epoch"], entry["samples"]) == (1, 2)
 
 
-def test_the_commands_that_a_run_proposes_work_when_pasted(runs, tmp_path):
+def test_the_commands_proposed_by_a_run_work_when_pasted(runs, tmp_path):
     done, _, _ = runs["python"]
     proposed = done.stdout.split("next:\n")[1].replace("\\\n", "").splitlines()
     assert len(proposed) == 2
@@ -89,7 +90,7 @@ def test_worker_processes_change_nothing(tmp_path):
     assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
 
 
-def test_deterministic_sets_what_torch_asks_for(monkeypatch, tmp_path):
+def test_deterministic_makes_the_settings_that_torch_requires(monkeypatch, tmp_path):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(main, "train", lambda job: None)
     try:
@@ -114,7 +115,7 @@ def test_deterministic_sets_what_torch_asks_for(monkeypatch, tmp_path):
         ("nccl", 4, ("3", "4"), ("nccl", "cuda:3")),
     ],
 )
-def test_backend_and_device_follow_what_is_there(monkeypatch, backend, gpus, local, expected):
+def test_backend_and_device_depend_on_the_gpus(monkeypatch, backend, gpus, local, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_RANK", local[0])
@@ -123,9 +124,9 @@ def test_backend_and_device_follow_what_is_there(monkeypatch, backend, gpus, loc
     assert (place.backend, str(place.device)) == expected
 
 
-def test_one_process_has_a_group_of_its_own_without_torchrun_or_a_port(monkeypatch):
+def test_one_process_has_a_process_group_without_torchrun_or_a_port(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    with launch.process_group(Place(0, 1, "gloo", torch.device("cpu")), timeout=5):
+    with process_group(Place(0, 1, "gloo", torch.device("cpu")), timeout=5):
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
     assert not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""Random numbers drawn by workers: others in each epoch, on each rank, for each seed; the same again."""
+"""Random numbers that loading processes draw."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from tests.ranks import trainings
 from tests.ranks.programs import OWN_DATA
-from train import launch, main
+from train import main
 from train.engine import Trainer
 from train.launch import Place
+from train.process_group import process_group
 
 
 class Noisy(Dataset[Any]):
@@ -42,11 +43,11 @@ class Watching(nn.Linear):
 
 
 def drawn(rank: int = 0, seed: int = 0, *, start: int = 0) -> list[torch.Tensor]:
-    """What one rank of two meets first in each of two epochs, loaded by workers; from step `start` on."""
+    """Return the first samples of one rank of two in each of two epochs, loaded from step `start`."""
     data = trainings.tensors((10,), 16)
     data = dataclasses.replace(data, train=Noisy(data.train))  # type: ignore[arg-type]
     found = []
-    with launch.process_group(trainings.place(0, 1), timeout=5):  # a plan of two ranks, and this one alone
+    with process_group(trainings.place(0, 1), timeout=5):  # a plan of two ranks, and this one alone
         config = trainings.TrainConfig(scheduler="none", batch_size=8, seed=seed, workers=1)
         trainer = Trainer(config, data, model := Watching(), Place(rank, 2, "gloo", torch.device("cpu")))
         trainer.progress.step = start
@@ -59,14 +60,14 @@ def drawn(rank: int = 0, seed: int = 0, *, start: int = 0) -> list[torch.Tensor]
     return found
 
 
-def test_workers_draw_other_numbers_in_each_epoch_on_each_rank_and_for_each_seed() -> None:
+def test_workers_draw_different_numbers_for_each_epoch_rank_and_seed() -> None:
     alike = drawn()
     assert all(map(torch.equal, alike, drawn()))
     met = [*alike, *drawn(rank=1), *drawn(seed=1), drawn(start=1)[0]]
     assert len({tuple(numbers.flatten().tolist()) for numbers in met}) == 7
 
 
-def test_random_samples_out_of_workers_are_the_same_after_a_resume_in_the_middle_of_an_epoch(
+def test_random_samples_from_workers_are_the_same_after_a_resume_within_an_epoch(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "own.py").write_text(OWN_DATA)

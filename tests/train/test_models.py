@@ -1,4 +1,4 @@
-"""Models by name."""
+"""The models that `--model` knows by name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_option_a_shortcuts_take_every_second_pixel_and_pad_channels_with_zeros(
 @pytest.mark.parametrize(
     "shape", [(1, 8, 8), (3, 32, 32), (1, 28, 28), (3, 1, 1), (2, 5, 40), (3, 96, 64)], ids=str
 )
-def test_simple_cnn_adapts_to_the_pictures_and_classes(shape):
+def test_simple_cnn_adapts_to_the_images_and_classes(shape):
     model = models.build("simple-cnn", shape=shape, classes=7)
     assert model(torch.rand(2, *shape)).shape == (2, 7)
     assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
@@ -67,12 +67,12 @@ def test_a_users_factory_gets_the_number_of_classes_if_it_takes_it(tmp_path):
         models.build(f"{tmp_path}/own.py:other", shape=(4,), classes=7)
 
 
-def test_an_unknown_name_lists_those_there_are():
+def test_an_unknown_model_is_refused_with_the_known_names():
     with pytest.raises(UsageFault, match="no such model") as fault:
         models.build("resnet99", shape=(3, 8, 8), classes=10)
     assert "simple-cnn" in fault.value.hint
 
 
-def test_models_of_pictures_refuse_samples_that_are_none():
+def test_models_for_images_refuse_other_samples():
     with pytest.raises(UsageFault, match="takes images"):
         models.build("simple-cnn", shape=(5,), classes=10)

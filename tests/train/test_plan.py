@@ -64,7 +64,7 @@ def test_all_ranks_take_the_same_number_of_steps_and_know_each_global_size(plan,
 
 
 @given(plans, world_sizes, st.data())
-def test_an_epoch_can_be_taken_up_at_any_step(plan, world_size, data):
+def test_an_epoch_can_start_at_any_step(plan, world_size, data):
     start = data.draw(st.integers(0, plan.steps))
     assert taken(plan, 1, world_size, start) == taken(plan, 1, world_size)[start:]
 
@@ -78,7 +78,7 @@ def test_micro_batches_are_at_most_accumulate_and_never_empty(plan, world_size):
 
 
 @given(plans, world_sizes)
-def test_the_sizes_foretold_are_the_sizes_met(plan, world_size):
+def test_the_announced_sizes_are_those_that_occur(plan, world_size):
     shares, micros = set(), set()
     for rank in range(world_size):
         for step in plan.of_rank(0, rank, world_size):
@@ -98,7 +98,7 @@ def test_epochs_and_seeds_differ_in_order():
     assert len(orders) == 3
 
 
-def test_the_order_is_pinned_so_that_old_runs_can_go_on():
+def test_the_order_of_an_epoch_never_changes_so_that_old_runs_can_continue():
     assert Plan(samples=10, batch_size=4, seed=7).order(3) == [8, 6, 3, 4, 7, 1, 9, 0, 2, 5]
 
 

@@ -1,4 +1,4 @@
-"""A run that stops and goes on is the run that never stopped: bit for bit, from any step."""
+"""Resuming: a resumed run equals the uninterrupted one, bit for bit, from any step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EPOCHS, STEPS = 3, 4
 
 
 class Restless(nn.Module):
-    """Whatever a resume can get wrong: buffers, random numbers, and sums whose order DDP changes."""
+    """A model with what a resume can get wrong: buffers, random numbers, sums whose order DDP changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Restless(nn.Module):
 
 
 def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], samples: int = 44) -> Any:
-    """A run of the trainer; what it said, or the error it ended in."""
+    """Run the trainer; return what it printed, or the error that ended it."""
     settings = {"epochs": EPOCHS, "batch_size": 12, "warmup": Every(2, "steps"), **settings}
     config = TrainConfig(**{"out": folder, "keep": 99, "save_every": Every(1, "steps"), **settings})
     data = trainings.tensors((10,), samples)
@@ -54,7 +54,7 @@ def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], sampl
 
 
 def contents(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, in a form that is equal only for equal bits."""
+    """Return what a checkpoint holds, in a form that is equal only for equal bits."""
     state = torch.load(path, weights_only=True)
     flat: dict[str, Any] = {}
 
@@ -79,14 +79,14 @@ def log(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda size: f"{size}-ranks")
 def whole(request, run_ranks, tmp_path_factory) -> tuple[int, Path]:
-    """A run that was never stopped, with a checkpoint of each of its steps."""
+    """An uninterrupted run with a checkpoint of each of its steps."""
     folder = tmp_path_factory.mktemp("whole")
     run_ranks(request.param, run, str(folder), {})
     return request.param, folder
 
 
 @pytest.mark.parametrize("step", [1, 3, STEPS, STEPS + 2, 2 * STEPS])
-def test_a_run_that_goes_on_is_bit_for_bit_the_run_that_never_stopped(run_ranks, tmp_path, whole, step):
+def test_a_resumed_run_equals_the_uninterrupted_run_bit_for_bit(run_ranks, tmp_path, whole, step):
     size, folder = whole
     stopped_at = folder / f"step-{step:06d}.pt"
     said, *silent = run_ranks(size, run, str(tmp_path), {"resume": str(stopped_at)})
@@ -100,7 +100,7 @@ def test_a_run_that_goes_on_is_bit_for_bit_the_run_that_never_stopped(run_ranks,
     assert log(tmp_path) == [entry for entry in log(folder) if entry["epoch"] > epoch]
 
 
-def test_steps_of_one_run_differ_so_that_equal_checkpoints_mean_something(whole):
+def test_checkpoints_of_different_steps_differ(whole):
     _, folder = whole
     assert contents(folder / "step-000011.pt") != contents(folder / "step-000012.pt")
 
@@ -116,7 +116,7 @@ def test_only_rank_0_needs_the_file(run_ranks, tmp_path, whole):
     assert contents(tmp_path / "last.pt") == contents(folder / "last.pt")
 
 
-def test_auto_goes_on_in_the_same_folder_and_logs_no_epoch_twice(run_ranks, tmp_path):
+def test_resume_auto_continues_in_the_same_folder_and_logs_no_epoch_twice(run_ranks, tmp_path):
     run_ranks(2, run, str(tmp_path / "whole"), {})
     run_ranks(2, run, str(tmp_path / "parts"), {"save_every": Every(5, "steps"), "epochs": EPOCHS})
     parts = tmp_path / "parts"
@@ -133,20 +133,20 @@ def resume_auto_where_only_rank_0_sees_the_folder(rank: int, world_size: int, fo
         return run(rank, world_size, folder, {"resume": "auto", "epochs": 2})
 
 
-def test_rank_0_alone_decides_whether_there_is_something_to_go_on_from(run_ranks, tmp_path):
+def test_only_rank_0_decides_whether_there_is_a_checkpoint_to_resume(run_ranks, tmp_path):
     run_ranks(2, run, str(tmp_path), {"epochs": 1})
     said, _ = run_ranks(2, resume_auto_where_only_rank_0_sees_the_folder, str(tmp_path))
     assert "continues from" in said
     assert [entry["epoch"] for entry in log(tmp_path)] == [1, 2]
 
 
-def test_auto_without_a_checkpoint_begins_anew(run_ranks, tmp_path):
+def test_resume_auto_without_a_checkpoint_starts_a_new_run(run_ranks, tmp_path):
     said, _ = run_ranks(2, run, str(tmp_path), {"resume": "auto", "epochs": 1})
     assert "resume" not in said
     assert [entry["epoch"] for entry in log(tmp_path)] == [1]
 
 
-def test_a_finished_run_has_nothing_to_do_and_says_how_to_train_longer(run_ranks, tmp_path):
+def test_resuming_a_finished_run_does_nothing_and_says_how_to_train_longer(run_ranks, tmp_path):
     run_ranks(2, run, str(tmp_path), {"epochs": 1})
     before = (tmp_path / "last.pt").read_bytes()
     said, _ = run_ranks(2, run, str(tmp_path), {"epochs": 1, "resume": "auto"})
@@ -159,7 +159,7 @@ def test_a_finished_run_has_nothing_to_do_and_says_how_to_train_longer(run_ranks
     assert len(log(tmp_path)) == 1
 
 
-def test_what_else_is_different_does_not_matter_where_there_is_nothing_to_do(run_ranks, tmp_path):
+def test_resuming_a_finished_run_reports_no_other_difference(run_ranks, tmp_path):
     run_ranks(2, run, str(tmp_path / "a"), {"epochs": 2})
     elsewhere = {"epochs": 1, "resume": str(tmp_path / "a" / "last.pt")}
     (said,) = run_ranks(1, run, str(tmp_path / "b"), elsewhere)
@@ -169,9 +169,7 @@ def test_what_else_is_different_does_not_matter_where_there_is_nothing_to_do(run
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 1)])
-def test_a_run_can_go_on_on_another_number_of_ranks_in_the_middle_of_an_epoch(
-    run_ranks, tmp_path, before, after
-):
+def test_a_run_can_continue_within_an_epoch_on_another_number_of_ranks(run_ranks, tmp_path, before, after):
     run_ranks(before, run, str(tmp_path), {})
     path = str(tmp_path / "step-000006.pt")
     said, *_ = run_ranks(after, run, str(tmp_path / "on"), {"resume": path})
@@ -228,7 +226,7 @@ def test_a_damaged_checkpoint_stops_every_rank_with_exit_code_3(run_ranks, tmp_p
     assert (first[-1], second[-1]) == ("3", "3")
 
 
-def test_other_versions_and_a_longer_schedule_are_said(run_ranks, tmp_path):
+def test_other_versions_and_a_longer_schedule_are_reported(run_ranks, tmp_path):
     run_ranks(1, run, str(tmp_path), {"epochs": 1})
     state = torch.load(tmp_path / "last.pt", weights_only=True)
     state["versions"]["torch"] = "1.0"
@@ -238,11 +236,31 @@ def test_other_versions_and_a_longer_schedule_are_said(run_ranks, tmp_path):
     assert "the learning rate now follows 2 epochs" in said
 
 
+# ---- files that rank 0 alone writes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("log.jsonl", {}, "log.jsonl: could not be written: is a directory"),
+        ("step-000000.pt", {"keep": 1}, "step-000000.pt: could not be removed: is a directory"),
+    ],
+    ids=["log", "old checkpoint"],
+)
+def test_a_file_that_rank_0_cant_write_or_remove_ends_every_rank(run_ranks, tmp_path, name, settings, said):
+    (tmp_path / name).mkdir()
+    os.utime(tmp_path / name, (0, 0))
+    first, second = run_ranks(2, run, str(tmp_path), {"resume": "auto", "epochs": 1, **settings})
+    assert first.startswith(f"FileError: {tmp_path}/{said}")
+    assert second.startswith(f"RankFailed: rank 0 failed: {tmp_path}/{said}")
+    assert (first[-1], second[-1]) == ("3", "3")
+
+
 # ---- what is lost --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unit", ["steps", "epochs"])
-def test_a_run_whose_weights_are_no_numbers_any_more_ends_and_overwrites_nothing(run_ranks, tmp_path, unit):
+def test_a_run_whose_weights_become_nan_ends_and_overwrites_nothing(run_ranks, tmp_path, unit):
     failed = {"epochs": 2, "lr": 1e30, "save_every": Every(1, unit)}
     first, second = run_ranks(2, run, str(tmp_path / unit), failed)
     assert first.startswith("CheckFailed: after ")

@@ -65,7 +65,7 @@ class FolderPlan:
 
         Args:
             path: the folder to replace or create.
-            opened: makes an output of a file, given which storages go into it.
+            opened: makes an output of a file.
             check: called with the path of the finished folder before it takes its place.
 
         Raises:

@@ -10,7 +10,7 @@ from ...errors import CkptToolError
 from ...files.commit_folder import Replaced, others_in
 from ...files.open_source import open_source_descriptor
 from ...files.suggestions import names_in
-from ...tensors.ref import Source
+from ...tensors.ref import ByteRange, Source
 from . import dcp, sharded, sharding
 
 NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
@@ -55,13 +55,13 @@ def files_of_checkpoints(folder: str) -> list[str]:
 
 
 def _named_by(path: str) -> list[str]:
-    """Return the names that an index or DCP metadata gives; none if it is damaged, or not one."""
+    """Return the files beside it that an index or DCP metadata names; none if it is damaged, or not one."""
     names: list[str] = []
     with contextlib.suppress(CkptToolError):
         source = Source(path, open_source_descriptor(path))
         is_dcp = os.path.basename(path) == dcp.METADATA
         names = dcp.file_names(source) if is_dcp else sharded.shard_names(source)
-    return [name for name in names if name.endswith(OF_TENSORS)]
+    return [name for name in names if name == os.path.basename(name) and name.endswith(OF_TENSORS)]
 
 
 def replaced_by(checkpoint: Checkpoint, path: str) -> Replaced:
@@ -92,21 +92,43 @@ def others(checkpoint: Checkpoint, path: str) -> list[str]:
 
 
 def companions(checkpoint: Checkpoint, path: str) -> list[str]:
-    """Return the names of the other files that stay when a checkpoint is written to the folder it was read
-    from.
+    """Return the names of the other files that stay when a checkpoint replaces the one in its own folder.
 
     These are the files of a model on the Hugging Face Hub, such as its `config.json`, or another checkpoint.
 
     Returns:
-        Names, sorted; none if the folder holds something that is not a regular file, or is another one.
+        Names, sorted; none if the folder is another one. What is not a regular file can't be kept.
     """
     if not is_in_place(checkpoint, path):
         return []
-    names = sorted(os.listdir(path))
-    if not all(os.path.isfile(os.path.join(path, name)) for name in names):
-        return []
     read = _files_read(checkpoint)
-    return [name for name in names if _identity_of(os.path.join(path, name)) not in read]
+    files = {name: place for name in os.listdir(path) if os.path.isfile(place := os.path.join(path, name))}
+    return sorted(name for name, place in files.items() if _identity_of(place) not in read)
+
+
+def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
+    """Return whether replacing `path` would destroy a part of what is read.
+
+    Files are compared by device and inode, so other names of them (links) count too.
+
+    Args:
+        checkpoint: what is written. The files of other checkpoints that it was made of count too.
+        path: an existing output: one of a folder's files that are read, or a folder whose checkpoint would be
+            replaced and that holds a file that is read. A folder that is replaced as a whole by what was read
+            from it is none, and neither is a single file.
+    """
+    if os.path.isdir(path):
+        if is_in_place(checkpoint, path):
+            return False
+        replaced = {_identity_of(os.path.join(path, name)) for name in files_of_checkpoints(path)}
+        return bool(replaced & _files_read(checkpoint))
+    own = _identity_of(path)
+    if own is None:
+        return False
+    if checkpoint.format in NAMES and own in _files_read(checkpoint):
+        return True
+    folder, name = os.path.split(os.path.realpath(path))
+    return own in _files_referred(checkpoint) and name in files_of_checkpoints(folder)
 
 
 def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
@@ -116,8 +138,7 @@ def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
 
 
 def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
-    """Return the names of the files beside a checkpoint, such as a `config.json`, that a new folder won't
-    have.
+    """Return the names of the other files of a folder, such as a `config.json`, that a new one won't have.
 
     Args:
         path: the output.
@@ -136,6 +157,21 @@ def _folder_of(checkpoint: Checkpoint) -> str | None:
         return None
     folder = checkpoint.path if os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path) or "."
     return folder if os.path.isdir(folder) else None
+
+
+def _files_referred(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:
+    """Return the files in which the bytes of a checkpoint lie, other than the one it was read from."""
+    found: dict[int, Source] = {}
+    seen: set[int] = set()
+    storages = [storage for _, storage in checkpoint.storages()]
+    while storages:
+        storage = storages.pop()
+        if id(storage) not in seen:
+            seen.add(id(storage))
+            storages.extend(storage.origins)
+            if isinstance(storage.data, ByteRange) and storage.data.source is not checkpoint.source:
+                found[id(storage.data.source)] = storage.data.source
+    return {_identity(os.fstat(source.fd)) for source in found.values()}
 
 
 def _files_read(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from ...lazy import attributes
 
 if TYPE_CHECKING:
+    from .case import Respec as Respec
     from .report import Diagnosis as Diagnosis
     from .report import Problem as Problem
-    from .report import Respec as Respec
-    from .report import diagnose as diagnose
+    from .search import diagnose as diagnose
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
-            "report": ("Diagnosis", "Problem", "Respec", "diagnose"),
+            "case": ("Respec",),
+            "search": ("diagnose",),
+            "report": ("Diagnosis", "Problem"),
         },
     )

@@ -50,3 +50,19 @@ class Remedy:
 
 
 Finder = Callable[[Case], Iterator[Remedy]]
+
+
+@dataclass(frozen=True, slots=True)
+class Respec:
+    """The model built with other arguments.
+
+    Attributes:
+        spec: builds it.
+        message: which arguments differ, as a sentence without a capital and a full stop.
+    """
+
+    spec: str
+    message: str
+
+
+Rebuild = Callable[[Case], Respec | None]

@@ -1,33 +1,25 @@
-"""Diagnose why a checkpoint does not load into a model, and write the commands that fix it.
-
-Each command is tried first: a remedy is a pure change of the checkpoint, which reads no values, and it is
-advised if the state fits better after it than before. What no remedy fixes is described in words.
-"""
+"""Write a diagnosis: problems in words, and the commands that fix them, each on the result of the last."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.dotted_names import dotted
 from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
-from ...errors import CkptToolError, NoState, NothingToDo
+from ...errors import CkptToolError, NothingToDo
 from ...inert_pickle.values import is_plain, walk
-from ...transforms import selection
 from ...transforms.optimizer import to_indices
 from ...transforms.optimizer_order import OrderCheck, mismatched_order
 from . import misfits
-from .case import Case
-from .fit import Blueprint, Fit, compare, shortened
+from .case import Case, Rebuild
+from .fit import Fit, shortened
+from .plain_load import PICKLED, python_line, refused_by_torch
 from .shell import command_line
-from .treatment import Accepts, Treatment, declines, treat
-
-STATES = 8
-"""How many states of one file are tried."""
+from .treatment import Treatment
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +52,8 @@ class Diagnosis:
         fit: the differences that keep the state from loading.
         problems: in the order in which to fix them.
         then: the command that loads the result strictly, after all the others; None if none can.
+        python: the line of Python that loads the result strictly into `model`, without this package where
+            torch or safetensors can; None if none can.
     """
 
     path: str
@@ -69,112 +63,35 @@ class Diagnosis:
     fit: Fit
     problems: tuple[Problem, ...]
     then: str | None
+    python: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Respec:
-    """The model built with other arguments: its SPEC, and a message that says what differs."""
-
-    spec: str
-    message: str
-
-
-Rebuild = Callable[[Case], Respec | None]
-
-
-def _as_built(_: Case) -> None:
-    return None
-
-
-def diagnose(
-    checkpoint: Checkpoint,
-    blueprint: Blueprint,
-    spec: str,
-    *,
-    state: str | None = None,
-    accepts: Accepts = declines,
-    rebuild: Rebuild = _as_built,
-) -> Diagnosis:
-    """Find out why a checkpoint does not load into a model.
+class Report:
+    """Write a treatment as commands, each of which reads what the one before it wrote.
 
     Args:
-        checkpoint: an open file; only names, shapes and types of its tensors are read.
-        blueprint: of the model.
+        checkpoint: the file.
+        case: the state in it that fits best.
+        treatment: of that case.
         spec: how the commands name the model.
-        state: dotted path of the model's state; the one that fits best when None.
-        accepts: return whether the live model takes a state by loading rules of its own.
-        rebuild: return the model in other sizes, given a state whose names fit and whose sizes do not.
-
-    Returns:
-        The diagnosis of the state that fits best after treatment.
-
-    Raises:
-        NoState: `state` is given, and the file has no state there.
+        loads: the state loads as it is.
     """
-    try:
-        cases = _cases(checkpoint, blueprint, state)
-    except NoState as error:
-        if state is not None:
-            raise
-        return _without_state(checkpoint, error)
-    treatments: list[Treatment] = []
-    for case in cases:
-        treatments.append(treat(case, accepts=accepts))
-        if not treatments[-1].case.fit.distance:
-            break
-    best = min(range(len(treatments)), key=lambda i: treatments[i].case.fit.distance)
-    if not misfits.is_alike(treatments[best].case):  # a fit by chance is no reason for commands
-        best = 0
-        treatments[0] = Treatment(cases[0])
-    case = cases[best]
-    loads = not case.fit.distance or accepts(case.state)
-    # Whoever does not know that the state has to be named does not load it.
-    return _Report(case, treatments[best], spec, loads and (state is not None or best == 0)).written(rebuild)
 
-
-def _cases(checkpoint: Checkpoint, blueprint: Blueprint, where: str | None) -> list[Case]:
-    """Return a case for each state that could be meant, the likeliest first."""
-    found = [dotted(path) for path in checkpoint.states()] or [checkpoint.state().where]
-    names = found[:STATES] if where is None else [where]
-    taken = checkpoint.found_state()
-    return [_case(checkpoint, blueprint, name, named=taken is None or name != taken.where) for name in names]
-
-
-def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, named: bool) -> Case:
-    """Return the case of one state; commands change the default state, so any other is taken out first."""
-    found = checkpoint.state(name)
-    if not named and found.module is None:
-        return Case(checkpoint, found, blueprint, compare(found, blueprint), None, found)
-    alone = selection.slim(checkpoint, state=name)
-    state = alone.state()
-    flags = ("--state", name) if named else ()
-    return Case(alone, state, blueprint, compare(state, blueprint), flags, found)
-
-
-def _without_state(checkpoint: Checkpoint, error: NoState) -> Diagnosis:
-    """Return the diagnosis of a file that has no state."""
-    if any(is_optimizer(value) for value in walk(checkpoint.tree)):
-        message = "it holds only the state of an optimizer: the model's parameters are in another file"
-        problem = Problem("optimizer-only", message)
-    else:
-        problem = Problem("no-state", error.reason)
-    return Diagnosis(checkpoint.path, checkpoint.format, None, False, Fit(), (problem,), None)
-
-
-class _Report:
-    """Write a treatment as commands, each of which reads what the one before it wrote."""
-
-    def __init__(self, case: Case, treatment: Treatment, spec: str, loads: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, case: Case, treatment: Treatment, spec: str, loads: bool
+    ) -> None:
+        self.original = checkpoint
         self.case = case
         self.treatment = treatment
         self.spec = spec
         self.loads = loads
         path = case.checkpoint.path
         self.file = f"./{path}" if path.startswith("-") else path  # else it would be taken for an option
-        self.output = _output(self.file, case.checkpoint.format)
+        self.output = _output(self.file, checkpoint)
         self.problems: list[Problem] = []
 
-    def written(self, rebuild: Rebuild) -> Diagnosis:
+    def written(self, rebuild: Rebuild | None) -> Diagnosis:
+        """Return the diagnosis; ask `rebuild` for a model in other sizes if nothing else helps."""
         case, after = self.case, self.treatment.case
         if case.taken_out is not None and not self.loads:
             self._add(*self._taking_out(case.original), "slim", *case.taken_out)
@@ -184,14 +101,31 @@ class _Report:
         if not after.fit.distance:
             self._add_optimizers()
             then = self._reload(self.spec) if not self._add_objects() else None
-        elif (respec := rebuild(after)) is not None:
+        elif rebuild is not None and (respec := rebuild(after)) is not None:
             then = self._reload(respec.spec)
             self.problems.append(Problem("size", respec.message, then))
         else:
             self.problems += [Problem(kind, message) for kind, message in misfits.in_words(after)]
-        self.problems += self._remarks()
+        python = self._python() if then else None
+        self.problems += self._remarks(bool(then))
         path, kind = case.checkpoint.path, case.checkpoint.format
-        return Diagnosis(path, kind, case.original.where, self.loads, case.fit, tuple(self.problems), then)
+        problems = tuple(self.problems)
+        return Diagnosis(path, kind, case.original.where, self.loads, case.fit, problems, then, python)
+
+    @property
+    def _where(self) -> tuple[str, ...]:
+        """The flags that name the state, as long as no command has taken it out."""
+        return () if self.file == self.output else self.case.taken_out or ()
+
+    @property
+    def _result(self) -> tuple[Checkpoint, State]:
+        """The checkpoint that the last command wrote, or the original one, and the state in it."""
+        if self.file == self.output:
+            return self.treatment.case.checkpoint, self.treatment.case.state
+        return self.original, self.case.original
+
+    def _python(self) -> str:
+        return python_line(*self._result, self.file, rewritten=self.file == self.output)
 
     def _taking_out(self, state: State) -> tuple[str, str]:
         if state.module is not None:
@@ -207,8 +141,7 @@ class _Report:
         return command_line(["ckpttool", verb, self.file, self.output, *flags, *again])
 
     def _reload(self, spec: str) -> str:
-        where = (self.case.taken_out or ()) if self.file != self.output else ()
-        return command_line(["ckpttool", "reload", self.file, "--model", spec, *where])
+        return command_line(["ckpttool", "reload", self.file, "--model", spec, *self._where])
 
     def _add_objects(self) -> bool:
         """Add a problem if the model asks for objects, which torch.load creates and this package does not."""
@@ -247,13 +180,18 @@ class _Report:
         else:
             self._add("optimizer-order", message, "optimizer", "--to", "indices", "--model", self.spec)
 
-    def _remarks(self) -> Iterator[Problem]:
+    def _remarks(self, is_loadable: bool) -> Iterator[Problem]:
         case = self.case
         if case.original.module is not None and self.loads:
             name = case.original.module.type_name
             message = f"the file is a whole pickled model, and torch.load needs the code of {name}"
             yield self._remark("pickled-model", message, None if self.problems else "slim")
-        elif case.state.where and not self.problems:  # `slim` of the file would undo the commands before it
+        elif is_loadable and (refused := self._refused()):
+            message = (
+                f"torch.load refuses the file, as it holds {shortened(refused)}: slim writes the state alone"
+            )
+            yield self._remark("objects", message, "slim", *self._where)
+        elif case.state.where and not self.problems:
             message = f"the state is under '{case.state.where}', and load_state_dict wants only that"
             yield self._remark("nested", message, "slim")
         added = self.treatment.case.fit.added
@@ -263,6 +201,12 @@ class _Report:
             )
             yield self._remark("counters", message, None)
         yield from self._precision()
+
+    def _refused(self) -> tuple[str, ...]:
+        """Return what torch.load refuses the result for, if it is a file that torch.load reads."""
+        is_written = self.file == self.output
+        is_torch = self.output.endswith(".pt") if is_written else self.original.format in PICKLED
+        return refused_by_torch(self._result[0], rewritten=is_written) if is_torch else ()
 
     def _precision(self) -> Iterator[Problem]:
         after = self.treatment.case
@@ -292,11 +236,11 @@ def _in_words(check: OrderCheck) -> str:
 SHORT_TYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def _output(file: str, form: str) -> str:
+def _output(file: str, checkpoint: Checkpoint) -> str:
     """Return a free name beside the file, in a format that holds what the file holds."""
     path = file.rstrip("/")
     stem = path if os.path.isdir(path) else os.path.splitext(path)[0]
-    end = ".safetensors" if form.startswith("safetensors") else ".pt"
+    end = ".safetensors" if checkpoint.format.startswith("safetensors") and not checkpoint.full else ".pt"
     output, count = f"{stem}.mended{end}", 1
     while os.path.exists(output):
         count += 1

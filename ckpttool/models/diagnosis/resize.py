@@ -8,7 +8,7 @@ from typing import Any
 from ...errors import UsageFault
 from .. import factory
 from ..skeleton import skeleton
-from .case import Case
+from .case import Case, Respec
 from .fit import Blueprint, Fit, compare
 
 BUILDS = 16
@@ -18,7 +18,7 @@ BUILDS = 16
 OUTPUTS = ("num_classes", "num_labels", "out_features")
 
 
-def resized(spec: str, case: Case) -> tuple[str, str] | None:
+def resized(spec: str, case: Case) -> Respec | None:
     """Find a SPEC that builds the model in a state's sizes.
 
     An argument is changed if its value is a size of the model and the file has another size in that place.
@@ -28,7 +28,7 @@ def resized(spec: str, case: Case) -> tuple[str, str] | None:
         case: a state whose names fit the model.
 
     Returns:
-        The SPEC, and a message that says what differs; None if no such SPEC was found.
+        The SPEC, and what differs; None if no such SPEC was found.
     """
     changes: dict[str, tuple[object, int]] = {}
     fit, builds = case.fit, 0
@@ -48,7 +48,7 @@ def resized(spec: str, case: Case) -> tuple[str, str] | None:
     words = ", ".join(
         f"{name} is {new} in the file and {old} in the model" for name, (old, new) in changes.items()
     )
-    return spec, words
+    return Respec(spec, words)
 
 
 def _fit(spec: str, case: Case) -> Fit | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -334,37 +335,78 @@ def test_the_printed_commands_make_the_file_load(what: str, cli: Cli, tmp_path: 
     assert script == [*commands, found.json["then"]]
 
     pasted(cli, script)
-    loaded = strictly_loaded(script[-1])
+    loaded = strictly_loaded(script[-1], found.json["python"])
     if expected is not None:
         for name, value in expected.items():
             assert torch.equal(loaded[name], value), name
 
 
-def strictly_loaded(command: str) -> dict[str, Any]:
-    """The state of the model that a reload names, after torch's own strict load of the file that it names."""
+def strictly_loaded(command: str, python: str) -> dict[str, Any]:
+    """Return the state of the model that a `reload` command names, after the printed line of Python."""
     words = shlex.split(command)
     assert words[1] == "reload"
     model = factory.build(words[words.index("--model") + 1])
-    with ckpttool.open(words[2]) as checkpoint:
-        state = checkpoint.state()
-        tensors = OrderedDict(state.load())
-        if state.versions is not None:
-            tensors._metadata = dict(state.versions)  # type: ignore[attr-defined]
-        model.load_state_dict(tensors, strict=True)
+    exec(python, {"model": model, "torch": torch, "safetensors": safetensors, "ckpttool": None})
     return dict(model.state_dict())
 
 
-def test_the_output_is_a_shell_script(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "it's $HOME.pt"
-    torch.save(AveragedModel(nn.DataParallel(made("net"))).state_dict(), path)
-    script = cli("doctor", path, "--model", spec("net")).out
+def test_nested_states_are_fixed_in_place_and_a_plain_program_loads_them(cli: Cli, tmp_path: Path) -> None:
+    """One shell runs all printed commands but the reloads; one program without ckpttool runs all lines."""
+    script, program = ["set -e"], ["import sys", "import torch, safetensors.torch"]
+    program += [f"sys.path.insert(0, {str(ARCHITECTURES.parent)!r})", "import architectures"]
+    kinds = set()
+    for number, (what, way) in enumerate(WAYS.items()):
+        tree = way.make(made(way.trained))
+        if way.save is not torch.save or not isinstance(tree, dict) or not is_state(tree):
+            continue
+        path = tmp_path / f"{number}.pt"
+        torch.save({"model": tree, "epoch": 3}, path)
+        found = cli("doctor", path, "--model", spec(way.model), "--json").json
+        commands = [problem["command"] for problem in found["problems"] if not problem["remark"]]
+        script += [command for command in commands if command != found["then"]]
+        rebuilt = shlex.split(found["then"])[4].rpartition(":")[2]
+        program += [f"print({what!r})", f"model = architectures.{rebuilt.partition('(')[0]}("]
+        program[-1] += rebuilt.partition("(")[2].removesuffix(")") + ")"
+        program += [found["python"]]
+        kinds |= {problem["kind"] for problem in found["problems"]}
+    assert kinds >= {
+        "prefix",
+        "names",
+        "layout",
+        "shape",
+        "counters",
+        "complex",
+        "extra",
+        "size",
+        "layer-norm",
+    }
+    run_in_shell("\n".join(script))
+    ran = subprocess.run(
+        [sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, timeout=110
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def is_state(tree: dict[str, Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in tree.values())
+
+
+def run_in_shell(script: str) -> str:
+    """Run a script with sh, which finds `ckpttool`; return its stdout."""
     tool = Path(sys.executable).with_name("ckpttool")
     environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
     ran = subprocess.run(
         ["sh", "-e"], input=script, env=environment, text=True, capture_output=True, timeout=110
     )
     assert ran.returncode == 0, ran.stderr
-    assert "loaded 9 of 9 tensors" in ran.stdout
+    return ran.stdout
+
+
+def test_the_output_is_a_shell_script(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "it's $HOME.pt"
+    torch.save(AveragedModel(nn.DataParallel(made("net"))).state_dict(), path)
+    script = cli("doctor", path, "--model", spec("net")).out
+    assert "loaded 9 of 9 tensors" in run_in_shell(script)
 
 
 def test_a_file_that_loads_is_exit_0_with_remarks(cli: Cli, tmp_path: Path) -> None:
@@ -560,7 +602,7 @@ def test_layers_counted_from_another_number_keep_their_order(shift: int, cli: Cl
     torch.save(trained, tmp_path / "f.pt")
     found = cli("doctor", tmp_path / "f.pt", "--model", model, "--json")
     pasted(cli, [found.json["problems"][0]["command"], found.json["then"]])
-    loaded = strictly_loaded(found.json["then"])
+    loaded = strictly_loaded(found.json["then"], found.json["python"])
     assert all(
         torch.equal(mine, theirs) for mine, theirs in zip(loaded.values(), trained.values(), strict=True)
     )

@@ -1,4 +1,4 @@
-"""Writes the tables between two marks in a Markdown file, so that nobody copies numbers by hand."""
+"""Tables between two marks of a Markdown page, so that nobody copies numbers by hand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ BEGIN, END = "<!-- benchmarks -->", "<!-- /benchmarks -->"
 
 
 def check_marks(file: Path) -> None:
-    """Raises ValueError if a file can't be updated, before an hour is spent measuring."""
+    """Check that a page can be updated, before an hour is spent measuring.
+
+    Raises:
+        ValueError: the file can't be read, or lacks one of the marks.
+    """
     try:
         _split(file)
     except OSError as error:
@@ -16,6 +20,11 @@ def check_marks(file: Path) -> None:
 
 
 def put_between_marks(file: Path, markdown: str) -> None:
+    """Replace what lies between the marks of a page.
+
+    Raises:
+        ValueError: the file lacks one of the marks.
+    """
     before, after = _split(file)
     file.write_text(f"{before}{BEGIN}\n{markdown}\n{END}{after}", encoding="utf-8")
 

@@ -1,0 +1,114 @@
+"""Ranks that torchrun starts again after a failure find each other, and the run continues."""
+
+from __future__ import annotations
+
+import json
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ckpttool.errors import CheckFailed
+from tests.ranks.programs import TORCHRUN, start
+from train.process_group import agree_on_attempt
+
+KILLS = 3
+
+MODEL = """
+import os, torch
+from pathlib import Path
+from torch import nn
+
+class Dies(nn.Linear):
+    def forward(self, x):
+        marks = Path(__file__).parent
+        if torch.distributed.is_initialized() and self.training and len(x) > 1:
+            number = len(list(marks.glob("killed-*")))
+            if number < {kills} and int(os.environ["RANK"]) == number % 2:
+                (marks / f"killed-{{number}}").touch()
+                os.kill(os.getpid(), 9)
+        return super().forward(x.flatten(1))
+
+def model():
+    return Dies(3072, 10)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_run_survives_ranks_that_are_killed_under_max_restarts(tmp_path: Path) -> None:
+    """Before, four kills of ten left both new ranks waiting for dead ones."""
+    (tmp_path / "own.py").write_text(MODEL.format(kills=KILLS))
+    launcher = [*TORCHRUN, "2", "--max-restarts", str(KILLS)]
+    settings = ["--data", "fake:16", "--epochs", "1", "--batch-size", "4", "--timeout", "15"]
+    model = ["--model", f"{tmp_path}/own.py:model", "--out", str(tmp_path / "run"), "--resume"]
+    done = start([*launcher, "train/main.py", *settings, *model])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(list(tmp_path.glob("killed-*"))) == KILLS
+    state = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    assert state["progress"]["samples"] == 16
+
+
+# ---- agreement -----------------------------------------------------------------------------------------
+
+
+def agree(store: Any, ranks: list[int], world_size: int, timeout: float = 20.0) -> list[Any]:
+    """Return what each of these ranks agrees on, or its error; each is a thread with its own connection."""
+    found: list[Any] = [None] * len(ranks)
+
+    def one(place: int, rank: int) -> None:
+        own = dist.TCPStore("127.0.0.1", store.port, timeout=timedelta(seconds=20))
+        try:
+            found[place] = agree_on_attempt(own, rank, world_size, timeout)
+        except CheckFailed as error:
+            found[place] = str(error)
+
+    threads = [threading.Thread(target=one, args=given) for given in enumerate(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.fixture
+def store() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_all_ranks_of_an_attempt_agree_and_no_two_attempts_have_one_name(store: Any) -> None:
+    attempts = [agree(store, [2, 0, 1], 3) for _ in range(3)]
+    assert all(len(set(names)) == 1 for names in attempts)
+    assert len({names[0] for names in attempts}) == 3
+
+
+def test_an_attempt_may_have_more_or_fewer_ranks_than_the_last(store: Any) -> None:
+    attempts = [agree(store, list(range(size)), size) for size in (4, 2, 1, 3)]
+    assert all(len(set(names)) == 1 for names in attempts)
+    assert len({names[0] for names in attempts}) == 4
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_does_not_agree_with_the_dead_of_an_earlier_attempt(store: Any, missing: int) -> None:
+    agree(store, [0, 1], 2)
+    (said,) = agree(store, [1 - missing], 2, timeout=0.5)
+    assert said == f"rank {1 - missing}: no answer from another rank within --timeout"
+    one, other = agree(store, [0, 1], 2)
+    assert one == other
+
+
+def test_ranks_that_died_while_they_met_are_replaced(store: Any) -> None:
+    """Rank 2 has written its number and died; rank 0 lists it until the new rank 2 comes."""
+    store.set("ckpttool/rank/2", "dead")
+    waiting: list[Any] = []
+    threads = [threading.Thread(target=lambda: waiting.extend(agree(store, [0, 1], 3)))]
+    threads[0].start()
+    while not store.check(["ckpttool/ranks"]):
+        pass
+    assert json.loads(store.get("ckpttool/ranks"))[2] == "dead"
+    (last,) = agree(store, [2], 3)
+    threads[0].join()
+    assert waiting == [last, last]

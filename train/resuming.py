@@ -1,0 +1,159 @@
+"""How a run continues from a checkpoint: which file, whether it fits, and what is restored."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ckpttool.distributed import collectives
+from ckpttool.errors import UsageFault
+from train import checkpoints, random_state, run_folder
+from train.config import TrainConfig
+from train.contents import Contents, flat
+from train.data import Data
+from train.engine import Progress, Trainer
+from train.saving import versions
+
+# Flags that may differ on resume; a change of any other would make it another training.
+FREE = {
+    *("epochs", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
+    *("out", "save_every", "keep", "resume", "force", "data_root", "download"),
+}
+
+# Compared by content, not by value: the same folder may be elsewhere now.
+COMPARED_BY_CONTENT = {"data"}
+
+
+def resume(trainer: Trainer, folder: str) -> list[str] | None:
+    """Continue from the checkpoint that `--resume` names, if there is one. A collective.
+
+    Args:
+        trainer: at its start; it is then where the checkpoint was.
+        folder: the run's folder, for `--resume auto`.
+
+    Returns:
+        Remarks for the user; None for a fresh start.
+
+    Raises:
+        Unreadable, Damaged, Refused: on rank 0, as `checkpoints.read`; the other ranks raise RankFailed.
+        UsageFault: likewise, if the file belongs to another training.
+    """
+    config = trainer.config
+    path = collectives.decide(lambda: _find(config, folder))
+    if path is None:
+        return None
+    state = collectives.broadcast(lambda: read_fitting(path, trainer))
+    with collectives.together():
+        restore(trainer, state)
+    return _remarks(trainer, state, path)
+
+
+def _find(config: TrainConfig, folder: str) -> str | None:
+    if config.resume == "auto":
+        path = os.path.join(folder, run_folder.LAST)
+        return path if os.path.exists(path) else None
+    return config.resume
+
+
+def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
+    """Return the checkpoint, if it is intact and belongs to this training; else raise as `resume`."""
+    state = checkpoints.read(path)
+    _check_same_training(path, state, trainer)
+    return state
+
+
+def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
+    now, then = trainer.config.plain(), {**TrainConfig().plain(), **state["config"]}
+    other = [name for name in now if name not in FREE | COMPARED_BY_CONTENT and now[name] != then.get(name)]
+    if other:
+        flags = " ".join(_flag(name, then.get(name)) for name in other)
+        raise UsageFault(
+            f"{path}: belongs to a training with {flags}", hint="give the same, or start another run"
+        )
+    if state["plan"]["data"] != trainer.data.fingerprint:
+        raise UsageFault(
+            f"{path}: belongs to a training on other samples ({then['data']}: {state['plan']['data']}; now "
+            f"{now['data']}: {trainer.data.fingerprint})",
+            hint="give the same --data, or start another run",
+        )
+    _check_same_contents(path, state["plan"].get("contents", {}), trainer.data)
+
+
+def _check_same_contents(path: str, then: Contents, data: Data) -> None:
+    """Compare what both data sets describe; a checkpoint of an older version describes nothing."""
+    before, now = flat(then), flat(data.contents)
+    if all(before.get(name, digest) == digest for name, digest in now.items()):
+        return
+    now = flat(data.contents, data.redrawn())
+    name = next((name for name, digest in now.items() if before.get(name, digest) != digest), None)
+    if name is None:
+        return
+    raise UsageFault(
+        f"{path}: belongs to a training on other samples: {name} of --data {data.name} is another now",
+        hint="give the same --data, seed the generators that its factory uses, or start another run",
+    )
+
+
+def _flag(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool) or value is None:
+        return flag if value else f"no {flag}"
+    return f"{flag} {','.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+
+
+def restore(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Restore everything. On another number of ranks, the random numbers are drawn anew.
+
+    Raises:
+        UsageFault: the model has parameters of other names or shapes than the saved one.
+    """
+    saved, own = state["optimizer"], trainer.optimizer.state_dict()
+    if _parameter_names(saved) != _parameter_names(own):
+        raise UsageFault(
+            f"--model {trainer.config.model}: its parameters have other names than the saved ones"
+        )
+    try:
+        trainer.ddp.load_state_dict(state["model"], strict=True)
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error
+    trainer.optimizer.load_state_dict(saved)
+    trainer.scheduler.load_state_dict(state["scheduler"])
+    progress = dict(state["progress"])
+    sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
+    trainer.progress = Progress(**progress)
+    if len(states) == trainer.place.world_size:
+        trainer.sums.copy_(torch.tensor(sums[rank], dtype=torch.float64))
+        random_state.put_back(states[rank])
+        return
+    if rank == 0:  # a different number of ranks: one of them holds the total
+        trainer.sums.copy_(torch.tensor(sums, dtype=torch.float64).sum(dim=0))
+    seed = random_state.seed_from(trainer.config.seed, "rank", rank, progress["global_step"])
+    random_state.seed_all(seed)
+
+
+def _parameter_names(optimizer: dict[str, Any]) -> list[list[str]]:
+    return [group["param_names"] for group in optimizer["param_groups"]]
+
+
+def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
+    """What the user should know about this resume: its position, and why bits may differ."""
+    progress, steps = trainer.progress, trainer.plan.steps
+    if progress.epoch >= trainer.config.epochs:
+        done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)}"
+        return [f"{path} already has {done}: nothing to do (--epochs N trains longer)"]
+    remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
+    before, after = state["plan"]["world_size"], trainer.place.world_size
+    if before != after:
+        remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps")
+    were, are = state["versions"], versions(trainer.place.device)
+    changed = [
+        f"{name} {were.get(name)} -> {value}" for name, value in are.items() if were.get(name) != value
+    ]
+    if changed:
+        remarks.append(f"the last bits may differ: {', '.join(changed)}")
+    if state["config"]["epochs"] != trainer.config.epochs and trainer.config.scheduler != "none":
+        remarks.append(f"the learning rate now follows {trainer.config.epochs} epochs")
+    return remarks

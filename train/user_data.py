@@ -1,0 +1,49 @@
+"""Data sets that a user's factory makes: `--data file.py:factory`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import TensorDataset
+
+from ckpttool.errors import UsageFault
+from ckpttool.models import factory
+from train.config import DataConfig
+from train.random_state import Keyed
+from train.samples import Parts, count
+
+
+def load(config: DataConfig, seed: int) -> Parts:
+    """Return the data sets that the user's function makes.
+
+    Args:
+        seed: with the epoch and the sample, determines the random numbers that a sample is drawn with.
+
+    Raises:
+        UsageFault: the function can't be called, does not return two map-style data sets, or the first does
+            not know its classes; or a flag does not fit.
+    """
+    if config.mean or config.std:
+        raise UsageFault(f"--mean, --std: {config.data} makes its own images", hint="leave them out")
+    made = factory.build(config.data)
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise UsageFault(f"--data {config.data}: must return (train, test), two data sets")
+    train, test = made
+    for samples in made:
+        count(samples)
+    return Parts(Keyed(train, seed), Keyed(test, seed), _classes(train, config.data), config.data)
+
+
+def _classes(samples: Any, name: str) -> tuple[str, ...]:
+    known = getattr(samples, "classes", None)
+    if known is not None:
+        return tuple(str(one) for one in known)
+    labels = getattr(samples, "targets", None)
+    if labels is None and isinstance(samples, TensorDataset):
+        labels = samples.tensors[-1]
+    if labels is None:
+        raise UsageFault(
+            f"--data {name}: the training data set does not say its classes",
+            hint="give it an attribute: classes = ['cat', 'dog']",
+        )
+    return tuple(str(label) for label in range(int(max(labels)) + 1))
