@@ -21,7 +21,7 @@ import ckpttool
 from ckpttool.distributed import collectives
 from ckpttool.errors import CheckFailed
 from train import random_state, run_folder
-from train.checkpoints import named_optimizer
+from train.checkpoints import digest_of_run, named_optimizer
 from train.engine import Trainer
 
 ON_SOME_RANKS = "look for code that changes weights, buffers or the optimizer on only some ranks"
@@ -40,7 +40,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "optimizer": collectives.compare(named_optimizer(optimizer), "before saving", hint=ON_SOME_RANKS),
     }
     own = {"statistics": collectives.gather(trainer.statistics.take())} if trainer.statistics else {}
-    return {
+    state = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": trainer.scheduler.state_dict(),
@@ -55,6 +55,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "versions": versions(trainer.place.device),
         **own,
     }
+    digests["run"] = digest_of_run(state)
+    return state
 
 
 def versions(device: torch.device) -> dict[str, Any]:
