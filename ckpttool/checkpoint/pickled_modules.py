@@ -87,6 +87,31 @@ def _present(items: object) -> dict[str, object]:
     return {in_brief(name): item for name, item in pairs.items() if item is not None}
 
 
+def own_attributes(module: object) -> Iterator[tuple[str, object]]:
+    """Yield what an author put into a pickled model, such as `class_names`, by dotted name.
+
+    It is in no state dict. Parameters, buffers, modules and what torch keeps in each module are left out, so
+    are numbers and texts in torch's own classes, which are settings of a layer. Wrappers are looked through.
+    """
+    prefix = ""
+    for _ in range(MAX_DEPTH):  # a crafted wrapper may hold itself
+        if not _is_wrapper(module) or not (inner := parts(module).modules):
+            break
+        name, module = next(iter(inner.items()))
+        prefix += f"{name}."
+    of_torch = isinstance(module, Record) and module.type_name.startswith("torch.")
+    for key, item in (attributes(module) or {}).items():
+        own = isinstance(key, str) and not key.startswith("_") and key != "training"
+        if own and (not of_torch or isinstance(item, dict | list)):
+            yield f"{prefix}{key}", item
+
+
+def _is_wrapper(module: object) -> bool:
+    return isinstance(module, Record) and (
+        module.callable == COMPILED or module.type_name.startswith("torch.nn.parallel.")
+    )
+
+
 def inside(module: object) -> Iterator[tuple[str, object]]:
     """Yield everything in a pickled module under its Python name: tensors, modules, other attributes."""
     found = attributes(module) or {}

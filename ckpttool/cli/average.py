@@ -47,18 +47,20 @@ def command(inputs: tuple[str, ...], weights: str | None, **given: Any) -> None:
     def transform(last: Checkpoint) -> tuple[Checkpoint, Outcome]:
         others = [formats.open(path) for path in inputs[:-1]]
         new, found = average([*others, last], weights=shares, state=given["state"])
-        if found.taken:
-            console.note(f"integers that differ, taken from {inputs[-1]}: {console.names(found.taken)}")
-        if found.statistics:
-            count = len(found.statistics)
-            console.note(
-                f"{count} running statistics of BatchNorm were averaged too; the averaged model's own would "
-                "differ: estimate them again on training data (torch.optim.swa_utils.update_bn)"
-            )
         fields = {"files": found.files, "averaged": len(found.averaged), "taken_from_last": found.taken}
         done = f"averaged {counted(len(found.averaged), 'tensor', 'tensors')} of {found.files} files"
         left_out = last.outside(last.state(given["state"]))
-        return new, Outcome(done, left_out=left_out, where="", fields=fields)
+        outcome = Outcome(done, left_out=left_out, where="", fields=fields)
+        if found.taken:
+            names = console.names(found.taken)
+            outcome.notes.append(f"integers that differ, taken from {inputs[-1]}: {names}")
+        if found.statistics:
+            count = len(found.statistics)
+            outcome.notes.append(
+                f"{count} running statistics of BatchNorm were averaged too; the averaged model's own would "
+                "differ: estimate them again on training data (torch.optim.swa_utils.update_bn)"
+            )
+        return new, outcome
 
     rewrite({**given, "input": inputs[-1]}, transform)
 

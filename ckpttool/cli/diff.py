@@ -13,6 +13,7 @@ from . import options
 from .console import Console, counted, printable, terminal_width
 from .diff_page import details, page
 from .diff_rows import relative
+from .states import note_state
 
 if TYPE_CHECKING:
     from ..analysis.compare import Change, Comparison
@@ -29,8 +30,8 @@ class _Tolerance(click.FloatRange):
 
 
 @click.command("diff")
-@click.argument("a", metavar="A", type=click.Path(allow_dash=True))
-@click.argument("b", metavar="B", type=click.Path())
+@click.argument("a", metavar="A", type=click.Path(allow_dash=True), callback=options.note_inputs)
+@click.argument("b", metavar="B", type=click.Path(), callback=options.note_inputs)
 @click.option("--rtol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X times |b|.")
 @click.option("--atol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X.")
 @click.option("--ignore-prefix", is_flag=True, help="Match names that differ only in wrappers' prefixes.")
@@ -73,24 +74,26 @@ def command(
       ckpttool diff last.pt model.safetensors --ignore-prefix
     """
     from .. import formats
-    from ..analysis.compare import compare
-    from ..analysis.equality import Tolerance
+    from ..analysis.checks import diff
 
     console = options.console(given)
-    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(formats.open(path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
-            found = compare(
+            found = diff(
                 mine,
                 theirs,
-                tolerance=tolerance,
+                rtol=rtol,
+                atol=atol,
                 state=state,
                 model_only=model_only,
                 ignore_prefix=ignore_prefix,
                 progress=progress,
                 verify=not no_verify,
             )
+        if model_only or found.aside_a or found.aside_b:  # else every state was compared
+            for checkpoint in (mine, theirs):
+                note_state(console, checkpoint, state, named=True)
     _report(console, a, b, found, sort)
     return 0 if found.same else 1
 

@@ -31,6 +31,9 @@ HINTS = {
 }
 """The next thing to do after an error of the operating system, by its number."""
 
+SHARED = ("-q", "--quiet", "-v", "--verbose", "--json", "--force", "--dry-run", "--state")
+"""Options of most commands, which some type before the command."""
+
 EXTRAS = {"torch": "torch", "safetensors": "torch", "torchvision": "train", "sklearn": "train"}
 """Libraries that a plain install lacks, and the extra of ckpttool that brings each."""
 
@@ -106,6 +109,8 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else call.command
         message = error.format_message().replace("\n\t", " ")  # click's lists of choices
+        if isinstance(error, click.NoSuchOption) and command == "ckpttool" and error.option_name in SHARED:
+            return "usage", message, f"options follow the command: ckpttool COMMAND {error.option_name}", 2
         return "usage", message, f"{command} --help", error.exit_code
     if isinstance(error, click.ClickException):
         return "usage", error.format_message(), f"{call.command} --help", error.exit_code

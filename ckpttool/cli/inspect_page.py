@@ -10,19 +10,16 @@ from ..analysis.module_tree import shape_in_words, tensors_in_words
 from ..analysis.optimizers import in_words
 from .columns import columns, cut, cut_middle, left, right, table, wrapped
 from .console import counted, printable, show_bytes, show_names
+from .inspect_others import MAX_OTHERS, others
 
 if TYPE_CHECKING:
     from ..analysis.module_tree import Branch
-    from ..analysis.other_values import OtherRow
     from ..analysis.stats import Stats
     from ..analysis.summary import Kinds, Summary, TensorRow
     from ..transforms.wrappers import FoundPrefix
 
 MAX_LINES = 200
 """Lines of modules that are shown without `-v`."""
-
-MAX_OTHERS = 12
-"""Values below one name that are shown without `-v`."""
 
 STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
@@ -48,27 +45,32 @@ def page(
     if summary.keys:
         yield ""
         yield from _tree(summary, depth or summary.modules.depth_within(lines), width, everything)
-    other = list(_others(summary, everything))
+    other = list(others(summary, everything=everything))
     if other:
         yield ""
         yield "other contents"
-        names = min(max(columns(name) for name, _ in other), 48)
-        most = width and names  # where there is no width nothing is cut
-        yield from (
-            cut(f"  {left(cut(name, most), names)}  {value}".rstrip(), width) for name, value in other
-        )
+        widest = max(columns(name) for name, _ in other)
+        if width:  # long names and long values share the width; whichever is short leaves it to the other
+            values = max(columns(value) for _, value in other)
+            widest = min(widest, max(width - values - 4, width // 2))
+        for name, value in other:
+            shown = left(cut_middle(name, widest), widest)
+            yield cut(f"  {shown}  {value}".rstrip(), width)
 
 
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     most = 1_000_000 if everything else 6
     if summary.state is None:
-        yield "state", "none: it holds no dict of tensors"
+        yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
     else:
         where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
         tensors = counted(summary.keys, "tensor", "tensors")
         yield "state", f"{where}{whole}: {tensors}, {summary.parameters:,} parameters"
         yield "dtypes", _dtypes(summary.here)
+        pieces = [f"{printable(name)} ({like})" for name, like in summary.likes.items() if like.is_piece]
+        if pieces:
+            yield "pieces", f"{len(pieces)} tensors of which this file has a piece: {show_names(pieces, 2)}"
         if set(summary.here.devices) - {"cpu"}:
             yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
     for name in summary.other_states:
@@ -195,30 +197,6 @@ def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
     return printable(whole), printable(brief)
 
 
-def _others(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
-    """Yield name and value of everything else; the facts show what is in optimizers and schedulers."""
-    rows = [*(row.name for row in summary.optimizers), *(row.name for row in summary.schedulers)]
-    told = tuple(f"{name}." for name in rows if name)
-    shown: dict[str, int] = {}
-    for row in summary.other:
-        group = row.name.partition(".")[0]
-        if not everything and row.name.startswith(told):
-            continue
-        shown[group] = shown.get(group, 0) + 1
-        if everything or shown[group] <= MAX_OTHERS:
-            yield printable(row.name), _value(row)
-    for group, count in shown.items():
-        if count > MAX_OTHERS and not everything:
-            yield f"{printable(group)}.…", f"{count - MAX_OTHERS:,} more: -v shows them all"
-
-
-def _value(row: OtherRow) -> str:
-    if row.has_value:
-        text = row.value if isinstance(row.value, str) else str(row.value)
-        return printable(text)[:200] if text else "''"
-    return printable(row.type) + (f" of {row.size}" if row.size is not None else "")
-
-
 def tensor_lines(
     rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
 ) -> Iterator[str]:
@@ -231,7 +209,7 @@ def tensor_lines(
     """
     cells = [
         (
-            *(printable(row.name), row.dtype, f"[{','.join(map(str, row.shape))}]", str(row.nbytes)),
+            *(printable(row.name), row.type, row.sizes, str(row.nbytes)),
             printable(row.shared_with or ""),
             *(_figures(stats.get(row.name)) if stats else ()),
         )
@@ -252,7 +230,8 @@ def stats_table(
     """
     cells: list[Sequence[str]] = [STATS]
     for row in rows:
-        first = printable(row.name), row.dtype, shape_in_words(row.shape)
+        shape = row.sizes if row.shape is None else shape_in_words(row.shape)
+        first = printable(row.name), row.type, shape
         cells.append((*first, *_figures(stats.get(row.name))))
     if len(cells) == 1:
         return

@@ -55,11 +55,12 @@ def command(to: str, model: str | None, **given: Any) -> None:
         done = f"keyed {what} of {counted(found.parameters, 'parameter', 'parameters')} by {to}"
         if found.moved:
             done += f", {found.moved} moved"
+        fields = {"optimizers": found.optimizers, "parameters": found.parameters, "moved": found.moved}
+        outcome = Outcome(done, fields=fields)
         if found.absent:
             count = counted(len(found.absent), "parameter", "parameters")
-            console.note(f"{count} of the model are in no optimizer: {console.names(found.absent)}")
-        fields = {"optimizers": found.optimizers, "parameters": found.parameters, "moved": found.moved}
-        return new, Outcome(done, fields=fields)
+            outcome.notes.append(f"{count} of the model are in no optimizer: {console.names(found.absent)}")
+        return new, outcome
 
     rewrite({**given, "state": None}, transform, full=True)
 

@@ -16,6 +16,7 @@ from .states import note_state
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
+    from ..checkpoint.state import State
     from ..formats import Saved
     from ..tensors.cast import CastReport
     from ..transforms.renaming import Renaming
@@ -34,6 +35,7 @@ class Outcome:
         of_state: True if the transform concerns one state; False for the file as a whole.
         where: dotted path of the state in the new checkpoint, if it moved.
         casting: report of the cast, which is complete once the output is written.
+        notes: what else is worth knowing, said when the output is written.
         fields: further fields of the command's JSON.
     """
 
@@ -45,6 +47,7 @@ class Outcome:
     of_state: bool = True
     where: str | None = None
     casting: CastReport | None = None
+    notes: list[str] = field(default_factory=list)
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -86,6 +89,8 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
     }
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
+        if new.opened != checkpoint.opened:
+            _name_attributes(checkpoint.state(options["state"]), outcome)
         if "to" not in choices:
             choices["to"] = _format_of_new_folder(checkpoint, options["output"])
         if _keeps_everything(options, outcome, new, choices):
@@ -99,6 +104,14 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
                 choices |= {"progress": bar.add, "expect": bar.expect}
             saved = formats.save(new, options["output"], **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
+
+
+def _name_attributes(state: State, outcome: Outcome) -> None:
+    """Add the attributes of a pickled model to what is left out, where its tensors took its place."""
+    from ..checkpoint.pickled_modules import own_attributes
+
+    names = (".".join([*state.path, name]) for name, _ in own_attributes(state.module))
+    outcome.left_out += tuple(name for name in names if name not in outcome.left_out)
 
 
 def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
@@ -178,6 +191,8 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
 
 def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, int]) -> None:
     """Note what else is worth knowing about the output."""
+    for note in outcome.notes:
+        console.note(printable(note))
     if console.verbose:
         for old, new in outcome.renamed.items():
             console.note(f"{printable(old)} -> {printable(new)}")
@@ -185,7 +200,10 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
         ("kept as they were", outcome.kept),
         ("renamed too", [f"{where} ({count} keys)" for where, count in also.items()]),
         ("left out", outcome.left_out),
-        (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
+        (
+            f"left out, as {saved.format} {saved.why_left_out}",
+            [n for n in saved.left_out if not _is_versions(n)],
+        ),
         ("written once, with the tie in the metadata", saved.tied),
         ("written once per name, though they share memory", saved.copied),
         ("other files of the folder, not copied", saved.not_copied),
@@ -205,11 +223,19 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
             "its pickle names what could run when it is loaded without weights_only: "
             f"{', '.join(map(printable, saved.mentions))}"
         )
+    if console.verbose and (versions := [*filter(_is_versions, saved.left_out)]):
+        where = console.names(versions)
+        console.note(f"left out: torch's versions of modules ({where}), which load_state_dict can do without")
     if saved.keyed_by_text:
         console.note(
             "keyed by text, with which torch loads no momentum outside DCP: "
             f"{console.names(saved.keyed_by_text)}; numbers again: {_to_indices(saved)}"
         )
+
+
+def _is_versions(name: str) -> bool:
+    """Whether a name is that of torch's versions of modules, whose loss few care about."""
+    return name == "_metadata" or name.endswith("._metadata")
 
 
 def _to_indices(saved: Saved) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .console import Console, printable
@@ -20,9 +21,15 @@ def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, n
         asked: the value of --state.
         named: begin with the file's name, because the command reads several.
     """
-    taken = next(iter(checkpoint.states()), None) if asked is None else None
-    if taken is not None and (others := checkpoint.other_states(taken)):
-        where = f"'{printable('.'.join(taken))}'" if taken else "the file itself"
+    taken = checkpoint.found_state() if asked is None else None
+    if taken is not None:
+        file = f"{checkpoint.path}: " if named else ""
+        note_choice(console, taken.where, checkpoint.other_states(taken.path), file)
+
+
+def note_choice(console: Console, where: str, others: Sequence[str], file: str = "") -> None:
+    """Note that the state at `where` was chosen, if there are `others`; `file` comes first."""
+    if others:
+        taken = f"'{where}'" if where else "the file itself"
         flags = [f"--state {shlex.quote(other)}" for other in others]
-        file = f"{printable(checkpoint.path)}: " if named else ""
-        console.note(f"{file}state: {where}; also available: {console.names(flags)}")
+        console.note(f"{printable(file)}state: {printable(taken)}; also available: {console.names(flags)}")

@@ -18,6 +18,9 @@ CHECKPOINT_ENDINGS = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt", ".safetenso
 
 def no_such_file(path: str) -> Unreadable:
     """Return the error for a missing path, with a similar path or the checkpoints of the folder as hint."""
+    if os.path.islink(path):
+        hint = f"see what it points to: ls -l {shlex.quote(path)}"
+        return Unreadable(path, f"is a link to {os.readlink(path)}, where there is no file", hint=hint)
     return Unreadable(path, "no such file", hint=_near(*os.path.split(path)))
 
 
@@ -26,7 +29,7 @@ def _near(folder: str, name: str) -> str:
 
     if not os.path.isdir(folder or "."):
         return f"there is no folder {_first_missing(folder)}"
-    names = names_in(folder or ".")
+    names = [found for found in names_in(folder or ".") if found != name]
     if close := get_close_matches(name, names, n=2, cutoff=0.7):
         return f"did you mean {' or '.join(os.path.join(folder, found) for found in close)}?"
     here = f"the folder {folder}" if folder else "this folder"

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from functools import partial
 
+from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..files.commit import require_folder
@@ -16,6 +17,7 @@ from .save_plan import SavePlan
 from .save_report import PICKLES, Saved
 
 
+@takes_checkpoint
 def save(
     checkpoint: Checkpoint,
     path: str | os.PathLike[str],

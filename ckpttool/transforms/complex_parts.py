@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
+from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.rebuilt_tensors import plain_tensor
 from ..errors import Collision, NothingToDo
-from ..inert_pickle.values import tensor_of
 from ..tensors.dtypes import DTYPES, REAL_TYPES
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.strided import FORMATS
@@ -24,6 +25,7 @@ WHOLES = {part.name: DTYPES[name] for name, part in SPLIT.items()}
 Container = dict[object, object]
 
 
+@takes_checkpoint
 def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
     """Return a checkpoint with each complex tensor of its state as two real ones: `NAME.real`, `NAME.imag`.
 
@@ -48,6 +50,7 @@ def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[
     return replace_state(checkpoint, found, lambda old: _split(old, names)), names
 
 
+@takes_checkpoint
 def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
     """Return a checkpoint with each pair `NAME.real`, `NAME.imag` as one complex tensor.
 
@@ -75,7 +78,7 @@ def _split(old: Container, names: Collection[str]) -> Container:
     """Return a state with each named tensor as two views of its storage. Raises Collision."""
     new: Container = type(old)()
     for key, value in old.items():
-        tensor = tensor_of(value)
+        tensor = plain_tensor(value)
         parts = {str(key): value} if tensor is None or key not in names else _parts(str(key), tensor)
         for name, part in parts.items():
             if name in new or (name != key and name in old):

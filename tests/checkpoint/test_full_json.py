@@ -821,7 +821,7 @@ def test_a_text_that_breaks_a_rule_is_damaged(lie: str, tmp_path: Path) -> None:
 def test_a_damaged_text_is_exit_3_and_one_line(cli: Callable[..., Ran], tmp_path: Path) -> None:
     path = crafted(document(["eval", "1"]), tmp_path)
     ran = cli("convert", path, tmp_path / "out.pt")
-    assert (ran.code, ran.out, ran.err.count("\n")) == (3, "", 1)
+    assert (ran.code, ran.out, ran.err.count("\nhint: ")) == (3, "", 1)
     assert "unknown tag 'eval'" in ran.err
     assert not (tmp_path / "out.pt").exists()
 

@@ -36,6 +36,8 @@ def prepare(folder: Path, example: str) -> None:
     torch.save({f"backbone.{key}": value for key, value in net.state_dict().items()}, folder / "model.pt")
     torch.save(net.state_dict(), folder / "model.bin")
     save_file(net.state_dict(), folder / "model.safetensors")
+    lightning = {f"model.{key}": value for key, value in net.state_dict().items()}
+    torch.save({"state_dict": lightning, "hyper_parameters": {"lr": 0.1}}, folder / "lightning.ckpt")
     norm = torch.nn.BatchNorm1d(2).state_dict()
     for rank in range(2):
         norm["running_mean"] += rank

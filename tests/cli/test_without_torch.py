@@ -217,6 +217,7 @@ def test_the_declared_dependencies_are_those_of_a_plain_install() -> None:
     tomllib: Any = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert {name.partition(">")[0] for name in project["dependencies"]} == {
+        "ml_dtypes",
         "click",
         "numpy",
         "tqdm",
