@@ -164,12 +164,7 @@ def test_harmless_names_are_not_called_unknown(value: Any, tmp_path: Path) -> No
         assert unknown_names(checkpoint.names) == []
 
 
-PLAIN = [
-    argparse.Namespace(a=1),
-    pathlib.PurePosixPath("x"),
-    datetime.datetime(2020, 1, 1),
-    datetime.timedelta(1),
-]
+PLAIN = [argparse.Namespace(a=1), datetime.datetime(2020, 1, 1)]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
