@@ -215,7 +215,7 @@ def test_a_file_without_a_byte_order_is_little_endian(tmp_path: Path) -> None:
     assert ckpttool.open(path).state().tensors["a"].storage.byteorder == "little"
 
 
-def test_a_known_checksum_is_kept_if_it_is_not_to_be_compared(tmp_path: Path) -> None:
+def test_a_known_checksum_is_kept_where_it_is_not_compared(tmp_path: Path) -> None:
     """Damage to a storage then shows in the copy as well."""
     torch.save({"a": torch.zeros(1000)}, tmp_path / "in.pt")
     data = bytearray((tmp_path / "in.pt").read_bytes())
