@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from . import errors as errors
     from . import metrics as metrics
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
-    from .checkpoint.checkpoint import State as State
+    from .checkpoint.state import State as State
     from .errors import CkptToolError as CkptToolError
     from .formats import open as open
     from .formats import save as save
@@ -52,7 +52,8 @@ else:
         __name__,
         {
             "": ("batchnorm", "errors", "metrics"),
-            "checkpoint.checkpoint": ("Checkpoint", "State"),
+            "checkpoint.checkpoint": ("Checkpoint",),
+            "checkpoint.state": ("State",),
             "errors": ("CkptToolError",),
             "formats": ("open", "save"),
             "models.reloading": ("reload",),

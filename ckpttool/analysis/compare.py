@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, count
 from typing import NamedTuple
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.dotted_names import MAX_NAMES, contents
+from ..checkpoint.rebuilt_tensors import tensor_like
+from ..checkpoint.state import State
+from ..checkpoint.tensor_likes import TensorLike
 from ..errors import NoState, Unsupported
 from ..files.copying import Progress
 from ..inert_pickle.values import Record, tensor_of
@@ -22,6 +24,7 @@ from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Storage, TensorRef
 from .compare_values import Pair, distances, unravelled
 from .distances import Distance, has_numbers
+from .entries import both_by_name
 from .equality import Bare, Tolerance, bare_names, in_words, same_value, shared, unchanged
 from .norms import Norms, norms
 
@@ -124,9 +127,11 @@ def compare(
             )
             bare = unchanged, unchanged
         work.tensors(mine.tensors, theirs.tensors, bare)
+        sides = _Sides(a.path, bare=bare)
+        work.trees(_likes(mine), _likes(theirs), sides)
         if state is None and not model_only:
             if _compares_all(a, mine) and _compares_all(b, theirs):
-                work.trees(mine.others, theirs.others, _Sides(a.path, bare=bare))
+                work.trees(_plain_values(mine), _plain_values(theirs), sides)
                 sides = _Sides(a.path, (mine.anchor, theirs.anchor), bare)
                 work.trees(a.tree if mine.path else {}, b.tree if theirs.path else {}, sides)
             else:
@@ -170,8 +175,18 @@ def _state(checkpoint: Checkpoint, where: str | None) -> State | None:
         return None
 
 
+def _likes(state: State) -> dict[object, object]:
+    """Return the tensors of a state that are not plain ones."""
+    return {name: value for name, value in state.others.items() if name in state.likes}
+
+
+def _plain_values(state: State) -> dict[object, object]:
+    """Return the entries of a state that are no tensors."""
+    return {name: value for name, value in state.others.items() if name not in state.likes}
+
+
 def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
-    return (*state.others, *checkpoint.outside(state))
+    return (*(str(name) for name in _plain_values(state)), *checkpoint.outside(state))
 
 
 def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
@@ -238,13 +253,17 @@ class _Comparing:
         stack: list[tuple[str, object, object]] = [("", a, b)]
         while stack:
             name, x, y = stack.pop()
+            mine, theirs = tensor_like(x), tensor_like(y)
+            if mine and theirs and mine.known and theirs.known:
+                self.likes(name, mine, theirs)
+                continue
             inside = contents(x), contents(y)
             if None in inside or _type_of_record(x) != _type_of_record(y):
                 self.value(name, x, y, sides)
             elif (id(x), id(y)) not in seen:
                 seen.add((id(x), id(y)))
-                mine, theirs = _both_by_name(x, y, sides.bare)
-                below = list(self._below(f"{name}." if name else "", mine, theirs, sides))
+                pair = both_by_name(x, y, sides.bare)
+                below = list(self._below(f"{name}." if name else "", *pair, sides))
                 left -= sum(len(path) for path, _, _ in below)
                 if left < 0:
                     raise Unsupported(sides.path, "its dotted names need too much memory")
@@ -263,6 +282,15 @@ class _Comparing:
             else:
                 self.only[0].append(path + name)
         self.only[1].extend(path + name for name in theirs if name not in mine)
+
+    def likes(self, name: str, a: TensorLike, b: TensorLike) -> None:
+        """Compare two tensors that are not plain ones, by what they are and part by part."""
+        if str(a) != str(b) or a.parts.keys() != b.parts.keys():
+            self.tensors_seen += 1
+            self.changes.append(Change(name, "shape" if a.shape != b.shape else "value", str(a), str(b)))
+            return
+        for part, tensor in a.parts.items():
+            self.tensor(f"{name}.{part}", tensor, b.parts[part])
 
     def value(self, name: str, x: object, y: object, sides: _Sides) -> None:
         """Compare two values of which at least one is not a container."""
@@ -288,33 +316,6 @@ class _Comparing:
         changes.sort(key=lambda change: change[:2])
         only = tuple(self.only[0]), tuple(self.only[1])
         return Comparison(*only, tuple(c for _, _, c in changes), self.tensors_seen, *aside, gained)
-
-
-def _both_by_name(
-    x: object, y: object, bare: tuple[Bare, Bare]
-) -> tuple[dict[str, object], dict[str, object]]:
-    """Return two containers by name; equal elements of two sets get one name, the rest go by order."""
-    if not (isinstance(x, set | frozenset) and isinstance(y, set | frozenset)):
-        return _by_name(x, bare[0]), _by_name(y, bare[1])
-    names = {element: str(index) for index, element in enumerate(x)}
-    spare = chain((name for element, name in names.items() if element not in y), map(str, count(len(x))))
-    theirs = {names[element] if element in names else next(spare): element for element in y}
-    return {name: element for element, name in names.items()}, theirs
-
-
-def _by_name(container: object, bare: Bare) -> dict[str, object]:
-    """Return a container by name; of two names that are alike (0 and '0'), the later is marked."""
-    found: dict[str, object] = {}
-    for name, value in contents(container) or ():
-        if name is None:
-            if isinstance(container, Record):  # an object's attributes
-                found.update(_by_name(value, bare) if isinstance(value, dict) else {"": value})
-            continue
-        name = bare(name)
-        while name in found:
-            name += "'"
-        found[name] = value
-    return found
 
 
 def _type_of_record(value: object) -> str:

@@ -7,10 +7,14 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ..checkpoint.rebuilt_tensors import tensor_like
 from ..inert_pickle.values import container_name, in_brief, tensor_of
 from ..transforms.wrappers import WRAPPERS
 
 WRAPPER = re.compile(rf"(^|\.)(?:{'|'.join(map(re.escape, WRAPPERS))})+")
+
+MAX_OUTER = 16
+"""The most modules around another that are looked for as a prefix; each costs a pass over all names."""
 
 LONG = 40
 """The most characters of a text that are shown."""
@@ -75,8 +79,8 @@ def _first_one_to_one(names: list[str], *rules: Bare) -> Bare:
 def _outer(longer: set[str], shorter: set[str]) -> str:
     """Return the first parts that most names of one state have more than the other's, or `""`."""
     shared = len(longer & shorter)
-    first = min(longer - shorter, default="").split(".")
-    for count in range(1, len(first)):
+    first = min(longer - shorter, default="").split(".", MAX_OUTER + 1)
+    for count in range(1, min(len(first), MAX_OUTER + 1)):
         outer = ".".join(first[:count]) + "."
         carried = {name.removeprefix(outer) for name in longer if name.startswith(outer)}
         if len(carried & shorter) > max(shared, len(shorter) // 2):
@@ -120,6 +124,9 @@ def in_words(value: object) -> str:
     tensor = tensor_of(value)
     if tensor is not None:
         return f"{tensor.dtype.name} {list(tensor.shape)}"
+    like = tensor_like(value)
+    if like is not None:
+        return str(like)
     if isinstance(value, str):
         return repr(value) if len(value) <= LONG else f"{value[:LONG]!r}… ({len(value)} characters)"
     if isinstance(value, float):

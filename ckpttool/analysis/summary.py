@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..checkpoint.checkpoint import Checkpoint, State
-from ..checkpoint.dotted_names import Entry, contents
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.dotted_names import Entry, contents, dotted
+from ..checkpoint.nested_states import is_tensor
+from ..checkpoint.rebuilt_tensors import plain_tensor, tensor_like
+from ..checkpoint.state import State
 from ..checkpoint.states import all_tensors, is_optimizer
-from ..errors import NoState
+from ..checkpoint.tensor_likes import TensorLike
 from ..inert_pickle.known_names import unknown_names
-from ..inert_pickle.values import in_brief, tensor_of
+from ..inert_pickle.values import Record, in_brief, tensor_of
 from ..tensors.ref import TensorRef
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
 from .module_tree import Branch, outline
@@ -25,13 +28,35 @@ MAX_OPTIMIZERS = 16
 
 
 class TensorRow(NamedTuple):
-    """A tensor by its dotted path in the file; `shared_with` is the first name that uses the same bytes."""
+    """A tensor by its dotted path in the file.
+
+    Attributes:
+        name: the dotted path.
+        dtype, shape: of the whole tensor; None when the file does not say.
+        nbytes: bytes in this file.
+        shared_with: the first name that uses the same bytes; None when no other does.
+        kind: what it is when it is not a plain tensor: `DTensor`, `sparse COO`, …; None for a plain one.
+        local_shape: the shape of the piece in this file; None when the file has all of it.
+    """
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str | None
+    shape: tuple[int, ...] | None
     nbytes: int
     shared_with: str | None
+    kind: str | None = None
+    local_shape: tuple[int, ...] | None = None
+
+    @property
+    def type(self) -> str:
+        """The dtype, and the kind of a tensor that is not a plain one: `float32 DTensor`."""
+        return " ".join(filter(None, (self.dtype, self.kind)))
+
+    @property
+    def sizes(self) -> str:
+        """The shape as `[7,5]`, and that of the piece in this file: `[3,5] of [7,5]`."""
+        both = (self.local_shape, self.shape) if self.local_shape is not None else (self.shape,)
+        return " of ".join("?" if each is None else f"[{','.join(map(str, each))}]" for each in both)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +83,7 @@ class Summary:
         model: the class of the pickled model that holds the state; None when a dict does.
         other_states: further dicts of tensors that a user may have meant.
         keys: the number of tensors in the state.
+        likes: those that are not plain ones (sharded, sparse, quantised, …), by name.
         parameters: the number of elements in the state's tensors, without BatchNorm's statistics.
         prefixes: wrappers' prefixes on the state's keys.
         modules: the state's modules as a tree.
@@ -77,6 +103,7 @@ class Summary:
     model: str | None
     other_states: tuple[str, ...]
     keys: int
+    likes: Mapping[str, TensorLike]
     parameters: int
     prefixes: tuple[FoundPrefix, ...]
     modules: Branch
@@ -101,18 +128,13 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     Raises:
         NoState: there is no state at `state`.
     """
-    try:
-        found = checkpoint.state(state)
-    except NoState:
-        if state is not None:
-            raise
-        found = None
-    tensors = found.tensors if found else {}
-    modules = outline(tensors)
-    here = _Looks(tensors.values())
+    found = checkpoint.found_state() if state is None else checkpoint.state(state)
+    tensors, likes = (found.tensors, found.likes) if found else ({}, {})
+    modules = outline(_in_order(found) if found and likes else tensors)
+    here = _Looks([*tensors.values(), *(part for like in likes.values() for part in like.parts.values())])
     outside = list(_outside(checkpoint, found))
-    everything = _Looks([*tensors.values(), *outside]) if outside else here
-    mine = {id(tensor.storage) for tensor in tensors.values()} if outside else set()
+    everything = here.beside(outside) if outside else here
+    mine = set(here.storages) if outside else set()
     optimizers, schedulers = _training_rows(checkpoint.tree)
     return Summary(
         path=checkpoint.path,
@@ -121,12 +143,13 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         state=found.where if found else None,
         model=found.module.type_name if found and found.module else None,
         other_states=tuple(checkpoint.other_states(found.path if found else None)),
-        keys=len(tensors),
+        keys=len(tensors) + len(likes),
+        likes=dict(likes),
         parameters=modules.parameters,
         prefixes=tuple(_prefixes(checkpoint, found)) if found else (),
         modules=modules,
         ties=tuple(_ties(tensors)) if here.shared else (),
-        here=here.kinds(),
+        here=_with_likes(tensors, likes, here.kinds()),
         beside=_Looks(tensor for tensor in outside if id(tensor.storage) not in mine).kinds(),
         unused=everything.unused(),
         optimizers=optimizers,
@@ -155,11 +178,33 @@ def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
             yield from (tuple(v) for v in views.values() if len(v) > 1 and tensors[v[0]].numel)
 
 
+def _in_order(state: State) -> dict[str, TensorRef]:
+    """Return all tensors of a state in its order; those that are not plain ones, by dtype and shape alone."""
+    names = (str(key) for key in state.container)
+    found = {name: state.tensors.get(name) or state.likes.get(name) for name in names}
+    return {
+        name: each.as_tensor() if isinstance(each, TensorLike) else each
+        for name, each in found.items()
+        if each is not None
+    }
+
+
+def _with_likes(tensors: Mapping[str, TensorRef], likes: Mapping[str, TensorLike], parts: Kinds) -> Kinds:
+    """Count tensors that are not plain ones by what they are, not by their parts."""
+    if not likes:
+        return parts
+    dtypes = Counter(tensor.dtype.name for tensor in tensors.values())
+    dtypes.update(f"{like.dtype.name} {like.kind}" if like.dtype else like.kind for like in likes.values())
+    return replace(parts, dtypes=dict(dtypes.most_common()))
+
+
 def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[TensorRef]:
     """Yield the tensors that are not directly in the state."""
 
     def inside(value: object) -> Iterable[Entry] | None:
-        return state.others.items() if state is not None and value is state.container else contents(value)
+        if state is None or state.module is not None or value is not state.anchor:
+            return contents(value)
+        return [(name, item) for name, item in state.others.items() if name not in state.likes]
 
     return (tensor for _, value in checkpoint.named(inside) if (tensor := tensor_of(value)) is not None)
 
@@ -175,6 +220,7 @@ class _Looks:
 
     def __init__(self, tensors: Iterable[TensorRef]) -> None:
         tensors = list(tensors)
+        self.tensors = tensors
         self.storages = {id(storage): storage for storage in map(attrgetter("storage"), tensors)}
         self.shared: list[list[TensorRef]] = []
         if len(self.storages) < len(tensors):
@@ -186,6 +232,10 @@ class _Looks:
         forms = list(map(attrgetter("dtype.name", "shape", "stride"), tensors))
         of_form = dict(zip(forms, tensors, strict=True))
         self.alone = [(of_form[form], count) for form, count in Counter(forms).items()]
+
+    def beside(self, others: Iterable[TensorRef]) -> _Looks:
+        """Return the bytes that these tensors and others use together."""
+        return _Looks([*self.tensors, *others])
 
     def kinds(self) -> Kinds:
         dtypes: Counter[str] = Counter()
@@ -244,12 +294,23 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
 def tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
     """Yield every tensor of a file, in the file's order.
 
+    A tensor that is not a plain one has one row, with the bytes of its parts.
+
     Raises:
         Unsupported: the dotted names need too much memory.
     """
+
+    def inside(value: object) -> Iterable[Entry] | None:
+        return None if isinstance(value, Record) and is_tensor(value) else contents(value)
+
     first: dict[int, str] = {}
-    for name, tensor in checkpoint.tensors():
-        owner = first.setdefault(id(tensor.storage), name)
-        nbytes = tensor.nbytes
-        shared = owner if owner is not name and nbytes else None
-        yield TensorRow(name, tensor.dtype.name, tensor.shape, nbytes, shared)
+    for path, value in checkpoint.named(inside):
+        tensor = plain_tensor(value)
+        if tensor is not None:
+            name = dotted(path)
+            owner = first.setdefault(id(tensor.storage), name)
+            shared = owner if owner is not name and tensor.nbytes else None
+            yield TensorRow(name, tensor.dtype.name, tensor.shape, tensor.nbytes, shared)
+        elif like := tensor_like(value):
+            dtype = like.dtype.name if like.dtype else None
+            yield TensorRow(dotted(path), dtype, like.shape, like.nbytes, None, like.kind, like.local_shape)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import checksum
+from ..checkpoint.state import State
 from ..errors import Collision
 from ..files.copying import BUFFER, Progress
 from ..formats.folders.sharding import TORCH
@@ -22,9 +24,13 @@ from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repe
 from ..transforms.renaming import strip_names
 from ..transforms.wrappers import found_prefixes
 from .compare import Change, both_states, compare
+from .zip_frame import zip_frame
 
 ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)
 """The formats that are zips, or folders of zips."""
+
+SIGNATURE = b"PK\x03\x04"
+"""The first bytes of a zip; the index of a folder has others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +38,8 @@ class Problem:
     """Something wrong with a file.
 
     Attributes:
-        kind: `checksum`, `non-finite`, or the difference from another file: `only-here`, `only-there`, `form`
-            (dtype or shape) or `values`.
+        kind: `checksum`, `frame` (the bytes around a record), `non-finite`, or the difference from another
+            file: `only-here`, `only-there`, `form` (dtype or shape) or `values`.
         name: the tensor or record.
         message: the problem, to be read after the name.
     """
@@ -51,6 +57,8 @@ class Verified:
         checked_bytes: bytes of storages and, in a zip, of all other records that were read, and compared
             with a checksum where there is one.
         unsummed: storages that no checksum covers.
+        free: how many bytes nothing vouches for, by what they are: values and contents without a checksum,
+            and of a zip fields of its headers, bytes between records, comments.
         non_finite: tensor -> number of values that are NaN or infinite.
         problems: the problems found.
         compared: what was compared with another file: `state`, or `everything` when both hold more than a
@@ -62,6 +70,7 @@ class Verified:
     unsummed: int
     non_finite: Mapping[str, int]
     problems: tuple[Problem, ...]
+    free: Mapping[str, int] = field(default_factory=dict)
     compared: str | None = None
     hint: str | None = None
 
@@ -98,9 +107,12 @@ def verify(
     """
     sums = _Checksums(progress)
     sums.check_storages(checkpoint)
-    if checkpoint.format in ZIPS:
-        for source in (checkpoint.source, *checkpoint.shards):
+    sources = [checkpoint.source, *checkpoint.shards]
+    for source in sources:
+        if checkpoint.format in ZIPS and source.read(0, 4) == SIGNATURE:
             sums.check_records(source)
+        else:
+            sums.free["contents without a checksum"] += source.size - sums.within[id(source)]
     problems = sums.problems
     non_finite = dict(_non_finite(checkpoint, progress))
     if finite:
@@ -112,7 +124,7 @@ def verify(
     if against is not None:
         compared, differences, hint = _compare(checkpoint, against, state, progress)
         problems += differences
-    return Verified(sums.checked, sums.unsummed, non_finite, tuple(problems), compared, hint)
+    return Verified(sums.checked, sums.unsummed, non_finite, tuple(problems), dict(sums.free), compared, hint)
 
 
 class _Checksums:
@@ -122,6 +134,8 @@ class _Checksums:
         self.progress = progress
         self.problems: list[Problem] = []
         self.checked = self.unsummed = 0
+        self.free: Counter[str] = Counter()
+        self.within: Counter[int] = Counter()  # bytes of storages in each source, by its id
         self.seen: set[tuple[int, int]] = set()
         self.buffer = memoryview(bytearray(BUFFER))
 
@@ -136,24 +150,30 @@ class _Checksums:
             self.checked += storage.nbytes
             if storage.crc32 is None:
                 self.unsummed += 1
+                self.free["values without a checksum"] += storage.nbytes
             elif crc != storage.crc32:
                 self.problems.append(Problem("checksum", name, "its bytes do not match their checksum"))
 
     def check_records(self, source: Source) -> None:
         """Check everything else in a zip: the pickle, code, and storages that no tensor uses."""
-        if source.read(0, 4) != b"PK\x03\x04":
-            return
+        frame = zip_frame(source)
+        self.free.update(frame.free)
+        self.problems += [Problem("frame", f"record {name}", message) for name, message in frame.faults]
         for record in read_directory(source).values():
             if (id(source), record.data.offset) in self.seen:
                 continue
             self.checked += record.size
-            if is_intact(source, record) is False:
+            intact = is_intact(source, record)
+            if intact is None:
+                self.free["records without a checksum"] += record.size
+            if intact is False:
                 where = f"record {record.name}"
                 self.problems.append(Problem("checksum", where, "its bytes do not match their checksum"))
 
     def crc(self, data: ByteRange | Computed) -> int:
         if isinstance(data, ByteRange):
             self.seen.add((id(data.source), data.offset))
+            self.within[id(data.source)] += data.nbytes
         return checksum(data, self.buffer, self.progress)
 
 
@@ -181,7 +201,7 @@ def _problem(change: Change) -> Problem:
 
 
 def _holds_more(checkpoint: Checkpoint, state: State) -> bool:
-    return bool(state.others or checkpoint.outside(state))
+    return len(state.others) > len(state.likes) or bool(checkpoint.outside(state))
 
 
 def _hint(checkpoint: Checkpoint, state: State, other: State) -> str | None:

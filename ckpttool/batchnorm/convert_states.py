@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.state import State
 from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, UsageFault
 from ..inert_pickle.values import OrderedDict_, remade, tensor_of

@@ -13,7 +13,8 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.state import State
 from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import Refused, UsageFault
 from ..tensors.cast import FLOATS

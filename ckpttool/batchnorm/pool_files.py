@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.state import State
 from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, Refused, UsageFault
 from ..files.digest import tensor_digests

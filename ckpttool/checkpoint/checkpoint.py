@@ -5,71 +5,33 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from ..errors import Damaged, NoState, Refused, Unsupported
 from ..inert_pickle.values import OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
 from ..tensors.ref import Source, Storage, TensorRef
 from .dotted_names import MAX_NAMES, Entry, Path, TooManyNames, contents, dotted, named_values
+from .nested_states import TwiceNamed, flattened, is_tensor, values_at
 from .pickled_modules import BadModules, is_module, named, own_attributes
-from .states import all_tensors, candidates, follow, is_offered, is_state, likelihood, path_of
-
-if TYPE_CHECKING:
-    import torch
+from .rebuilt_tensors import plain_tensor, tensor_like
+from .state import State, make_state
+from .states import (
+    Likelihood,
+    candidates,
+    equally_likely,
+    follow,
+    is_nested,
+    is_offered,
+    is_state,
+    likelihood,
+    path_of,
+)
+from .tensor_likes import TensorLike, placeholders
 
 OF_TORCH = {"format": "pt"}
 """The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
 header that has metadata but not this entry."""
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """A model's state as a file holds it.
-
-    Attributes:
-        path: the keys that lead from the top of the file to the state; empty when the file itself is the
-            state.
-        container: the dict in the checkpoint's tree; for a pickled model, the dict made from its modules.
-        tensors: name -> tensor, in the file's order and under the file's names.
-        others: the entries that are not tensors (`_extra_state`, counters kept as plain numbers).
-        versions: torch's `_metadata`, module path -> {'version': …}; None when the file has none.
-        module: the pickled model that holds the state; None when the state is a dict.
-    """
-
-    path: Path
-    container: dict[object, object]
-    tensors: dict[str, TensorRef]
-    others: dict[str, object]
-    versions: dict[object, object] | None
-    module: Record | None = None
-
-    def __repr__(self) -> str:
-        return f"<State '{self.where}': {len(self.tensors)} tensors>"
-
-    @property
-    def where(self) -> str:
-        """The dotted path; `""` when the file itself is the state."""
-        return dotted(self.path)
-
-    def load(self) -> dict[str, torch.Tensor]:
-        """Return the tensors as torch tensors on the CPU, mapped from the file. Imports torch.
-
-        Values are read when they are first used. Writing to a tensor changes memory, never the file. Names
-        that share memory in the file share it here.
-
-        Raises:
-            Unsupported: the installed torch lacks the element type of a tensor.
-            Unreadable: the checkpoint was closed.
-        """
-        from ..tensors.to_torch import live_tensors
-
-        return live_tensors(self.tensors)
-
-    @property
-    def anchor(self) -> object:
-        """The object in the checkpoint's tree that holds the state: the dict, or the pickled model."""
-        return self.container if self.module is None else self.module
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,39 +132,67 @@ class Checkpoint:
 
     def states(self) -> list[Path]:
         """Return the paths of everything that could be a model's state, the likeliest first."""
-        found = list(candidates(self.tree))
-        return sorted(found, key=self._likelihood) if len(found) > 1 else found
+        return [path for _, path in self._ranked()]
 
     def state(self, where: str | None = None) -> State:
         """Return the model's state.
 
         Args:
-            where: its dotted path; None takes the likeliest state of the file.
+            where: its dotted path; None takes the likeliest state of the file. A dict that holds tensors only
+                in dicts inside it is one state, whose names are dotted.
 
         Raises:
-            NoState: the file holds no dict of tensors, or none at `where`; the hint lists those it has.
+            NoState: the file holds no dict of tensors, or none at `where`, or several that are equally
+                likely; the hint lists those it has.
             Damaged: the state is a pickled model whose modules contain themselves.
+            Refused: two entries of nested dicts have one dotted name.
+            Unsupported: the dotted names of nested dicts together would fill the memory.
         """
-        found = self.states()
-        if where is None and not found:
-            raise NoState(
-                self.path,
-                "holds no dict of tensors, so no model's state",
-                hint=f"see what is in it: ckpttool inspect {shlex.quote(self.path)}",
-            )
-        # Keys may contain dots, so one dotted name may fit several paths: take the likeliest state.
-        path = next((path for path in found if where in (None, dotted(path))), None)
+        path = self._only() if where is None else self._named(where)
         if path is None:
-            path = path_of(self.tree, str(where))
-        value = None if path is None else follow(self.tree, path)
-        container = self._container(value)
-        if path is None or container is None:
-            raise NoState(self.path, f"holds no state named '{where}'", hint=self._where_to_look())
-        if path not in found and not is_state(container):
-            raise NoState(
-                self.path, f"'{where}' is not a dict of tensors by name", hint=self._where_to_look()
-            )
-        return make_state(path, container, value if isinstance(value, Record) else None)
+            raise NoState(self.path, f"holds no state named '{str(where)[:80]}'", hint=self._where_to_look())
+        return self.state_at(path)
+
+    def state_at(self, path: Path) -> State:
+        """Return the state at a path, which dotted names leave open when keys contain dots.
+
+        Args:
+            path: the keys that lead to it.
+
+        Raises:
+            NoState: the path leads to no dict of tensors.
+            Damaged, Refused, Unsupported: as for `state`.
+        """
+        value, elsewhere = follow(self.tree, path), placeholders(self.tree)
+        if isinstance(value, Record) and is_module(value):
+            return make_state(path, self._of_module(value), module=value, elsewhere=elsewhere)
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise self._no_dict(path)
+        if not is_nested(path, value) and (is_state(value) or not value):
+            return make_state(path, value, elsewhere=elsewhere)
+        places = self._places(value)
+        entries = OrderedDict_(values_at(value, places))
+        if not any(map(is_tensor, entries.values())):
+            raise self._no_dict(path)
+        return make_state(path, entries, nested=value, places=places, elsewhere=elsewhere)
+
+    def tensor_likes(self) -> Iterator[tuple[str, TensorLike]]:
+        """Yield every tensor of the file that is not a plain one, with its dotted path.
+
+        Raises:
+            Unsupported: the dotted paths together would fill the memory.
+        """
+        for path, value in self.named(contents):
+            like = tensor_like(value)
+            if like is not None and plain_tensor(value) is None:
+                yield dotted(path), like
+
+    def found_state(self) -> State | None:
+        """Return the model's state; None when there is none, or it can't be said which it is."""
+        try:
+            return self.state()
+        except (NoState, Refused):
+            return None
 
     def other_states(self, taken: Path | None) -> list[str]:
         """Return the dotted paths of the states not taken that a user may have meant, the likeliest first."""
@@ -223,21 +213,29 @@ class Checkpoint:
         of_model = [f"{path}{name}" for name, _ in own_attributes(state.module)]
         return (*of_model, *names)
 
-    def changed(self, state: State, change: Callable[[object], object]) -> Checkpoint:
-        """Return a checkpoint with a changed copy of the tree; `change` sees the state's dict in its place.
+    def changed(
+        self, state: State, change: Callable[[object], object], also: Iterable[State] = ()
+    ) -> Checkpoint:
+        """Return a checkpoint with a changed copy of the tree, in which states may have changed their dicts.
 
         Args:
             state: a state of this checkpoint.
-            change: called once for each container, and for the state's dict; returns it or its replacement.
-                When the state belongs to a pickled model, its dict takes the model's place, and `opened`
-                says so.
+            change: called once for each container, and for the dict of each state; returns it or its
+                replacement. When the state belongs to a pickled model, its dict takes the model's place, and
+                `opened` says so. Nested dicts stay nested while the names stay.
+            also: other states of this checkpoint.
 
         Raises:
             Refused: the tree is nested too deeply to be copied.
         """
+        states = {id(each.anchor): each for each in (*also, state)}
 
         def at(value: object) -> object:
-            return change(state.container if value is state.anchor else value)
+            found = states.get(id(value))
+            if found is None:
+                return change(value)
+            new = change(found.container)
+            return found.restored(new) if isinstance(new, dict) else new
 
         opened = self.opened
         if state.module is not None:
@@ -258,17 +256,61 @@ class Checkpoint:
         except (TooDeep, RecursionError):
             raise Refused(self.path, "its contents are nested too deeply to be copied") from None
 
-    def _container(self, value: object) -> dict[object, object] | None:
-        """Return a state as a dict: the value itself, or the state dict of a pickled model."""
-        if isinstance(value, dict) or not is_module(value):
-            return value if isinstance(value, dict) else None
+    def _ranked(self) -> list[tuple[Likelihood, Path]]:
+        """Return the paths of states with their likelihood, the likeliest first."""
+        paths = candidates(self.tree)
+        found = [(likelihood(path, partial(self._entries, path)), path) for path in paths]
+        return sorted(found, key=lambda pair: pair[0])
+
+    def _entries(self, path: Path) -> Mapping[object, object]:
+        value = follow(self.tree, path)
+        if isinstance(value, Record):
+            return self._of_module(value)
+        assert isinstance(value, dict)
+        return dict(values_at(value, self._places(value))) if is_nested(path, value) else value
+
+    def _only(self) -> Path:
+        """Return the path of the one state that is likelier than all others."""
+        ranked = self._ranked()
+        if not ranked:
+            reason = "holds no dict of tensors, so no model's state"
+            raise NoState(self.path, reason, hint=self._where_to_look())
+        first, *rivals = equally_likely(self.tree, ranked)
+        if rivals:
+            names = [dotted(path) for path in (first, *rivals)]
+            shown = ", ".join(f"'{name[:80]}'" for name in names[:8])
+            more = f" and {len(names) - 8} more" if names[8:] else ""
+            raise NoState(
+                self.path,
+                f"holds {len(names)} states, and nothing says which is the model's: {shown}{more}",
+                hint=f"name one: --state {shlex.quote(names[0])}; or take all of them as one: --state ''",
+            )
+        return first
+
+    def _named(self, where: str) -> Path | None:
+        """Return the path behind a dotted name; of several that fit it, the likeliest state's."""
+        # Keys may contain dots, so one dotted name may fit several paths.
+        fitting = (path for path in self.states() if where == dotted(path))
+        return next(fitting, None) or path_of(self.tree, where)
+
+    def _places(self, value: dict[object, object]) -> dict[str, Path]:
+        try:
+            return flattened(value, MAX_NAMES + 64 * self.nbytes)
+        except TooManyNames:
+            raise Unsupported(self.path, "its dotted names need too much memory") from None
+        except TwiceNamed as fault:
+            reason = f"two entries of its nested dicts are named '{str(fault)[:80]}'"
+            raise Refused(self.path, reason, hint="take one of the dicts: --state PREFIX") from None
+
+    def _of_module(self, value: Record) -> dict[object, object]:
         try:
             return OrderedDict_(named(value))
         except BadModules as fault:
             raise Damaged(self.path, str(fault)) from None
 
-    def _likelihood(self, path: Path) -> tuple[int, int, int]:
-        return likelihood(path, lambda: self._container(follow(self.tree, path)) or {})
+    def _no_dict(self, path: Path) -> NoState:
+        reason = f"'{dotted(path)[:80]}' is not a dict of tensors by name"
+        return NoState(self.path, reason, hint=self._where_to_look())
 
     def _where_to_look(self) -> str:
         names = [shlex.quote(dotted(path)) for path in self.states()]
@@ -277,29 +319,3 @@ class Checkpoint:
         if names == ["''"]:
             return "the file itself is the state: leave out --state"
         return f"there are: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
-
-
-def make_state(path: Path, container: dict[object, object], module: Record | None = None) -> State:
-    """Return a dict as a state, its tensors apart from its other entries.
-
-    Args:
-        path: the keys that lead to the dict.
-        container: the dict.
-        module: the pickled model that the dict was made from; None when the file holds the dict itself.
-    """
-    tensors: dict[str, TensorRef] = {}
-    others: dict[str, object] = {}
-    if {*map(type, container)} <= {str} and all_tensors(container.values()):
-        tensors.update(container)  # type: ignore[arg-type]
-    else:
-        for name, value in container.items():
-            tensor = tensor_of(value)
-            if tensor is None:
-                others[str(name)] = value
-            else:
-                tensors[str(name)] = tensor
-    versions = None
-    if isinstance(container, OrderedDict_) and isinstance(container.attributes, dict):
-        found = container.attributes.get("_metadata")
-        versions = found if isinstance(found, dict) else None
-    return State(path, container, tensors, others, versions, module)

@@ -103,6 +103,7 @@ class _Encoder:
     def __init__(self, tree: object) -> None:
         self.tensors: dict[str, TensorRef] = {}
         self.counts = _references(tree)
+        self.repeats: Counter[str] = Counter()  # of names that are taken
         self.numbers: dict[int, int] = {}  # the numbers of values that others may refer to, by id
         self.referred: set[int] = set()
         self.unfinished = 0  # tuples being encoded, which may contain themselves
@@ -116,10 +117,10 @@ class _Encoder:
     def own(self, path: tuple[str, ...], tensor: TensorRef) -> tuple[str, TensorRef]:
         """Make a tensor the owner of its storage's bytes, under its dotted path."""
         base = ".".join(path).encode("utf-8", "backslashreplace").decode() or "value"
-        name, number = base, 2
-        # Keys with dots can give two paths the same name.
-        while name in self.tensors or name == "__metadata__":
-            name, number = f"{base}~{number}", number + 1
+        name = base
+        while name in self.tensors or name == "__metadata__":  # keys with dots can give two paths one name
+            self.repeats[base] += 1
+            name = f"{base}~{self.repeats[base] + 1}"
         self.tensors[name] = tensor
         self.owners[id(tensor.storage)] = name, tensor
         return name, tensor

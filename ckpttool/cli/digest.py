@@ -27,8 +27,8 @@ def command(files: tuple[str, ...], state: str | None, no_verify: bool, **given:
       ckpttool digest model.safetensors
     """
     from .. import formats
+    from ..analysis.state_digest import state_digest
     from ..checkpoint.checksums import Checksums
-    from ..files.digest import digest
 
     console = options.console(given)
 
@@ -41,7 +41,7 @@ def command(files: tuple[str, ...], state: str | None, no_verify: bool, **given:
                 console.progress(checkpoint.nbytes, "hashing") as progress,
                 Checksums(checkpoint, used) as checksums,
             ):
-                value = digest(found.tensors, progress)
+                value = state_digest(checkpoint, found, progress)
                 checksums.finish()
         data = {"digest": value, "state": found.where, "keys": len(found.tensors), "path": file}
         return Answer(f"{value}  {printable(file)}", data, in_quiet=value)

@@ -117,6 +117,8 @@ def _fields(
 
 def _tensor_fields(row: TensorRow, stats: Mapping[str, Stats | None]) -> dict[str, object]:
     fields = row._asdict()
+    if row.kind is None:
+        del fields["kind"], fields["local_shape"]
     if row.name in stats:
         found = stats[row.name]
         fields["stats"] = asdict(found) if found else None

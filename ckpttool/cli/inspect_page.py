@@ -61,13 +61,16 @@ def page(
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     most = 1_000_000 if everything else 6
     if summary.state is None:
-        yield "state", "none: it holds no dict of tensors"
+        yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
     else:
         where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
         tensors = counted(summary.keys, "tensor", "tensors")
         yield "state", f"{where}{whole}: {tensors}, {summary.parameters:,} parameters"
         yield "dtypes", _dtypes(summary.here)
+        pieces = [f"{printable(name)} ({like})" for name, like in summary.likes.items() if like.is_piece]
+        if pieces:
+            yield "pieces", f"{len(pieces)} tensors of which this file has a piece: {show_names(pieces, 2)}"
         if set(summary.here.devices) - {"cpu"}:
             yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
     for name in summary.other_states:
@@ -199,7 +202,7 @@ def tensor_lines(
     """
     cells = [
         (
-            *(printable(row.name), row.dtype, f"[{','.join(map(str, row.shape))}]", str(row.nbytes)),
+            *(printable(row.name), row.type, row.sizes, str(row.nbytes)),
             printable(row.shared_with or ""),
             *(_figures(stats.get(row.name)) if stats else ()),
         )
@@ -220,7 +223,8 @@ def stats_table(
     """
     cells: list[Sequence[str]] = [STATS]
     for row in rows:
-        first = printable(row.name), row.dtype, shape_in_words(row.shape)
+        shape = row.sizes if row.shape is None else shape_in_words(row.shape)
+        first = printable(row.name), row.type, shape
         cells.append((*first, *_figures(stats.get(row.name))))
     if len(cells) == 1:
         return

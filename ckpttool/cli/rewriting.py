@@ -15,7 +15,8 @@ from .options import console as console_of
 from .states import note_state
 
 if TYPE_CHECKING:
-    from ..checkpoint.checkpoint import Checkpoint, State
+    from ..checkpoint.checkpoint import Checkpoint
+    from ..checkpoint.state import State
     from ..formats import Saved
     from ..tensors.cast import CastReport
     from ..transforms.renaming import Renaming

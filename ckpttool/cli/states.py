@@ -21,10 +21,10 @@ def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, n
         asked: the value of --state.
         named: begin with the file's name, because the command reads several.
     """
-    taken = next(iter(checkpoint.states()), None) if asked is None else None
+    taken = checkpoint.found_state() if asked is None else None
     if taken is not None:
         file = f"{checkpoint.path}: " if named else ""
-        note_choice(console, ".".join(taken), checkpoint.other_states(taken), file)
+        note_choice(console, taken.where, checkpoint.other_states(taken.path), file)
 
 
 def note_choice(console: Console, where: str, others: Sequence[str], file: str = "") -> None:

@@ -57,13 +57,13 @@ def command(
             if other is not None and found.compared == "state":
                 for each in (checkpoint, other):
                     note_state(console, each, state, named=True)
-        _note(console, checkpoint.format, found)
+        _note(console, found)
         return Answer(_line(file, against, found), _fields(file, found), 0 if found.ok else 1)
 
     return answer_each(files, console, answer)
 
 
-def _note(console: Console, format: str, found: Verified) -> None:
+def _note(console: Console, found: Verified) -> None:
     shown = found.problems[: None if console.verbose else 10]
     for problem in shown:
         console.note(f"{problem.kind}: {printable(problem.name)}: {problem.message}")
@@ -72,9 +72,6 @@ def _note(console: Console, format: str, found: Verified) -> None:
     if found.non_finite:
         names = tuple(f"{name} ({count})" for name, count in found.non_finite.items())
         console.note(f"NaN or infinite values: {console.names(names)}")
-    if found.unsummed:
-        lack = counted(found.unsummed, "storage has", "storages have")
-        console.note(f"{lack} no checksum, as {format} files may")
     if found.hint:
         console.note(f"hint: {printable(found.hint)}", pasted=True)
 
@@ -83,7 +80,9 @@ def _line(file: str, against: str | None, found: Verified) -> str:
     what = "contents" if found.compared == "everything" else "model state"
     same = f", same {what} as {printable(against)}" if against and found.ok else ""
     verdict = f"ok{same}" if found.ok else counted(len(found.problems), "problem", "problems")
-    return f"{printable(file)}: {verdict} ({show_bytes(found.checked_bytes)} checked)"
+    free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in found.free.items())
+    checked = f"{show_bytes(found.checked_bytes)} checked" + (f"; nothing vouches for {free}" if free else "")
+    return f"{printable(file)}: {verdict} ({checked})"
 
 
 def _fields(file: str, found: Verified) -> dict[str, object]:
@@ -94,6 +93,7 @@ def _fields(file: str, found: Verified) -> dict[str, object]:
         "problems": [asdict(problem) for problem in found.problems],
         "non_finite": found.non_finite,
         "unsummed": found.unsummed,
+        "unvouched": dict(found.free),
         "compared": found.compared,
         "hint": found.hint,
     }

@@ -106,8 +106,7 @@ def not_writable(path: str, error: OSError) -> UsageFault:
 
 @contextlib.contextmanager
 def writing_into(path: str) -> Iterator[BinaryIO]:
-    """Create a binary file in a folder that is not yet in place; flush it to the disk at the end of the
-    block.
+    """Create a binary file in a folder that is not yet in place; flush it to the disk when the block ends.
 
     Yields:
         The file, open for reading and writing.

@@ -134,7 +134,8 @@ def _is_file(path: str) -> bool:
 
 def _keep_permissions_of_files(new: str, old: str, replaced: Collection[str]) -> None:
     """Give new files the permissions of old ones: of the same name, or of the most private one replaced."""
-    files = [path for name in replaced if os.path.isfile(path := os.path.join(old, name))]
+    found = {*os.listdir(old)}
+    files = [path for name in replaced if name in found and os.path.isfile(path := os.path.join(old, name))]
     most_private = min(files, key=lambda path: stat.S_IMODE(os.stat(path).st_mode).bit_count(), default=None)
     for name in os.listdir(new):
         same = os.path.join(old, name)
@@ -230,9 +231,11 @@ def _take_apart(old: str, target: str, replaced: Replaced, kept: Collection[str]
     """Remove of an old folder what the new one replaces, and move everything else into the new one."""
     try:
         for _ in range(ATTEMPTS):
-            mine = list(replaced(old))
-            others = [name for name in os.listdir(old) if name not in mine]
-            for name in (*others, *mine):  # the index last: without it, nothing says what is replaced
+            found = {*os.listdir(old)}
+            mine = dict.fromkeys(
+                name for name in replaced(old) if name in found
+            )  # no path that leads elsewhere
+            for name in (*(found - mine.keys()), *mine):  # the index last: only it says what is replaced
                 _remove_or_give_back(old, target, name, name in mine, name in kept, new)
             with contextlib.suppress(OSError):  # a process that has the folder open wrote into it again
                 os.rmdir(old)
@@ -250,9 +253,8 @@ def _remove_or_give_back(
         if _is_same_entry(source, place) or (is_replaced and _is_file(source)):
             os.unlink(source)
             return
-        if (
-            os.path.lexists(place) and not is_kept
-        ):  # what was linked, and changed since, gives way to the change
+        # What was linked, and has changed since, gives way to the change.
+        if os.path.lexists(place) and not is_kept:
             name += f".other-{os.urandom(4).hex()}"
             place = os.path.join(target, name)
         os.rename(source, place)

@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ..checkpoint.tensor_likes import require_plain
 from ..errors import Damaged, FileError, Refused
 from ..files.commit import replacing
 from ..files.copying import DryOutput, Output, Progress
 from ..tensors.ref import Source, Storage, TensorRef
 from .destination import WHOLE
-from .folders import folders, sharding
+from .folders import dcp, folders, sharding
 from .folders.folder_plan import FolderPlan, FolderWritten
 from .pytorch import zip as torch_zip
 from .reading import open as open_any
@@ -38,7 +39,8 @@ class SavePlan:
 
     Raises:
         NoState: the format holds only a state, and there is none, or none at that path.
-        Refused: the keys of a pickled object were changed, which the format would have to hold.
+        Refused: the keys of a pickled object were changed, which the format would have to hold; or the
+            format holds only plain tensors, and one is sharded, sparse, quantised or the like.
     """
 
     def __init__(
@@ -53,6 +55,10 @@ class SavePlan:
                 f"{checkpoint.opened[0]} is a pickled object, and its keys can't be changed inside it",
                 hint="write .safetensors, or extract the state first: ckpttool slim",
             )
+        held = None if self.state is None else self.state.likes
+        if kind == dcp.NAME and not full:
+            held = dict(checkpoint.tensor_likes())
+        require_plain(checkpoint.path, held or {}, f"can't be held by {kind}")
         self.ties: dict[str, str] = {}
         shares = kind == sharding.TORCH  # a pickle keeps ties by itself
         if self.state is not None and not (keep_copies or shares):
@@ -183,7 +189,7 @@ class SavePlan:
         if self.state is not None:
             saved = saved_state(*report, self.state, self.ties)
         else:
-            state = self.checkpoint.state(self.where) if self.checkpoint.states() else None
+            state = self.checkpoint.state(self.where) if self.where else self.checkpoint.found_state()
             saved = saved_whole(*report, state, full=self.full)
         return replace(
             saved,

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, State
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..checkpoint.dotted_names import contents, dotted
+from ..checkpoint.state import State
 from ..checkpoint.states import is_optimizer
 from ..inert_pickle.known_names import unknown_names
 from .folders import dcp, dcp_writing, sharding
@@ -86,7 +87,7 @@ def saved_whole(
         path,
         kind,
         nbytes,
-        len(state.tensors) if state else 0,
+        len(state.tensors) + len(state.likes) if state else 0,
         lost,
         copied=copied(state) if state and apart else (),
         mentions=_mentions(checkpoint, kind),

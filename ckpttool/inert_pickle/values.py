@@ -34,6 +34,11 @@ class Global:
 class Record:
     """An object as its pickle describes it.
 
+    The attributes that the object would have are read like its own: `tree["args"].lr` of an
+    argparse.Namespace. They come from its pickled state, and no code runs. A name of the record's own (`args`,
+    `items`, `state`, …) or one that begins with two underscores is never looked up there:
+    `record.state["items"]` has it.
+
     Attributes:
         how: the opcode that would have made it: `reduce` calls `callable(*args)`, `newobj` calls
             `callable.__new__(callable, *args, **kwargs)`.
@@ -52,6 +57,20 @@ class Record:
     has_state: bool = False
     elements: list[object] | tuple[()] = ()
     items: list[tuple[object, object]] | tuple[()] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute from the pickled state: a dict, or a pair of a dict and a dict of slots.
+
+        Raises:
+            AttributeError: the state has no such name, or it begins with two underscores.
+        """
+        if name.startswith("__") or name in Record.__slots__:
+            raise AttributeError(name)
+        state = self.state
+        for found in state if isinstance(state, tuple) else (state,):
+            if isinstance(found, dict) and name in found:
+                return found[name]
+        raise AttributeError(f"'{self.type_name}' has no attribute '{name}' in its pickled state")
 
     @property
     def type_name(self) -> str:

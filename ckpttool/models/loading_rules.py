@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.checkpoint import State
+from ..checkpoint.state import State
 from ..tensors.to_torch import live_tensors
 from .skeleton import on_meta
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .. import formats
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.state import State
 from ..errors import Mismatch, Refused
 from ..inert_pickle.values import is_plain
 from ..tensors.ref import TensorRef

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
+from ..checkpoint.state import State
 from ..checkpoint.states import MEAN, VARIANCE
+from ..checkpoint.tensor_likes import require_plain
 from ..errors import Refused, UsageFault
 from ..files.threads import in_order
-from ..inert_pickle.values import remade, tensor_of, with_tensor
+from ..inert_pickle.values import remade
 from ..tensors.dtypes import DType, real_dtype
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
@@ -64,11 +67,14 @@ def average(
 
     Raises:
         UsageFault: fewer than two checkpoints, or malformed weights.
-        Refused: names, types or shapes differ, or a tensor's type can't be averaged.
+        Refused: names, types or shapes differ; or a tensor has a type that can't be averaged, or is sharded,
+            sparse, quantised or the like.
         NoState: a checkpoint holds no state, or none at `state`.
     """
     shares = _checked(weights, len(checkpoints))
     states = [checkpoint.state(state) for checkpoint in checkpoints]
+    for checkpoint, found in zip(checkpoints, states, strict=True):
+        require_plain(checkpoint.path, found.likes, "can't be averaged")
     for checkpoint, found in zip(checkpoints[:-1], states[:-1], strict=True):
         _require_same(checkpoint, found, checkpoints[-1], states[-1])
     last, work = states[-1], _Averaging(states, shares)
@@ -118,10 +124,10 @@ class _Averaging:
 
     def entry(self, name: str, value: object) -> object:
         """Return the result's value for an entry of the last file's state."""
-        tensor = tensor_of(value)
+        tensor = plain_tensor(value)
         if tensor is None:
             return value
-        return with_tensor(value, self.tensor(name, tensor))
+        return with_plain_tensor(value, self.tensor(name, tensor))
 
     def tensor(self, name: str, last: TensorRef) -> TensorRef:
         inputs = [state.tensors[name] for state in self.states]

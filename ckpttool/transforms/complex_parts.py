@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import chain
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.rebuilt_tensors import plain_tensor
 from ..errors import Collision, NothingToDo
-from ..inert_pickle.values import tensor_of
 from ..tensors.dtypes import DTYPES, REAL_TYPES
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.strided import FORMATS
@@ -75,7 +75,7 @@ def _split(old: Container, names: Collection[str]) -> Container:
     """Return a state with each named tensor as two views of its storage. Raises Collision."""
     new: Container = type(old)()
     for key, value in old.items():
-        tensor = tensor_of(value)
+        tensor = plain_tensor(value)
         parts = {str(key): value} if tensor is None or key not in names else _parts(str(key), tensor)
         for name, part in parts.items():
             if name in new or (name != key and name in old):

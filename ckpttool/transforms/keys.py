@@ -10,12 +10,13 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..checkpoint.checkpoint import Checkpoint, State, make_state
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.state import State
 from ..checkpoint.states import follow, is_optimizer
 from ..errors import NothingToDo
 from ..inert_pickle.values import OrderedDict_, remade
 from .optimizer_renaming import rename_parameters
-from .renaming import Renaming, add_names, parent, rename_names, strip_names
+from .renaming import MAX_LEVELS, Renaming, add_names, parent, rename_names, strip_names
 from .wrappers import found_prefixes, inner_prefixes
 
 
@@ -134,9 +135,9 @@ def _others(checkpoint: Checkpoint, state: State) -> list[State]:
     """Return the other states of a file, without pickled models, whose keys can't be changed inside them."""
     found: dict[int, State] = {}
     for path in checkpoint.states():
-        container = follow(checkpoint.tree, path)
-        if isinstance(container, dict) and container is not state.container:
-            found.setdefault(id(container), make_state(path, container))
+        value = follow(checkpoint.tree, path)
+        if isinstance(value, dict) and value is not state.anchor:
+            found.setdefault(id(value), checkpoint.state_at(path))
     return list(found.values())
 
 
@@ -203,7 +204,8 @@ def _apply(
         return value
 
     also = {each.where: theirs for each, theirs in others}
-    return checkpoint.changed(state, change), replace(renaming, also=also)
+    changed = checkpoint.changed(state, change, [each for each, _ in others])
+    return changed, replace(renaming, also=also)
 
 
 def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, object]) -> dict[object, object]:
@@ -244,10 +246,10 @@ def _renamed_versions(
 
 
 def _enclosing(names: Iterable[str]) -> set[str]:
-    """Return the paths of all modules that enclose a key, the root included."""
+    """Return the paths of all modules that enclose a key, the root included, MAX_LEVELS deep."""
     paths = {""}
     for name in names:
-        path = parent(name)
+        path = parent(name) if name.count(".") <= MAX_LEVELS else ".".join(name.split(".", MAX_LEVELS)[:-1])
         while path not in paths:
             paths.add(path)
             path = parent(path)

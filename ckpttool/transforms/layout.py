@@ -11,9 +11,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
+from ..checkpoint.state import State
 from ..errors import Collision, NothingToDo, UsageFault
-from ..inert_pickle.values import tensor_of, with_tensor
 from ..tensors.ref import MAX_AXES, TensorRef
 from .selection import replace_state
 
@@ -132,10 +133,10 @@ def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, Tenso
     done: dict[tuple[object, ...], object] = {}
 
     def put(key: object, value: object) -> object:
-        if not isinstance(key, str) or key not in tensors or tensor_of(value) is None:
+        if not isinstance(key, str) or key not in tensors or plain_tensor(value) is None:
             return value
         new = tensors[key]
-        return done.setdefault((id(value), *new.view), with_tensor(value, new))
+        return done.setdefault((id(value), *new.view), with_plain_tensor(value, new))
 
     return replace_state(
         checkpoint, state, lambda old: type(old)({key: put(key, value) for key, value in old.items()})

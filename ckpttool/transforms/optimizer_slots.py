@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..inert_pickle.values import tensor_of
-from ..tensors.ref import TensorRef
+from ..checkpoint.rebuilt_tensors import plain_tensor, tensor_like
+from ..checkpoint.tensor_likes import TensorLike
+from ..inert_pickle.values import Record
 
 MOMENTA = (
     *("exp_avg", "momentum_buffer", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg"),
@@ -95,9 +96,12 @@ def entry_of(state: Mapping[Any, Any], key: int | str) -> Any:
 def _shape(entry: Any) -> Shape | None:
     if isinstance(entry, dict):
         for name in MOMENTA:
-            found = tensor_of(entry.get(name)) or entry.get(name)
-            if isinstance(found, TensorRef) or (found is not None and hasattr(found, "shape")):
-                return tuple(found.shape)
+            value = entry.get(name)
+            found = plain_tensor(value) or tensor_like(value) or value
+            if isinstance(found, TensorLike) or (found is not None and not isinstance(found, Record)):
+                shape = getattr(found, "shape", None)
+                if shape is not None:
+                    return tuple(shape)
     return None
 
 
@@ -109,11 +113,15 @@ def without_prefix(names: Iterable[str], parameters: Mapping[str, object]) -> li
         parameters: the model's parameters by name.
     """
     listed = list(names)
-    prefix = next((found for name in listed if (found := _prefix(name, parameters)) is not None), "")
+    lengths = sorted({len(name) for name in parameters}, reverse=True)
+    prefix = next((found for name in listed if (found := _prefix(name, parameters, lengths)) is not None), "")
     return [name.removeprefix(prefix) for name in listed]
 
 
-def _prefix(name: str, parameters: Mapping[str, object]) -> str | None:
-    parts = name.split(".")
-    tails = (".".join(parts[i:]) for i in range(len(parts)))
-    return next((name.removesuffix(tail) for tail in tails if tail in parameters), None)
+def _prefix(name: str, parameters: Mapping[str, object], lengths: Iterable[int]) -> str | None:
+    """Return what stands before a parameter's name, whole parts alone; None when the name ends in none."""
+    for length in lengths:
+        start = len(name) - length
+        if start >= 0 and name[start - 1 : start] in (".", "") and name[start:] in parameters:
+            return name[:start]
+    return None

@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..errors import Collision, UsageFault
+
+MAX_LEVELS = 200
+"""Modules in each other whose paths are followed; no model reaches it, and a name of many dots has many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Renaming:
         """
         paths: dict[str, str] = {}
         for key, new_key in self.names.items():
+            if key.count(".") > MAX_LEVELS:
+                continue
             old, new = parent(key), parent(new_key)
             same_depth = key.count(".") == new_key.count(".")
             while old not in paths:
@@ -45,7 +51,7 @@ class Renaming:
 
         def rule(path: str) -> str:
             above, rest = path, ""
-            while above and above not in paths:
+            while above and above not in paths and above.count(".") < MAX_LEVELS:
                 above, rest = parent(above), f".{_last(above)}{rest}"
             return (paths.get(above, above) + rest).removeprefix(".")
 
@@ -77,15 +83,22 @@ def strip_names(
         UsageFault: the prefix is empty, or lacks its dot.
     """
     _require(prefix)
+    if repeat and anywhere and prefix.endswith("."):
+        return checked(names, partial(_without, prefix.split(".")[:-1]), PREFIXES, prefix)
     # Match only where a part begins, so that `submodule.` is never taken for `module.`.
     found = re.compile(rf"(^{'|[.]' if anywhere else ''})({re.escape(prefix)}){'+' if repeat else ''}")
+    return checked(names, partial(found.sub, r"\1"), PREFIXES, prefix)
 
-    def rule(name: str) -> str:
-        while (short := found.sub(r"\1", name)) != name and repeat:
-            name = short
-        return short
 
-    return checked(names, rule, PREFIXES, prefix)
+def _without(parts: list[str], name: str) -> str:
+    """Return a name without a run of parts, wherever it is, until it is nowhere: in one pass."""
+    *modules, last = name.split(".")
+    kept: list[str] = []
+    for module in modules:
+        kept.append(module)
+        if kept[-len(parts) :] == parts:
+            del kept[-len(parts) :]
+    return ".".join([*kept, last])
 
 
 def add_names(names: Iterable[str], prefix: str = "module.") -> Renaming:

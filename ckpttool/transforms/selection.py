@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ..checkpoint import full_json
-from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, State
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
+from ..checkpoint.state import State
+from ..checkpoint.tensor_likes import PLACEHOLDER, require_plain
 from ..errors import NothingToDo, UsageFault
-from ..inert_pickle.values import OrderedDict_, remade, tensor_of, walk, with_tensor
+from ..inert_pickle.values import OrderedDict_, remade, walk
 from ..tensors.cast import Caster, CastReport
 from ..tensors.dtypes import DType
 from ..tensors.ref import Storage, TensorRef
@@ -108,9 +111,11 @@ def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tupl
 
     Raises:
         NothingToDo: no tensor would change.
+        Refused: a tensor is not a plain one, but sharded, sparse, quantised or the like.
         NoState: the file holds no state, or none at `state`.
     """
     found = checkpoint.state(state)
+    require_plain(checkpoint.path, found.likes, "can't be cast")
     caster = Caster(to)
     new = replace_state(checkpoint, found, lambda old: _map_tensors(old, caster.cast))
     if not caster.report.tensors:
@@ -127,11 +132,11 @@ def _map_tensors(
     done: dict[int, object] = {}
 
     def changed(value: object) -> object:
-        tensor = tensor_of(value)
+        tensor = plain_tensor(value)
         if tensor is None:
             return value
         if id(value) not in done:
-            done[id(value)] = with_tensor(value, change(tensor))
+            done[id(value)] = with_plain_tensor(value, change(tensor))
         return done[id(value)]
 
     return remade(container, ((key, changed(value)) for key, value in container.items()))
@@ -222,6 +227,8 @@ def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
         NoState: the file holds no state, or none at `state`.
     """
     found = checkpoint.state(state)
+    absent = {name: like for name, like in found.likes.items() if like.kind == PLACEHOLDER}
+    require_plain(checkpoint.path, absent, "can't be taken out of this file")
     return replace(checkpoint, tree=_map_tensors(found.container, _Trimmer(found)), opened=(), full=False)
 
 

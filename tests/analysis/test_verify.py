@@ -153,6 +153,48 @@ def test_each_shard_of_torch_is_checked(tmp_path: Path) -> None:
     assert problems(verify(ckpttool.open(tmp_path / "out"))) == [("checksum", "b")]
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_each_flipped_bit_of_a_zip_is_found_or_its_byte_is_counted(seed: int, tmp_path: Path) -> None:
+    """The bytes that may change unseen are no more than the count of those that nothing vouches for."""
+    torch.save({"w": torch.arange(5.0), "b": torch.ones(3)}, tmp_path / "in.pt")
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+        free = verify(checkpoint).free
+    assert set(free) == {"header fields"}
+    size = (tmp_path / "in.pt").stat().st_size
+    bits = np.random.default_rng(seed).integers(0, 8, size)
+    flipped = (with_a_flipped_bit(tmp_path / "in.pt", at, bits[at]) for at in range(size))
+    unseen = [at for at, path in enumerate(flipped) if not is_found_wrong(path)]
+    assert len(unseen) <= sum(free.values()) < size / 10
+
+
+def test_padding_and_descriptors_are_checked(tmp_path: Path) -> None:
+    torch.save({"w": torch.arange(5.0)}, tmp_path / "in.pt")
+    raw = (tmp_path / "in.pt").read_bytes()
+    for place in (raw.index(b"ZZZZ") + 1, raw.index(b"PK\x07\x08") + 5):
+        found = verify(ckpttool.open(with_a_flipped_bit(tmp_path / "in.pt", place, 0)))
+        assert [problem.kind for problem in found.problems] == ["frame"]
+
+
+def test_what_nothing_vouches_for_is_counted_in_every_format(tmp_path: Path) -> None:
+    checkpoint = opened({"w": base}, tmp_path)
+    ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+    ckpttool.save(checkpoint, tmp_path / "out.pt")
+    assert set(verify(ckpttool.open(tmp_path / "out.pt")).free) == {"header fields"}
+    found = verify(ckpttool.open(tmp_path / "out.safetensors")).free
+    size = (tmp_path / "out.safetensors").stat().st_size
+    assert found == {"values without a checksum": 96, "contents without a checksum": size - 96}
+    torch.save({"w": base}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    found = verify(ckpttool.open(tmp_path / "legacy.pt")).free
+    assert sum(found.values()) == (tmp_path / "legacy.pt").stat().st_size
+
+
+def test_bytes_hidden_between_records_and_behind_the_zip_are_counted(tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "in.pt", dict_of({"w": tensor(storage())}), {"0": bytes(16)})
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = b"a secret"
+    assert verify(ckpttool.open(path)).free["comments"] == len(b"a secret")
+
+
 def test_a_file_that_is_cut_while_it_is_read_is_damaged(tmp_path: Path) -> None:
     checkpoint = opened({"w": torch.zeros(100_000)}, tmp_path)
     with open(tmp_path / "in.pt", "r+b") as file:

@@ -48,10 +48,18 @@ WHERE: dict[str, tuple[Any, str]] = {
     "an average alone": ({"state_dict_ema": {"w": ONE}, "args": None}, "state_dict_ema"),
     "net": ({"net": {"w": ONE}, "acc": 0.9}, "net"),
     "capitals": ({"MODEL_STATE": {"w": ONE}, "EPOCH": 1}, "MODEL_STATE"),
-    "generator": ({"generator": {"w": ONE}, "discriminator": {"w": MANY}}, "generator"),
     "nested": ({"checkpoint": {"model": {"w": ONE}}}, "checkpoint.model"),
     "an unknown name": ({"my_net": {"w": ONE}, "epoch": 1}, "my_net"),
-    "the largest of unknown names": ({"a": {"w": ONE}, "b": {"w": MANY}}, "b"),
+    "the one that may be weights": (
+        {"score": {"x": ONE}, "net_b": {"w": MANY, "b": ONE}, "epoch": 1},
+        "net_b",
+    ),
+    "a model before an average of another name": ({"my_net": {"w": ONE}, "model_ema": {"w": ONE}}, "my_net"),
+    "an average of an unknown name": ({"net_a": {"w": ONE}, "net_a_ema": {"w": ONE}, "n": 1}, "net_a"),
+    "not an optimizer of another form": (
+        {"my_net": {"w": ONE}, "opt": {"m": {"w": MANY}, "v": {"w": MANY}}},
+        "my_net",
+    ),
     "not the optimizer": ({"optimizer": OPTIMIZER, "my_net": {"w": ONE}}, "my_net"),
     "not a tensor beside it": ({"model": {"w": ONE}, "rng": ONE}, "model"),
     "a key of no letters": ({"": {"w": ONE}}, ""),
@@ -114,7 +122,7 @@ def test_a_missing_state_is_refused_with_the_names_of_those_that_exist(opened: A
     assert none.value.hint == "there are: model, ema"
 
 
-@pytest.mark.parametrize("where", ["epoch", "args", "model.w", "", "optimizer.param_groups"])
+@pytest.mark.parametrize("where", ["epoch", "args", "model.w", "optimizer.param_groups", "optimizer.state"])
 def test_a_value_that_is_not_a_dict_of_tensors_is_refused_as_a_state(where: str, opened: Any) -> None:
     checkpoint = opened({"epoch": 1, "args": {"lr": 1}, "model": {"w": ONE}, "optimizer": OPTIMIZER})
     with pytest.raises(NoState):
@@ -123,7 +131,7 @@ def test_a_value_that_is_not_a_dict_of_tensors_is_refused_as_a_state(where: str,
 
 def test_a_hint_lists_at_most_eight_states(opened: Any) -> None:
     with pytest.raises(NoState) as none:
-        opened({f"net{i}": {"w": ONE} for i in range(100)}).state("x")
+        opened({"epoch": 1, **{f"net{i}": {"w": ONE} for i in range(100)}}).state("x")
     assert none.value.hint.endswith("and 92 more")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.checkpoint.checkpoint import State
+from ckpttool.checkpoint.state import State
 from ckpttool.errors import CkptToolError, Damaged, Refused
 from ckpttool.formats.folders import dcp_writing as dcp
 from ckpttool.tensors.to_torch import live_tensors

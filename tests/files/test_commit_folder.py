@@ -137,6 +137,14 @@ def test_a_kept_file_that_changes_meanwhile_keeps_the_change(
     assert names(folder) == ["config.json", "mine"]
 
 
+def test_only_what_is_in_the_folder_is_removed_whatever_is_named(folder: Path) -> None:
+    (folder.parent / "outside").write_text("kept")
+    for name in ("../outside", str(folder.parent / "outside")):
+        with replacing_folder(str(folder), lambda _, name=name: [name, "mine"]) as new:  # type: ignore[misc]
+            (Path(new.path) / "mine").write_text("new")
+    assert (folder.parent / "outside").read_text() == "kept"
+
+
 def test_what_can_not_be_removed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unlink = os.unlink
 
@@ -224,6 +232,65 @@ def test_the_folder_of_a_living_process_is_never_removed(folder: Path) -> None:
 
     replace(folder, meanwhile)
     assert names(folder.parent) == ["f"]
+
+
+REPLACED_OVER_AND_OVER = """
+    import contextlib, os, sys
+    from pathlib import Path
+    from ckpttool.errors import UsageFault
+    from ckpttool.files.commit_folder import replacing_folder
+    folder = Path(sys.argv[1])
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # the other writer was faster
+            for name in os.listdir(folder):
+                if name not in ("mine", "index"):
+                    (folder / name).rename(folder.parent / "taken" / name)
+        with contextlib.suppress(UsageFault):  # there is a new one already
+            with replacing_folder(str(folder), lambda _: ["mine", "index"]) as new:
+                for name in "mine", "index":
+                    Path(new.path, name).write_text("new")
+"""
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_file_of_another_process_is_lost_however_often_writers_are_killed(
+    seed: int, writers: int, folder: Path
+) -> None:
+    (folder.parent / "taken").mkdir()
+    command = [sys.executable, "-c", textwrap.dedent(REPLACED_OVER_AND_OVER), str(folder)]
+    drawn = random.Random(seed)
+    put: set[str] = set()
+    running: list[subprocess.Popen[bytes]] = []
+    until, seen = time.monotonic() + 2, set()
+    while time.monotonic() < until:
+        running += [
+            subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            for _ in range(writers - sum(each.poll() is None for each in running))
+        ]
+        for _ in range(drawn.randrange(50, 250)):
+            name = f"theirs-{len(put)}"
+            (folder / name).write_text(name)
+            put.add(name)
+            seen.add(folder.stat().st_ino)
+            time.sleep(0.003)
+        running[-1].kill()
+    for each in running:
+        each.kill()
+        each.wait()
+    for name in names(folder):
+        if name.startswith("theirs"):
+            (folder / name).rename(folder.parent / "taken" / name)
+    replace_with_index(folder)
+    found = {*names(folder), *names(folder.parent / "taken")}
+    assert put <= found
+    assert len(seen) > 5, "it was not replaced while files were put there"
+    assert names(folder.parent) == ["f", "taken"]
+
+
+def replace_with_index(folder: Path) -> None:
+    with replacing_folder(str(folder), lambda _: ["mine", "index"]) as new:
+        (Path(new.path) / "mine").write_text("last")
 
 
 # Permissions.

@@ -143,12 +143,12 @@ def test_what_was_written_wrongly_is_not_kept_and_the_old_file_stays(
     assert sorted(os.listdir(tmp_path)) == ["in.pt", out.name]
 
 
-def test_a_fault_in_writing_is_exit_3_and_one_line(
+def test_a_fault_in_writing_is_exit_3_and_an_error_with_its_hint(
     cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_zip, "write", wrongly(TREES["another shape"], torch_zip.write))
     ran = cli("convert", saved(STATE, tmp_path), tmp_path / "out.pt")
-    assert (ran.code, ran.out, ran.err.count("\n")) == (3, "", 1)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (3, "", 2)
     assert "does not read back as intended, and was not kept" in ran.err
     assert os.listdir(tmp_path) == ["in.pt"]
 

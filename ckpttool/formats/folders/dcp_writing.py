@@ -155,7 +155,7 @@ def _is_data(value: Global | Record | Storage) -> bool:
 
 def without_models(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint with a dict of tensors in the place of a pickled model, which DCP can't hold."""
-    state = checkpoint.state() if checkpoint.states() else None
+    state = checkpoint.found_state()
     return checkpoint if state is None or state.module is None else checkpoint.changed(state, lambda v: v)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ...checkpoint import full_encoding, full_json
-from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, State
+from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ...checkpoint.state import State
 from ...files.commit_folder import replacing_folder
 from ...files.copying import DryOutput, Output
 from ...inert_pickle.values import OrderedDict_

@@ -55,13 +55,13 @@ def files_of_checkpoints(folder: str) -> list[str]:
 
 
 def _named_by(path: str) -> list[str]:
-    """Return the names that an index or DCP metadata gives; none if it is damaged, or not one."""
+    """Return the files beside it that an index or DCP metadata names; none if it is damaged, or not one."""
     names: list[str] = []
     with contextlib.suppress(CkptToolError):
         source = Source(path, open_source_descriptor(path))
         is_dcp = os.path.basename(path) == dcp.METADATA
         names = dcp.file_names(source) if is_dcp else sharded.shard_names(source)
-    return [name for name in names if name.endswith(OF_TENSORS)]
+    return [name for name in names if name == os.path.basename(name) and name.endswith(OF_TENSORS)]
 
 
 def replaced_by(checkpoint: Checkpoint, path: str) -> Replaced:
@@ -92,21 +92,18 @@ def others(checkpoint: Checkpoint, path: str) -> list[str]:
 
 
 def companions(checkpoint: Checkpoint, path: str) -> list[str]:
-    """Return the names of the other files that stay when a checkpoint is written to the folder it was read
-    from.
+    """Return the names of the other files that stay when a checkpoint replaces the one in its own folder.
 
     These are the files of a model on the Hugging Face Hub, such as its `config.json`, or another checkpoint.
 
     Returns:
-        Names, sorted; none if the folder holds something that is not a regular file, or is another one.
+        Names, sorted; none if the folder is another one. What is not a regular file can't be kept.
     """
     if not is_in_place(checkpoint, path):
         return []
-    names = sorted(os.listdir(path))
-    if not all(os.path.isfile(os.path.join(path, name)) for name in names):
-        return []
     read = _files_read(checkpoint)
-    return [name for name in names if _identity_of(os.path.join(path, name)) not in read]
+    files = {name: place for name in os.listdir(path) if os.path.isfile(place := os.path.join(path, name))}
+    return sorted(name for name, place in files.items() if _identity_of(place) not in read)
 
 
 def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
@@ -141,8 +138,7 @@ def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
 
 
 def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
-    """Return the names of the files beside a checkpoint, such as a `config.json`, that a new folder won't
-    have.
+    """Return the names of the other files of a folder, such as a `config.json`, that a new one won't have.
 
     Args:
         path: the output.

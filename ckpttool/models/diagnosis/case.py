@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...checkpoint.checkpoint import Checkpoint, State
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.state import State
 from .fit import Blueprint, Fit
 
 

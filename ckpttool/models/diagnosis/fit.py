@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.checkpoint import State
+from ...checkpoint.state import State
 from ...tensors.ref import TensorRef
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...checkpoint.checkpoint import Checkpoint, State
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.state import State
 from ...inert_pickle.values import Global, walk
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import Storage, TensorRef

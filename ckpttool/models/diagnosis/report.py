@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ...checkpoint.checkpoint import Checkpoint, State
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, NothingToDo
 from ...inert_pickle.values import is_plain, walk

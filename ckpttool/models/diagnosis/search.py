@@ -74,7 +74,8 @@ def _cases(checkpoint: Checkpoint, blueprint: Blueprint, where: str | None) -> l
     """Return a case for each state that could be meant, the likeliest first."""
     found = [dotted(path) for path in checkpoint.states()] or [checkpoint.state().where]
     names = found[:STATES] if where is None else [where]
-    return [_case(checkpoint, blueprint, name, named=name != found[0]) for name in names]
+    taken = checkpoint.found_state()
+    return [_case(checkpoint, blueprint, name, named=taken is None or name != taken.where) for name in names]
 
 
 def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, named: bool) -> Case:

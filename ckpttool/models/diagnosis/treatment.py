@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...checkpoint.checkpoint import State
+from ...checkpoint.state import State
 from ...errors import CkptToolError
 from . import name_remedies, value_remedies
 from .case import Case, Finder, Remedy

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,28 @@ def test_what_no_index_names_is_never_deleted(kind: str, what: str, cli: Cli, tm
         assert (tmp_path / "in.pt").exists()
 
 
+@pytest.mark.parametrize("kind", ["dcp", "safetensors-sharded"])
+@pytest.mark.parametrize("name", ["../in.pt", "{folder}/in.pt", "below/in.pt"])
+def test_a_file_outside_its_folder_is_not_deleted_whatever_names_it(
+    name: str, kind: str, cli: Cli, tmp_path: Path
+) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    (tmp_path / "below").mkdir()
+    named = name.format(folder=tmp_path)
+    if kind == "dcp":
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.relative_path = named
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        (folder / "__0_0.distcp").unlink()
+    else:
+        index_of(folder).write_text(json.dumps({"weight_map": {"a": named}}))
+        next(folder.glob("*.safetensors")).unlink()
+    torch.save(TRAINING, tmp_path / "other.pt")
+    cli("convert", tmp_path / "other.pt", folder, "--force")
+    assert (tmp_path / "in.pt").exists()
+
+
 def test_a_checkpoint_of_more_shards_is_replaced_without_a_rest(cli: Cli, tmp_path: Path) -> None:
     folder = folder_of("safetensors-sharded", tmp_path / "d")
     words = ["convert", tmp_path / "in.pt", folder, "--force", "--shard-size"]
@@ -264,8 +288,10 @@ def test_what_is_no_plain_file_keeps_a_folder_from_being_changed_in_place(
 ) -> None:
     folder = folder_of("safetensors-sharded", tmp_path / "d")
     (folder / "onnx").mkdir() if what == "a folder" else (folder / "onnx").symlink_to("nowhere")
+    (folder / "config.json").write_text("{}")
     ran = cli("strip-prefix", folder, folder, "--force")
     assert ran.code == 2 and "holds other files too (onnx)" in ran.err
+    assert sorted(os.listdir(folder))[-2:] == ["model.safetensors.index.json", "onnx"]
 
 
 def test_another_checkpoint_in_a_folder_that_is_changed_in_place_stays(cli: Cli, tmp_path: Path) -> None:
