@@ -14,6 +14,9 @@ A change makes a new checkpoint, whose tensors still lie in the old file until i
         plain, renaming = ckpttool.strip_prefix(checkpoint)
         ckpttool.save(plain, "model.safetensors")
 
+Checks take a path or an open checkpoint: `ckpttool.digest("a.pt")`, `diff("a.pt", "b.pt")`, `verify("a.pt")`,
+`doctor("a.pt", model)`.
+
 Importing this package imports no other module of it: a public name is imported on first use, and torch and
 numpy by the calls that need them.
 """
@@ -30,14 +33,19 @@ if TYPE_CHECKING:
     from . import batchnorm as batchnorm
     from . import errors as errors
     from . import metrics as metrics
+    from .analysis.checks import diff as diff
+    from .analysis.checks import digest as digest
+    from .analysis.checks import verify as verify
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.state import State as State
     from .errors import CkptToolError as CkptToolError
     from .formats import open as open
     from .formats import save as save
+    from .models.doctor import doctor as doctor
     from .models.reloading import reload as reload
     from .models.skeleton import skeletons as skeletons
     from .tensors.ref import TensorRef as TensorRef
+    from .transforms.average import average as average
     from .transforms.complex_parts import join_complex as join_complex
     from .transforms.complex_parts import split_complex as split_complex
     from .transforms.keys import add_prefix as add_prefix
@@ -52,13 +60,16 @@ else:
         __name__,
         {
             "": ("batchnorm", "errors", "metrics"),
+            "analysis.checks": ("diff", "digest", "verify"),
             "checkpoint.checkpoint": ("Checkpoint",),
             "checkpoint.state": ("State",),
             "errors": ("CkptToolError",),
             "formats": ("open", "save"),
+            "models.doctor": ("doctor",),
             "models.reloading": ("reload",),
             "models.skeleton": ("skeletons",),
             "tensors.ref": ("TensorRef",),
+            "transforms.average": ("average",),
             "transforms.complex_parts": ("join_complex", "split_complex"),
             "transforms.keys": ("add_prefix", "rename_keys", "strip_prefix"),
             "transforms.selection": ("drop", "select", "slim", "with_metadata"),

@@ -7,6 +7,7 @@ each class to an exit code by `exit_code`.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 
 class CkptToolError(Exception):
@@ -29,6 +30,16 @@ class CkptToolError(Exception):
     def message(self) -> str:
         """The message without the hint: `str(error)`."""
         return str(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the message and the attributes, whatever a class's `__init__` takes."""
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[CkptToolError], args: tuple[Any, ...], attributes: dict[str, Any]) -> CkptToolError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class FileError(CkptToolError):

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from ckpttool.distributed import collectives
+from ckpttool.errors import UsageFault
 from train.random_state import Keyed
 from train.samples import Samples, checked, count
 
@@ -28,6 +29,8 @@ BLOCKS = 16
 
 REDRAWS = 8
 """How often a sample is read again to find out whether it is another each time."""
+
+ONE_SHAPE = "samples of one batch need one shape: resize, crop or pad them in the data set"
 
 Contents = Mapping[str, Mapping[str, str]]
 """`training sample` -> `17` -> digest."""
@@ -51,8 +54,11 @@ def describe(part: str, samples: Samples, name: str) -> dict[str, dict[str, str]
     if isinstance(own, str):
         return {"fingerprint": {f"of the {part} samples": own}}
     found: dict[str, dict[str, str]] = {f"{part} sample": {}, f"label of {part} sample": {}}
+    shape = None
     for index in places(count(samples)):
-        for kind, digest in _of_sample(part, samples, index, name).items():
+        sample, label = _read(part, samples, index, name)
+        shape = _same_shape(shape, sample, f"--data {name}: {part} sample {index}")
+        for kind, digest in _digests(part, sample, label).items():
             found[kind][str(index)] = digest
     found[f"labels of {part} samples"] = dict(_listed(samples))
     return found
@@ -71,7 +77,7 @@ def redrawn(part: str, samples: Samples, before: Contents, name: str) -> set[str
         return changed
     for index in map(int, before.get(f"{part} sample", ())):
         for _ in range(REDRAWS):
-            again = _of_sample(part, samples, index, name)
+            again = _digests(part, *_read(part, samples, index, name))
             changed |= {kind for kind, digest in again.items() if digest != before[kind][str(index)]}
     return changed
 
@@ -115,15 +121,27 @@ def listed_labels(samples: Any) -> torch.Tensor | None:
     return labels.to(torch.int64, copy=True).cpu()
 
 
-def _of_sample(part: str, samples: Samples, index: int, name: str) -> dict[str, str]:
+def _read(part: str, samples: Samples, index: int, name: str) -> tuple[Any, int]:
+    """Return a sample and its label; for a file, a digest of its bytes: decoders differ in the last bits."""
     source, place = _source(samples), index
     while isinstance(source, Subset):
         source, place = _source(source.dataset), source.indices[place]
     raw = getattr(source, "raw_sample", None)
-    if raw is not None:  # the bytes of a file, as decoders differ in the last bits
-        sample, label = raw(place)
-    else:
-        sample, label = checked(samples[index], f"--data {name}: {part} sample {index}")
+    if raw is not None:
+        return raw(place)  # type: ignore[no-any-return]
+    return checked(samples[index], f"--data {name}: {part} sample {index}")
+
+
+def _same_shape(shape: tuple[int, ...] | None, sample: Any, where: str) -> tuple[int, ...] | None:
+    """Return the shape of a sample, if it is that of the ones before; else raise UsageFault."""
+    own = tuple(sample.shape) if isinstance(sample, torch.Tensor) else None
+    if shape is not None and own != shape:
+        sizes = ["×".join(map(str, one or ())) for one in (own, shape)]
+        raise UsageFault(f"{where} has the shape {sizes[0]}, and sample 0 has {sizes[1]}", hint=ONE_SHAPE)
+    return own
+
+
+def _digests(part: str, sample: Any, label: int) -> dict[str, str]:
     return {f"{part} sample": _digest(sample), f"label of {part} sample": _digest(label)}
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from ckpttool.errors import CkptToolError, RanksDiffer, UsageFault
+from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer, UsageFault
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +29,14 @@ Torchrun ends the waiting ranks as soon as the failed one has exited, so under i
 """
 
 SPAWNED = "CKPTTOOL_SPAWNED"
-"""The environment variable that tells a rank that `--spawn` started it."""
+"""The environment variable that tells a rank which process started it by `--spawn`."""
 
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
 LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.IGNORECASE)
+DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
+UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
 TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
 
 
@@ -113,7 +115,7 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     threads = max(1, (os.cpu_count() or 1) // ranks)
     # torchrun would set it to 1 and print a note.
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ[SPAWNED] = "1"
+    os.environ[SPAWNED] = str(os.getpid())
     import logging
 
     from torch.distributed import run
@@ -144,6 +146,9 @@ def end_with_torchrun() -> None:
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        # Of a launcher that has ended before, the kernel does not tell.
+        if os.environ.get(SPAWNED, str(os.getppid())) != str(os.getppid()):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_json: bool = False) -> int:
@@ -168,15 +173,33 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         return complain(error, echo=_is_echo(error), as_json=as_json)
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt)
-    except RuntimeError as error:  # gloo and NCCL report it only in the message
-        if LOST_PEER.search(str(error)):
-            lost = _failed(f"rank {rank()}: lost the connection to another rank")
-            return complain(lost, echo=True, as_json=as_json)
-        if TIMED_OUT.search(str(error)):
-            late = _failed(f"rank {rank()}: no answer from another rank within --timeout")
-            return complain(late, as_json=as_json)
-        raise
+    except RuntimeError as error:
+        known = _known(error)
+        if known is None:
+            raise
+        return complain(known, echo=bool(LOST_PEER.search(str(error))), as_json=as_json)
     return 0
+
+
+def _known(error: RuntimeError) -> CheckFailed | None:
+    """Return an error of torch, gloo or NCCL in our words, if it is known by its message, its only mark."""
+    said = str(error)
+    if LOST_PEER.search(said):
+        return CheckFailed(f"rank {rank()}: lost the connection to another rank")
+    if TIMED_OUT.search(said):
+        return CheckFailed(f"rank {rank()}: no answer from another rank within --timeout")
+    if dead := DEAD_WORKER.search(said):
+        return CheckFailed(
+            f"rank {rank()}: a process that loads data {dead[1]}",
+            hint="out of memory? give fewer --workers or a smaller --batch-size",
+        )
+    if UNFINISHED.search(said):
+        return CheckFailed(
+            f"rank {rank()}: a parameter of the model did not affect the output in a pass, and ranks average "
+            "the gradients of all parameters",
+            hint="let every forward pass use it (times 0 if need be), or set requires_grad=False",
+        )
+    return None
 
 
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
@@ -191,12 +214,6 @@ def _is_echo(error: CkptToolError) -> bool:
     from ckpttool.distributed.collectives import RankFailed
 
     return isinstance(error, RankFailed) or (isinstance(error, RanksDiffer) and rank() != 0)
-
-
-def _failed(message: str) -> CkptToolError:
-    error = CkptToolError(message)
-    error.exit_code = 1
-    return error
 
 
 def leave(code: int) -> NoReturn:
@@ -216,12 +233,12 @@ def say(text: str) -> None:
     """Print a line at once.
 
     Raises:
-        CkptToolError: stdout can't be written: the disk is full, or the reader has gone.
+        CheckFailed: stdout can't be written: the disk is full, or the reader has gone.
     """
     try:
         print(text, flush=True)
     except OSError as error:
-        raise _failed(f"standard output: {(error.strerror or str(error)).lower()}") from error
+        raise CheckFailed(f"standard output: {(error.strerror or str(error)).lower()}") from error
 
 
 def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False) -> int:

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, default_collate
 
+from ckpttool.errors import CkptToolError
 from train.launch import Place
-from train.samples import Samples
+from train.samples import Samples, count
+
+
+class Batches:
+    """The batches of a loader, in order; iterate as often as `again` says."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each batch.
+
+        Raises:
+            CkptToolError: one that a sample raised, as it was raised, also in another process.
+        """
+        for batch in self.loader:
+            if isinstance(batch, Failure):
+                raise batch.error
+            yield batch
 
 
 def load(
@@ -20,8 +41,8 @@ def load(
     *,
     seed: int = 0,
     again: bool = False,
-) -> DataLoader[Any]:
-    """Return a loader of these batches of samples, in order.
+) -> Batches:
+    """Return these batches of samples, in order.
 
     Args:
         samples: a map-style data set.
@@ -31,10 +52,11 @@ def load(
         seed: with the process's number, determines the random numbers that it draws.
         again: keep the processes, because the same batches will be loaded again.
     """
-    return DataLoader(
-        samples,
+    loader = DataLoader(
+        Careful(samples) if workers else samples,
         batch_sampler=batches,
         num_workers=workers,
+        collate_fn=collate if workers else None,
         persistent_workers=again and workers > 0,
         # Forked where that is safe: then data sets from a user's file need not be picklable.
         multiprocessing_context=("fork" if sys.platform == "linux" else None) if workers else None,
@@ -42,3 +64,36 @@ def load(
         # Without a generator of its own, each pass would draw from the global one and shift dropout.
         generator=torch.Generator().manual_seed(seed),
     )
+    return Batches(loader)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An expected error on its way to the process that reports it.
+
+    torch raises an error of another process anew, with the traceback as its only argument: the class, the
+    hint and the exit code would be lost.
+    """
+
+    error: CkptToolError
+
+
+class Careful(Dataset[Any]):
+    """A data set that returns expected errors as values."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return count(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self.samples[index]
+        except CkptToolError as error:
+            return Failure(error)
+
+
+def collate(batch: list[Any]) -> Any:
+    """Return the samples as one batch; or the first failure among them."""
+    return next((sample for sample in batch if isinstance(sample, Failure)), None) or default_collate(batch)

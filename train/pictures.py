@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch.utils.data import Dataset
 
-from ckpttool.errors import Damaged, Unreadable, UsageFault
+from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
 from train.config import DataConfig
 from train.samples import Parts, Scale, scale_of, split
 
@@ -69,6 +69,7 @@ def find_pictures(
 
     Raises:
         UsageFault: there are no class folders, no images in them, or a class that is not in `classes`.
+        Unreadable: something that is named like an image is no file, or a link to none.
     """
     names = sorted(entry.name for entry in os.scandir(root) if entry.is_dir())
     if not names:
@@ -83,7 +84,13 @@ def find_pictures(
     labels: list[int] = []
     for name in names:
         folder = os.path.join(root, name)
-        found = sorted(entry.path for entry in os.scandir(folder) if entry.name.lower().endswith(ENDINGS))
+        entries = [entry for entry in os.scandir(folder) if entry.name.lower().endswith(ENDINGS)]
+        for entry in entries:
+            if not entry.is_file():  # opening a named pipe would wait for a writer
+                raise Unreadable(
+                    entry.path, "is not a regular file" if os.path.exists(entry.path) else "no such file"
+                )
+        found = sorted(entry.path for entry in entries)
         files += found
         labels += [labels_of[name]] * len(found)
     if not files:
@@ -125,7 +132,7 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
         try:
             with image_kind.open(path) as opened:
                 picture = opened.convert("RGB")
-        except OSError as error:
+        except Exception as error:  # Pillow raises all kinds of errors for damaged bytes
             raise _unreadable(path, error) from error
         if self.resize:
             picture = picture.resize((self.resize, self.resize), image_kind.Resampling.BILINEAR)
@@ -140,7 +147,7 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
             try:
                 with image_kind.open(path) as opened:
                     size = opened.size
-            except OSError as error:
+            except Exception as error:  # Pillow raises all kinds of errors for damaged bytes
                 raise _unreadable(path, error) from error
             first = first or size
             if size != first:
@@ -150,9 +157,11 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
                 )
 
 
-def _unreadable(path: str, error: OSError) -> Unreadable | Damaged:
-    if error.errno is not None:
+def _unreadable(path: str, error: Exception) -> FileError:
+    if isinstance(error, OSError) and error.errno is not None:
         return Unreadable(path, (error.strerror or str(error)).lower())
+    if type(error).__name__ == "DecompressionBombError":
+        return Refused(path, "is an image of more pixels than Pillow decodes: a decompression bomb?")
     return Damaged(path, "is not a readable image")
 
 

@@ -38,7 +38,7 @@ class Report:
 
         Raises:
             FileError: on rank 0, if the log can't be changed; the other ranks raise RankFailed.
-            CkptToolError: likewise, if stdout can't be written.
+            CheckFailed: likewise, if stdout can't be written.
         """
         with collectives.together():
             if self.speaks:

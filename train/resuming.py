@@ -125,8 +125,6 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)
     if len(states) == trainer.place.world_size:
-        if trainer.statistics:
-            trainer.statistics.put_back(state["statistics"][rank])
         trainer.sums.copy_(torch.tensor(sums[rank], dtype=torch.float64))
         random_state.put_back(states[rank])
         return

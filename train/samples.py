@@ -85,7 +85,7 @@ def checked(sample: object, where: str) -> tuple[torch.Tensor, int]:
 
 def _kind(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {list(value.shape)}"
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} with the shape {list(value.shape)}"
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"

@@ -10,7 +10,7 @@ from ckpttool.errors import UsageFault
 from ckpttool.models import factory
 from train.config import DataConfig
 from train.random_state import Keyed
-from train.samples import Parts
+from train.samples import Parts, count
 
 
 def load(config: DataConfig, seed: int) -> Parts:
@@ -20,8 +20,8 @@ def load(config: DataConfig, seed: int) -> Parts:
         seed: with the epoch and the sample, determines the random numbers that a sample is drawn with.
 
     Raises:
-        UsageFault: the function can't be called, does not return two data sets, or the first does not know
-            its classes; or a flag does not fit.
+        UsageFault: the function can't be called, does not return two map-style data sets, or the first does
+            not know its classes; or a flag does not fit.
     """
     if config.mean or config.std:
         raise UsageFault(f"--mean, --std: {config.data} makes its own images", hint="leave them out")
@@ -29,6 +29,8 @@ def load(config: DataConfig, seed: int) -> Parts:
     if not isinstance(made, tuple) or len(made) != 2:
         raise UsageFault(f"--data {config.data}: must return (train, test), two data sets")
     train, test = made
+    for samples in made:
+        count(samples)
     return Parts(Keyed(train, seed), Keyed(test, seed), _classes(train, config.data), config.data)
 
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checkpoint import Checkpoint, Remark
 from ..checkpoint.dotted_names import Entry, contents, dotted
 from ..checkpoint.nested_states import is_tensor
 from ..checkpoint.rebuilt_tensors import plain_tensor, tensor_like
 from ..checkpoint.state import State
 from ..checkpoint.states import all_tensors, is_optimizer
 from ..checkpoint.tensor_likes import TensorLike
-from ..inert_pickle.known_names import unknown_names
+from ..inert_pickle.known_names import names_in, names_that_run, unknown_names
 from ..inert_pickle.values import Record, in_brief, tensor_of
 from ..tensors.ref import TensorRef
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
@@ -92,7 +92,10 @@ class Summary:
         unused: bytes of storages that no tensor uses.
         optimizers, schedulers: those found, in short.
         other: everything that is not a tensor.
-        unknown: names in the file's pickle that are not understood here; never imported.
+        unknown: names in the file's pickle that are not understood here, those that could run something
+            first; never imported.
+        running: those of them that could run something when they are unpickled without `weights_only`.
+        remarks: where torch refuses the file, or no writer of torch's makes such a thing.
         metadata: the texts of a safetensors header.
     """
 
@@ -115,6 +118,8 @@ class Summary:
     schedulers: tuple[SchedulerRow, ...]
     other: tuple[OtherRow, ...]
     unknown: tuple[str, ...]
+    running: tuple[str, ...]
+    remarks: tuple[Remark, ...]
     metadata: dict[str, str]
 
 
@@ -136,6 +141,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     everything = here.beside(outside) if outside else here
     mine = set(here.storages) if outside else set()
     optimizers, schedulers = _training_rows(checkpoint.tree)
+    names = checkpoint.names | names_in(checkpoint.tree)
     return Summary(
         path=checkpoint.path,
         format=checkpoint.format,
@@ -155,7 +161,9 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         optimizers=optimizers,
         schedulers=schedulers,
         other=tuple(other_rows(checkpoint, found)),
-        unknown=tuple(unknown_names(checkpoint.tree)),
+        unknown=tuple(unknown_names(names)),
+        running=tuple(names_that_run(names)),
+        remarks=checkpoint.remarks,
         metadata=dict(checkpoint.metadata),
     )
 

@@ -17,6 +17,7 @@ from ..formats.pytorch import torchscript
 from ..formats.pytorch import zip as torch_zip
 from ..formats.pytorch.archive import is_intact
 from ..formats.zip.reader import read_directory
+from ..inert_pickle.known_names import names_in, names_that_run
 from ..tensors.cast import FLOATS, count_non_finite
 from ..tensors.dtypes import real_dtype
 from ..tensors.ref import ByteRange, Computed, Source
@@ -38,8 +39,9 @@ class Problem:
     """Something wrong with a file.
 
     Attributes:
-        kind: `checksum`, `frame` (the bytes around a record), `non-finite`, or the difference from another
-            file: `only-here`, `only-there`, `form` (dtype or shape) or `values`.
+        kind: `checksum`, `frame` (the bytes around a record), `non-finite`, `torch` (a remark of the reader),
+            `code` (a name that could run), or the difference from another file: `only-here`, `only-there`,
+            `form` (dtype or shape) or `values`.
         name: the tensor or record.
         message: the problem, to be read after the name.
     """
@@ -86,6 +88,7 @@ def verify(
     against: Checkpoint | None = None,
     state: str | None = None,
     finite: bool = False,
+    no_code: bool = False,
     progress: Progress | None = None,
 ) -> Verified:
     """Read a file whole. Its structure was checked against the format's rules when it was opened.
@@ -97,6 +100,7 @@ def verify(
             must be the same too.
         state: dotted path of the model's state, in both or in one of them; found when None.
         finite: NaN and infinity are problems; otherwise they are only counted.
+        no_code: names in the file's pickle that could run something are problems.
         progress: called with the number of bytes after each piece. All bytes are read twice, for checksums
             and as numbers, and once more to compare them.
 
@@ -113,7 +117,12 @@ def verify(
             sums.check_records(source)
         else:
             sums.free["contents without a checksum"] += source.size - sums.within[id(source)]
-    problems = sums.problems
+    problems: list[Problem] = []
+    if no_code:
+        running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
+        problems += [Problem("code", name, "could run, when loaded without weights_only") for name in running]
+    problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
+    problems += sums.problems
     non_finite = dict(_non_finite(checkpoint, progress))
     if finite:
         problems += [

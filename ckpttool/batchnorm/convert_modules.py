@@ -7,7 +7,7 @@ hooks, flags, devices and all references to the layer stay as they are, and the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..errors import UsageFault
@@ -112,60 +112,6 @@ def kinds_of(module: torch.nn.Module) -> dict[str, str]:
         if kind in KINDS:
             found[unwrapped(path, COMPILED)] = kind
     return found
-
-
-def pool_over_ranks(
-    layers: Sequence[torch.nn.Module], met: Sequence[tuple[float, float]]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The running mean and variance of all ranks, of layers that each rank has its own of. A collective.
-
-    As `pool` has it: sums over ranks in float64, two for all layers together, means before variances, so
-    that no digits cancel.
-
-    Args:
-        layers: with running statistics, the same on every rank and in the same order.
-        met: values per channel, and batches, that each layer met on this rank. Averages over all batches
-            (`momentum=None`) weigh a rank by its values, others by its values per batch.
-
-    Returns:
-        mean and variance of each layer, float64, on the CPU; those of this rank where no rank met anything.
-    """
-    import torch
-
-    from ..distributed import collectives
-
-    means, variances = _statistics(layers, "running_mean"), _statistics(layers, "running_var")
-    sizes = [values / batches if batches else 0.0 for values, batches in met]
-    weights = [
-        values if layer.momentum is None else size
-        for layer, (values, _), size in zip(layers, met, sizes, strict=True)
-    ]
-    count, total = collectives.total(torch.tensor([sizes, weights], dtype=torch.float64).reshape(2, -1))
-    widths = [len(mean) for mean in means]
-
-    def averaged(values: list[torch.Tensor]) -> list[torch.Tensor]:
-        own = [v * w if w else torch.zeros_like(v) for v, w in zip(values, weights, strict=True)]
-        summed = collectives.total(torch.cat([*own, torch.zeros(0, dtype=torch.float64)])).split_with_sizes(
-            widths
-        )
-        return [one / every for one, every in zip(summed, total, strict=True)]
-
-    mean = averaged(means)
-    biased = averaged(
-        [
-            variance * ((size - 1) / size if size else 0.0) + (one - every) ** 2
-            for variance, size, one, every in zip(variances, sizes, means, mean, strict=True)
-        ]
-    )
-    return [
-        (every, spread * (n / (n - 1))) if n > 1 else (own, own_variance)
-        for every, spread, n, own, own_variance in zip(mean, biased, count, means, variances, strict=True)
-    ]
-
-
-def _statistics(layers: Sequence[torch.nn.Module], name: str) -> list[torch.Tensor]:
-    """Return a buffer of each layer, in float64 on the CPU."""
-    return [layer.get_buffer(name).double().cpu() for layer in layers]
 
 
 def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

@@ -48,6 +48,7 @@ def pool_states(
     counts: Mapping[str, Counts] | None = None,
     *,
     cumulative: Iterable[str] = (),
+    momentum: float | None = None,
     exclude: Iterable[str] = (),
     keep_first: Iterable[str] = (),
     state: str | None = None,
@@ -63,6 +64,8 @@ def pool_states(
             matches a layer applies. None for equal counts.
         cumulative: shell patterns for layers with `momentum=None`, whose statistics are averages over all
             batches: ranks are also weighted by their counters of batches.
+        momentum: of the layers, above 0 and at most 1: add the variance between ranks that averaging over
+            batches removes, as `pool` does; needs counts.
         exclude: shell patterns for layers that are not BatchNorm, or not to be pooled.
         keep_first: shell patterns for keys that may differ; the first file's values are taken.
         state: dotted path of the model's state; None to find it.
@@ -78,6 +81,11 @@ def pool_states(
         NoState: `state` names no state in a file, or none was found.
     """
     _check_counts(checkpoints, counts)
+    if momentum is not None and not (counts and 0 < momentum <= 1):
+        raise UsageFault(
+            f"--momentum {momentum:g}: needs --counts, and is above 0 and at most 1",
+            hint="give the momentum of the layers: torch's default is 0.1",
+        )
     first, states = checkpoints[0], [checkpoint.state(state) for checkpoint in checkpoints]
     layers = find(first.path, states[0], exclude)
     if not layers:
@@ -88,7 +96,8 @@ def pool_states(
     from_first = _check_alike(checkpoints, states, own, tuple(keep_first))
     new: dict[str, TensorRef] = {}
     for layer in layers:
-        new |= _pooled_layer(first.path, states, layer, _counts_of(layer, counts), fits(layer, averaged))
+        rest = _counts_of(layer, counts), fits(layer, averaged), momentum
+        new |= _pooled_layer(first.path, states, layer, *rest)
     if not new:
         raise NothingToDo(
             f"{first.path}: all {len(checkpoints)} files hold the same statistics",
@@ -166,7 +175,12 @@ def _described(state: State, own: set[str]) -> dict[str, tuple[object, ...]]:
 
 
 def _pooled_layer(
-    path: str, states: Sequence[State], layer: str, counts: Counts | None, cumulative: bool
+    path: str,
+    states: Sequence[State],
+    layer: str,
+    counts: Counts | None,
+    cumulative: bool,
+    momentum: float | None,
 ) -> dict[str, TensorRef]:
     """Return the new tensors of one layer; none if all ranks have the same."""
     import numpy as np
@@ -185,7 +199,7 @@ def _pooled_layer(
             raise Refused(path, f"'{names[COUNTER]}' is not there: how many batches were averaged?")
         batches = [float(one) for one in read[COUNTER]] if cumulative else None
         try:
-            pooled = pool(read[MEAN], read[VARIANCE], counts, batches=batches)
+            pooled = pool(read[MEAN], read[VARIANCE], counts, batches=batches, momentum=momentum)
         except ValueError as error:
             raise Refused(path, f"'{layer}' can't be pooled: {error}") from error
         new = {names[MEAN]: pooled.mean, names[VARIANCE]: pooled.variance}

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import TracebackType
+from typing import NamedTuple
 
 from ..errors import Damaged, NoState, Refused, Unsupported
-from ..inert_pickle.values import OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
+from ..inert_pickle.values import Global, OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
 from ..tensors.ref import Source, Storage, TensorRef
 from .dotted_names import MAX_NAMES, Entry, Path, TooManyNames, contents, dotted, named_values
 from .nested_states import TwiceNamed, flattened, is_tensor, values_at
@@ -34,6 +35,18 @@ OF_TORCH = {"format": "pt"}
 header that has metadata but not this entry."""
 
 
+class Remark(NamedTuple):
+    """Something in a file that its format does not allow.
+
+    Attributes:
+        name: the record, tensor or storage.
+        message: what is wrong with it, to be read after the name.
+    """
+
+    name: str
+    message: str
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """A file, or a folder of files, as it was read: a tree of values, each tensor a place in a file.
@@ -52,6 +65,9 @@ class Checkpoint:
         opened: pickled objects that a transform replaced by a dict of tensors, as `model (package.Class)`. A
             format that could hold the object refuses to be given the dict instead.
         full: a tensor format held a whole checkpoint (`--full`); outputs made from it hold the whole again.
+        names: every name that the file's pickles mention, in the tree or not: a pickle can call a function
+            and drop what it returned.
+        remarks: where torch refuses the file, or no writer of torch's makes such a thing.
     """
 
     source: Source
@@ -63,6 +79,8 @@ class Checkpoint:
     unread: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
     full: bool = False
+    names: frozenset[Global] = frozenset()
+    remarks: tuple[Remark, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {self.format}, {self.nbytes} bytes>"

@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     metavar="GLOB",
     help="Layers with momentum=None: ranks are also weighted by their counters of batches. Repeatable.",
 )
+@click.option(
+    "--momentum",
+    type=float,
+    metavar="M",
+    help="The layers' momentum, e.g. 0.1: add the variance between ranks that averaging removed.",
+)
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Skip layers that match GLOB. Repeatable.")
 @click.option(
     "--keep-first",
@@ -60,6 +66,7 @@ def command(
     model: str | None,
     counts: tuple[str, ...],
     cumulative: tuple[str, ...],
+    momentum: float | None,
     exclude: tuple[str, ...],
     keep_first: tuple[str, ...],
     **given: Any,
@@ -72,19 +79,24 @@ def command(
     them.
 
     Several INPUTs are one file per rank, of one step: running means and variances become those of all
-    samples. For one batch that is what one process would have for the whole; for averages over batches, see
-    docs/batchnorm.md. A rank that saw no samples has the count 0.
-    Without --counts, equal ones are assumed, and the factor n/(n-1) stays as it is. Everything else must be
-    equal.
+    samples. A rank that saw no samples has the count 0. Without --counts, equal ones are assumed, and the
+    factor n/(n-1) stays as it is. Everything else must be equal.
+
+    For one batch (momentum 1) the result is exactly what one process would have for the whole. Of running
+    averages, only the mean is exact: the variance between ranks within each batch is gone from the files, and
+    the pooled variance is too small by about 1/n for n values per channel (a third for n = 2). --momentum
+    adds that in expectation. A training with --batchnorm pooled has the exact values.
 
     \b
     Examples:
-      ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048
+      ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048 --momentum 0.1
       ckpttool convert-batchnorm old.pt sync.pt --to sync
     """
     from ..formats.destination import format_of_output
 
-    _check(inputs, to, {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first})
+    given_momentum = () if momentum is None else (str(momentum),)
+    of_several = {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first}
+    _check(inputs, to, {**of_several, "--momentum": given_momentum})
     options.require_new_output(inputs, given["output"], given["force"])
     state = given["state"]
 
@@ -94,8 +106,10 @@ def command(
 
         pooled, report = None, None
         if inputs[1:]:
-            several = {"cumulative": cumulative, "exclude": exclude, "keep_first": keep_first, "state": state}
-            checkpoint, pooled = _pool(checkpoint, inputs[1:], counts, **several)
+            several = {"cumulative": cumulative, "momentum": momentum, "keep_first": keep_first}
+            checkpoint, pooled = _pool(
+                checkpoint, inputs[1:], counts, exclude=exclude, state=state, **several
+            )
         choices = {"kinds": _kinds(model), "exclude": exclude, "state": state}
         try:
             written = format_of_output(given["output"], checkpoint, None)

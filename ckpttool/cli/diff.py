@@ -74,27 +74,26 @@ def command(
       ckpttool diff last.pt model.safetensors --ignore-prefix
     """
     from .. import formats
-    from ..analysis.compare import compare
-    from ..analysis.equality import Tolerance
+    from ..analysis.checks import diff
 
     console = options.console(given)
-    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(formats.open(path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
-            found = compare(
+            found = diff(
                 mine,
                 theirs,
-                tolerance=tolerance,
+                rtol=rtol,
+                atol=atol,
                 state=state,
                 model_only=model_only,
                 ignore_prefix=ignore_prefix,
                 progress=progress,
                 verify=not no_verify,
             )
-        if model_only or found.aside_a or found.aside_b:
-            for each in (mine, theirs):
-                note_state(console, each, state, named=True)
+        if model_only or found.aside_a or found.aside_b:  # else every state was compared
+            for checkpoint in (mine, theirs):
+                note_state(console, checkpoint, state, named=True)
     _report(console, a, b, found, sort)
     return 0 if found.same else 1
 

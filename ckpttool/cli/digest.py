@@ -27,8 +27,7 @@ def command(files: tuple[str, ...], state: str | None, no_verify: bool, **given:
       ckpttool digest model.safetensors
     """
     from .. import formats
-    from ..analysis.state_digest import state_digest
-    from ..checkpoint.checksums import Checksums
+    from ..analysis.checks import digest
 
     console = options.console(given)
 
@@ -36,13 +35,8 @@ def command(files: tuple[str, ...], state: str | None, no_verify: bool, **given:
         with formats.open(file) as checkpoint:
             found = checkpoint.state(state)
             note_state(console, checkpoint, state)
-            used = [] if no_verify else [(name, tensor.storage) for name, tensor in found.tensors.items()]
-            with (
-                console.progress(checkpoint.nbytes, "hashing") as progress,
-                Checksums(checkpoint, used) as checksums,
-            ):
-                value = state_digest(checkpoint, found, progress)
-                checksums.finish()
+            with console.progress(checkpoint.nbytes, "hashing") as progress:
+                value = digest(checkpoint, state=state, verify=not no_verify, progress=progress)
         data = {"digest": value, "state": found.where, "keys": len(found.tensors), "path": file}
         return Answer(f"{value}  {printable(file)}", data, in_quiet=value)
 

@@ -111,6 +111,8 @@ def _fields(
         "tensors": [_tensor_fields(row, stats) for row in rows],
         "other": [_other_fields(row) for row in summary.other],
         "unknown": summary.unknown,
+        "could_run": summary.running,
+        "remarks": [remark._asdict() for remark in summary.remarks],
         "metadata": summary.metadata,
     }
 

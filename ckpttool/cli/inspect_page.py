@@ -85,8 +85,15 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     yield from _bytes(summary)
     for key, value in summary.metadata.items():
         yield "metadata", f"{printable(key)}: {printable(value)[:200]}"
-    if summary.unknown:
-        yield "unknown", f"{show_names(summary.unknown, most)} (kept inert, never imported)"
+    if summary.running:  # all of them: what is left out here may be what matters
+        yield "could run", f"{', '.join(map(printable, summary.running))} (kept inert, never imported)"
+    harmless = summary.unknown[len(summary.running) :]
+    if harmless:
+        yield "unknown", f"{show_names(harmless, most)} (kept inert, never imported)"
+    for remark in summary.remarks[:most]:
+        yield "beware", f"{printable(remark.name)}: {printable(remark.message)}"
+    if len(summary.remarks) > most:
+        yield "", f"and {len(summary.remarks) - most} more"
 
 
 def _dtypes(kinds: Kinds) -> str:

@@ -10,7 +10,7 @@ import click
 from . import options
 from .console import Console, printable, show_names, stdout_kept_for_results
 from .parameters import Shape
-from .states import note_choice
+from .states import note_state
 
 if TYPE_CHECKING:
     from ..models.reloading import Reloaded
@@ -34,18 +34,20 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     Example:
       ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
     """
+    from .. import formats
     from ..models.reloading import reload
     from ..models.skeleton import skeleton
 
     console = options.console(given)
-    with stdout_kept_for_results():
-        built = skeleton(model)
-        started = time.perf_counter()
-        loaded = reload(given["file"], built, state=state, assign=True, spec=model)
-        seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    with formats.open(given["file"]) as checkpoint, stdout_kept_for_results():
+        opened = time.perf_counter()
+        built = skeleton(model)  # may take long, or leave the current folder
+        seconds = opened - time.perf_counter()
+        note_state(console, checkpoint, state)
+        loaded = reload(checkpoint, built, state=state, assign=True, spec=model)
+        seconds += time.perf_counter() - started
         shape = _forward(built, input_shape, model) if input_shape else None
-    if state is None:
-        note_choice(console, loaded.state, loaded.other_states)
     data: dict[str, object] = {
         "loaded": len(loaded.loaded),
         "missing": [],
@@ -54,6 +56,7 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
         "state": loaded.state,
         "prefix": loaded.prefix,
         "added": loaded.added,
+        "without_values": loaded.without_values,
         "seconds": round(seconds, 4),
     }
     if shape:
@@ -99,4 +102,7 @@ def _line(
     )
     if loaded.added:
         console.note(f"missing in the file, kept as they are in the model: {show_names(loaded.added)}")
+    if loaded.without_values:
+        names = console.names(loaded.without_values)
+        console.note(f"on the meta device, without values, as no file holds them: {names}")
     return line + (f"\nforward pass: {list(given)} -> {made}" if given else "")

@@ -203,7 +203,6 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
         ),
         ("written once, with the tie in the metadata", saved.tied),
         ("written once per name, though they share memory", saved.copied),
-        ("code that its pickle names, and that loading it without weights_only runs", saved.mentions),
         ("other files of the folder, not copied", saved.not_copied),
         ("put into the folder by another process meanwhile, and kept", saved.given_back),
         ("could not be removed", saved.not_removed),
@@ -211,6 +210,11 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
     ):
         if names:
             console.note(f"{said}: {console.names(names)}")
+    if saved.mentions:  # all of them: what is left out here may be what matters
+        console.note(
+            "its pickle names what could run when it is loaded without weights_only: "
+            f"{', '.join(map(printable, saved.mentions))}"
+        )
     if console.verbose and (versions := [*filter(_is_versions, saved.left_out)]):
         where = console.names(versions)
         console.note(f"left out: torch's versions of modules ({where}), which load_state_dict can do without")

@@ -26,10 +26,18 @@ if TYPE_CHECKING:
     help="Also compare the contents with those of OTHER, whatever its format.",
 )
 @click.option("--finite", is_flag=True, help="Count NaN and infinity as problems.")
+@click.option(
+    "--no-code", is_flag=True, help="Count names that could run as problems: all but those known as harmless."
+)
 @options.state_option
 @options.reading
 def command(
-    files: tuple[str, ...], against: str | None, finite: bool, state: str | None, **given: Any
+    files: tuple[str, ...],
+    against: str | None,
+    finite: bool,
+    no_code: bool,
+    state: str | None,
+    **given: Any,
 ) -> int:
     """Read every byte of each FILE: structure, checksums, values that are not finite.
 
@@ -39,6 +47,7 @@ def command(
     Examples:
       ckpttool verify last.pt
       ckpttool verify model.safetensors --against last.pt
+      ckpttool verify last.pt --no-code
     """
     from .. import formats
     from ..analysis.verify import verify
@@ -53,7 +62,9 @@ def command(
                 checkpoint.state(state)
             passes = 2 * checkpoint.nbytes + (checkpoint.nbytes + other.nbytes if other else 0)
             with console.progress(passes, "reading") as progress:
-                found = verify(checkpoint, against=other, state=state, finite=finite, progress=progress)
+                found = verify(
+                    checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
+                )
             if other is not None and found.compared == "state":
                 for each in (checkpoint, other):
                     note_state(console, each, state, named=True)
@@ -64,7 +75,8 @@ def command(
 
 
 def _note(console: Console, found: Verified) -> None:
-    shown = found.problems[: None if console.verbose else 10]
+    code = sum(problem.kind == "code" for problem in found.problems)  # never shortened
+    shown = found.problems[: None if console.verbose else 10 + code]
     for problem in shown:
         console.note(f"{problem.kind}: {printable(problem.name)}: {problem.message}")
     if len(found.problems) > len(shown):

@@ -101,9 +101,7 @@ class Output:
 
     def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
         """Append chunks of `nbytes` bytes together, each valid until the next is asked for."""
-        for chunk in chunks:
-            self.write(chunk)
-            self._progress(len(chunk))
+        self._copy_here(chunks, None)
 
     def copy(self, data: ByteRange | Computed, then: Then | None = None) -> None:
         """Append bytes from elsewhere.
@@ -115,11 +113,14 @@ class Output:
         Raises:
             Damaged: the file that they come from ends early; raised here, by a later call or by `settle`.
         """
+        if isinstance(data, Computed) and not data.is_divisible:
+            self._copy_here(data.make(0, data.nbytes), then)
+            return
+        if data.nbytes <= SMALL:
+            self._copy_here([data.read()], then)
+            return
         position, copy = self.position, _Copy(data.nbytes, then)
         self.position += data.nbytes
-        if data.nbytes <= SMALL or (isinstance(data, Computed) and not data.is_divisible):
-            self._put_here(copy, data, position)
-            return
         for start, size in cut(data.nbytes, BUFFER):
             self._workers.add(partial(self._put, copy, data.part(start, size), position + start))
             self._finish(PENDING)
@@ -139,18 +140,16 @@ class Output:
         if copy.then and not copy.left:
             copy.then(copy.crc)
 
-    def _put_here(self, copy: _Copy, data: ByteRange | Computed, position: int) -> None:
-        """Write bytes from this thread, with progress after each chunk."""
-        buffer = self._buffer()
-        for chunk in data.chunks(buffer):
-            self.write_at(position, chunk)
-            position += len(chunk)
-            if copy.then:
-                copy.crc = crc32(chunk, copy.crc)
+    def _copy_here(self, chunks: Iterable[memoryview | bytes], then: Then | None) -> None:
+        """Append chunks from this thread, with progress after each."""
+        crc = 0
+        for chunk in chunks:
+            self.write(chunk)
+            if then:
+                crc = crc32(chunk, crc)
             self._progress(len(chunk))
-        self._spare.append(buffer)
-        if copy.then:
-            copy.then(copy.crc)
+        if then:
+            then(crc)
 
     def _put(self, copy: _Copy, data: ByteRange | Computed, position: int) -> tuple[_Copy, int, int]:
         """Write a block, from any thread; its CRC-32 is 0 when nobody asks for it."""

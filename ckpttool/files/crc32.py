@@ -40,7 +40,7 @@ def combined(first: int, second: int, nbytes: int) -> int:
 
     Source: `crc32_combine` of zlib.
     """
-    return _product(_shift(nbytes), first) ^ second
+    return _product(_shift(nbytes), first) ^ second if first else second
 
 
 @lru_cache(64)

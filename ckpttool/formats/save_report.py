@@ -10,7 +10,7 @@ from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..checkpoint.dotted_names import contents, dotted
 from ..checkpoint.state import State
 from ..checkpoint.states import is_optimizer
-from ..inert_pickle.known_names import unknown_names
+from ..inert_pickle.known_names import names_in, names_that_run
 from .folders import dcp, dcp_writing, sharding
 from .pytorch import zip as torch_zip
 from .safetensors import format as safetensors
@@ -31,8 +31,8 @@ class Saved:
         left_out: dotted names of what the format can't hold.
         tied: names kept as another name of a tensor, by a record in the metadata.
         copied: names that share memory and were written out each for itself.
-        mentions: names of code that the output's pickle mentions and no pickle of the input did; whoever
-            unpickles it without `weights_only` runs them. As `inspect` reports them.
+        mentions: names in the output's pickle that could run something when it is unpickled without
+            `weights_only`, whether or not the input was a pickle that had them.
         text_keys: dicts with keys, such as numbers, that are text in the output.
         keyed_by_text: optimizers whose state is keyed by text where their groups list numbers, because it
             went into DCP or came out of it; outside DCP torch loads no momentum from them.
@@ -145,8 +145,7 @@ def _keeps_numbers(optimizer: Any, kind: type) -> bool:
 
 
 def _mentions(checkpoint: Checkpoint, kind: str) -> tuple[str, ...]:
-    is_pickle = checkpoint.format not in (safetensors.NAME, sharding.SAFETENSORS, dcp.NAME)
-    return () if kind not in PICKLES or is_pickle else tuple(unknown_names(checkpoint.tree))
+    return tuple(names_that_run(names_in(checkpoint.tree))) if kind in PICKLES else ()
 
 
 def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:

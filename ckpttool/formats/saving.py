@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 
+from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..files.commit import require_folder
@@ -15,6 +16,7 @@ from .save_plan import SavePlan
 from .save_report import PICKLES, Saved
 
 
+@takes_checkpoint
 def save(
     checkpoint: Checkpoint,
     path: str | os.PathLike[str],

@@ -7,7 +7,6 @@ instead, checks the type of every operand, and bounds its memory. `opcodes` read
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -18,6 +17,9 @@ BASE_MEMORY = 32 << 20
 MEMORY_PER_BYTE = 48
 """Bytes of memory that the sets and objects of a pickle may take: a base, and more for each byte of the
 pickle. An opcode of one byte makes a set of 328 bytes."""
+
+MAX_LINE = 16 << 20
+"""Bytes of a line of text; only protocol 0 has more than names in lines."""
 
 SET, RECORD = 328, 112
 """Bytes of memory of an empty set, and of a Record."""
@@ -42,6 +44,10 @@ class PickleFault(ValueError):
     """The pickle is malformed, or does what no checkpoint may. Format readers add the file's name."""
 
 
+class CutShort(PickleFault):
+    """The data ends inside the pickle, so far as can be told."""
+
+
 def fault(what: str) -> NoReturn:
     """Raise PickleFault."""
     raise PickleFault(what)
@@ -59,11 +65,12 @@ class Machine:
     Attributes:
         memo: values by index, as long as the indices are consecutive; `far` holds all others.
         rewrites: how often a value in the memo was replaced.
+        names: every name that the pickle mentioned, also where the value was dropped since.
     """
 
     def __init__(
         self,
-        data: bytes | mmap.mmap,
+        data: bytes,
         persistent_load: PersistentLoad | None,
         reducers: Reducers,
         shortcuts: Mapping[Global, Shortcut],
@@ -82,23 +89,26 @@ class Machine:
         self.memo: list[Any] = []
         self.far: dict[int, Any] = {}
         self.rewrites = 0
+        self.names: set[Global] = set()
         self.protocol = 0
         self.guard = KeyGuard(self.size)
         self.copied = 0
         self.memory_left = BASE_MEMORY + MEMORY_PER_BYTE * self.size
 
     def take(self, position: int, count: int) -> bytes:
-        """Return `count` bytes of the pickle. Raises IndexError past its end."""
+        """Return `count` bytes of the pickle. Raises EOFError past its end."""
         end = position + count
         if end > self.size:
-            raise IndexError
+            raise EOFError
         return self.data[position:end]
 
     def line(self, position: int) -> tuple[bytes, int]:
-        """Return a line without its end, and the position after it. Raises IndexError without an end."""
-        end = self.data.find(b"\n", position)
+        """Return a line without its end, and the position after it. Raises EOFError without an end."""
+        end = self.data.find(b"\n", position, position + MAX_LINE)
+        if end < 0 and self.size - position >= MAX_LINE:
+            fault(f"its pickle has a line of more than {MAX_LINE} bytes")
         if end < 0:
-            raise IndexError
+            raise EOFError
         return self.data[position:end], end + 1
 
     def pop_mark(self) -> list[Any]:
@@ -209,6 +219,12 @@ class Machine:
         """Push a frozenset."""
         self.spend(SET)
         self.stack.append(FrozenSet_(self.keys(items, items)))
+
+    def name(self, module: str, name: str) -> None:
+        """Push a name."""
+        value = self.known.get((module, name)) or Global(module, name)
+        self.names.add(value)
+        self.stack.append(value)
 
     def build(self, state: Any) -> None:
         """Set the state of the object on top."""

@@ -5,14 +5,13 @@ Source: the `pickletools` module of the standard library.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable
 from typing import Any
 
 from .machine import SET, Machine, fault
 from .scalars import escaped_text, integer, integer_or_bool, quoted_string, real, signed, string, text
-from .values import Global, Set_
+from .values import Set_
 
 MAX_NAME = 1000
 """Characters in the name of a class or function; messages and lists repeat it."""
@@ -21,7 +20,7 @@ Operation = Callable[[Machine, int], int]
 """Runs an opcode: gets the machine and the position after the opcode, returns the position of the next
 one."""
 
-Unpack = Callable[[bytes | mmap.mmap, int], tuple[int]]
+Unpack = Callable[[bytes, int], tuple[int]]
 uint1: Unpack = struct.Struct("<B").unpack_from
 uint4: Unpack = struct.Struct("<I").unpack_from
 uint8: Unpack = struct.Struct("<Q").unpack_from
@@ -48,7 +47,7 @@ def constant(make: Callable[[], object]) -> Operation:
     return operation
 
 
-def number(width: int, read: Callable[[bytes | mmap.mmap, int], tuple[Any]]) -> Operation:
+def number(width: int, read: Callable[[bytes, int], tuple[Any]]) -> Operation:
     """Push a number of `width` bytes."""
 
     def operation(m: Machine, position: int) -> int:
@@ -206,7 +205,7 @@ def stack_global(m: Machine, module: Any, name: Any) -> None:
         fault("its pickle has a name that is not text")
     if len(module) + len(name) > MAX_NAME:
         fault(f"its pickle has a name of {len(module) + len(name)} characters")
-    m.stack.append(m.known.get((module, name)) or Global(module, name))
+    m.name(module, name)
 
 
 def new_object_ex(m: Machine, cls: Any, args: Any, kwargs: Any) -> None:

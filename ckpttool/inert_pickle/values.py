@@ -35,8 +35,8 @@ class Record:
     """An object as its pickle describes it.
 
     The attributes that the object would have are read like its own: `tree["args"].lr` of an
-    argparse.Namespace. They come from its pickled state, and no code runs. A name of the record's own (`args`,
-    `items`, `state`, …) or one that begins with two underscores is never looked up there:
+    argparse.Namespace. They come from its pickled state, and no code runs. A name of the record's own
+    (`args`, `items`, `state`, …) or one that begins with two underscores is never looked up there:
     `record.state["items"]` has it.
 
     Attributes:

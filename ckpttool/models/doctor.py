@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..checkpoint.checkpoint import Checkpoint
+from ..formats.opened import File, opened
 from .diagnosis import Diagnosis, diagnose
 from .diagnosis.fit import Blueprint
 from .diagnosis.resize import resized
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    checkpoint: Checkpoint, model: torch.nn.Module, *, state: str | None = None, spec: str | None = None
+    file: File, model: torch.nn.Module, *, state: str | None = None, spec: str | None = None
 ) -> Diagnosis:
     """Find out why a checkpoint does not load into a model, and which commands fix it.
 
     Args:
-        checkpoint: an open file; only names, shapes and types of its tensors are read.
+        file: a path, or an open checkpoint; only names, shapes and types of its tensors are read.
         model: the model that it should load into; it is not changed, and may be on the meta device.
         state: dotted path of the model's state in the file; the one that fits best when None.
         spec: the SPEC that built the model, for the commands; its factory may be run again to find the sizes
@@ -32,12 +32,14 @@ def doctor(
 
     Raises:
         NoState: `state` is given, and the file has no state there.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
-    return diagnose(
-        checkpoint,
-        Blueprint.of(model),
-        spec or "SPEC",
-        state=state,
-        accepts=partial(accepts, model),
-        rebuild=partial(resized, spec) if spec else None,
-    )
+    with opened(file) as checkpoint:
+        return diagnose(
+            checkpoint,
+            Blueprint.of(model),
+            spec or "SPEC",
+            state=state,
+            accepts=partial(accepts, model),
+            rebuild=partial(resized, spec) if spec else None,
+        )

@@ -49,9 +49,8 @@ def build(spec: str, **defaults: object) -> Any:
         try:
             return factory(**{**accepted, **arguments})
         except (Exception, SystemExit) as error:
-            raise UsageFault(
-                f"{spec}: {_in_words(error)}{_place(error)}", hint=_missing_arguments(factory, spec)
-            ) from error
+            hint = _missing_arguments(factory, spec) or _missing_file(error)
+            raise UsageFault(f"{spec}: {_in_words(error)}{_place(error)}", hint=hint) from error
 
 
 def parse(spec: str) -> tuple[str, str, dict[str, object]]:
@@ -181,6 +180,13 @@ def _missing_arguments(factory: Callable[..., Any], spec: str) -> str | None:
     return f"it takes arguments: {spec.partition('(')[0]}({example})"
 
 
+def _missing_file(error: BaseException) -> str | None:
+    name = error.filename if isinstance(error, FileNotFoundError) else None
+    if not isinstance(name, str) or os.path.isabs(name):
+        return None
+    return f"'{name}' is looked for in the current folder, {os.getcwd()}"
+
+
 def _similar(module: ModuleType, name: str) -> str | None:
     import difflib
 
@@ -190,7 +196,10 @@ def _similar(module: ModuleType, name: str) -> str | None:
 
 
 def _in_words(error: BaseException) -> str:
-    first = str(error).partition("\n")[0]
+    try:
+        first = str(error).partition("\n")[0]
+    except Exception:  # the user's class may be wrong too
+        first = ""
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 

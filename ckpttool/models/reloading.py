@@ -6,14 +6,14 @@ not fit is reported by name and shape before any parameter changes.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .. import formats
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.state import State
-from ..errors import Mismatch, Refused
+from ..errors import Mismatch, Refused, UsageFault
+from ..formats.opened import File, opened
 from ..inert_pickle.values import is_plain
 from ..tensors.ref import TensorRef
 from ..tensors.to_torch import live_tensors
@@ -46,7 +46,7 @@ class Reloaded:
         prefix: the wrappers' prefix that was removed while loading, or `""`.
         loaded: names of the model that got values.
         added: BatchNorm's counters that the file lacks; they keep the model's values.
-        other_states: dotted paths of the other states that could have been meant.
+        without_values: parameters and buffers that are on the meta device afterwards, as no file holds them.
     """
 
     path: str
@@ -55,11 +55,11 @@ class Reloaded:
     prefix: str
     loaded: tuple[str, ...]
     added: tuple[str, ...]
-    other_states: tuple[str, ...] = ()
+    without_values: tuple[str, ...] = ()
 
 
 def reload(
-    path: str | os.PathLike[str],
+    file: File,
     model: torch.nn.Module,
     *,
     state: str | None = None,
@@ -69,7 +69,8 @@ def reload(
     """Load a checkpoint's state into a model, as strictly as `load_state_dict(strict=True)`.
 
     Args:
-        path: any file that `ckpttool.open` reads, saved from a DDP, compiled or plain model.
+        file: a path that `ckpttool.open` reads, or an open checkpoint; saved from a DDP, compiled or plain
+            model.
         model: a plain module; its parameters keep their device and dtype, values are copied into them.
         state: dotted path of the state in the file; found when None.
         assign: put the file's tensors in the place of the model's instead of copying them. They are mapped
@@ -86,10 +87,13 @@ def reload(
         Mismatch: names or shapes differ, or a module refuses the state; with differing names and shapes the
             model is unchanged. The hint is the next command.
         NoState: the file has no model state, or none at `state`.
+        UsageFault: a parameter or buffer to be loaded is on the meta device, and `assign` is False.
         Refused: the model asks for an object that only code could create.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
-    with formats.open(path) as checkpoint:
+    if not assign:
+        _require_memory(model)
+    with opened(file) as checkpoint:
         found = checkpoint.state(state)
         blueprint = Blueprint.of(model)
         prefix, case = _fitting(checkpoint, found, blueprint)
@@ -105,9 +109,15 @@ def reload(
         except RuntimeError as error:
             reason = f"the model refused the state: {' '.join(str(error).split())[:300]}"
             raise Mismatch(f"{checkpoint.path}: {reason}") from error
-    others = tuple(checkpoint.other_states(found.path))
-    loaded = tuple(values)
-    return Reloaded(checkpoint.path, checkpoint.format, found.where, prefix, loaded, case.fit.added, others)
+    return Reloaded(
+        checkpoint.path,
+        checkpoint.format,
+        found.where,
+        prefix,
+        tuple(values),
+        case.fit.added,
+        _on_meta(model),
+    )
 
 
 def _fitting(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tuple[str, Case]:
@@ -159,13 +169,37 @@ def _assign(model: torch.nn.Module, values: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
             values[name] = value.to(own.dtype)  # as copying would do
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    for name, tensor in _tensors(model):
+        names.setdefault(id(tensor), []).append(name)
     model.load_state_dict(values, strict=True, assign=True)
+    assigned = dict(_tensors(model))
     for first, *others in names.values():
         for other in others:
             module, _, last = other.rpartition(".")
-            setattr(model.get_submodule(module), last, model.get_parameter(first))
+            setattr(model.get_submodule(module), last, assigned[first])
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _on_meta(model: torch.nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, tensor in _tensors(model) if tensor.is_meta)
+
+
+def _require_memory(model: torch.nn.Module) -> None:
+    """Raise UsageFault if values would be copied to where there is no memory, which torch only warns of."""
+    import torch
+
+    held = model.state_dict(keep_vars=True).items()
+    names = [name for name, value in held if isinstance(value, torch.Tensor) and value.is_meta]
+    if names:
+        more = f" and {len(names) - 1} more are" if names[1:] else " is"
+        raise UsageFault(
+            f"'{names[0]}'{more} on the meta device, where nothing can be copied to",
+            hint="ckpttool.reload(…, model, assign=True) puts the file's tensors in their place",
+        )
 
 
 def _mismatch(checkpoint: Checkpoint, fit: Fit, hint: str) -> Mismatch:

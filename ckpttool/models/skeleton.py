@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,8 +77,27 @@ def skeleton(spec: str) -> torch.nn.Module:
     if model is None or (isinstance(model, torch.nn.Module) and _lost_values(model)):
         model = factory.build(spec)
     if not isinstance(model, torch.nn.Module):
-        raise UsageFault(f"{spec}: made a {type(model).__name__}, not a torch.nn.Module")
+        raise _no_module(spec, model)
     return model
+
+
+def _no_module(spec: str, made: object) -> UsageFault:
+    """Return the error for a factory that returns something else than a model, with what it should return."""
+    import torch
+
+    what, hint = f"an object of type {type(made).__name__}", None
+    if made is None:
+        what, hint = "None", "end the factory with `return model`"
+    elif isinstance(made, type):
+        what = f"the class {made.__name__}"
+        hint = f"call it: return {made.__name__}()" if issubclass(made, torch.nn.Module) else None
+    elif isinstance(made, tuple | list) and any(isinstance(each, torch.nn.Module) for each in made):
+        hint = "name a factory that returns the model alone"
+    elif isinstance(made, dict) and any(isinstance(each, torch.Tensor) for each in made.values()):
+        hint = "return the model, not its state"
+    elif inspect.iscoroutine(made):
+        made.close()  # else Python warns that nobody awaited it
+    return UsageFault(f"{spec}: returned {what}, not a torch.nn.Module", hint=hint)
 
 
 def _lost_values(model: torch.nn.Module) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
+from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.rebuilt_tensors import plain_tensor
 from ..errors import Collision, NothingToDo
@@ -24,6 +25,7 @@ WHOLES = {part.name: DTYPES[name] for name, part in SPLIT.items()}
 Container = dict[object, object]
 
 
+@takes_checkpoint
 def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
     """Return a checkpoint with each complex tensor of its state as two real ones: `NAME.real`, `NAME.imag`.
 
@@ -48,6 +50,7 @@ def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[
     return replace_state(checkpoint, found, lambda old: _split(old, names)), names
 
 
+@takes_checkpoint
 def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
     """Return a checkpoint with each pair `NAME.real`, `NAME.imag` as one complex tensor.
 

@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.state import State
 from ..checkpoint.states import follow, is_optimizer
@@ -20,6 +21,7 @@ from .renaming import MAX_LEVELS, Renaming, add_names, parent, rename_names, str
 from .wrappers import found_prefixes, inner_prefixes
 
 
+@takes_checkpoint
 def rename_keys(
     checkpoint: Checkpoint, rules: Iterable[tuple[str, str]], *, state: str | None = None
 ) -> tuple[Checkpoint, Renaming]:
@@ -49,6 +51,7 @@ def rename_keys(
     return _apply(checkpoint, found, renaming, [(copy, rename_names(_keys(copy), rules)) for copy in copies])
 
 
+@takes_checkpoint
 def strip_prefix(
     checkpoint: Checkpoint,
     prefix: str = "module.",
@@ -96,6 +99,7 @@ def strip_prefix(
     return _apply(checkpoint, found, renaming, others)
 
 
+@takes_checkpoint
 def add_prefix(
     checkpoint: Checkpoint, prefix: str = "module.", *, state: str | None = None
 ) -> tuple[Checkpoint, Renaming]:

@@ -49,7 +49,8 @@ def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> m
         weights = [1.0] * len(weights)
     if equal and dtype.itemsize < 8:
         out, unsure = _plainly(values, dtype)
-        out[unsure] = _carefully([value[unsure] for value in values], weights, dtype)
+        if isinstance(unsure, slice) or len(unsure):
+            out[unsure] = _carefully([value[unsure] for value in values], weights, dtype)
     else:
         out = _carefully(values, weights, dtype)
     return memoryview(out.view("u1"))

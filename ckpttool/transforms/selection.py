@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ..checkpoint import full_json
+from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
 from ..checkpoint.state import State
@@ -58,6 +59,7 @@ class Selection:
     left_out: tuple[str, ...]
 
 
+@takes_checkpoint
 def select(
     checkpoint: Checkpoint,
     *,
@@ -142,6 +144,7 @@ def _map_tensors(
     return remade(container, ((key, changed(value)) for key, value in container.items()))
 
 
+@takes_checkpoint
 def with_metadata(
     checkpoint: Checkpoint, texts: Mapping[str, str], *, state: str | None = None
 ) -> Checkpoint:
@@ -168,6 +171,7 @@ def with_metadata(
     return replace(checkpoint, metadata={**checkpoint.metadata, **texts})
 
 
+@takes_checkpoint
 def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
     """Return a checkpoint without the entries of these dotted names (`optimizer`, `config.lr`).
 
@@ -214,6 +218,7 @@ def _entry(tree: object, name: str) -> tuple[dict[object, object], object] | Non
     return None
 
 
+@takes_checkpoint
 def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
     """Return the model's state alone, without the bytes of storages that none of its tensors uses.
 

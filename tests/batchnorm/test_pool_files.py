@@ -80,6 +80,47 @@ def test_averages_over_all_batches_weight_a_rank_by_its_batches() -> None:
     assert torch.allclose(pooled.variance, within * 16 / 15, rtol=1e-12)
 
 
+@pytest.mark.parametrize("momentum", [0.1, 0.3, None, 1.0])
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (2, 6), (3, 0, 2)], ids=str)
+@pytest.mark.parametrize("apart", [0.0, 1.0])
+def test_with_the_momentum_the_variance_is_that_of_one_process_on_average(
+    sizes: tuple[int, ...], momentum: float | None, apart: float
+) -> None:
+    """Over 4,000 channels; each rank's samples may have a mean of their own."""
+    torch.manual_seed(0)
+    rank_of = torch.tensor([rank for rank, size in enumerate(sizes) for _ in range(size)])
+    whole = nn.BatchNorm1d(4000, momentum=momentum).double()
+    ranks = [nn.BatchNorm1d(4000, momentum=momentum).double() for _ in sizes]
+    for layer in (whole, *ranks):
+        layer.running_var.zero_()  # so that no channel has a past
+    for _ in range(60):
+        batch = torch.randn(sum(sizes), 4000, dtype=torch.float64) + apart * rank_of[:, None]
+        whole(batch)
+        for layer, part in zip(ranks, batch.split(sizes), strict=True):
+            if len(part):
+                layer(part)
+    batches = [60.0 if size else 0.0 for size in sizes] if momentum is None else None
+    given = 0.1 if momentum is None else momentum
+    pooled = pool(*statistics(ranks), sizes, batches=batches, momentum=given)
+    without = pool(*statistics(ranks), sizes, batches=batches)
+    assert torch.allclose(pooled.mean, whole.running_mean, atol=1e-12)
+    ratio = pooled.variance.mean() / whole.running_var.mean()
+    assert ratio == pytest.approx(1.0, abs=0.01)
+    if momentum == 1.0:
+        assert torch.equal(pooled.variance, without.variance)
+        assert torch.allclose(pooled.variance, whole.running_var, rtol=1e-12)
+    else:
+        assert without.variance.mean() < 0.95 * whole.running_var.mean()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 1.5, -0.1, float("nan")])
+def test_a_momentum_out_of_range_or_without_counts_is_refused(momentum: float) -> None:
+    with pytest.raises(ValueError, match="momentum"):
+        pool([0.0, 0.0], [1.0, 1.0], [2, 2], momentum=momentum)
+    with pytest.raises(ValueError, match="needs counts"):
+        pool([0.0, 0.0], [1.0, 1.0], momentum=0.1)
+
+
 def test_running_averages_have_the_mean_of_one_process_and_a_variance_no_larger() -> None:
     torch.manual_seed(0)
     whole, ranks = nn.BatchNorm1d(3).double(), [nn.BatchNorm1d(3).double() for _ in range(2)]

@@ -161,6 +161,19 @@ def test_cumulative_layers_weigh_ranks_by_their_counters(folder: Path, cli: Cli)
     assert (state["1.running_mean"][0].item(), state["3.running_mean"][0].item()) == (0.75, 0.5)
 
 
+def test_the_momentum_of_the_layers_adds_what_their_averages_lack(folder: Path, cli: Cli) -> None:
+    ranks = [folder / "rank0.pt", folder / "rank1.pt"]
+    found = {}
+    for name, flags in {"less": [], "one": ["--momentum", "1"], "usual": ["--momentum", "0.1"]}.items():
+        ran = cli("convert-batchnorm", *ranks, folder / f"{name}.pt", "--counts", "2,2", *flags)
+        assert (ran.code, ran.err) == (0, "")
+        found[name] = torch.load(folder / f"{name}.pt")["1.running_var"]
+    assert torch.equal(found["less"], found["one"])
+    # Variances 1 of 2 + 2 values, means 0 and 1: 4/3 · (1/2 + 1/4), and then 1/4 · (1 − 1/19) more.
+    assert torch.allclose(found["less"], torch.full((3,), 1.0))
+    assert torch.allclose(found["usual"], torch.full((3,), 1 + 4 / 3 * 1 / 4 * 18 / 19))
+
+
 def test_without_counts_the_result_says_that_equal_ones_are_assumed(folder: Path, cli: Cli) -> None:
     ran = cli("convert-batchnorm", folder / "rank0.pt", folder / "rank1.pt", folder / "out.pt")
     assert ran.out.startswith(
@@ -183,6 +196,10 @@ def test_a_dry_run_writes_nothing(folder: Path, cli: Cli) -> None:
         (["rank0.pt", "out.pt", "--to", "sync", "--cumulative", "*"], 2, "--cumulative is for several"),
         (["rank0.pt", "rank1.pt", "out.pt", "--cumulative", "x*"], 2, "no BatchNorm layer matches 'x*'"),
         (["old.pt", "out.pt", "--to", "plain", "--model", "model.py:with_instances"], 3, "'module.1' is no"),
+        (["rank0.pt", "out.pt", "--to", "sync", "--momentum", "0.1"], 2, "--momentum is for several"),
+        (["rank0.pt", "rank1.pt", "out.pt", "--momentum", "0.1"], 2, "needs --counts"),
+        (["rank0.pt", "rank1.pt", "out.pt", "--counts", "3,4", "--momentum", "1.5"], 2, "at most 1"),
+        (["rank0.pt", "rank1.pt", "out.pt", "--counts", "3,4", "--momentum", "nan"], 2, "at most 1"),
         (["rank0.pt", "rank1.pt", "out.pt", "--counts", "3"], 2, "2 files, 1 counts"),
         (["rank0.pt", "rank1.pt", "out.pt", "--counts", "3,x"], 2, "is not N0,N1"),
         (["rank0.pt", "old.pt", "out.pt"], 3, "is not as in"),

@@ -186,6 +186,17 @@ def test_the_same_contents_are_exit_0_and_names_that_were_not_compared_are_liste
     assert cli("diff", "-q", files[0], other).out == ""
 
 
+def test_the_states_that_were_chosen_are_said_if_only_states_are_compared(cli: Cli, tmp_path: Path) -> None:
+    tree = {name: {"w": torch.ones(2), "b": torch.ones(2)} for name in ("model", "teacher")}
+    a, b = pair_of(tmp_path, tree, {**tree, "epoch": 1})
+    assert cli("diff", a, b).err == ""  # everything is compared
+    said = "state: 'model'; also available: --state teacher\n"
+    assert cli("diff", a, b, "--model-only").err == f"{a}: {said}{b}: {said}"
+    assert cli("diff", a, b, "--model-only", "--state", "teacher").err == ""
+    save_file(tree["model"], tmp_path / "c.safetensors")
+    assert f"{b}: {said}" in cli("diff", b, tmp_path / "c.safetensors").err
+
+
 def test_tolerances(files: tuple[Path, Path], cli: Cli) -> None:
     a, b = files
     assert "~ w" in cli("diff", a, b, "--atol", "0.4").out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -200,6 +201,23 @@ def test_an_error_in_the_user_s_file_is_reported_with_its_line(
 def test_a_factory_that_raises_is_reported_with_its_line(tmp_path: Path) -> None:
     path = written(tmp_path / "net.py", "def make():\n    n = 1\n    return n / 0")
     assert str(fault(f"{path}:make")) == f"{path}:make: ZeroDivisionError: division by zero (at {path}:3)"
+
+
+def test_an_exception_that_has_no_words_is_named(tmp_path: Path) -> None:
+    source = """
+        class Odd(Exception):
+            def __str__(self): raise RuntimeError("none")
+        def make(): raise Odd
+    """
+    path = written(tmp_path / "net.py", source)
+    assert str(fault(f"{path}:make")) == f"{path}:make: Odd (at {path}:4)"
+
+
+def test_a_file_that_a_factory_misses_is_looked_for_from_the_current_folder(tmp_path: Path) -> None:
+    path = written(tmp_path / "net.py", "def make():\n    open('sizes.json')")
+    refusal = fault(f"{path}:make")
+    assert "FileNotFoundError: [Errno 2] No such file or directory: 'sizes.json' (at " in str(refusal)
+    assert refusal.hint == f"'sizes.json' is looked for in the current folder, {os.getcwd()}"
 
 
 def test_a_factory_that_exits_is_a_usage_error(tmp_path: Path) -> None:

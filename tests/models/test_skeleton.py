@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,10 +114,72 @@ def test_a_factory_that_fails_or_makes_no_module_is_a_usage_error(tmp_path: Path
     (tmp_path / "m.py").write_text(
         "def net():\n    return 3\ndef needs(width):\n    return width\ndef breaks():\n    return 1 / 0\n"
     )
-    with pytest.raises(UsageFault, match="made a int, not a torch"):
+    with pytest.raises(UsageFault, match="returned an object of type int, not a torch"):
         skeleton(f"{tmp_path}/m.py:net")
     with pytest.raises(UsageFault) as raised:
         skeleton(f"{tmp_path}/m.py:needs")
     assert f"{tmp_path}/m.py:needs(width=…)" in str(raised.value.hint)
     with pytest.raises(UsageFault, match=r"ZeroDivisionError: division by zero \(at .*m.py:6\)"):
         skeleton(f"{tmp_path}/m.py:breaks")
+
+
+NO_MODELS = {
+    "nothing": ("pass", "None", "return model"),
+    "the class": ("return torch.nn.Linear", "the class Linear", "call it"),
+    "a pair": ("return torch.nn.Linear(1, 1), 'tokenizer'", "an object of type tuple", "the model alone"),
+    "a list": ("return [torch.nn.Linear(1, 1)]", "an object of type list", "the model alone"),
+    "a state": (
+        "return torch.nn.Linear(1, 1).state_dict()",
+        "an object of type OrderedDict",
+        "not its state",
+    ),
+    "a generator": ("yield torch.nn.Linear(1, 1)", "an object of type generator", None),
+    "a coroutine": ("async def inner(): pass\n    return inner()", "an object of type coroutine", None),
+}
+
+
+@pytest.mark.parametrize("what", NO_MODELS)
+@pytest.mark.filterwarnings("error")
+def test_a_factory_that_returns_no_module_is_told_what_to_return(what: str, tmp_path: Path) -> None:
+    body, returned, hint = NO_MODELS[what]
+    (tmp_path / "m.py").write_text(f"import torch\ndef net():\n    {body}\n")
+    with pytest.raises(UsageFault) as raised:
+        skeleton(f"{tmp_path}/m.py:net")
+    assert str(raised.value) == f"{tmp_path}/m.py:net: returned {returned}, not a torch.nn.Module"
+    assert (raised.value.hint is None) if hint is None else hint in str(raised.value.hint)
+    gc.collect()
+
+
+def test_a_buffer_with_two_names_stays_one_when_assigned(tmp_path: Path) -> None:
+    def twice() -> nn.Module:
+        shared = torch.arange(3.0)
+        model = nn.Sequential(nn.Module(), nn.Module())
+        for part in model:
+            part.register_buffer("table", shared)
+        return model
+
+    torch.save(twice().state_dict(), tmp_path / "f.pt")
+    model: Any = twice()
+    ckpttool.reload(tmp_path / "f.pt", model, assign=True)
+    assert model[0].table is model[1].table
+
+
+def test_copying_into_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+    """torch only warns, and the model has no values afterwards."""
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "f.pt")
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    with pytest.raises(UsageFault, match="'weight' and 1 more are on the meta device") as raised:
+        ckpttool.reload(tmp_path / "f.pt", model)
+    assert "assign=True" in str(raised.value.hint)
+    ckpttool.reload(tmp_path / "f.pt", model, assign=True)
+    assert not model.weight.is_meta
+
+
+def test_tensors_that_stay_without_values_are_named(tmp_path: Path) -> None:
+    """A buffer that is not saved has its values from the constructor, and on the meta device none."""
+    torch.save(Positions().state_dict(), tmp_path / "f.pt")
+    with torch.device("meta"):
+        model = Positions()
+    assert ckpttool.reload(tmp_path / "f.pt", model, assign=True).without_values == ("positions",)
+    assert ckpttool.reload(tmp_path / "f.pt", Positions()).without_values == ()

@@ -105,6 +105,31 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
         run.communicate(timeout=30)  # reads on until no rank has stdout open any more
 
 
+def alive(pid: str) -> bool:
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are listed in /proc")
+def test_ranks_do_not_outlive_a_launcher_that_was_killed_as_soon_as_it_had_started_them(tmp_path):
+    command = [sys.executable, "train/main.py", "--spawn", "2", *TINY, "--out", str(tmp_path / "x")]
+    run = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
+    children, end = Path(f"/proc/{run.pid}/task/{run.pid}/children"), time.monotonic() + 30
+    ranks: list[str] = []
+    while len(ranks) < 2 and time.monotonic() < end:
+        ranks = children.read_text().split()
+    run.kill()
+    run.wait()
+    while (left := [pid for pid in ranks if alive(pid)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert len(ranks) == 2
+    assert left == []
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
 def test_a_full_stdout_is_reported_in_one_line(tmp_path):
     with open("/dev/full", "w") as full:

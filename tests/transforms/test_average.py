@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,53 @@ def test_files_of_other_formats_are_averaged_together(tmp_path: Path) -> None:
     new, _ = average([ckpttool.open(tmp_path / "a.pt"), ckpttool.open(tmp_path / "b.safetensors")])
     ckpttool.save(new, tmp_path / "c.safetensors")
     assert load_file(tmp_path / "c.safetensors")["w"].tolist() == [0.5, 0.5]
+
+
+def test_many_small_tensors_are_averaged_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("ckpttool.transforms.average")
+    calls: list[int] = []
+    mean = module.mean
+
+    def counted(raw: list[memoryview], *given: Any) -> memoryview:
+        calls.append(len(raw[0]))
+        found: memoryview = mean(raw, *given)
+        return found
+
+    monkeypatch.setattr(module, "mean", counted)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
+    files = [
+        {f"{i}": torch.full((i % 5, 3), i % 100 + 2.0 * turn, dtype=dtypes[i % 4]) for i in range(2000)}
+        for turn in range(2)
+    ]
+    for turn, state in enumerate(files):
+        torch.save(state, tmp_path / f"{turn}.pt")
+    for out in ("out.pt", "out.safetensors"):
+        new, _ = average([ckpttool.open(tmp_path / f"{turn}.pt") for turn in range(2)])
+        calls.clear()
+        if out == "out.safetensors":
+            new, _ = ckpttool.split_complex(new)
+        ckpttool.save(new, tmp_path / out)
+        assert 0 < len(calls) < 20
+        loaded = ckpttool.open(tmp_path / out).state().load()
+        for i in range(2000):
+            found = loaded[f"{i}"] if f"{i}" in loaded else loaded[f"{i}.real"]
+            assert found.shape == (i % 5, 3)
+            assert bool((found == files[0][f"{i}"] + 1).all()), i
+
+
+def test_means_do_not_depend_on_how_tensors_are_batched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("ckpttool.transforms.average")
+    generator = torch.Generator().manual_seed(3)
+    for turn in range(3):
+        state = {f"{i}": torch.randn(i % 7, generator=generator) * 10.0 ** (i % 30) for i in range(200)}
+        torch.save(state | {"nan": torch.tensor([float("nan"), 1.0, float("inf")])}, tmp_path / f"{turn}.pt")
+    digests = set()
+    for batch, small, held in ((1 << 18, 1 << 14, 16), (64, 1 << 14, 1), (1, 0, 1)):
+        for name, value in (("BATCH", batch), ("SMALL", small), ("HELD", held)):
+            monkeypatch.setattr(module, name, value)
+        new, _ = average([ckpttool.open(tmp_path / f"{turn}.pt") for turn in range(3)])
+        ckpttool.save(new, tmp_path / "out.safetensors", force=True, verify=True)
+        digests.add((tmp_path / "out.safetensors").read_bytes())
+    assert len(digests) == 1

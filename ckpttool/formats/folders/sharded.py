@@ -79,6 +79,8 @@ def read(source: Source) -> Checkpoint:
             *(f"metadata '{key}' of the index" for key in facts if key not in KNOWN_FACTS),
         ),
         full=full_json.ENTRY in facts,
+        names=frozenset().union(*(shard.names for shard in checkpoints)),
+        remarks=tuple(remark for shard in checkpoints for remark in shard.remarks),
     )
 
 

@@ -5,9 +5,12 @@ The root is the stem of the file's name when it was saved, whatever the file is 
 
 from __future__ import annotations
 
+import re
 import zlib
+from collections.abc import Iterator
 
-from ...errors import Damaged, Unsupported
+from ...checkpoint.checkpoint import Remark
+from ...errors import Damaged, Refused, Unsupported
 from ...files.copying import BUFFER
 from ...files.crc32 import crc32_of
 from ...inert_pickle.machine import PickleFault
@@ -17,9 +20,14 @@ from ..zip.inflate import Inflated, inflated, inflated_bytes
 from ..zip.reader import Record, read_directory
 from ..zip.writer import DEFLATED, STORED
 from .storage_id import StorageForm
-from .tensor_pickle import read_torch_pickle
+from .tensor_pickle import ZIP_PARTS, read_torch_pickle
 
 PICKLE = "/data.pkl"
+VERSIONS = range(1, 11)
+"""Versions of the file format that torch 2.15 reads (`kMinSupportedFileFormatVersion` to `kMax…`)."""
+
+LEADING_NUMBER = re.compile(rb"[ \t-\r]*([+-]?[0-9]+)")
+
 LOOKED_UP = (PICKLE, "/byteorder", "/constants.pkl")
 """Records that are looked up by name; torch finds them in any case of letters."""
 
@@ -44,6 +52,7 @@ class Archive:
         self.byteorder = self._byteorder()
         self.inflated = Inflated(source)
         self.storages: dict[str, Storage] = {}
+        self.remarks: list[Remark] = [*self._outside(), *self._version()]
 
     def __contains__(self, name: str) -> bool:
         return f"{self.root}/{name}" in self.records
@@ -91,7 +100,9 @@ class Archive:
             Unsupported, Refused: as `bytes_of`.
         """
         try:
-            return read_torch_pickle(self.bytes_of("data.pkl"), 0, self.storage)
+            return read_torch_pickle(
+                self.bytes_of("data.pkl"), 0, self.storage, parts=ZIP_PARTS, remarks=self.remarks
+            )
         except PickleFault as fault:
             raise Damaged(self.source.path, str(fault)) from None
 
@@ -123,6 +134,39 @@ class Archive:
         return Damaged(
             self.source.path, f"storage '{key[:80]}' should have {nbytes} bytes, its record has {size}"
         )
+
+    def _outside(self) -> Iterator[Remark]:
+        folder = f"{self.root}/"
+        outside = [name for name in self.records if not name.startswith(folder)]
+        if outside:
+            more = f" (and {len(outside) - 1} more)" if outside[1:] else ""
+            yield Remark(
+                f"record '{outside[0][:80]}'{more}", f"is outside '{folder[:80]}': torch refuses the file"
+            )
+
+    def _version(self) -> Iterator[Remark]:
+        """Remark on a version that torch refuses; torch reads its first digits, as C's `strtoull` does."""
+        folder = f"{self.root}/".lower()
+        ending = (name for name in self.records if name[-7:].lower() == "version")
+        found = {name.lower().removeprefix(folder): name for name in ending}
+        full_name = found.get(".data/version") or found.get("version")
+        if full_name is None:
+            yield Remark("record 'version'", "is missing: torch refuses the file")
+            return
+        name = full_name[len(folder) :]
+        try:
+            text = self.bytes_of(name)[:80]
+        except (Damaged, Unsupported, Refused):
+            yield Remark(f"record '{name}'", "can't be read")
+            return
+        number = LEADING_NUMBER.match(text)
+        if not number:
+            yield Remark(f"record '{name}'", "states no number: torch refuses the file")
+        elif int(number[1]) not in VERSIONS:
+            yield Remark(
+                f"record '{name}'",
+                f"states version {int(number[1])}: torch reads {VERSIONS[0]} to {VERSIONS[-1]}",
+            )
 
     def _byteorder(self) -> str:
         if "byteorder" not in self:

@@ -43,7 +43,7 @@ PUTS = [group for group in range(1, AFTER_NAME.groups + 1) if group not in GROUP
 
 EACH_NUMBER = re.compile(NUMBER, re.DOTALL)
 
-TEXT = ord("X")
+TEXT = b"X"
 """The opcode of text: four bytes of length, and the text."""
 
 WIDEST = 16
@@ -107,7 +107,7 @@ class TensorPattern:
         match, name = AFTER_REBUILD.match(data, position), None
         while match and self._push(machine, match, name):
             position = match.end()
-            if data[position] != TEXT:
+            if data[position : position + 1] != TEXT:
                 break
             begin = position + 5
             end = begin + uint4(data, position + 1)[0]

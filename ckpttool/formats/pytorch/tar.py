@@ -9,10 +9,10 @@ little-endian. Source: `legacy_load` in torch's `serialization.py`.
 
 from __future__ import annotations
 
-import mmap
 import re
 import struct
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -32,6 +32,7 @@ from ...tensors.ref import (
     is_count,
 )
 from .tensor_pickle import StorageView
+from .unsized_pickle import read_unsized
 
 NAME = "torch-tar"
 MEMBERS = ("storages", "tensors", "pickle")
@@ -44,6 +45,9 @@ TIMES = re.compile(rb"([0-9]{1,3} [acm]time=[0-9.]{1,40}\n)*")
 
 MAX_ENTRIES = 64
 """Entries that a tar may have; torch wrote four."""
+
+FEW_BYTES = 4096
+"""Enough for the pickles of storages and tensors, which are many."""
 
 Objects = dict[int, Storage | StorageView | TensorRef]
 
@@ -61,13 +65,14 @@ def read(source: Source) -> Checkpoint:
     """
     places = _members(source)
     try:
-        with mmap.mmap(source.fd, source.size, access=mmap.ACCESS_READ) as mapped:
-            objects = _read_storages(_Member(source, mapped, places["storages"]))
-            objects |= _read_tensors(_Member(source, mapped, places["tensors"]), objects)
-            tree = _Member(source, mapped, places["pickle"]).pickle(_Lookup(objects).find)
+        storages, tensors, pickle = (_Member(source, places[name]) for name in MEMBERS)
+        objects = _read_storages(storages)
+        objects |= _read_tensors(tensors, objects)
+        tree = pickle.pickle(_Lookup(objects).find)
     except (PickleFault, BadTensor) as fault:
         raise Damaged(source.path, str(fault)) from None
-    return Checkpoint(source, NAME, tree.value, protocol=tree.protocol)
+    names = frozenset().union(storages.names, tensors.names, pickle.names)
+    return Checkpoint(source, NAME, tree.value, protocol=tree.protocol, names=names)
 
 
 def _members(source: Source) -> dict[str, ByteRange]:
@@ -133,16 +138,16 @@ def _number(source: Source, field: bytes) -> int:
 class _Member:
     """One member, read from front to back."""
 
-    def __init__(self, source: Source, mapped: mmap.mmap, place: ByteRange) -> None:
+    def __init__(self, source: Source, place: ByteRange) -> None:
         self.source = source
-        self.mapped = mapped
         self.position = place.offset
         self.end = place.offset + place.nbytes
+        self.names: set[Global] = set()
 
     def pickle(self, persistent_load: Any = None) -> Pickle:
-        found = read_pickle(self.mapped, self.position, persistent_load=persistent_load)
-        if found.end > self.end:
-            raise PickleFault("its pickle runs past the end of its member")
+        read = partial(read_pickle, persistent_load=persistent_load)
+        found = read_unsized(self.source, self.position, self.end, read, FEW_BYTES)
+        self.names |= found.names
         self.position = found.end
         return found
 

@@ -57,7 +57,7 @@ def read_torchscript(archive: Archive) -> Checkpoint:
         raise _not_plain(
             archive, "weights have no names: it was frozen, which makes them constants of the code"
         )
-    whole = Checkpoint(archive.source, NAME, pickle.value, pickle.protocol)
+    whole = Checkpoint(archive.source, NAME, pickle.value, pickle.protocol, names=pickle.names)
     unread = ("code", *(name for name, _ in whole.tensors() if name not in state))
     return replace(whole, tree=state, unread=unread)
 

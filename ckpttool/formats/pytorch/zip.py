@@ -7,6 +7,7 @@ Source: torch's `serialization.py` and `caffe2/serialize/inline_container.cc`.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Refused
@@ -37,9 +38,16 @@ def read(source: Source) -> Checkpoint:
     """
     archive = Archive(source)
     if is_torchscript(archive):
-        return read_torchscript(archive)
+        return replace(read_torchscript(archive), remarks=tuple(archive.remarks))
     pickle = archive.read_pickle()
-    return Checkpoint(source, NAME, pickle.value, protocol=pickle.protocol)
+    return Checkpoint(
+        source,
+        NAME,
+        pickle.value,
+        protocol=pickle.protocol,
+        names=pickle.names,
+        remarks=tuple(archive.remarks),
+    )
 
 
 def write(checkpoint: Checkpoint, out: Output, name: str) -> None:

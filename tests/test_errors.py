@@ -1,0 +1,49 @@
+"""Errors: whole after a pickle, as loading processes and ranks send them to each other."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+from ckpttool import errors
+from ckpttool.distributed.collectives import RankFailed
+
+
+class Odd(errors.FileError):
+    """An error whose `__init__` takes what its base's does not."""
+
+    def __init__(self, path: str, *, lines: list[int]) -> None:
+        super().__init__(path, f"{len(lines)} lines are bad", hint="mend them")
+        self.lines = lines
+
+
+EXAMPLES = [
+    errors.CkptToolError("no", hint="do this"),
+    errors.Unreadable("a.pt", "no such file", hint="look elsewhere"),
+    errors.Damaged("a.pt", "is cut short"),
+    errors.Unsupported("a.pt", "is of the future"),
+    errors.Refused("a.pt", "would be lost"),
+    errors.NoState("a.pt", "has none"),
+    errors.Collision("a and b"),
+    errors.NothingToDo("no 'module.'"),
+    errors.CheckFailed("NaN"),
+    errors.Mismatch("2 missing", missing=("a", "b"), mismatched=(("c", "1", "2"),), hint="see"),
+    errors.UsageFault("--lr"),
+    errors.OutputExists("b.pt", hint="--force"),
+    errors.RanksDiffer("rank 1"),
+    RankFailed("rank 0 failed"),
+    Odd("log", lines=[1, 2]),
+]
+
+
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("send", [lambda error: pickle.loads(pickle.dumps(error)), copy.copy, copy.deepcopy])
+def test_an_error_is_whole_after_a_pickle_and_a_copy(error, send):
+    error.exit_code = 7
+    sent = send(error)
+    assert type(sent) is type(error)
+    assert str(sent) == str(error)
+    assert vars(sent) == vars(error)
+    assert sent.exit_code == 7

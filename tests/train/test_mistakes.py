@@ -1,0 +1,205 @@
+"""Mistakes in the data and the model of a user: one line, the right exit code, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from train import main
+
+Fails = Callable[..., str]
+
+OWN = """
+import os, torch
+from torch import nn
+from torch.utils.data import Dataset, IterableDataset
+
+class Made(Dataset):
+    classes = ["a", "b"]
+
+    def __init__(self, make, size=40):
+        self.make, self.size = make, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return self.make(index)
+
+def pair(make):
+    return lambda: (Made(make), Made(lambda index: (torch.rand(3), index % 2)))
+
+plain = pair(lambda index: (torch.rand(3), index % 2))
+small_integers = pair(lambda index: (torch.rand(3), torch.tensor(index % 2, dtype=torch.uint8)))
+sequence = pair(lambda index: (torch.rand(3), torch.tensor([0, 1, 1])))
+listed = pair(lambda index: (torch.rand(3), [0, 1]))
+many = pair(lambda index: (torch.rand(3), torch.tensor([0.0, 1.0])))
+real = pair(lambda index: (torch.rand(3), 0.5))
+text = pair(lambda index: (torch.rand(3), "a"))
+mapping = pair(lambda index: {"x": torch.rand(3), "y": 1})
+beyond = pair(lambda index: (torch.rand(3), index))
+growing = pair(lambda index: (torch.rand(3 if index < 39 else 42), 0))
+
+def dies(index):
+    if torch.utils.data.get_worker_info() is not None:
+        os.kill(os.getpid(), 9)
+    return torch.rand(3), 0
+
+dying = pair(dies)
+
+class Stream(IterableDataset):
+    classes = ["a", "b"]
+    def __iter__(self):
+        yield torch.rand(3), 0
+
+def stream():
+    return Stream(), Stream()
+
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.extra = nn.Linear(3, 2), nn.Linear(3, 2)
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        return self.always(x) + (self.extra(x) if self.passes < 4 or len(x) == 1 else 0)
+
+def net(num_classes):
+    return nn.Linear(3, num_classes)
+
+def sometimes(num_classes):
+    return Sometimes()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path}/own.py"
+
+
+@pytest.fixture
+def fails(tmp_path: Path, capsys: Any) -> Fails:
+    """`fails(code, *flags)`: the one line in which a training with these flags ends."""
+
+    def run(code: int, *flags: str) -> str:
+        capsys.readouterr()
+        found = main.main([*flags, "--epochs", "1", "--batch-size", "8", "--out", str(tmp_path / "run")])
+        said = capsys.readouterr().err
+        assert (found, said.count("\n")) == (code, 1), said
+        assert said.startswith("error: ")
+        return said
+
+    return run
+
+
+# ---- samples -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("factory", "said"),
+    [
+        (
+            "sequence",
+            "training sample 0 has a tensor of int64 with the shape [3] as its label, not a class number",
+        ),
+        ("listed", "training sample 0 has a list of 2 as its label, not a class number"),
+        (
+            "many",
+            "training sample 0 has a tensor of float32 with the shape [2] as its label, not a class number",
+        ),
+        ("real", "training sample 0 has a float as its label, not a class number"),
+        ("text", "training sample 0 has a str as its label, not a class number"),
+        ("mapping", "training sample 0 is a dict, not (tensor, label)"),
+        ("stream", "Stream has no samples by index"),
+        ("growing", "has the shape 42, and sample 0 has 3"),
+    ],
+)
+def test_samples_that_are_no_tensor_with_a_class_are_refused(
+    own: str, fails: Fails, factory: str, said: str
+) -> None:
+    assert said in fails(2, "--data", f"{own}:{factory}", "--model", f"{own}:net")
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_labels_beyond_the_classes_name_the_sample(own: str, fails: Fails, workers: str) -> None:
+    said = fails(1, "--data", f"{own}:beyond", "--model", f"{own}:net", "--workers", workers)
+    assert "which is not one of the 2 classes" in said
+
+
+def test_labels_may_be_integers_of_any_size(own: str, tmp_path: Path) -> None:
+    flags = ["--data", f"{own}:small_integers", "--model", f"{own}:net", "--epochs", "1"]
+    assert main.main([*flags, "--out", str(tmp_path / "run")]) == 0
+
+
+def test_a_loading_process_that_dies_is_named(own: str, fails: Fails) -> None:
+    said = fails(1, "--data", f"{own}:dying", "--model", f"{own}:net", "--workers", "2")
+    assert re.search(
+        "rank 0: a process that loads data (is killed by signal: Killed|exited unexpectedly)", said
+    )
+
+
+def test_a_parameter_that_is_not_always_used_is_named(own: str, fails: Fails) -> None:
+    said = fails(1, "--data", f"{own}:plain", "--model", f"{own}:sometimes")
+    assert "parameter extra.weight did not affect the output in step 2" in said
+
+
+# ---- images --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    for name in ("cat", "dog"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(10):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "images" / name / f"{number}.png")
+    return tmp_path / "images"
+
+
+def bomb(path: Path) -> None:
+    """Write the header of a PNG of 100,000 by 100,000 pixels."""
+    header = struct.pack(">IIBBBBB", 100_000, 100_000, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    packed = [
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    ]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(packed))
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("place", [4, 5], ids=["test sample", "training sample"])
+def test_an_image_that_cant_be_decoded_is_named(images: Path, fails: Fails, workers: str, place: int) -> None:
+    whole = (images / "dog" / f"{place}.png").read_bytes()
+    (images / "dog" / f"{place}.png").write_bytes(whole[: whole.index(b"IDAT") + 6])
+    said = fails(3, "--data", f"folder:{images}", "--workers", workers)
+    assert said == f"error: {images}/dog/{place}.png: is not a readable image\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--resize", "8"]], ids=["", "resized"])
+def test_a_decompression_bomb_is_refused(images: Path, fails: Fails, flags: list[str]) -> None:
+    bomb(images / "dog" / "5.png")
+    said = fails(3, "--data", f"folder:{images}", *flags)
+    assert said.startswith(f"error: {images}/dog/5.png: is an image of more pixels than Pillow decodes")
+
+
+@pytest.mark.timeout(30)
+def test_a_named_pipe_among_the_images_is_refused_and_not_waited_for(images: Path, fails: Fails) -> None:
+    os.mkfifo(images / "dog" / "pipe.png")
+    said = fails(3, "--data", f"folder:{images}")
+    assert said == f"error: {images}/dog/pipe.png: is not a regular file\n"
+
+
+def test_a_link_to_nothing_among_the_images_is_named(images: Path, fails: Fails) -> None:
+    (images / "dog" / "gone.png").symlink_to("nowhere.png")
+    said = fails(3, "--data", f"folder:{images}")
+    assert said == f"error: {images}/dog/gone.png: no such file\n"
