@@ -222,12 +222,18 @@ def prepare_output(config: EvaluateConfig) -> list[str]:
 
     Raises:
         OutputExists: there are some, and `--force` is not given.
+        UsageFault: the folder can't be made or written.
     """
     from ckpttool.errors import OutputExists
+    from train.run_folder import check_writable
 
     if config.out is None:
         return []
-    os.makedirs(config.out, exist_ok=True)
+    try:
+        os.makedirs(config.out, exist_ok=True)
+        check_writable(config.out)
+    except OSError as error:
+        raise UsageFault(f"--out {config.out}: {(error.strerror or str(error)).lower()}") from error
     earlier = [name for name in os.listdir(config.out) if name == STATEMENT or RANK_FILE.fullmatch(name)]
     if earlier and not config.force:
         raise OutputExists(f"--out {config.out}: holds an evaluation", hint="overwrite it with --force")

@@ -25,6 +25,7 @@ Exit codes: 0 done, 1 a check failed (ranks differ, a rank died, weights became 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
@@ -99,16 +100,24 @@ def work(job: Job) -> None:
 def train(job: Job) -> None:
     """Train on every rank of the process group: a new run, or the rest of an interrupted one."""
     from ckpttool.distributed import collectives
-    from train import data, resuming, run_folder
-    from train.engine import Trainer
-    from train.report import Report
-    from train.saving import Saver
+    from train import data, run_folder
 
     config = job.config
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
     data.compare(job.data, "before training")
-    folder = collectives.decide(lambda: run_folder.choose(config, time.strftime("%Y%m%d-%H%M%S")))
-    trainer = Trainer(config, job.data, job.model, job.place)
+    with contextlib.ExitStack() as held:
+        claimed = run_folder.claimed(config, time.strftime("%Y%m%d-%H%M%S"))
+        train_in(collectives.decide(lambda: held.enter_context(claimed)), job)
+
+
+def train_in(folder: str, job: Job) -> None:
+    """Train, with rank 0's files in a folder."""
+    from train import resuming
+    from train.engine import Trainer
+    from train.report import Report
+    from train.saving import Saver
+
+    trainer = Trainer(job.config, job.data, job.model, job.place)
     remarks = resuming.resume(trainer, folder)
     saver = Saver(trainer, folder)
     report = Report(trainer, folder)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckpttool.distributed import collectives
-from ckpttool.errors import UsageFault
+from ckpttool.errors import Damaged, UsageFault
 from train import checkpoints, random_state, run_folder
 from train.config import TrainConfig
 from train.contents import Contents, flat
@@ -45,7 +45,7 @@ def resume(trainer: Trainer, folder: str) -> list[str] | None:
     if path is None:
         return None
     state = collectives.broadcast(lambda: read_fitting(path, trainer))
-    with collectives.together():
+    with collectives.together(), checkpoints.malformed(path):
         restore(trainer, state)
     return _remarks(trainer, state, path)
 
@@ -60,8 +60,37 @@ def _find(config: TrainConfig, folder: str) -> str | None:
 def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
     """Return the checkpoint, if it is intact and belongs to this training; else raise as `resume`."""
     state = checkpoints.read(path)
-    _check_same_training(path, state, trainer)
+    with checkpoints.malformed(path):
+        _check_same_training(path, state, trainer)
+        _check_position(path, state, trainer)
     return state
+
+
+def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
+    """Raise Damaged if the checkpoint's position is none in this training, or ranks are missing in it."""
+    progress, ranks = state["progress"], state["plan"]["world_size"]
+    if min(progress["epoch"], progress["global_step"], progress["samples"]) < 0:
+        raise Damaged(path, "its progress is negative")
+    if not 0 <= progress["step"] < trainer.plan.steps:
+        raise Damaged(path, f"step {progress['step']} is none of the {trainer.plan.steps} of an epoch")
+    for part, found in (("rng", state["rng"]), ("progress.sums", progress["sums"])):
+        if len(found) != ranks:
+            raise Damaged(path, f"{part} is of {len(found)} ranks, and the run had {ranks}")
+    if any(len(sums) != trainer.sums.numel() for sums in progress["sums"]):
+        raise Damaged(path, "progress.sums has another length than it was saved with")
+    saved, own = state["scheduler"], trainer.scheduler.state_dict()
+    for name, value in own.items():
+        kinds = (int, float) if isinstance(value, float) else type(value)
+        if not isinstance(saved.get(name, value), kinds):
+            raise Damaged(path, f"scheduler.{name} is a {type(saved[name]).__name__}")
+    if saved["last_epoch"] != progress["global_step"]:
+        raise Damaged(
+            path, f"scheduler.last_epoch is {saved['last_epoch']} after {progress['global_step']} steps"
+        )
+    if len(saved["base_lrs"]) != len(own["base_lrs"]):
+        raise Damaged(path, "scheduler.base_lrs has another length than it was saved with")
+    if trainer.statistics and len(state.get("statistics", ())) != ranks:
+        raise Damaged(path, f"lacks the statistics of some of {ranks} ranks")
 
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
@@ -154,6 +183,6 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     ]
     if changed:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
-    if state["config"]["epochs"] != trainer.config.epochs and trainer.config.scheduler != "none":
+    if state["config"].get("epochs") != trainer.config.epochs and trainer.config.scheduler != "none":
         remarks.append(f"the learning rate now follows {trainer.config.epochs} epochs")
     return remarks

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import math
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +24,25 @@ LAST, BEST, LOG = "last.pt", "best.pt", "log.jsonl"
 NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
-def choose(config: TrainConfig, now: str) -> str:
-    """Make the folder for the run's files.
+_held: set[int] = set()
+"""Descriptors of the folders that this process has locked."""
+
+
+def _release_in_child() -> None:
+    """Close the descriptors that a fork has copied.
+
+    A lock lasts as long as any process has one, and a process that loads data may outlive its rank.
+    """
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+@contextlib.contextmanager
+def claimed(config: TrainConfig, now: str) -> Iterator[str]:
+    """Make the folder for the run's files, and keep other runs out of it during the block.
 
     Args:
         now: names the folder, below runs/, if `--out` does not.
@@ -32,21 +51,63 @@ def choose(config: TrainConfig, now: str) -> str:
         Its path.
 
     Raises:
-        UsageFault: it already holds a run and no flag says what to do with it, or it can't be made.
+        UsageFault: it can't be made or written, another run writes to it now, or it already holds a run and
+            no flag says what to do with it.
     """
     folder = config.out or _unused(os.path.join("runs", now))
-    if _own_files(folder) and not config.force and not _goes_on_in(folder, config):
+    with contextlib.ExitStack() as stack:
+        try:
+            os.makedirs(folder, exist_ok=True)
+            stack.enter_context(_locked(folder))
+            _check_files(folder, config)
+            check_writable(folder)
+            if not config.resume:
+                _clear(folder)
+        except OSError as error:
+            raise UsageFault(f"--out {folder}: {(error.strerror or str(error)).lower()}") from error
+        yield folder
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Lock a folder, itself and not a file in it, until the block or the process ends."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _held.add(fd)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageFault(
+                f"--out {folder}: another run writes there now",
+                hint="name another folder, or wait for it to end",
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise  # those are of file systems that lock no folders, as NFS
+        yield
+    finally:
+        _held.discard(fd)
+        os.close(fd)
+
+
+def _check_files(folder: str, config: TrainConfig) -> None:
+    """Raise UsageFault if the folder holds a run that no flag allows to touch, or something to wait for."""
+    own = _own_files(folder)
+    if own and not config.force and not _goes_on_in(folder, config):
         raise UsageFault(
             f"{folder}: already holds a run",
             hint="--resume auto continues it, --force overwrites it, --out names another folder",
         )
-    try:
-        os.makedirs(folder, exist_ok=True)
-        if not config.resume:
-            _clear(folder)
-    except OSError as error:
-        raise UsageFault(f"--out {folder}: {(error.strerror or str(error)).lower()}") from error
-    return folder
+    for path in own if config.resume else ():
+        if stat.S_ISFIFO(os.stat(path).st_mode):
+            raise UsageFault(f"{path}: is a named pipe, not a file of a run", hint="remove it")
+
+
+def check_writable(folder: str) -> None:
+    """Raise OSError if no file can be made in the folder: now, and not after an epoch."""
+    path = os.path.join(folder, f".{LOG}.{os.urandom(6).hex()}.tmp")
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
+    os.unlink(path)
 
 
 def _goes_on_in(folder: str, config: TrainConfig) -> bool:

@@ -21,7 +21,7 @@ import ckpttool
 from ckpttool.distributed import collectives
 from ckpttool.errors import CheckFailed
 from train import random_state, run_folder
-from train.checkpoints import named_optimizer
+from train.checkpoints import digest_of_run, named_optimizer
 from train.engine import Trainer
 
 ON_SOME_RANKS = "look for code that changes weights, buffers or the optimizer on only some ranks"
@@ -39,7 +39,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "model": collectives.compare(model, "before saving", hint=ON_SOME_RANKS),
         "optimizer": collectives.compare(named_optimizer(optimizer), "before saving", hint=ON_SOME_RANKS),
     }
-    return {
+    state = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": trainer.scheduler.state_dict(),
@@ -53,6 +53,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "digests": digests,
         "versions": versions(trainer.place.device),
     }
+    digests["run"] = digest_of_run(state)
+    return state
 
 
 def versions(device: torch.device) -> dict[str, Any]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import nn
 
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from tests.ranks import trainings
+from tests.support.running import ROOT
 from train import checkpoints, models, run_folder, saving
 from train.config import Every, TrainConfig
 
@@ -274,6 +278,11 @@ def test_the_second_file_is_a_copy_if_the_file_system_has_no_links(tmp_path, mon
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
 
 
+def claim(config: TrainConfig, now: str = "now") -> str:
+    with run_folder.claimed(config, now) as folder:
+        return folder
+
+
 # ---- the folder ----------------------------------------------------------------------------------------
 
 
@@ -281,7 +290,7 @@ def test_the_second_file_is_a_copy_if_the_file_system_has_no_links(tmp_path, mon
 def test_a_folder_that_holds_a_run_is_refused_with_the_flags_to_give(name, tmp_path):
     (tmp_path / name).write_bytes(b"precious")
     with pytest.raises(UsageFault, match="already holds a run") as fault:
-        run_folder.choose(TrainConfig(out=str(tmp_path)), "now")
+        claim(TrainConfig(out=str(tmp_path)))
     assert all(flag in fault.value.hint for flag in ("--resume auto", "--force", "--out"))
     assert (tmp_path / name).read_bytes() == b"precious"
 
@@ -289,20 +298,71 @@ def test_a_folder_that_holds_a_run_is_refused_with_the_flags_to_give(name, tmp_p
 def test_force_clears_a_runs_own_files_and_no_others(tmp_path):
     for name in ("last.pt", "best.pt", "log.jsonl", "step-000007.pt", "notes.txt", "step-x.pt"):
         (tmp_path / name).touch()
-    assert run_folder.choose(TrainConfig(out=str(tmp_path), force=True), "now") == str(tmp_path)
+    assert claim(TrainConfig(out=str(tmp_path), force=True)) == str(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-x.pt"]
 
 
 def test_without_out_each_run_has_a_new_folder_named_by_the_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = [run_folder.choose(TrainConfig(), "20260101-120000") for _ in range(3)]
+    names = [claim(TrainConfig(), "20260101-120000") for _ in range(3)]
     assert names == [os.path.join("runs", f"20260101-120000{end}") for end in ("", "-2", "-3")]
 
 
 def test_a_folder_that_cant_be_made_names_the_flag(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageFault, match="--out"):
-        run_folder.choose(TrainConfig(out=str(tmp_path / "file" / "run")), "now")
+        claim(TrainConfig(out=str(tmp_path / "file" / "run")))
+
+
+@pytest.mark.skipif(
+    not os.path.isdir("/sys/kernel"), reason="there is no folder here that even root can't write"
+)
+def test_a_folder_that_cant_be_written_is_refused_before_training():
+    with pytest.raises(
+        UsageFault, match=r"--out /sys/kernel: (permission denied|read-only|operation not perm)"
+    ):
+        claim(TrainConfig(out="/sys/kernel"))
+
+
+def test_two_runs_in_one_folder_are_refused_whatever_the_flags(tmp_path):
+    with run_folder.claimed(TrainConfig(out=str(tmp_path)), "now") as folder:
+        (tmp_path / "last.pt").write_bytes(b"of the first run")
+        for flags in ({"force": True}, {"resume": "auto"}, {}):
+            with pytest.raises(UsageFault, match="another run writes there now"):
+                claim(TrainConfig(out=folder, **flags))
+    assert (tmp_path / "last.pt").read_bytes() == b"of the first run"
+    assert claim(TrainConfig(out=folder, resume="auto")) == folder
+
+
+def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_outlives_it(tmp_path):
+    code = (
+        "import os, sys, time; from train import run_folder; from train.config import TrainConfig\n"
+        f"with run_folder.claimed(TrainConfig(out={str(tmp_path)!r}), 'now'):\n"
+        "    child = os.fork()\n"
+        "    if not child: time.sleep(60)\n"
+        "    print(child, flush=True); time.sleep(60)"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    child = int(rank.stdout.readline())
+    try:
+        with pytest.raises(UsageFault, match="another run writes there now"):
+            claim(TrainConfig(out=str(tmp_path)))
+        rank.kill()
+        rank.wait()
+        claim(TrainConfig(out=str(tmp_path)))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        rank.stdout.close()
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["last.pt", "log.jsonl"])
+def test_a_named_pipe_among_the_files_of_a_run_is_refused_and_not_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(UsageFault, match=f"{name}: is a named pipe"):
+        claim(TrainConfig(out=str(tmp_path), resume="auto"))
+    with pytest.raises(Refused, match="is not a regular file"):
+        checkpoints.read(str(tmp_path / name))
 
 
 # ---- reading -------------------------------------------------------------------------------------------

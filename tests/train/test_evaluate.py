@@ -230,6 +230,7 @@ def test_the_numbers_are_those_of_plain_pytorch(saved, capsys):
         (["ddp.pt", "--data", "fake:9"], 2, "--model"),
         (["--model", "resnet20"], 2, "CKPT"),
         (["ddp.pt", "--model", "resnet20", "--threads", "0"], 2, "--threads 0: is less than 1"),
+        (["ddp.pt", "--model", "resnet20", "--data", "fake:9", "--out", "ddp.pt"], 2, "--out ddp.pt: "),
     ],
     ids=[
         "no file",
@@ -240,6 +241,7 @@ def test_the_numbers_are_those_of_plain_pytorch(saved, capsys):
         "model not given",
         "nothing given",
         "no threads",
+        "no folder",
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True], ids=["words", "json"])
