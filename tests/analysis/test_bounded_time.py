@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,10 @@ WORK: dict[str, tuple[Any, Callable[[Any, Path], object]]] = {
 
 @pytest.mark.parametrize("what", WORK)
 def test_long_and_repeated_names_take_time_in_proportion(what: str, tmp_path: Path) -> None:
-    """Each of these took more than ten seconds of processor time, or gigabytes, when it was quadratic."""
     tree, work = WORK[what]
     torch.save(tree, tmp_path / "in.pt")
     checkpoint = ckpttool.open(tmp_path / "in.pt")
     start = time.process_time()
-    try:
+    with suppress(CkptToolError):
         work(checkpoint, tmp_path / "out.safetensors")
-    except CkptToolError:
-        pass
     assert time.process_time() - start < 5
