@@ -18,6 +18,7 @@ import torch
 
 from ckpttool.errors import FileError, UsageFault
 from ckpttool.files.commit import replacing
+from ckpttool.files.temporaries import new_file, new_path
 from train.config import TrainConfig
 
 LAST, BEST, LOG = "last.pt", "best.pt", "log.jsonl"
@@ -105,9 +106,11 @@ def _check_files(folder: str, config: TrainConfig) -> None:
 
 def check_writable(folder: str) -> None:
     """Raise OSError if no file can be made in the folder: now, and not after an epoch."""
-    path = os.path.join(folder, f".{LOG}.{os.urandom(6).hex()}.tmp")
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC))
-    os.unlink(path)
+    descriptor, path = new_file(os.path.join(folder, LOG), 0o600)
+    try:
+        os.unlink(path)
+    finally:
+        os.close(descriptor)
 
 
 def _goes_on_in(folder: str, config: TrainConfig) -> bool:
@@ -219,13 +222,13 @@ def _system_error(error: BaseException) -> OSError | None:
 def _give_name(path: str, other: str) -> None:
     """Give a file just written a second name, atomically: a hard link, as no file is ever changed in place,
     or a copy if the file system has no links."""
-    temporary = f"{other}.link"
+    temporary = new_path(other)  # what a killed process leaves under this name, the next save removes
     try:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
         os.link(path, temporary)
         os.replace(temporary, other)
     except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
         with open(path, "rb") as source, replacing(other) as target:
             shutil.copyfileobj(source, target)
 

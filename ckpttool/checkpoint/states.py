@@ -147,11 +147,11 @@ def equally_likely(root: object, ranked: list[tuple[Likelihood, Path]]) -> list[
 
     Returns:
         The likeliest, and those that are no less likely: of the same known name at the same depth, or all of
-        unknown names that are worth a mention (`is_offered`), whatever their size.
+        unknown names with a tensor that may be a weight, whatever their size.
     """
     (first, path), *rest = ranked
     if first[0] == 2:
-        rivals = [at for likely, at in rest if likely[0] == 2 and is_offered(at, follow(root, at))]
+        rivals = [at for likely, at in rest if likely[0] == 2 and _is_rival(at, follow(root, at))]
     else:
         rivals = [at for likely, at in rest if likely == first]
     return [path, *rivals]
@@ -168,6 +168,11 @@ def is_offered(path: Path, value: object) -> bool:
     if not isinstance(value, dict):
         return False
     return len(list(islice(_weights(value), 2))) == 2
+
+
+def _is_rival(path: Path, value: object) -> bool:
+    """Return whether a candidate may be the model's state as well: one tensor that may be a weight is enough."""
+    return is_offered(path, value) or (isinstance(value, dict) and any(True for _ in _weights(value)))
 
 
 def _weights(value: Container) -> Iterator[object]:

@@ -32,7 +32,7 @@ class Row:
         name: of a tensor or value, or of a module with `.*` behind it.
         text: what differs, in words.
         cells: share of elements that differ, relative difference, cosine, largest difference; or nothing.
-        relative: the norm of A - B as a part of B's; infinite where that is not known.
+        relative: what `relative` returns, of the tensors together.
     """
 
     mark: str
@@ -126,7 +126,8 @@ def _measured(mark: str, name: str, changes: list[Change]) -> Row:
     )
     nans = sum(found.nans for found in apart)
     text = f"{nans} NaN on one side" if nans else "only in bits" if not any(largest) else ""
-    return Row(mark, name, text, cells, math.inf if total.relative is None or nans else total.relative)
+    unmeasured = total.relative is None or any(math.isinf(relative(change)) for change in changes)
+    return Row(mark, name, text, cells, math.inf if unmeasured else total.relative or 0.0)
 
 
 def _joined(norms: Iterable[Norms | None]) -> Norms:
@@ -136,6 +137,13 @@ def _joined(norms: Iterable[Norms | None]) -> Norms:
 
 
 def relative(change: Change | None) -> float:
-    """Return the norm of A - B as a part of B's; infinite where that is not known."""
-    found = change.norms.relative if change and change.norms else None
-    return math.inf if found is None else found
+    """Return the norm of A - B as a part of B's, by which rows are ordered.
+
+    Infinite where it is not known, and where an element is NaN or infinite in one of the two, as norms leave
+    those out.
+    """
+    if change is None or change.norms is None or change.norms.relative is None:
+        return math.inf
+    found = change.distance
+    is_whole = found is None or not (found.nans or math.isinf(found.max_abs or 0))
+    return change.norms.relative if is_whole else math.inf

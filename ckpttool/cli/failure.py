@@ -131,7 +131,7 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
 
 def _with_file(error: CkptToolError, call: Call) -> str:
     """Return the message, which names the input where there is one and the library did not know it."""
-    if len(call.paths) != 1 or isinstance(error, UsageFault | FileError) or call.paths[0] in error.message:
+    if len(call.paths) != 1 or isinstance(error, UsageFault | FileError) or error.message.startswith(f"{call.paths[0]}:"):
         return error.message
     return f"{call.paths[0]}: {error.message}"
 

@@ -136,12 +136,18 @@ def _keep_permissions_of_files(new: str, old: str, replaced: Collection[str]) ->
     """Give new files the permissions of old ones: of the same name, or of the most private one replaced."""
     found = {*os.listdir(old)}
     files = [path for name in replaced if name in found and os.path.isfile(path := os.path.join(old, name))]
-    most_private = min(files, key=lambda path: stat.S_IMODE(os.stat(path).st_mode).bit_count(), default=None)
+    most_private = min(files, key=_openness, default=None)
     for name in os.listdir(new):
         same = os.path.join(old, name)
         model = same if os.path.isfile(same) else most_private
         if model is not None:
             keep_permissions(os.path.join(new, name), model)
+
+
+def _openness(path: str) -> tuple[int, int]:
+    """Return what a file lets everyone do, then what it lets its group do, as bits to be compared."""
+    mode = os.stat(path).st_mode
+    return (mode & 0o007).bit_count(), (mode & 0o070).bit_count()
 
 
 def _link(path: str, names: Collection[str], old: str, new: str) -> None:
