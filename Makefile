@@ -20,10 +20,11 @@ bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.running_statistics
 
-# What the program says of itself: its help, and the table of formats. Tests fail when either is stale.
+# What the program says of itself: its help, the table of formats, the tables of files. Tests fail when one is stale.
 docs: $(INSTALLED)
-	$(BIN)/python tests/test_cli_reference.py
-	$(BIN)/python tests/test_format_table.py
+	$(BIN)/python -m tests.cli.test_reference
+	$(BIN)/python -m tests.formats.test_format_table
+	$(BIN)/python -m tests.test_architecture
 
 clean:
 	rm -rf .venv runs dist build

@@ -3,14 +3,16 @@
     python -m benchmarks.running_statistics
 
 Each rank trains on its own classes (`children/digits_by_class.py`), once with `--batchnorm plain` and once
-with `--batchnorm pooled`; nothing else differs. Then the statistics of each rank are written to a separate
-file, and the files pooled by `ckpttool convert-batchnorm`. All are scored on the test set of all classes.
+with `--batchnorm pooled`; nothing else differs. Then the statistics that each rank alone would keep are
+written to a separate file, and the files pooled by `ckpttool convert-batchnorm`. All are scored on the test
+set of all classes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -56,6 +58,7 @@ def measure(folder: Path, *, ranks: int = 4, epochs: int = 4, seed: int = 0) -> 
             *(PYTHON, ROOT / "train/main.py", "--spawn", ranks, "--batchnorm", kind, "--out", folder / kind),
             *("--data", f"{EXAMPLE}:shards", "--model", f"{EXAMPLE}:network", "--lr", 0.05, "--drop-last"),
             *("--batch-size", RANK_BATCH * ranks, "--epochs", epochs, "--seed", seed),
+            STATISTICS=str(folder),
         )
     own, offline = write_rank_files(folder / "pooled/last.pt", folder), folder / "offline.pt"
     counts = ",".join([str(RANK_BATCH)] * ranks)
@@ -70,16 +73,14 @@ def measure(folder: Path, *, ranks: int = 4, epochs: int = 4, seed: int = 0) -> 
 
 
 def write_rank_files(checkpoint: Path, folder: Path) -> list[Path]:
-    """Writes the model of a `pooled` checkpoint once per rank, with that rank's own statistics."""
+    """Writes the model of a checkpoint once per rank, with the statistics in `statistics<rank>.pt`."""
     import torch
 
-    saved, paths = torch.load(checkpoint, weights_only=True), []
-    for rank, layers in enumerate(saved["statistics"]):
-        model = dict(saved["model"])
-        for layer, buffers in layers.items():
-            model |= {f"module.{layer}.{name}": value for name, value in buffers.items() if name != "met"}
+    model, paths = torch.load(checkpoint, weights_only=True)["model"], []
+    for rank, path in enumerate(sorted(folder.glob("statistics*.pt"))):
+        own = {f"module.{name}": buffer for name, buffer in torch.load(path, weights_only=True).items()}
         paths.append(folder / f"rank{rank}.pt")
-        torch.save({"model": model}, paths[-1])
+        torch.save({"model": {**model, **own}}, paths[-1])
     return paths
 
 
@@ -91,8 +92,10 @@ def _same_weights(folder: Path) -> bool:
     return all(torch.equal(one[name], other[name]) for name in weights)
 
 
-def _run(*command: object) -> None:
-    done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, cwd=ROOT, text=True)
+def _run(*command: object, **environment: str) -> None:
+    arguments = [str(part) for part in command]
+    given = {**os.environ, **environment}
+    done = subprocess.run(arguments, stdout=subprocess.PIPE, cwd=ROOT, text=True, env=given)
     if done.returncode:
         print(done.stdout, file=sys.stderr)
         done.check_returncode()

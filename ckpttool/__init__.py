@@ -14,8 +14,11 @@ A change makes a new checkpoint, whose tensors still lie in the old file until i
         plain, renaming = ckpttool.strip_prefix(checkpoint)
         ckpttool.save(plain, "model.safetensors")
 
-Importing this package imports nothing else: a public name is imported when it is first used, and torch and
-numpy by the calls that need them. Each folder is an attribute too: `ckpttool.metrics.Accuracy`.
+Checks take a path or an open checkpoint: `ckpttool.digest("a.pt")`, `diff("a.pt", "b.pt")`, `verify("a.pt")`,
+`doctor("a.pt", model)`.
+
+Importing this package imports no other module of it: a public name is imported on first use, and torch and
+numpy by the calls that need them.
 """
 
 from __future__ import annotations
@@ -27,38 +30,48 @@ from .lazy import attributes
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from . import batchnorm as batchnorm
+    from . import errors as errors
+    from . import metrics as metrics
+    from .analysis.checks import diff as diff
+    from .analysis.checks import digest as digest
+    from .analysis.checks import verify as verify
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
-    from .checkpoint.checkpoint import State as State
+    from .checkpoint.state import State as State
     from .errors import CkptToolError as CkptToolError
     from .formats import open as open
     from .formats import save as save
+    from .models.doctor import doctor as doctor
     from .models.reloading import reload as reload
     from .models.skeleton import skeletons as skeletons
     from .tensors.ref import TensorRef as TensorRef
+    from .transforms.average import average as average
+    from .transforms.complex_parts import join_complex as join_complex
+    from .transforms.complex_parts import split_complex as split_complex
     from .transforms.keys import add_prefix as add_prefix
     from .transforms.keys import rename_keys as rename_keys
     from .transforms.keys import strip_prefix as strip_prefix
     from .transforms.selection import drop as drop
-    from .transforms.selection import join_complex as join_complex
     from .transforms.selection import select as select
     from .transforms.selection import slim as slim
-    from .transforms.selection import split_complex as split_complex
     from .transforms.selection import with_metadata as with_metadata
-
-__getattr__, __all__ = attributes(
-    __name__,
-    {
-        "checkpoint.checkpoint": ("Checkpoint", "State"),
-        "errors": ("CkptToolError",),
-        "formats": ("open", "save"),
-        "models.reloading": ("reload",),
-        "models.skeleton": ("skeletons",),
-        "tensors.ref": ("TensorRef",),
-        "transforms.keys": ("add_prefix", "rename_keys", "strip_prefix"),
-        "transforms.selection": ("drop", "join_complex", "select", "slim", "split_complex", "with_metadata"),
-    },
-)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+else:
+    __getattr__, __dir__, __all__ = attributes(
+        __name__,
+        {
+            "": ("batchnorm", "errors", "metrics"),
+            "analysis.checks": ("diff", "digest", "verify"),
+            "checkpoint.checkpoint": ("Checkpoint",),
+            "checkpoint.state": ("State",),
+            "errors": ("CkptToolError",),
+            "formats": ("open", "save"),
+            "models.doctor": ("doctor",),
+            "models.reloading": ("reload",),
+            "models.skeleton": ("skeletons",),
+            "tensors.ref": ("TensorRef",),
+            "transforms.average": ("average",),
+            "transforms.complex_parts": ("join_complex", "split_complex"),
+            "transforms.keys": ("add_prefix", "rename_keys", "strip_prefix"),
+            "transforms.selection": ("drop", "select", "slim", "with_metadata"),
+        },
+    )

@@ -1,7 +1,7 @@
-"""Everything that can go wrong, as one family: what, in which file, and what to do next.
+"""The errors that the package raises on purpose: what is wrong, in which file, and what to do next.
 
 A training script can catch `CkptToolError` and show `str(error)` and `error.hint`. The command line maps
-each class to an exit code by `exit_code`; nothing here knows about it otherwise.
+each class to an exit code by `exit_code`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class CkptToolError(Exception):
 
     @property
     def message(self) -> str:
+        """The message without the hint: `str(error)`."""
         return str(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -42,7 +43,12 @@ def _rebuild(cls: type[CkptToolError], args: tuple[Any, ...], attributes: dict[s
 
 
 class FileError(CkptToolError):
-    """A fault of one file: the message begins with its path."""
+    """A fault of one file.
+
+    Attributes:
+        path: the file as it was named; the message begins with it.
+        reason: the message without the path.
+    """
 
     def __init__(self, path: str | os.PathLike[str], reason: str, *, hint: str | None = None) -> None:
         super().__init__(f"{os.fspath(path)}: {reason}", hint=hint)
@@ -51,7 +57,7 @@ class FileError(CkptToolError):
 
 
 class Unreadable(FileError):
-    """The file is missing, a folder, or may not be read."""
+    """The file is missing, is a folder, or may not be read."""
 
     kind = "unreadable"
 
@@ -63,19 +69,19 @@ class Damaged(FileError):
 
 
 class Unsupported(FileError):
-    """The file is whole but not something that can be read or written here."""
+    """The file is whole, but this package can't read or write it."""
 
     kind = "unsupported"
 
 
 class Refused(FileError):
-    """What was asked would lose or overwrite something; names the key and the way out."""
+    """The request would lose or overwrite something; the message names the key, the hint the way out."""
 
     kind = "refused"
 
 
 class NoState(FileError):
-    """No model state was found where one was looked for."""
+    """The file has no model state, or none where the caller looked for it."""
 
     kind = "no-state"
 
@@ -87,21 +93,27 @@ class Collision(CkptToolError):
 
 
 class NothingToDo(CkptToolError):
-    """The command found nothing that it should change."""
+    """The command found nothing to change."""
 
     kind = "nothing-to-do"
     exit_code = 1
 
 
 class CheckFailed(CkptToolError):
-    """What was loaded does not do what it should."""
+    """The state loads, but the model does not run with it."""
 
     kind = "check-failed"
     exit_code = 1
 
 
 class Mismatch(CkptToolError):
-    """A state does not fit a model. `missing`, `unexpected`: names; `mismatched`: (name, file, model)."""
+    """A state does not fit a model.
+
+    Attributes:
+        missing: names of the model that the file lacks.
+        unexpected: names of the file that the model does not have.
+        mismatched: (name, shape or type in the file, shape or type in the model).
+    """
 
     kind = "mismatch"
     exit_code = 1
@@ -122,16 +134,25 @@ class Mismatch(CkptToolError):
 
 
 class UsageFault(CkptToolError):
-    """The call can't be carried out as it was given, whatever the files hold."""
+    """The arguments of a call are wrong, whatever the files hold."""
 
     kind = "usage"
     exit_code = 2
 
 
 class OutputExists(UsageFault):
-    """The output already exists and may not be overwritten."""
+    """The output exists, and nothing allows overwriting it."""
 
     kind = "output-exists"
+
+
+class NeedsTorch(UsageFault, ImportError):
+    """Something was asked for that needs torch, which is not installed."""
+
+    kind = "needs-torch"
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} needs torch, which is not installed", hint="pip install 'ckpttool[torch]'")
 
 
 class RanksDiffer(CkptToolError):

@@ -1,4 +1,4 @@
-"""Package attributes that are imported when they are first used (PEP 562), so that start-up stays short."""
+"""Package attributes that are imported on first use (PEP 562), so that `import ckpttool` costs nothing."""
 
 from __future__ import annotations
 
@@ -8,27 +8,33 @@ from importlib import import_module
 
 def attributes(
     package: str, modules: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], object], list[str]]:
-    """Return a package's `__getattr__` and `__all__`.
+) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return a package's `__getattr__`, `__dir__` and `__all__`.
 
     Args:
         package: the package's `__name__`.
-        modules: the public names that each module of the package defines.
+        modules: for each module of the package, the public names that it defines; under `""` the modules
+            that are public themselves.
 
     Returns:
-        A function that imports the module of a public name, or a module of the package by its own name, and
-        raises AttributeError for any other name; and the list of all public names.
+        A function that imports a public name's module and returns what the name stands for. It raises
+        AttributeError for any other name, and NeedsTorch if the module imports torch and there is none.
+        A function that returns all public names, and their list.
     """
     home = {name: module for module, names in modules.items() for name in names}
 
     def __getattr__(name: str) -> object:
-        if name in home:
-            return getattr(import_module(f".{home[name]}", package), name)
+        if name not in home:
+            raise AttributeError(f"module '{package}' has no attribute '{name}'")
         try:
-            return import_module(f".{name}", package)
+            if not home[name]:
+                return import_module(f"{package}.{name}")
+            return getattr(import_module(f"{package}.{home[name]}"), name)
         except ModuleNotFoundError as error:
-            if error.name != f"{package}.{name}":
-                raise
-        raise AttributeError(f"module '{package}' has no attribute '{name}'")
+            if error.name == "torch":
+                from .errors import NeedsTorch
 
-    return __getattr__, list(home)
+                raise NeedsTorch(f"{package}.{name}") from error
+            raise
+
+    return __getattr__, lambda: sorted(home), list(home)

@@ -1,4 +1,4 @@
-"""What many tests need: the command line run in this process, and files that lie beside the repository."""
+"""Fixtures for many tests: the command line in this process or its own, and public checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.running import SHARED, Ran
 __all__ = ["run_ranks"]
 
 
-# Deterministic, so that a red run can be repeated; time varies too much on shared machines for a deadline.
+# Deterministic, so that a failure can be repeated; without a deadline, as time varies on shared machines.
 settings.register_profile(
     "here", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -29,7 +29,7 @@ settings.load_profile("here")  # another by `pytest --hypothesis-profile wide`
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """Runs a command in this process, errors handled as `main` does."""
+    """Return a function that runs a command in this process and handles errors as `main` does."""
 
     def run(*arguments: object) -> Ran:
         capsys.readouterr()
@@ -42,7 +42,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
 
 @pytest.fixture
 def process() -> Callable[..., subprocess.CompletedProcess[bytes]]:
-    """Runs `python -m ckpttool` in a process of its own."""
+    """Return a function that runs `python -m ckpttool` in a process of its own."""
 
     def run(*arguments: object, env: dict[str, str] | None = None, **given: Any) -> Any:
         given.setdefault("stdin", subprocess.DEVNULL) if "input" not in given else None
@@ -59,7 +59,7 @@ def process() -> Callable[..., subprocess.CompletedProcess[bytes]]:
 
 @pytest.fixture
 def resnet20() -> Path:
-    """A public checkpoint of 2018 in the legacy format, its keys under `module.`."""
+    """Return a public checkpoint of 2018 in the legacy format, with keys under `module.`."""
     path = SHARED / "data" / "checkpoints" / "resnet20-12fca82f.th"
     if not path.exists():
         pytest.skip(f"needs {path.name} in the folder `shared` beside the repository")

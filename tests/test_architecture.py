@@ -1,326 +1,174 @@
-"""Who may call whom: read from the imports, and from commands that run where torch can't be imported."""
+"""Who may import whom, read from the source; and the page that says so. Each test lists its offenders."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from types import FunctionType
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
+from tests.support.architecture_page import BEGIN, END, FOLDERS, PAGE, tables, write
+from tests.support.imports import FILES, PACKAGE, calls, first_line, floors, imports_of, own_imports, tree_of
 from tests.support.running import ROOT
 
-PACKAGE = ROOT / "ckpttool"
-ROOMS = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
-TRAIN = sorted((ROOT / "train").glob("*.py"))
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@dataclass(frozen=True)
-class Imported:
-    """One import: the full name of the module, and whether it happens only when a function is called."""
-
-    module: str
-    later: bool
-
-    @property
-    def top(self) -> str:
-        return self.module.partition(".")[0]
+def folder_of(path: Path) -> str:
+    """Return the folder of the package that a file lies in; empty beside the folders."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
 
 
-class _Imports(ast.NodeVisitor):
-    def __init__(self, package: str) -> None:
-        self.package = package.split(".")
-        self.found: list[Imported] = []
-        self.depth = 0
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.depth += 1
-        self.generic_visit(node)
-        self.depth -= 1
-
-    def visit_If(self, node: ast.If) -> None:
-        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
-            self.generic_visit(node)
-
-    def visit_Import(self, node: ast.Import) -> None:
-        self.found += [Imported(name.name, self.depth > 0) for name in node.names]
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        base = self.package[: len(self.package) - node.level + 1] if node.level else []
-        if node.module:
-            self.found.append(Imported(".".join([*base, node.module]), self.depth > 0))
-        else:  # from . import options, formats
-            self.found += [Imported(".".join([*base, name.name]), self.depth > 0) for name in node.names]
+def shown(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
 
 
-@cache
-def tree_of(room: Path) -> ast.Module:
-    return ast.parse((PACKAGE / room).read_text())
+def test_the_folders_are_those_of_the_plan() -> None:
+    found = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert found == set(FOLDERS)
 
 
-@cache
-def imports(room: Path) -> list[Imported]:
-    visitor = _Imports(".".join(["ckpttool", *room.parts[:-1]]))
-    visitor.visit(tree_of(room))
-    return visitor.found
-
-
-def node(name: str) -> str:
-    """A room of the library, or one of the two folders as a whole."""
-    parts = name.split(".")[1:]
-    return "" if not parts else parts[0]
-
-
-def calls(room: Path) -> Iterator[ast.Call]:
-    return (item for item in ast.walk(tree_of(room)) if isinstance(item, ast.Call))
-
-
-@pytest.mark.parametrize("room", ROOMS, ids=str)
-def test_only_the_command_line_knows_click_and_tqdm(room: Path) -> None:
-    if room.parts[0] != "cli":
-        assert not {found.top for found in imports(room)} & {"click", "tqdm"}
-
-
-@pytest.mark.parametrize("room", ROOMS, ids=str)
-def test_torch_is_imported_when_it_is_needed_or_the_first_line_says_so(room: Path) -> None:
-    at_once = [found for found in imports(room) if found.top in ("torch", "torchvision") and not found.later]
-    first_line = str(ast.get_docstring(tree_of(room))).splitlines()[0]
-    assert not at_once or "torch" in first_line.lower()
-
-
-@pytest.mark.parametrize("room", ROOMS, ids=str)
-def test_numpy_and_safetensors_are_never_imported_at_once(room: Path) -> None:
-    at_once = {found.top for found in imports(room) if not found.later}
-    assert not at_once & {"numpy", "safetensors"}
-
-
-@pytest.mark.parametrize("room", ROOMS, ids=str)
-def test_the_library_knows_nothing_of_the_trainer(room: Path) -> None:
-    assert "train" not in {found.top for found in imports(room)}
-
-
-@pytest.mark.parametrize("room", ROOMS, ids=str)
-def test_the_library_knows_nothing_of_the_command_line(room: Path) -> None:
-    if room.parts[0] != "cli" and room.name != "__main__.py":
-        assert "cli" not in {node(found.module) for found in imports(room) if found.top == "ckpttool"}
-
-
-@pytest.mark.parametrize("room", ROOMS, ids=str)
-def test_the_library_returns_values_and_never_prints(room: Path) -> None:
-    names = {call.func.id for call in calls(room) if isinstance(call.func, ast.Name)}
-    assert "print" not in names
-    assert "input" not in names
-
-
-GROUND = {"ahead", "checksum", "dtypes", "errors", "tensor", "transfer", "strided", "elements", "inert"}
-
-
-def test_the_ground_rests_on_nothing_above_it() -> None:
-    for name in GROUND:
-        found = {node(i.module) for i in imports(Path(f"{name}.py")) if i.top == "ckpttool"}
-        assert found <= GROUND, name
-
-
-# The page: every room stands in one of its tables, and imports only from those above it.
-
-PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-OPEN = ("formats", "diagnosis")  # folders whose files have a table of their own
-FOLDERS = {*OPEN, "cli"}
-
-
-def rows(text: str) -> list[str]:
-    """The rooms that a table names in its first column, in order, as modules: `formats`, `torch_zip`."""
-    first = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    return [name.strip("/").removesuffix(".py") for cell in first for name in re.findall(r"`([^`]+)`", cell)]
-
-
-def order() -> list[str]:
-    """All rooms from the ground up, those of a folder in the place of that folder."""
-    text = PAGE.partition("## Modules")[2].partition("## Who may call whom")[0]
-    whole, *inside = re.split(r"^Inside `", text, flags=re.MULTILINE)
-    found = rows(whole)
-    for part in inside:
-        folder = part.partition("/`")[0]
-        at = found.index(folder)
-        found[at:at] = [f"{folder}.{name}" for name in rows(part)]
-    return found
-
-
-def place(module: str) -> str:
-    """A module as the page names it: a room, also of a folder with a table; the command line is one."""
-    parts = module.split(".")[1:]
-    return ".".join(parts[:2]) if parts[:1] and parts[0] in OPEN else "".join(parts[:1])
-
-
-def named_rooms() -> dict[str, Path]:
-    """Every file that the page has to name, under its name there."""
-    inner = [room for room in ROOMS if room.name not in ("__init__.py", "__main__.py")]
-    return {place(".".join(["ckpttool", *room.with_suffix("").parts])): room for room in inner}
-
-
-def test_every_room_stands_in_the_table_of_the_page_once_and_nothing_else_does() -> None:
-    found = [name for name in order() if name not in FOLDERS | {"train"}]
-    assert sorted(found) == sorted(set(named_rooms()) - FOLDERS)
-
-
-@pytest.mark.parametrize("name", [name for name in named_rooms() if name not in FOLDERS])
-def test_a_room_imports_only_from_those_above_it_in_the_table(name: str) -> None:
-    above = order()[: order().index(name)]
-    used = {place(i.module) for i in imports(named_rooms()[name]) if i.top == "ckpttool"} - {"", name}
-    assert used <= set(above), f"{name} imports from below: {sorted(used - set(above))}"
-
-
-def test_the_order_can_tell_a_room_that_imports_from_below() -> None:
-    """Else the test above could not fail."""
-    assert order().index("errors") < order().index("formats.torch_zip") < order().index("cli")
-    assert place("ckpttool.formats.folders.dcp.NAME") == "formats.dcp"
-    assert [place(m) for m in ("ckpttool", "ckpttool.cli.inspect", "ckpttool.transforms.keys")] == [
-        "",
-        "cli",
-        "keys",
+def test_a_folder_imports_only_from_those_before_it() -> None:
+    order = {name: number for number, name in enumerate(("", *FOLDERS))}
+    offenders = [
+        f"{path.relative_to(PACKAGE)} imports {module}"
+        for path in FILES
+        if path.parent != PACKAGE
+        for module in own_imports(path)
+        if (PACKAGE / module.split(".")[1]).is_dir() and order[module.split(".")[1]] > order[folder_of(path)]
     ]
+    assert offenders == []
 
 
-@pytest.mark.parametrize("path", TRAIN, ids=lambda path: path.name)
-def test_no_file_of_the_trainer_bears_the_name_of_a_standard_module(path: Path) -> None:
-    """`torchrun train/main.py` puts that folder first on the path."""
-    assert path.stem not in sys.stdlib_module_names
+def test_no_imports_form_a_circle() -> None:
+    floors()
 
 
-def test_the_wheel_ships_the_library_alone() -> None:
+def test_a_folder_init_is_empty_or_lazy() -> None:
+    offenders = [
+        path
+        for path in PACKAGE.rglob("__init__.py")
+        if {each.module for each in imports_of(path) if not each.later}
+        - {"__future__", "typing", "ckpttool.lazy"}
+        and path.parent.name != "cli"
+    ]
+    assert shown(offenders) == []
+
+
+def test_only_the_command_line_imports_click_and_tqdm() -> None:
+    offenders = [
+        path
+        for path in FILES
+        if folder_of(path) != "cli" and {each.top for each in imports_of(path)} & {"click", "tqdm"}
+    ]
+    assert shown(offenders) == []
+
+
+def test_torch_is_imported_in_functions_or_by_a_file_whose_first_line_says_so() -> None:
+    offenders = [
+        path
+        for path in FILES
+        if {each.top for each in imports_of(path) if not each.later} & {"torch", "torchvision"}
+        and "torch" not in first_line(path).lower()
+    ]
+    assert shown(offenders) == []
+
+
+def test_numpy_and_safetensors_are_imported_in_functions() -> None:
+    libraries = {"numpy", "safetensors"}
+    offenders = [
+        path for path in FILES if {each.top for each in imports_of(path) if not each.later} & libraries
+    ]
+    assert shown(offenders) == []
+
+
+def test_the_library_knows_neither_the_trainer_nor_the_command_line() -> None:
+    offenders = [
+        path
+        for path in FILES
+        if path.name != "__main__.py"
+        and any(
+            each.top == "train" or (each.module.startswith("ckpttool.cli") and folder_of(path) != "cli")
+            for each in imports_of(path)
+        )
+    ]
+    assert shown(offenders) == []
+
+
+def test_the_library_returns_values_and_never_prints() -> None:
+    offenders = [
+        path
+        for path in FILES
+        if {call.func.id for call in calls(path) if isinstance(call.func, ast.Name)} & {"print", "input"}
+    ]
+    assert shown(offenders) == []
+
+
+def test_no_file_bears_the_name_of_a_library_that_it_stands_beside() -> None:
+    """`torchrun train/main.py` puts train/ first on the path: there no standard module may be hidden."""
+    in_train = [path for path in (ROOT / "train").glob("*.py") if path.stem in sys.stdlib_module_names]
+    in_package = [
+        path for path in FILES if path.stem in {"torch", "numpy", "io", "pickle", "select", "copy", "json"}
+    ]
+    assert shown(in_train + in_package) == []
+
+
+def test_the_docs_name_no_file_that_is_not_there() -> None:
+    """A path with a folder is looked for from the root; examples of users' files have no such folder."""
+    named = re.compile(
+        r"(?<![\w/.-])((?:ckpttool|train|tests|benchmarks|docs|examples)/[\w/.-]*\w\.(?:py|md))"
+    )
+    offenders = [
+        f"{page.name}: {name}"
+        for page in TEXTS
+        for name in named.findall(page.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    ]
+    assert offenders == []
+
+
+def test_the_tables_of_the_page_are_those_of_the_modules() -> None:
+    made = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    assert made == tables(), "docs/architecture.md is stale: run `make docs` and commit it"
+
+
+def test_every_module_says_in_its_first_line_what_it_is_for() -> None:
+    offenders = [path for path in FILES if not first_line(path) and path.name != "__main__.py"]
+    assert shown(offenders) == []
+
+
+def test_no_test_imports_another() -> None:
+    offenders = [
+        path
+        for path in (ROOT / "tests").rglob("*.py")
+        if re.search(r"^\s*(from|import) tests\.(\w+\.)*test_", path.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert shown(offenders) == []
+
+
+def test_the_wheel_ships_the_package_alone() -> None:
     if sys.version_info < (3, 11):
-        pytest.skip("tomllib is of Python 3.11")
+        pytest.skip("needs tomllib, which came with Python 3.11")
     import tomllib
 
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert build["targets"]["wheel"]["packages"] == ["ckpttool"]
 
 
-# Where torch can't be imported.
-
-
-@pytest.fixture
-def without_torch(tmp_path: Path) -> dict[str, str]:
-    """An environment in which importing torch, numpy or safetensors fails."""
-    for name in ("torch", "numpy", "safetensors", "torchvision"):
-        (tmp_path / "stubs" / name).mkdir(parents=True)
-        (tmp_path / "stubs" / name / "__init__.py").write_text(f"raise ImportError('{name} was imported')")
-    return os.environ | {"PYTHONPATH": str(tmp_path / "stubs")}
-
-
-def run(env: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ckpttool", *map(str, arguments)]
-    return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
-def test_the_stubs_do_hide_torch(without_torch: dict[str, str]) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", "import torch"], env=without_torch, capture_output=True, check=False
+def test_a_circle_would_be_found() -> None:
+    """Without this the test of circles could pass because nothing is read."""
+    heights = floors()
+    assert heights["ckpttool.errors"] == 0
+    assert (
+        heights["ckpttool.cli.inspect"]
+        > heights["ckpttool.formats.reading"]
+        > heights["ckpttool.tensors.ref"]
     )
-    assert b"torch was imported" in ran.stderr
+    assert isinstance(tree_of(PACKAGE / "errors.py"), ast.Module)
 
 
-@pytest.mark.parametrize(
-    "command", ["--help", "--version", "inspect --help", "strip-prefix --help", "reload --help"]
-)
-def test_help_needs_no_torch(command: str, without_torch: dict[str, str]) -> None:
-    assert run(without_torch, *command.split()).returncode == 0
-
-
-@pytest.mark.parametrize("kind", ["zip", "legacy", "safetensors"])
-@pytest.mark.parametrize("ending", [".pt", ".safetensors"])
-def test_the_torch_free_commands_read_and_write_every_file_without_it(
-    kind: str, ending: str, without_torch: dict[str, str], tmp_path: Path
-) -> None:
-    state = {"module.a": torch.arange(6).reshape(2, 3).t(), "module.b": torch.ones(2, dtype=torch.bfloat16)}
-    if kind == "safetensors":
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "in")
-    else:
-        torch.save({"model": state}, tmp_path / "in", _use_new_zipfile_serialization=kind == "zip")
-    for command in (
-        ["inspect", tmp_path / "in"],
-        ["inspect", tmp_path / "in", "--json"],
-        ["strip-prefix", tmp_path / "in", tmp_path / f"plain{ending}"],
-        ["add-prefix", tmp_path / f"plain{ending}", tmp_path / f"again{ending}"],
-        ["strip-prefix", tmp_path / "in", tmp_path / f"dry{ending}", "--dry-run", "--json"],
-    ):
-        ran = run(without_torch, *command)
-        assert ran.returncode == 0, ran.stderr
-
-
-@pytest.mark.parametrize(
-    "command", ["slim IN OUT.pt", "convert IN OUT/", "verify IN", "digest IN", "diff IN IN"]
-)
-def test_commands_that_only_read_and_move_bytes_need_no_torch(
-    command: str, without_torch: dict[str, str], tmp_path: Path
-) -> None:
-    (tmp_path / "stubs" / "numpy" / "__init__.py").unlink()  # values are looked at by numpy
-    (tmp_path / "stubs" / "numpy").rmdir()
-    torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "in.pt")
-    words = command.replace("IN", str(tmp_path / "in.pt")).replace("OUT", str(tmp_path / "out")).split()
-    assert run(without_torch, *words).returncode == 0
-
-
-def test_a_command_that_needs_torch_says_so_in_one_line(
-    without_torch: dict[str, str], tmp_path: Path
-) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt")
-    for command in (["reload"], ["doctor"]):
-        ran = run(without_torch, *command, tmp_path / "in.pt", "--model", "torchvision:resnet18")
-        assert ran.returncode == 3
-        assert ran.stderr == (
-            "error: a library can't be imported: torch was imported\nhint: pip install torch torchvision\n"
-        )
-
-
-def test_importing_the_library_imports_neither_torch_nor_the_command_line() -> None:
-    script = (
-        "import sys, ckpttool; print([n for n in ('torch', 'numpy', 'click', 'tqdm') if n in sys.modules])"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert ran.stdout == "[]\n"
-
-
-def test_importing_the_library_imports_no_room_of_it() -> None:
-    """`--help` and the completion of a shell wait for it."""
-    script = "import sys, ckpttool; print([n for n in sys.modules if n.startswith('ckpttool.')])"
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert ran.stdout == "[]\n"
-
-
-def test_every_public_name_is_there_for_use_and_for_the_type_checker_and_hides_no_room() -> None:
-    import ckpttool
-
-    tree = ast.parse(Path(ckpttool.__file__).read_text())
-    typed = [
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level
-        for alias in node.names
-    ]
-    assert sorted(typed) == sorted(ckpttool.__all__)
-    assert set(ckpttool.__all__) <= set(dir(ckpttool))
-    assert not set(ckpttool.__all__) & set(named_rooms())
-    for name in ckpttool.__all__:
-        assert isinstance(getattr(ckpttool, name), FunctionType | type), name
-
-
-def test_a_room_is_an_attribute() -> None:
-    import ckpttool
-
-    assert isinstance(ckpttool.files.digest.digest, FunctionType)
-
-
-def test_a_name_that_is_not_public_is_not_there() -> None:
-    import ckpttool
-
-    assert not hasattr(ckpttool, "no_such_name")
+if __name__ == "__main__":
+    write()

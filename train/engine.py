@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
-from ckpttool.batchnorm.sync_batchnorm import SyncBatchNorm
+from ckpttool.batchnorm import RunningStatistics, SyncBatchNorm
 from ckpttool.distributed import collectives
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate
@@ -32,11 +32,7 @@ from train.launch import Place
 from train.loading import load
 from train.optimizers import build_optimizer, build_scheduler
 from train.plan import Plan, Step
-from train.running_statistics import RunningStatistics
 from train.samples import count
-
-IGNORED = "_ddp_params_and_buffers_to_ignore"
-"""The model attribute that lists the names DDP must ignore."""
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -91,9 +87,6 @@ class Trainer:
         if config.batchnorm == "sync":
             batchnorm.to_sync(model)
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
-        if self.statistics:
-            ignored = {*getattr(model, IGNORED, ()), *self.statistics.buffer_names(model)}
-            setattr(model, IGNORED, sorted(ignored))
         self.ddp = DistributedDataParallel(model, device_ids=devices)
         self.optimizer = build_optimizer(config, self.ddp)
         self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps)
@@ -152,16 +145,13 @@ class Trainer:
 
     @contextlib.contextmanager
     def one_model(self) -> Iterator[None]:
-        """Give every rank the same buffers inside the block. A collective.
+        """Give every rank rank 0's buffers, as DDP does before each forward pass. A collective.
 
-        Outside it they differ, and rightly so: each rank's BatchNorm has seen different samples. They become
-        rank 0's, as DDP makes them before each forward pass, and stay so; but `pooled` statistics become
-        those of all samples, and each rank's own are restored afterwards.
+        They may differ: each rank's plain BatchNorm has seen different samples.
         """
         apart = getattr(self.ddp, "parameters_to_ignore", ())
         collectives.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
-        with self.statistics.pooled() if self.statistics else contextlib.nullcontext():
-            yield
+        yield
 
     def _take(self, step: Step, batches: Iterator[Batch]) -> None:
         """Take one optimizer step. Every rank runs backward exactly once with gradient synchronisation."""
@@ -181,6 +171,8 @@ class Trainer:
             self.sums[1] += (scores.detach().argmax(dim=1) == labels).sum()
             self.sums[2] += len(labels)
         self._check_gradients()
+        if self.statistics:
+            self.statistics.end_step()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.scheduler.step()

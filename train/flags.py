@@ -185,7 +185,7 @@ def _add_training_flags(parser: argparse.ArgumentParser) -> None:
         choices=BATCHNORMS,
         default=default.batchnorm,
         help="plain (the default): normalise by each rank's samples, keep rank 0's statistics; sync: by all "
-        "ranks' samples; pooled: as plain, but evaluate and save the statistics of all ranks",
+        "ranks' samples; pooled: as plain, but with the running statistics of all ranks' samples",
     )
     add(
         "--seed",

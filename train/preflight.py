@@ -11,13 +11,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
+from ckpttool.batchnorm import RunningStatistics
 from ckpttool.errors import UsageFault
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import make_plan
 from train.launch import Place
 from train.plan import Plan, deal
-from train.running_statistics import RunningStatistics
 from train.samples import Samples
 
 

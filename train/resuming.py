@@ -89,8 +89,6 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
         )
     if len(saved["base_lrs"]) != len(own["base_lrs"]):
         raise Damaged(path, "scheduler.base_lrs has another length than it was saved with")
-    if trainer.statistics and len(state.get("statistics", ())) != ranks:
-        raise Damaged(path, f"lacks the statistics of some of {ranks} ranks")
 
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
@@ -154,8 +152,6 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)
     if len(states) == trainer.place.world_size:
-        if trainer.statistics:
-            trainer.statistics.put_back(state["statistics"][rank])
         trainer.sums.copy_(torch.tensor(sums[rank], dtype=torch.float64))
         random_state.put_back(states[rank])
         return

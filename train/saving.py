@@ -39,7 +39,6 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "model": collectives.compare(model, "before saving", hint=ON_SOME_RANKS),
         "optimizer": collectives.compare(named_optimizer(optimizer), "before saving", hint=ON_SOME_RANKS),
     }
-    own = {"statistics": collectives.gather(trainer.statistics.take())} if trainer.statistics else {}
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -53,7 +52,6 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "config": trainer.config.plain(),
         "digests": digests,
         "versions": versions(trainer.place.device),
-        **own,
     }
     digests["run"] = digest_of_run(state)
     return state

@@ -1,12 +1,17 @@
 """Each rank has other classes, as when data can't be moved: the training data of `running_statistics`.
 
-`digits_by_class.py:shards` for `--data`, `digits_by_class.py:network` for `--model`.
+`digits_by_class.py:shards` for `--data`, `digits_by_class.py:network` for `--model`. With STATISTICS=FOLDER
+in the environment, the network also keeps the running statistics of this rank's samples alone, as plain
+BatchNorm would, and saves them as FOLDER/statistics<rank>.pt after each training step.
 """
 
 from __future__ import annotations
 
+import copy
 import os
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
@@ -43,7 +48,7 @@ def shards() -> tuple[Shard, Samples]:
 
 
 def network(num_classes: int = CLASSES) -> nn.Sequential:
-    return nn.Sequential(
+    model = nn.Sequential(
         nn.Flatten(),
         nn.Linear(64, 64),
         nn.BatchNorm1d(64),
@@ -53,3 +58,22 @@ def network(num_classes: int = CLASSES) -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(64, num_classes),
     )
+    if "STATISTICS" in os.environ:
+        for layer in model:
+            if isinstance(layer, nn.BatchNorm1d):
+                layer.alone = [copy.deepcopy(layer)]  # in a list: not a part of the model, but copied with it
+                layer.register_forward_hook(_update_alone)
+        model.register_forward_hook(_save_alone)
+    return model
+
+
+def _update_alone(layer: Any, given: tuple[Tensor], output: Tensor) -> None:
+    if layer.training:
+        layer.alone[0](given[0].detach())
+
+
+def _save_alone(model: nn.Module, given: tuple[Tensor], output: Tensor) -> None:
+    if model.training:
+        kept = {path: layer.alone[0] for path, layer in model.named_modules() if hasattr(layer, "alone")}
+        buffers = {f"{path}.{name}": b for path, layer in kept.items() for name, b in layer.named_buffers()}
+        torch.save(buffers, f"{os.environ['STATISTICS']}/statistics{os.environ['RANK']}.pt")

@@ -1,19 +1,22 @@
-"""What differs between two checkpoints, by contents, whatever their formats.
+"""The differences between two checkpoints, by contents, whatever their formats.
 
-The model's state is compared tensor by tensor under the names it has there; everything else, as far as both
-formats could hold it, under its dotted name in the file. Types of plain containers (list or tuple, dict or
-OrderedDict), the text that a numeric key may have become, and the order of names make no difference.
+The model's state is compared tensor by tensor under the names it has there; everything else that both formats
+can hold, under its dotted name in the file. Types of plain containers (list or tuple, dict or OrderedDict),
+numeric keys that became text, and the order of names make no difference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, count
 from typing import NamedTuple
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checksums import Checksums
 from ..checkpoint.dotted_names import MAX_NAMES, contents
+from ..checkpoint.rebuilt_tensors import tensor_like
+from ..checkpoint.state import State
+from ..checkpoint.tensor_likes import TensorLike
 from ..errors import NoState, Unsupported
 from ..files.copying import Progress
 from ..inert_pickle.values import Record, tensor_of
@@ -21,21 +24,24 @@ from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Storage, TensorRef
 from .compare_values import Pair, distances, unravelled
 from .distances import Distance, has_numbers
+from .entries import both_by_name
 from .equality import Bare, Tolerance, bare_names, in_words, same_value, shared, unchanged
+from .norms import Norms, norms
 
 HOLD_ALL = ("torch-zip", "torch-legacy", "torch-tar", "dcp")
-"""The formats that can hold more than a model's state."""
+"""The formats that hold more than a model's state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something that both files have under the same name, but differs.
+    """A name that both files have, with contents that differ.
 
     Attributes:
         why: `shape`, `dtype` or `values` of a tensor; `type` or `value` of anything else.
-        a, b: what each file has, in a few words.
-        distance: how far apart the values are; None where they were not compared.
+        a, b: the contents in each file, in a few words.
+        distance: how far apart the values are; None when they were not compared.
         index: the place of the largest difference, along each axis.
+        norms: of both tensors and of their difference; None when the values were not compared as numbers.
     """
 
     name: str
@@ -44,20 +50,21 @@ class Change:
     b: str
     distance: Distance | None = None
     index: tuple[int, ...] | None = None
+    norms: Norms | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What differs.
+    """The outcome of a comparison.
 
     Attributes:
-        only_a, only_b: names that the other file does not have; of what is beside the model's state the
-            shortest that say it.
+        only_a, only_b: names that the other file lacks; outside the model's state, the shortest that cover
+            them.
         changed: in the order of the first file, the model's state first.
-        tensors: how many pairs of tensors were compared.
-        aside_a, aside_b: what one file has beside the model's state and was not looked for in the other,
-            whose format could not hold it.
-        matched_without_prefix: how many more names would be in both files without wrappers' prefixes.
+        tensors: the number of pairs of tensors that were compared.
+        aside_a, aside_b: names outside the model's state that were not looked for in the other file, whose
+            format could not hold them.
+        matched_without_prefix: how many more names both files would share without wrappers' prefixes.
     """
 
     only_a: tuple[str, ...]
@@ -83,23 +90,29 @@ def compare(
     model_only: bool = False,
     ignore_prefix: bool = False,
     progress: Progress | None = None,
+    verify: bool = True,
 ) -> Comparison:
-    """Compares two checkpoints by contents. Constant memory, whatever their size.
+    """Compare two checkpoints by contents, in constant memory.
 
     Args:
-        tolerance: what counts as the same; None for the same bits. With it tensors of different types are
-            compared by value, and numbers beside the tensors too.
-        state: dotted path of the model's state in both files, or in one of them; found when None. When it is
-            given, only the states are compared.
-        model_only: compares only the states.
-        ignore_prefix: names are the same when they differ only in wrappers' prefixes.
-        progress: called with numbers of bytes, those of the first file.
+        a, b: the checkpoints.
+        tolerance: the distance within which values are the same; None for the same bits. With it, tensors of
+            different types are compared by value, and so are numbers outside the tensors.
+        state: dotted path of the model's state in both files, or in one of them; found when None. When given,
+            only the states are compared.
+        model_only: compare only the states.
+        ignore_prefix: names that differ only in wrappers' prefixes are the same.
+        progress: called with the number of bytes of `a` after each piece.
+        verify: compare what is read with the checksums that the files state.
 
     Raises:
-        NoState: there is no model's state at `state`, or with `model_only` none at all.
-        Damaged: a file ends early.
+        NoState: neither file has a state at `state`; or a file has none at all, and `state` or `model_only`
+            asks for one.
+        Damaged: bytes do not match their checksum, or a file ends early.
+        Unsupported: the dotted names need too much memory.
+        Refused: an expanded tensor, in only one of the files, more than 64 GiB larger than its bytes.
     """
-    states = _states(a, b, state, needed=model_only)
+    states = both_states(a, b, state, needed=model_only)
     work = _Comparing(tolerance)
     aside: tuple[tuple[str, ...], tuple[str, ...]] = (), ()
     gained = 0
@@ -114,18 +127,36 @@ def compare(
             )
             bare = unchanged, unchanged
         work.tensors(mine.tensors, theirs.tensors, bare)
+        sides = _Sides(a.path, bare=bare)
+        work.trees(_likes(mine), _likes(theirs), sides)
         if state is None and not model_only:
             if _compares_all(a, mine) and _compares_all(b, theirs):
-                work.trees(mine.others, theirs.others, _Sides(a.path, bare=bare))
+                work.trees(_plain_values(mine), _plain_values(theirs), sides)
                 sides = _Sides(a.path, (mine.anchor, theirs.anchor), bare)
                 work.trees(a.tree if mine.path else {}, b.tree if theirs.path else {}, sides)
             else:
                 aside = _beside(a, mine), _beside(b, theirs)
-    return work.result(progress, aside, gained)
+    used = (work.storages(0), work.storages(1)) if verify else ((), ())
+    with Checksums(a, used[0]) as sums_of_a, Checksums(b, used[1]) as sums_of_b:
+        found = work.result(progress, aside, gained)
+        sums_of_a.finish()
+        sums_of_b.finish()
+    return found
 
 
-def _states(a: Checkpoint, b: Checkpoint, where: str | None, *, needed: bool) -> tuple[State, State] | None:
-    """Both models' states; one file may have just the state that is at `where` in the other."""
+def both_states(
+    a: Checkpoint, b: Checkpoint, where: str | None, *, needed: bool = False
+) -> tuple[State, State] | None:
+    """Return both models' states; None when a file has none, and none is needed.
+
+    Args:
+        a, b: the checkpoints.
+        where: dotted path of the state in both, or in one of them, whose state the other file then is.
+        needed: refuse a file without a state.
+
+    Raises:
+        NoState: neither file has a state at `where`; or a file has none at all, and one is needed.
+    """
     found = _state(a, where), _state(b, where)
     if where is not None and not any(found):
         a.state(where)
@@ -144,19 +175,32 @@ def _state(checkpoint: Checkpoint, where: str | None) -> State | None:
         return None
 
 
+def _likes(state: State) -> dict[object, object]:
+    """Return the tensors of a state that are not plain ones."""
+    return {name: value for name, value in state.others.items() if name in state.likes}
+
+
+def _plain_values(state: State) -> dict[object, object]:
+    """Return the entries of a state that are no tensors."""
+    return {name: value for name, value in state.others.items() if name not in state.likes}
+
+
 def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
-    return (*state.others, *checkpoint.outside(state))
+    return (*(str(name) for name in _plain_values(state)), *checkpoint.outside(state))
 
 
 def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
-    """Whether a file lacks what it lacks by choice, and not because its format holds only tensors."""
+    """Return whether a file's format could hold what the file lacks."""
     return checkpoint.format in HOLD_ALL or bool(_beside(checkpoint, state))
 
 
 class _Sides(NamedTuple):
-    """What to leave out of a walk through both trees, and how their names are distinguished.
+    """The way two trees are walked.
 
-    `states`: what holds the model's state in each tree, which was compared by itself.
+    Attributes:
+        path: the first file, for messages.
+        states: the object that holds the model's state in each tree, which is compared separately.
+        bare: the rules under which names are the same.
     """
 
     path: str
@@ -165,7 +209,7 @@ class _Sides(NamedTuple):
 
 
 class _Comparing:
-    """One comparison: what differs by name, and the pairs of tensors whose values are still to be read."""
+    """One comparison: the differences found, and the pairs of tensors whose values are still to be read."""
 
     def __init__(self, tolerance: Tolerance | None) -> None:
         self.tolerance = tolerance
@@ -177,7 +221,7 @@ class _Comparing:
     def tensors(
         self, a: Mapping[str, TensorRef], b: Mapping[str, TensorRef], bare: tuple[Bare, Bare]
     ) -> None:
-        """Two states by name."""
+        """Compare two states by name."""
         theirs = {bare[1](name): name for name in b}
         for name, tensor in a.items():
             other = theirs.pop(bare[0](name), None)
@@ -198,29 +242,37 @@ class _Comparing:
         else:
             self.pairs.append((len(self.changes), Pair(name, a, b)))
 
+    def storages(self, side: int) -> Iterator[tuple[str, Storage]]:
+        """Yield what is read of one of the files, by the names of the tensors that use it."""
+        return ((pair.name, (pair.a, pair.b)[side].storage) for _, pair in self.pairs)
+
     def trees(self, a: object, b: object, sides: _Sides) -> None:
-        """Two trees of values by dotted names, each pair of containers once."""
+        """Compare two trees by dotted names, each pair of containers once."""
         seen: set[tuple[int, int]] = set()
-        room = MAX_NAMES
+        left = MAX_NAMES
         stack: list[tuple[str, object, object]] = [("", a, b)]
         while stack:
             name, x, y = stack.pop()
+            mine, theirs = tensor_like(x), tensor_like(y)
+            if mine and theirs and mine.known and theirs.known:
+                self.likes(name, mine, theirs)
+                continue
             inside = contents(x), contents(y)
             if None in inside or _type_of_record(x) != _type_of_record(y):
                 self.value(name, x, y, sides)
             elif (id(x), id(y)) not in seen:
                 seen.add((id(x), id(y)))
-                mine, theirs = _both_by_name(x, y, sides.bare)
-                below = list(self._below(f"{name}." if name else "", mine, theirs, sides))
-                room -= sum(len(path) for path, _, _ in below)
-                if room < 0:
+                pair = both_by_name(x, y, sides.bare)
+                below = list(self._below(f"{name}." if name else "", *pair, sides))
+                left -= sum(len(path) for path, _, _ in below)
+                if left < 0:
                     raise Unsupported(sides.path, "its dotted names need too much memory")
                 stack.extend(reversed(below))
 
     def _below(
         self, path: str, mine: dict[str, object], theirs: dict[str, object], sides: _Sides
     ) -> Iterator[tuple[str, object, object]]:
-        """Compares what both containers have under the same name; reports what only one has."""
+        """Yield the names that both containers have; record those that only one has."""
         for each, state in ((mine, sides.states[0]), (theirs, sides.states[1])):
             for name in [name for name, value in each.items() if state is not None and value is state]:
                 del each[name]
@@ -231,8 +283,17 @@ class _Comparing:
                 self.only[0].append(path + name)
         self.only[1].extend(path + name for name in theirs if name not in mine)
 
+    def likes(self, name: str, a: TensorLike, b: TensorLike) -> None:
+        """Compare two tensors that are not plain ones, by what they are and part by part."""
+        if str(a) != str(b) or a.parts.keys() != b.parts.keys():
+            self.tensors_seen += 1
+            self.changes.append(Change(name, "shape" if a.shape != b.shape else "value", str(a), str(b)))
+            return
+        for part, tensor in a.parts.items():
+            self.tensor(f"{name}.{part}", tensor, b.parts[part])
+
     def value(self, name: str, x: object, y: object, sides: _Sides) -> None:
-        """Two things of which at least one is not a container."""
+        """Compare two values of which at least one is not a container."""
         a, b = _as_tensor(x), _as_tensor(y)
         if a is not None and b is not None:
             self.tensor(name, a, b)
@@ -243,43 +304,18 @@ class _Comparing:
     def result(
         self, progress: Progress | None, aside: tuple[tuple[str, ...], tuple[str, ...]], gained: int
     ) -> Comparison:
-        """Reads the values, and puts what differs in the order of the first file."""
+        """Read the values, and put the differences in the order of the first file."""
         place = {id(pair): before for before, pair in self.pairs}
         changes = [(before, 1, change) for before, change in enumerate(self.changes)]
-        for pair, found in distances((pair for _, pair in self.pairs), self.tolerance, progress):
+        differ = list(distances((pair for _, pair in self.pairs), self.tolerance, progress))
+        measured = norms([(pair.a, pair.b) for pair, _ in differ])
+        for (pair, found), lengths in zip(differ, measured, strict=True):
             index = None if found.where is None else unravelled(found.where, pair.a.shape)
-            change = Change(pair.name, "values", in_words(pair.a), in_words(pair.b), found, index)
+            change = Change(pair.name, "values", in_words(pair.a), in_words(pair.b), found, index, lengths)
             changes.append((place[id(pair)], 0, change))
         changes.sort(key=lambda change: change[:2])
         only = tuple(self.only[0]), tuple(self.only[1])
         return Comparison(*only, tuple(c for _, _, c in changes), self.tensors_seen, *aside, gained)
-
-
-def _both_by_name(
-    x: object, y: object, bare: tuple[Bare, Bare]
-) -> tuple[dict[str, object], dict[str, object]]:
-    """What is in two containers by name; in two sets, equals have one name, and the rest goes by order."""
-    if not (isinstance(x, set | frozenset) and isinstance(y, set | frozenset)):
-        return _by_name(x, bare[0]), _by_name(y, bare[1])
-    names = {element: str(index) for index, element in enumerate(x)}
-    spare = chain((name for element, name in names.items() if element not in y), map(str, count(len(x))))
-    theirs = {names[element] if element in names else next(spare): element for element in y}
-    return {name: element for element, name in names.items()}, theirs
-
-
-def _by_name(container: object, bare: Bare) -> dict[str, object]:
-    """What is in a container by name; where two are alike (0 and '0') the later is marked."""
-    found: dict[str, object] = {}
-    for name, value in contents(container) or ():
-        if name is None:
-            if isinstance(container, Record):  # the attributes of an object
-                found.update(_by_name(value, bare) if isinstance(value, dict) else {"": value})
-            continue
-        name = bare(name)
-        while name in found:
-            name += "'"
-        found[name] = value
-    return found
 
 
 def _type_of_record(value: object) -> str:

@@ -1,41 +1,37 @@
-"""Tensors of two files side by side, read in step: bytes first, numbers only where bytes differ.
+"""The values of two files' tensors, read in step: first as bytes, as numbers only where the bytes differ.
 
-What is plain bytes in both files is compared as bytes, in pieces, on several cores; memory holds a few
+Tensors that are plain bytes in both files are compared in pieces, on several cores; memory holds a few
 pieces.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
 from ..files.copying import Progress
-from ..files.threads import cores, in_order
+from ..files.threads import cores, cut, map_pieces
 from ..tensors.ref import ByteRange, TensorRef
 from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
 from .distances import Distance, Measure, measurer
 from .equality import Tolerance
 
 READ = 1 << 17
-"""Bytes of each file read at a time: two of them stay in the processor's cache while they are compared."""
+"""Bytes read of each file at a time; both pieces stay in the processor's cache while they are compared."""
 
 ELEMENTS = 1 << 16
-"""Elements compared at a time where values must be made."""
+"""Elements compared at a time when values must be computed."""
 
 PIECE = 16 << 20
-"""Bytes compared as one job."""
-
-MANY = 500
-"""Small tensors compared as one job at most."""
+"""Bytes of a tensor compared by one thread; values that must be computed are all compared by one."""
 
 WORKERS = 4
 
 
 class Pair(NamedTuple):
-    """A tensor of each file, of one shape. Types that differ need a tolerance."""
+    """A tensor of each file, of one shape; types may differ only when there is a tolerance."""
 
     name: str
     a: TensorRef
@@ -45,12 +41,14 @@ class Pair(NamedTuple):
 def distances(
     pairs: Iterable[Pair], tolerance: Tolerance | None = None, progress: Progress | None = None
 ) -> Iterator[tuple[Pair, Distance]]:
-    """How far apart each pair is, in the order given; those without a difference are not mentioned.
+    """Yield the pairs that differ, with their distance, in the order given.
 
-    Without a tolerance two elements are the same when their bits are: -0.0 is not 0.0 then, and two NaNs may
+    Without a tolerance two elements are the same when their bits are: -0.0 differs from 0.0, and two NaNs may
     differ, at a distance of nothing.
 
     Args:
+        pairs: the pairs.
+        tolerance: the distance within which elements are the same; None for the same bits.
         progress: called with the number of bytes of `a` after each piece.
 
     Raises:
@@ -58,98 +56,73 @@ def distances(
         Refused: an expanded tensor, in only one of the files, more than 64 GiB larger than its bytes.
     """
     so_far = Distance(0)
-    for done in in_order(_jobs(pairs, tolerance), cores(WORKERS)):
-        for piece in done:
-            so_far += piece.found
-            if progress and piece.nbytes:
-                progress(piece.nbytes)
-            if piece.of is not None:
-                if so_far.differ:
-                    yield piece.pair, replace(so_far, of=piece.of)
-                so_far = Distance(0)
+    for piece, found in map_pieces(_compare, _pieces(pairs, tolerance), cores(WORKERS)):
+        so_far += found
+        if progress and piece.nbytes:
+            progress(piece.nbytes)
+        if piece.is_last:
+            if so_far.differ:
+                yield piece.pair, replace(so_far, of=piece.pair.a.numel)
+            so_far = Distance(0)
 
 
-class _Done(NamedTuple):
-    """What came of a piece. `of`: the elements of the whole tensor, only with its last piece."""
+class _Piece(NamedTuple):
+    """A stretch of two tensors.
 
-    pair: Pair
-    found: Distance
-    nbytes: int
-    of: int | None
-
-
-class _Plain(NamedTuple):
-    """Two stretches of bytes that hold the same elements of one type."""
+    Attributes:
+        plain: the byte ranges that hold the same elements of one type; None for the whole of two tensors
+            whose values must be computed.
+        first: the number of the first element.
+        nbytes: of the first tensor's values.
+        is_last: whether nothing of the tensors comes after it.
+    """
 
     pair: Pair
-    a: ByteRange
-    b: ByteRange
-    first: int
-    itemsize: int
     measure: Measure
-    of: int | None
+    plain: tuple[ByteRange, ByteRange] | None
+    first: int
+    nbytes: int
+    is_last: bool
 
 
-def _jobs(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[Callable[[], list[_Done]]]:
-    """Pieces of large tensors each for itself; small ones together, for a thread costs time too."""
-    small: list[_Plain] = []
-    held = 0
+def _pieces(pairs: Iterable[Pair], tolerance: Tolerance | None) -> Iterator[_Piece]:
+    """Cut pairs that are plain bytes of one type into pieces; other pairs are one piece each."""
     for pair in pairs:
-        measure = measurer(pair.a.dtype, pair.b.dtype, tolerance)
-        plain = list(_pieces(pair, measure))
-        if small and (held >= PIECE or len(small) >= MANY or len(plain) != 1):
-            yield partial(_compare_all, small)
-            small, held = [], 0
-        if not plain:  # values that must be made are read here, and not in a thread that others wait for
-            yield partial(list, [_in_step(pair, measure)])
-        elif len(plain) > 1:
-            yield from (partial(_compare_all, [piece]) for piece in plain)
-        else:
-            small += plain
-            held += pair.a.nbytes
-    if small:
-        yield partial(_compare_all, small)
+        _, a, b = pair
+        measure = measurer(a.dtype, b.dtype, tolerance)
+        mine, theirs = (each.data if each.is_plain else None for each in (a, b))
+        if a.dtype is not b.dtype or not (isinstance(mine, ByteRange) and isinstance(theirs, ByteRange)):
+            yield _Piece(pair, measure, None, 0, a.nbytes, True)
+            continue
+        for start, size in cut(a.nbytes, PIECE) if a.nbytes else [(0, 0)]:
+            both, first = (mine.part(start, size), theirs.part(start, size)), start // a.dtype.itemsize
+            yield _Piece(pair, measure, both, first, size, start + size == a.nbytes)
 
 
-def _pieces(pair: Pair, measure: Measure) -> Iterator[_Plain]:
-    """Two tensors whose values are plain bytes of one type, cut into pieces; nothing for other tensors."""
-    _, a, b = pair
-    if a.dtype is not b.dtype or not (a.is_plain and b.is_plain):
-        return
-    mine, theirs = a.data, b.data
-    if not (isinstance(mine, ByteRange) and isinstance(theirs, ByteRange)):
-        return
-    for start in range(0, max(mine.nbytes, 1), PIECE):
-        size = min(PIECE, mine.nbytes - start)
-        both = mine.part(start, size), theirs.part(start, size)
-        of = a.numel if start + size == mine.nbytes else None
-        yield _Plain(pair, *both, start // a.dtype.itemsize, a.dtype.itemsize, measure, of)
+def _compare(piece: _Piece) -> tuple[_Piece, Distance]:
+    """Compare a piece.
 
-
-def _compare_all(pieces: list[_Plain]) -> list[_Done]:
-    return [_compare(piece) for piece in pieces]
-
-
-def _compare(piece: _Plain) -> _Done:
-    """bytearrays are compared by memcmp; memoryviews go element by element, 20 times as slowly."""
+    Full chunks are compared as bytearrays, by memcmp; memoryviews are compared element by element, 20 times
+    as slowly.
+    """
+    if piece.plain is None:
+        return piece, _in_step(piece.pair, piece.measure)
     found, first = Distance(0), piece.first
-    size = min(READ, piece.a.nbytes)
+    size = min(READ, piece.nbytes)
     mine, theirs = bytearray(size), bytearray(size)
-    for a, b in zip(piece.a.chunks(memoryview(mine)), piece.b.chunks(memoryview(theirs)), strict=True):
+    chunks = (data.chunks(memoryview(to)) for data, to in zip(piece.plain, (mine, theirs), strict=True))
+    for a, b in zip(*chunks, strict=True):
         same = mine == theirs if len(a) == size else bytes(a) == bytes(b)
         if not same:
             found += piece.measure(a, b, first)
-        first += len(a) // piece.itemsize
-    return _Done(piece.pair, found, piece.a.nbytes, piece.of)
+        first += len(a) // piece.pair.a.dtype.itemsize
+    return piece, found
 
 
-def _in_step(pair: Pair, measure: Measure) -> _Done:
-    """Values of any layout and type. What both repeat by a stride of 0 is compared once."""
+def _in_step(pair: Pair, measure: Measure) -> Distance:
+    """Compare values of any layout and type; what both repeat by a stride of 0 is compared once."""
     name, a, b = pair
-    shape = tuple(
-        n if one or other else min(n, 1) for n, one, other in zip(a.shape, a.stride, b.stride, strict=True)
-    )
-    once, other = replace(a, shape=shape), replace(b, shape=shape)
+    once, other = repeated_once(a, b)
     found, first = Distance(0), 0
     for side in (once, other):
         require_bounded(name, side, MAX_REPEATED)
@@ -158,18 +131,26 @@ def _in_step(pair: Pair, measure: Measure) -> _Done:
         if a.dtype is not b.dtype or x != y:
             found += measure(memoryview(x), memoryview(y), first)
         first += len(x) // a.dtype.itemsize
-    if found.where is not None and shape != a.shape:
-        found = replace(found, where=_place(found.where, shape, a.shape)).times(a.numel // once.numel)
-    return _Done(pair, found, a.nbytes, a.numel)
+    if found.where is not None and once.shape != a.shape:
+        found = replace(found, where=_place(found.where, once.shape, a.shape)).times(a.numel // once.numel)
+    return found
+
+
+def repeated_once(a: TensorRef, b: TensorRef) -> tuple[TensorRef, TensorRef]:
+    """Return two tensors of one shape with what both repeat by a stride of 0 there once."""
+    shape = tuple(
+        n if one or other else min(n, 1) for n, one, other in zip(a.shape, a.stride, b.stride, strict=True)
+    )
+    return replace(a, shape=shape), replace(b, shape=shape)
 
 
 def _place(where: int, within: Sequence[int], shape: Sequence[int]) -> int:
-    """An element's number in a tensor of which the other shape is a corner."""
+    """Return an element's number in a tensor, from its number in a corner of that tensor."""
     return sum(i * math.prod(shape[axis + 1 :]) for axis, i in enumerate(unravelled(where, within)))
 
 
 def unravelled(where: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """An element's index along each axis, of its number in row-major order."""
+    """Return an element's index along each axis, from its number in row-major order."""
     index = []
     for size in reversed(shape):
         where, i = divmod(where, size)

@@ -1,7 +1,7 @@
-"""How far apart the numbers of two tensors are. Imports numpy when it is called.
+"""The distance between the numbers of two tensors. Imports numpy when it is called.
 
-Floats are compared as float64, which holds every one of them; integers exactly, with floats too; complex
-numbers by the magnitude of their difference.
+Floats are compared as float64, which holds each of them; integers exactly, with floats too; complex numbers
+by the magnitude of their difference.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 1
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How two tensors of one shape differ.
+    """The distance between two tensors of one shape.
 
     Attributes:
-        differ: elements that are not the same: their bits differ, or they are further apart than tolerated.
-        of: how many elements the tensor has; 0 for a stretch of one.
-        nans: of those that differ, how many are NaN on only one side; no distance counts them.
-        max_abs: the largest |a - b|, exact for integers; None where no two numbers could be compared.
+        differ: elements that differ: in their bits, or by more than the tolerance.
+        of: the number of elements of the tensor; 0 for a piece of one.
+        nans: elements that differ and are NaN on one side only; no distance counts them.
+        max_abs: the largest |a - b|, exact for integers; None when no two numbers could be compared.
         max_rel: the largest |a - b| / |b|; infinite where b is 0.
-        max_ulp: the largest number of steps from one number to the other, in their type; None for integers
-            and between types.
-        where: the place of the largest difference, in row-major order; that of a NaN before all others.
+        max_ulp: the most steps from one number to the other, in their type; None for integers and between
+            types.
+        where: the place of the largest difference in row-major order; a NaN's place takes precedence.
         a, b: the numbers at that place.
     """
 
@@ -48,7 +48,7 @@ class Distance:
     b: complex | float | int | None = None
 
     def __add__(self, other: Distance) -> Distance:
-        """Two stretches of one tensor as one; what is equal is placed where it came first."""
+        """Join two pieces of one tensor; of equal differences the first keeps its place."""
         first = self if not other.differ or (self.differ and self._rank() >= other._rank()) else other
         return replace(
             first,
@@ -63,7 +63,7 @@ class Distance:
         return self.nans > 0, -1 if self.max_abs is None else self.max_abs
 
     def times(self, count: int) -> Distance:
-        """The same difference, so many times over."""
+        """Return the distance of the same difference repeated."""
         return replace(self, differ=self.differ * count, nans=self.nans * count)
 
 
@@ -75,10 +75,14 @@ Measure = Callable[[memoryview, memoryview, int], Distance]
 
 
 def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
-    """A function from the bytes of the same elements in two types, little-endian, to their distance.
+    """Return a function that measures the distance between the same elements of two tensors.
 
-    It takes the number of the first element too, as `where` counts from there. Types that differ need a
-    tolerance. Types that have no numbers (quantised ones) are compared only by their bits.
+    The function takes the bytes of both, little-endian, and the number of the first element, from which
+    `where` counts. Types without numbers (quantised ones) are compared only by their bits.
+
+    Args:
+        one, other: the element types; they may differ only when there is a tolerance.
+        tolerance: the distance within which elements are the same; None for the same bits.
     """
     as_numbers = has_numbers(one) and has_numbers(other)
 
@@ -106,19 +110,29 @@ def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
 
 
 def has_numbers(dtype: DType) -> bool:
-    """Whether elements of a type are numbers by themselves; those of quantised types are not."""
+    """Return whether elements of a type are numbers by themselves, as those of quantised types are not."""
     return dtype.name in FLOATS or dtype.name in REAL_TYPES or dtype.name in INTEGERS
 
 
+def numbers(dtype: DType, raw: memoryview) -> NDArray[Any]:
+    """Return elements as float64, complex128, int64 or uint64: (elements,).
+
+    Args:
+        dtype: a type that `has_numbers`.
+        raw: little-endian elements.
+    """
+    return _values(dtype, _rows(dtype, raw))
+
+
 def _rows(dtype: DType, raw: memoryview) -> NDArray[Any]:
-    """The bits of elements as unsigned integers: (elements, parts), two parts for complex types."""
+    """Return the bits of elements as unsigned integers: (elements, parts), two parts for complex types."""
     import numpy as np
 
     return np.frombuffer(raw, dtype=f"<u{dtype.part}").reshape(-1, dtype.itemsize // dtype.part)
 
 
 def _values(dtype: DType, rows: NDArray[Any]) -> NDArray[Any]:
-    """Bits as float64, complex128, int64 or uint64: (elements,)."""
+    """Return bits as float64, complex128, int64 or uint64: (elements,)."""
     import numpy as np
 
     part = real_dtype(dtype)
@@ -130,7 +144,7 @@ def _values(dtype: DType, rows: NDArray[Any]) -> NDArray[Any]:
 
 
 class _Numbers:
-    """Elements side by side: their values, which are the same by value, and how far apart the others are."""
+    """Elements side by side: their values, and how far apart they are."""
 
     def __init__(self, one: DType, other: DType, x: NDArray[Any], y: NDArray[Any]) -> None:
         import numpy as np
@@ -141,7 +155,7 @@ class _Numbers:
             self.a, self.b = _of_one_kind(self.a, self.b)
         if self.a.dtype == self.b.dtype and self.a.dtype.kind in "iu":
             larger, a, b = self.a > self.b, self.a.view("<u8"), self.b.view("<u8")
-            self.apart = np.where(larger, a - b, b - a)  # modulo 2^64, which is right for both kinds
+            self.apart = np.where(larger, a - b, b - a)  # modulo 2^64: right for signed and unsigned
             self.one_nan = np.zeros(len(a), dtype=bool)
             return
         (a, rest_a), (b, rest_b) = _as_floats(self.a), _as_floats(self.b)
@@ -185,7 +199,7 @@ class _Numbers:
 
 
 def _of_one_kind(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """64-bit integers, both signed or both unsigned where the values allow it; else as they are."""
+    """Return 64-bit integers both signed or both unsigned when the values allow it."""
     if a.dtype == b.dtype:
         return a, b
     signed, unsigned = (a, b) if a.dtype.kind == "i" else (b, a)
@@ -197,7 +211,7 @@ def _of_one_kind(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any], NDArra
 
 
 def _as_floats(values: NDArray[Any]) -> tuple[Any, Any]:
-    """Numbers as float64 or complex128, and what that leaves of integers, exactly (Fast2Sum: Dekker 1971)."""
+    """Return numbers as float64 or complex128, and the exact rest of integers. Source: Dekker 1971."""
     if values.dtype.kind in "fc":
         return values, 0.0
     if values.min() >= -(2**53) and values.max() <= 2**53:
@@ -216,9 +230,9 @@ def _magnitude(values: NDArray[Any]) -> Any:
 
 
 def _steps(dtype: DType, x: NDArray[Any], y: NDArray[Any]) -> Any:
-    """How many steps it takes from number to number of the type; of a complex one, the part that takes more.
+    """Return the number of steps between numbers of a type; for complex ones, the larger of the parts'.
 
-    The bits of floats of one sign are in the order of the numbers, in all IEEE 754 types and their kin.
+    In all IEEE 754 types and their kin, the bits of floats of one sign are in the order of the numbers.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""When two names, or two plain values, count as the same."""
+"""The sameness of two names, or of two plain values."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ..checkpoint.rebuilt_tensors import tensor_like
 from ..inert_pickle.values import container_name, in_brief, tensor_of
 from ..transforms.wrappers import WRAPPERS
 
 WRAPPER = re.compile(rf"(^|\.)(?:{'|'.join(map(re.escape, WRAPPERS))})+")
 
+MAX_OUTER = 16
+"""The most modules around another that are looked for as a prefix; each costs a pass over all names."""
+
 LONG = 40
-"""Characters of a text that are shown."""
+"""The most characters of a text that are shown."""
 
 Bare = Callable[[str], str]
-"""A name without what precedes it in its own file."""
+"""A rule that takes off a name the prefixes of its own file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What counts as the same: |a - b| <= atol + rtol * |b|, as `torch.allclose` has it.
+    """The tolerance |a - b| <= atol + rtol * |b|, as in `torch.allclose`.
 
-    NaN is the same as NaN, whatever its bits, -0.0 the same as 0.0, and an infinity the same only as itself.
+    NaN is the same as NaN, whatever its bits, -0.0 the same as 0.0, and an infinity only the same as itself.
     """
 
     rtol: float = 0.0
@@ -31,13 +35,17 @@ class Tolerance:
 
 
 def unchanged(name: str) -> str:
+    """Return the name: the rule that takes nothing off."""
     return name
 
 
 def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
-    """For each of two states a rule that takes off what wrappers, or one outer module, put before its names.
+    """Return for each of two states a rule that takes off the prefix of wrappers, or of one outer module.
 
     A rule that would give two names the same result is not used.
+
+    Args:
+        a, b: the names of the states.
     """
     names = list(a), list(b)
     rules = [_first_one_to_one(all_, _without_wrappers) for all_ in names]
@@ -51,7 +59,7 @@ def bare_names(a: Iterable[str], b: Iterable[str]) -> tuple[Bare, Bare]:
 
 
 def shared(a: Iterable[str], b: Iterable[str], rules: tuple[Bare, Bare]) -> int:
-    """How many names two states have in common by these rules."""
+    """Return how many names two states have in common under these rules."""
     return len({rules[0](name) for name in a} & {rules[1](name) for name in b})
 
 
@@ -69,10 +77,10 @@ def _first_one_to_one(names: list[str], *rules: Bare) -> Bare:
 
 
 def _outer(longer: set[str], shorter: set[str]) -> str:
-    """The first parts that most names of one state have more than those of the other, or `""`."""
+    """Return the first parts that most names of one state have more than the other's, or `""`."""
     shared = len(longer & shorter)
-    first = min(longer - shorter, default="").split(".")
-    for count in range(1, len(first)):
+    first = min(longer - shorter, default="").split(".", MAX_OUTER + 1)
+    for count in range(1, min(len(first), MAX_OUTER + 1)):
         outer = ".".join(first[:count]) + "."
         carried = {name.removeprefix(outer) for name in longer if name.startswith(outer)}
         if len(carried & shorter) > max(shared, len(shorter) // 2):
@@ -81,10 +89,11 @@ def _outer(longer: set[str], shorter: set[str]) -> str:
 
 
 def same_value(x: object, y: object, tolerance: Tolerance | None, bare: tuple[Bare, Bare]) -> bool:
-    """Whether two plain values are the same: of one type, and of floats the same bits, those of NaN aside.
+    """Return whether two plain values are the same: of one type, floats bit for bit except NaN.
 
     Args:
-        tolerance: numbers of both types are the same within it.
+        x, y: the values.
+        tolerance: numbers of any type within it are the same; None for equality.
         bare: rules under which texts are the same too, as they may be parameters' names.
     """
     if tolerance is not None and _is_number(x) and _is_number(y):
@@ -111,10 +120,13 @@ def _close(x: float, y: float, tolerance: Tolerance) -> bool:
 
 
 def in_words(value: object) -> str:
-    """A value in a few words."""
+    """Return a value in a few words."""
     tensor = tensor_of(value)
     if tensor is not None:
         return f"{tensor.dtype.name} {list(tensor.shape)}"
+    like = tensor_like(value)
+    if like is not None:
+        return str(like)
     if isinstance(value, str):
         return repr(value) if len(value) <= LONG else f"{value[:LONG]!r}… ({len(value)} characters)"
     if isinstance(value, float):

@@ -1,6 +1,6 @@
-"""A state's modules as a tree, with repeated blocks folded into one line.
+"""The modules of a state as a tree, with repeated blocks folded into one line.
 
-The tree is that of the names alone: `layers.0.attn.weight` is a tensor `weight` in a module `layers.0.attn`.
+The tree is made from names alone: `layers.0.attn.weight` is a tensor `weight` in a module `layers.0.attn`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from ..checkpoint.states import BUFFERS
 from ..tensors.ref import TensorRef
 
 MAX_LEVELS = 60
-"""Levels that are distinguished; real models have about 15."""
+"""The most levels of the tree; real models have about 15."""
 
 MAX_DIGITS = 9
 MAX_NUMBER = 10**MAX_DIGITS - 1
-"""Of modules that are numbered: a name of more digits has some of them in its text."""
+"""The largest number of a numbered module; of longer ones, the first digits count as text."""
 
 NUMBERED = re.compile(rf"(.*?)(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A module, or a row of identical ones, or a tensor beside modules.
+    """A module, a row of identical modules, or a tensor beside modules.
 
     Attributes:
         name: its path below the branch above; `layers.0-11` is a row of twelve.
-        copies: how many identical ones it represents, within one of the branch above.
-        parameters, nbytes: of all of them, in every copy of what encloses them. What is tied counts once.
+        copies: the number of identical modules in the row.
+        parameters, nbytes: of all of them, in every copy of the modules around them; ties count once.
         count: tensors in all of them.
-        tensors: its own, by name (`""` for a branch that is a tensor); of the first, where there are copies.
-        branches: what is inside, in the order of the state.
+        tensors: its own tensors by name, those of the first copy; `""` names a branch that is a tensor.
+        branches: its children, in the order of the state.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Branch:
     branches: tuple[Branch, ...] = ()
 
     def lines(self, depth: int) -> Iterator[tuple[int, Branch]]:
-        """It and what is inside, `depth` levels deep, each with its level."""
+        """Yield the branch and its descendants `depth` levels deep, each with its level."""
         stack = [(0, self)]
         while stack:
             level, branch = stack.pop()
@@ -57,7 +57,7 @@ class Branch:
                 stack.extend((level + 1, inner) for inner in reversed(branch.branches))
 
     def depth_within(self, lines: int) -> int:
-        """The most levels, at least one, that fit on `lines` lines."""
+        """Return the most levels, at least one, that fit on `lines` lines."""
         depth, level, count = 0, [self], 1
         while level := [inner for branch in level for inner in branch.branches]:
             count += len(level)
@@ -68,7 +68,7 @@ class Branch:
 
 
 class _Form(NamedTuple):
-    """What alike tensors have in common, and what one of them counts for. One object for each form."""
+    """The common form of alike tensors, and what one of them counts for. One object for each form."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -81,7 +81,7 @@ _Entry = tuple[str, TensorRef, _Form]
 
 
 def outline(tensors: Mapping[str, TensorRef]) -> Branch:
-    """The tree of a state's modules.
+    """Return the tree of a state's modules.
 
     Args:
         tensors: name -> tensor, in the state's order.
@@ -91,7 +91,7 @@ def outline(tensors: Mapping[str, TensorRef]) -> Branch:
 
 
 def _entries(tensors: Mapping[str, TensorRef]) -> list[_Entry]:
-    """Each tensor with its form. Loops run in C where they can: there may be a hundred thousand."""
+    """Return each tensor with its form, in C loops where possible: there may be a hundred thousand."""
     tied, is_buffer = _tied(tensors), methodcaller("endswith", BUFFERS)
     types, shapes = (map(attrgetter(name), tensors.values()) for name in ("dtype.name", "shape"))
     keys = list(zip(types, shapes, map(tied.__contains__, tensors), map(is_buffer, tensors), strict=True))
@@ -104,7 +104,7 @@ def _entries(tensors: Mapping[str, TensorRef]) -> list[_Entry]:
 
 
 def _tied(tensors: Mapping[str, TensorRef]) -> set[str]:
-    """Names of tensors that an earlier name has too."""
+    """Return the names of tensors that have an earlier name too."""
     storages = Counter(map(id, map(attrgetter("storage"), tensors.values())))
     if len(storages) == len(tensors):
         return set()
@@ -119,13 +119,15 @@ def _tied(tensors: Mapping[str, TensorRef]) -> set[str]:
 
 
 def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: int, levels: int) -> Branch:
-    """One module.
+    """Return one module.
 
     Args:
-        entries: all the tensors in it.
-        start: where in their names the part begins that is below it.
-        times: how many copies there are of what encloses its copies.
-        levels: how many more are distinguished.
+        name: its name.
+        entries: all tensors in it, its descendants' too.
+        start: the place in their names where the part below the module begins.
+        copies: the number of identical modules that it represents.
+        times: the number of copies of the modules around it.
+        levels: how many more levels the tree may have.
     """
     own, modules = _parted(entries, start) if levels else (entries, {})
     times *= copies
@@ -133,10 +135,10 @@ def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: in
         _branch(_label(row), modules[row[0]], start + len(row[0]) + 1, len(row), times, levels - 1)
         for row in _rows(modules, start)
     ]
-    if inside and own:  # tensors beside modules get lines of their own, before them
+    if inside and own:  # tensors beside modules get their own lines, above them
         inside[:0] = [_leaf(entry, start, times) for entry in own]
         own = []
-    if len(inside) == 1 and copies == 1:  # nothing to say about the module around it
+    if len(inside) == 1 and copies == 1:  # the module around it needs no line
         only = inside[0]
         return replace(only, name=f"{name}.{only.name}" if name else only.name)
     forms = [form for _, _, form in entries]
@@ -146,10 +148,10 @@ def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: in
 
 
 def _parted(entries: list[_Entry], start: int) -> tuple[list[_Entry], dict[str, list[_Entry]]]:
-    """A module's own tensors, and those of each module inside it."""
+    """Return a module's own tensors, and those of each child module."""
     own: list[_Entry] = []
     modules: dict[str, list[_Entry]] = {}
-    module, here = ".", own  # the part of the name before, with its dot: most tensors follow their like
+    module, here = ".", own  # of the tensor before, with its dot: most follow their like
     for entry in entries:
         name = entry[0]
         if not name.startswith(module, start):
@@ -169,13 +171,13 @@ def _leaf(entry: _Entry, start: int, times: int) -> Branch:
 
 
 def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]]:
-    """Modules by name, each with those that follow it, are numbered on from it, and are like it."""
+    """Yield rows of modules: each follows the last, is numbered on from it, and is alike."""
     names: Iterable[str] = modules
     if all(name.isdecimal() for name in modules):  # safetensors has 10 before 2
         names = sorted(modules, key=lambda name: (len(name), name))
     row: list[str] = []
     before: _Kind = ()
-    expected: str | None = None  # what the next one of the row is called
+    expected: str | None = None  # the name of the row's next module
     text, number = "", 0
     for name in names:
         kind = _kind(modules[name], start + len(name))
@@ -193,7 +195,7 @@ def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]
 
 
 def _kind(entries: list[_Entry], start: int) -> _Kind:
-    """What two modules have in common that are alike: types, shapes and names of tensors, in their order."""
+    """Return what makes two modules alike: types, shapes and names of tensors, in their order."""
     if len(entries) == 1:
         ((name, _, form),) = entries
         return form, name[start:]
@@ -204,10 +206,10 @@ _Kind = tuple[_Form | str, ...]
 
 
 def _place(name: str) -> tuple[str, int] | None:
-    """A module's name as text and the number behind it; None where there is none."""
+    """Return a module's name as text and the number behind it; None when there is none."""
     text = name.rstrip("0123456789")
     digits = name[len(text) :]
-    if digits[:1] in ("", "0") or len(digits) > MAX_DIGITS:  # then some of them belong to the text
+    if digits[:1] in ("", "0") or len(digits) > MAX_DIGITS:  # some digits belong to the text
         found = NUMBERED.fullmatch(name)
         return (found[1], int(found[2])) if found else None
     return text, int(digits)
@@ -219,12 +221,13 @@ def _label(row: list[str]) -> str:
 
 
 def tensors_in_words(branch: Branch, usual: str, most: int, *, brief: bool = False) -> str:
-    """Its own tensors by name and shape: `weight 16×3×3×3; bias 16`.
+    """Return a branch's own tensors by name and shape: `weight 16×3×3×3; bias 16`.
 
     Args:
-        usual: the element type that goes without saying.
-        most: how many are named.
-        brief: of several of one shape, the first and the last alone.
+        branch: the branch.
+        usual: the element type that is not mentioned.
+        most: the most tensors to name.
+        brief: of several tensors of one shape, name only the first and the last.
     """
     groups: list[tuple[list[str], str]] = []
     for name, tensor in branch.tensors[:most]:
@@ -244,4 +247,5 @@ def tensors_in_words(branch: Branch, usual: str, most: int, *, brief: bool = Fal
 
 
 def shape_in_words(shape: Iterable[int]) -> str:
+    """Return a shape as `16×3×3×3`, or `scalar`."""
     return "×".join(map(str, shape)) or "scalar"

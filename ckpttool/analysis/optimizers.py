@@ -1,4 +1,4 @@
-"""Optimizers and schedulers, recognised by what their states hold: neither says what it is."""
+"""Optimizers and schedulers, recognised by the entries of their states, which do not name them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ..checkpoint.states import is_optimizer
 from ..inert_pickle.values import tensor_of
 
-# Names in the state of a parameter, names in a group that must be there too, and which have them; the
-# first match. Sources: torch/optim/*.py, and for Lion and LAMB the papers' code.
+# Names in a parameter's state, names in a group, and the optimizer that has them; the first match counts.
+# Sources: torch/optim/*.py; the code of the papers for Lion and LAMB.
 OPTIMIZERS: tuple[tuple[set[str], set[str], str], ...] = (
     ({"mu_product"}, set(), "NAdam"),
     ({"exp_avg", "exp_inf"}, set(), "Adamax"),
@@ -32,7 +32,8 @@ OPTIMIZERS: tuple[tuple[set[str], set[str], str], ...] = (
     (set(), {"betas"}, "of the Adam family"),
 )
 
-# What a scheduler's state holds beside its counters, and which have it. Source: torch/optim/lr_scheduler.py.
+# Names in a scheduler's state beside its counters, and the scheduler that has them; the first match counts.
+# Source: torch/optim/lr_scheduler.py.
 SCHEDULERS: tuple[tuple[set[str], str], ...] = (
     ({"_schedulers", "_milestones"}, "SequentialLR"),
     ({"_schedulers"}, "ChainedScheduler"),
@@ -51,21 +52,21 @@ SCHEDULERS: tuple[tuple[set[str], str], ...] = (
 )
 
 PARAMETERS = ("params", "param_names")
-"""What a group says of its parameters, not of how they are trained."""
+"""Entries of a group that name its parameters; the others are settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerRow:
-    """An optimizer's state.
+    """An optimizer's state in short.
 
     Attributes:
         name: its dotted path.
-        kind: what it probably is; None if unknown.
-        parameters: how many parameters its groups list.
+        kind: the optimizer it probably is; None when unknown.
+        parameters: the number of parameters that its groups list.
         with_state: how many of them have a state.
-        per_parameter: names of the entries that parameters have, in their order.
-        nbytes: of all its tensors.
-        settings: for each group, everything but the parameters that is plain.
+        per_parameter: the names of a parameter's entries, in their order.
+        nbytes: the size of all its tensors.
+        settings: for each group, the plain entries other than its parameters.
     """
 
     name: str
@@ -79,7 +80,7 @@ class OptimizerRow:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerRow:
-    """A scheduler's state: what it probably is, and how far it has come."""
+    """A scheduler's state in short: what it probably is, its last epoch and learning rate."""
 
     name: str
     kind: str
@@ -88,7 +89,12 @@ class SchedulerRow:
 
 
 def describe_optimizer(name: str, value: Mapping[object, object]) -> OptimizerRow:
-    """An optimizer's state dict in short; parts of it may be missing or malformed."""
+    """Return an optimizer's state in short.
+
+    Args:
+        name: its dotted path.
+        value: the state dict; its parts may be missing or malformed.
+    """
     groups = [group for group in _values(value["param_groups"]) if isinstance(group, dict)]
     state = value["state"] if isinstance(value["state"], dict) else {}
     entries: dict[str, None] = {}
@@ -119,7 +125,12 @@ def _optimizer(entries: Mapping[str, None], groups: list[dict[object, object]]) 
 
 
 def describe_scheduler(name: str, value: object) -> SchedulerRow | None:
-    """A learning-rate scheduler's state dict in short; None for what is none."""
+    """Return a scheduler's state in short; None when the value is not one.
+
+    Args:
+        name: its dotted path.
+        value: any value.
+    """
     if not isinstance(value, dict) or "last_epoch" not in value or is_optimizer(value):
         return None
     kind = next((kind for keys, kind in SCHEDULERS if keys <= value.keys()), None)
@@ -146,7 +157,7 @@ def _is_plain(value: object) -> bool:
 
 
 def in_words(settings: Mapping[str, object]) -> Iterator[str]:
-    """A group's settings: what is off or not set goes without saying."""
+    """Yield a group's settings in words, without those that are off or not set."""
     for key, value in settings.items():
         if value not in (None, False, 0) or key in ("lr", "momentum", "weight_decay"):
             text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,4 +1,4 @@
-"""What in a checkpoint is not a tensor, in rows of name, type and value; and the names it mentions."""
+"""Everything in a checkpoint that is not a tensor, in rows of name, type and value."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dotted_names import Entry, dotted, entries
-from ..checkpoint.pickled_modules import is_module
+from ..checkpoint.pickled_modules import is_module, own_attributes
+from ..checkpoint.rebuilt_tensors import tensor_like
+from ..checkpoint.state import State
 from ..inert_pickle.known_names import UNDERSTOOD
 from ..inert_pickle.values import (
     MAX_DEPTH,
@@ -22,7 +24,7 @@ from ..tensors.dtypes import DTYPES
 from ..tensors.ref import TensorRef
 
 MAX_ITEMS = 16
-"""A list of at most so many plain values is shown as it is."""
+"""The most plain values that a list shows."""
 
 SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
@@ -32,7 +34,15 @@ NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i4": "i", "i8": "q", "u4
 
 @dataclass(frozen=True, slots=True)
 class OtherRow:
-    """Anything but a tensor. `value` is set when it is plain and short; `size` counts what is in it."""
+    """A value that is not a tensor.
+
+    Attributes:
+        name: its dotted path.
+        type: its type, as a person would call it.
+        value: the value, when it is plain and short.
+        has_value: whether `value` is set; it may be None itself.
+        size: the number of entries of a container.
+    """
 
     name: str
     type: str
@@ -42,17 +52,26 @@ class OtherRow:
 
 
 def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow]:
-    """Everything beside the tensors, as deep as names go; long lists and objects stay closed."""
+    """Yield everything beside the tensors, as deep as names go; long lists and objects stay closed.
+
+    Of a pickled model there are its own attributes, not those of the modules inside it.
+
+    Args:
+        checkpoint: the checkpoint.
+        state: its model's state, whose module versions are left out; None when it has none.
+    """
 
     def inside(value: object) -> Iterable[Entry] | None:
-        if state is not None and value is state.container:
+        if state is not None and value is state.anchor and isinstance(value, dict):
             return state.others.items()  # its module versions are for torch, not for people
-        if is_module(value):
+        if tensor_like(value) is not None:
             return None
+        if is_module(value):
+            return own_attributes(value)
         return entries(value) if isinstance(value, dict) or _attributes(value) is not None else None
 
     for path, value in checkpoint.named(inside):
-        attributes = None if is_module(value) else _attributes(value)
+        attributes = None if is_module(value) or tensor_like(value) is not None else _attributes(value)
         if is_module(value):
             yield OtherRow(dotted(path), type_name(value))
         elif attributes is not None:
@@ -60,12 +79,12 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
         elif isinstance(value, dict):
             if path and (not value or len(path) == MAX_DEPTH):
                 yield OtherRow(dotted(path), type_name(value), size=len(value))
-        elif tensor_of(value) is None:
+        elif tensor_of(value) is None and tensor_like(value) is None:
             yield _other(dotted(path), value)
 
 
 def _attributes(value: object) -> dict[object, object] | None:
-    """The attributes of an object that was pickled with a dict of them (argparse.Namespace and its like)."""
+    """Return the attributes of an object pickled with a dict of them, such as argparse.Namespace."""
     if isinstance(value, Record) and isinstance(value.state, dict) and not value.elements and not value.items:
         return value.state if all(isinstance(key, str) for key in value.state) else None
     return None
@@ -78,7 +97,7 @@ def _other(name: str, value: object) -> OtherRow:
 
 
 def _plain(value: object, levels: int = 2) -> object:
-    """The value when it is plain and short, else None. Lists may hold lists, `levels` deep."""
+    """Return a value when it is plain and short, else None; lists may hold lists, `levels` deep."""
     if isinstance(value, bool | float) or (isinstance(value, int) and value.bit_length() < 4096):
         return value
     if isinstance(value, str):
@@ -92,7 +111,7 @@ def _plain(value: object, levels: int = 2) -> object:
 
 
 def _number(value: Record) -> object:
-    """What a scalar of NumPy's holds, as a best score often is one; None of any other object."""
+    """Return the number in a scalar of NumPy, as a best score often is; None for any other object."""
     if value.type_name not in SCALARS:
         return None
     match value.args:
@@ -103,7 +122,7 @@ def _number(value: Record) -> object:
 
 
 def type_name(value: object) -> str:
-    """What a person would call the type of an inert value."""
+    """Return what a person would call the type of an inert value."""
     if isinstance(value, Record):
         name = value.type_name
         return name.rpartition(".")[2] if name in UNDERSTOOD else name

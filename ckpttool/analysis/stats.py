@@ -1,4 +1,4 @@
-"""What values a tensor has: extremes, mean and spread, without ever holding the tensor. Imports numpy."""
+"""Statistics of a tensor's values: extremes, mean and spread, in constant memory. Imports numpy."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 INTEGERS = {"int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "bool"}
 
 BLOCK = 1 << 18
-"""Elements looked at in one go: what float64 makes of them stays in the processor's cache."""
+"""Elements per step: as float64 they stay in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What values a tensor has.
+    """Statistics of a tensor's values.
 
     Attributes:
-        minimum, maximum: of the values that are finite, in the tensor's own type; None when there are none.
-        mean, deviation: of the same, computed in float64; the deviation is that of a population (÷ n).
-        non_finite: how many values are NaN or infinite.
+        minimum, maximum: of the finite values, in the tensor's own type; None when there are none.
+        mean, deviation: of the finite values, computed in float64; the deviation is a population's (÷ n).
+        non_finite: the number of values that are NaN or infinite.
     """
 
     minimum: float | int | None = None
@@ -36,19 +36,20 @@ class Stats:
 
 
 def measure(name: str, tensor: TensorRef) -> Stats | None:
-    """Looks at each value once; None for complex, quantised and other types that have no order.
+    """Return the statistics of a tensor; None for complex, quantised and other types that have no order.
 
     Args:
-        name: for messages.
+        name: the tensor's name, for messages.
+        tensor: the tensor; each value is read once.
 
     Raises:
-        Refused: an overlapping view that is larger than anybody can wait for.
+        Refused: an expanded tensor more than 64 GiB larger than its bytes.
         Damaged: the file ends early.
     """
     kind = tensor.dtype.name
     if kind not in FLOATS and kind not in INTEGERS:
         return None
-    once, repeats = without_repeats(tensor)  # repeating all values alike changes no mean
+    once, repeats = without_repeats(tensor)  # equal repetition of all values changes no mean
     require_bounded(name, once, MAX_REPEATED)
     sums = _Sums()
     for piece in stream(once):
@@ -67,7 +68,7 @@ def _values(kind: str, tensor: TensorRef, piece: memoryview) -> NDArray[Any]:
 
 
 class _Sums:
-    """Blocks added up: means and squared deviations merged as Chan, Golub and LeVeque do (1979)."""
+    """Sums over blocks, merged as in Chan, Golub and LeVeque (1979)."""
 
     def __init__(self) -> None:
         self.count = self.non_finite = 0

@@ -1,43 +1,67 @@
-"""What is in a checkpoint, for people and scripts; nothing is loaded."""
+"""The contents of a checkpoint in short, for people and scripts; no values are loaded."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import NamedTuple
 
-from ..checkpoint.checkpoint import Checkpoint, State
-from ..checkpoint.dotted_names import Entry, contents
+from ..checkpoint.checkpoint import Checkpoint, Remark
+from ..checkpoint.dotted_names import Entry, contents, dotted
+from ..checkpoint.nested_states import is_tensor
+from ..checkpoint.rebuilt_tensors import plain_tensor, tensor_like
+from ..checkpoint.state import State
 from ..checkpoint.states import all_tensors, is_optimizer
-from ..errors import NoState
-from ..inert_pickle.known_names import unknown_names as unknown_names
-from ..inert_pickle.values import in_brief, tensor_of
+from ..checkpoint.tensor_likes import TensorLike
+from ..inert_pickle.known_names import names_in, names_that_run, unknown_names
+from ..inert_pickle.values import Record, in_brief, tensor_of
 from ..tensors.ref import TensorRef
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
 from .module_tree import Branch, outline
 from .optimizers import OptimizerRow, SchedulerRow, describe_optimizer, describe_scheduler
-from .other_values import OtherRow as OtherRow
-from .other_values import other_rows
+from .other_values import OtherRow, other_rows
 
 MAX_OPTIMIZERS = 16
-"""In a list so many are looked for."""
+"""The most entries of a list that are searched for optimizers."""
 
 
 class TensorRow(NamedTuple):
-    """A tensor by its dotted path in the file. `shared_with`: the first name that uses the same bytes."""
+    """A tensor by its dotted path in the file.
+
+    Attributes:
+        name: the dotted path.
+        dtype, shape: of the whole tensor; None when the file does not say.
+        nbytes: bytes in this file.
+        shared_with: the first name that uses the same bytes; None when no other does.
+        kind: what it is when it is not a plain tensor: `DTensor`, `sparse COO`, …; None for a plain one.
+        local_shape: the shape of the piece in this file; None when the file has all of it.
+    """
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str | None
+    shape: tuple[int, ...] | None
     nbytes: int
     shared_with: str | None
+    kind: str | None = None
+    local_shape: tuple[int, ...] | None = None
+
+    @property
+    def type(self) -> str:
+        """The dtype, and the kind of a tensor that is not a plain one: `float32 DTensor`."""
+        return " ".join(filter(None, (self.dtype, self.kind)))
+
+    @property
+    def sizes(self) -> str:
+        """The shape as `[7,5]`, and that of the piece in this file: `[3,5] of [7,5]`."""
+        both = (self.local_shape, self.shape) if self.local_shape is not None else (self.shape,)
+        return " of ".join("?" if each is None else f"[{','.join(map(str, each))}]" for each in both)
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """Some tensors: how many of each element type and device, and their bytes; what is tied counts once."""
+    """A group of tensors: how many of each element type and device, and their bytes, ties counted once."""
 
     dtypes: Mapping[str, int]
     devices: Mapping[str, int]
@@ -45,6 +69,7 @@ class Kinds:
 
     @property
     def count(self) -> int:
+        """The number of tensors."""
         return sum(self.dtypes.values())
 
 
@@ -53,16 +78,25 @@ class Summary:
     """A file at a glance.
 
     Attributes:
+        path, format, nbytes: of the file.
         state: dotted path of the model's state, `""` for the file itself, None when there is none.
-        model: the class of the pickled model that the state was found in; None where it is a dict.
-        other_states: further dicts of tensors that could be meant.
-        keys: number of tensors in the state.
-        parameters: number of elements in the state's tensors, without BatchNorm's statistics.
+        model: the class of the pickled model that holds the state; None when a dict does.
+        other_states: further dicts of tensors that a user may have meant.
+        keys: the number of tensors in the state.
+        likes: those that are not plain ones (sharded, sparse, quantised, …), by name.
+        parameters: the number of elements in the state's tensors, without BatchNorm's statistics.
+        prefixes: wrappers' prefixes on the state's keys.
         modules: the state's modules as a tree.
         ties: names in the state that are one tensor.
         here, beside: the tensors of the state, and all the others.
         unused: bytes of storages that no tensor uses.
-        unknown: names that the file's pickle mentions and that are not understood here; never imported.
+        optimizers, schedulers: those found, in short.
+        other: everything that is not a tensor.
+        unknown: names in the file's pickle that are not understood here, those that could run something
+            first; never imported.
+        running: those of them that could run something when they are unpickled without `weights_only`.
+        remarks: where torch refuses the file, or no writer of torch's makes such a thing.
+        metadata: the texts of a safetensors header.
     """
 
     path: str
@@ -72,6 +106,7 @@ class Summary:
     model: str | None
     other_states: tuple[str, ...]
     keys: int
+    likes: Mapping[str, TensorLike]
     parameters: int
     prefixes: tuple[FoundPrefix, ...]
     modules: Branch
@@ -83,31 +118,30 @@ class Summary:
     schedulers: tuple[SchedulerRow, ...]
     other: tuple[OtherRow, ...]
     unknown: tuple[str, ...]
+    running: tuple[str, ...]
+    remarks: tuple[Remark, ...]
     metadata: dict[str, str]
 
 
 def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
-    """Describes a checkpoint.
+    """Return a checkpoint in short.
 
     Args:
+        checkpoint: the checkpoint.
         state: dotted path of the model's state; found when None.
 
     Raises:
-        NoState: `state` was given and is not there.
+        NoState: there is no state at `state`.
     """
-    try:
-        found = checkpoint.state(state)
-    except NoState:
-        if state is not None:
-            raise
-        found = None
-    tensors = found.tensors if found else {}
-    modules = outline(tensors)
-    here = _Looks(tensors.values())
+    found = checkpoint.found_state() if state is None else checkpoint.state(state)
+    tensors, likes = (found.tensors, found.likes) if found else ({}, {})
+    modules = outline(_in_order(found) if found and likes else tensors)
+    here = _Looks([*tensors.values(), *(part for like in likes.values() for part in like.parts.values())])
     outside = list(_outside(checkpoint, found))
-    everything = _Looks([*tensors.values(), *outside]) if outside else here
-    mine = {id(tensor.storage) for tensor in tensors.values()} if outside else set()
+    everything = here.beside(outside) if outside else here
+    mine = set(here.storages) if outside else set()
     optimizers, schedulers = _training_rows(checkpoint.tree)
+    names = checkpoint.names | names_in(checkpoint.tree)
     return Summary(
         path=checkpoint.path,
         format=checkpoint.format,
@@ -115,18 +149,21 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         state=found.where if found else None,
         model=found.module.type_name if found and found.module else None,
         other_states=tuple(checkpoint.other_states(found.path if found else None)),
-        keys=len(tensors),
+        keys=len(tensors) + len(likes),
+        likes=dict(likes),
         parameters=modules.parameters,
         prefixes=tuple(_prefixes(checkpoint, found)) if found else (),
         modules=modules,
         ties=tuple(_ties(tensors)) if here.shared else (),
-        here=here.kinds(),
+        here=_with_likes(tensors, likes, here.kinds()),
         beside=_Looks(tensor for tensor in outside if id(tensor.storage) not in mine).kinds(),
         unused=everything.unused(),
         optimizers=optimizers,
         schedulers=schedulers,
         other=tuple(other_rows(checkpoint, found)),
-        unknown=tuple(unknown_names(checkpoint.tree)),
+        unknown=tuple(unknown_names(names)),
+        running=tuple(names_that_run(names)),
+        remarks=checkpoint.remarks,
         metadata=dict(checkpoint.metadata),
     )
 
@@ -137,7 +174,7 @@ def _prefixes(checkpoint: Checkpoint, state: State) -> list[FoundPrefix]:
 
 
 def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
-    """Names that are one tensor: other views of one storage are none."""
+    """Yield the names that are one tensor; other views of one storage are not ties."""
     storages: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         storages.setdefault(id(tensor.storage), []).append(name)
@@ -149,25 +186,49 @@ def _ties(tensors: Mapping[str, TensorRef]) -> Iterator[tuple[str, ...]]:
             yield from (tuple(v) for v in views.values() if len(v) > 1 and tensors[v[0]].numel)
 
 
+def _in_order(state: State) -> dict[str, TensorRef]:
+    """Return all tensors of a state in its order; those that are not plain ones, by dtype and shape alone."""
+    names = (str(key) for key in state.container)
+    found = {name: state.tensors.get(name) or state.likes.get(name) for name in names}
+    return {
+        name: each.as_tensor() if isinstance(each, TensorLike) else each
+        for name, each in found.items()
+        if each is not None
+    }
+
+
+def _with_likes(tensors: Mapping[str, TensorRef], likes: Mapping[str, TensorLike], parts: Kinds) -> Kinds:
+    """Count tensors that are not plain ones by what they are, not by their parts."""
+    if not likes:
+        return parts
+    dtypes = Counter(tensor.dtype.name for tensor in tensors.values())
+    dtypes.update(f"{like.dtype.name} {like.kind}" if like.dtype else like.kind for like in likes.values())
+    return replace(parts, dtypes=dict(dtypes.most_common()))
+
+
 def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[TensorRef]:
-    """The tensors that are elsewhere than directly in the state."""
+    """Yield the tensors that are not directly in the state."""
 
     def inside(value: object) -> Iterable[Entry] | None:
-        return state.others.items() if state is not None and value is state.container else contents(value)
+        if state is None or state.module is not None or value is not state.anchor:
+            return contents(value)
+        return [(name, item) for name, item in state.others.items() if name not in state.likes]
 
     return (tensor for _, value in checkpoint.named(inside) if (tensor := tensor_of(value)) is not None)
 
 
 class _Looks:
-    """The bytes that some tensors use. Most have their own storage, and few forms: they are counted by form.
+    """The bytes that some tensors use, counted by form: most have their own storage, and forms are few.
 
     Attributes:
-        alone: one tensor for each form, and how many have it, of those with a storage of their own.
-        shared: the others, by the storage that they share.
+        alone: one tensor of each form with the number of tensors that have it, of those with their own
+            storage.
+        shared: the other tensors, by the storage that they share.
     """
 
     def __init__(self, tensors: Iterable[TensorRef]) -> None:
         tensors = list(tensors)
+        self.tensors = tensors
         self.storages = {id(storage): storage for storage in map(attrgetter("storage"), tensors)}
         self.shared: list[list[TensorRef]] = []
         if len(self.storages) < len(tensors):
@@ -179,6 +240,10 @@ class _Looks:
         forms = list(map(attrgetter("dtype.name", "shape", "stride"), tensors))
         of_form = dict(zip(forms, tensors, strict=True))
         self.alone = [(of_form[form], count) for form, count in Counter(forms).items()]
+
+    def beside(self, others: Iterable[TensorRef]) -> _Looks:
+        """Return the bytes that these tensors and others use together."""
+        return _Looks([*self.tensors, *others])
 
     def kinds(self) -> Kinds:
         dtypes: Counter[str] = Counter()
@@ -193,7 +258,7 @@ class _Looks:
         return Kinds(dict(dtypes.most_common()), dict(devices.most_common()), nbytes)
 
     def unused(self) -> int:
-        """Bytes of storages that none of the tensors uses, gaps between a view's elements aside."""
+        """Return the bytes of storages that no tensor uses, without gaps between a view's elements."""
         used = 0
         for tensor, count in self.alone:
             begin, stop = tensor.span
@@ -208,7 +273,7 @@ class _Looks:
 
 
 def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[SchedulerRow, ...]]:
-    """Optimizers and schedulers among what a file holds at the top, or in lists and dicts at the top."""
+    """Return the optimizers and schedulers at the top of a file, or in dicts and lists at its top."""
     optimizers: list[OptimizerRow] = []
     schedulers: list[SchedulerRow] = []
     inside = dict, list  # not `dict | list`, which would be made anew for every tensor
@@ -235,10 +300,25 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
 
 
 def tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
-    """Every tensor of a file, in the file's order."""
+    """Yield every tensor of a file, in the file's order.
+
+    A tensor that is not a plain one has one row, with the bytes of its parts.
+
+    Raises:
+        Unsupported: the dotted names need too much memory.
+    """
+
+    def inside(value: object) -> Iterable[Entry] | None:
+        return None if isinstance(value, Record) and is_tensor(value) else contents(value)
+
     first: dict[int, str] = {}
-    for name, tensor in checkpoint.tensors():
-        owner = first.setdefault(id(tensor.storage), name)
-        nbytes = tensor.nbytes
-        shared = owner if owner is not name and nbytes else None
-        yield TensorRow(name, tensor.dtype.name, tensor.shape, nbytes, shared)
+    for path, value in checkpoint.named(inside):
+        tensor = plain_tensor(value)
+        if tensor is not None:
+            name = dotted(path)
+            owner = first.setdefault(id(tensor.storage), name)
+            shared = owner if owner is not name and tensor.nbytes else None
+            yield TensorRow(name, tensor.dtype.name, tensor.shape, tensor.nbytes, shared)
+        elif like := tensor_like(value):
+            dtype = like.dtype.name if like.dtype else None
+            yield TensorRow(dotted(path), dtype, like.shape, like.nbytes, None, like.kind, like.local_shape)

@@ -1,4 +1,15 @@
-"""BatchNorm and SyncBatchNorm: states and live layers converted, statistics pooled over ranks."""
+"""BatchNorm and SyncBatchNorm: states and live layers converted, statistics pooled over ranks.
+
+    from ckpttool import batchnorm
+
+    batchnorm.to_sync(model)                                        # in place, and trains on a CPU too
+    batchnorm.to_plain(model)                                       # back, exactly
+    statistics = batchnorm.RunningStatistics(model)                 # exact over ranks, with plain layers
+    batchnorm.pool([mean0, mean1], [var0, var1], counts=[64, 32])   # two ranks' statistics as one
+
+`convert_states` and `pool_files` do the same to checkpoints without torch. Importing this package imports
+nothing else; only `pool` works without torch.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +19,20 @@ from ..lazy import attributes
 
 if TYPE_CHECKING:
     from .convert_modules import kinds_of as kinds_of
-    from .convert_modules import pool_over_ranks as pool_over_ranks
     from .convert_modules import to_plain as to_plain
     from .convert_modules import to_sync as to_sync
     from .pooling import Pooled as Pooled
     from .pooling import pool as pool
+    from .running_statistics import RunningStatistics as RunningStatistics
+    from .running_statistics import pool_over_ranks as pool_over_ranks
     from .sync_batchnorm import SyncBatchNorm as SyncBatchNorm
-
-__getattr__, __all__ = attributes(
-    __name__,
-    {
-        "convert_modules": ("kinds_of", "pool_over_ranks", "to_plain", "to_sync"),
-        "pooling": ("Pooled", "pool"),
-        "sync_batchnorm": ("SyncBatchNorm",),
-    },
-)
+else:
+    __getattr__, __dir__, __all__ = attributes(
+        __name__,
+        {
+            "convert_modules": ("kinds_of", "to_plain", "to_sync"),
+            "pooling": ("Pooled", "pool"),
+            "running_statistics": ("RunningStatistics", "pool_over_ranks"),
+            "sync_batchnorm": ("SyncBatchNorm",),
+        },
+    )

@@ -1,13 +1,13 @@
-"""Live BatchNorm layers made synchronised, and plain again. Imports torch when it is called.
+"""Live BatchNorm layers converted to synchronised ones and back. Imports torch when called.
 
-torch has the way there, `SyncBatchNorm.convert_sync_batchnorm`, and none back (pytorch#41081). Here a layer
-stays the object it is and changes only its class, as torch's own lazy modules do: so parameters, buffers,
-hooks, flags, devices, and every place that refers to the layer, stay as they are, and the way back is exact.
+torch converts in one direction, by `SyncBatchNorm.convert_sync_batchnorm`, but not back (pytorch#41081). Here
+a layer stays the same object and changes only its class, as torch's lazy modules do. So parameters, buffers,
+hooks, flags, devices and all references to the layer stay as they are, and the way back is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ..errors import UsageFault
@@ -21,24 +21,26 @@ M = TypeVar("M", bound="torch.nn.Module")
 Subclasses = Literal["refuse", "keep"]
 
 COMPILED = ("_orig_mod.",)
-"""What torch.compile puts into paths. Other names of wrappers may be those of parts of a live model."""
+"""What torch.compile puts into paths. The names of other wrappers may be those of a live model's parts."""
 
 
 def to_sync(module: M, *, process_group: Any = None, subclasses: Subclasses = "refuse") -> M:
-    """Makes every BatchNorm layer of a module synchronised, in place, and returns the module.
+    """Convert every BatchNorm layer of a module to a synchronised one, in place, and return the module.
 
-    On a GPU a layer becomes torch's `SyncBatchNorm`; elsewhere `ckpttool.sync_batchnorm.SyncBatchNorm`, which
-    trains on any device. So move the module first. Each layer remembers its kind. Of layers that are
-    synchronised already, torch's become ours where torch's can't train, and the others stay. What
-    `torch.compile` has wrapped is entered.
+    On a GPU a layer becomes torch's `SyncBatchNorm`, elsewhere `ckpttool.batchnorm.SyncBatchNorm`, which
+    trains on any device; so move the module first. Each layer remembers its kind. A layer that is
+    synchronised already stays, except torch's where it can't train: it becomes ours. Modules inside
+    `torch.compile` are converted too.
 
     Args:
-        process_group: of whose ranks the statistics are; None for all.
-        subclasses: classes derived from BatchNorm may do anything else: they are refused by name, or kept as
-            they are.
+        module: the model, or a single layer.
+        process_group: the group whose samples are normalised together; None for all ranks.
+        subclasses: `refuse` layers of classes derived from BatchNorm, which may do anything else; or `keep`
+            them as they are.
 
     Raises:
-        UsageFault: a layer can't be converted; names it, and nothing was changed.
+        UsageFault: a layer is of a derived class (unless kept), scripted, lazy, or has its own forward; names
+            the layer, and nothing was changed.
     """
     from torch.nn import SyncBatchNorm
 
@@ -60,19 +62,20 @@ def to_sync(module: M, *, process_group: Any = None, subclasses: Subclasses = "r
 
 
 def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[str, str] | None = None) -> M:
-    """Makes every synchronised layer of a module BatchNorm1d, 2d or 3d again, in place; returns the module.
+    """Convert every synchronised layer of a module back to BatchNorm1d, 2d or 3d, in place; return it.
 
-    The kind is the one that the layer remembers; else the one of the same name in a reference; else that of
-    `kinds`. So a model that was trained with torch's SyncBatchNorm can be evaluated, or trained, on one CPU.
+    The kind is the one that the layer remembers, else that of the same layer in `like`, else in `kinds`. So a
+    model that was trained with torch's SyncBatchNorm can be evaluated or trained on a CPU.
 
     Args:
-        like: a model whose layers have the kinds.
-        kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, for instance as a file has them
-            recorded (`batchnorm_layers.recorded_kinds`).
+        module: the model, or a single layer.
+        like: a model with the same layers, in their plain kinds.
+        kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, for instance those that a file records
+            (`batchnorm.layers.recorded_kinds`).
 
     Raises:
-        UsageFault: a layer's kind is not known, or the layer is of a class derived from SyncBatchNorm; names
-            it, and nothing was changed.
+        UsageFault: a layer's kind is not known, or its class is derived from SyncBatchNorm; names the layer,
+            and nothing was changed.
     """
     import torch
 
@@ -99,9 +102,9 @@ def to_plain(module: M, *, like: torch.nn.Module | None = None, kinds: Mapping[s
 
 
 def kinds_of(module: torch.nn.Module) -> dict[str, str]:
-    """Layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, of plain layers and of those that remember it.
+    """Return layer -> kind: `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`. Synchronised layers remember it.
 
-    A layer that appears in several places is named in each; prefixes of torch.compile are left out.
+    A layer that appears in several places is named in each. Prefixes of torch.compile are left out.
     """
     found = {}
     for path, layer in module.named_modules(remove_duplicate=False):
@@ -111,62 +114,8 @@ def kinds_of(module: torch.nn.Module) -> dict[str, str]:
     return found
 
 
-def pool_over_ranks(
-    layers: Sequence[torch.nn.Module], met: Sequence[tuple[float, float]]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The running mean and variance of all ranks, of layers that each rank has its own of. A collective.
-
-    As `pool` has it: sums over ranks in float64, two for all layers together, means before variances, so
-    that no digits cancel.
-
-    Args:
-        layers: with running statistics, the same on every rank and in the same order.
-        met: values per channel, and batches, that each layer met on this rank. Averages over all batches
-            (`momentum=None`) weigh a rank by its values, others by its values per batch.
-
-    Returns:
-        mean and variance of each layer, float64, on the CPU; those of this rank where no rank met anything.
-    """
-    import torch
-
-    from ..distributed import collectives
-
-    means, variances = _statistics(layers, "running_mean"), _statistics(layers, "running_var")
-    sizes = [values / batches if batches else 0.0 for values, batches in met]
-    weights = [
-        values if layer.momentum is None else size
-        for layer, (values, _), size in zip(layers, met, sizes, strict=True)
-    ]
-    count, total = collectives.total(torch.tensor([sizes, weights], dtype=torch.float64).reshape(2, -1))
-    widths = [len(mean) for mean in means]
-
-    def averaged(values: list[torch.Tensor]) -> list[torch.Tensor]:
-        own = [v * w if w else torch.zeros_like(v) for v, w in zip(values, weights, strict=True)]
-        summed = collectives.total(torch.cat([*own, torch.zeros(0, dtype=torch.float64)])).split_with_sizes(
-            widths
-        )
-        return [one / every for one, every in zip(summed, total, strict=True)]
-
-    mean = averaged(means)
-    biased = averaged(
-        [
-            variance * ((size - 1) / size if size else 0.0) + (one - every) ** 2
-            for variance, size, one, every in zip(variances, sizes, means, mean, strict=True)
-        ]
-    )
-    return [
-        (every, spread * (n / (n - 1))) if n > 1 else (own, own_variance)
-        for every, spread, n, own, own_variance in zip(mean, biased, count, means, variances, strict=True)
-    ]
-
-
-def _statistics(layers: Sequence[torch.nn.Module], name: str) -> list[torch.Tensor]:
-    """A buffer of each layer, in float64 on the CPU."""
-    return [layer.get_buffer(name).double().cpu() for layer in layers]
-
-
 def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every layer of BatchNorm's family once, with its path; scripted ones too."""
+    """Yield every layer of BatchNorm's family once, with its path; scripted ones too."""
     import torch
     from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -177,7 +126,7 @@ def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _refusal(path: str, layer: Any) -> UsageFault:
-    """Why a layer of BatchNorm's family can't be converted."""
+    """Say why a layer of BatchNorm's family can't be converted."""
     import torch
 
     if isinstance(layer, torch.jit.ScriptModule):
@@ -204,7 +153,7 @@ def _is_convertible(layer: Any) -> bool:
 
 
 def _has_own_forward(layer: Any) -> bool:
-    """Whether a forward was put on the layer itself, which no change of its class would reach."""
+    """Whether the layer itself has a forward, which a change of its class would not replace."""
     return "forward" in vars(layer)
 
 

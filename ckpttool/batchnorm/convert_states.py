@@ -1,9 +1,9 @@
-"""BatchNorm in the states of files: for synchronised layers, and for plain ones again.
+"""BatchNorm states in files converted for synchronised layers, and back for plain ones.
 
-`BatchNorm2d` and `SyncBatchNorm` have the same keys, so weights and statistics stay where they are. What a
-change of kind needs is small: the counter that files from before torch 0.4.1 and other frameworks lack, the
-version that torch's `_metadata` gives to layers with a counter, and a record of the kind (1d, 2d, 3d), which
-a synchronised layer forgets.
+`BatchNorm2d` and `SyncBatchNorm` have the same keys, so weights and statistics stay where they are. A
+conversion adds the counter that files from before torch 0.4.1 and of other frameworks lack, the version that
+torch's `_metadata` gives to layers with a counter, and a record of the kind (1d, 2d, 3d), which a
+synchronised layer does not have.
 Source: `_NormBase._load_from_state_dict` in torch's `nn/modules/batchnorm.py`.
 """
 
@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.state import State
 from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, UsageFault
 from ..inert_pickle.values import OrderedDict_, remade, tensor_of
@@ -24,7 +25,7 @@ from ..tensors.ref import Computed, Storage, TensorRef
 from .layers import KIND, TEXT, find, fits, given_kinds, key, recorded_kinds
 
 VERSION = 2
-"""Of layers with a counter."""
+"""The version in `_metadata` of layers with a counter."""
 
 Target = Literal["sync", "plain"]
 
@@ -34,11 +35,11 @@ class Report:
     """What a conversion did.
 
     Attributes:
-        layers: the paths of all BatchNorm layers of the state that are known; `""` is the model itself.
-        added: the keys of counters that were added.
+        layers: the paths of all known BatchNorm layers of the state; `""` is the model itself.
+        added: the keys of the counters that were added.
         versioned: the layers whose version was set.
-        recorded: layer -> kind, of those whose kind is now recorded.
-        restored: layer -> kind, of those whose record was taken off.
+        recorded: layer -> kind, of the layers whose kind was recorded.
+        restored: layer -> kind, of the layers whose record was removed.
     """
 
     layers: tuple[str, ...]
@@ -49,7 +50,7 @@ class Report:
 
     @property
     def changes(self) -> int:
-        """How many things are another than before."""
+        """The number of changes."""
         return len(self.added) + len(self.versioned) + len(self.recorded) + len(self.restored)
 
 
@@ -62,31 +63,35 @@ def convert(
     as_text: bool | None = None,
     state: str | None = None,
 ) -> tuple[Checkpoint, Report]:
-    """A checkpoint whose BatchNorm layers are converted to synchronised layers, or back to plain ones.
+    """Convert a checkpoint's BatchNorm layers to synchronised layers, or back to plain ones.
 
-    Both ways, a layer without a counter gets one: an int64 scalar of 0, as torch gives it when it loads such
-    a state. It matters only to layers with `momentum=None`, whose next batch would then replace what they
-    have. A layer whose version in `_metadata` is older gets version 2. To `sync`, kinds are recorded, as far
-    as they are known; to `plain`, the records are taken off, so that the way back is exact. No weight and no
-    statistic is touched. A state that is a plain dict becomes an OrderedDict where something is recorded.
+    In both directions, a layer without a counter gets one: an int64 scalar of 0, as torch adds it when it
+    loads such a state. (It matters only to layers with `momentum=None`, whose next batch then replaces their
+    statistics.) A layer with an older version in `_metadata` gets version 2. With `sync`, the known kinds are
+    recorded; with `plain`, the records are removed, so that the way back is exact. Weights and statistics are
+    not changed. A plain dict becomes an OrderedDict if a kind is recorded.
 
-    InstanceNorm with running statistics keeps exactly what BatchNorm keeps: without a model it is taken
-    for it. With `kinds`, which name every BatchNorm of a model, it is refused. Only with `kinds` are layers
-    found that keep no statistics.
+    InstanceNorm with running statistics has exactly BatchNorm's keys, and is taken for it unless `kinds` is
+    given, which names every BatchNorm of a model; then it is refused. Layers without statistics are found
+    only with `kinds`.
 
     Args:
+        checkpoint: the checkpoint, which is not changed.
         to: `sync` or `plain`.
-        kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, as `batchnorm.kinds_of(model)` gives
-            them; prefixes of wrappers in the file's paths are looked through.
+        kinds: layer -> `BatchNorm1d`, `BatchNorm2d` or `BatchNorm3d`, as from `batchnorm.kinds_of(model)`;
+            prefixes of wrappers in the file's paths are ignored.
         exclude: shell patterns for the paths of layers to skip.
-        as_text: record kinds in the text of a safetensors header; None for where the input has its own.
-        state: dotted path of the model's state; found when None.
+        as_text: record kinds in the text of a safetensors header; None to do what fits the input's format.
+        state: dotted path of the model's state; None to find it.
+
+    Returns:
+        The new checkpoint, whose tensors still lie in the old file, and what was changed.
 
     Raises:
         NothingToDo: no layer is BatchNorm, or none would change.
-        Refused: a layer with running statistics is not BatchNorm; names it.
-        UsageFault: no such target or kind.
-        NoState.
+        Refused: a layer with running statistics is not BatchNorm; names the layer.
+        UsageFault: `to` or a kind is none of those above.
+        NoState: `state` names no state, or none was found.
     """
     if to not in ("sync", "plain"):
         raise UsageFault(f"--to {to}: not a kind of BatchNorm", hint="sync or plain")
@@ -113,7 +118,7 @@ def convert(
 def _report(
     state: State, layers: list[str], named: list[str], known: Mapping[str, str], wanted: Mapping[str, str]
 ) -> Report:
-    """What is to be done, where the `known` kinds are recorded and the `wanted` ones should be."""
+    """Plan the conversion of a state that records the `known` kinds and should record the `wanted` ones."""
     return Report(
         tuple(dict.fromkeys((*layers, *named))),
         tuple(key(path, COUNTER) for path in layers if key(path, COUNTER) not in state.container),
@@ -124,16 +129,16 @@ def _report(
 
 
 def _is_old(state: State, layer: str) -> bool:
-    """Whether `_metadata` gives a layer the version of layers without a counter; it may not name it."""
+    """Whether `_metadata`, if it names the layer, gives it the version of layers without a counter."""
     entry = (state.versions or {}).get(layer)
     version = entry.get("version") if isinstance(entry, dict) else None
     return isinstance(version, int) and version < VERSION
 
 
 def _versions(state: State, report: Report, kinds: Mapping[str, str]) -> dict[object, object] | None:
-    """The `_metadata` after a conversion; None where there is to be none.
+    """Return the `_metadata` after a conversion, or None for none.
 
-    An entry that says nothing any more was made for a record, and goes with it; so does the whole.
+    An entry that becomes empty existed only for a record, and is removed with it; so is an empty `_metadata`.
     """
     if state.versions is None and not kinds:
         return None
@@ -154,7 +159,7 @@ def _versions(state: State, report: Report, kinds: Mapping[str, str]) -> dict[ob
 
 
 def _converted(state: State, report: Report, versions: dict[object, object] | None) -> dict[object, object]:
-    """The state's dict after a conversion: each new counter behind its layer's variance."""
+    """Return the state's dict after a conversion: each new counter follows its layer's variance."""
     new = remade(state.container, _entries(state.container, set(report.added)))
     if versions is not None and not isinstance(new, OrderedDict_):
         new = OrderedDict_(new.items())  # a plain dict has no place for `_metadata`
@@ -177,14 +182,14 @@ def _entries(container: Mapping[object, object], added: set[str]) -> Iterator[tu
 
 
 def zero(beside: Storage) -> TensorRef:
-    """An int64 scalar of 0 with a storage of its own, from the file and for the device of another storage."""
+    """Return an int64 scalar of 0 in its own storage, with the file and device of another storage."""
     data = Computed(beside.data.path, 8, lambda start, count: iter([memoryview(bytes(count))]))
     storage = Storage(data, "LongStorage", beside.location, byteorder=beside.byteorder)
     return TensorRef.contiguous(storage, DTYPES["int64"], ())
 
 
 def _text(metadata: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, str]:
-    """The text of a safetensors header with these kinds recorded, or without a record."""
+    """Return the text of a safetensors header with these kinds recorded, or with no record for none."""
     new = {name: value for name, value in metadata.items() if name != TEXT}
     return {**new, TEXT: json.dumps(dict(kinds), sort_keys=True)} if kinds else new
 

@@ -1,8 +1,8 @@
 """BatchNorm layers found in the states of files, and which of them are 1d, 2d and 3d.
 
-A state's keys show which layers keep running statistics. The kind is given by a model, or by a record: beside
+A state's keys show which layers have running statistics. The kind is given by a model, or recorded: beside
 the layer's version, `_metadata["bn1"] = {"version": 2, "kind": "BatchNorm2d"}`, where `torch.load` and
-`load_state_dict` pass over it; in a safetensors file, which has no `_metadata`, as JSON in the header's text
+`load_state_dict` ignore it; in a safetensors file, which has no `_metadata`, as JSON in the header's text
 under `batchnorm.kinds`.
 """
 
@@ -13,36 +13,38 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.state import State
 from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import Refused, UsageFault
 from ..tensors.cast import FLOATS
 from ..transforms.wrappers import WRAPPERS
 
 WITHOUT_STATISTICS = {"weight", "bias"}
-"""All that a BatchNorm layer keeps with `track_running_stats=False`."""
+"""The keys of a BatchNorm layer with `track_running_stats=False`."""
 OF_BATCHNORM = {*WITHOUT_STATISTICS, MEAN, VARIANCE, COUNTER}
-"""All that a BatchNorm layer keeps."""
+"""All keys of a BatchNorm layer."""
 
 KINDS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 KIND = "kind"
 TEXT = "batchnorm.kinds"
-"""Where a kind is recorded: in `_metadata`, or in the text of a safetensors header."""
+"""The key of a recorded kind in a safetensors header; `KIND` is the one in `_metadata`."""
 
 
 def find(path: str, state: State, exclude: Iterable[str] = ()) -> list[str]:
-    """The paths of the BatchNorm layers of a state that keep statistics, in its order.
+    """Return the paths of a state's BatchNorm layers that have statistics, in the state's order.
 
-    A layer is BatchNorm when it holds a `running_mean` and a `running_var` of one float type and one length,
-    and nothing else that BatchNorm does not have.
+    A layer is BatchNorm if it has a `running_mean` and a `running_var` of one float dtype and one length, and
+    no key that BatchNorm does not have.
 
     Args:
         path: the file, for messages.
-        exclude: shell patterns for the paths of layers to pass over.
+        state: the state to look through.
+        exclude: shell patterns for the paths of layers to skip.
 
     Raises:
-        Refused: a layer has running statistics and is not BatchNorm.
+        Refused: a layer has running statistics but is not BatchNorm; names the layer and why.
     """
     layers = []
     for layer, names in _members(state, exclude).items():
@@ -60,25 +62,25 @@ def find(path: str, state: State, exclude: Iterable[str] = ()) -> list[str]:
 
 
 def fits(layer: str, patterns: Iterable[str]) -> bool:
-    """Whether a path matches one of these shell patterns."""
+    """Say whether a path matches one of these shell patterns."""
     return any(fnmatchcase(layer, pattern) for pattern in patterns)
 
 
 def _members(state: State, exclude: Iterable[str]) -> dict[str, set[str]]:
-    """Module -> the names of what it keeps itself; without those that match a pattern."""
+    """Return module -> the names of its own entries, without the modules that match a pattern."""
     members: dict[str, set[str]] = {}
     for entry in state.container:
         if isinstance(entry, str):
             module, _, name = entry.rpartition(".")
             members.setdefault(module, set()).add(name)
-    for path in state.versions or ():  # which names those that keep nothing, too
+    for path in state.versions or ():  # `_metadata` also names modules without entries
         members.setdefault(str(path), set())
     patterns = tuple(exclude)
     return {module: names for module, names in members.items() if not fits(module, patterns)}
 
 
 def _fault(state: State, layer: str, names: Collection[str]) -> str | None:
-    """Why a layer with running statistics is not BatchNorm; None when it may be."""
+    """Say why a layer with running statistics is not BatchNorm; None if it may be."""
     there = {name: state.tensors.get(key(layer, name)) for name in names}
     mean, variance = there.get(MEAN), there.get(VARIANCE)
     if mean is None or variance is None:
@@ -96,7 +98,7 @@ def _fault(state: State, layer: str, names: Collection[str]) -> str | None:
 
 
 def recorded_kinds(checkpoint: Checkpoint, state: State) -> dict[str, str]:
-    """Layer -> kind, as a conversion has recorded it in a file; what is not one of our records is ignored."""
+    """Return layer -> kind, as a conversion has recorded it in a file; ignore any other values there."""
     found: dict[object, object] = {}
     try:
         text = json.loads(checkpoint.metadata.get(TEXT, "{}"))
@@ -113,16 +115,18 @@ def recorded_kinds(checkpoint: Checkpoint, state: State) -> dict[str, str]:
 def given_kinds(
     path: str, state: State, layers: Iterable[str], kinds: Mapping[str, str], exclude: Iterable[str] = ()
 ) -> dict[str, str]:
-    """The kinds of a model's layers under their paths in a file, also of those that keep no statistics.
+    """Return the kinds of a model's layers by their paths in a file, also of layers without statistics.
 
     Args:
         path: the file, for messages.
-        layers: those that `find` found.
-        kinds: layer -> kind, by the model's own paths; prefixes of wrappers in the file's are looked through.
+        state: the state in the file.
+        layers: the layers that `find` found in it.
+        kinds: layer -> kind, by the model's own paths; prefixes of wrappers in the file's paths are ignored.
+        exclude: shell patterns for the paths of layers to skip.
 
     Raises:
-        Refused: one of `layers` is not BatchNorm in the model.
-        UsageFault: no such kind.
+        Refused: one of `layers` is not BatchNorm in the model; names the layer.
+        UsageFault: a kind is not one of `KINDS`.
     """
     for name, kind in kinds.items():
         if kind not in KINDS:
@@ -142,10 +146,10 @@ def given_kinds(
 
 
 def unwrapped(layer: str, wrappers: Collection[str] = WRAPPERS.keys()) -> str:
-    """A layer's path as the model had it before anything, or one of these, wrapped it or parts of it."""
+    """Return a layer's path without the names of wrappers, of the model or of parts of it."""
     return ".".join(part for part in layer.split(".") if f"{part}." not in wrappers)
 
 
 def key(layer: str, name: str) -> str:
-    """The key of what a layer keeps under a name."""
+    """Return the key of a layer's entry; the layer `""` is the model itself."""
     return f"{layer}.{name}" if layer else name

@@ -1,4 +1,4 @@
-"""The files of several ranks as one, with the statistics of all samples. Imports numpy when it is called."""
+"""Several ranks' checkpoints pooled into one, with all ranks' statistics. Imports numpy when called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.state import State
 from ..checkpoint.states import COUNTER, MEAN, VARIANCE
 from ..errors import NothingToDo, Refused, UsageFault
 from ..files.digest import tensor_digests
@@ -31,9 +32,9 @@ class PoolReport:
 
     Attributes:
         layers: the paths of the BatchNorm layers.
-        pooled: the keys whose values are of all ranks now.
-        from_first: keys that differ between the files and were taken from the first, as was asked.
-        exact: whether counts were given; else equal ones are assumed, and the unbiased factor stayed.
+        pooled: the keys with a new value.
+        from_first: the keys that differ between the files and were taken from the first, as asked.
+        exact: whether counts were given; otherwise equal ones were assumed and the unbiased factors kept.
     """
 
     layers: tuple[str, ...]
@@ -47,32 +48,44 @@ def pool_states(
     counts: Mapping[str, Counts] | None = None,
     *,
     cumulative: Iterable[str] = (),
+    momentum: float | None = None,
     exclude: Iterable[str] = (),
     keep_first: Iterable[str] = (),
     state: str | None = None,
 ) -> tuple[Checkpoint, PoolReport]:
-    """The first of several ranks' checkpoints, with the running statistics of all of them, as `pool` has it.
+    """Return the first of several ranks' checkpoints with the running statistics of all, computed by `pool`.
 
-    Statistics keep their type and are rounded once. Counters become the largest: a rank without samples in a
-    step has not counted it. Everything outside the model's state is the first file's.
+    Statistics keep their dtype and are rounded once. Counters become the largest, because a rank without
+    samples in a step does not count that step. Everything outside the model's state is the first file's.
 
     Args:
         checkpoints: one per rank, of one model at one step.
-        counts: shell pattern for layers -> values per channel in a batch of each rank; the first match
-            counts. None: equal ones.
+        counts: shell pattern for layers -> values per channel in a batch of each rank; the first pattern that
+            matches a layer applies. None for equal counts.
         cumulative: shell patterns for layers with `momentum=None`, whose statistics are averages over all
-            batches: a rank weighs by the batches that its counter has, too.
+            batches: ranks are also weighted by their counters of batches.
+        momentum: of the layers, above 0 and at most 1: add the variance between ranks that averaging over
+            batches removes, as `pool` does; needs counts.
         exclude: shell patterns for layers that are not BatchNorm, or not to be pooled.
-        keep_first: shell patterns for keys that may differ; the first file's are taken.
-        state: dotted path of the model's state; found when None.
+        keep_first: shell patterns for keys that may differ; the first file's values are taken.
+        state: dotted path of the model's state; None to find it.
+
+    Returns:
+        The new checkpoint, whose other tensors still lie in the first file, and what was pooled.
 
     Raises:
-        NothingToDo: there is no BatchNorm, or all files hold the same statistics.
-        Refused: the files differ in something else, which is named; a cumulative layer has no counter.
-        UsageFault: counts that do not match the files, or a pattern that matches no layer.
-        NoState.
+        NothingToDo: there is no BatchNorm, or all files have the same statistics.
+        Refused: the files differ in anything else, which is named, or a cumulative layer has no counter.
+        UsageFault: fewer than two files, counts that do not fit the files, or a pattern that matches no
+            layer.
+        NoState: `state` names no state in a file, or none was found.
     """
     _check_counts(checkpoints, counts)
+    if momentum is not None and not (counts and 0 < momentum <= 1):
+        raise UsageFault(
+            f"--momentum {momentum:g}: needs --counts, and is above 0 and at most 1",
+            hint="give the momentum of the layers: torch's default is 0.1",
+        )
     first, states = checkpoints[0], [checkpoint.state(state) for checkpoint in checkpoints]
     layers = find(first.path, states[0], exclude)
     if not layers:
@@ -83,7 +96,8 @@ def pool_states(
     from_first = _check_alike(checkpoints, states, own, tuple(keep_first))
     new: dict[str, TensorRef] = {}
     for layer in layers:
-        new |= _pooled_layer(first.path, states, layer, _counts_of(layer, counts), fits(layer, averaged))
+        rest = _counts_of(layer, counts), fits(layer, averaged), momentum
+        new |= _pooled_layer(first.path, states, layer, *rest)
     if not new:
         raise NothingToDo(
             f"{first.path}: all {len(checkpoints)} files hold the same statistics",
@@ -132,7 +146,7 @@ def _counts_of(layer: str, counts: Mapping[str, Counts] | None) -> Counts | None
 def _check_alike(
     checkpoints: Sequence[Checkpoint], states: Sequence[State], own: set[str], keep: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The keys that may differ and do. Raises Refused for any other difference between the files."""
+    """Return the keys that may differ and do. Raises Refused for any other difference between the files."""
     first, known = checkpoints[0].path, _described(states[0], own)
     differing: dict[str, str] = {}
     for checkpoint, state in zip(checkpoints[1:], states[1:], strict=True):
@@ -152,7 +166,7 @@ def _check_alike(
 
 
 def _described(state: State, own: set[str]) -> dict[str, tuple[object, ...]]:
-    """What must be alike: types and shapes of everything, and the values of all but BatchNorm's own keys."""
+    """Return what must be equal: all dtypes and shapes, and the values of all but BatchNorm's own keys."""
     others = {name: tensor for name, tensor in state.tensors.items() if name not in own}
     values = dict(tensor_digests(others))
     return {
@@ -161,9 +175,14 @@ def _described(state: State, own: set[str]) -> dict[str, tuple[object, ...]]:
 
 
 def _pooled_layer(
-    path: str, states: Sequence[State], layer: str, counts: Counts | None, cumulative: bool
+    path: str,
+    states: Sequence[State],
+    layer: str,
+    counts: Counts | None,
+    cumulative: bool,
+    momentum: float | None,
 ) -> dict[str, TensorRef]:
-    """The new tensors of one layer; none where all ranks have the same."""
+    """Return the new tensors of one layer; none if all ranks have the same."""
     import numpy as np
 
     names = {name: key(layer, name) for name in (MEAN, VARIANCE, COUNTER)}
@@ -180,7 +199,7 @@ def _pooled_layer(
             raise Refused(path, f"'{names[COUNTER]}' is not there: how many batches were averaged?")
         batches = [float(one) for one in read[COUNTER]] if cumulative else None
         try:
-            pooled = pool(read[MEAN], read[VARIANCE], counts, batches=batches)
+            pooled = pool(read[MEAN], read[VARIANCE], counts, batches=batches, momentum=momentum)
         except ValueError as error:
             raise Refused(path, f"'{layer}' can't be pooled: {error}") from error
         new = {names[MEAN]: pooled.mean, names[VARIANCE]: pooled.variance}
@@ -190,7 +209,7 @@ def _pooled_layer(
 
 
 def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
-    """A tensor's values in float64, or int64 for counters."""
+    """Return a tensor's values in float64, or int64 for counters."""
     import numpy as np
 
     require_bounded(name, tensor)
@@ -207,7 +226,7 @@ def _values(path: str, name: str, tensor: TensorRef) -> NDArray[Any]:
 
 
 def _tensor(old: TensorRef, values: NDArray[Any], origins: tuple[Storage, ...]) -> TensorRef:
-    """A tensor like another, of a storage of its own that holds these values."""
+    """Return a tensor like `old`, with these values in its own storage."""
     raw = _rounded(values, old.dtype)
     if old.storage.byteorder == "big":
         raw = raw.byteswap()
@@ -222,14 +241,14 @@ def _stretch(raw: bytes, start: int, nbytes: int) -> Iterator[memoryview]:
 
 
 def _rounded(values: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """The bits of float64 values in another type, rounded once, to nearest, ties to even."""
+    """Return float64 values in another dtype, rounded once, to nearest, ties to even."""
     import numpy as np
 
     with np.errstate(over="ignore"):
         if dtype.name != "bfloat16":
             return values.astype("<i8" if dtype.name == "int64" else f"<f{dtype.itemsize}")
         single = values.astype("<f4")
-        # Rounded to odd on the way, a value is not rounded a second time (Boldo and Melquiond 2008).
+        # Round to odd in float32, so that only the rounding to bfloat16 counts (Boldo and Melquiond 2008).
         single = np.where(np.abs(single) > np.abs(values), np.nextafter(single, np.float32(0)), single)
         bits = single.view("<u4") | (single != values).astype("<u4")
         nan = np.isnan(values)

@@ -1,10 +1,8 @@
 """BatchNorm over the samples of all ranks, on any device and backend. Imports torch.
 
-torch's SyncBatchNorm raises on a CPU. This is the same mathematics: each rank sends the count, the mean and
-the sum of squared deviations of its samples, and combines those of all in float64 and in rank order (Chan,
-Golub and LeVeque 1979), so that all ranks have the same bits, and large means cost no digits. Backward sums
-two numbers per channel over ranks: the gradient, and the gradient times the normalised input. A rank without
-samples takes part with a count of 0.
+torch's SyncBatchNorm raises on a CPU; this is the same mathematics. Forward gathers each rank's moments and
+combines them (`moments.py`). Backward sums two numbers per channel over ranks: the gradient, and the gradient
+times the normalised input. A rank without samples takes part with a count of 0.
 """
 
 from __future__ import annotations
@@ -16,21 +14,27 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .moments import accumulator, combine, moments, update_running
+
 Tensor = torch.Tensor
 
 
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm whose training statistics are those of all ranks' samples together.
 
-    Inputs are (N, C, ...), of any memory format; N may differ between ranks and be 0. Every rank must come
-    through each layer equally often, forward and backward. In evaluation, in a process by itself, and in a
-    group of one, it is plain BatchNorm. Gradients of gradients are not there.
+    Inputs are [N, C, ...], in any memory format; N may differ between ranks and be 0. Every rank must pass
+    through each layer equally often, forward and backward. In evaluation, in a single process and in a group
+    of one rank, it is plain BatchNorm to the bit. Second derivatives are refused.
 
     Attributes:
-        process_group: of whose ranks the statistics are; None for all.
-        plain_kind: the class it was before, `BatchNorm2d`; None when not known.
-        absent: take part with a count of 0 whatever the input: for a rank that has no samples, and passes
-            something through the model all the same. Its output is normalised as that of the others.
+        process_group: the group whose samples are normalised together; None for all ranks.
+        plain_kind: the class that the layer had before, such as `BatchNorm2d`; None if not known.
+        absent: take part with a count of 0 whatever the input is, for a rank that has no samples but has to
+            pass something through the model. The output is normalised as that of the other ranks.
+
+    Raises:
+        ValueError: on all ranks, if they have a single value per channel together; on a rank whose input has
+            another number of axes or channels.
     """
 
     absent = False
@@ -53,20 +57,18 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
-            # If only the kernel checked, it would be too late: other ranks would wait, or abort.
+            # The kernel would refuse it too, but too late: other ranks would wait, or abort.
             raise ValueError(f"expected {self.num_features} channels (got an input of {list(input.shape)})")
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
         if not (by_batch and self.training and _size(self.process_group) > 1):
             return self._alone(input, by_batch)
-        running = None
-        if self.track_running_stats and self.running_mean is not None:
-            running = _Running(self)
+        tracked = self if self.track_running_stats and self.running_mean is not None else None
         return _Synchronised.apply(  # type: ignore[no-any-return]
-            input, self.weight, self.bias, self.eps, running, self.process_group, self.absent
+            input, self.weight, self.bias, self.eps, tracked, self.process_group, self.absent
         )
 
     def _alone(self, input: Tensor, by_batch: bool) -> Tensor:
-        """Plain BatchNorm, as torch's `_BatchNorm` does it."""
+        """Apply plain BatchNorm, as torch's `_BatchNorm.forward`."""
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
@@ -83,36 +85,21 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """As any layer, with the kind beside the version in `_metadata`; loading passes over it."""
+        """Save as any layer does, with the kind beside the version in `_metadata`, which loading ignores."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.plain_kind is not None and hasattr(destination, "_metadata"):
             destination._metadata[prefix[:-1]]["kind"] = self.plain_kind
 
 
-class _Running:
-    """The running statistics of a layer, to be brought up to date with a batch of all ranks."""
-
-    def __init__(self, layer: SyncBatchNorm) -> None:
-        self.layer = layer
-
-    def update(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        layer, counter = self.layer, self.layer.num_batches_tracked
-        if counter is not None:
-            counter.add_(1)
-        momentum = layer.momentum
-        if momentum is None:  # as in torch, an average without a counter stays as it is
-            momentum = 1.0 / float(counter) if counter is not None else 0.0
-        unbiased = variance * (count / (count - 1))
-        for kept, new in ((layer.running_mean, mean), (layer.running_var, unbiased)):
-            kept.mul_(1 - momentum).add_(new.to(kept.dtype), alpha=momentum)  # type: ignore[union-attr]
+SyncBatchNorm.__module__ = "ckpttool.batchnorm"  # pickles of whole models name the public place
 
 
 class _Synchronised(torch.autograd.Function):
-    """Normalises by the statistics of all ranks; its gradient is that of the sum of all ranks' losses.
+    """Normalise by the statistics of all ranks; the gradient is that of the sum of all ranks' losses.
 
     So under DistributedDataParallel, which averages, each rank's loss is weighted before backward. The
-    gradients of weight and bias are only of this rank's samples: they are summed by what sums those of
-    all parameters.
+    gradients of weight and bias are of this rank's samples only; what sums those of all parameters over ranks
+    sums these too.
     """
 
     @staticmethod
@@ -122,18 +109,20 @@ class _Synchronised(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
-        running: _Running | None,
+        tracked: SyncBatchNorm | None,
         group: Any,
         absent: bool,
     ) -> Tensor:
-        mean, variance, count = _combine(_moments(input, absent), group)
+        own = moments(input[:0] if absent else input)
+        counts, mean, variance = combine(_of_all_ranks(own, group))
+        count = float(counts[0]) if len(counts) else 0.0
         if count == 1:
             raise ValueError(
                 f"expected more than 1 value per channel on all ranks when training, got input {input.shape}"
             )
-        if running is not None and count:
-            running.update(mean, variance, count)
-        exact = _accumulator(input)
+        if tracked is not None and count:
+            update_running(tracked, mean, variance, count)
+        exact = accumulator(input)
         ctx.of_weight = None if weight is None else weight.dtype
         mean, variance = mean.to(exact), variance.to(exact)
         weight, bias = (None if one is None else one.to(exact) for one in (weight, bias))
@@ -168,56 +157,23 @@ class _Synchronised(torch.autograd.Function):
 
 
 def _size(group: Any) -> int:
-    """How many ranks there are; 1 without a process group."""
+    """Return the number of ranks in a group; 1 without one."""
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def _accumulator(input: Tensor) -> torch.dtype:
-    """The type to compute in: float32 for narrower ones."""
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
-
-
-def _moments(input: Tensor, absent: bool) -> Tensor:
-    """This rank's [mean, sum of squared deviations, count], (3, C) in float64; all 0 without samples."""
-    channels = input.shape[1]
-    count = 0 if absent else input.numel() // max(channels, 1)
-    moments = torch.zeros(3, channels, dtype=torch.float64, device=input.device)
-    if count:
-        mean, variance = _mean_and_variance(input.detach().to(_accumulator(input)))
-        moments[0], moments[1], moments[2] = mean, variance.double() * count, count
-    return moments
-
-
-def _mean_and_variance(input: Tensor) -> tuple[Tensor, Tensor]:
-    """A value a channel of each, the variance biased; to the last digit of the input's type."""
-    if input.device.type == "cpu":
-        # Plain BatchNorm's own kernel, in a fifth of the time of `var_mean`. It sums contiguous values in
-        # float64, but channels-last ones in float32: with them five digits are left.
-        mean, variance = torch.ops.aten.batch_norm_update_stats(input.contiguous(), None, None, 0.0)
-        return mean, variance
-    variance, mean = torch.var_mean(input, [0, *range(2, input.dim())], correction=0)
-    return mean, variance
-
-
-def _combine(moments: Tensor, group: Any) -> tuple[Tensor, Tensor, float]:
-    """Mean, biased variance and count of all ranks, from each rank's moments; 0, 1 and 0 of no samples."""
-    all_moments = [moments]
-    if _size(group) > 1:
-        all_moments = [torch.empty_like(moments) for _ in range(_size(group))]
-        dist.all_gather(all_moments, moments, group=group)
-    means, deviations, counts = torch.stack(all_moments).unbind(1)
-    count = float(counts[:, 0].sum())
-    if not count:
-        return torch.zeros_like(means[0]), torch.ones_like(means[0]), 0.0
-    mean = (counts * means).sum(0) / count
-    variance = (deviations + counts * (means - mean) ** 2).sum(0) / count
-    return mean, variance, count
+def _of_all_ranks(own: Tensor, group: Any) -> Tensor:
+    """Return each rank's tensor, in rank order: [ranks, ...]."""
+    if _size(group) == 1:
+        return own[None]
+    of_ranks = [torch.empty_like(own) for _ in range(_size(group))]
+    dist.all_gather(of_ranks, own, group=group)
+    return torch.stack(of_ranks)
 
 
 def _normalised(
     input: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """torch's own kernel, as in evaluation: one pass, in the input's memory format."""
+    """Normalise by torch's own kernel for evaluation: one pass, in the input's memory format."""
     if not input.numel():
         return torch.empty_like(input)
     return F.batch_norm(input, mean, variance, weight, bias, False, 0.0, eps)
@@ -226,8 +182,11 @@ def _normalised(
 def _local_gradients(
     ctx: Any, gradient: Tensor, input: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor
 ) -> tuple[Tensor, Tensor, Any]:
-    """This rank's sums, over all but channels, of the gradient and of it times the normalised input; and what
-    goes straight to the input, as if mean and variance were constants (None of a rank without samples)."""
+    """Return what this rank's samples add to the gradients.
+
+    These are the sums, over all axes but channels, of the gradient and of the gradient times the normalised
+    input; and the input's gradient as if mean and variance were constants, None on a rank without samples.
+    """
     if ctx.absent or not input.numel():
         return torch.zeros_like(mean), torch.zeros_like(mean), None
     direct, times_normalised, own = torch.ops.aten.native_batch_norm_backward(

@@ -1,94 +1,73 @@
-"""What was read from a file, and finding the model's state in it."""
+"""A checkpoint as it was read: the tree of values, and the model's state found in it."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from ..errors import Damaged, NoState, Refused, Unsupported
-from ..inert_pickle.values import OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
+from ..inert_pickle.values import Global, OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
 from ..tensors.ref import Source, Storage, TensorRef
-from .dotted_names import MAX_NAMES, Entry, Path, TooManyNames, contents, named_values
-from .dotted_names import dotted as dotted
-from .pickled_modules import BadModules, is_module, named
-from .states import all_tensors, candidates, follow, is_offered, is_state, likelihood, path_of
-from .states import is_optimizer as is_optimizer
-
-if TYPE_CHECKING:
-    import torch
+from .dotted_names import MAX_NAMES, Entry, Path, TooManyNames, contents, dotted, named_values
+from .nested_states import TwiceNamed, flattened, is_tensor, values_at
+from .pickled_modules import BadModules, is_module, named, own_attributes
+from .rebuilt_tensors import plain_tensor, tensor_like
+from .state import State, make_state
+from .states import (
+    Likelihood,
+    candidates,
+    equally_likely,
+    follow,
+    is_nested,
+    is_offered,
+    is_state,
+    likelihood,
+    path_of,
+)
+from .tensor_likes import TensorLike, placeholders
 
 OF_TORCH = {"format": "pt"}
-"""Metadata that transformers writes into each safetensors header. Several of its versions 4 refuse a header
-with any metadata and without this."""
+"""The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
+header that has metadata but not this entry."""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
-    """A model's state as a file holds it.
+class Remark(NamedTuple):
+    """Something in a file that its format does not allow.
 
     Attributes:
-        path: the keys that lead to the state in the file; none when the file itself is the state.
-        container: the dict in the checkpoint's tree; of a pickled model, one that was made of it.
-        tensors: name -> tensor, in the file's order; names as in the file.
-        others: entries that are not tensors (`_extra_state`, counters kept as plain numbers).
-        versions: torch's `_metadata`, module path -> {'version': …}; None where the file has none.
-        module: the pickled model that the state was found in; None where it is a dict of its own.
+        name: the record, tensor or storage.
+        message: what is wrong with it, to be read after the name.
     """
 
-    path: Path
-    container: dict[object, object]
-    tensors: dict[str, TensorRef]
-    others: dict[str, object]
-    versions: dict[object, object] | None
-    module: Record | None = None
-
-    def __repr__(self) -> str:
-        return f"<State '{self.where}': {len(self.tensors)} tensors>"
-
-    @property
-    def where(self) -> str:
-        """The dotted path, `""` when the file itself is the state."""
-        return dotted(self.path)
-
-    def load(self) -> dict[str, torch.Tensor]:
-        """The tensors as torch tensors on the CPU, mapped from the file: nothing is read until it is used.
-
-        Writing to them changes memory, never the file. Names that share memory in the file share it here.
-        Imports torch.
-
-        Raises:
-            Unsupported: an element type that this torch does not have.
-        """
-        from ..tensors.to_torch import live_tensors
-
-        return live_tensors(self.tensors)
-
-    @property
-    def anchor(self) -> object:
-        """What holds the state in the checkpoint's tree: the dict, or the pickled model."""
-        return self.container if self.module is None else self.module
+    name: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A file, or a folder of them, that was read: its tree of values, with each tensor as a place in a file.
+    """A file, or a folder of files, as it was read: a tree of values, each tensor a place in a file.
 
-    Use it as a context manager, or let it go: a file is closed with the last tensor that refers to it.
+    Use it as a context manager, or drop it: a file is closed with the last tensor that refers to it.
 
     Attributes:
-        source: the open file; in a folder the one that says what is in the others.
-        format: its name, as cli.md lists them: `torch-zip`, `safetensors`, …
-        tree: what the file holds, in the values of `inert`.
-        protocol: the pickle protocol it was read under; 2 where there was no pickle.
+        source: the open file; of a folder, the file that lists the others.
+        format: the name of the format, such as `torch-zip` or `safetensors`.
+        tree: the contents, in the inert values of `inert_pickle.values`.
+        protocol: the protocol of the pickle it was read from; 2 when there was no pickle.
         metadata: the text-to-text map of a safetensors header.
         shards: the other open files of a folder.
-        unread: what the file holds and the tree can't, in words: the code of a TorchScript archive.
-        opened: pickled objects that a change put a dict of tensors in place of, as `model (package.Class)`: a
-            format that could hold the object must not silently be given the dict.
-        full: a format of tensors held a whole checkpoint (`--full`); what is made from it does so again.
+        unread: contents of the file that the tree can't hold, in words, such as the code of a TorchScript
+            archive.
+        opened: pickled objects that a transform replaced by a dict of tensors, as `model (package.Class)`. A
+            format that could hold the object refuses to be given the dict instead.
+        full: a tensor format held a whole checkpoint (`--full`); outputs made from it hold the whole again.
+        names: every name that the file's pickles mention, in the tree or not: a pickle can call a function
+            and drop what it returned.
+        remarks: where torch refuses the file, or no writer of torch's makes such a thing.
     """
 
     source: Source
@@ -100,18 +79,20 @@ class Checkpoint:
     unread: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
     full: bool = False
+    names: frozenset[Global] = frozenset()
+    remarks: tuple[Remark, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {self.format}, {self.nbytes} bytes>"
 
     @property
     def path(self) -> str:
-        """The file's name as it was given."""
+        """The file's name as the caller gave it."""
         return self.source.path
 
     @property
     def nbytes(self) -> int:
-        """Size of the file, or of all of a folder's that were read."""
+        """The size in bytes of the file, or of all files of the folder."""
         return self.source.size + sum(shard.size for shard in self.shards)
 
     def __enter__(self) -> Checkpoint:
@@ -123,19 +104,29 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Closes the files; their tensors can't be read after."""
+        """Close the files. Their tensors can't be read afterwards."""
         for source in (self.source, *self.shards):
             source.close()
 
     def tensors(self) -> Iterator[tuple[str, TensorRef]]:
-        """Every tensor of the file with its dotted path, in the file's order."""
+        """Yield every tensor of the file with its dotted path, in the file's order.
+
+        Raises:
+            Unsupported: the dotted paths together would fill the memory.
+        """
         for path, value in self.named(contents):
             tensor = tensor_of(value)
             if tensor is not None:
                 yield dotted(path), tensor
 
     def storages(self) -> Iterator[tuple[str, Storage]]:
-        """Every storage that the tree refers to, by the dotted path of what refers to it; some repeatedly."""
+        """Yield every storage with the dotted path of the tensor that uses it.
+
+        A storage that several tensors share is yielded once for each of them.
+
+        Raises:
+            Unsupported: the dotted paths together would fill the memory.
+        """
         for path, value in self.named(contents):
             tensor = tensor_of(value)
             if tensor is not None:
@@ -144,10 +135,13 @@ class Checkpoint:
                 yield dotted(path), value
 
     def named(self, inside: Callable[[object], Iterable[Entry] | None]) -> Iterator[tuple[Path, object]]:
-        """Every value with its path, as `named_values` gives them.
+        """Yield every value with its path, as `named_values` does.
+
+        Args:
+            inside: returns the entries of a container, or None for a value not to be entered.
 
         Raises:
-            Unsupported: the file repeats long names so often that they would fill the memory.
+            Unsupported: the dotted paths together would fill the memory.
         """
         try:
             yield from named_values(self.tree, inside, MAX_NAMES + 64 * self.nbytes)
@@ -155,68 +149,111 @@ class Checkpoint:
             raise Unsupported(self.path, "its dotted names need too much memory") from None
 
     def states(self) -> list[Path]:
-        """The paths of everything that could be a model's state, the likeliest first."""
-        found = list(candidates(self.tree))
-        return sorted(found, key=self._likelihood) if len(found) > 1 else found
+        """Return the paths of everything that could be a model's state, the likeliest first."""
+        return [path for _, path in self._ranked()]
 
     def state(self, where: str | None = None) -> State:
-        """The model's state.
+        """Return the model's state.
 
         Args:
-            where: its dotted path; found when None.
+            where: its dotted path; None takes the likeliest state of the file. A dict that holds tensors only
+                in dicts inside it is one state, whose names are dotted.
 
         Raises:
-            NoState: there is none, or none at `where`; the hint names those there are.
+            NoState: the file holds no dict of tensors, or none at `where`, or several that are equally
+                likely; the hint lists those it has.
+            Damaged: the state is a pickled model whose modules contain themselves.
+            Refused: two entries of nested dicts have one dotted name.
+            Unsupported: the dotted names of nested dicts together would fill the memory.
         """
-        found = self.states()
-        if where is None and not found:
-            raise NoState(
-                self.path,
-                "holds no dict of tensors, so no model's state",
-                hint=f"see what is in it: ckpttool inspect {shlex.quote(self.path)}",
-            )
-        # A dotted name may fit several paths; among those that are states the likeliest is meant.
-        path = next((path for path in found if where in (None, dotted(path))), None)
+        path = self._only() if where is None else self._named(where)
         if path is None:
-            path = path_of(self.tree, str(where))
-        value = None if path is None else follow(self.tree, path)
-        container = self._container(value)
-        if path is None or container is None:
-            raise NoState(self.path, f"holds no state named '{where}'", hint=self._where_to_look())
-        if path not in found and not is_state(container):
-            raise NoState(
-                self.path, f"'{where}' is not a dict of tensors by name", hint=self._where_to_look()
-            )
-        return make_state(path, container, value if isinstance(value, Record) else None)
+            raise NoState(self.path, f"holds no state named '{str(where)[:80]}'", hint=self._where_to_look())
+        return self.state_at(path)
+
+    def state_at(self, path: Path) -> State:
+        """Return the state at a path, which dotted names leave open when keys contain dots.
+
+        Args:
+            path: the keys that lead to it.
+
+        Raises:
+            NoState: the path leads to no dict of tensors.
+            Damaged, Refused, Unsupported: as for `state`.
+        """
+        value, elsewhere = follow(self.tree, path), placeholders(self.tree)
+        if isinstance(value, Record) and is_module(value):
+            return make_state(path, self._of_module(value), module=value, elsewhere=elsewhere)
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise self._no_dict(path)
+        if not is_nested(path, value) and (is_state(value) or not value):
+            return make_state(path, value, elsewhere=elsewhere)
+        places = self._places(value)
+        entries = OrderedDict_(values_at(value, places))
+        if not any(map(is_tensor, entries.values())):
+            raise self._no_dict(path)
+        return make_state(path, entries, nested=value, places=places, elsewhere=elsewhere)
+
+    def tensor_likes(self) -> Iterator[tuple[str, TensorLike]]:
+        """Yield every tensor of the file that is not a plain one, with its dotted path.
+
+        Raises:
+            Unsupported: the dotted paths together would fill the memory.
+        """
+        for path, value in self.named(contents):
+            like = tensor_like(value)
+            if like is not None and plain_tensor(value) is None:
+                yield dotted(path), like
+
+    def found_state(self) -> State | None:
+        """Return the model's state; None when there is none, or it can't be said which it is."""
+        try:
+            return self.state()
+        except (NoState, Refused):
+            return None
 
     def other_states(self, taken: Path | None) -> list[str]:
-        """The dotted paths of what could be meant instead of the state taken, the likeliest first."""
+        """Return the dotted paths of the states not taken that a user may have meant, the likeliest first."""
         paths = (path for path in self.states() if path != taken)
         return [dotted(path) for path in paths if is_offered(path, follow(self.tree, path))]
 
     def outside(self, state: State) -> tuple[str, ...]:
-        """What there is beside a state, by the shortest dotted names that say it."""
+        """Return the names of everything outside a state, each as the shortest dotted path that covers it.
+
+        The attributes of a pickled model come first, as its state has only its parameters and buffers.
+        """
         names: list[str] = []
         value, path = self.tree, ""
         for step in state.path:
             assert isinstance(value, dict)
             names.extend(f"{path}{in_brief(key)}" for key in value if key != step)
             value, path = value[step], f"{path}{step}."
-        return tuple(names)
+        of_model = [f"{path}{name}" for name, _ in own_attributes(state.module)]
+        return (*of_model, *names)
 
-    def changed(self, state: State, change: Callable[[object], object]) -> Checkpoint:
-        """A checkpoint whose tree is a copy as `inert.rebuild` makes it, with the state's dict in its place.
+    def changed(
+        self, state: State, change: Callable[[object], object], also: Iterable[State] = ()
+    ) -> Checkpoint:
+        """Return a checkpoint with a changed copy of the tree, in which states may have changed their dicts.
 
         Args:
-            change: gets each container once, the state's too. Where the state was found in a pickled model
-                the dict takes the model's place, and `opened` says so.
+            state: a state of this checkpoint.
+            change: called once for each container, and for the dict of each state; returns it or its
+                replacement. When the state belongs to a pickled model, its dict takes the model's place, and
+                `opened` says so. Nested dicts stay nested while the names stay.
+            also: other states of this checkpoint.
 
         Raises:
-            Refused: nested too deeply to be copied.
+            Refused: the tree is nested too deeply to be copied.
         """
+        states = {id(each.anchor): each for each in (*also, state)}
 
         def at(value: object) -> object:
-            return change(state.container if value is state.anchor else value)
+            found = states.get(id(value))
+            if found is None:
+                return change(value)
+            new = change(found.container)
+            return found.restored(new) if isinstance(new, dict) else new
 
         opened = self.opened
         if state.module is not None:
@@ -224,23 +261,74 @@ class Checkpoint:
         return replace(self.rebuilt(at), opened=opened)
 
     def rebuilt(self, change: Callable[[object], object]) -> Checkpoint:
-        """A checkpoint whose tree is a copy as `inert.rebuild` makes it. Raises Refused."""
+        """Return a checkpoint with a copy of the tree as `inert_pickle.values.rebuild` makes it.
+
+        Args:
+            change: called once for each container; returns it or its replacement.
+
+        Raises:
+            Refused: the tree is nested too deeply to be copied.
+        """
         try:
             return replace(self, tree=rebuild(self.tree, change))
         except (TooDeep, RecursionError):
             raise Refused(self.path, "its contents are nested too deeply to be copied") from None
 
-    def _container(self, value: object) -> dict[object, object] | None:
-        """A state as a dict: itself, or made of a pickled model. Raises Damaged."""
-        if isinstance(value, dict) or not is_module(value):
-            return value if isinstance(value, dict) else None
+    def _ranked(self) -> list[tuple[Likelihood, Path]]:
+        """Return the paths of states with their likelihood, the likeliest first."""
+        paths = candidates(self.tree)
+        found = [(likelihood(path, partial(self._entries, path)), path) for path in paths]
+        return sorted(found, key=lambda pair: pair[0])
+
+    def _entries(self, path: Path) -> Mapping[object, object]:
+        value = follow(self.tree, path)
+        if isinstance(value, Record):
+            return self._of_module(value)
+        assert isinstance(value, dict)
+        return dict(values_at(value, self._places(value))) if is_nested(path, value) else value
+
+    def _only(self) -> Path:
+        """Return the path of the one state that is likelier than all others."""
+        ranked = self._ranked()
+        if not ranked:
+            reason = "holds no dict of tensors, so no model's state"
+            raise NoState(self.path, reason, hint=self._where_to_look())
+        first, *rivals = equally_likely(self.tree, ranked)
+        if rivals:
+            names = [dotted(path) for path in (first, *rivals)]
+            shown = ", ".join(f"'{name[:80]}'" for name in names[:8])
+            more = f" and {len(names) - 8} more" if names[8:] else ""
+            raise NoState(
+                self.path,
+                f"holds {len(names)} states, and nothing says which is the model's: {shown}{more}",
+                hint=f"name one: --state {shlex.quote(names[0])}; or take all of them as one: --state ''",
+            )
+        return first
+
+    def _named(self, where: str) -> Path | None:
+        """Return the path behind a dotted name; of several that fit it, the likeliest state's."""
+        # Keys may contain dots, so one dotted name may fit several paths.
+        fitting = (path for path in self.states() if where == dotted(path))
+        return next(fitting, None) or path_of(self.tree, where)
+
+    def _places(self, value: dict[object, object]) -> dict[str, Path]:
+        try:
+            return flattened(value, MAX_NAMES + 64 * self.nbytes)
+        except TooManyNames:
+            raise Unsupported(self.path, "its dotted names need too much memory") from None
+        except TwiceNamed as fault:
+            reason = f"two entries of its nested dicts are named '{str(fault)[:80]}'"
+            raise Refused(self.path, reason, hint="take one of the dicts: --state PREFIX") from None
+
+    def _of_module(self, value: Record) -> dict[object, object]:
         try:
             return OrderedDict_(named(value))
         except BadModules as fault:
             raise Damaged(self.path, str(fault)) from None
 
-    def _likelihood(self, path: Path) -> tuple[int, int, int]:
-        return likelihood(path, lambda: self._container(follow(self.tree, path)) or {})
+    def _no_dict(self, path: Path) -> NoState:
+        reason = f"'{dotted(path)[:80]}' is not a dict of tensors by name"
+        return NoState(self.path, reason, hint=self._where_to_look())
 
     def _where_to_look(self) -> str:
         names = [shlex.quote(dotted(path)) for path in self.states()]
@@ -249,23 +337,3 @@ class Checkpoint:
         if names == ["''"]:
             return "the file itself is the state: leave out --state"
         return f"there are: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
-
-
-def make_state(path: Path, container: dict[object, object], module: Record | None = None) -> State:
-    """A dict as a state: its tensors, and apart from them the rest."""
-    tensors: dict[str, TensorRef] = {}
-    others: dict[str, object] = {}
-    if {*map(type, container)} <= {str} and all_tensors(container.values()):
-        tensors.update(container)  # type: ignore[arg-type]
-    else:
-        for name, value in container.items():
-            tensor = tensor_of(value)
-            if tensor is None:
-                others[str(name)] = value
-            else:
-                tensors[str(name)] = tensor
-    versions = None
-    if isinstance(container, OrderedDict_) and isinstance(container.attributes, dict):
-        found = container.attributes.get("_metadata")
-        versions = found if isinstance(found, dict) else None
-    return State(path, container, tensors, others, versions, module)

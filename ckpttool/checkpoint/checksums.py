@@ -1,21 +1,33 @@
-"""Whether the bytes that a checkpoint is made of have the checksums which their files state."""
+"""Compares the bytes that a checkpoint is made of with the checksums that its files state."""
 
 from __future__ import annotations
 
 import shlex
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from ..errors import Damaged
 from ..files.copying import BUFFER, Progress
-from ..files.crc32 import crc32_of
-from ..tensors.ref import ByteRange, Computed, Storage
+from ..files.crc32 import combined, crc32, crc32_of
+from ..files.threads import cores, cut, map_pieces
+from ..tensors.ref import ByteRange, Computed, Source, Storage
 from .checkpoint import Checkpoint
 
 Named = tuple[str, Storage]
 
+PIECE = 4 << 20
+"""Bytes summed as one piece where they are read for their checksum alone."""
+
+WORKERS = 8
+
 
 def with_checksum(storages: Iterable[Named]) -> Iterator[Named]:
-    """Of storages by name, and of those that their bytes come from: each that has one, once."""
+    """Yield storages that state a checksum, and those of their origins that do, each once.
+
+    Args:
+        storages: with the name of a tensor that uses each; some repeatedly.
+    """
     seen: set[int] = set()
     for name, storage in storages:
         below = [storage]
@@ -28,25 +40,144 @@ def with_checksum(storages: Iterable[Named]) -> Iterator[Named]:
                     yield name, each
 
 
-def require_intact(checkpoint: Checkpoint, storages: Iterable[Named], progress: Progress | None) -> None:
-    """Reads storages that a checkpoint refers to, and what they come from, and compares the checksums.
+class Checksums:
+    """Sums bytes while they are read for another purpose, and compares the sums. Use it as a context manager.
 
-    Raises:
-        Damaged: the first that does not have its own.
+    While the block runs, every stretch that is read of a storage is summed in the thread that reads it.
+    `finish` puts the sums together. Storages of which not every byte was read once, in stretches that meet
+    (of which only a view was, or which were mapped), are read again, whole.
     """
-    buffer = memoryview(bytearray(BUFFER))
-    own = {each.path for each in (checkpoint.source, *checkpoint.shards)}
-    for name, storage in with_checksum(storages):
-        if checksum(storage.data, buffer, progress) != storage.crc32:
-            path = storage.data.path
-            whole = checkpoint.path if path in own else path  # the folder, not one of its files
-            hint = f"list all that is damaged: ckpttool verify {shlex.quote(whole)}"
-            reason = f"the bytes that become '{name[:80]}' do not match their checksum"
-            raise Damaged(path, reason, hint=None if whole == "-" else hint)
+
+    def __init__(self, checkpoint: Checkpoint, storages: Iterable[Named]) -> None:
+        """Prepare the comparison of storages.
+
+        Args:
+            checkpoint: what is being read; for the hint of the error.
+            storages: those that are used, with the name of a tensor that uses each. Those that they come from
+                are compared too; those without a checksum are not.
+        """
+        self._checkpoint = checkpoint
+        self._sums = [_Sums(name, storage, {}) for name, storage in with_checksum(storages)]
+        self._watches: dict[int, tuple[Source, _Watch]] = {}
+        for sums in self._sums:
+            data = sums.storage.data
+            if isinstance(data, ByteRange):
+                self._watches.setdefault(id(data.source), (data.source, _Watch()))[1].add(data, sums)
+
+    def __enter__(self) -> Checksums:
+        for source, watch in self._watches.values():
+            watch.begin()
+            source.observers.append(watch.see)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._watches:
+            source, watch = self._watches.popitem()[1]
+            source.observers.remove(watch.see)
+
+    def finish(self) -> None:
+        """Compare all checksums; call it when everything was read.
+
+        Raises:
+            Damaged: bytes do not match their checksum, the first in the order of the storages; or a file
+                ends early.
+        """
+        self.__exit__()
+        unread = [each for each in self._sums if each.whole() is None]
+        again = iter(_crc32s([each.storage.data for each in unread]))
+        read = {id(each): next(again) for each in unread}
+        for each in self._sums:
+            found = each.whole()
+            if (read[id(each)] if found is None else found) != each.storage.crc32:
+                raise self._damaged(each)
+
+    def _damaged(self, sums: _Sums) -> Damaged:
+        own = {each.path for each in (self._checkpoint.source, *self._checkpoint.shards)}
+        path = sums.storage.data.path
+        whole = self._checkpoint.path if path in own else path  # the folder, not one of its files
+        hint = f"list all that is damaged: ckpttool verify {shlex.quote(whole)}"
+        reason = f"the bytes of '{sums.name[:80]}' do not match their checksum"
+        return Damaged(path, reason, hint=None if whole == "-" else hint)
+
+
+class _Sums(NamedTuple):
+    """A storage, and the CRC-32 of stretches of it: first byte -> (end, CRC-32)."""
+
+    name: str
+    storage: Storage
+    stretches: dict[int, tuple[int, int]]
+
+    def whole(self) -> int | None:
+        """Return the CRC-32 of the storage, or None where the stretches do not make it up."""
+        at = crc = 0
+        while at < self.storage.nbytes:
+            if at not in self.stretches:
+                return None
+            end, found = self.stretches[at]
+            crc, at = combined(crc, found, end - at), end
+        return crc
+
+
+class _Watch:
+    """Sums what is read of one file."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[int, int, _Sums]] = []
+        self._starts: list[int] = []
+
+    def add(self, data: ByteRange, sums: _Sums) -> None:
+        self._places.append((data.offset, data.offset + data.nbytes, sums))
+
+    def begin(self) -> None:
+        self._places.sort(key=lambda place: place[:2])
+        self._starts = [start for start, _, _ in self._places]
+
+    def see(self, offset: int, data: memoryview | bytes) -> None:
+        """Sum bytes that were read from `offset` of the file. Several threads may call this at once."""
+        number = bisect_right(self._starts, offset) - 1
+        if number < 0:
+            return
+        start, end, sums = self._places[number]
+        if offset + len(data) <= end and len(data):
+            sums.stretches[offset - start] = offset + len(data) - start, crc32(data)
+
+
+class _Part(NamedTuple):
+    """A stretch of the bytes with this number."""
+
+    number: int
+    data: ByteRange | Computed
+    nbytes: int
+
+
+def _crc32s(places: list[ByteRange | Computed]) -> list[int]:
+    """Return the CRC-32 of each place, read on several cores."""
+    parts = (
+        _Part(number, data.part(start, size), size)
+        for number, data in enumerate(places)
+        for start, size in cut(data.nbytes, PIECE if isinstance(data, ByteRange) else data.nbytes or 1)
+    )
+    found = [0] * len(places)
+    for part, crc in map_pieces(_crc32_of_part, parts, cores(WORKERS)):
+        found[part.number] = combined(found[part.number], crc, part.nbytes)
+    return found
+
+
+def _crc32_of_part(part: _Part) -> tuple[_Part, int]:
+    return part, checksum(part.data, memoryview(bytearray(min(BUFFER, part.nbytes))), None)
 
 
 def checksum(data: ByteRange | Computed, buffer: memoryview, progress: Progress | None) -> int:
-    """The CRC-32 of bytes, read through a buffer; progress is called with each piece's number of bytes."""
+    """Return the CRC-32 of bytes.
+
+    Args:
+        data: where they are.
+        buffer: memory to read them through.
+        progress: called with the number of bytes after each piece.
+
+    Raises:
+        Damaged: the file ends early.
+    """
 
     def reported() -> Iterator[memoryview]:
         for chunk in data.chunks(buffer):

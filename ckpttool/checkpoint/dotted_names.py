@@ -1,4 +1,4 @@
-"""What is in a tree of values under which dotted name: `optimizer.state.0.exp_avg`."""
+"""Dotted names of the values in a tree: `optimizer.state.0.exp_avg`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ from ..tensors.ref import TensorRef
 from .pickled_modules import inside, is_module
 
 MAX_NAMES = 16 << 20
-"""Characters of all dotted names together that a file may have, whatever its size."""
+"""Characters that the dotted names of a file may have together, whatever its size."""
 
 Path = tuple[str, ...]
 Entry = tuple[str | None, object]
 
 
 def dotted(path: Path) -> str:
+    """Return a path as one dotted name."""
     return ".".join(path)
 
 
 def contents(value: object) -> Iterable[Entry] | None:
-    """What is in a container, or None for what is shown as one thing: a tensor, a number, a name."""
+    """Return the entries of a container; None for a leaf such as a tensor, a number or a name."""
     return None if isinstance(value, LEAVES) or tensor_of(value) is not None else entries(value)
 
 
 def entries(value: object) -> Iterator[Entry]:
-    """What is directly in a container, under the name a person would use; None where it adds no name."""
+    """Yield the entries directly inside a container under the names a person would use.
+
+    A name is None when the entry adds no step to the path, as the attributes of an object do not.
+    """
     if isinstance(value, dict):
         for key, item in value.items():
             yield in_brief(key), item
@@ -51,24 +55,25 @@ def _numbered(values: Iterable[object]) -> Iterator[Entry]:
 
 
 class TooManyNames(ValueError):
-    """A tree repeats long names so often that they would fill the memory."""
+    """The dotted names of a tree would fill the memory."""
 
 
 def named_values(
-    root: object, inside: Callable[[object], Iterable[Entry] | None], room: int
+    root: object, inside: Callable[[object], Iterable[Entry] | None], limit: int
 ) -> Iterator[tuple[Path, object]]:
-    """Every value of a tree with its path, in the file's order; a container before what is in it.
+    """Yield every value of a tree with its path, in the file's order, a container before its contents.
 
-    A container that appears in several places is entered once, at the first, and none is entered deeper than
-    any honest file goes.
+    A container that appears in several places is entered once, at the first. No container is entered below
+    MAX_DEPTH levels, which no honest file reaches.
 
     Args:
-        inside: what is in a value, by name; None for a value that is not to be entered. It is not asked
-            about tensors.
-        room: characters of all paths together.
+        root: the tree.
+        inside: returns the entries of a value by name, or None for a value not to be entered. Never called
+            for tensors.
+        limit: the most characters of all paths together.
 
     Raises:
-        TooManyNames: there is no more room.
+        TooManyNames: the paths have more than `limit` characters.
     """
     seen: set[int] = set()
     stack: list[tuple[Path, object]] = [((), root)]
@@ -81,8 +86,8 @@ def named_values(
             seen.add(id(value))
             if len(path) < MAX_DEPTH:
                 here = [(path if name is None else (*path, name), item) for name, item in found]
-                room -= len(here) * sum(map(len, path)) + sum(len(at[-1]) for at, _ in here if at)
-                if room < 0:
+                limit -= len(here) * sum(map(len, path)) + sum(len(at[-1]) for at, _ in here if at)
+                if limit < 0:
                     raise TooManyNames
                 here.reverse()
                 stack += here

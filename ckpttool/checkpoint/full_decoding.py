@@ -1,4 +1,4 @@
-"""A whole tree put together again from tensors and JSON that may mean to mislead; nothing it names is run."""
+"""A whole tree rebuilt from tensors and untrusted JSON; nothing that the JSON names is imported or called."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from .full_encoding import VERSION, usual_kind
 
 
 class BadJson(ValueError):
-    """The JSON is not what `encode` writes."""
+    """A text that `encode` does not write; the message reads on after "its entry"."""
 
 
 def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
-    """Puts a tree together again; also returns the protocol that was kept with it.
+    """Return the tree, and the pickle protocol that was kept with it.
+
+    Args:
+        tensors: the tensors of the file by name.
+        text: the JSON.
 
     Raises:
-        BadJson: the text is malformed or names a tensor that is not there.
+        BadJson: the text is malformed, or names a tensor that is not in `tensors`.
     """
     try:
         document = json.loads(text, object_pairs_hook=_once, parse_constant=_no_json)
@@ -75,15 +79,15 @@ class _Decoder:
     def text(self, node: Any) -> str:
         found = self.value(node)
         if not isinstance(found, str):
-            raise BadJson("names something by what is not text")
+            raise BadJson("has a name that is not text")
         return found
 
     def define(self, number: int, node: Any) -> Any:
-        """A container that others refer to: entered before its contents, which may refer to it."""
+        """Build a container that others refer to, and enter it before its contents, which may refer to it."""
         if type(number) is not int or number in self.shared:
             raise BadJson(f"defines {str(number)[:20]!r} twice, or it is not a number")
         empty = self.empty(node)
-        if empty is None:  # immutable: what is in it can't refer to it
+        if empty is None:  # immutable, so its contents can't refer to it
             self.shared[number] = self.value(node)
         else:
             self.shared[number] = empty
@@ -106,9 +110,9 @@ class _Decoder:
         if node[0] == "list":
             empty.extend(map(self.value, node[1:]))
             return empty
-        return (
-            self.fill_ordered(empty, *node[1:]) if node[0] == "ordered" else self.fill_record(empty, node[1])
-        )
+        if node[0] == "ordered":
+            return self.fill_ordered(empty, *node[1:])
+        return self.fill_record(empty, node[1])
 
     def fill_dict(self, new: dict[Any, Any], node: Any) -> dict[Any, Any]:
         if isinstance(node, dict):
@@ -122,7 +126,7 @@ class _Decoder:
         return new
 
     def elements(self, nodes: tuple[Any, ...], kind: Callable[[Iterable[Any]], Any]) -> Any:
-        """A set or frozenset."""
+        """Build a set or frozenset."""
         made = kind(self.guard.check(self.value(node), nodes) for node in nodes)
         if len(made) != len(nodes):
             raise BadJson("has the same element twice in a set")
@@ -140,7 +144,7 @@ class _Decoder:
         new.how, new.callable, new.args = node["how"], self.value(node["callable"]), self.value(node["args"])
         new.kwargs = self.value(node.get("kwargs"))
         if type(new.callable) not in (Global, Record) or type(new.args) is not tuple:
-            raise BadJson("makes an object by what can't be called")
+            raise BadJson("makes an object by something that can't be called")
         if new.kwargs is not None and type(new.kwargs) is not dict:
             raise BadJson("makes an object with malformed arguments")
         new.state, new.has_state = self.value(node.get("state")), "state" in node

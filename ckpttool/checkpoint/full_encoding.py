@@ -1,4 +1,4 @@
-"""A whole tree taken apart: tensors by name, and a JSON text for the rest (docs/full-format.md)."""
+"""A whole tree as tensors by name and a JSON text for the rest (docs/full-format.md)."""
 
 from __future__ import annotations
 
@@ -28,17 +28,22 @@ from ..tensors.ref import Storage, TensorRef
 from .dotted_names import contents, dotted, named_values
 
 VERSION = 1
-"""Of the layout."""
+"""The version of the layout."""
 
 MAX_NAMES = 1 << 30
-"""Characters of all names together; a header holds a tenth of it."""
+"""Characters of all names together; a safetensors header holds a tenth of them."""
 
 SAFE_INTEGER = 2**53
-"""Integers beyond this lose digits in JSON readers that only know doubles; they are written as hex."""
+"""Integers from here on lose digits in JSON readers that know only doubles, so they are written as hex."""
 
 
 class Unholdable(ValueError):
-    """A value that has no form in JSON. `name`: its dotted path; `what`: its type."""
+    """A value that JSON can't express.
+
+    Attributes:
+        name: its dotted path.
+        what: its type.
+    """
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"'{name}', a {what}")
@@ -47,21 +52,23 @@ class Unholdable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A tree taken apart: tensors by name, and the text that puts them together again."""
+    """A tree taken apart: tensors by name, and the JSON text that puts them together again."""
 
     tensors: dict[str, TensorRef]
     text: str
 
 
 def encode(tree: object, protocol: int = 2) -> Flat:
-    """Takes a tree apart.
+    """Take a tree apart.
 
     Args:
-        protocol: of the pickle it was read from, kept for the way back.
+        tree: the values.
+        protocol: the pickle protocol to keep with them.
 
     Raises:
-        TooDeep: nested deeper than MAX_DEPTH, or than Python can follow.
-        Unholdable: a value that no pickle holds.
+        TooDeep: the tree is nested deeper than MAX_DEPTH, or than Python can follow.
+        TooManyNames: the dotted names have more than MAX_NAMES characters.
+        Unholdable: the tree has a value that JSON can't express.
     """
     encoder = _Encoder(tree)
     try:
@@ -73,14 +80,14 @@ def encode(tree: object, protocol: int = 2) -> Flat:
 
 
 def _is_shared_by_identity(value: object) -> bool:
-    """Whether it matters that a value in two places is one value: not for what can't change."""
+    """Return whether two places with one value differ from two with equal values."""
     if isinstance(value, TensorRef | bytearray):
         return True
     return not (isinstance(value, LEAVES) or (isinstance(value, tuple | frozenset) and not value))
 
 
 def _references(tree: object) -> Counter[int]:
-    """How often each value that can be shared appears in the tree, by id."""
+    """Count the appearances of each shareable value in the tree, by id."""
     counts: Counter[int] = Counter()
     stack = [tree]
     while stack:
@@ -96,10 +103,11 @@ class _Encoder:
     def __init__(self, tree: object) -> None:
         self.tensors: dict[str, TensorRef] = {}
         self.counts = _references(tree)
-        self.numbers: dict[int, int] = {}  # what others may refer to, by id
+        self.repeats: Counter[str] = Counter()  # of names that are taken
+        self.numbers: dict[int, int] = {}  # the numbers of values that others may refer to, by id
         self.referred: set[int] = set()
-        self.unfinished = 0  # tuples that are being taken apart, and may contain themselves
-        self.owners: dict[int, tuple[str, TensorRef]] = {}  # what holds a storage's bytes, by its id
+        self.unfinished = 0  # tuples being encoded, which may contain themselves
+        self.owners: dict[int, tuple[str, TensorRef]] = {}  # storage id -> owner of its bytes
         for path, value in named_values(tree, contents, MAX_NAMES):
             tensor = tensor_of(value)
             if tensor is not None and id(tensor.storage) not in self.owners and _is_whole(tensor):
@@ -107,13 +115,12 @@ class _Encoder:
         self.level = 0
 
     def own(self, path: tuple[str, ...], tensor: TensorRef) -> tuple[str, TensorRef]:
-        """Lets a tensor hold the bytes of its storage, under its dotted path."""
+        """Make a tensor the owner of its storage's bytes, under its dotted path."""
         base = ".".join(path).encode("utf-8", "backslashreplace").decode() or "value"
-        name, number = base, 2
-        while (
-            name in self.tensors or name == "__metadata__"
-        ):  # keys with dots can give two paths the same name
-            name, number = f"{base}~{number}", number + 1
+        name = base
+        while name in self.tensors or name == "__metadata__":  # keys with dots can give two paths one name
+            self.repeats[base] += 1
+            name = f"{base}~{self.repeats[base] + 1}"
         self.tensors[name] = tensor
         self.owners[id(tensor.storage)] = name, tensor
         return name, tensor
@@ -127,13 +134,13 @@ class _Encoder:
         return made
 
     def maybe_shared(self, value: object, path: tuple[str, ...]) -> object:
-        """A value that appears in several places: whole in the first of them, a reference in the others."""
+        """Encode a value that may appear in several places: whole in the first, a reference in the others."""
         if id(value) in self.numbers:
             self.referred.add(self.numbers[id(value)])
             return ["ref", self.numbers[id(value)]]
         several = self.counts[id(value)] > 1
         if isinstance(value, dict | list | Record) and (several or self.unfinished):
-            number = self.number(value)  # before what is in it, which may refer to it
+            number = self.number(value)  # before its contents, which may refer to it
             node = self.plain(value, path)
             return ["def", number, node] if several or number in self.referred else node
         if not several:
@@ -141,7 +148,7 @@ class _Encoder:
         self.unfinished += 1
         node = self.plain(value, path)
         self.unfinished -= 1
-        if id(value) in self.numbers:  # a tuple that a list inside it holds: it was made there
+        if id(value) in self.numbers:  # a list inside the tuple holds it: it was encoded there
             return ["after", node, ["ref", self.numbers[id(value)]]]
         return ["def", self.number(value), node]
 
@@ -156,7 +163,7 @@ class _Encoder:
             name, _ = self.owner(value, path)
             return ["storage", name, value.kind, _text(value.location)]
         if isinstance(value, OrderedDict_):
-            items = self.items(value, path)  # before the attributes: a reader meets them so
+            items = self.items(value, path)  # before the attributes, as a reader meets them
             return [
                 "ordered",
                 items,
@@ -198,10 +205,10 @@ class _Encoder:
         return node
 
     def tensor(self, value: TensorRef, path: tuple[str, ...]) -> object:
-        """A tensor by name; one that does not hold its storage's bytes, as a view of the one that does."""
+        """Encode a tensor by its name, or as a view of the tensor that owns the storage's bytes."""
         name, owner = self.owner(value.storage, path, value.dtype)
         options: dict[str, object] = {}
-        whole = TensorRef.contiguous(owner.storage, owner.dtype, owner.shape)  # as a reader finds it
+        whole = TensorRef.contiguous(owner.storage, owner.dtype, owner.shape)  # as a reader builds it
         if _layout(value) != _layout(whole):
             options["view"] = [value.dtype.name, value.offset, value.shape, value.stride]
         options |= {flag: True for flag in ("requires_grad", "conj", "neg") if getattr(value, flag)}
@@ -212,14 +219,14 @@ class _Encoder:
     def owner(
         self, storage: Storage, path: tuple[str, ...], dtype: DType | None = None
     ) -> tuple[str, TensorRef]:
-        """The tensor that holds a storage's bytes: a flat one of its own where no tensor is all of it."""
+        """Return the name and tensor that own a storage's bytes, adding a flat tensor when there is none."""
         if id(storage) not in self.owners:
             return self.own((*path, "storage"), flat(storage, dtype))
         return self.owners[id(storage)]
 
 
 def _is_whole(tensor: TensorRef) -> bool:
-    """Whether a tensor is its storage, element for element, in a type that the file can hold."""
+    """Return whether a tensor is its whole storage, in an element type that the file can hold."""
     return (
         tensor.is_contiguous
         and not (tensor.conj or tensor.neg)
@@ -229,10 +236,11 @@ def _is_whole(tensor: TensorRef) -> bool:
 
 
 def flat(storage: Storage, dtype: DType | None = None) -> TensorRef:
-    """All elements of a storage, in a type that safetensors has: complex ones as pairs.
+    """Return all elements of a storage as one tensor of a type that safetensors has, complex ones as pairs.
 
     Args:
-        dtype: of a tensor that uses it, for storages that have no type of their own.
+        storage: the storage.
+        dtype: the type of a tensor that uses it, for storages without a type of their own.
     """
     dtype = STORAGE_DTYPES.get(storage.kind, dtype or DTYPES["uint8"])
     if dtype.safetensors is None:
@@ -251,12 +259,12 @@ def _is_text(value: str) -> bool:
 
 
 def _text(value: str) -> object:
-    """Text as JSON has it; text that is not Unicode (lone surrogates) with a tag."""
+    """Return text for JSON; text with lone surrogates as a tagged array."""
     return value if _is_text(value) else ["str", _base64(value.encode("utf-8", "surrogatepass"))]
 
 
 def _leaf(value: object, path: tuple[str, ...]) -> object:
-    """A scalar: as JSON has it, or with a tag."""
+    """Return a scalar for JSON, with a tag when JSON lacks its type."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -277,4 +285,5 @@ def _base64(raw: bytes) -> str:
 
 
 def usual_kind(dtype: DType) -> str:
+    """Return the storage class under which torch pickles tensors of an element type."""
     return dtype.storage or "UntypedStorage"

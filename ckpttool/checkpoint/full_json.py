@@ -1,9 +1,9 @@
-"""A whole tree as tensors by name and a JSON text for the rest: what a flat format can hold.
+"""The entry of a tensor format that holds a whole tree: its tensors by name, and a JSON text for the rest.
 
-`encode` and `decode` are inverse: types, order, sharing of containers, ties and views survive. The JSON is
-made to be read by people too: a dict with text keys is an object; anything JSON lacks is an array that begins
-with a tag: `["tuple", 1, 2]`, `["tensor", "optimizer.state.0.exp_avg"]`, `["record", …]`. The tags are
-listed in docs/full-format.md.
+`full_encoding` and `full_decoding` are inverse: types, order, sharing of containers, ties and views survive.
+The JSON can be read by people: a dict with text keys is an object; anything JSON lacks is an array that
+begins with a tag: `["tuple", 1, 2]`, `["tensor", "optimizer.state.0.exp_avg"]`, `["record", …]`.
+docs/full-format.md lists the tags.
 """
 
 from __future__ import annotations
@@ -14,19 +14,25 @@ from ..errors import Damaged, Refused
 from ..inert_pickle.values import TooDeep
 from ..tensors.ref import TensorRef
 from .dotted_names import TooManyNames
-from .full_decoding import BadJson as BadJson
-from .full_decoding import decode as decode
-from .full_encoding import VERSION as VERSION
-from .full_encoding import Flat as Flat
-from .full_encoding import Unholdable as Unholdable
-from .full_encoding import encode as encode
+from .full_decoding import BadJson, decode
+from .full_encoding import Flat, Unholdable, encode
 
 ENTRY = "ckpttool.full"
-"""The name under which a file of `--full` keeps the text: in a header's metadata, in an index, or in DCP."""
+"""The name of the text in a file of `--full`: in a header's metadata, in an index, or in a DCP folder."""
 
 
 def encode_entry(path: str, tree: object, protocol: int) -> Flat:
-    """The same as `encode` for a file. Raises Refused."""
+    """Encode the tree of a file.
+
+    Args:
+        path: the file, for messages.
+        tree: its contents.
+        protocol: the pickle protocol to keep with them.
+
+    Raises:
+        Refused: the tree is nested too deeply, its dotted names need too much memory, or it has a value that
+            JSON can't hold.
+    """
     try:
         return encode(tree, protocol)
     except TooDeep:
@@ -40,7 +46,16 @@ def encode_entry(path: str, tree: object, protocol: int) -> Flat:
 
 
 def decode_entry(path: str, state: Mapping[str, object], text: str) -> tuple[object, int]:
-    """The same of a file's own entry. Raises Damaged."""
+    """Decode the text of a file and return the tree and its pickle protocol.
+
+    Args:
+        path: the file, for messages.
+        state: the tensors of the file by name; other values are ignored.
+        text: the JSON.
+
+    Raises:
+        Damaged: the text is not one that `encode` writes, or it names a tensor that the file lacks.
+    """
     try:
         return decode({name: value for name, value in state.items() if isinstance(value, TensorRef)}, text)
     except BadJson as fault:

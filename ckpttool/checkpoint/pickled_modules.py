@@ -1,9 +1,9 @@
-"""Whole pickled models, `torch.save(model)`: their tensors, named as `model.state_dict()` would name them.
+"""Whole pickled models, `torch.save(model)`: their tensors under the names `model.state_dict()` gives them.
 
-A module is pickled as its attributes, and four of them hold all that its state dict is made of, whatever its
-class: `_parameters`, `_buffers`, `_non_persistent_buffers_set` and `_modules`. So the class is not needed.
-Two things are only in the class, not in the file: what `get_extra_state` would return, and the
-version numbers in `_metadata`. Hooks that a model would run on its state dict are not run.
+A module is pickled as its attributes, and four of them make up its state dict, whatever its class:
+`_parameters`, `_buffers`, `_non_persistent_buffers_set` and `_modules`. The class is not needed.
+The file lacks two things that only the class knows: what `get_extra_state` would return, and the version
+numbers in `_metadata`. Hooks that a model would run on its state dict are not run.
 Source: `Module.state_dict` and `Module._save_to_state_dict` in torch's `nn/modules/module.py`.
 """
 
@@ -18,7 +18,7 @@ GRAPH_MODULES = {
     Global("torch.fx.graph_module", "reduce_graph_module"),
     Global("torch.fx.graph_module", "reduce_package_graph_module"),
 }
-"""torch.fx pickles a model as a call on its attributes, instead of as an object with attributes."""
+"""torch.fx pickles a model as a call on its attributes, not as an object with attributes."""
 
 PLAIN_CLASSES = {
     Global("torch", "Tensor"),
@@ -28,31 +28,31 @@ PLAIN_CLASSES = {
 }
 
 COMPILED = Global("torch._dynamo.eval_frame", "OptimizedModule")
-"""torch.compile's wrapper is pickled as a call on the model inside."""
-
+"""The wrapper of torch.compile is pickled as a call on the model inside."""
 
 GROUPS = ("_parameters", "_buffers", "_modules")
 
 MAX_TEXT = 2_000_000
 MAX_REPEATS = 64
-"""Characters of all names together, and 100 more for each: so many, or so many times those that the modules
-have if each is named once. A shared module is named on every way to it, and ways can multiply."""
+"""The limit on the names of a model: MAX_TEXT characters, or MAX_REPEATS times those it has when each module
+is named once; each name counts 100 characters more. A shared module has a name for every way to it, and
+ways can multiply."""
 
 
 class BadModules(ValueError):
-    """Modules that no model could be made of: says what is wrong with them."""
+    """Modules that can't form a model; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What one module contributes: its own tensors by name (parameters first), and the modules inside it."""
+    """The contribution of one module: its own tensors by name, parameters first, and its child modules."""
 
     tensors: dict[str, object]
     modules: dict[str, object]
 
 
 def attributes(value: object) -> dict[object, object] | None:
-    """A pickled module's attributes; None when the value is not a module."""
+    """Return the attributes of a pickled module; None when the value is not a module."""
     if not isinstance(value, Record):
         return None
     found = value.state
@@ -66,12 +66,12 @@ def attributes(value: object) -> dict[object, object] | None:
 
 
 def is_module(value: object) -> bool:
-    """Whether a value is a pickled `nn.Module`, of whatever class."""
+    """Return whether a value is a pickled `nn.Module`, whatever its class."""
     return attributes(value) is not None
 
 
 def parts(module: object) -> Parts:
-    """The parts of a pickled module; None is a parameter that is not there (`bias=False`)."""
+    """Return the parts of a pickled module, without absent ones such as the bias of `bias=False`."""
     found = attributes(module) or {}
     hidden = found.get("_non_persistent_buffers_set")
     hidden = hidden if isinstance(hidden, set | frozenset) else set()
@@ -87,8 +87,33 @@ def _present(items: object) -> dict[str, object]:
     return {in_brief(name): item for name, item in pairs.items() if item is not None}
 
 
+def own_attributes(module: object) -> Iterator[tuple[str, object]]:
+    """Yield what an author put into a pickled model, such as `class_names`, by dotted name.
+
+    It is in no state dict. Parameters, buffers, modules and what torch keeps in each module are left out, so
+    are numbers and texts in torch's own classes, which are settings of a layer. Wrappers are looked through.
+    """
+    prefix = ""
+    for _ in range(MAX_DEPTH):  # a crafted wrapper may hold itself
+        if not _is_wrapper(module) or not (inner := parts(module).modules):
+            break
+        name, module = next(iter(inner.items()))
+        prefix += f"{name}."
+    of_torch = isinstance(module, Record) and module.type_name.startswith("torch.")
+    for key, item in (attributes(module) or {}).items():
+        own = isinstance(key, str) and not key.startswith("_") and key != "training"
+        if own and (not of_torch or isinstance(item, dict | list)):
+            yield f"{prefix}{key}", item
+
+
+def _is_wrapper(module: object) -> bool:
+    return isinstance(module, Record) and (
+        module.callable == COMPILED or module.type_name.startswith("torch.nn.parallel.")
+    )
+
+
 def inside(module: object) -> Iterator[tuple[str, object]]:
-    """Everything in a pickled module under the name it has in Python: tensors, modules, other attributes."""
+    """Yield everything in a pickled module under its Python name: tensors, modules, other attributes."""
     found = attributes(module) or {}
     for group in GROUPS:
         yield from _present(found.get(group)).items()
@@ -96,7 +121,7 @@ def inside(module: object) -> Iterator[tuple[str, object]]:
 
 
 def detached(value: object) -> object:
-    """A tensor as it is in a state dict: not a Parameter, without requires_grad."""
+    """Return a tensor as a state dict holds it: not a Parameter, and without requires_grad."""
     tensor = tensor_of(value)
     if tensor is None or (isinstance(value, Record) and value.callable in FROM_TYPE and _is_subclass(value)):
         return value
@@ -104,25 +129,26 @@ def detached(value: object) -> object:
 
 
 def _is_subclass(value: Record) -> bool:
-    """Whether a typed tensor is of a class that it would keep in a state dict."""
+    """Return whether a typed tensor is of a class that a state dict keeps."""
     return isinstance(value.args, tuple) and value.args[1] not in PLAIN_CLASSES
 
 
 def named(root: object, parts: Callable[[object], Parts] = parts) -> Iterator[tuple[str, object]]:
-    """The entries of a model's state dict, in its order: a module's own before those of the modules inside.
+    """Yield the entries of a model's state dict in its order, a module's own before those of its children.
 
     A module that appears in several places is named in each, as torch does.
 
     Args:
         root: the outermost module.
-        parts: takes a module apart.
+        parts: returns the parts of a module.
 
     Raises:
-        BadModules: a module inside itself, or shared in more ways than can be named.
+        BadModules: a module contains itself, is nested deeper than MAX_DEPTH, or is shared in more ways than
+            can be named.
     """
     kept: dict[int, Parts] = {}
     text, once = 0, 0
-    above: list[int] = []  # the modules that enclose the one at hand, outermost first
+    above: list[int] = []  # the modules around the current one, outermost first
     stack: list[tuple[str, int, object]] = [("", 0, root)]
     while stack:
         prefix, depth, module = stack.pop()

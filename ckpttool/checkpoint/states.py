@@ -1,18 +1,20 @@
-"""Where in a tree a model's state may be: dicts of tensors by name, and pickled models."""
+"""Places of a model's state in a tree: dicts of tensors by name, nested or not, and pickled models."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
-from ..inert_pickle.values import Record, tensor_of
+from ..inert_pickle.values import Record
 from ..tensors.ref import TensorRef
 from .dotted_names import Path
+from .nested_states import Container, holds_only_tensors, is_tensor
 from .pickled_modules import is_module
+from .rebuilt_tensors import plain_tensor, tensor_like
 
-# Where checkpoints keep the model's state, the likelier first. Copies that an average keeps come last: they
-# are asked for by name.
-STATE_NAMES = (
+# Keys under which checkpoints keep the model's state, the likelier first.
+MODEL_NAMES = (
     "state_dict",
     "model_state_dict",
     "model_state",
@@ -23,40 +25,64 @@ STATE_NAMES = (
     "module",
     "weights",
     "params",
-    "generator",
-    "state_dict_ema",
-    "ema_state_dict",
-    "model_ema",
-    "ema_model",
-    "ema",
 )
 
+# Keys under which they keep an average of it, which is taken only when there is nothing else.
+AVERAGE_NAMES = ("state_dict_ema", "ema_state_dict", "model_ema", "ema_model", "ema")
+
+AVERAGES = {"ema", "swa", "avg", "average", "averaged", "shadow"}
+"""Words in other keys of averages."""
+
+OF_TRAINING = {"optimizer", "optimizers", "optim", "opt", "scheduler", "schedulers", "scaler", "rng", "grads"}
+"""Words in the keys of dicts that may hold tensors by name and are no model's state."""
+
 BUFFERS = MEAN, VARIANCE, COUNTER = "running_mean", "running_var", "num_batches_tracked"
-"""BatchNorm's buffers: in a model's state, and not parameters."""
+"""The buffers of BatchNorm: part of a model's state, but not parameters."""
 
 LEVELS = 4
-"""How deep a state may be nested: the file itself, and three levels below."""
+"""Levels that are searched for states: the file itself and three below it."""
 
 
-def is_state(value: dict[object, object]) -> bool:
-    """Whether a dict has a tensor directly inside, and only text for keys."""
-    return any(tensor_of(item) is not None for item in value.values()) and {*map(type, value)} == {str}
+def is_state(value: Container) -> bool:
+    """Return whether a dict has a tensor directly inside and only text for keys."""
+    return {*map(type, value)} == {str} and any(map(is_tensor, value.values()))
+
+
+def is_nested(path: Path, value: Container) -> bool:
+    """Return whether a dict and the dicts in it are one state: two entries or more, nothing but tensors.
+
+    Args:
+        path: the keys that lead to the dict.
+        value: the dict. With a key that states have (`model`) or training has (`optimizer`) it holds several
+            things, unless its own path has a known name: a model may have a part called `net`.
+    """
+    names = [str(key) for key, item in value.items() if isinstance(item, dict)]
+    if not names or len(value) < 2:
+        return False
+    known = any(_rank(name) is not None for name in path)
+    for name in names:
+        if _words(name) & (AVERAGES | OF_TRAINING) or (_rank(name) is not None and not known):
+            return False
+        if "state" in _words(name):
+            return False
+    return holds_only_tensors(value)
 
 
 def all_tensors(values: Iterable[object]) -> bool:
-    """Whether values are tensors and nothing else, as in most states: decided in a tenth of a loop's time."""
+    """Return whether all values are tensors, in a tenth of the time that a loop takes."""
     return {*map(type, values)} == {TensorRef}
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether a value is the state dict of an optimizer."""
+    """Return whether a value is an optimizer's state dict."""
     return isinstance(value, dict) and "param_groups" in value and "state" in value
 
 
 def candidates(root: object) -> Iterator[Path]:
-    """Dicts by text with a tensor directly inside, and models, down to three levels, outside optimizers.
+    """Yield the paths of states: dicts by text with a tensor inside, nested dicts, and models.
 
-    A file that is one empty dict is the state of a model without parameters.
+    They are searched down to three levels, outside optimizers. A file that is one empty dict is the state of
+    a model without parameters.
     """
     seen: set[int] = set()
     inside = dict, Record  # not `dict | Record`, which would be made anew for every tensor
@@ -70,9 +96,10 @@ def candidates(root: object) -> Iterator[Path]:
             if is_module(value):
                 yield path
             if isinstance(value, dict):
-                if is_state(value) or (value is root and not value):
+                nested = is_nested(path, value)
+                if nested or is_state(value) or (value is root and not value):
                     yield path
-                if all_tensors(value.values()):
+                if nested or all_tensors(value.values()):
                     continue
                 below.extend(
                     ((*path, key), item)
@@ -82,33 +109,89 @@ def candidates(root: object) -> Iterator[Path]:
         level = below
 
 
-def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> tuple[int, int, int]:
-    """Smaller is likelier: a known name, else a file that is mostly tensors, else the most bytes."""
-    ranks = [STATE_NAMES.index(name.lower()) for name in path if name.lower() in STATE_NAMES]
+Likelihood = tuple[int, int, int]
+
+
+def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> Likelihood:
+    """Return a sort key for a candidate, smaller is likelier.
+
+    A known name comes first, then a file that is mostly tensors, then the most bytes; after these averages of
+    a model, and last what has a name of training's state.
+
+    Args:
+        path: the candidate's path.
+        container: returns its dict; called only when the path does not decide.
+    """
+    words = {word for name in path for word in _words(name)}
+    ranks = [rank for name in path if (rank := _rank(name)) is not None]
+    if words & AVERAGES:
+        averages = [AVERAGE_NAMES.index(n.lower()) for n in path if n.lower() in AVERAGE_NAMES]
+        return 3, max(averages, default=len(AVERAGE_NAMES)), len(path)
     if ranks:
         return 0, max(ranks), len(path)
+    if words & OF_TRAINING:
+        return 4, 0, len(path)
     value = container()
-    tensors = [tensor for tensor in map(tensor_of, value.values()) if tensor is not None]
-    if not path and 2 * len(tensors) > len(value):
+    sizes = [each.nbytes for item in value.values() if (each := plain_tensor(item) or tensor_like(item))]
+    if not path and 2 * len(sizes) > len(value):
         return 1, 0, 0
-    return 2, -sum(tensor.nbytes for tensor in tensors), len(path)
+    return 2, -sum(sizes), len(path)
+
+
+def equally_likely(root: object, ranked: list[tuple[Likelihood, Path]]) -> list[Path]:
+    """Return the candidates of which nothing says that one rather than another is the model's state.
+
+    Args:
+        root: the tree.
+        ranked: the candidates with their likelihood, the likeliest first.
+
+    Returns:
+        The likeliest, and those that are no less likely: of the same known name at the same depth, or all of
+        unknown names that are worth a mention (`is_offered`), whatever their size.
+    """
+    (first, path), *rest = ranked
+    if first[0] == 2:
+        rivals = [at for likely, at in rest if likely[0] == 2 and is_offered(at, follow(root, at))]
+    else:
+        rivals = [at for likely, at in rest if likely == first]
+    return [path, *rivals]
 
 
 def is_offered(path: Path, value: object) -> bool:
-    """Whether a candidate that was not taken is worth a mention.
+    """Return whether a candidate that was not taken is worth a mention.
 
-    A pickled model is, a dict of a name that states have, and one with two tensors that may be weights, being
-    neither scalars (a best score) nor bytes (the state of a generator).
+    A pickled model is, a dict of a name that states have, and one with two tensors that may be weights, as
+    neither scalars (a best score) nor bytes (the state of a random generator) may.
     """
-    if is_module(value) or (path and path[-1].lower() in STATE_NAMES):
+    if is_module(value) or (path and (_rank(path[-1]) is not None or path[-1].lower() in AVERAGE_NAMES)):
         return True
-    tensors = map(tensor_of, value.values()) if isinstance(value, dict) else ()
-    weights = (each for each in tensors if each is not None and each.shape and each.dtype.name != "uint8")
-    return len(list(islice(weights, 2))) == 2
+    if not isinstance(value, dict):
+        return False
+    return len(list(islice(_weights(value), 2))) == 2
+
+
+def _weights(value: Container) -> Iterator[object]:
+    """Yield the tensors of a dict, and of dicts directly in it, that may be weights."""
+    inner = [item.values() for item in value.values() if isinstance(item, dict)]
+    for item in (*value.values(), *(each for items in inner for each in items)):
+        tensor = plain_tensor(item)
+        if tensor is not None and tensor.shape and tensor.dtype.name != "uint8":
+            yield tensor
+        elif tensor_like(item) is not None:
+            yield item
+
+
+def _rank(name: str) -> int | None:
+    """Return the place of a name among those of states, the likelier first; None for any other name."""
+    return MODEL_NAMES.index(name.lower()) if name.lower() in MODEL_NAMES else None
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z]+", name.lower()[:200]))
 
 
 def follow(root: object, path: Path) -> object:
-    """The value at a path; None where there is none."""
+    """Return the value at a path; None when there is none."""
     value = root
     for name in path:
         value = value[name] if isinstance(value, dict) else None
@@ -116,15 +199,19 @@ def follow(root: object, path: Path) -> object:
 
 
 def path_of(root: object, where: str) -> Path | None:
-    """The keys behind a dotted path; keys may hold dots themselves, so every split is tried once."""
-    tried: set[tuple[int, str]] = set()
-    stack: list[tuple[Path, object, str]] = [((), root, where + "." if where else "")]
+    """Return the path behind a dotted name; None when there is none.
+
+    Keys may contain dots, so every way to split the name is tried, each once.
+    """
+    tried: set[tuple[int, int]] = set()
+    dotted = where + "." if where else ""
+    stack: list[tuple[Path, object, int]] = [((), root, 0)]
     while stack:
-        path, value, rest = stack.pop()
-        if not rest:
+        path, value, at = stack.pop()
+        if at == len(dotted):
             return path
-        if isinstance(value, dict) and (id(value), rest) not in tried:
-            tried.add((id(value), rest))
-            inside = [key for key in value if isinstance(key, str) and rest.startswith(key + ".")]
-            stack.extend(((*path, key), value[key], rest[len(key) + 1 :]) for key in reversed(inside))
+        if isinstance(value, dict) and (id(value), at) not in tried:
+            tried.add((id(value), at))
+            inside = [key for key in value if isinstance(key, str) and dotted.startswith(key + ".", at)]
+            stack.extend(((*path, key), value[key], at + len(key) + 1) for key in reversed(inside))
     return None

@@ -1,4 +1,4 @@
-"""ckpttool add-prefix"""
+"""The command `ckpttool add-prefix`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import printable
 from .rewriting import Outcome, renaming_outcome, rewrite
 
 if TYPE_CHECKING:
@@ -31,16 +30,18 @@ def command(prefix: str, **given: Any) -> None:
     """
     from ..transforms.keys import add_prefix
 
-    console = options.console(given)
-
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         new, renaming = add_prefix(checkpoint, prefix, state=given["state"])
+        outcome = renaming_outcome(f"added '{prefix}' to", renaming)
         if not prefix.endswith("."):
-            first = printable(next(iter(renaming.names.values()), prefix))
-            better = printable(shlex.quote(f"{prefix}."))
-            console.note(
-                f"the prefix ends in no dot, so that there is '{first}': with one, --prefix {better}"
+            first = next(iter(renaming.names.values()), prefix)
+            better = f"--prefix {shlex.quote(f'{prefix}.')}"
+            outcome.notes.append(
+                f"the prefix ends in no dot, so keys are like '{first}'; with a dot: {better}"
             )
-        return new, renaming_outcome(f"added '{prefix}' to", renaming)
+        if twice := sum(name.startswith(prefix) for name in renaming.names):
+            keys = f"{twice} of {len(renaming.names)} keys"
+            outcome.notes.append(f"{keys} had '{prefix}' already, and now begin with '{prefix * 2}'")
+        return new, outcome
 
     rewrite(given, transform)

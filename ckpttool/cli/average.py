@@ -1,4 +1,4 @@
-"""ckpttool average"""
+"""The command `ckpttool average`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 @click.command("average")
-@click.argument("inputs", metavar="INPUT…", nargs=-1, required=True, type=click.Path())
+@options.inputs_argument
 @options.output_argument
 @click.option("--weights", metavar="W,W,…", help="The weight of each INPUT; equal if not given.")
 @options.state_option
+@options.shard_size_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option
@@ -39,23 +40,26 @@ def command(inputs: tuple[str, ...], weights: str | None, **given: Any) -> None:
     from ..transforms.average import average
 
     console = options.console(given)
+    options.require_new_output(inputs, given["output"], given["force"])
     shares = _numbers(weights) if weights is not None else None
 
     def transform(last: Checkpoint) -> tuple[Checkpoint, Outcome]:
         others = [formats.open(path) for path in inputs[:-1]]
         new, found = average([*others, last], weights=shares, state=given["state"])
-        if found.taken:
-            console.note(f"integers that differ, taken from {inputs[-1]}: {console.names(found.taken)}")
-        if found.statistics:
-            count = len(found.statistics)
-            console.note(
-                f"{count} running statistics of BatchNorm were averaged too; the averaged model's own would "
-                "differ: estimate them again on training data (torch.optim.swa_utils.update_bn)"
-            )
         fields = {"files": found.files, "averaged": len(found.averaged), "taken_from_last": found.taken}
         done = f"averaged {counted(len(found.averaged), 'tensor', 'tensors')} of {found.files} files"
         left_out = last.outside(last.state(given["state"]))
-        return new, Outcome(done, left_out=left_out, where="", fields=fields)
+        outcome = Outcome(done, left_out=left_out, where="", fields=fields)
+        if found.taken:
+            names = console.names(found.taken)
+            outcome.notes.append(f"integers that differ, taken from {inputs[-1]}: {names}")
+        if found.statistics:
+            count = len(found.statistics)
+            outcome.notes.append(
+                f"{count} running statistics of BatchNorm were averaged too; the averaged model's own would "
+                "differ: estimate them again on training data (torch.optim.swa_utils.update_bn)"
+            )
+        return new, outcome
 
     rewrite({**given, "input": inputs[-1]}, transform)
 

@@ -1,4 +1,4 @@
-"""ckpttool convert"""
+"""The command `ckpttool convert`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "dcp")
 
 OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target")
-"""Options that change the tensors of one state."""
+"""Options that change the tensors of one state, by the names of their parameters."""
 
 
 @click.command("convert")
@@ -47,21 +47,21 @@ OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target"
     type=SizesFor(),
     multiple=True,
     metavar="GLOB=AXES",
-    help="Axes in another order: 'fc.weight=1,0' transposes. Repeatable.",
+    help="Put axes in another order: 'fc.weight=1,0' transposes. Repeatable.",
 )
 @click.option(
     "--reshape",
     type=SizesFor(),
     multiple=True,
     metavar="GLOB=SHAPE",
-    help="Another shape for the same elements: 'fc.weight=10,64,1,1'. Repeatable.",
+    help="Give the same elements another shape: 'fc.weight=10,64,1,1'. Repeatable.",
 )
 @click.option(
     "--tie",
     type=Pair(),
     multiple=True,
     metavar="NEW=OLD",
-    help="A second name for a tensor: 'lm_head.weight=embed.weight'. Repeatable.",
+    help="Give a tensor a second name: 'lm_head.weight=embed.weight'. Repeatable.",
 )
 @click.option(
     "--drop",
@@ -85,15 +85,8 @@ OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target"
 @click.option(
     "--keep-copies", is_flag=True, help="Write tied tensors once per name if the format has no ties."
 )
-@click.option(
-    "--shard-size",
-    metavar="SIZE",
-    help="The largest size of a shard, e.g. 500MB or 1GiB.  [default: 5GB]",
-)
 @options.writing
-def command(
-    full: bool, keep_copies: bool, shard_size: str | None, to: str | None, dtype: str | None, **given: Any
-) -> None:
+def command(full: bool, keep_copies: bool, to: str | None, dtype: str | None, **given: Any) -> None:
     """Write a checkpoint in another format, whole, without running anything in it.
 
     A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
@@ -106,7 +99,6 @@ def command(
       ckpttool convert last.pt last.safetensors --full
       ckpttool convert model.safetensors shards/ --shard-size 500MB
     """
-    from ..formats.folders import sharding
     from ..tensors.cast import target
 
     options = {**given, "target": target(dtype.lower()) if dtype else None, "to": to}
@@ -117,8 +109,7 @@ def command(
             checkpoint = step(checkpoint, outcome, options)
         return checkpoint, outcome
 
-    size = sharding.parse_size(shard_size) if shard_size else None
-    rewrite(given, transform, full=full, keep_copies=keep_copies, to=to, shard_size=size)
+    rewrite(given, transform, full=full, keep_copies=keep_copies, to=to)
 
 
 def _fewer(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
@@ -151,7 +142,7 @@ def _laid_out(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any])
 
 
 def _complex(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
-    from ..transforms.selection import join_complex, split_complex
+    from ..transforms.complex_parts import join_complex, split_complex
 
     if options["complex_"]:
         change, done = (

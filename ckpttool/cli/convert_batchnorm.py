@@ -1,4 +1,4 @@
-"""ckpttool convert-batchnorm"""
+"""The command `ckpttool convert-batchnorm`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import counted
+from .console import counted, stdout_kept_for_results
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command("convert-batchnorm")
-@click.argument("inputs", metavar="INPUT…", nargs=-1, required=True, type=click.Path(allow_dash=True))
+@options.inputs_argument
 @options.output_argument
 @click.option(
     "--to",
@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     metavar="GLOB",
     help="Layers with momentum=None: ranks are also weighted by their counters of batches. Repeatable.",
 )
+@click.option(
+    "--momentum",
+    type=float,
+    metavar="M",
+    help="The layers' momentum, e.g. 0.1: add the variance between ranks that averaging removed.",
+)
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Skip layers that match GLOB. Repeatable.")
 @click.option(
     "--keep-first",
@@ -49,6 +55,7 @@ if TYPE_CHECKING:
     help="Keys in which INPUTs may differ: the first INPUT's are taken. Repeatable.",
 )
 @options.state_option
+@options.shard_size_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option
@@ -59,6 +66,7 @@ def command(
     model: str | None,
     counts: tuple[str, ...],
     cumulative: tuple[str, ...],
+    momentum: float | None,
     exclude: tuple[str, ...],
     keep_first: tuple[str, ...],
     **given: Any,
@@ -71,19 +79,25 @@ def command(
     them.
 
     Several INPUTs are one file per rank, of one step: running means and variances become those of all
-    samples. For one batch that is what one process would have for the whole; for averages over batches, see
-    docs/batchnorm.md. A rank that saw no samples has the count 0.
-    Without --counts, equal ones are assumed, and the factor n/(n-1) stays as it is. Everything else must be
-    equal.
+    samples. A rank that saw no samples has the count 0. Without --counts, equal ones are assumed, and the
+    factor n/(n-1) stays as it is. Everything else must be equal.
+
+    For one batch (momentum 1) the result is exactly what one process would have for the whole. Of running
+    averages, only the mean is exact: the variance between ranks within each batch is gone from the files, and
+    the pooled variance is too small by about 1/n for n values per channel (a third for n = 2). --momentum
+    adds that in expectation. A training with --batchnorm pooled has the exact values.
 
     \b
     Examples:
-      ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048
+      ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048 --momentum 0.1
       ckpttool convert-batchnorm old.pt sync.pt --to sync
     """
     from ..formats.destination import format_of_output
 
-    _check(inputs, to, {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first})
+    given_momentum = () if momentum is None else (str(momentum),)
+    of_several = {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first}
+    _check(inputs, to, {**of_several, "--momentum": given_momentum})
+    options.require_new_output(inputs, given["output"], given["force"])
     state = given["state"]
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
@@ -92,8 +106,10 @@ def command(
 
         pooled, report = None, None
         if inputs[1:]:
-            several = {"cumulative": cumulative, "exclude": exclude, "keep_first": keep_first, "state": state}
-            checkpoint, pooled = _pool(checkpoint, inputs[1:], counts, **several)
+            several = {"cumulative": cumulative, "momentum": momentum, "keep_first": keep_first}
+            checkpoint, pooled = _pool(
+                checkpoint, inputs[1:], counts, exclude=exclude, state=state, **several
+            )
         choices = {"kinds": _kinds(model), "exclude": exclude, "state": state}
         try:
             written = format_of_output(given["output"], checkpoint, None)
@@ -113,7 +129,7 @@ def _pool(
     from .. import formats
     from ..batchnorm.pool_files import pool_states
 
-    opened = [formats.open(path) for path in others]  # each stays so while a tensor that is kept refers to it
+    opened = [formats.open(path) for path in others]  # tensors that are kept refer to the open files
     return pool_states([first, *opened], dict(map(_counts, counts)) or None, **choices)
 
 
@@ -128,7 +144,7 @@ def _check(inputs: tuple[str, ...], to: Target | None, of_several: dict[str, tup
 
 
 def _counts(text: str) -> tuple[str, tuple[int, ...]]:
-    """A pattern for layers, and a count for each INPUT."""
+    """Split `[GLOB=]N0,N1,…` into a pattern of layers and a count for each INPUT."""
     pattern, _, numbers = text.rpartition("=")
     try:
         return pattern or "*", tuple(int(number) for number in numbers.split(","))
@@ -137,13 +153,14 @@ def _counts(text: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _kinds(spec: str | None) -> dict[str, str] | None:
-    """The kind of each BatchNorm layer of the model that was named. Runs its code, and imports torch."""
+    """Return the kind of each BatchNorm layer of a model. Runs its code; imports torch."""
     if spec is None:
         return None
     from ..batchnorm.convert_modules import kinds_of
     from ..models.skeleton import skeleton
 
-    return kinds_of(skeleton(spec))
+    with stdout_kept_for_results():
+        return kinds_of(skeleton(spec))
 
 
 def _outcome(ranks: int, to: str, pooled: PoolReport | None, report: Report | None) -> Outcome:

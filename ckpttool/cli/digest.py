@@ -1,4 +1,4 @@
-"""ckpttool digest"""
+"""The command `ckpttool digest`."""
 
 from __future__ import annotations
 
@@ -8,29 +8,36 @@ import click
 
 from . import options
 from .console import printable
+from .several_files import Answer, answer_each
+from .states import note_state
 
 
-@click.command("digest", context_settings=options.MORE_FILES)
-@options.file_argument
+@click.command("digest")
+@options.files_argument
 @options.state_option
+@options.no_verify_option
 @options.reading
-def command(file: str, state: str | None, **given: Any) -> None:
-    """Print one SHA-256 for the model's names, types, shapes and values.
+def command(files: tuple[str, ...], state: str | None, no_verify: bool, **given: Any) -> int:
+    """Print one SHA-256 for the names, types, shapes and values of the model in each FILE.
 
-    It is the same in every format; docs/digest.md defines it.
+    It is the same in every format; docs/digest.md defines it. With -q only the digest is printed.
 
     \b
     Example:
       ckpttool digest model.safetensors
     """
     from .. import formats
-    from ..files.digest import digest
+    from ..analysis.checks import digest
 
-    options.require_one_file(file)
     console = options.console(given)
-    with formats.open(file) as checkpoint:
-        found = checkpoint.state(state)
-        with console.progress(checkpoint.nbytes, "hashing") as progress:
-            value = digest(found.tensors, progress)
-    data = {"digest": value, "state": found.where, "keys": len(found.tensors), "path": file}
-    console.result(f"{value}  {printable(file)}", data)
+
+    def answer(file: str) -> Answer:
+        with formats.open(file) as checkpoint:
+            found = checkpoint.state(state)
+            note_state(console, checkpoint, state)
+            with console.progress(checkpoint.nbytes, "hashing") as progress:
+                value = digest(checkpoint, state=state, verify=not no_verify, progress=progress)
+        data = {"digest": value, "state": found.where, "keys": len(found.tensors), "path": file}
+        return Answer(f"{value}  {printable(file)}", data, in_quiet=value)
+
+    return answer_each(files, console, answer)

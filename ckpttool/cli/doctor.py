@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import mismatch_fields, printable
+from .console import mismatch_fields, printable, stdout_kept_for_results
 
 if TYPE_CHECKING:
-    from ..checkpoint.checkpoint import Checkpoint
     from ..models.diagnosis import Diagnosis, Problem
 
 
 WIDTH = 110
-"""Columns of a comment, where the terminal has no fewer."""
+"""Columns of a comment, if the terminal has no fewer."""
 
 
 @click.command("doctor")
@@ -39,37 +38,15 @@ def command(file: str, model: str, state: str | None, **given: Any) -> None:
       ckpttool doctor last.pt --model torchvision:resnet18
     """
     from .. import formats
+    from ..models.doctor import doctor
+    from ..models.skeleton import skeleton
 
     console = options.console(given)
-    with formats.open(file) as checkpoint:
-        found = _diagnose(checkpoint, model, state)
+    with formats.open(file) as checkpoint, stdout_kept_for_results():
+        found = doctor(checkpoint, skeleton(model), state=state, spec=model)
     console.result("\n".join(_script(found, model)), _fields(found))
     if any(not problem.is_remark for problem in found.problems):
         raise click.exceptions.Exit(1)
-
-
-def _diagnose(checkpoint: Checkpoint, spec: str, state: str | None) -> Diagnosis:
-    from ..models.diagnosis import Respec, diagnose
-    from ..models.diagnosis.case import Case
-    from ..models.diagnosis.fit import Blueprint
-    from ..models.diagnosis.resize import resized
-    from ..models.reloading import accepts
-    from ..models.skeleton import skeleton
-
-    model = skeleton(spec)
-
-    def rebuild(case: Case) -> Respec | None:
-        found = resized(spec, case)
-        return Respec(*found) if found else None
-
-    return diagnose(
-        checkpoint,
-        Blueprint.of(model),
-        spec,
-        state=state,
-        accepts=lambda other: accepts(model, other),
-        rebuild=rebuild,
-    )
 
 
 def _fields(found: Diagnosis) -> dict[str, object]:
@@ -80,6 +57,7 @@ def _fields(found: Diagnosis) -> dict[str, object]:
         "loads": found.loads,
         "problems": [_problem(problem) for problem in found.problems],
         "then": found.then,
+        "python": found.python,
         **mismatch_fields(found.fit),
     }
 
@@ -94,7 +72,7 @@ def _problem(problem: Problem) -> dict[str, object]:
 
 
 def _script(found: Diagnosis, spec: str) -> Iterator[str]:
-    """Commands, with everything else as comments of the shell."""
+    """Yield the lines of a shell script: commands, and everything else as comments."""
     verb = "loads" if found.loads else "does not load"
     why = f": {found.fit}" if found.fit.distance else ""
     yield from _comment(f"{found.path} {verb} into {spec}{why}")
@@ -107,6 +85,8 @@ def _script(found: Diagnosis, spec: str) -> Iterator[str]:
         yield "# no command can fix that"
     elif wrong:
         yield found.then
+    if found.python:
+        yield f"# {'or in Python' if wrong else 'in Python'}: {printable(found.python)}"
     for problem in found.problems:
         if problem.is_remark:
             yield from _comment(f"{problem.kind}: {problem.message}")
@@ -115,7 +95,7 @@ def _script(found: Diagnosis, spec: str) -> Iterator[str]:
 
 
 def _comment(text: str) -> list[str]:
-    """Lines that a shell passes over, as wide as is readable, or as the terminal."""
+    """Return text as comment lines, no wider than the terminal."""
     width = min(shutil.get_terminal_size().columns, WIDTH) if sys.stdout.isatty() else WIDTH
     return textwrap.wrap(
         printable(text), width, initial_indent="# ", subsequent_indent="#   ", break_long_words=False

@@ -1,4 +1,4 @@
-"""ckpttool gather-metrics"""
+"""The command `ckpttool gather-metrics`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command("gather-metrics")
-@click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path())
+@options.files_argument
 @click.option("--samples", type=click.IntRange(min=0), metavar="N", help="How many samples there must be.")
 @click.option("--out", metavar="FILE", type=click.Path(), help="Also write the certificate to FILE, as JSON.")
 @click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
@@ -31,17 +31,37 @@ def command(files: tuple[str, ...], samples: int | None, out: str | None, force:
     Example:
       ckpttool gather-metrics eval/rank*.safetensors
     """
-    from ..errors import OutputExists
     from ..metrics.certificate import recompute
     from ..metrics.predictions import read
 
     console = options.console(given)
-    if out is not None and os.path.lexists(out) and not force:
-        raise OutputExists(f"{out}: already exists", hint="write it anyway with --force")
+    if out is not None and os.path.lexists(out):
+        _require_replaceable(out, force)
     found = recompute([read(path) for path in files], samples)
     if out is not None:
         _write(out, found)
     console.result(_in_words(found, out), found.statement())
+
+
+def _require_replaceable(out: str, force: bool) -> None:
+    """Refuse an existing file at --out, and with --force too if it holds predictions.
+
+    Raises:
+        OutputExists: `out` may not be replaced.
+    """
+    from ..errors import CkptToolError, OutputExists
+    from ..metrics.predictions import read
+
+    try:
+        read(out)
+    except CkptToolError:
+        if not force:
+            raise OutputExists(f"{out}: already exists", hint="write it anyway with --force") from None
+    else:
+        raise OutputExists(
+            f"{out}: is a prediction file, and --out names the certificate to write",
+            hint="name a file that is not there yet, e.g. --out metrics.json",
+        )
 
 
 def _write(path: str, found: Certificate) -> None:

@@ -1,4 +1,4 @@
-"""ckpttool inspect"""
+"""The command `ckpttool inspect`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ import click
 
 from . import options
 from .console import Console, terminal_width
+from .several_files import Answer, answer_each
 
 if TYPE_CHECKING:
+    from ..analysis.other_values import OtherRow
     from ..analysis.stats import Stats
-    from ..analysis.summary import OtherRow, Summary, TensorRow
+    from ..analysis.summary import Summary, TensorRow
     from ..checkpoint.checkpoint import Checkpoint
 
 
 @click.command("inspect")
-@options.file_argument
+@options.files_argument
 @click.option("--depth", type=click.IntRange(1), metavar="N", help="Show modules N levels deep.")
 @click.option("--tensors", "listed", is_flag=True, help="One line per tensor: name, dtype, shape, bytes.")
 @click.option(
@@ -29,9 +31,14 @@ if TYPE_CHECKING:
 @options.state_option
 @options.reading
 def command(
-    file: str, depth: int | None, listed: bool, measured: bool, state: str | None, **given: Any
-) -> None:
-    """Show what is in FILE, without loading it or running anything it names.
+    files: tuple[str, ...],
+    depth: int | None,
+    listed: bool,
+    measured: bool,
+    state: str | None,
+    **given: Any,
+) -> int:
+    """Show what is in each FILE, without loading it or running anything it names.
 
     Modules are shown as a tree, as deep as fits on a screen; identical ones in a row are shown in one line,
     with their totals.
@@ -45,25 +52,27 @@ def command(
     from .inspect_page import page, stats_table, tensor_lines
 
     console = options.console(given)
-    with formats.open(file) as checkpoint:
-        summary = summarize(checkpoint, state)
-        stats = _measure(console, checkpoint) if measured else {}
-        if console.json:
-            console.result("", _fields(summary, tensor_rows(checkpoint), stats))
-            return
-        width = terminal_width(sys.stdout)
-        if measured and (width or not listed):
-            lines = stats_table(tensor_rows(checkpoint), stats, width)
-        elif listed:
-            lines = tensor_lines(tensor_rows(checkpoint), width, stats)
-        else:
-            lines = page(summary, depth, width, _lines(), everything=console.verbose)
-        text = "\n".join(lines)
-    console.result(text, {})
+
+    def answer(file: str) -> Answer:
+        with formats.open(file) as checkpoint:
+            summary = summarize(checkpoint, state)
+            stats = _measure(console, checkpoint) if measured else {}
+            if console.json:
+                return Answer("", _fields(summary, tensor_rows(checkpoint), stats))
+            width = terminal_width(sys.stdout)
+            if measured and (width or not listed):
+                lines = stats_table(tensor_rows(checkpoint), stats, width)
+            elif listed:
+                lines = tensor_lines(tensor_rows(checkpoint), width, stats)
+            else:
+                lines = page(summary, depth, width, _lines(), everything=console.verbose)
+            return Answer("\n".join(lines), {})
+
+    return answer_each(files, console, answer, between="" if listed else "\n")
 
 
 def _lines() -> int:
-    """Modules that there is room for beside the facts."""
+    """Return how many lines of modules fit on the terminal beside the facts."""
     return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
 
 
@@ -102,12 +111,16 @@ def _fields(
         "tensors": [_tensor_fields(row, stats) for row in rows],
         "other": [_other_fields(row) for row in summary.other],
         "unknown": summary.unknown,
+        "could_run": summary.running,
+        "remarks": [remark._asdict() for remark in summary.remarks],
         "metadata": summary.metadata,
     }
 
 
 def _tensor_fields(row: TensorRow, stats: Mapping[str, Stats | None]) -> dict[str, object]:
     fields = row._asdict()
+    if row.kind is None:
+        del fields["kind"], fields["local_shape"]
     if row.name in stats:
         found = stats[row.name]
         fields["stats"] = asdict(found) if found else None

@@ -10,34 +10,34 @@ from ..analysis.module_tree import shape_in_words, tensors_in_words
 from ..analysis.optimizers import in_words
 from .columns import columns, cut, cut_middle, left, right, table, wrapped
 from .console import counted, printable, show_bytes, show_names
+from .inspect_others import MAX_OTHERS, others
 
 if TYPE_CHECKING:
     from ..analysis.module_tree import Branch
     from ..analysis.stats import Stats
-    from ..analysis.summary import Kinds, OtherRow, Summary, TensorRow
+    from ..analysis.summary import Kinds, Summary, TensorRow
     from ..transforms.wrappers import FoundPrefix
 
 MAX_LINES = 200
-"""Modules, if a single level has more than anyone reads; `-v` shows them all."""
-
-MAX_OTHERS = 12
-"""Values shown below one name; `-v` shows them all."""
+"""Lines of modules that are shown without `-v`."""
 
 STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
 INDENT = 14
-"""Columns before a fact: two, and the widest label."""
+"""Columns before a fact: two spaces, and the widest label."""
 
 
 def page(
     summary: Summary, depth: int | None, width: int | None, lines: int, *, everything: bool
 ) -> Iterator[str]:
-    """The lines of the page.
+    """Yield the lines of the page.
 
     Args:
-        depth: levels of modules; as many as fit on `lines` lines when None.
-        width: columns to keep to; any when None.
-        everything: every name, not the first few.
+        summary: what is in the file.
+        depth: levels of modules to show; None shows as many as fit on `lines` lines.
+        width: columns of the terminal; None cuts and folds nothing.
+        lines: lines for modules.
+        everything: show every name instead of the first few.
     """
     yield f"{printable(summary.path)}: {summary.format}, {show_bytes(summary.nbytes)}"
     for label, fact in _facts(summary, everything):
@@ -45,27 +45,32 @@ def page(
     if summary.keys:
         yield ""
         yield from _tree(summary, depth or summary.modules.depth_within(lines), width, everything)
-    other = list(_others(summary, everything))
+    other = list(others(summary, everything=everything))
     if other:
         yield ""
         yield "other contents"
-        names = min(max(columns(name) for name, _ in other), 48)
-        most = width and names  # where there is no width nothing is cut
-        yield from (
-            cut(f"  {left(cut(name, most), names)}  {value}".rstrip(), width) for name, value in other
-        )
+        widest = max(columns(name) for name, _ in other)
+        if width:  # long names and long values share the width; whichever is short leaves it to the other
+            values = max(columns(value) for _, value in other)
+            widest = min(widest, max(width - values - 4, width // 2))
+        for name, value in other:
+            shown = left(cut_middle(name, widest), widest)
+            yield cut(f"  {shown}  {value}".rstrip(), width)
 
 
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     most = 1_000_000 if everything else 6
     if summary.state is None:
-        yield "state", "none: it holds no dict of tensors"
+        yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
     else:
         where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
         tensors = counted(summary.keys, "tensor", "tensors")
         yield "state", f"{where}{whole}: {tensors}, {summary.parameters:,} parameters"
         yield "dtypes", _dtypes(summary.here)
+        pieces = [f"{printable(name)} ({like})" for name, like in summary.likes.items() if like.is_piece]
+        if pieces:
+            yield "pieces", f"{len(pieces)} tensors of which this file has a piece: {show_names(pieces, 2)}"
         if set(summary.here.devices) - {"cpu"}:
             yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
     for name in summary.other_states:
@@ -80,8 +85,15 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     yield from _bytes(summary)
     for key, value in summary.metadata.items():
         yield "metadata", f"{printable(key)}: {printable(value)[:200]}"
-    if summary.unknown:
-        yield "unknown", f"{show_names(summary.unknown, most)} (kept inert, never imported)"
+    if summary.running:  # all of them: what is left out here may be what matters
+        yield "could run", f"{', '.join(map(printable, summary.running))} (kept inert, never imported)"
+    harmless = summary.unknown[len(summary.running) :]
+    if harmless:
+        yield "unknown", f"{show_names(harmless, most)} (kept inert, never imported)"
+    for remark in summary.remarks[:most]:
+        yield "beware", f"{printable(remark.name)}: {printable(remark.message)}"
+    if len(summary.remarks) > most:
+        yield "", f"and {len(summary.remarks) - most} more"
 
 
 def _dtypes(kinds: Kinds) -> str:
@@ -89,7 +101,7 @@ def _dtypes(kinds: Kinds) -> str:
 
 
 def _tie(names: Sequence[str], most: int) -> str:
-    """A few of the names of one tensor; a hundred tied layers are not a hundred names to read."""
+    """Join the names of one tensor, at most `most` of them."""
     shown = " = ".join(map(printable, names[:most]))
     return shown + (f" and {len(names) - most} more names" if len(names) > most else "")
 
@@ -118,7 +130,7 @@ def _training(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
-    """Where the bytes of the file go, when it is not only into the state."""
+    """Yield what the bytes of the file are used for, if not for the state alone."""
     optimizers = sum(row.nbytes for row in summary.optimizers)
     others = summary.beside.nbytes - optimizers
     rest = summary.nbytes - summary.here.nbytes - summary.beside.nbytes - summary.unused
@@ -155,13 +167,13 @@ def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> 
         max(map(len, sizes)),
     )
     if width:
-        room = width - second - third - 6  # for names, and for what is inside
+        space = width - second - third - 6  # for names and contents
         wanted = max(columns(brief) for _, brief in insides)
-        first = min(first, max(24, min(width // 2, room - wanted)))
+        first = min(first, max(24, min(width // 2, space - wanted)))
     yield cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
     for name, count, size, (inside, brief) in zip(names, counts, sizes, insides, strict=True):
-        if width and columns(inside) > room - first:
-            inside = brief if ";" in brief else cut_middle(brief, max(room - first, 16))
+        if width and columns(inside) > space - first:
+            inside = brief if ";" in brief else cut_middle(brief, max(space - first, 16))
         figures = f"{right(count, second)}  {right(size, third)}"
         yield cut(f"{left(cut_middle(name, first), first)}  {figures}  {inside}".rstrip(), width)
     if len(lines) > len(shown):
@@ -177,7 +189,7 @@ def _module(level: int, branch: Branch, where: str) -> str:
 
 
 def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
-    """What the line of a module says of what is in it, and the same in fewer words."""
+    """Return what is in a module, for its line, in full and in fewer words."""
     if branch.branches:
         text = counted(branch.count, "tensor", "tensors") if closed else ""
         return text, text
@@ -185,41 +197,19 @@ def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
     return printable(whole), printable(brief)
 
 
-def _others(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
-    """Everything else by name, the contents of optimizers and schedulers aside, as the facts show them."""
-    rows = [*(row.name for row in summary.optimizers), *(row.name for row in summary.schedulers)]
-    told = tuple(f"{name}." for name in rows if name)
-    shown: dict[str, int] = {}
-    for row in summary.other:
-        group = row.name.partition(".")[0]
-        if not everything and row.name.startswith(told):
-            continue
-        shown[group] = shown.get(group, 0) + 1
-        if everything or shown[group] <= MAX_OTHERS:
-            yield printable(row.name), _value(row)
-    for group, count in shown.items():
-        if count > MAX_OTHERS and not everything:
-            yield f"{printable(group)}.…", f"{count - MAX_OTHERS:,} more: -v shows them all"
-
-
-def _value(row: OtherRow) -> str:
-    if row.has_value:
-        text = row.value if isinstance(row.value, str) else str(row.value)
-        return printable(text)[:200] if text else "''"
-    return printable(row.type) + (f" of {row.size}" if row.size is not None else "")
-
-
 def tensor_lines(
     rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
 ) -> Iterator[str]:
-    """One line per tensor: name, dtype, shape, bytes, the name it shares memory with, and its statistics.
+    """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics.
 
     Args:
-        width: columns for the eye, so many; None: tabs, for grep, cut and awk.
+        rows: the tensors.
+        width: columns of the terminal; None separates the cells by tabs, for grep, cut and awk.
+        stats: statistics by name, if they were measured.
     """
     cells = [
         (
-            *(printable(row.name), row.dtype, f"[{','.join(map(str, row.shape))}]", str(row.nbytes)),
+            *(printable(row.name), row.type, row.sizes, str(row.nbytes)),
             printable(row.shared_with or ""),
             *(_figures(stats.get(row.name)) if stats else ()),
         )
@@ -231,10 +221,17 @@ def tensor_lines(
 def stats_table(
     rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
 ) -> Iterator[str]:
-    """One line per tensor: its statistics. Deviations and means are dropped first where width is short."""
+    """Yield a table of statistics with one line per tensor.
+
+    Args:
+        rows: the tensors.
+        stats: statistics by name; a tensor without any gets dashes.
+        width: columns of the terminal, for which deviations and then means are left out; None keeps all.
+    """
     cells: list[Sequence[str]] = [STATS]
     for row in rows:
-        first = printable(row.name), row.dtype, shape_in_words(row.shape)
+        shape = row.sizes if row.shape is None else shape_in_words(row.shape)
+        first = printable(row.name), row.type, shape
         cells.append((*first, *_figures(stats.get(row.name))))
     if len(cells) == 1:
         return
@@ -261,7 +258,7 @@ def _number(value: float | int | None) -> str:
 
 
 def _folded(line: str, width: int | None) -> list[str]:
-    """A fact on as many lines as the width asks for."""
+    """Fold a fact into lines of `width` columns, each indented as the fact is."""
     if width is None or columns(line) <= width:
         return [line]
     parts = wrapped(line[INDENT:], max(width - INDENT, 20))

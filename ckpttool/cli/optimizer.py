@@ -1,4 +1,4 @@
-"""ckpttool optimizer"""
+"""The command `ckpttool optimizer`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import counted
+from .console import counted, stdout_kept_for_results
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ def command(to: str, model: str | None, **given: Any) -> None:
     parameters as an optimizer of that model does, group by group.
 
     Which parameter is which is known from the names in the file (param_names), or from the model's state in
-    it if the shapes allow only one answer. Anything else is refused: no parameter, and no group, is guessed,
-    added or dropped. The rest of the file stays as it is.
+    it if the shapes allow only one answer. Anything else is refused: no parameter or group is guessed, added
+    or dropped. The rest of the file stays as it is.
 
     \b
     Examples:
@@ -55,21 +55,23 @@ def command(to: str, model: str | None, **given: Any) -> None:
         done = f"keyed {what} of {counted(found.parameters, 'parameter', 'parameters')} by {to}"
         if found.moved:
             done += f", {found.moved} moved"
+        fields = {"optimizers": found.optimizers, "parameters": found.parameters, "moved": found.moved}
+        outcome = Outcome(done, fields=fields)
         if found.absent:
             count = counted(len(found.absent), "parameter", "parameters")
-            console.note(f"{count} of the model are in no optimizer: {console.names(found.absent)}")
-        fields = {"optimizers": found.optimizers, "parameters": found.parameters, "moved": found.moved}
-        return new, Outcome(done, fields=fields)
+            outcome.notes.append(f"{count} of the model are in no optimizer: {console.names(found.absent)}")
+        return new, outcome
 
     rewrite({**given, "state": None}, transform, full=True)
 
 
 def _parameters(spec: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a live model's parameters, in its order. Imports torch."""
+    """Return names and shapes of the parameters of a model, in its order. Runs its code; imports torch."""
     from ..errors import UsageFault
     from ..models import factory
 
-    model = factory.build(spec)
+    with stdout_kept_for_results():
+        model = factory.build(spec)
     if not hasattr(model, "named_parameters"):
         raise UsageFault(f"{spec}: made a {type(model).__name__}, not a torch.nn.Module")
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

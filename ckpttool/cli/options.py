@@ -1,31 +1,49 @@
-"""Options that several commands share, each defined once."""
+"""Arguments and options that several commands share, each defined once."""
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import click
 
-from ..errors import UsageFault
+from ..errors import CkptToolError, OutputExists
 from .console import Console
+from .failure import Call
+from .parameters import Size
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _streamed(ctx: click.Context, argument: click.Parameter, output: str) -> str:
-    """Lets the error report know that stdout is the output file."""
-    if isinstance(ctx.obj, dict):
-        ctx.obj["to_stderr"] = output == "-"
+def _note_output(ctx: click.Context, argument: click.Parameter, output: str) -> str:
+    """Record for the report of an error that stdout is the output file."""
+    if (call := ctx.find_object(Call)) is not None:
+        call.to_stderr = output == "-"
     return output
 
 
-input_argument = click.argument("input", metavar="INPUT", type=click.Path(allow_dash=True))
+def note_inputs(ctx: click.Context, argument: click.Parameter, given: Any) -> Any:
+    """Record the command and its input files for the report of an error."""
+    if (call := ctx.find_object(Call)) is not None:
+        call.command = ctx.command_path
+        call.paths += given if isinstance(given, tuple) else (given,)
+    return given
+
+
+def _argument(name: str, metavar: str, **settings: Any) -> Callable[[F], F]:
+    settings.setdefault("type", click.Path(allow_dash=True))
+    return click.argument(name, metavar=metavar, callback=note_inputs, **settings)
+
+
+input_argument = _argument("input", "INPUT")
+inputs_argument = _argument("inputs", "INPUT…", nargs=-1, required=True)
 output_argument = click.argument(
-    "output", metavar="OUTPUT", type=click.Path(allow_dash=True), callback=_streamed
+    "output", metavar="OUTPUT", type=click.Path(allow_dash=True), callback=_note_output
 )
-file_argument = click.argument("file", metavar="FILE", type=click.Path(allow_dash=True))
+file_argument = _argument("file", "FILE")
+files_argument = _argument("files", "FILE…", nargs=-1, required=True)
 
 state_option = click.option(
     "--state",
@@ -40,10 +58,19 @@ model_option = click.option(
 )
 force_option = click.option("--force", is_flag=True, help="Replace OUTPUT if it exists.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Say what would be written, but write nothing.")
+shard_size_option = click.option(
+    "--shard-size",
+    type=Size(),
+    metavar="SIZE",
+    help="The largest size of a shard if OUTPUT is a folder of shards, e.g. 500MB or 1G.  [default: 5GB]",
+)
 verify_option = click.option(
-    "--verify",
-    is_flag=True,
-    help="Compare bytes read with their checksums, and values written with those read.",
+    "--verify/--no-verify",
+    default=None,
+    help="Also compare the values written with those read; or do not even compare bytes with checksums.",
+)
+no_verify_option = click.option(
+    "--no-verify", is_flag=True, help="Do not compare the bytes read with their checksums."
 )
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for errors."
@@ -54,15 +81,31 @@ verbose_option = click.option(
 )
 
 
-MORE_FILES = {"allow_extra_args": True}
-"""Settings of a command whose `require_one_file` has a better answer to two files than click."""
+def require_new_output(inputs: Sequence[str], output: str, force: bool) -> None:
+    """Refuse an OUTPUT that may be the last of several INPUTs.
 
+    Args:
+        inputs: the files that were named before it.
+        output: the last argument.
+        force: whether --force was given.
 
-def require_one_file(file: str) -> None:
-    """Raises UsageFault for a second file, with the command that compares the two."""
-    if more := click.get_current_context().args:
-        words = ["ckpttool", "verify", file, "--against", more[0]]
-        raise UsageFault(f"takes one FILE, and got '{more[0]}' too", hint=f"to compare: {shlex.join(words)}")
+    Raises:
+        OutputExists: there is a checkpoint at `output`, and `force` is not set.
+    """
+    from .. import formats
+
+    if force or output == "-" or len(inputs) < 2 or not os.path.lexists(output):
+        return
+    try:
+        formats.open(output).close()
+    except CkptToolError:
+        return  # it is no input, and the usual answer to an existing OUTPUT fits
+    command = click.get_current_context().command_path
+    words = shlex.join([*command.split(), *inputs, output, "OUTPUT"])
+    raise OutputExists(
+        f"{output}: is a checkpoint that is there already, and the last argument is the OUTPUT",
+        hint=f"if {output} is an INPUT, name the OUTPUT after it: {words}",
+    )
 
 
 def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
@@ -75,16 +118,23 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 
 reading = _all(json_option, quiet_option, verbose_option)
-"""What every command takes."""
+"""The options of every command."""
 
 writing = _all(
-    input_argument, output_argument, state_option, verify_option, dry_run_option, force_option, reading
+    input_argument,
+    output_argument,
+    state_option,
+    shard_size_option,
+    verify_option,
+    dry_run_option,
+    force_option,
+    reading,
 )
-"""What every command takes that writes one file from another."""
+"""The arguments and options of every command that writes one file from another."""
 
 
 def console(options: dict[str, Any]) -> Console:
-    """The console that a command's options ask for."""
+    """Return the console that a command's options ask for."""
     return Console(
         json=options.get("as_json", False),
         quiet=options.get("quiet", False),

@@ -1,4 +1,4 @@
-"""Types of what is given on the command line."""
+"""Types of values on the command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import click
 
 
 class Shape(click.ParamType):  # type: ignore[type-arg]
-    """Counts with commas between them: `1,3,32,32`."""
+    """Whole numbers separated by commas: `1,3,32,32`."""
 
     name = "shape"
 
@@ -21,8 +21,20 @@ class Shape(click.ParamType):  # type: ignore[type-arg]
         return tuple(int(part) for part in parts)
 
 
+class Size(click.ParamType):  # type: ignore[type-arg]
+    """A number of bytes: `500MB`, `5G`, `1GiB`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> int:
+        """Return the bytes. Raises UsageFault if the text is no size."""
+        from ..formats.folders.sharding import parse_size
+
+        return value if isinstance(value, int) else parse_size(value)
+
+
 class Pair(click.ParamType):  # type: ignore[type-arg]
-    """Two things with = between them, cut at the last one: names may hold another."""
+    """Two parts separated by =, at the last one: names may hold others."""
 
     name = "pair"
     cut = staticmethod(str.rpartition)
@@ -32,22 +44,23 @@ class Pair(click.ParamType):  # type: ignore[type-arg]
             return value
         left, equals, right = self.cut(value, "=")
         if not (left and equals and right):
-            self.fail(f"'{value}' is not two parts with = between them", param, ctx)
+            self.fail(f"'{value}' is not two parts separated by =", param, ctx)
         return left, self.second(right, param, ctx)
 
     def second(self, value: str, param: Any, ctx: Any) -> Any:
+        """Convert the second part; a subclass may fail there."""
         return value
 
 
 class Entry(Pair):
-    """A name and a text with = between them, cut at the first one: the text may hold others."""
+    """A name and a text separated by =, at the first one: the text may hold others."""
 
     name = "entry"
     cut = staticmethod(str.partition)
 
 
 class SizesFor(Pair):
-    """A shell pattern of keys and counts: `*.weight=1,0`."""
+    """A shell pattern of keys, and whole numbers: `*.weight=1,0`."""
 
     name = "sizes"
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import Console, printable, show_names
+from .console import Console, printable, show_names, stdout_kept_for_results
 from .parameters import Shape
+from .states import note_state
 
 if TYPE_CHECKING:
     from ..models.reloading import Reloaded
@@ -24,24 +25,29 @@ if TYPE_CHECKING:
 @options.state_option
 @options.reading
 def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, **given: Any) -> None:
-    """Load FILE strictly into the plain model, in this one process, and say so.
+    """Load FILE strictly into the plain model, in one process, and report it.
 
-    Nothing distributed is started and nothing that FILE names is run; only --model runs code: yours. Prefixes
-    of wrappers are removed while loading if the model does not know them.
+    Nothing distributed is started, and no code that FILE names is run; only --model runs code: yours.
+    Wrappers' prefixes are removed while loading if the model does not know them.
 
     \b
     Example:
       ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
     """
+    from .. import formats
     from ..models.reloading import reload
     from ..models.skeleton import skeleton
 
     console = options.console(given)
-    built = skeleton(model)
     started = time.perf_counter()
-    loaded = reload(given["file"], built, state=state, assign=True, spec=model)
-    seconds = time.perf_counter() - started
-    shape = _forward(built, input_shape, model) if input_shape else None
+    with formats.open(given["file"]) as checkpoint, stdout_kept_for_results():
+        opened = time.perf_counter()
+        built = skeleton(model)  # may take long, or leave the current folder
+        seconds = opened - time.perf_counter()
+        note_state(console, checkpoint, state)
+        loaded = reload(checkpoint, built, state=state, assign=True, spec=model)
+        seconds += time.perf_counter() - started
+        shape = _forward(built, input_shape, model) if input_shape else None
     data: dict[str, object] = {
         "loaded": len(loaded.loaded),
         "missing": [],
@@ -50,6 +56,7 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
         "state": loaded.state,
         "prefix": loaded.prefix,
         "added": loaded.added,
+        "without_values": loaded.without_values,
         "seconds": round(seconds, 4),
     }
     if shape:
@@ -58,7 +65,7 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
 
 
 def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
-    """The shape of what the model makes of zeros."""
+    """Return the shape of the model's output for zeros, or its type if it is not a tensor."""
     import torch
 
     from ..errors import CheckFailed
@@ -66,7 +73,7 @@ def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
     model.eval()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     first = next((m for m in model.modules() if not [*m.children()] and [*m.parameters()]), None)
-    if isinstance(first, torch.nn.Embedding):  # which takes numbers of rows
+    if isinstance(first, torch.nn.Embedding):  # takes indices
         dtype = torch.int64
     try:
         with torch.inference_mode():
@@ -95,4 +102,7 @@ def _line(
     )
     if loaded.added:
         console.note(f"missing in the file, kept as they are in the model: {show_names(loaded.added)}")
+    if loaded.without_values:
+        names = console.names(loaded.without_values)
+        console.note(f"on the meta device, without values, as no file holds them: {names}")
     return line + (f"\nforward pass: {list(given)} -> {made}" if given else "")

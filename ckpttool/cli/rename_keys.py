@@ -1,4 +1,4 @@
-"""ckpttool rename-keys"""
+"""The command `ckpttool rename-keys`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def command(rules: tuple[str, ...], **given: Any) -> None:
 
 
 def _pair(rule: str) -> tuple[str, str]:
-    """A rule in two, at the first = before which the expression is complete: `(?=a)b=c` has two."""
+    """Split a rule at the first = before which the expression compiles, as `(?=a)b=c` has two."""
     reason = ""
     for equals in re.finditer("=", rule):
         expression, replacement = rule[: equals.start()], rule[equals.end() :]
@@ -58,7 +58,7 @@ def _pair(rule: str) -> tuple[str, str]:
 
 
 def _fault(expression: str) -> str | None:
-    """Why something is not a regular expression."""
+    """Return why `expression` is not a regular expression; None if it is one."""
     try:
         re.compile(expression)
     except (re.error, OverflowError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What the commands have in common that read one file and write another."""
+"""The common part of the commands that read one file and write another: open, transform, save, report."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageFault
 from .console import Console, counted, printable, show_bytes
 from .options import console as console_of
+from .states import note_state
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
+    from ..checkpoint.state import State
     from ..formats import Saved
     from ..tensors.cast import CastReport
-    from ..transforms.keys import Renaming
+    from ..transforms.renaming import Renaming
 
 
 @dataclass(slots=True)
@@ -25,15 +27,16 @@ class Outcome:
     """What a transform did, in words and figures.
 
     Attributes:
-        done: the head of the line: `stripped 'module.' from 3 of 4 keys`.
-        renamed: the keys that changed their name, and what they are called now.
+        done: the start of the result: `stripped 'module.' from 3 of 4 keys`.
+        renamed: old name -> new name, of the keys that changed.
         left_out: names that the transform left out.
-        kept: names that stayed as they were where others changed.
-        also: other states of the file that were renamed with it, and how many of their keys.
-        of_state: whether it changed one state, and not the file as a whole or nothing.
-        where: where the state lies in the new checkpoint, when it moved.
-        casting: what the cast did, complete once the bytes were written.
-        fields: what a command's JSON has beside the fields of all.
+        kept: keys that kept their names while others changed.
+        also: the dotted paths of other states that were renamed too -> number of keys.
+        of_state: True if the transform concerns one state; False for the file as a whole.
+        where: dotted path of the state in the new checkpoint, if it moved.
+        casting: report of the cast, which is complete once the output is written.
+        notes: what else is worth knowing, said when the output is written.
+        fields: further fields of the command's JSON.
     """
 
     done: str
@@ -44,6 +47,7 @@ class Outcome:
     of_state: bool = True
     where: str | None = None
     casting: CastReport | None = None
+    notes: list[str] = field(default_factory=list)
     fields: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -51,7 +55,12 @@ Transform = Callable[["Checkpoint"], tuple["Checkpoint", Outcome]]
 
 
 def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
-    """The outcome of a renaming; `done` comes before the count of keys."""
+    """Return the outcome of a renaming.
+
+    Args:
+        done: what was done, to stand before "3 of 4 keys".
+        renaming: report of the transform.
+    """
     renamed = {old: new for old, new in renaming.names.items() if old != new}
     kept = tuple(old for old, new in renaming.names.items() if old == new)
     also = {where: theirs.renamed for where, theirs in renaming.also.items()}
@@ -59,39 +68,52 @@ def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
 
 
 def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> None:
-    """Reads, transforms, writes and reports.
+    """Open INPUT, transform it, write OUTPUT and report what was done.
 
     Args:
-        options: those of `options.writing`.
-        transform: makes the new checkpoint of the old.
-        choices: further arguments of `formats.save`. Without `to` the command is about something else than
-            formats, and a folder becomes a folder of the same format.
+        options: values of the options of `options.writing`, by name.
+        transform: returns the new checkpoint and the outcome.
+        choices: further arguments of `formats.save`. Without `to`, a folder becomes a folder of the same
+            format.
+
+    Raises:
+        UsageFault: --state names a state, and the output takes the whole file.
+        CkptToolError: as `formats.open`, `transform` and `formats.save` raise.
     """
     from .. import formats
 
     started = time.perf_counter()
     console = console_of(options)
-    choices |= {name: options[name] for name in ("state", "verify", "force", "dry_run")}
+    choices |= {name: options[name] for name in ("state", "shard_size", "verify", "force", "dry_run")}
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
+        if new.opened != checkpoint.opened:
+            _name_attributes(checkpoint.state(options["state"]), outcome)
         if "to" not in choices:
             choices["to"] = _format_of_new_folder(checkpoint, options["output"])
         if _keeps_everything(options, outcome, new, choices):
             _refuse_state(options)
         elif not choices.get("full"):
-            _say_where(console, checkpoint, options["state"])
+            note_state(console, checkpoint, options["state"])
         if outcome.where is not None:
             choices["state"] = outcome.where
-        fork = outcome.casting is not None  # values are computed
         with console.bar("writing") as bar:
             if console.draws:
                 choices |= {"progress": bar.add, "expect": bar.expect}
-            saved = formats.save(new, options["output"], fork=fork, **choices)
+            saved = formats.save(new, options["output"], **choices)
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
 
 
+def _name_attributes(state: State, outcome: Outcome) -> None:
+    """Add the attributes of a pickled model to what is left out, where its tensors took its place."""
+    from ..checkpoint.pickled_modules import own_attributes
+
+    names = (".".join([*state.path, name]) for name, _ in own_attributes(state.module))
+    outcome.left_out += tuple(name for name in names if name not in outcome.left_out)
+
+
 def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
-    """INPUT's format where it is a folder's and OUTPUT is to be a folder; None where OUTPUT tells its own."""
+    """Return INPUT's format if both INPUT and OUTPUT are folders, unless OUTPUT tells its own."""
     from ..formats.folders import folders
 
     if checkpoint.format not in folders.NAMES or folders.kind_of(output):
@@ -102,7 +124,7 @@ def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
 def _keeps_everything(
     options: Mapping[str, Any], outcome: Outcome, new: Checkpoint, choices: Mapping[str, Any]
 ) -> bool:
-    """Whether no state matters: none was changed, and the format holds all that there is."""
+    """Whether the choice of a state has no effect: none was changed, and the output takes the whole file."""
     from ..formats import destination
 
     if outcome.of_state or choices.get("full"):
@@ -111,23 +133,14 @@ def _keeps_everything(
 
 
 def _refuse_state(options: Mapping[str, Any]) -> None:
-    """Raises UsageFault if a state was named where that would do nothing."""
+    """Raise UsageFault if --state is given, which would have no effect."""
     state, output = options["state"], options["output"]
     if state is not None:
         words = ["ckpttool", "slim", "--state", state, options["input"], output]
         raise UsageFault(
-            f"{output}: gets everything that is there, but one state of it was named ('{state}')",
-            hint=f"that state alone: {shlex.join(words)}",
+            f"{output}: gets everything in the input, so --state '{state}' would have no effect",
+            hint=f"for that state alone: {shlex.join(words)}",
         )
-
-
-def _say_where(console: Console, checkpoint: Checkpoint, asked: str | None) -> None:
-    """Which state was found, where others could be meant."""
-    taken = next(iter(checkpoint.states()), None) if asked is None else None
-    if taken is not None and (others := checkpoint.other_states(taken)):
-        where = f"'{printable('.'.join(taken))}'" if taken else "the file itself"
-        flags = [f"--state {shlex.quote(other)}" for other in others]
-        console.note(f"state: {where}; also available: {console.names(flags)}")
 
 
 def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
@@ -135,7 +148,8 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
     _note(console, outcome, saved, also)
     verb = f"would have {outcome.done}" if dry else outcome.done
     about = "about " if dry and saved.format == "dcp" else ""
-    size = f"{about}{show_bytes(saved.nbytes)}, {seconds:.2f} s"
+    shards = f" in {counted(saved.shards, 'shard', 'shards')}" if saved.shards else ""
+    size = f"{about}{show_bytes(saved.nbytes)}{shards}, {seconds:.2f} s"
     data: dict[str, object] = {
         "output": saved.path,
         "format": saved.format,
@@ -151,12 +165,18 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "seconds": round(seconds, 4),
         **outcome.fields,
     }
+    if saved.shards:
+        data["shards"] = saved.shards
     if saved.text_keys:
         data["text_keys"] = saved.text_keys
     if saved.keyed_by_text:
         data["keyed_by_text"] = saved.keyed_by_text
     if saved.not_copied:
         data["not_copied"] = saved.not_copied
+    if saved.given_back:
+        data["given_back"] = saved.given_back
+    if saved.not_removed:
+        data["not_removed"] = saved.not_removed
     if dry:
         data["dry_run"] = True
     elif outcome.casting is not None:
@@ -167,7 +187,9 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
 
 
 def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, int]) -> None:
-    """What is worth knowing of what was written, beside the result."""
+    """Note what else is worth knowing about the output."""
+    for note in outcome.notes:
+        console.note(printable(note))
     if console.verbose:
         for old, new in outcome.renamed.items():
             console.note(f"{printable(old)} -> {printable(new)}")
@@ -175,15 +197,27 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
         ("kept as they were", outcome.kept),
         ("renamed too", [f"{where} ({count} keys)" for where, count in also.items()]),
         ("left out", outcome.left_out),
-        (f"left out, as {saved.format} {saved.why_left_out}", saved.left_out),
+        (
+            f"left out, as {saved.format} {saved.why_left_out}",
+            [n for n in saved.left_out if not _is_versions(n)],
+        ),
         ("written once, with the tie in the metadata", saved.tied),
         ("written once per name, though they share memory", saved.copied),
-        ("code that its pickle now names, and that loading it without weights_only runs", saved.mentions),
         ("other files of the folder, not copied", saved.not_copied),
+        ("put into the folder by another process meanwhile, and kept", saved.given_back),
+        ("could not be removed", saved.not_removed),
         ("keys became text, as dcp has no others (convert --full keeps them)", saved.text_keys),
     ):
         if names:
             console.note(f"{said}: {console.names(names)}")
+    if saved.mentions:  # all of them: what is left out here may be what matters
+        console.note(
+            "its pickle names what could run when it is loaded without weights_only: "
+            f"{', '.join(map(printable, saved.mentions))}"
+        )
+    if console.verbose and (versions := [*filter(_is_versions, saved.left_out)]):
+        where = console.names(versions)
+        console.note(f"left out: torch's versions of modules ({where}), which load_state_dict can do without")
     if saved.keyed_by_text:
         console.note(
             "keyed by text, with which torch loads no momentum outside DCP: "
@@ -191,8 +225,13 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
         )
 
 
+def _is_versions(name: str) -> bool:
+    """Whether a name is that of torch's versions of modules, whose loss few care about."""
+    return name == "_metadata" or name.endswith("._metadata")
+
+
 def _to_indices(saved: Saved) -> str:
-    """The command that keys the optimizers of what was written by numbers."""
+    """Return the command that keys the optimizers of the output by numbers."""
     if saved.path == "-":
         return "ckpttool optimizer IN OUT --to indices"
     path = shlex.quote(saved.path)

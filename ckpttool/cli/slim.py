@@ -1,4 +1,4 @@
-"""ckpttool slim"""
+"""The command `ckpttool slim`."""
 
 from __future__ import annotations
 

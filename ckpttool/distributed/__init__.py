@@ -1,0 +1,60 @@
+"""What the ranks of a process group do together, without one of them left waiting for another.
+
+    from ckpttool import distributed
+
+    folder = distributed.decide(choose_folder)               # rank 0 calls it; every rank gets its value
+    state = distributed.broadcast(lambda: torch.load(path))  # rank 0 reads; tensors of any dtype travel
+    with distributed.together():                             # fails on every rank if it fails on any
+        if distributed.rank() == 0:
+            write(folder)
+    distributed.compare(model.state_dict(), "before saving") # names the tensor and the rank that differ
+
+Without a process group there is one rank, and everything works there too. Importing this package imports
+nothing else; each name imports torch when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import attributes
+
+if TYPE_CHECKING:
+    from . import gather_rows as gather_rows
+    from .collectives import RankFailed as RankFailed
+    from .collectives import agree as agree
+    from .collectives import alike as alike
+    from .collectives import broadcast as broadcast
+    from .collectives import broadcast_into as broadcast_into
+    from .collectives import compare as compare
+    from .collectives import decide as decide
+    from .collectives import digest as digest
+    from .collectives import digest_all as digest_all
+    from .collectives import gather as gather
+    from .collectives import rank as rank
+    from .collectives import together as together
+    from .collectives import total as total
+    from .collectives import world_size as world_size
+else:
+    __getattr__, __dir__, __all__ = attributes(
+        __name__,
+        {
+            "": ("gather_rows",),
+            "collectives": (
+                "RankFailed",
+                "agree",
+                "alike",
+                "broadcast",
+                "broadcast_into",
+                "compare",
+                "decide",
+                "digest",
+                "digest_all",
+                "gather",
+                "rank",
+                "together",
+                "total",
+                "world_size",
+            ),
+        },
+    )

@@ -1,8 +1,8 @@
 """What the ranks of a process group do together: decide, broadcast, sum, compare, fail. Imports torch.
 
-Each function is a collective: every rank calls it, in the same order; but `alike`, `digest` and `digest_all`
-ask nobody. Without a process group there is one rank, and each does what it would do there. Tensors travel as
-bytes, so every dtype does (bool, bfloat16, complex64, ...), over gloo and over NCCL.
+Every function is a collective: all ranks call it, in the same order. Only `alike`, `digest` and `digest_all`
+send nothing. Without a process group there is one rank, and each does what it would do there. Tensors travel
+as bytes, so any dtype does (bool, bfloat16, complex64, ...), over gloo and over NCCL.
 """
 
 from __future__ import annotations
@@ -19,238 +19,285 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CkptToolError, RanksDiffer
-from .transport import Place, as_bytes, device, memory, of_all, places, put_back, send, take_out
+from . import transport
 from .transport import rank as rank
 from .transport import world_size as world_size
 
 T = TypeVar("T")
 
-NOTE = struct.Struct("<?q32s")
-"""What a rank sends the others before they do something together: that it failed, a number, a digest."""
+LENGTH = struct.Struct("<q")
+NUMBER_AND_DIGEST = struct.Struct("<q32s")
 
 
 class RankFailed(CkptToolError):
-    """Another rank failed, and this one stops with it; bears that rank's message, hint and exit code."""
+    """Another rank failed, and this one stops with it. Has that rank's message, hint and exit code."""
 
     kind = "rank-failed"
     exit_code = 1
 
 
-def decide(fn: Callable[[], T]) -> T:
-    """What `fn` returns on rank 0, on every rank; elsewhere it is not called.
+# ---- one rank for all ----------------------------------------------------------------------------------
 
-    The value must be picklable. If `fn` raises, rank 0 raises that error and the others RankFailed.
+
+def decide(fn: Callable[[], T]) -> T:
+    """Call `fn` on rank 0 only, and return its value on every rank.
+
+    Args:
+        fn: returns a picklable value.
+
+    Raises:
+        Exception: on rank 0, whatever `fn` or pickling its value raised.
+        RankFailed: on the other ranks, if rank 0 raised.
     """
-    return _from_rank(0, fn)
+    value: Any = None
+    payload = b""
+    with together():
+        if rank() == 0:
+            value = fn()
+            payload = pickle.dumps(value) if world_size() > 1 else b""
+    payload = transport.broadcast_bytes(payload, 0)
+    return value if rank() == 0 else pickle.loads(payload)  # type: ignore[no-any-return]
+
+
+def broadcast(read: Callable[[], T]) -> T:
+    """Call `read` on rank 0 only, and return its value, which may hold tensors, on every rank.
+
+    As `decide`, but each tensor is sent by itself and not pickled. The other ranks get tensors on the CPU.
+
+    Args:
+        read: returns a picklable value; tensors may be anywhere in it.
+
+    Raises:
+        TypeError: on rank 0, if a tensor is sparse, quantized or on the meta device.
+        Exception: on rank 0, whatever `read` or pickling its value raised.
+        RankFailed: on the other ranks, if rank 0 raised.
+    """
+    if world_size() == 1:
+        return read()
+    value: Any = None
+    payload, tensors = b"", list[torch.Tensor]()
+    with together():
+        if rank() == 0:
+            value = read()
+            payload, tensors = transport.pickle_without_tensors(value)
+    payload = transport.broadcast_bytes(payload, 0)
+    for tensor in tensors:
+        transport.broadcast_tensor(tensor)
+    if rank() != 0:
+        value = transport.unpickle_with_tensors(payload, transport.receive_tensor)
+    return value  # type: ignore[no-any-return]
+
+
+def broadcast_into(tensors: Iterable[torch.Tensor]) -> None:
+    """Overwrite each tensor in place with rank 0's.
+
+    Args:
+        tensors: of the same number, dtypes and shapes on every rank.
+    """
+    if world_size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in tensors:
+            if rank() == 0:
+                transport.broadcast_tensor(tensor)
+            else:
+                tensor.copy_(transport.receive_tensor(tensor.dtype, tuple(tensor.shape)))
+
+
+# ---- all ranks for all ---------------------------------------------------------------------------------
+
+
+def total(values: torch.Tensor) -> torch.Tensor:
+    """Return the elementwise sum over ranks, on the CPU.
+
+    Args:
+        values: int64 or float64, of the same shape on every rank.
+
+    Raises:
+        TypeError: another dtype, whose sums are not exact enough to be divided afterwards.
+    """
+    if values.dtype not in (torch.int64, torch.float64):
+        raise TypeError(f"sums over ranks are int64 or float64, not {values.dtype}")
+    summed = values.detach().to(transport.device(), copy=True)
+    if world_size() > 1:
+        dist.all_reduce(summed, op=dist.ReduceOp.SUM)
+    return summed.cpu()
+
+
+def gather(value: T) -> list[T]:
+    """Return every rank's value, in rank order, on every rank.
+
+    Args:
+        value: picklable.
+
+    Raises:
+        Exception: on a rank whose value can't be pickled, what pickle raised; RankFailed on the others.
+    """
+    if world_size() == 1:
+        return [value]
+    with _together(LENGTH.size) as notes:
+        payload = pickle.dumps(value)
+        notes.own = LENGTH.pack(len(payload))
+    lengths = [LENGTH.unpack(note)[0] for note in notes.of_ranks]
+    padded = transport.gather_bytes(payload.ljust(max(lengths), b"\0"))
+    return [pickle.loads(one[:length]) for one, length in zip(padded, lengths, strict=True)]
+
+
+# ---- failing -------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Run the block on every rank; if it fails on any rank, fail on all.
+
+    No rank then waits for one that is gone. Work of rank 0 alone (writing a file, deleting old ones) belongs
+    here too: `with together(): if rank() == 0: ...`. The block must hold no collective, because a rank that
+    fails leaves it early.
+
+    Raises:
+        Exception: on the first rank that failed, its own error.
+        RankFailed: on all other ranks, with that rank's message, hint and exit code.
+    """
+    with _together():
+        yield
 
 
 def alike(fn: Callable[[], T]) -> T:
-    """What `fn` returns on this rank; nothing is sent, as it comes out the same on every rank: it uses
-    nothing but what all have received, or compared. Else a rank that raises leaves the others waiting:
-    `together` is for that.
+    """Call `fn`, whose outcome is the same on every rank, and report its failure from rank 0 only.
 
-    If it finds something wrong, so does each rank: rank 0 raises that error and the others RankFailed.
+    Nothing is sent, so `fn` may use only what all ranks have received or compared: a rank that fails alone
+    would leave the others waiting. Where that is not certain, use `together`.
+
+    Raises:
+        CkptToolError: what `fn` raised, on rank 0; RankFailed on the others.
     """
     try:
         return fn()
     except CkptToolError as error:
         if rank() == 0:
             raise
-        raise _stopped(*_described(error, 0)) from error
+        raise _rank_failed(_described(error, 0)) from error
 
 
-def broadcast(read: Callable[[], T]) -> T:
-    """What `read` returns on rank 0, on every rank: dicts, lists and tuples of plain values and tensors.
+class _Notes:
+    """What each rank tells the others at the end of a block: bytes, of the same length on every rank."""
 
-    As `decide`, with each tensor sent by itself and never pickled; the others receive them on the CPU.
-    """
-    tensors: list[torch.Tensor] = []
-    skeleton = decide(lambda: take_out(read(), tensors))
-    arrived = [
-        _send(place, tensors[index] if rank() == 0 else None) for index, place in enumerate(places(skeleton))
-    ]
-    return put_back(skeleton, iter(arrived))  # type: ignore[no-any-return]
-
-
-def broadcast_into(tensors: Iterable[torch.Tensor]) -> None:
-    """Overwrites each tensor, in place, with rank 0's."""
-    if world_size() == 1:
-        return
-    with torch.no_grad():
-        for tensor in tensors:
-            received = _send(Place(tensor.dtype, tuple(tensor.shape)), tensor if rank() == 0 else None)
-            if rank() != 0:
-                tensor.copy_(received)
-
-
-def total(values: torch.Tensor) -> torch.Tensor:
-    """The elementwise sum over ranks, on the CPU. Only of int64 or float64: other sums are not exact
-    enough to be divided afterwards."""
-    if values.dtype not in (torch.int64, torch.float64):
-        raise TypeError(f"sums over ranks are int64 or float64, not {values.dtype}")
-    if world_size() == 1:
-        return values.detach().cpu().clone()
-    summed = values.detach().to(device(), copy=True)
-    dist.all_reduce(summed, op=dist.ReduceOp.SUM)
-    return summed.cpu()
-
-
-def gather(value: T) -> list[T]:
-    """Every rank's value, in rank order, on every rank. The values must be picklable."""
-    if world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
-    return values
+    def __init__(self, own: bytes) -> None:
+        self.own = own
+        self.of_ranks: list[bytes] = []
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Runs the block on every rank; if it fails on any, it fails on all.
-
-    The first rank that failed raises its own error, the others RankFailed, so nobody waits for a rank that
-    is gone. The block itself must hold no collective: one rank may leave it early.
-    """
+def _together(size: int = 0) -> Iterator[_Notes]:
+    """`together`, in which each rank sets a note of `size` bytes, and which gives all notes to all ranks."""
+    notes = _Notes(bytes(size))
     failure: Exception | None = None
     try:
-        yield
+        yield notes
     except Exception as error:
         failure = error
-    _fail_where_any_did(of_all(bytes([failure is not None])), failure)
-
-
-def compare(values: Mapping[str, Any], when: str = "", *, hint: str | None = None) -> str:
-    """Checks that all ranks hold the same names and values, bit for bit.
-
-    Only one digest a rank is exchanged, unless they differ: then the digests of all names are, to say which.
-
-    Args:
-        values: tensors, or plain values with a `repr` that distinguishes them.
-        when: ends the message, e.g. "before saving".
-        hint: what to do where they differ.
-    Returns:
-        the SHA-256 of names, dtypes, shapes and values.
-    Raises:
-        RanksDiffer: on every rank, naming the tensor and the ranks that differ from most.
-    """
-    digests = {name: digest(value) for name, value in values.items()}
-    whole = _combined(digests)
-    if len(set(of_all(whole))) > 1:
-        raise _difference(gather(digests), when, hint)
-    return whole.hex()
-
-
-def agree(
-    look: Callable[[], tuple[Mapping[str, Any], int]], when: str = "", *, hint: str | None = None
-) -> list[int]:
-    """Whether all ranks can begin something, found out with one small message per rank: `together`, `compare`
-    and the gathering of a number in one.
-
-    Args:
-        look: returns what must be the same on all ranks, as `compare` takes it, and a number of this rank.
-        when: ends the message where ranks differ.
-        hint: what to do there.
-    Returns:
-        each rank's number, in rank order.
-    Raises:
-        RanksDiffer: as `compare` does.
-        Exception: what `look` raised, and RankFailed on the other ranks.
-    """
-    failure: Exception | None = None
-    digests: dict[str, bytes] = {}
-    number = 0
-    try:
-        values, number = look()
-        digests = {name: digest(value) for name, value in values.items()}
-    except Exception as error:
-        failure = error
-    notes = of_all(NOTE.pack(failure is not None, number, _combined(digests)))
-    _fail_where_any_did(notes, failure)
-    _, numbers, wholes = zip(*map(NOTE.unpack, notes), strict=True)
-    if len(set(wholes)) > 1:
-        raise _difference(gather(digests), when, hint)
-    return list(numbers)
-
-
-def digest_all(values: Mapping[str, Any]) -> str:
-    """What `compare` returns for these values, without asking the other ranks."""
-    return _combined({name: digest(value) for name, value in values.items()}).hex()
-
-
-def digest(value: Any) -> bytes:
-    """SHA-256 of a tensor's dtype, shape and bytes, whatever its device and strides; or of a plain value."""
-    if not isinstance(value, torch.Tensor):
-        return hashlib.sha256(repr(value).encode()).digest()
-    whole = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
-    data = as_bytes(value).cpu()
-    if data.numel():
-        whole.update(memory(data))
-    return whole.digest()
-
-
-# ---- how it travels ------------------------------------------------------------------------------------
-
-
-def _from_rank(source: int, fn: Callable[[], T]) -> T:
-    """What `fn` returns on one rank, or its failure, on all."""
-    if world_size() == 1:
-        return fn()
-    failure: Exception | None = None
-    payload = b""
-    if rank() == source:
-        try:
-            payload = pickle.dumps((fn(), None))
-        except Exception as error:
-            failure = error
-            payload = pickle.dumps((None, _described(error, source)))
-    payload = send(payload, source)
-    if failure is not None:
-        raise failure
-    value, described = pickle.loads(payload)
-    if described is not None:
-        raise _stopped(*described)
-    return value  # type: ignore[no-any-return]
-
-
-def _fail_where_any_did(notes: list[bytes], failure: Exception | None) -> None:
-    """Ends all ranks if the note of any begins with another byte than 0; `failure` is this rank's own."""
-    first = next((number for number, note in enumerate(notes) if note[0]), None)
+    answers = transport.gather_bytes(bytes([failure is not None]) + notes.own)
+    first = next((number for number, answer in enumerate(answers) if answer[0]), None)
     if first is not None:
-        _from_rank(first, lambda: _raise(failure))
+        described = pickle.dumps(None if failure is None else _described(failure, first))
+        described = transport.broadcast_bytes(described, first)
+        if failure is not None and rank() == first:
+            raise failure
+        raise _rank_failed(pickle.loads(described)) from failure
+    notes.of_ranks = [answer[1:] for answer in answers]
 
 
 def _described(error: Exception, source: int) -> tuple[str, str | None, int]:
+    """Return the message, hint and exit code with which other ranks report an error of rank `source`."""
     if isinstance(error, CkptToolError):
         return f"rank {source} failed: {error}", error.hint, error.exit_code
     return f"rank {source} failed: {type(error).__name__}: {error}", None, 1
 
 
-def _stopped(message: str, hint: str | None, exit_code: int) -> RankFailed:
+def _rank_failed(described: tuple[str, str | None, int]) -> RankFailed:
+    message, hint, exit_code = described
     error = RankFailed(message, hint=hint)
     error.exit_code = exit_code
     return error
 
 
-def _raise(error: Exception | None) -> None:
-    if error is not None:
-        raise error
+# ---- comparing -----------------------------------------------------------------------------------------
 
 
-def _send(place: Place, tensor: torch.Tensor | None) -> torch.Tensor:
-    """One tensor from rank 0, which gives it, to the others, which receive it on the CPU."""
-    if world_size() == 1:
-        assert tensor is not None
-        return tensor
-    if tensor is not None:
-        dist.broadcast(as_bytes(tensor).to(device()), src=0)
-        return tensor
-    received = torch.empty(place.shape, dtype=place.dtype)
-    data = received.reshape(-1).view(torch.uint8).to(device())
-    dist.broadcast(data, src=0)
-    return data.cpu().view(place.dtype).reshape(place.shape)
+def compare(values: Mapping[str, Any], when: str = "", *, hint: str | None = None) -> str:
+    """Check that all ranks hold the same names and values, bit for bit.
+
+    One digest per rank is exchanged. Only where these differ are the digests of all names exchanged too, to
+    say which value differs.
+
+    Args:
+        values: tensors, or plain values with a `repr` that distinguishes them.
+        when: ends the message, e.g. "before saving".
+        hint: what to do if they differ.
+
+    Returns:
+        The SHA-256 of names, dtypes, shapes and values.
+
+    Raises:
+        RanksDiffer: on every rank if values differ; names the first one, and the ranks that differ from most.
+        TypeError: on a rank with a sparse, quantized or meta tensor; RankFailed on the others.
+    """
+    return _compare(lambda: (values, 0), when, hint)[0].hex()
 
 
-# ---- who differs ---------------------------------------------------------------------------------------
+def agree(
+    look: Callable[[], tuple[Mapping[str, Any], int]], when: str = "", *, hint: str | None = None
+) -> list[int]:
+    """Check that all ranks can begin something: `together`, `compare` and a number of each, in one message.
+
+    Args:
+        look: returns what must be the same on all ranks, as `compare` takes it, and a number of this rank.
+        when: ends the message, e.g. "in gather".
+        hint: what to do if they differ.
+
+    Returns:
+        Each rank's number, in rank order.
+
+    Raises:
+        RanksDiffer: on every rank if values differ, as `compare` does.
+        Exception: what `look` raised; RankFailed on the other ranks.
+    """
+    return _compare(look, when, hint)[1]
+
+
+def _compare(
+    look: Callable[[], tuple[Mapping[str, Any], int]], when: str, hint: str | None
+) -> tuple[bytes, list[int]]:
+    """Return the digest of the values of all ranks, and each rank's number."""
+    digests: dict[str, bytes] = {}
+    with _together(NUMBER_AND_DIGEST.size) as notes:
+        values, number = look()
+        digests = {name: digest(value) for name, value in values.items()}
+        notes.own = NUMBER_AND_DIGEST.pack(number, _combined(digests))
+    numbers, wholes = zip(*map(NUMBER_AND_DIGEST.unpack, notes.of_ranks), strict=True)
+    if len(set(wholes)) > 1:
+        raise _difference(gather(digests), when, hint)
+    return wholes[0], list(numbers)
+
+
+def digest_all(values: Mapping[str, Any]) -> str:
+    """Return what `compare` returns for these values, without asking the other ranks."""
+    return _combined({name: digest(value) for name, value in values.items()}).hex()
+
+
+def digest(value: Any) -> bytes:
+    """Return the SHA-256 of a tensor's dtype, shape and bytes, or of a plain value's `repr`.
+
+    Raises:
+        TypeError: the tensor is sparse, quantized or on the meta device.
+    """
+    if not isinstance(value, torch.Tensor):
+        return hashlib.sha256(repr(value).encode()).digest()
+    whole = hashlib.sha256(f"{value.dtype} {tuple(value.shape)} ".encode())
+    data = transport.as_bytes(value).cpu()
+    if data.numel():
+        whole.update(transport.memory_of(data))
+    return whole.digest()
 
 
 def _combined(digests: Mapping[str, bytes]) -> bytes:
@@ -261,12 +308,15 @@ def _combined(digests: Mapping[str, bytes]) -> bytes:
 
 
 def _difference(digests: list[dict[str, bytes]], when: str, hint: str | None) -> RanksDiffer:
-    """The error for the first name on which ranks differ. Ranks that hold what most hold are right; where
-    as many hold one as the other, rank 0 is."""
+    """Return the error for the first name on which ranks differ.
+
+    The ranks that hold what most ranks hold are right; of equally many, those that hold what rank 0 holds.
+    """
+    after = f", {when}" if when else ""
     names = list(dict.fromkeys(name for of_rank in digests for name in of_rank))
     differing = [name for name in names if len({of_rank.get(name) for of_rank in digests}) > 1]
     if not differing:  # the same names and values, in another order
-        return RanksDiffer(f"ranks hold the same names in different orders{_after(when)}", hint=hint)
+        return RanksDiffer(f"ranks hold the same names in different orders{after}", hint=hint)
     first = [of_rank.get(differing[0]) for of_rank in digests]
     held_by = Counter(first)
     right = max(held_by, key=lambda one: (held_by[one], one == first[0]))
@@ -275,9 +325,5 @@ def _difference(digests: list[dict[str, bytes]], when: str, hint: str | None) ->
     ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
     verb = "hold" if len(wrong) > 1 else "holds"
     return RanksDiffer(
-        f"{ranks} {verb} another {differing[0]} than rank {first.index(right)}{_after(when)}{more}", hint=hint
+        f"{ranks} {verb} another {differing[0]} than rank {first.index(right)}{after}{more}", hint=hint
     )
-
-
-def _after(when: str) -> str:
-    return f", {when}" if when else ""

@@ -1,4 +1,4 @@
-"""Whether samples appear exactly once, and what to say if they don't. Imports numpy when it is called."""
+"""Checks that each sample appears exactly once, and words what is wrong. Imports numpy when called."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ if TYPE_CHECKING:
 
 VERSION = b"ckpttool index set 1\n"
 MOST_SHOWN = 6
-"""Samples, or stretches of them, that a message names."""
+"""How many samples, or runs of consecutive samples, a message names."""
 
 
 def faults(parts: Mapping[str, NDArray[Any]], samples: int) -> list[str]:
-    """What is wrong with samples that should each appear once in one part; nothing when all is well.
+    """Describe each way in which the samples 0 to `samples` - 1 do not appear exactly once over all parts.
 
     Args:
-        parts: name of a part, as a message says it -> int64 [n], its samples in any order.
-        samples: how many there are: 0 to samples - 1.
+        parts: name of a part, as messages name it -> int64 [n], its samples in any order.
+        samples: the number of samples.
+
+    Returns:
+        A sentence on samples out of range, one on repeated and one on missing ones; empty if all is well.
     """
     import numpy as np
 
@@ -44,7 +47,7 @@ def faults(parts: Mapping[str, NDArray[Any]], samples: int) -> list[str]:
 
 
 def index_digest(samples: int) -> str:
-    """SHA-256 of the index set 0 to samples - 1: a line with a version, then each as little-endian int64."""
+    """Return the SHA-256 of the index set 0 to samples - 1: a version line, then little-endian int64s."""
     import numpy as np
 
     whole = hashlib.sha256(VERSION)
@@ -54,21 +57,21 @@ def index_digest(samples: int) -> str:
 
 
 def _each_once(parts: Collection[NDArray[Any]], samples: int) -> bool:
-    """Whether each of 0 to samples - 1 appears once: the quick way, for the usual case."""
+    """Say quickly whether each of 0 to samples - 1 appears once, as is usual."""
     import numpy as np
 
     if sum(map(len, parts)) != samples:
         return False
-    met = np.zeros(samples, dtype=bool)
+    seen = np.zeros(samples, dtype=bool)
     for part in parts:
         if len(part) and not (part.min() >= 0 and part.max() < samples):
             return False
-        met[part] = True
-    return bool(met.all())  # as many as there are, and none left out: so none appears twice
+        seen[part] = True
+    return bool(seen.all())  # there are `samples` of them and none is missing, so none appears twice
 
 
 def _gaps(found: NDArray[Any], samples: int) -> list[tuple[int, int]]:
-    """Stretches of 0 to samples - 1 that are not among the distinct, ascending ones found."""
+    """Return the runs (first, last) of 0 to samples - 1 that are missing in `found`, which ascends."""
     import numpy as np
 
     edges = np.concatenate([[-1], found, [samples]])
@@ -77,6 +80,7 @@ def _gaps(found: NDArray[Any], samples: int) -> list[tuple[int, int]]:
 
 
 def _runs(ascending: NDArray[Any]) -> list[tuple[int, int]]:
+    """Return the runs (first, last) of consecutive numbers."""
     import numpy as np
 
     breaks = np.flatnonzero(np.diff(ascending) > 1) + 1
@@ -84,7 +88,7 @@ def _runs(ascending: NDArray[Any]) -> list[tuple[int, int]]:
 
 
 def _named(runs: list[tuple[int, int]]) -> str:
-    """`samples 3, 7–9`, the first few of them."""
+    """Name the first few runs: `samples 3, 7–9`."""
     shown = [str(first) if first == last else f"{first}–{last}" for first, last in runs[:MOST_SHOWN]]
     left = sum(last - first + 1 for first, last in runs[MOST_SHOWN:])
     one = len(runs) == 1 and runs[0][0] == runs[0][1]
@@ -92,6 +96,7 @@ def _named(runs: list[tuple[int, int]]) -> str:
 
 
 def _holders(parts: Mapping[str, NDArray[Any]], samples: NDArray[Any]) -> str:
+    """Name the first few parts that hold any of these samples."""
     import numpy as np
 
     names = [name for name, index in parts.items() if np.isin(index, samples).any()]

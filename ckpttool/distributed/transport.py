@@ -1,49 +1,60 @@
 """Bytes from rank to rank, over gloo and over NCCL, which carries only what lies on a GPU. Imports torch.
 
-Each function except those of only one rank is a collective: every rank calls it, in the same order. Without a
-process group there is one rank, which sends nothing.
+Every function that sends is a collective: all ranks call it, in the same order. Without a process group there
+is one rank, and nothing is sent.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
 def rank() -> int:
-    """This process's number, 0 without a process group."""
-    return dist.get_rank() if _grouped() else 0
+    """Return this process's rank; 0 without a process group."""
+    return dist.get_rank() if _has_group() else 0
 
 
 def world_size() -> int:
-    """How many ranks there are, 1 without a process group."""
-    return dist.get_world_size() if _grouped() else 1
+    """Return the number of ranks; 1 without a process group."""
+    return dist.get_world_size() if _has_group() else 1
 
 
 def device() -> torch.device:
-    """Where a tensor must lie to be sent."""
-    if _grouped() and dist.get_backend() == "nccl":
+    """Return the device on which a tensor must lie to be sent."""
+    if _has_group() and dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def of_all(message: bytes) -> list[bytes]:
-    """Every rank's message, in rank order, on every rank; all are of one length."""
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+# ---- sending -------------------------------------------------------------------------------------------
+
+
+def gather_bytes(message: bytes) -> list[bytes]:
+    """Return every rank's message, in rank order, on every rank. All messages must have the same length."""
     if world_size() == 1:
         return [message]
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device())
     received = torch.empty(world_size() * len(message), dtype=torch.uint8, device=own.device)
     dist.all_gather_into_tensor(received, own)
-    whole, length = copied(received), len(message)
+    whole, length = to_bytes(received), len(message)
     return [whole[start : start + length] for start in range(0, len(whole), length)]
 
 
-def send(payload: bytes, source: int) -> bytes:
-    """The payload of one rank, of any length, on every rank."""
+def broadcast_bytes(payload: bytes, source: int) -> bytes:
+    """Return the payload of rank `source`, of any length, on every rank."""
+    if world_size() == 1:
+        return payload
     length = torch.tensor([len(payload)], dtype=torch.int64, device=device())
     dist.broadcast(length, src=source)
     data = torch.empty(int(length.item()), dtype=torch.uint8)
@@ -51,75 +62,101 @@ def send(payload: bytes, source: int) -> bytes:
         data = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     data = data.to(device())
     dist.broadcast(data, src=source)
-    return payload if rank() == source else copied(data)
+    return payload if rank() == source else to_bytes(data)
 
 
-def begin_sending(data: torch.Tensor, source: int) -> dist.Work:
-    """Overwrites a tensor, where it lies, with that of one rank; done when the work has been waited for."""
+def broadcast_tensor(tensor: torch.Tensor) -> None:
+    """Send rank 0's tensor to the other ranks, which call `receive_tensor`. Any dtype and strides will do."""
+    if world_size() > 1:
+        dist.broadcast(as_bytes(tensor).to(device()), src=0)
+
+
+def receive_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return, on the CPU, the tensor that rank 0 sends by `broadcast_tensor`."""
+    received = torch.empty(shape, dtype=dtype)
+    data = received.reshape(-1).view(torch.uint8).to(device())
+    dist.broadcast(data, src=0)
+    return data.cpu().view(dtype).reshape(shape)
+
+
+def begin_broadcast(data: torch.Tensor, source: int) -> dist.Work:
+    """Begin to overwrite a tensor with that of rank `source`, where it lies; wait for the work to finish."""
     work = dist.broadcast(data, source, async_op=True)
     assert work is not None  # torch returns None only to a rank that is not a member of the group
     return work
 
 
+# ---- tensors and values as bytes -----------------------------------------------------------------------
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values as a flat uint8 tensor on their own device, row by row."""
+    """Return a tensor's values as a flat uint8 tensor on the same device, row by row.
+
+    Raises:
+        TypeError: the tensor is sparse, quantized or on the meta device, so its values are not plain bytes.
+    """
+    require_plain(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # One value or none counts as contiguous whatever its stride, and torch views only a stride of 1 as bytes.
+    # One value or none is contiguous whatever its stride, but torch views only a stride of 1 as bytes.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-def memory(data: torch.Tensor) -> Any:
-    """A buffer over a uint8 tensor's memory. Torch's own way to one needs numpy, which may be absent."""
+def require_plain(tensor: torch.Tensor) -> None:
+    """Raise TypeError if a tensor's values are not plain bytes: sparse, quantized, or on the meta device."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
+        raise TypeError(f"a {kind} tensor can't be sent or compared as bytes")
+
+
+def memory_of(data: torch.Tensor) -> Any:
+    """Return a buffer over the memory of a uint8 tensor on the CPU, without a copy."""
     return (ctypes.c_char * data.numel()).from_address(data.data_ptr())
 
 
-def copied(data: torch.Tensor) -> bytes:
-    """What a uint8 tensor holds."""
+def to_bytes(data: torch.Tensor) -> bytes:
+    """Return the contents of a uint8 tensor."""
     local = data.cpu()
-    return bytes(memory(local)) if local.numel() else b""
+    return bytes(memory_of(local)) if local.numel() else b""
 
 
-def _grouped() -> bool:
-    return dist.is_available() and dist.is_initialized()
+def pickle_without_tensors(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Return a value pickled with only the dtype and shape of each tensor, and the tensors in that order.
+
+    Raises:
+        TypeError: a tensor is sparse, quantized or on the meta device.
+        Exception: whatever pickle raises for a value that can't be pickled.
+    """
+    file, tensors = io.BytesIO(), list[torch.Tensor]()
+    _WithoutTensors(file, tensors).dump(value)
+    return file.getvalue(), tensors
 
 
-class Place(NamedTuple):
-    """Stands for a tensor in a structure that is sent without its tensors."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-def take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The structure with a Place for each tensor, which is moved to the list."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return Place(value.dtype, tuple(value.shape))
-    if isinstance(value, Mapping):
-        return {key: take_out(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(take_out(item, tensors) for item in value)
-    return value
+def unpickle_with_tensors(
+    payload: bytes, receive: Callable[[torch.dtype, tuple[int, ...]], torch.Tensor]
+) -> Any:
+    """Return the value of `pickle_without_tensors`, with the tensor that `receive` returns for each."""
+    return _WithTensors(payload, receive).load()
 
 
-def places(value: Any) -> Iterator[Place]:
-    """Those in a structure, in the order in which `take_out` moved the tensors."""
-    if isinstance(value, Place):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from places(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from places(item)
+class _WithoutTensors(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return None
+        require_plain(value)  # here, before the other ranks wait for it
+        self.tensors.append(value)
+        return value.dtype, tuple(value.shape)
 
 
-def put_back(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """The structure with the next tensor in each Place."""
-    if isinstance(value, Place):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {key: put_back(item, tensors) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(put_back(item, tensors) for item in value)
-    return value
+class _WithTensors(pickle.Unpickler):
+    def __init__(
+        self, payload: bytes, receive: Callable[[torch.dtype, tuple[int, ...]], torch.Tensor]
+    ) -> None:
+        super().__init__(io.BytesIO(payload))
+        self.receive = receive
+
+    def persistent_load(self, described: Any) -> torch.Tensor:
+        return self.receive(*described)

@@ -1,7 +1,8 @@
-"""The commit of a whole file or folder: what is written here appears complete, or not at all.
+"""The atomic commit of a file: it appears complete, or not at all.
 
-It is built under another name in the same folder, flushed to the disk, and put in place in one step. A killed
-process leaves the old contents or the new ones.
+A file is built under another name in the same folder, flushed to the disk, and renamed over its target. A
+killed process leaves the old contents or the new ones; the next save into the folder removes what else it
+left.
 """
 
 from __future__ import annotations
@@ -19,21 +20,29 @@ from typing import BinaryIO
 
 from ..errors import UsageFault
 from .copying import BUFFER, no_room_named
-
-TEMPORARY, ASIDE = ".tmp", ".tmp.old"
-"""How the names end of what is being written, and of a folder on its way out."""
+from .permissions import keep_permissions
+from .temporaries import new_file, remove_abandoned
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A binary file, open for reading and writing, that becomes `path` when the block ends well.
+    """Open a new binary file that takes the place of `path` when the block ends without an error.
 
-    The old file stays whole until the last moment; if the block raises, nothing is left behind. A symbolic
-    link stays a link and what it points to is replaced. The new file has the permissions of the old one, or
-    those that the umask gives. `-` is standard output: the file is spooled and then sent there.
+    The old file stays whole until then, and readers that have it open keep it; after an error nothing of the
+    new one is left. Of a symbolic link the target is replaced. The new file has the owner, permissions and
+    access control lists of the old one where that is allowed, or those that the umask gives, and while it is
+    written no more than these. Temporary files that killed processes left in the folder are removed first.
+
+    Args:
+        path: the file to replace or create; `-` is standard output, to which the whole file is sent at the
+            end.
+
+    Yields:
+        The file, open for reading and writing. It must stay open.
 
     Raises:
-        UsageFault: the folder does not exist or can't be written, or the target is not a regular file.
+        UsageFault: the folder does not exist or can't be written, the target is not a regular file, or
+            standard output is a terminal.
     """
     with _to_standard_output() if os.fspath(path) == "-" else _replacing(os.fspath(path)) as file:
         yield file
@@ -56,21 +65,21 @@ def _to_standard_output() -> Iterator[BinaryIO]:
 @contextlib.contextmanager
 def _replacing(path: str) -> Iterator[BinaryIO]:
     target = os.path.realpath(path)
-    _check_target(path, target)
-    folder, name = os.path.split(target)
-    temporary = _beside(folder, name)
+    exists = _check_target(path, target)
+    folder = os.path.dirname(target)
+    remove_abandoned(folder)
     try:
-        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd, temporary = new_file(target, 0o600 if exists else 0o666)
     except OSError as error:
-        raise _not_there(path, error) from error
+        raise not_writable(path, error) from error
     try:
-        with no_room_named(path):
-            with os.fdopen(fd, "w+b") as file:
-                yield file
-                file.flush()
-                _keep_permissions(target, file.fileno())
-                os.fsync(file.fileno())
-            os.replace(temporary, target)
+        with no_room_named(path), os.fdopen(fd, "w+b") as file:
+            yield file
+            file.flush()
+            with contextlib.suppress(FileNotFoundError):
+                keep_permissions(fd, target)
+            os.fsync(fd)
+            os.replace(temporary, target)  # before the file, and with it the lock, is closed
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -79,59 +88,68 @@ def _replacing(path: str) -> Iterator[BinaryIO]:
 
 
 def require_folder(path: str) -> None:
-    """Raises UsageFault where an output's folder is not there: known before any work is done."""
+    """Check that an output's folder exists, before any work is done.
+
+    Raises:
+        UsageFault: it does not.
+    """
     folder = os.path.dirname(path.rstrip(os.sep))
     if folder and not os.path.lexists(folder):
         raise UsageFault(f"{path}: there is no folder {folder}", hint=f"mkdir -p {shlex.quote(folder)}")
 
 
-def _not_there(path: str, error: OSError) -> UsageFault:
+def not_writable(path: str, error: OSError) -> UsageFault:
+    """Return the error for an output that can't be created."""
     reason = (error.strerror or str(error)).lower()
     return UsageFault(f"{path}: can't write there: {reason}", hint="choose another output")
 
 
-def _beside(folder: str, name: str) -> str:
-    begin = os.fsdecode(os.fsencode(name)[:200])  # names have at most 255 bytes, whatever the letters
-    return os.path.join(folder, f".{begin}.{os.urandom(6).hex()}{TEMPORARY}")
-
-
 @contextlib.contextmanager
 def writing_into(path: str) -> Iterator[BinaryIO]:
-    """A new binary file in a folder that is not yet in place, flushed to the disk when the block ends."""
+    """Create a binary file in a folder that is not yet in place; flush it to the disk when the block ends.
+
+    Yields:
+        The file, open for reading and writing.
+
+    Raises:
+        FileExistsError: there is such a file.
+    """
     with open(path, "x+b") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
 
 
-def _check_target(path: str, target: str) -> None:
+def _check_target(path: str, target: str) -> bool:
+    """Check that the target may be replaced; return whether it exists."""
     try:
         mode = os.stat(target).st_mode
     except FileNotFoundError:
         if path.endswith(os.sep):
             raise UsageFault(f"{path}: is named like a folder", hint="name a file") from None
-        return
+        return False
     except OSError as error:
         raise UsageFault(f"{path}: {error.strerror}") from error
     if not stat.S_ISREG(mode):
         raise UsageFault(f"{path}: is not a regular file, so it can't be replaced")
-
-
-def _keep_permissions(target: str, fd: int) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.fchmod(fd, stat.S_IMODE(os.stat(target).st_mode))
+    return True
 
 
 def sync_folder(folder: str) -> None:
-    """Flush a folder's entries, without which a rename may not outlive a power cut."""
+    """Flush a folder's entries to the disk, without which a rename may not survive a power cut.
+
+    Raises:
+        OSError: the disk failed. A folder that can't be read, and a file system that can't flush one, are
+            none.
+    """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except PermissionError:  # it may be written and entered, but not read
+    except PermissionError:  # a folder may be writable and not readable
         return
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.EBADF, errno.EROFS}:  # file systems that can't
+        if error.errno not in {errno.EINVAL, errno.EBADF, errno.EROFS}:
             raise
     finally:
         os.close(fd)

@@ -1,80 +1,207 @@
-"""The atomic commit of a whole folder: it appears complete, or not at all."""
+"""The atomic commit of a whole folder: it appears complete, or not at all.
+
+A folder is built beside its target and exchanged with it in one step (renameat2). Only then is the old one
+taken apart: the files that the new checkpoint replaces are removed, and everything else, such as a file that
+another process put there meanwhile, moves into the new folder.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 
 from ..errors import UsageFault
-from .commit import ASIDE, TEMPORARY, _beside, _not_there, sync_folder
+from .commit import not_writable, sync_folder
 from .copying import no_room_named
+from .permissions import keep_permissions
 from .signals import signals_deferred
+from .temporaries import NAME, OLD, TEMPORARY, abandoned, begin_of, new_folder, remove_abandoned
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Arguments of renameat2 (linux/fcntl.h, linux/fs.h)."""
 
-
-# Of renameat2: an old kernel, a file system that can't, a sandbox.
+# Errors of renameat2: an old kernel, a file system that can't, a sandbox.
 NO_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM}
+
+ATTEMPTS = 5
+"""Times that an old folder is looked through, while other processes still write into it."""
+
+Replaced = Callable[[str], Collection[str]]
+"""Gives the names of those files of a folder that a new checkpoint replaces, the index or metadata last."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewFolder:
+    """A folder being written.
+
+    Attributes:
+        path: where it is written.
+        given_back: names in it of what another process put into the old folder meanwhile, once it is in
+            place.
+        not_removed: paths of what could not be removed of the old folder, each with the reason.
+    """
+
+    path: str
+    given_back: list[str] = field(default_factory=list)
+    not_removed: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
-def replacing_folder(path: str, is_ours: Callable[[str], bool]) -> Iterator[str]:
-    """An empty folder that becomes `path` when the block ends well; else nothing is left of it.
+def replacing_folder(path: str, replaced: Replaced, kept: Collection[str] = ()) -> Iterator[NewFolder]:
+    """Make an empty folder that takes the place of `path` when the block ends without an error.
 
-    A folder that already exists is replaced as a whole, if it holds nothing but what `is_ours` knows by
-    name: somebody's other files are never removed.
+    After an error nothing of it is left. Of the old folder only the regular files (and links to them) that
+    `replaced` names are removed. Whatever else is found in it afterwards moves into the new folder, under its
+    own name, or as `NAME.other-<hex>` where the new checkpoint has a file of that name. The new folder has
+    the owner, permissions and access control lists of the old one, and its files those of the old files of
+    the same name, or of the most private one of those replaced.
+
+    Args:
+        path: the folder to replace or create.
+        replaced: gives the names in a folder of what is replaced; also called after the exchange, with the
+            path at which the old folder then lies.
+        kept: names of files in the old folder that the new one gets too (as hard links).
+
+    Yields:
+        The folder to write into; its lists are filled when the block has ended.
 
     Raises:
-        UsageFault: the place can't be written, or holds other files.
+        UsageFault: the place can't be written, or is a file; or the old folder holds something that is
+            neither replaced nor kept, or what can't be kept.
     """
     target = os.path.realpath(path)
-    _check_folder(path, target, is_ours)
-    parent, name = os.path.split(target)
-    temporary = _beside(parent, name)
+    exists = _check_folder(path, target, replaced, kept)
+    parent = os.path.dirname(target)
+    remove_abandoned(parent)
     try:
-        os.mkdir(temporary)
+        lock, temporary = new_folder(target, 0o700 if exists else 0o777)
     except OSError as error:
-        raise _not_there(path, error) from error
+        raise not_writable(path, error) from error
+    new = NewFolder(temporary)
     try:
         with no_room_named(path):
-            yield temporary
+            yield new
+            if exists:
+                _keep_permissions_of_files(temporary, target, replaced(target))
+                _link(path, kept, target, temporary)
+                keep_permissions(temporary, target)
             sync_folder(temporary)
         with signals_deferred():
-            _put(temporary, target)
-            shutil.rmtree(temporary, ignore_errors=True)
+            _commit(new, target, replaced, kept)
     except BaseException:
         with signals_deferred():
-            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)  # what stays is removed by the next save
         raise
+    finally:
+        os.close(lock)
     sync_folder(parent)
 
 
-def _check_folder(path: str, target: str, is_ours: Callable[[str], bool]) -> None:
+def _check_folder(path: str, target: str, replaced: Replaced, kept: Collection[str]) -> bool:
+    """Check that nothing but what is replaced or kept is in the old folder; return whether there is one."""
     if not os.path.lexists(target):
-        return
+        return False
     if not os.path.isdir(target):
         raise UsageFault(f"{path}: is a file, and the output is a folder", hint="choose another output")
-    others = sorted(name for name in os.listdir(target) if not is_ours(name))
-    if others:
+    if others := others_in(target, {*replaced(target), *kept}):
         raise UsageFault(
             f"{path}: holds other files too ({', '.join(others[:3])})", hint="choose a new folder as output"
         )
+    return True
 
 
-def _put(new: str, target: str) -> None:
-    """Puts a folder in its place; an old one that was there ends up under the new one's name."""
+def others_in(folder: str, names: Collection[str]) -> list[str]:
+    """Return what a folder holds besides files of these names, sorted; links to files are files."""
+    return sorted(
+        name for name in os.listdir(folder) if name not in names or not _is_file(os.path.join(folder, name))
+    )
+
+
+def _is_file(path: str) -> bool:
+    """Return whether something is a regular file, or a link that does not lead to a folder or device."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:  # a link that leads nowhere can be replaced, too
+        return os.path.islink(path)
+    return stat.S_ISREG(mode)
+
+
+def _keep_permissions_of_files(new: str, old: str, replaced: Collection[str]) -> None:
+    """Give new files the permissions of old ones: of the same name, or of the most private one replaced."""
+    found = {*os.listdir(old)}
+    files = [path for name in replaced if name in found and os.path.isfile(path := os.path.join(old, name))]
+    most_private = min(files, key=lambda path: stat.S_IMODE(os.stat(path).st_mode).bit_count(), default=None)
+    for name in os.listdir(new):
+        same = os.path.join(old, name)
+        model = same if os.path.isfile(same) else most_private
+        if model is not None:
+            keep_permissions(os.path.join(new, name), model)
+
+
+def _link(path: str, names: Collection[str], old: str, new: str) -> None:
+    """Give files of the old folder a place in the new one too."""
+    try:
+        for name in names:
+            os.link(os.path.join(old, name), os.path.join(new, name), follow_symlinks=False)
+    except OSError as error:
+        raise UsageFault(
+            f"{path}: holds other files too ({', '.join(sorted(names)[:3])}), which can't be kept: "
+            f"{(error.strerror or str(error)).lower()}",
+            hint="choose a new folder as output",
+        ) from error
+
+
+def _commit(new: NewFolder, target: str, replaced: Replaced, kept: Collection[str]) -> None:
+    """Put the new folder in its place, and take apart the old one and those that killed processes left."""
+    with _locked(target):  # so that no other process takes the old folder for abandoned
+        old = _put(new.path, target)
+        if old is not None:
+            _take_apart(old, target, replaced, kept, new)
+        for path in abandoned(os.path.dirname(target), OLD, begin_of(target)):
+            _take_apart(path, target, replaced, (), new)
+
+
+@contextlib.contextmanager
+def _locked(folder: str) -> Iterator[None]:
+    """Hold the lock of a folder, if there is one and its lock is free."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def _put(new: str, target: str) -> str | None:
+    """Put a folder in its place; return where the old one then lies, None if there was none.
+
+    The new folder gets the ending of an old one first: what has the ending of a temporary is removed whole
+    when its process was killed, and that must never be said of the old one.
+    """
     if not os.path.lexists(target):
         os.rename(new, target)
-    elif not _exchange(new, target):
-        _swap(new, target)
+        return None
+    old = new.removesuffix(TEMPORARY) + OLD
+    os.rename(new, old)
+    try:
+        exchanged = _exchange(old, target)
+    except OSError:
+        os.rename(old, new)
+        raise
+    if not exchanged:
+        os.rename(old, new)
+        _swap(new, target, old)
+    return old
 
 
 def _exchange(one: str, other: str) -> bool:
-    """Gives each of two paths what is under the other one, in one step; False where that can't be done."""
+    """Exchange what is at two paths in one step; return False where the system can't."""
     import ctypes
 
     try:
@@ -90,24 +217,77 @@ def _exchange(one: str, other: str) -> bool:
     return True
 
 
-def _swap(new: str, target: str) -> None:
-    """The same in two steps, between which there is no folder; `set_aside` finds what a kill leaves there."""
-    aside = new.removesuffix(TEMPORARY) + ASIDE
-    os.rename(target, aside)
+def _swap(new: str, target: str, old: str) -> None:
+    """Put a folder in the place of another in two steps; `set_aside` finds what a kill leaves."""
+    os.rename(target, old)
     try:
         os.rename(new, target)
     except BaseException:
-        os.rename(aside, target)
+        os.rename(old, target)
         raise
-    os.rename(aside, new)
+
+
+def _take_apart(old: str, target: str, replaced: Replaced, kept: Collection[str], new: NewFolder) -> None:
+    """Remove of an old folder what the new one replaces, and move everything else into the new one."""
+    try:
+        for _ in range(ATTEMPTS):
+            found = {*os.listdir(old)}
+            mine = dict.fromkeys(
+                name for name in replaced(old) if name in found
+            )  # no path that leads elsewhere
+            for name in (*(found - mine.keys()), *mine):  # the index last: only it says what is replaced
+                _remove_or_give_back(old, target, name, name in mine, name in kept, new)
+            with contextlib.suppress(OSError):  # a process that has the folder open wrote into it again
+                os.rmdir(old)
+                return
+        os.rmdir(old)
+    except OSError as error:
+        new.not_removed.append(f"{old} ({(error.strerror or str(error)).lower()})")
+
+
+def _remove_or_give_back(
+    old: str, target: str, name: str, is_replaced: bool, is_kept: bool, new: NewFolder
+) -> None:
+    source, place = os.path.join(old, name), os.path.join(target, name)
+    try:
+        if _is_same_entry(source, place) or (is_replaced and _is_file(source)):
+            os.unlink(source)
+            return
+        # What was linked, and has changed since, gives way to the change.
+        if os.path.lexists(place) and not is_kept:
+            name += f".other-{os.urandom(4).hex()}"
+            place = os.path.join(target, name)
+        os.rename(source, place)
+    except FileNotFoundError:  # removed meanwhile
+        return
+    new.given_back.append(name)
+
+
+def _is_same_entry(one: str, other: str) -> bool:
+    try:
+        return os.path.samestat(os.lstat(one), os.lstat(other))
+    except FileNotFoundError:
+        return False
 
 
 def set_aside(path: str) -> str | None:
-    """The old folder of a replacing that was cut off between its two steps; None where there is none."""
-    folder, name = os.path.split(os.path.realpath(path))
-    begin = os.path.basename(_beside(folder, name)).removesuffix(TEMPORARY)[:-12]
+    """Return where the old folder lies of a replacement that was killed between its two steps.
+
+    Args:
+        path: the folder that was being replaced.
+
+    Returns:
+        The path to put back; None if there is something at `path`, or no single such folder.
+    """
+    target = os.path.realpath(path)
     try:
-        found = [each for each in os.listdir(folder) if each.startswith(begin) and each.endswith(ASIDE)]
+        names = os.listdir(os.path.dirname(target))
     except OSError:
         return None
-    return os.path.join(folder, found[0]) if len(found) == 1 and not os.path.lexists(path) else None
+    begin = begin_of(target)
+    found = [
+        name for name in names if name.endswith(OLD) and (m := NAME.fullmatch(name)) and m["begin"] == begin
+    ]
+    if len(found) != 1 or os.path.lexists(path):
+        return None
+    return os.path.join(os.path.dirname(target), found[0])

@@ -1,40 +1,35 @@
-"""Byte ranges from file to file, by the fastest way the file systems allow."""
+"""Bytes from file to file, in blocks that several threads read, sum and write."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
-import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
-from ..errors import Damaged
 from ..tensors.ref import ByteRange, Computed
-from .crc32 import combined, crc32_of
-from .threads import beside, cores
+from .crc32 import combined, crc32
+from .threads import Workers, cores, cut
 
 BUFFER = 1 << 20
-"""Bytes moved at a time where data must pass through this process."""
+"""Bytes moved at a time; whole elements."""
 
-STRETCH = 1 << 20
-"""Bytes that one of two processes makes before the other's turn; whole elements."""
+PENDING = 16
+"""Blocks that may be under way, or wait for a thread, before the caller waits for the oldest."""
 
-COPY = 64 << 20
-"""Bytes asked of the kernel at a time, so that progress shows and a signal is heard."""
+SMALL = 1 << 17
+"""Bytes that are moved at once: handing them to a thread costs more."""
 
-MIN_TO_THREAD = 2 << 20
-"""Bytes of which the checksum is worth a thread of its own."""
-
-# The kernel's ways of saying "not between these two files": another file system, a file
-# system without the call, an old kernel, a sandbox.
-NOT_HERE = {errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM}
+THREADS = 2
+"""More wait for each other: only one at a time can write to a file."""
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 Progress = Callable[[int], object]
+Then = Callable[[int], object]
 
 
 def _ignore(_: int) -> None:
@@ -43,7 +38,7 @@ def _ignore(_: int) -> None:
 
 @contextlib.contextmanager
 def no_room_named(path: str) -> Iterator[None]:
-    """An error that says there is no room gets the name of the place: the calls that meet it know none."""
+    """Give an OSError that says there is no room the name of the place: the calls that raise it know none."""
     try:
         yield
     except OSError as error:
@@ -52,25 +47,52 @@ def no_room_named(path: str) -> Iterator[None]:
         raise
 
 
-class Output:
-    """A file being written, front to back or at chosen places.
+@dataclass(slots=True)
+class _Copy:
+    """Bytes on their way: what is left of them, the CRC-32 of those written, and who is told it."""
 
-    `write` takes bytes, `copy` a range of another file without looking at it, `copy_with_crc` the same and
-    returns the CRC-32 of what was moved. All that is not given a place is appended at `position`.
+    left: int
+    then: Then | None
+    crc: int = 0
+
+
+class Output:
+    """A file being written, front to back or at chosen places. Use it as a context manager.
+
+    `write` takes bytes from memory, `copy` bytes of another file or computed ones. What is not given a place
+    is appended at `position`. Copied bytes are in the file once the block has ended, or `settle` was called.
     """
 
     def __init__(self, file: BinaryIO, progress: Progress | None = None) -> None:
+        """Begin at the start of a file.
+
+        Args:
+            file: open for writing; stays open.
+            progress: called with the number of bytes after each piece that was copied.
+        """
         self.fd = file.fileno()
         self.position = 0
         self._progress = progress or _ignore
         self._spare: list[memoryview] = []
-        self._ways = [self._copy_file_range, self._sendfile, self._buffered]
+        self._workers: Workers[tuple[_Copy, int, int]] = Workers(cores(THREADS))
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.settle()
+        finally:
+            self._workers.close()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append bytes."""
         self.write_at(self.position, data)
         self.position += len(data)
 
     def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
+        """Write bytes to a place of the file; `position` stays."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         while view:
             done = os.pwrite(self.fd, view, position)
@@ -78,93 +100,70 @@ class Output:
             view = view[done:]
 
     def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
-        """Append computed bytes, so many, chunk by chunk."""
+        """Append chunks of `nbytes` bytes together, each valid until the next is asked for."""
+        self._copy_here(chunks, None)
+
+    def copy(self, data: ByteRange | Computed, then: Then | None = None) -> None:
+        """Append bytes from elsewhere.
+
+        Args:
+            data: a stretch of a file, or bytes to be computed.
+            then: called with the CRC-32 of the bytes once they are written, from the caller's thread.
+
+        Raises:
+            Damaged: the file that they come from ends early; raised here, by a later call or by `settle`.
+        """
+        if isinstance(data, Computed) and not data.is_divisible:
+            self._copy_here(data.make(0, data.nbytes), then)
+            return
+        if data.nbytes <= SMALL:
+            self._copy_here([data.read()], then)
+            return
+        position, copy = self.position, _Copy(data.nbytes, then)
+        self.position += data.nbytes
+        for start, size in cut(data.nbytes, BUFFER):
+            self._workers.add(partial(self._put, copy, data.part(start, size), position + start))
+            self._finish(PENDING)
+
+    def settle(self) -> None:
+        """Wait until all that was copied is written. Raises whatever went wrong on the way."""
+        self._finish(0)
+
+    def _finish(self, pending: int) -> None:
+        for copy, crc, nbytes in self._workers.results(pending):
+            self._done(copy, crc, nbytes)
+
+    def _done(self, copy: _Copy, crc: int, nbytes: int) -> None:
+        copy.crc = combined(copy.crc, crc, nbytes) if copy.then else 0
+        copy.left -= nbytes
+        self._progress(nbytes)
+        if copy.then and not copy.left:
+            copy.then(copy.crc)
+
+    def _copy_here(self, chunks: Iterable[memoryview | bytes], then: Then | None) -> None:
+        """Append chunks from this thread, with progress after each."""
+        crc = 0
         for chunk in chunks:
             self.write(chunk)
+            if then:
+                crc = crc32(chunk, crc)
             self._progress(len(chunk))
+        if then:
+            then(crc)
 
-    def copy(self, range: ByteRange) -> None:
-        """Append a range of another file. Raises Damaged when that file ends early."""
-        done = 0
-        while done < range.nbytes:
-            count = min(COPY, range.nbytes - done)
-            try:
-                moved = self._ways[0](range, done, count)
-            except OSError as error:
-                if error.errno not in NOT_HERE or len(self._ways) == 1:
-                    raise
-                del self._ways[0]  # it would fail for every other range too
-                continue
-            if moved == 0:
-                raise Damaged(range.source.path, "the file became shorter while it was read")
-            done += moved
-            self._progress(moved)
-        self.position += range.nbytes
-
-    def make(self, data: Computed) -> None:
-        """Append computed bytes."""
-        self.write_all(data.make(0, data.nbytes), data.nbytes)
-
-    def copy_with_crc(self, data: ByteRange | Computed) -> int:
-        """Append bytes from elsewhere; returns their CRC-32."""
-        crc = 0
-        if isinstance(data, Computed):
-            for chunk in data.make(0, data.nbytes):
-                crc = zlib.crc32(chunk, crc)
-                self.write_all([chunk], len(chunk))
-            return crc
-        for start in range(0, data.nbytes, COPY):
-            part = data.part(start, min(COPY, data.nbytes - start))
-            crc = combined(crc, self._copy_part_with_crc(part), part.nbytes)
-        return crc
-
-    def _copy_part_with_crc(self, part: ByteRange) -> int:
-        # Two threads that each read, sum and write would read once, but wait for each other: only one can
-        # write to a file at a time.
-        if part.nbytes >= MIN_TO_THREAD and cores(2) == 2:
-            return beside(partial(self._crc, part), partial(self.copy, part))
-        crc, _ = self.put(part, self.position)
-        self.position += part.nbytes
-        self._progress(part.nbytes)
-        return crc
-
-    def _crc(self, data: ByteRange) -> int:
-        buffer = self._buffer()
-        crc = crc32_of(data.chunks(buffer))
-        self._spare.append(buffer)
-        return crc
-
-    def put(self, data: ByteRange | Computed, position: int, summed: bool = True) -> tuple[int, int]:
-        """Writes bytes from elsewhere to a place; returns their CRC-32 (0 if not summed) and their number."""
+    def _put(self, copy: _Copy, data: ByteRange | Computed, position: int) -> tuple[_Copy, int, int]:
+        """Write a block, from any thread; its CRC-32 is 0 when nobody asks for it."""
         buffer, crc = self._buffer(), 0
         for chunk in data.chunks(buffer):
-            crc = zlib.crc32(chunk, crc) if summed else 0
             self.write_at(position, chunk)
             position += len(chunk)
+            if copy.then:
+                crc = crc32(chunk, crc)
         self._spare.append(buffer)
-        return crc, data.nbytes
-
-    def _copy_file_range(self, range: ByteRange, done: int, count: int) -> int:
-        if not hasattr(os, "copy_file_range"):
-            raise OSError(errno.ENOSYS, "no copy_file_range on this platform")
-        source = range.source.fd
-        return os.copy_file_range(source, self.fd, count, range.offset + done, self.position + done)
-
-    def _sendfile(self, range: ByteRange, done: int, count: int) -> int:
-        if sys.platform != "linux":  # elsewhere sendfile writes to sockets only
-            raise OSError(errno.ENOSYS, "no file-to-file sendfile on this platform")
-        os.lseek(self.fd, self.position + done, os.SEEK_SET)
-        return os.sendfile(self.fd, range.source.fd, range.offset + done, count)
-
-    def _buffered(self, range: ByteRange, done: int, count: int) -> int:
-        buffer = self._buffer()
-        moved = os.preadv(range.source.fd, [buffer[:count]], range.offset + done)
-        self.write_at(self.position + done, buffer[:moved])
-        self._spare.append(buffer)
-        return moved
+        return copy, crc, data.nbytes
 
     def _buffer(self) -> memoryview:
-        """One that no thread uses; to be given back to the spare ones."""
+        """Return a buffer that no thread uses, to be given back to the spare ones."""
         try:
             return self._spare.pop()
         except IndexError:  # not asked first: another thread may take the last one in between
@@ -176,17 +175,22 @@ class DryOutput(Output):
 
     def __init__(self) -> None:
         self.position = 0
-        self._progress = _ignore
 
-    def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
-    def copy(self, range: ByteRange) -> None:
-        self.position += range.nbytes
-
-    def copy_with_crc(self, data: ByteRange | Computed) -> int:
-        self.position += data.nbytes
-        return 0
+    def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
+        """Write nothing."""
 
     def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
+        """Count `nbytes` bytes; the chunks are not asked for."""
         self.position += nbytes
+
+    def copy(self, data: ByteRange | Computed, then: Then | None = None) -> None:
+        """Count the bytes; `then` is called with 0."""
+        self.position += data.nbytes
+        if then:
+            then(0)
+
+    def settle(self) -> None:
+        """Return at once: nothing is under way."""

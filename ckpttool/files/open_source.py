@@ -14,10 +14,14 @@ from .suggestions import no_such_file
 
 
 def open_source_descriptor(path: str) -> int:
-    """A read-only descriptor of a regular file; `-` is standard input, spooled when it can't seek.
+    """Return a read-only descriptor of a regular file whose first byte is the first to be read.
+
+    Args:
+        path: the file; `-` is standard input from where it stands. What can't be read at any offset, a pipe
+            or the rest of a file, is first copied to a temporary file.
 
     Raises:
-        Unreadable: with the reason in words.
+        Unreadable: there is no such file, it may not be read, or it is a folder, a pipe or a device.
     """
     if path == "-":
         return _standard_input()
@@ -38,7 +42,7 @@ def open_source_descriptor(path: str) -> int:
 
 
 def _standard_input() -> int:
-    if stat.S_ISREG(os.fstat(0).st_mode):
+    if stat.S_ISREG(os.fstat(0).st_mode) and os.lseek(0, 0, os.SEEK_CUR) == 0:
         return os.dup(0)
     with no_room_named(tempfile.gettempdir()), tempfile.TemporaryFile() as spool:
         shutil.copyfileobj(sys.stdin.buffer, spool, BUFFER)

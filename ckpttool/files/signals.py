@@ -1,4 +1,4 @@
-"""Signals blocked or deferred while a block of code must not be interrupted."""
+"""Signals deferred while a block of code must not be interrupted."""
 
 from __future__ import annotations
 
@@ -8,38 +8,28 @@ import threading
 from collections.abc import Iterator
 
 ENDING = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-"""Signals at which the parent ends, and the child with it."""
-
-
-@contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """No signal that would end the process is heard before the block ends."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+"""Signals at which the process ends."""
 
 
 @contextlib.contextmanager
 def signals_deferred() -> Iterator[None]:
-    """Signals that end the process wait until the block has ended.
+    """Defer the signals in `ENDING` until the block ends.
 
-    A mask would not do: where one thread blocks a signal, the kernel gives it to another. Handlers run in the
-    main thread alone, so every other thread is undisturbed already, and may set none.
+    A mask would not do: where one thread blocks a signal, the kernel gives it to another. Handlers run only
+    in the main thread, so in any other thread this does nothing, and nothing needs to be done.
     """
-    heard: list[int] = []
+    received: list[int] = []
     with contextlib.ExitStack() as after:
         if threading.current_thread() is threading.main_thread():
-            after.callback(_raise_all, heard)
+            after.callback(_raise_all, received)
             for number in ENDING:
                 before = signal.getsignal(number)
-                if before not in (None, signal.SIG_IGN):  # None: set by what is not Python
+                if before not in (None, signal.SIG_IGN):  # None: installed by something other than Python
                     after.callback(signal.signal, number, before)
-                    signal.signal(number, lambda number, _: heard.append(number))
+                    signal.signal(number, lambda number, _: received.append(number))
         yield
 
 
-def _raise_all(heard: list[int]) -> None:
-    for number in heard:
+def _raise_all(numbers: list[int]) -> None:
+    for number in numbers:
         signal.raise_signal(number)

@@ -1,4 +1,4 @@
-"""The error for a path that does not exist, with a hint at what the user may have meant."""
+"""The error for a path that does not exist, with a hint at the path the user may have meant."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from itertools import islice
 from ..errors import Unreadable
 
 MOST_NAMES = 10_000
-"""Names of a folder that are looked at for one like a name that is not there."""
+"""Names of a folder that are compared with a missing one at most."""
 
 
 CHECKPOINT_ENDINGS = (".pt", ".pth", ".th", ".tar", ".bin", ".ckpt", ".safetensors", ".index.json")
-"""How the names of checkpoints mostly end. Only for hints: formats are known by content."""
+"""Usual endings of checkpoints' names. Only for hints: a format is recognised by content."""
 
 
 def no_such_file(path: str) -> Unreadable:
-    """The error of a path where nothing is. Its hint names what was perhaps meant, or says what to check."""
+    """Return the error for a missing path, with a similar path or the checkpoints of the folder as hint."""
+    if os.path.islink(path):
+        hint = f"see what it points to: ls -l {shlex.quote(path)}"
+        return Unreadable(path, f"is a link to {os.readlink(path)}, where there is no file", hint=hint)
     return Unreadable(path, "no such file", hint=_near(*os.path.split(path)))
 
 
@@ -26,7 +29,7 @@ def _near(folder: str, name: str) -> str:
 
     if not os.path.isdir(folder or "."):
         return f"there is no folder {_first_missing(folder)}"
-    names = names_in(folder or ".")
+    names = [found for found in names_in(folder or ".") if found != name]
     if close := get_close_matches(name, names, n=2, cutoff=0.7):
         return f"did you mean {' or '.join(os.path.join(folder, found) for found in close)}?"
     here = f"the folder {folder}" if folder else "this folder"
@@ -42,7 +45,7 @@ def _first_missing(folder: str) -> str:
 
 
 def names_in(folder: str) -> list[str]:
-    """What a folder holds, sorted: the first few thousand names; none where it can't be read."""
+    """Return the names in a folder, sorted, MOST_NAMES at most; none where it can't be read."""
     try:
         with os.scandir(folder) as found:
             return sorted(entry.name for entry in islice(found, MOST_NAMES))
@@ -51,5 +54,5 @@ def names_in(folder: str) -> list[str]:
 
 
 def checkpoints_among(names: list[str]) -> list[str]:
-    """Names that end as those of checkpoints mostly do."""
+    """Return the names with a usual ending of a checkpoint."""
     return [name for name in names if name.lower().endswith(CHECKPOINT_ENDINGS)]

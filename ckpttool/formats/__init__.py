@@ -1,4 +1,4 @@
-"""Files in and out: `open` finds the format by content (`reading`), `save` by name (`saving`)."""
+"""Opening and saving: `open` finds the format by content (`reading`), `save` by name (`saving`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from .reading import read as read
     from .save_report import Saved as Saved
     from .saving import save as save
-
-__getattr__, __all__ = attributes(
-    __name__,
-    {
-        "reading": ("open", "read"),
-        "save_report": ("Saved",),
-        "saving": ("save",),
-    },
-)
+else:
+    __getattr__, __dir__, __all__ = attributes(
+        __name__,
+        {
+            "reading": ("open", "read"),
+            "save_report": ("Saved",),
+            "saving": ("save",),
+        },
+    )

@@ -1,4 +1,4 @@
-"""Which format an output gets, and whether it can be written there with what was asked for."""
+"""Choosing the format of an output, and checking that it may be written there with the options given."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .safetensors import format as safetensors
 from .save_report import PICKLES
 
 WHOLE = (torch_zip.NAME, dcp.NAME)
-"""The formats that take everything a checkpoint holds, not only the model's state."""
+"""Formats that hold everything in a checkpoint, not only the model's state."""
 
 SAFETENSORS = (safetensors.NAME, sharding.SAFETENSORS)
-"""The formats with a header that holds text."""
+"""Formats whose header holds text."""
 
 ENDINGS = {
     **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
@@ -24,7 +24,16 @@ ENDINGS = {
 
 
 def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
-    """The format that a name asks for, or that a folder there has. Raises UsageFault if neither says."""
+    """Return the format that a name asks for, or that the folder there has.
+
+    Args:
+        path: the output.
+        checkpoint: what is written.
+        to: the format, if the user named it.
+
+    Raises:
+        UsageFault: there is no such format, or neither name nor folder says one.
+    """
     if to is not None:
         known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
         if to not in known:
@@ -48,7 +57,16 @@ def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
 def require_sense(
     path: str, kind: str, state: str | None, full: bool | None, keep_copies: bool, shard_size: int | None
 ) -> None:
-    """Raises UsageFault for what contradicts itself, or would do nothing."""
+    """Check that options do not contradict each other, and that each has an effect.
+
+    Args:
+        path: the output.
+        kind: its format.
+        state, full, keep_copies, shard_size: as for `save`.
+
+    Raises:
+        UsageFault: they contradict each other, or one would do nothing.
+    """
     if full and state is not None:
         raise UsageFault(
             f"{path}: gets everything that is there, but one state of it was named ('{state}')",
@@ -77,7 +95,17 @@ def require_sense(
 
 
 def require_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> None:
-    """Raises OutputExists for what is there already and may not be replaced."""
+    """Check that nothing is in the output's place, or that it may be replaced.
+
+    Args:
+        checkpoint: what is written.
+        path: the output.
+        kind: its format.
+        force: whether the user asked for an existing output to be replaced.
+
+    Raises:
+        OutputExists: there is something; the hint proposes `--force` only if that would help.
+    """
     if path == "-" or not os.path.lexists(path):
         return
     found = _conflict(checkpoint, path, kind)
@@ -88,14 +116,15 @@ def require_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> 
 
 
 def _conflict(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, str] | None:
-    """What `--force` does not replace either, other files and other kinds, and what to do instead."""
+    """Return what keeps an output from being replaced even with `--force`, and what to do instead."""
+    if folders.is_part_of_input(checkpoint, path):
+        return f"is a part of the input {checkpoint.path}", "name another output"
     if not os.path.isdir(path):
         is_other = kind in folders.NAMES and os.path.exists(path)
         return (f"is a file, where {kind} is a folder", "name a new folder") if is_other else None
     if kind not in folders.NAMES:
         return "is a folder", "name a file in it"
-    kept = folders.companions(checkpoint, path)
-    others = [name for name in folders.strangers(path) if name not in kept]
+    others = folders.others(checkpoint, path)
     if others:
         return f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
     return None

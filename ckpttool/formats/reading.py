@@ -1,4 +1,4 @@
-"""Opening a file: its format is found by content, never by its name."""
+"""Opening a checkpoint: its format is found by content, never by name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Protocol
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import Damaged, Unreadable, Unsupported
 from ..files.commit_folder import set_aside
+from ..files.descriptors import allow_open_files
 from ..files.open_source import open_source_descriptor
 from ..files.suggestions import checkpoints_among, names_in
 from ..tensors.ref import Source
@@ -24,7 +25,7 @@ from .safetensors import format as safetensors
 
 
 class Format(Protocol):
-    """What one file per format provides: a check of the first 512 bytes, and reading."""
+    """A module that reads one format: a check of the first 512 bytes, and reading."""
 
     def sniff(self, head: bytes) -> bool: ...
 
@@ -33,16 +34,16 @@ class Format(Protocol):
 
 READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, dcp, sharded)
 
-# The file that says what is in a folder, the one to prefer first; other indexes come after these.
+# Files that say what is in a folder, in the order of preference; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 ALONE = ("model.safetensors", "pytorch_model.bin")
-"""What transformers calls the file of a model that is not cut."""
+"""Names that transformers gives the file of a model that is not sharded."""
 
 MAX_REPLACED = 1000
-"""Times that a folder may be replaced while it is read."""
+"""Times that a folder is read again because another process replaced it meanwhile."""
 
-# Things that are found where a checkpoint should be, by how they begin.
+# What is found in the place of a checkpoint, by its first bytes: what it is, and what to do.
 STRANGERS = (
     (b"version https://git-lfs", "is a Git LFS pointer, not the file itself", "fetch it: git lfs pull"),
     (b"<!doctype html", "is an HTML page, not a checkpoint", "download the file again, from its raw link"),
@@ -54,14 +55,21 @@ STRANGERS = (
 
 
 def open(path: str | os.PathLike[str]) -> Checkpoint:
-    """Reads what a file holds, without its values, torch, or running anything the file names.
+    """Open a checkpoint and read what is in it, but for the values of tensors.
+
+    Nothing that the file names is imported or run, and torch is not needed.
 
     Args:
         path: a file that torch or safetensors wrote, whatever its name; the index or the folder of a sharded
             checkpoint; a DCP folder; a folder with one model.safetensors or pytorch_model.bin; `-` is stdin.
 
+    Returns:
+        The checkpoint, whose files stay open; use it as a context manager, or let it go.
+
     Raises:
-        Unreadable, Damaged, Unsupported: with the file and the reason.
+        Unreadable: there is no such file, it may not be read, or it is a folder without a checkpoint.
+        Damaged: it claims a format and breaks its rules.
+        Unsupported: it is something else, or in a format that is not read here.
     """
     name = os.fspath(path)
     if os.path.isdir(name):
@@ -76,6 +84,7 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
             "its replacement was interrupted, and its old contents are still beside it",
             hint=f"put them back: mv {shlex.quote(kept)} {shlex.quote(name)}",
         )
+    allow_open_files(1, name)
     source = Source(name, open_source_descriptor(name))
     try:
         return read(source)
@@ -96,7 +105,7 @@ def _is_part_of_dcp(name: str) -> bool:
 
 
 def _only_file(folder: str) -> str | None:
-    """The model's file in a folder that has no index, as transformers finds it; None for any other folder."""
+    """Return the model's file in a folder without an index, as transformers finds it; None in any other."""
     names = names_in(folder)
     found = [name for name in names if name in ALONE]
     has_index = any(name.endswith((INDEX, dcp.METADATA)) for name in names)
@@ -104,7 +113,7 @@ def _only_file(folder: str) -> str | None:
 
 
 def _open_in(name: str, folder: str) -> Checkpoint:
-    """Opens what lies in several files of one folder: all of them from the same one, if it is replaced."""
+    """Open the files of a folder, all from the same one if it is replaced meanwhile."""
     for _ in range(MAX_REPLACED):
         with _held(folder) as is_still_there:
             try:
@@ -122,10 +131,10 @@ def _open_in(name: str, folder: str) -> Checkpoint:
 
 @contextmanager
 def _held(folder: str) -> Iterator[Callable[[], bool]]:
-    """Tells whether a folder is still the one that it was; held open, its number can't go to another."""
+    """Yield a function that tells whether a folder was replaced; held open, its inode can't be reused."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # the error that reading meets says more; without permission to list it this is unknown
+    except OSError:  # reading it raises a better error; a folder that can't be listed may still be read
         yield lambda: True
         return
 
@@ -142,7 +151,7 @@ def _held(folder: str) -> Iterator[Callable[[], bool]]:
 
 
 def _telling(folder: str) -> str:
-    """The name of the file that says what is in a folder. Raises Unreadable."""
+    """Return the name of the file that says what is in a folder."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -167,7 +176,11 @@ def _telling(folder: str) -> str:
 
 
 def read(source: Source) -> Checkpoint:
-    """The same of a file that is open already."""
+    """Read a checkpoint from a file that is open already.
+
+    Raises:
+        Damaged, Unsupported: as `open` does.
+    """
     head = source.read(0, min(source.size, 512))
     if not head:
         raise Unsupported(
@@ -182,7 +195,7 @@ def read(source: Source) -> Checkpoint:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Spares the search for garbage among the objects of a large file, all of which are in use."""
+    """Pause the garbage collector: it would search the many objects of a large file, all of them in use."""
     was_running = gc.isenabled()
     gc.disable()
     try:
@@ -190,7 +203,7 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_running:
             if not gc.get_freeze_count():  # else these are the caller's, and stay so
-                gc.freeze()  # there and back: all objects become old ones, which the next search passes over
+                gc.freeze()  # and back: all objects become old ones, which the next collection passes over
                 gc.unfreeze()
             gc.enable()
 

@@ -1,4 +1,4 @@
-"""What a saving wrote, and by name what it did not: nothing is left behind in silence."""
+"""The result of a save: what was written, and by name what was not."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, State
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..checkpoint.dotted_names import contents, dotted
+from ..checkpoint.state import State
 from ..checkpoint.states import is_optimizer
-from ..inert_pickle.known_names import unknown_names
-from .folders import dcp, folders, sharding
-from .folders.dcp_writing import TOP
+from ..inert_pickle.known_names import names_in, names_that_run
+from .folders import dcp, dcp_writing, sharding
 from .pytorch import zip as torch_zip
 from .safetensors import format as safetensors
 
@@ -31,12 +31,16 @@ class Saved:
         left_out: dotted names of what the format can't hold.
         tied: names kept as another name of a tensor, by a record in the metadata.
         copied: names that share memory and were written out each for itself.
-        mentions: names of code that the output's pickle mentions, and no pickle of the input's did: anyone
-            who unpickles it without `weights_only` runs them. As `inspect` reports them.
-        text_keys: dicts whose keys, numbers and the like, are text in the output.
-        keyed_by_text: optimizers whose state has text for keys where their groups list numbers, since they
-            went into DCP or came out of it: outside DCP torch loads no momentum of them.
+        mentions: names in the output's pickle that could run something when it is unpickled without
+            `weights_only`, whether or not the input was a pickle that had them.
+        text_keys: dicts with keys, such as numbers, that are text in the output.
+        keyed_by_text: optimizers whose state is keyed by text where their groups list numbers, because it
+            went into DCP or came out of it; outside DCP torch loads no momentum from them.
         not_copied: other files of the input's folder, which a new folder does not have.
+        shards: how many files of a folder hold the tensors; 0 for a single file, and for a DCP not yet
+            written.
+        given_back: names in a replaced folder of what another process put into the old one meanwhile.
+        not_removed: paths of what could not be removed of a replaced folder, each with the reason.
     """
 
     path: str
@@ -50,37 +54,44 @@ class Saved:
     text_keys: tuple[str, ...] = ()
     keyed_by_text: tuple[str, ...] = ()
     not_copied: tuple[str, ...] = ()
+    shards: int = 0
+    given_back: tuple[str, ...] = ()
+    not_removed: tuple[str, ...] = ()
 
     @property
     def why_left_out(self) -> str:
-        """Why the format can't hold what was left out, to follow its name."""
+        """Why the format can't hold what was left out: words to follow the format's name."""
         return "holds only tensors" if self.format in TENSORS_ALONE else "has no place for it"
 
 
 def saved_whole(
     checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State | None, *, full: bool
 ) -> Saved:
-    """Of an output that holds everything, as far as its format can.
+    """Report on an output that holds everything, as far as its format can.
 
     Args:
-        state: the model's, where there is one.
-        full: what is not a tensor went as text.
+        checkpoint: what was written.
+        path: the output.
+        kind: its format.
+        nbytes: its size.
+        state: the model's state, if there is one.
+        full: what is not a tensor was written as text.
     """
     lost = checkpoint.unread
     if kind in (torch_zip.NAME, dcp.NAME):  # which have no place for the text of a safetensors header
         lost += _lost_metadata(checkpoint)
     apart = kind == dcp.NAME and not full
     if apart:
-        lost = (*folders.lost_in_dcp(checkpoint), *lost)
+        lost = (*dcp_writing.lost(checkpoint), *lost)
     return Saved(
         path,
         kind,
         nbytes,
-        len(state.tensors) if state else 0,
+        len(state.tensors) + len(state.likes) if state else 0,
         lost,
         copied=copied(state) if state and apart else (),
         mentions=_mentions(checkpoint, kind),
-        text_keys=folders.text_keys_in_dcp(checkpoint) if apart else (),
+        text_keys=dcp_writing.with_keys_made_text(checkpoint) if apart else (),
         keyed_by_text=_keyed_by_text(checkpoint, kind, full),
     )
 
@@ -88,7 +99,16 @@ def saved_whole(
 def saved_state(
     checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State, ties: Mapping[str, str]
 ) -> Saved:
-    """Of an output that holds only the model's tensors, some of them as another name of a tensor."""
+    """Report on an output that holds only the model's tensors.
+
+    Args:
+        checkpoint: what the state was taken from.
+        path: the output.
+        kind: its format.
+        nbytes: its size.
+        state: the state that was written.
+        ties: names that were written as another name of a tensor.
+    """
     lost = _beside(checkpoint, state) + checkpoint.unread
     if kind == sharding.TORCH:  # has no place for the text of a safetensors header, and keeps what is shared
         lost += _lost_metadata(checkpoint)
@@ -98,22 +118,24 @@ def saved_state(
 
 
 def _lost_metadata(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The text of a safetensors header, but for the note that its tensors are torch's."""
+    """Return the names of the text in a safetensors header, but for the note that its tensors are torch's."""
     texts = checkpoint.metadata.items()
     return tuple(f"metadata '{name}'" for name, text in texts if OF_TORCH.get(name) != text)
 
 
 def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, ...]:
-    """The optimizers whose keys, numbers before, DCP makes text, or has made text."""
+    """Return the optimizers whose keys were numbers, and are text because DCP has no others."""
     into, out_of = kind == dcp.NAME and not full, checkpoint.format == dcp.NAME
     if into == out_of:
         return ()
     named = ((dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value))
-    return tuple(name or TOP for name, value in named if _keeps_numbers(value, int if into else str))
+    return tuple(
+        name or dcp_writing.TOP for name, value in named if _keeps_numbers(value, int if into else str)
+    )
 
 
 def _keeps_numbers(optimizer: Any, kind: type) -> bool:
-    """Whether state is kept of parameters that the groups list as numbers, under keys of this type."""
+    """Return whether the state of parameters that the groups list as numbers has keys of this type."""
     state, groups = optimizer["state"], optimizer["param_groups"]
     if not isinstance(state, dict) or not isinstance(groups, list):
         return False
@@ -123,19 +145,18 @@ def _keeps_numbers(optimizer: Any, kind: type) -> bool:
 
 
 def _mentions(checkpoint: Checkpoint, kind: str) -> tuple[str, ...]:
-    is_pickle = checkpoint.format not in (safetensors.NAME, sharding.SAFETENSORS, dcp.NAME)
-    return () if kind not in PICKLES or is_pickle else tuple(unknown_names(checkpoint.tree))
+    return tuple(names_that_run(names_in(checkpoint.tree))) if kind in PICKLES else ()
 
 
 def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
-    """What a file of only the state's tensors leaves behind, by the shortest names that say it."""
+    """Return what a file of only the state's tensors does not hold, by the shortest names that say it."""
     inside = [*state.others, *(["_metadata"] if state.versions is not None else [])]
     where = f"{state.where}." if state.path else ""
     return (*(where + name for name in inside), *checkpoint.outside(state))
 
 
 def copied(state: State) -> tuple[str, ...]:
-    """Names whose bytes another name has too: each name gets a copy in a format without sharing."""
+    """Return the names whose bytes another name has too; a format without sharing gives each a copy."""
     storages: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in state.tensors.items():
         storages.setdefault(id(tensor.storage), []).append((*tensor.span, name))

@@ -1,7 +1,7 @@
-"""Calls that stand for plain values: how a pickle has those that its protocol has no opcode for.
+"""Calls that a pickle makes for plain values that its protocol has no opcode for.
 
-Each takes the machine and the arguments, and returns the value, or None for arguments that no pickler writes.
-Source: the `pickle` module of the standard library, and its forms in Python 2.
+Each function takes the machine and the arguments, and returns the value, or None for arguments that no
+pickler writes; the call then becomes a Record. Source: Python's `pickle` module, version 2 included.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BUILTINS = ("builtins", "__builtin__")
 
 
 def ordered_dict(m: Machine, args: tuple[Any, ...]) -> OrderedDict_ | None:
-    """An OrderedDict: empty, or, in pickles of Python 2, made of a list of pairs."""
+    """`OrderedDict()`, or in pickles of Python 2 `OrderedDict(pairs)`."""
     if not args:
         return OrderedDict_()
     pairs = args[0] if len(args) == 1 else None
@@ -28,11 +28,13 @@ def ordered_dict(m: Machine, args: tuple[Any, ...]) -> OrderedDict_ | None:
 
 
 def set_(m: Machine, args: tuple[Any, ...]) -> Set_ | None:
+    """`set(items)`."""
     items = _elements(m, args)
     return None if items is None else Set_(items)
 
 
 def frozenset_(m: Machine, args: tuple[Any, ...]) -> FrozenSet_ | None:
+    """`frozenset(items)`."""
     items = _elements(m, args)
     return None if items is None else FrozenSet_(items)
 
@@ -46,11 +48,12 @@ def _elements(m: Machine, args: tuple[Any, ...]) -> list[Any] | None:
 
 
 def bytes_(m: Machine, args: tuple[Any, ...]) -> bytes | None:
+    """`bytes()`."""
     return None if args else b""
 
 
 def encode(m: Machine, args: tuple[Any, ...]) -> bytes | None:
-    """Bytes as text, of which each character is one of them."""
+    """`_codecs.encode(text, "latin1")`: bytes as text, one character each."""
     if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
         return None
     m.copy(len(args[0]))
@@ -61,6 +64,7 @@ def encode(m: Machine, args: tuple[Any, ...]) -> bytes | None:
 
 
 def bytearray_(m: Machine, args: tuple[Any, ...]) -> bytearray | None:
+    """`bytearray()`, `bytearray(bytes)` or `bytearray(text, "latin-1")`."""
     if len(args) == 1 and type(args[0]) is bytes:
         m.copy(len(args[0]))
         return bytearray(args[0])
@@ -69,7 +73,7 @@ def bytearray_(m: Machine, args: tuple[Any, ...]) -> bytearray | None:
 
 
 def new_object(m: Machine, args: tuple[Any, ...]) -> Record | None:
-    """What NEWOBJ_EX makes since protocol 4."""
+    """`copyreg.__newobj_ex__(cls, args, kwargs)`: what the opcode NEWOBJ_EX does since protocol 4."""
     if len(args) != 3 or type(args[1]) is not tuple or type(args[2]) is not dict:
         return None
     if type(args[0]) not in (Global, Record):

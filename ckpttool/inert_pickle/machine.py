@@ -1,69 +1,76 @@
 """The stack machine that a pickle is a program for, working on inert values.
 
-Python's own machine runs code of the objects it builds, not only at REDUCE but at BUILD, APPENDS and SETITEMS
-too, hashes whatever it is given as a key, and trusts the file for the size of its memo. This one builds the
-values of `inert` instead, checks the kind of every operand, and takes no size on trust. What an opcode looks
-like in the file is the business of `inert_opcodes`.
+Python's own machine runs code of the objects it builds, at REDUCE, BUILD, APPENDS and SETITEMS, hashes any
+key it is given, and trusts the file for the size of its memo. This one builds the values of `values`
+instead, checks the type of every operand, and bounds its memory. `opcodes` reads the opcodes from the file.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from .key_guard import KeyGuard
 from .values import FrozenSet_, Global, OrderedDict_, Record
 
-ROOM = 32 << 20
-ROOM_PER_BYTE = 48
-"""Bytes of memory for sets and objects: so many for any pickle, and so many more for each of its bytes. An
-opcode of one byte makes a set of 328."""
+BASE_MEMORY = 32 << 20
+MEMORY_PER_BYTE = 48
+"""Bytes of memory that the sets and objects of a pickle may take: a base, and more for each byte of the
+pickle. An opcode of one byte makes a set of 328 bytes."""
+
+MAX_LINE = 16 << 20
+"""Bytes of a line of text; only protocol 0 has more than names in lines."""
 
 SET, RECORD = 328, 112
+"""Bytes of memory of an empty set, and of a Record."""
 
 PLAIN_KEYS = (str, bytes, type(None), Global)
 
 PersistentLoad = Callable[[object], object]
+"""Returns the value that a persistent id refers to."""
+
 Reducers = Mapping[Global, Callable[[tuple[Any, ...]], object]]
+"""By the name of a callable: returns the value that calling it with some arguments makes, or None."""
+
 Call = Callable[["Machine", tuple[Any, ...]], object]
-"""Makes a value of the arguments of a call, or None. It is given the machine: a method of it would
-keep the machine, and all that it holds, in a cycle."""
+"""A reducer that is also given the machine. (A method would keep the machine alive in a cycle.)"""
 
 Shortcut = Callable[["Machine", int], int]
-"""Carries out at once what follows a name in the file, and returns the position after it; or does nothing and
+"""Runs the opcodes that follow a name in one step and returns the position after them; or does nothing and
 returns the position it was given."""
 
 
-class Skipped(tuple[Any, ...]):
-    """Placeholder in the memo for values that a shortcut did not make, as hardly anything refers to them.
-
-    It holds the place of the first of them, behind which the others follow, a function that makes them all,
-    and its arguments.
-    """
-
-    __slots__ = ()
-
-
 class PickleFault(ValueError):
-    """The pickle breaks its own rules, or does what none of ours may. Readers add the file's name."""
+    """The pickle is malformed, or does what no checkpoint may. Format readers add the file's name."""
+
+
+class CutShort(PickleFault):
+    """The data ends inside the pickle, so far as can be told."""
 
 
 def fault(what: str) -> NoReturn:
+    """Raise PickleFault."""
     raise PickleFault(what)
 
 
 class Machine:
     """The state of the machine, and what opcodes do to it.
 
+    Args:
+        data: the bytes of the pickle; more may follow.
+        persistent_load: returns the value of a persistent id; None: the pickle may have none.
+        reducers, calls: make the values of known callables.
+        shortcuts: run after a known name.
+
     Attributes:
-        memo: values by index, as long as each index is the one that comes next; `far` holds all others.
+        memo: values by index, as long as the indices are consecutive; `far` holds all others.
         rewrites: how often a value in the memo was replaced.
+        names: every name that the pickle mentioned, also where the value was dropped since.
     """
 
     def __init__(
         self,
-        data: bytes | mmap.mmap,
+        data: bytes,
         persistent_load: PersistentLoad | None,
         reducers: Reducers,
         shortcuts: Mapping[Global, Shortcut],
@@ -72,7 +79,7 @@ class Machine:
         self.data = data
         self.size = len(data)
         self.persistent_load = persistent_load
-        # A name that means something is one object wherever it appears, so that it is known at a glance.
+        # A known name is one object wherever it appears, so that comparing identities is enough.
         self.known = {(name.module, name.name): name for name in (*reducers, *shortcuts, *calls)}
         self.reducers = {id(name): reducer for name, reducer in reducers.items()}
         self.calls = {id(name): call for name, call in calls.items()}
@@ -82,31 +89,38 @@ class Machine:
         self.memo: list[Any] = []
         self.far: dict[int, Any] = {}
         self.rewrites = 0
+        self.names: set[Global] = set()
         self.protocol = 0
         self.guard = KeyGuard(self.size)
         self.copied = 0
-        self.room = ROOM + ROOM_PER_BYTE * self.size
+        self.memory_left = BASE_MEMORY + MEMORY_PER_BYTE * self.size
 
     def take(self, position: int, count: int) -> bytes:
+        """Return `count` bytes of the pickle. Raises EOFError past its end."""
         end = position + count
         if end > self.size:
-            raise IndexError
+            raise EOFError
         return self.data[position:end]
 
     def line(self, position: int) -> tuple[bytes, int]:
-        end = self.data.find(b"\n", position)
+        """Return a line without its end, and the position after it. Raises EOFError without an end."""
+        end = self.data.find(b"\n", position, position + MAX_LINE)
+        if end < 0 and self.size - position >= MAX_LINE:
+            fault(f"its pickle has a line of more than {MAX_LINE} bytes")
         if end < 0:
-            raise IndexError
+            raise EOFError
         return self.data[position:end], end + 1
 
     def pop_mark(self) -> list[Any]:
+        """Return the values above the last MARK, and remove them and the mark."""
         items = self.stack
         self.stack = self.below.pop()
         return items
 
     def spend(self, nbytes: int) -> None:
-        self.room -= nbytes
-        if self.room < 0:
+        """Count memory of a new object. Raises PickleFault when it is more than the pickle may take."""
+        self.memory_left -= nbytes
+        if self.memory_left < 0:
             fault(
                 f"its pickle of {self.size} bytes creates more objects than fit in the memory allowed for it"
             )
@@ -114,6 +128,7 @@ class Machine:
     # The memo.
 
     def put(self, index: int, value: object) -> None:
+        """Store a value in the memo."""
         if index < len(self.memo):
             self.memo[index] = value
             self.rewrites += 1
@@ -124,27 +139,22 @@ class Machine:
             self.far[index] = value
 
     def memoize(self) -> None:
+        """Store the topmost value under the next index."""
         self.put(len(self.memo) + len(self.far), self.stack[-1])
 
-    def refer(self, index: int) -> None:
+    def get(self, index: int) -> None:
+        """Push a value of the memo."""
         if index < len(self.memo):
-            value = self.memo[index]
-            self.stack.append(self.make_up_for(index, value) if type(value) is Skipped else value)
+            self.stack.append(self.memo[index])
         elif index in self.far:
             self.stack.append(self.far[index])
         else:
             fault(f"its pickle refers to value {index}, which it has not stored")
 
-    def make_up_for(self, index: int, skipped: Skipped) -> object:
-        first, values, *args = skipped
-        for at, value in enumerate(values(*args), first):
-            if self.memo[at] is skipped:
-                self.memo[at] = value
-        return self.memo[index]
-
     # What opcodes do to the values on the stack.
 
     def extend(self, items: list[Any]) -> None:
+        """Append items to the list or object on top."""
         target = self.stack[-1]
         if type(target) is list:
             target.extend(items)
@@ -156,6 +166,7 @@ class Machine:
             fault(f"its pickle appends to a {type(target).__name__}")
 
     def set_items(self, items: list[Any]) -> None:
+        """Set items (key, value, key, value, …) of the dict or object on top."""
         target = self.stack[-1]
         keys, values = items[::2], items[1::2]
         if len(keys) != len(values):
@@ -173,7 +184,11 @@ class Machine:
             fault(f"its pickle sets items of a {type(target).__name__}")
 
     def make(self, how: str, callable: Any, args: Any, kwargs: Any = None) -> None:
-        """What calling a name would have made: a value that is known by that name, or a Record."""
+        """Push what a call would have made: the value of a known callable, or a Record.
+
+        Args:
+            how: `reduce` or `newobj`, as in Record.
+        """
         if type(args) is not tuple or type(callable) not in (Global, Record):
             fault("its pickle creates an object from malformed arguments")
         value: object = None
@@ -187,22 +202,32 @@ class Machine:
         self.stack.append(value)
 
     def copy(self, count: int) -> None:
-        """Counts what a call copies, as its arguments stay in the memo for another turn."""
+        """Count items that a call copies: a pickle may repeat a call on one list any number of times."""
         self.copied += count
         if self.copied > self.size:
             fault("its pickle copies a list or text over and over")
 
     def key(self, value: Any, owner: object) -> Any:
+        """Return a value checked as a key of `owner`. Raises BadKey."""
         return self.guard.check(value, owner)
 
     def keys(self, values: list[Any], owner: object) -> Iterator[Any]:
+        """Yield values, each checked as a key of `owner`."""
         return (self.guard.check(value, owner) for value in values)
 
     def frozen_set(self, items: list[Any]) -> None:
+        """Push a frozenset."""
         self.spend(SET)
         self.stack.append(FrozenSet_(self.keys(items, items)))
 
+    def name(self, module: str, name: str) -> None:
+        """Push a name."""
+        value = self.known.get((module, name)) or Global(module, name)
+        self.names.add(value)
+        self.stack.append(value)
+
     def build(self, state: Any) -> None:
+        """Set the state of the object on top."""
         target = self.stack[-1]
         if type(target) is OrderedDict_ and target.attributes is None:
             target.attributes = state
@@ -212,6 +237,7 @@ class Machine:
             fault(f"its pickle sets the state of a {type(target).__name__}")
 
     def persistent(self, identity: object) -> None:
+        """Push the value of a persistent id."""
         if self.persistent_load is None:
             fault("its pickle refers to something outside itself")
         self.stack.append(self.persistent_load(identity))

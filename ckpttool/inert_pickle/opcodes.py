@@ -1,25 +1,26 @@
-"""The opcodes of a pickle: what each looks like in the file, and what it does.
+"""The opcodes of a pickle: how each is encoded, and what it does to the machine.
 
-An operation takes the machine and the position after the opcode, and returns the position of the next.
 Source: the `pickletools` module of the standard library.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable
 from typing import Any
 
 from .machine import SET, Machine, fault
 from .scalars import escaped_text, integer, integer_or_bool, quoted_string, real, signed, string, text
-from .values import Global, Set_
+from .values import Set_
 
 MAX_NAME = 1000
-"""Characters in the name of a class or function, which every object made by it repeats."""
+"""Characters in the name of a class or function; messages and lists repeat it."""
 
 Operation = Callable[[Machine, int], int]
-Unpack = Callable[[bytes | mmap.mmap, int], tuple[int]]
+"""Runs an opcode: gets the machine and the position after the opcode, returns the position of the next
+one."""
+
+Unpack = Callable[[bytes, int], tuple[int]]
 uint1: Unpack = struct.Struct("<B").unpack_from
 uint4: Unpack = struct.Struct("<I").unpack_from
 uint8: Unpack = struct.Struct("<Q").unpack_from
@@ -27,17 +28,17 @@ SIZES = {1: uint1, 4: uint4, 8: uint8}
 
 
 class Stop(Exception):
-    """The pickle ends, at byte `end`."""
+    """The pickle ends at byte `end`."""
 
     def __init__(self, end: int) -> None:
         self.end = end
 
 
-# Operations that are alike but for a width, a constant or an action are made by the functions at the front.
+# Functions that make operations: these differ only in a width, a constant or an action.
 
 
 def constant(make: Callable[[], object]) -> Operation:
-    """Pushes a value; a container is a new one each time."""
+    """Push a value made by `make`: containers must be new ones each time."""
 
     def operation(m: Machine, position: int) -> int:
         m.stack.append(make())
@@ -46,8 +47,8 @@ def constant(make: Callable[[], object]) -> Operation:
     return operation
 
 
-def number(width: int, read: Callable[[bytes | mmap.mmap, int], tuple[Any]]) -> Operation:
-    """Pushes a number of fixed width."""
+def number(width: int, read: Callable[[bytes, int], tuple[Any]]) -> Operation:
+    """Push a number of `width` bytes."""
 
     def operation(m: Machine, position: int) -> int:
         m.stack.append(read(m.data, position)[0])
@@ -57,7 +58,7 @@ def number(width: int, read: Callable[[bytes | mmap.mmap, int], tuple[Any]]) -> 
 
 
 def sized(width: int, value: Callable[[bytes], object]) -> Operation:
-    """Pushes what `value` makes of bytes that follow their count."""
+    """Push what `value` makes of bytes that follow their count, a number of `width` bytes."""
     read = SIZES[width]
 
     def operation(m: Machine, position: int) -> int:
@@ -69,7 +70,7 @@ def sized(width: int, value: Callable[[bytes], object]) -> Operation:
 
 
 def line(value: Callable[[bytes], object]) -> Operation:
-    """Pushes what `value` makes of a line of text (protocol 0)."""
+    """Push what `value` makes of a line of text (protocol 0)."""
 
     def operation(m: Machine, position: int) -> int:
         text, position = m.line(position)
@@ -79,8 +80,8 @@ def line(value: Callable[[bytes], object]) -> Operation:
     return operation
 
 
-def on_top(width: int, act: Callable[[Machine, int], None]) -> Operation:
-    """Calls `act` with a memo index: a number of `width` bytes, or with width 0 a line of text."""
+def indexed(width: int, act: Callable[[Machine, int], None]) -> Operation:
+    """Call `act` with a memo index: a number of `width` bytes, or with width 0 a line of text."""
 
     def operation(m: Machine, position: int) -> int:
         if width:
@@ -94,7 +95,7 @@ def on_top(width: int, act: Callable[[Machine, int], None]) -> Operation:
 
 
 def grouped(act: Callable[[Machine, list[Any]], None]) -> Operation:
-    """Acts with everything above the last MARK."""
+    """Call `act` with all values above the last MARK, which are removed."""
 
     def operation(m: Machine, position: int) -> int:
         items = m.pop_mark()
@@ -105,7 +106,7 @@ def grouped(act: Callable[[Machine, list[Any]], None]) -> Operation:
 
 
 def popping(count: int, act: Callable[..., None]) -> Operation:
-    """Acts with the topmost values, the lowest of them first."""
+    """Call `act` with the topmost `count` values, the lowest first; they are removed."""
 
     def operation(m: Machine, position: int) -> int:
         if len(m.stack) < count:
@@ -204,7 +205,7 @@ def stack_global(m: Machine, module: Any, name: Any) -> None:
         fault("its pickle has a name that is not text")
     if len(module) + len(name) > MAX_NAME:
         fault(f"its pickle has a name of {len(module) + len(name)} characters")
-    m.stack.append(m.known.get((module, name)) or Global(module, name))
+    m.name(module, name)
 
 
 def new_object_ex(m: Machine, cls: Any, args: Any, kwargs: Any) -> None:
@@ -214,7 +215,7 @@ def new_object_ex(m: Machine, cls: Any, args: Any, kwargs: Any) -> None:
 
 
 def instance(m: Machine, position: int) -> int:
-    """INST and OBJ make instances of old classes: a call where there are arguments."""
+    """INST: an instance of an old-style class, a call where there are arguments."""
     items = m.pop_mark()
     position = global_(m, position)
     m.make("reduce" if items else "newobj", m.stack.pop(), tuple(items))
@@ -222,6 +223,7 @@ def instance(m: Machine, position: int) -> int:
 
 
 def object_(m: Machine, items: list[Any]) -> None:
+    """OBJ: the same as INST, with the class on the stack."""
     m.make("reduce" if len(items) > 1 else "newobj", items[0], tuple(items[1:]))
 
 
@@ -269,12 +271,12 @@ OPCODES: dict[bytes, Operation] = {
     b"0": pop,
     b"1": grouped(lambda m, items: None),
     b"2": duplicate,
-    b"g": on_top(0, Machine.refer),
-    b"h": on_top(1, Machine.refer),
-    b"j": on_top(4, Machine.refer),
-    b"p": on_top(0, put),
-    b"q": on_top(1, put),
-    b"r": on_top(4, put),
+    b"g": indexed(0, Machine.get),
+    b"h": indexed(1, Machine.get),
+    b"j": indexed(4, Machine.get),
+    b"p": indexed(0, put),
+    b"q": indexed(1, put),
+    b"r": indexed(4, put),
     b"\x94": memoize,
     # Containers.
     b"\x85": popping(1, lambda m, a: m.stack.append((a,))),

@@ -1,10 +1,9 @@
-"""What a pickle holds, as values that can't do anything.
+"""Values of a pickle that run nothing.
 
-Python's own plain values (None, bool, int, float, str, bytes, tuple, list, dict, set) are kept as they are.
-Everything else that a pickle can name becomes one of three records: a `Global` for a name, a `Record` for
-what calling that name would have made, and an `OrderedDict_` for the one class that every state dict is. Sets
-keep the order of the file (`Set_`, `FrozenSet_`).
-None of them imports, calls or hashes what the file says; each keeps all that is needed to write it again.
+Python's plain values (None, bool, int, float, str, bytes, tuple, list, dict) stay themselves. Anything else
+is a `Global` for a name, a `Record` for an object that a call would have made, or an `OrderedDict_`, the
+class of every state dict. Sets keep the order of the file (`Set_`, `FrozenSet_`). No value imports or calls
+what the file names, and each keeps all that is needed to write it again.
 """
 
 from __future__ import annotations
@@ -16,12 +15,13 @@ from typing import Any
 from ..tensors.ref import Storage, TensorRef
 
 MAX_DEPTH = 200
-"""Levels of nesting that can be written. Python's own pickler gives up at some 300; honest files reach 60."""
+"""Levels of nesting that can be written. Python's own pickler gives up at about 300; honest files reach
+60."""
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that the pickle mentions: a class, a function, a dtype. Never imported."""
+    """A name that the pickle mentions, of a class, a function or a dtype. Never imported."""
 
     module: str
     name: str
@@ -34,14 +34,19 @@ class Global:
 class Record:
     """An object as its pickle describes it.
 
+    The attributes that the object would have are read like its own: `tree["args"].lr` of an
+    argparse.Namespace. They come from its pickled state, and no code runs. A name of the record's own
+    (`args`, `items`, `state`, …) or one that begins with two underscores is never looked up there:
+    `record.state["items"]` has it.
+
     Attributes:
         how: the opcode that would have made it: `reduce` calls `callable(*args)`, `newobj` calls
             `callable.__new__(callable, *args, **kwargs)`.
         callable: usually a Global.
-        state: what BUILD would have handed to `__setstate__`; None when there is none.
-        has_state: distinguishes a state of None from no state.
-        elements: what would have been appended, for subclasses of list (and sets).
-        items: what would have been set by key, for subclasses of dict.
+        state: what BUILD would have passed to `__setstate__`; None when there is none.
+        has_state: tells a state of None from no state.
+        elements: items that would have been appended, for subclasses of list.
+        items: items that would have been set by key, for subclasses of dict.
     """
 
     how: str
@@ -53,6 +58,20 @@ class Record:
     elements: list[object] | tuple[()] = ()
     items: list[tuple[object, object]] | tuple[()] = ()
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute from the pickled state: a dict, or a pair of a dict and a dict of slots.
+
+        Raises:
+            AttributeError: the state has no such name, or it begins with two underscores.
+        """
+        if name.startswith("__") or name in Record.__slots__:
+            raise AttributeError(name)
+        state = self.state
+        for found in state if isinstance(state, tuple) else (state,):
+            if isinstance(found, dict) and name in found:
+                return found[name]
+        raise AttributeError(f"'{self.type_name}' has no attribute '{name}' in its pickled state")
+
     @property
     def type_name(self) -> str:
         """The name to show: `argparse.Namespace`."""
@@ -63,9 +82,10 @@ class Record:
 
 
 class OrderedDict_(dict[Any, Any]):
-    """`collections.OrderedDict` as the file has it.
+    """A `collections.OrderedDict`.
 
-    `attributes` is its instance state, or None: where a state dict keeps `_metadata`.
+    Attributes:
+        attributes: its instance `__dict__`, in which a state dict keeps `_metadata`; None where it has none.
     """
 
     attributes: object = None
@@ -74,8 +94,8 @@ class OrderedDict_(dict[Any, Any]):
 class Set_(set[Any]):
     """A set in the order of the file.
 
-    Tensors and objects are told apart by identity alone: a plain set would give them another order, and so
-    other names, each time they are read.
+    Tensors and objects are hashed by identity: a plain set would order, and so name, them anew at each
+    reading.
     """
 
     __slots__ = ("order",)
@@ -88,9 +108,10 @@ class Set_(set[Any]):
         return iter(self.order)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return set, (list(self),)  # to others, such as DCP's library, it is a set
+        return set, (list(self),)  # other picklers, such as DCP's, write a plain set
 
     def update(self, *groups: Iterable[Any]) -> None:
+        """Add all items of each group."""
         for items in groups:
             new = dict.fromkeys(items)
             self.order |= new
@@ -120,12 +141,12 @@ CONTAINERS = (dict, list, tuple, set, frozenset, bytearray)
 
 
 def container_name(value: object) -> str:
-    """What Python calls the type of a container, an OrderedDict too: `dict`."""
+    """Return the name of a container's type: `dict` for every kind of dict."""
     return next((kind.__name__ for kind in CONTAINERS if isinstance(value, kind)), type(value).__name__)
 
 
 def remade(original: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-    """A dict of the same kind and with the same attributes, holding other items."""
+    """Return a dict of the type and with the attributes of `original`, holding other items."""
     new = type(original)(items)
     if isinstance(new, OrderedDict_) and isinstance(original, OrderedDict_):
         new.attributes = original.attributes
@@ -134,9 +155,8 @@ def remade(original: dict[Any, Any], items: Iterable[tuple[Any, Any]]) -> dict[A
 
 ORDERED_DICT = Global("collections", "OrderedDict")
 
-# What a tensor with a type or attributes of its own (nn.Buffer, a subclass) is pickled as: a call on the
-# function that makes a tensor and its arguments. Here the tensor itself takes their place; the writer
-# writes the two again.
+# A tensor with a type or attributes of its own (nn.Buffer, a subclass) is pickled as a call of one of these
+# on the function that makes a tensor and its arguments. In a Record the tensor takes the place of both.
 FROM_TYPE = {
     Global("torch._tensor", "_rebuild_from_type_v2"),
     Global("torch._tensor", "_rebuild_from_type"),
@@ -148,12 +168,12 @@ PARAMETER = {
     Global("torch._utils", "_rebuild_parameter_with_state"),
 }
 
-# What wraps a tensor without changing its values: the inner tensor is the first argument.
+# Calls that wrap a tensor without changing its values; the tensor is the first argument.
 WRAPPERS = PARAMETER | FROM_TYPE
 
 
 def tensor_of(value: object) -> TensorRef | None:
-    """The tensor that a value is, or that a saved `nn.Parameter` wraps; None when it is not a tensor."""
+    """Return the tensor that a value is or wraps, as a saved `nn.Parameter` does; None for anything else."""
     if isinstance(value, TensorRef):
         return value
     if isinstance(value, Record) and value.callable in WRAPPERS and isinstance(value.args, tuple):
@@ -163,14 +183,14 @@ def tensor_of(value: object) -> TensorRef | None:
 
 
 def with_tensor(value: object, tensor: TensorRef) -> object:
-    """The same value around another tensor: what wraps one still does, and a bare one is replaced."""
+    """Return a copy of a value that is or wraps a tensor, with `tensor` in its place."""
     if isinstance(value, Record) and isinstance(value.args, tuple):
         return replace(value, args=(tensor, *value.args[1:]))
     return tensor
 
 
 def children(value: object) -> Iterator[object]:
-    """The values directly inside a value."""
+    """Yield the values directly inside a value; of a dict, keys that are not text too."""
     if isinstance(value, dict):
         yield from (key for key in value if not isinstance(key, str))
         yield from value.values()
@@ -187,7 +207,7 @@ def children(value: object) -> Iterator[object]:
 
 
 def in_brief(value: object) -> str:
-    """A key or an operand in a few words: to print a value from a file in full may take for ever, or fail."""
+    """Describe a key or an operand in a few words: printing it whole may never finish, or fail."""
     if isinstance(value, str):
         return value
     if isinstance(value, int) and value.bit_length() > 256:
@@ -205,7 +225,7 @@ LEAVES = (TensorRef, str, int, float, bytes, bytearray, complex, type(None), Glo
 
 
 def walk(root: object) -> Iterator[object]:
-    """Every container of a tree once, however often it is referred to, and all leaves; no recursion."""
+    """Yield every container of a tree once, however often it is referred to, and all leaves; no recursion."""
     seen: set[int] = set()
     stack = [root]
     while stack:
@@ -219,7 +239,7 @@ def walk(root: object) -> Iterator[object]:
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value is made of only containers, tensors, numbers and text, and needs no code to exist."""
+    """Whether a tree is made of containers, tensors, numbers and text alone, so that no code makes it."""
     return all(
         each is None or isinstance(each, (dict, list, tuple, TensorRef, str, int, float, complex, bytes))
         for each in walk(value)
@@ -227,10 +247,12 @@ def is_plain(value: object) -> bool:
 
 
 def rebuild(root: object, change: Callable[[object], object]) -> object:
-    """A copy of a tree in which `change` may put another value in place of any container.
+    """Return a copy of a tree in which `change` may replace any container.
 
-    `change(value)` gets each dict, list, tuple, set and Record once and returns it, or what replaces it.
     Values that were in several places are one value in the copy too. Leaves are shared with the original.
+
+    Args:
+        change: gets each dict, list, tuple, set and Record once and returns it, or its replacement.
 
     Raises:
         TooDeep: the nesting is deeper than MAX_DEPTH, or a tuple contains itself.
@@ -239,11 +261,11 @@ def rebuild(root: object, change: Callable[[object], object]) -> object:
 
 
 class TooDeep(ValueError):
-    """A tree is nested deeper than any ordinary one."""
+    """A tree is nested deeper than MAX_DEPTH."""
 
 
 class _Copier:
-    """One copy of a tree: remembers what each container became, so that sharing and cycles survive."""
+    """Copies one tree, and remembers each container's copy, so that sharing and cycles survive."""
 
     def __init__(self, change: Callable[[object], object]) -> None:
         self.change = change
@@ -265,7 +287,7 @@ class _Copier:
         return new
 
     def _container(self, key: int, value: object) -> object:
-        """Mutable containers are entered before their contents, so that a cycle finds them."""
+        """Copy a container. Mutable ones are remembered before their contents, so that a cycle finds them."""
         if isinstance(value, dict):
             made = type(value)()
             self.done[key] = made

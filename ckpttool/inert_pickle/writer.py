@@ -1,8 +1,8 @@
-"""Writes inert values as a pickle: the same names, calls, sharing and order as were read.
+"""Write inert values as a pickle: the same names, calls, sharing and order as were read.
 
-Nothing is asked of the objects themselves, as Python's pickler would; a Record is written as the opcodes
-that it was read from. Protocol 2 is torch's; a tree that was read under a newer protocol is written under
-that one, because protocols differ in how names are looked up (`__builtin__`, dotted names).
+A Record is written as the opcodes that it was read from. Protocol 2 is torch's; a tree that was read under a
+newer protocol is written under that one, as protocols differ in how names are looked up (`__builtin__`,
+dotted names).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .values import (
     container_name,
 )
 
-BATCH = 1000  # items a SETITEMS or APPENDS, as Python's pickler does
+BATCH = 1000
+"""Items of one SETITEMS or APPENDS, as in Python's pickler."""
 
 
 def write_pickle(
@@ -36,17 +37,17 @@ def write_pickle(
     persistent_id: Callable[[Storage], tuple[object, ...]],
     reduce_tensor: Callable[[TensorRef], tuple[Global, tuple[object, ...]]],
 ) -> bytes:
-    """The pickle of a value.
+    """Return the pickle of a value.
 
     Args:
         value: any tree of plain and inert values.
-        protocol: 2 to 5.
-        persistent_id: the identity under which a storage is referred to.
-        reduce_tensor: the callable and the arguments that rebuild a tensor.
+        protocol: 2 to 5; a lower one counts as 2.
+        persistent_id: returns the persistent id of a storage.
+        reduce_tensor: returns the callable and the arguments that rebuild a tensor.
 
     Raises:
-        TooDeep: nested deeper than MAX_DEPTH.
-        ValueError: a name that no pickle can hold.
+        TooDeep: the tree is nested deeper than MAX_DEPTH.
+        ValueError: a value of another type, or a name with a line break or a lone surrogate.
     """
     writer = _Writer(max(protocol, 2), persistent_id, reduce_tensor)
     writer.save(value)
@@ -66,8 +67,8 @@ class _Writer:
         self.protocol = protocol
         self.persistent_id = persistent_id
         self.reduce_tensor = reduce_tensor
-        self.memo: dict[object, int] = {}  # by id, but by value for names, text and persistent identities
-        self.kept: list[object] = []  # so that no id in `memo` is used again while writing
+        self.memo: dict[object, int] = {}  # by id; text and names by value
+        self.kept: list[object] = []  # keeps the values alive, so that no other gets an id in `memo`
         self.level = 0
 
     def save(self, value: object) -> None:
@@ -99,7 +100,7 @@ class _Writer:
         self.out += b"q" + bytes([index]) if index < 256 else b"r" + struct.pack("<I", index)
 
     def remember_call(self, value: object) -> bool:
-        """Remembers what was made of arguments; False where they hold it and so made it on the way."""
+        """Remember a value made by a call; return False where its own arguments wrote it first."""
         if id(value) in self.memo:
             self.out += b"0"
             self.refer(self.memo[id(value)])
@@ -141,7 +142,7 @@ class _Writer:
     def save_bytes(self, value: bytes) -> None:
         if self.protocol >= 3:
             self.out += b"B" + struct.pack("<I", len(value)) + value
-        else:  # protocol 2 has no bytes: text that Python 3 turns back, never shared (`Machine.copy`)
+        else:  # protocol 2 has no bytes, so a call on text; text is not shared, for `Machine.copy`'s sake
             self.save(Global("_codecs", "encode"))
             self.out += _text(value.decode("latin-1"))
             self.save("latin1")
@@ -168,7 +169,7 @@ class _Writer:
             self.out += b"("
         for item in value:
             self.save(item)
-        if id(value) in self.memo:  # written on the way, as part of a list inside it: take that one
+        if id(value) in self.memo:  # a list inside it contains it, and so wrote it first
             self.out += b"1" if len(value) > 3 else b"0" * len(value)
             self.refer(self.memo[id(value)])
             return
@@ -181,7 +182,7 @@ class _Writer:
         self.append(value)
 
     def save_set(self, value: set[object] | frozenset[object]) -> None:
-        """A call, whatever the protocol: under weights_only torch takes no opcode that adds to a set."""
+        """Write a call in every protocol: torch's weights_only reader takes no opcode that adds to a set."""
         self.call(Global(self.builtins, container_name(value)), (list(value),))
         self.remember_call(value)
 
@@ -244,7 +245,7 @@ class _Writer:
             self.out += b"b"
 
     def arguments(self, value: Record) -> object:
-        """What a callable is called with. For a typed tensor that is how it is made, not the tensor."""
+        """The arguments of a Record's call; for a typed tensor, in place of the tensor, how it is made."""
         args = value.args
         if value.callable in FROM_TYPE and _begins_with_tensor(args):
             tensor, kind, *rest = args

@@ -1,13 +1,13 @@
 """Metrics that are exact: the same to the last bit for any number of ranks, any batches and any order.
 
     accuracy = metrics.Accuracy()
-    for scores, labels in batches:                 # only of this rank
+    for scores, labels in batches:                 # this rank's batches
         accuracy.update(scores, labels)
-    print(metrics.reduce(accuracy).compute())      # of all ranks, on every rank
+    print(metrics.reduce(accuracy).compute())      # over all ranks, on every rank
 
-What a metric keeps is whole numbers: counts, and sums without rounding (`exact_sum`). Two of them merge by
-adding those, and the one division comes last, when all is there. Inputs are numpy arrays or torch tensors on
-any device, of one batch. Numpy is imported when a metric is made, torch only by `reduce` and `gather`.
+A metric's state is integers: counts, and sums without rounding (`exact_sum`). Two metrics merge by adding
+these, and the one division comes last. Inputs are numpy arrays or torch tensors on any device. Making a
+metric imports numpy; only `reduce` and `gather` import torch.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from .scores import Loss as Loss
     from .scores import MeanVariance as MeanVariance
     from .scores import Moments as Moments
-
-__getattr__, __all__ = attributes(
-    __name__,
-    {
-        "base": ("Metric",),
-        "classification": ("Accuracy", "ClassScore", "ConfusionMatrix", "Count", "PerClass", "TopK"),
-        "reducing": ("gather", "reduce"),
-        "scores": ("AUROC", "CalibrationError", "Loss", "MeanVariance", "Moments"),
-    },
-)
+else:
+    __getattr__, __dir__, __all__ = attributes(
+        __name__,
+        {
+            "base": ("Metric",),
+            "classification": ("Accuracy", "ClassScore", "ConfusionMatrix", "Count", "PerClass", "TopK"),
+            "reducing": ("gather", "reduce"),
+            "scores": ("AUROC", "CalibrationError", "Loss", "MeanVariance", "Moments"),
+        },
+    )

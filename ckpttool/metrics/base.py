@@ -1,4 +1,4 @@
-"""What all metrics are made of: whole numbers that merge by adding. Imports numpy when one is made."""
+"""The base of all metrics: integers that merge by adding. Imports numpy when a metric is made."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 class Metric(Generic[T]):
-    """What all metrics share.
+    """A metric over samples, whose state is integers.
 
     Attributes:
-        settings: what two metrics must have in common to be merged.
-        counts: int64.
-        sums: exact sums.
+        settings: the constructor's arguments; two metrics merge only if these are equal.
+        counts: int64 [any number].
+        sums: exact sums of floats.
     """
 
     def __init__(self, *settings: object, counts: int = 0, sums: int = 0) -> None:
@@ -31,35 +31,35 @@ class Metric(Generic[T]):
         self.sums = [ExactSum() for _ in range(sums)]
 
     def compute(self) -> T:
-        """The metric of all that was met so far."""
+        """Return the metric over all samples seen."""
         raise NotImplementedError
 
     def merge(self, other: Metric[T]) -> None:
-        """Adds what another metric of the same kind has met.
+        """Add the samples that another metric has seen.
 
         Raises:
-            TypeError: it is of another kind, or has other settings.
+            TypeError: the other metric has another class or other settings.
         """
         if type(other) is not type(self) or other.settings != self.settings:
             raise TypeError(f"{self!r} can't be merged with {other!r}")
         self.merge_packed(other.pack())
 
     def pack(self) -> NDArray[Any]:
-        """All that the metric knows, as int64 [any number]."""
+        """Return the whole state as int64 [any number], which `merge_packed` takes."""
         import numpy as np
 
         sums = [digit for one in self.sums for digit in one.pack()]
         return np.concatenate([self.counts, np.array(sums, dtype=np.int64)])
 
     def merge_packed(self, packed: NDArray[Any]) -> None:
-        """Adds what a metric of the same kind and settings has packed."""
+        """Add the packed state of a metric of the same class and settings."""
         self.counts = self.counts + packed[: len(self.counts)]
         digits = iter(packed[len(self.counts) :].tolist())
         for one in self.sums:
             one.merge(ExactSum.unpack(digits))
 
     def count(self, places: NDArray[Any], start: int, size: int) -> None:
-        """Adds 1 at each place of the `size` counts from `start` on."""
+        """Add 1 to `counts[start + place]` for each place, int64 [n] below `size`."""
         import numpy as np
 
         self.counts[start : start + size] += np.bincount(places, minlength=size)
@@ -69,5 +69,5 @@ class Metric(Generic[T]):
 
 
 def share(part: int, of: int) -> float:
-    """A quotient of whole numbers, rounded once; NaN over 0."""
+    """Return the quotient of two integers, rounded once; NaN if `of` is 0."""
     return rounded(Fraction(part, of)) if of else math.nan

@@ -1,6 +1,6 @@
-"""The certificate of an evaluation: exact numbers of every sample, once. Imports numpy when it is called.
+"""The certificate of an evaluation: exact metrics over every sample, once. Imports numpy when called.
 
-An evaluation, and anyone who checks its files later, compute the same certificate by the same code.
+An evaluation, and whoever checks its prediction files later, compute the same certificate by the same code.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from .predictions import Evaluation, Predictions, RankFile
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What an evaluation found.
+    """The result of an evaluation, in which every sample appears exactly once.
 
     Attributes:
-        evaluation: what was evaluated.
-        samples, correct: counts; accuracy is one by the other.
-        loss: the mean, of the exact sum.
-        per_class: by label.
-        classes: their names.
-        rank_samples: how many samples each rank has scored.
-        index_digest: SHA-256 of the set of samples; each appears once.
+        evaluation: what was evaluated, and on what.
+        samples, correct: counts of samples.
+        loss: the mean loss, rounded once from the exact sum.
+        per_class: the counts of each class, by label.
+        classes: the names of the classes, by label.
+        rank_samples: the number of samples that each rank scored.
+        index_digest: SHA-256 of the set of samples.
     """
 
     evaluation: Evaluation
@@ -49,7 +49,7 @@ class Certificate:
         return len(self.rank_samples)
 
     def score(self) -> dict[str, Any]:
-        """The numbers as JSON, the same on any number of ranks but for `ranks`; not finite is null."""
+        """Return the metrics as JSON values, NaN and inf as None. Only `ranks` depends on their number."""
         return {
             "correct": self.correct,
             "samples": self.samples,
@@ -71,7 +71,7 @@ class Certificate:
         }
 
     def statement(self) -> dict[str, Any]:
-        """All of it as JSON: what eval.json holds."""
+        """Return the whole certificate as JSON values, as in eval.json."""
         of = self.evaluation
         return {
             **self.score(),
@@ -86,10 +86,15 @@ class Certificate:
 
 
 def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[int]) -> Certificate:
-    """The certificate of predictions in which every sample is known to appear once.
+    """Compute the certificate of predictions in which every sample is known to appear once.
+
+    Args:
+        joined: the rows of all ranks, each sample once.
+        evaluation: what was evaluated; without classes, they are numbered up to the largest label.
+        rank_samples: the number of samples that each rank scored.
 
     Raises:
-        CheckFailed: a label is none of the classes.
+        CheckFailed: a label is not one of the classes.
     """
     labels = joined.label
     classes = evaluation.classes
@@ -115,14 +120,15 @@ def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[
 
 
 def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certificate:
-    """The certificate of an evaluation's prediction files, all of them, in any order.
+    """Compute the certificate of an evaluation from its prediction files.
 
     Args:
-        samples: how many there are; what the files say when None.
+        files: one or more, in any order.
+        samples: the number of samples; None for what the files say.
 
     Raises:
-        CheckFailed: a file is missing or of another evaluation, a sample is missing or appears twice or more;
-            names the files and the samples.
+        CheckFailed: a file is missing or belongs to another evaluation, or a sample is missing, repeated or
+            out of range; names the files and the samples.
         UsageFault: neither the files nor `samples` say how many samples there are.
     """
     import numpy as np
@@ -149,7 +155,7 @@ def recompute(files: Sequence[RankFile], samples: int | None = None) -> Certific
 
 
 def _common(files: Sequence[RankFile]) -> Evaluation:
-    """What all files say of their evaluation. Raises CheckFailed where they differ."""
+    """Return the evaluation that all files belong to. Raises CheckFailed if they differ."""
     first = files[0]
     for file in files[1:]:
         for field in fields(Evaluation):
@@ -164,7 +170,7 @@ def _common(files: Sequence[RankFile]) -> Evaluation:
 
 
 def _missing_ranks(files: Sequence[RankFile], world_size: int | None) -> list[str]:
-    """Which ranks have no file, or two."""
+    """Name the ranks that have no file, or several."""
     of_rank: dict[int, list[str]] = {}
     for file in files:
         if file.rank is not None:
@@ -182,7 +188,7 @@ def _missing_ranks(files: Sequence[RankFile], world_size: int | None) -> list[st
 
 
 def _faults(files: Sequence[RankFile], samples: int) -> list[str]:
-    """What is wrong with the samples; a file given twice is two."""
+    """Describe samples that do not appear exactly once. A file given twice counts twice."""
     parts: dict[str, Any] = {}
     for file in files:
         name = file.path

@@ -1,4 +1,4 @@
-"""Exact metrics of classes: how often the right one was predicted, in counts. Imports numpy when used."""
+"""Exact metrics of predicted classes, as counts. Imports numpy when used."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ if TYPE_CHECKING:
 
 
 class Count(Metric[int]):
-    """How many samples there were."""
+    """The number of samples."""
 
     def __init__(self) -> None:
         super().__init__(counts=1)
 
     def update(self, samples: Any) -> None:
-        """Args: anything with one row per sample."""
+        """Add a batch.
+
+        Args:
+            samples: anything whose length is the number of samples.
+        """
         self.counts[0] += len(samples)
 
     def compute(self) -> int:
@@ -27,13 +31,22 @@ class Count(Metric[int]):
 
 
 class Accuracy(Metric[float]):
-    """The share of samples that were right; NaN of none."""
+    """The fraction of samples whose class was predicted correctly; NaN of no samples."""
 
     def __init__(self) -> None:
         super().__init__(counts=2)
 
     def update(self, predictions: Any, labels: Any) -> None:
-        """Args: classes [n], or scores [n, classes] of which the first largest counts; labels [n]."""
+        """Add a batch.
+
+        Args:
+            predictions: classes, integers [n]; or scores [n, classes], of which the first largest is taken.
+            labels: integers [n].
+
+        Raises:
+            TypeError: predicted classes or labels are not integers.
+            ValueError: another shape, or not as many predictions as labels.
+        """
         found, right = as_predictions(predictions), as_labels(labels)
         same_length(found, right)
         self.counts[0] += int((found == right).sum())
@@ -52,20 +65,35 @@ class Accuracy(Metric[float]):
 
 
 class TopK(Metric[float]):
-    """The share of samples whose label is among the k best scores.
+    """The fraction of samples whose label is among the k highest scores.
 
-    Of equal scores those of lower classes come first, and NaN comes before all, as in `argmax`.
+    Of equal scores the lower class comes first, and NaN is the highest score, as in `argmax`.
+
+    Raises:
+        ValueError: k is less than 1.
     """
 
     def __init__(self, k: int) -> None:
+        if k < 1:
+            raise ValueError(f"k is {k}, and at least 1 is needed")
         super().__init__(k, counts=2)
         self.k = k
 
     def update(self, scores: Any, labels: Any) -> None:
-        """Args: scores [n, classes], labels [n] below `classes`."""
+        """Add a batch.
+
+        Args:
+            scores: numbers [n, classes].
+            labels: integers [n], from 0 to classes - 1.
+
+        Raises:
+            TypeError: scores are not real numbers, or labels are not integers.
+            ValueError: another shape, not as many scores as labels, or a label out of range.
+        """
         import numpy as np
 
-        values, right = as_scores(scores), as_labels(labels, below=scores.shape[1])
+        values = as_scores(scores)
+        right = as_labels(labels, below=values.shape[1])
         same_length(values, right)
         own = np.take_along_axis(values, right[:, None], axis=1)
         nan, own_nan = np.isnan(values), np.isnan(own)
@@ -79,14 +107,23 @@ class TopK(Metric[float]):
 
 
 class ConfusionMatrix(Metric["NDArray[Any]"]):
-    """How many samples of each class were taken for each: int64 [classes, classes], a row for each label."""
+    """The number of samples of each label and predicted class: int64 [classes, classes], a row per label."""
 
     def __init__(self, classes: int) -> None:
         super().__init__(classes, counts=classes * classes)
         self.classes = classes
 
     def update(self, predictions: Any, labels: Any) -> None:
-        """Args: classes [n] or scores [n, classes]; labels [n]. Raises ValueError for a class beyond."""
+        """Add a batch.
+
+        Args:
+            predictions: classes, integers [n] from 0 to classes - 1; or scores [n, classes].
+            labels: integers [n] from 0 to classes - 1.
+
+        Raises:
+            TypeError: predicted classes or labels are not integers.
+            ValueError: another shape, not as many predictions as labels, or a class out of range.
+        """
         right = as_labels(labels, below=self.classes)
         found = as_labels(as_predictions(predictions), below=self.classes)
         same_length(found, right)
@@ -99,7 +136,13 @@ class ConfusionMatrix(Metric["NDArray[Any]"]):
 
 @dataclass(frozen=True, slots=True)
 class ClassScore:
-    """How one class fared. `correct` of its `samples` were found, among `predicted` taken for it."""
+    """The counts of one class.
+
+    Attributes:
+        correct: samples of this class that were predicted as such.
+        predicted: samples of any class that were predicted as this one.
+        samples: samples of this class.
+    """
 
     correct: int
     predicted: int
@@ -107,29 +150,38 @@ class ClassScore:
 
     @property
     def precision(self) -> float:
-        """NaN where nothing was taken for this class."""
+        """correct / predicted; NaN if the class was never predicted."""
         return share(self.correct, self.predicted)
 
     @property
     def recall(self) -> float:
-        """NaN where there is no sample of it."""
+        """correct / samples; NaN if the class has no samples."""
         return share(self.correct, self.samples)
 
     @property
     def f1(self) -> float:
-        """NaN where there is neither."""
+        """Harmonic mean of precision and recall; NaN if the class was never predicted and has no samples."""
         return share(2 * self.correct, self.predicted + self.samples)
 
 
 class PerClass(Metric[tuple[ClassScore, ...]]):
-    """Precision, recall and F1 of each class. A prediction beyond the classes is wrong, and of none."""
+    """Precision, recall and F1 of each class. A predicted class out of range is wrong, and of no class."""
 
     def __init__(self, classes: int) -> None:
         super().__init__(classes, counts=3 * classes)
         self.classes = classes
 
     def update(self, predictions: Any, labels: Any) -> None:
-        """Args: classes [n] or scores [n, any number]; labels [n]. Raises ValueError for a label beyond."""
+        """Add a batch.
+
+        Args:
+            predictions: classes, integers [n]; or scores [n, any number].
+            labels: integers [n] from 0 to classes - 1.
+
+        Raises:
+            TypeError: predicted classes or labels are not integers.
+            ValueError: another shape, not as many predictions as labels, or a label out of range.
+        """
         right, found = as_labels(labels, below=self.classes), as_predictions(predictions)
         same_length(found, right)
         within = found[(found >= 0) & (found < self.classes)]

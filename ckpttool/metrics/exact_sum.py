@@ -1,9 +1,9 @@
-"""Sums of float64 without rounding, so that neither order nor division shows. Imports numpy when called.
+"""Sums of float64 without rounding, the same in any order and any parts. Imports numpy when called.
 
-Every finite float64 is a whole number of some smallest unit, and so is its square. The sum is kept as
-that whole number, in an int of Python's, which is as long as it has to be: adding is exact, so it may be
-done in any order and in any parts, and the result is rounded once, when it is asked for. (`math.fsum` is
-as exact, and can't be merged; compensated sums can be merged, and are not exact.)
+Every finite float64 is an integer multiple of some smallest unit, and so is its square. The sum is kept as
+that integer, in a Python int, which is as long as it has to be. Adding is exact, so order and parts don't
+matter, and the result is rounded once, when it is read. (`math.fsum` is as exact but can't be merged;
+compensated sums can be merged but are not exact.)
 """
 
 from __future__ import annotations
@@ -17,34 +17,33 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SMALLEST = 1126
-"""Bits after the point of a float64 written as a 53-bit whole number times a power of two (2^-1074 is 2^52 of
-them)."""
+"""Binary places after the point of a float64 written as a 53-bit integer times a power of two."""
 
 POINT = 2 * SMALLEST
-"""Bits after the point of a sum: those of a square."""
+"""Binary places after the point of a sum, which may be one of squares."""
 
 PIECE = 1 << 20
-"""Numbers added in float64 at a time: whole numbers below 2^32 each, so their sum stays below 2^53, exact."""
+"""Numbers added in float64 at a time: integers below 2^32, so their sum stays below 2^53 and is exact."""
 
 
 class ExactSum:
     """The sum of float64 numbers, or of their squares.
 
     Attributes:
-        units: the sum of the finite ones, in units of 2^-POINT.
-        nans, ups, downs: how many NaN, +inf and -inf there were.
+        units: the sum of the finite numbers, in units of 2^-POINT.
+        nans, ups, downs: the number of NaN, +inf and -inf.
     """
 
     def __init__(self, units: int = 0, nans: int = 0, ups: int = 0, downs: int = 0) -> None:
         self.units, self.nans, self.ups, self.downs = units, nans, ups, downs
 
     def add(self, values: NDArray[Any]) -> None:
-        """Adds an array of float64, of any shape."""
+        """Add an array of float64, of any shape."""
         whole, shifts = self._finite(values)
         self.units += _total(shifts, whole) << SMALLEST
 
     def add_squares(self, values: NDArray[Any]) -> None:
-        """Adds the square of each number. A square is cut into three products that fit into 64 bits."""
+        """Add the square of each number, as three products that fit into 64 bits."""
         import numpy as np
 
         whole, shifts = self._finite(np.abs(values))
@@ -53,7 +52,7 @@ class ExactSum:
             self.units += _total(2 * shifts, part) << bits
 
     def merge(self, other: ExactSum) -> None:
-        """Adds another sum."""
+        """Add another sum."""
         self.units += other.units
         self.nans, self.ups, self.downs = (
             self.nans + other.nans,
@@ -71,7 +70,7 @@ class ExactSum:
         return Fraction(self.units, 1 << POINT)
 
     def over(self, count: int) -> float:
-        """The sum divided by a whole number, rounded once; NaN over 0. Infinities do as in float64."""
+        """Return the sum divided by an integer, rounded once; NaN over 0. Infinities behave as in float64."""
         if count == 0 or self.nans or (self.ups and self.downs):
             return math.nan
         if not self.is_finite:
@@ -83,7 +82,7 @@ class ExactSum:
         return self.over(1)
 
     def pack(self) -> list[int]:
-        """As integers of 64 bits: how many belong to the sum, the three counts, then the sum's digits."""
+        """Return the sum as 64-bit integers: the number of its digits, the three counts, then the digits."""
         nbytes = -(-(self.units.bit_length() + 1) // 64) * 8
         raw = self.units.to_bytes(nbytes, "little", signed=True)
         digits = [int.from_bytes(raw[at : at + 8], "little", signed=True) for at in range(0, nbytes, 8)]
@@ -91,14 +90,14 @@ class ExactSum:
 
     @classmethod
     def unpack(cls, packed: Iterable[int]) -> ExactSum:
-        """Takes one packed sum from an iterator of integers."""
+        """Take one packed sum from an iterator of integers."""
         following = iter(packed)
         length, *counts = (next(following) for _ in range(4))
         raw = b"".join(next(following).to_bytes(8, "little", signed=True) for _ in range(length))
         return cls(int.from_bytes(raw, "little", signed=True), *counts)
 
     def _finite(self, values: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """The finite ones as whole numbers of 53 bits, and by how much each is shifted; counts the others."""
+        """Return the finite numbers as 53-bit integers and the shift of each; count the others."""
         import numpy as np
 
         flat = np.asarray(values, dtype=np.float64).reshape(-1)
@@ -113,7 +112,7 @@ class ExactSum:
 
 
 def _total(shifts: NDArray[Any], whole: NDArray[Any]) -> int:
-    """The sum of whole · 2^shift, of whole numbers below 2^62 in size and shifts that are not negative."""
+    """Return the sum of whole · 2^shift, for integers below 2^62 in size and shifts of 0 or more."""
     import numpy as np
 
     total = 0
@@ -127,8 +126,8 @@ def _total(shifts: NDArray[Any], whole: NDArray[Any]) -> int:
 
 
 def rounded(exact: Fraction) -> float:
-    """The nearest float64, half to even; infinite beyond the largest."""
+    """Return the nearest float64, ties to even; infinity beyond the largest."""
     try:
-        return exact.numerator / exact.denominator  # Python divides whole numbers with one rounding
+        return exact.numerator / exact.denominator  # Python rounds a quotient of ints once
     except OverflowError:
         return math.inf if exact > 0 else -math.inf

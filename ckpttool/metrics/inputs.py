@@ -1,4 +1,4 @@
-"""What users hand to a metric, torch tensors on any device or arrays, as arrays. Imports numpy if called."""
+"""Metric inputs (arrays, lists, torch tensors on any device) as checked arrays. Imports numpy when called."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ if TYPE_CHECKING:
 
 
 def as_floats(values: Any, *, dims: int | None = None) -> NDArray[Any]:
-    """Numbers as float64, which holds each float32, float16 and bfloat16 as it is.
+    """Return numbers as float64, which holds every float32, float16 and bfloat16 exactly.
 
     Args:
-        dims: how many axes there must be.
+        values: booleans, integers or floats.
+        dims: the number of axes that there must be; None for any.
 
     Raises:
-        TypeError, ValueError: they are complex, or not of so many axes.
+        TypeError: the values are not real numbers.
+        ValueError: another number of axes, or a number that float64 can't hold exactly.
     """
     import numpy as np
 
@@ -24,19 +26,37 @@ def as_floats(values: Any, *, dims: int | None = None) -> NDArray[Any]:
         raise TypeError(f"expected numbers, not {found.dtype}")
     if dims is not None and found.ndim != dims:
         raise ValueError(f"{dims} axis is wanted, one number per sample; its shape is {found.shape}")
-    return found.astype(np.float64)
+    exact = found.astype(np.float64)
+    if found.dtype.itemsize > 8 or found.dtype.kind in "iu":
+        with np.errstate(invalid="ignore"):
+            back = exact.astype(found.dtype)
+        if not np.array_equal(back, found, equal_nan=found.dtype.kind == "f"):
+            raise ValueError(f"a number of {found.dtype} is not a float64: it would be rounded")
+    return exact
 
 
 def as_scores(values: Any) -> NDArray[Any]:
-    """Scores [n, classes] in their own type. Raises ValueError for another shape."""
+    """Return scores [n, classes] in their own type.
+
+    Raises:
+        TypeError: the scores are not real numbers.
+        ValueError: another shape.
+    """
     found = _array(values)
+    if found.dtype.kind not in "fiub":
+        raise TypeError(f"expected scores, not {found.dtype}")
     if found.ndim != 2 or found.shape[1] == 0:
         raise ValueError(f"scores are [samples, classes]; their shape is {found.shape}")
     return found
 
 
 def as_predictions(values: Any) -> NDArray[Any]:
-    """Classes [n] as int64; of scores [n, classes] the first largest. Raises as `as_labels` does."""
+    """Return classes [n] as int64; of scores [n, classes], the class of the first largest.
+
+    Raises:
+        TypeError: the classes are not integers, or the scores not real numbers.
+        ValueError: another shape.
+    """
     found = _array(values)
     if found.ndim != 2:
         return as_labels(found)
@@ -45,22 +65,26 @@ def as_predictions(values: Any) -> NDArray[Any]:
 
 
 def as_labels(values: Any, *, below: int | None = None) -> NDArray[Any]:
-    """Classes [n] as int64.
+    """Return classes [n] as int64.
 
     Args:
-        below: where given, classes are 0 and more, and less than this.
+        values: integers or booleans [n].
+        below: the number of classes, which are 0 to below - 1; None to take any integer.
 
     Raises:
-        TypeError, ValueError: they are not whole numbers, not of one axis, or out of range.
+        TypeError: the classes are not integers.
+        ValueError: another shape, or a class out of range.
     """
     import numpy as np
 
     found = _array(values)
-    if found.dtype.kind not in "iub":
-        raise TypeError(f"classes are whole numbers, not {found.dtype}")
+    if found.dtype.kind not in "iub" and found.size:
+        raise TypeError(f"classes are integers, not {found.dtype}")
     if found.ndim != 1:
         raise ValueError(f"expected one class per sample; the shape is {found.shape}")
     classes = found.astype(np.int64)
+    if found.dtype.kind == "u" and len(classes) and classes.min() < 0:
+        raise ValueError(f"a class is {found.max()}, which int64 can't hold")
     if below is not None and len(classes) and not (classes.min() >= 0 and classes.max() < below):
         wrong = classes[(classes < 0) | (classes >= below)][0]
         raise ValueError(f"there are {below} classes, 0 to {below - 1}, and one of these is {wrong}")
@@ -68,7 +92,7 @@ def as_labels(values: Any, *, below: int | None = None) -> NDArray[Any]:
 
 
 def same_length(first: NDArray[Any], second: NDArray[Any]) -> None:
-    """Raises ValueError where two inputs are of different numbers of samples."""
+    """Raise ValueError if two inputs have different numbers of samples."""
     if len(first) != len(second):
         raise ValueError(f"{len(first)} samples on one side, {len(second)} on the other")
 
@@ -76,6 +100,8 @@ def same_length(first: NDArray[Any], second: NDArray[Any]) -> None:
 def _array(values: Any) -> NDArray[Any]:
     import numpy as np
 
+    if isinstance(values, np.ma.MaskedArray):
+        raise TypeError("a masked array: leave out the masked samples")
     if hasattr(values, "detach"):  # a torch tensor; numpy has no bfloat16 and no 8-bit floats
         values = values.detach().cpu()
         values = (values.double() if values.is_floating_point() else values).numpy()

@@ -1,7 +1,8 @@
-"""Prediction files: what one rank found in an evaluation, written and read. Imports numpy when it is called.
+"""Prediction files: one rank's rows of an evaluation, written and read. Imports numpy when called.
 
-A safetensors file of columns, `index`, `prediction` and `label` as int64 [n] and `loss` as float64 [n], a
-row for each sample that the rank has scored. The metadata says what it is a part of.
+A prediction file is a safetensors file of columns, `index`, `prediction` and `label` as int64 [n] and `loss`
+as float64 [n], with a row for each sample that the rank has scored. Its metadata says which evaluation it is
+part of.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ if TYPE_CHECKING:
 
 COLUMNS = {"index": "int64", "prediction": "int64", "label": "int64", "loss": "float64"}
 ROWS = "rows"
-"""The metadata that holds the digest of the columns, as `digest.digest` makes it."""
+"""The metadata key of the columns' digest, as `files.digest.digest` computes it."""
 
 HINT = "a prediction file has index, prediction and label as int64 [n], and loss as float64 [n]"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
-    """Samples and what a model made of them: numpy arrays of the same length, a row per sample.
+    """A model's predictions: numpy arrays of the same length, a row per sample.
 
     Attributes:
-        index: int64, the number of the sample in its set.
-        prediction, label: int64, classes.
-        loss: float64.
+        index: int64 [n], the position of the sample in its data set.
+        prediction, label: int64 [n], classes.
+        loss: float64 [n].
     """
 
     index: NDArray[Any]
@@ -61,12 +62,12 @@ class Evaluation:
     """What all ranks of an evaluation have in common; None where a file does not say.
 
     Attributes:
-        world_size: how many ranks there were.
-        samples: how many samples the set has.
-        checkpoint: the digest of the model's state, as `digest.digest` makes it.
-        data: names the set.
-        classes: their names, by label.
-        device, threads: what was computed on; the number of threads changes the last bits.
+        world_size: the number of ranks.
+        samples: the number of samples in the data set.
+        checkpoint: the digest of the model's state, as `files.digest.digest` computes it.
+        data: the name of the data set.
+        classes: the names of the classes, by label.
+        device, threads: the device type and the number of CPU threads, which changes the last bits.
     """
 
     world_size: int | None = None
@@ -80,7 +81,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """One prediction file, read. `rank` is None where it does not say."""
+    """The contents of a prediction file. `rank` is None if the file does not say."""
 
     path: str
     rank: int | None
@@ -96,10 +97,18 @@ def write(
     *,
     force: bool = False,
 ) -> None:
-    """Writes one rank's predictions; the file appears whole or not at all.
+    """Write one rank's predictions; the file appears whole or not at all.
+
+    Args:
+        path: the safetensors file.
+        predictions: this rank's rows.
+        evaluation: what all ranks have in common.
+        rank: this rank.
+        force: replace an existing file.
 
     Raises:
-        OutputExists: the file is there, and not `force`.
+        OutputExists: the file exists, and `force` is not given.
+        OSError: the file can't be written.
     """
     name = os.fspath(path)
     if os.path.lexists(name) and not force:
@@ -113,11 +122,12 @@ def write(
 
 
 def read(path: str | os.PathLike[str]) -> RankFile:
-    """Reads a prediction file, of any format that `ckpttool.open` reads.
+    """Read a prediction file, in any format that `ckpttool.open` reads.
 
     Raises:
-        Unreadable, Damaged: it can't be read, or not as what it says it is.
-        Unsupported: it holds other tensors than predictions.
+        Unreadable: the file is missing, is a folder, or may not be read.
+        Damaged: the file breaks its format's rules, or its rows do not have the digest in its metadata.
+        Unsupported: a column is missing or of another dtype or shape, or the metadata has another type.
     """
     with formats.open(path) as checkpoint:
         tensors = dict(checkpoint.tensors())
@@ -159,7 +169,7 @@ def _column(path: str, tensors: Mapping[str, TensorRef], name: str) -> NDArray[A
 
 
 def _as_metadata(evaluation: Evaluation, rank: int) -> dict[str, str]:
-    """Each field as JSON, and those that are not known left out."""
+    """Return each known field as JSON."""
     fields = {"rank": rank, **dataclasses.asdict(evaluation)}
     return {name: json.dumps(value) for name, value in fields.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""Metrics and rows of all ranks, joined on every rank. Imports torch when it is called."""
+"""Metrics and rows of all ranks, joined on every rank. Imports torch when called."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .. import distributed
 from .base import Metric
 
 if TYPE_CHECKING:
@@ -15,19 +16,20 @@ M = TypeVar("M", bound="Metric[Any]")
 
 
 def reduce(metric: M) -> M:
-    """The metric of all ranks, on every rank; this rank's own stays as it is. A collective.
+    """Return the metric over the samples of all ranks, on every rank. A collective.
 
-    Each rank's whole numbers travel, and are added: in which order does not matter.
+    The ranks' integers are added, in any order to the same bits. This rank's metric stays as it is.
+
+    Args:
+        metric: of the same class and settings on every rank.
 
     Raises:
-        RanksDiffer: ranks reduce metrics of different kinds or settings.
+        RanksDiffer: the ranks reduce metrics of different classes or settings.
+        NeedsTorch: torch is not installed.
     """
-    from ..distributed.collectives import rank
-    from ..distributed.gather_rows import arrays_of_all_ranks
-
     whole = copy.deepcopy(metric)
-    for number, packed in enumerate(arrays_of_all_ranks(metric.pack(), repr(metric))):
-        if number != rank():
+    for number, packed in enumerate(distributed.gather_rows.gather_arrays(metric.pack(), repr(metric))):
+        if number != distributed.rank():
             whole.merge_packed(packed)
     return whole
 
@@ -35,7 +37,11 @@ def reduce(metric: M) -> M:
 def gather(
     index: torch.Tensor, columns: Mapping[str, torch.Tensor], *, samples: int, **choices: Any
 ) -> dict[str, torch.Tensor]:
-    """What can't be reduced: rows of all ranks, joined by sample. See `gathering.gather`."""
-    from ..distributed.gather_rows import gather
+    """Return rows of all ranks, joined by sample, on every rank: for what can't be reduced. A collective.
 
-    return gather(index, columns, samples=samples, **choices)
+    Args, Returns and Raises are those of `ckpttool.distributed.gather_rows.gather`; and:
+
+    Raises:
+        NeedsTorch: torch is not installed.
+    """
+    return distributed.gather_rows.gather(index, columns, samples=samples, **choices)

@@ -1,4 +1,4 @@
-"""Exact metrics of numbers: losses, scores and confidences. Imports numpy when one is made."""
+"""Exact metrics of losses, scores and confidences. Imports numpy when a metric is made."""
 
 from __future__ import annotations
 
@@ -16,13 +16,21 @@ if TYPE_CHECKING:
 
 
 class Loss(Metric[float]):
-    """The mean of the losses of all samples, rounded once; NaN of none."""
+    """The mean loss over samples, rounded once; NaN of no samples."""
 
     def __init__(self) -> None:
         super().__init__(counts=1, sums=1)
 
     def update(self, losses: Any) -> None:
-        """Args: floats [n], one per sample (`reduction="none"`): means of batches are refused."""
+        """Add a batch.
+
+        Args:
+            losses: numbers [n], one per sample (`reduction="none"`).
+
+        Raises:
+            TypeError: the losses are not real numbers.
+            ValueError: another shape, such as that of a batch's mean.
+        """
         values = as_floats(losses, dims=1)
         self.counts[0] += len(values)
         self.sums[0].add(values)
@@ -33,7 +41,7 @@ class Loss(Metric[float]):
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Count, mean and variance (over the count) of numbers; NaN of none."""
+    """Count, mean and variance (divided by the count) of numbers; NaN of no numbers."""
 
     count: int
     mean: float
@@ -41,13 +49,20 @@ class Moments:
 
 
 class MeanVariance(Metric[Moments]):
-    """Mean and variance of numbers, each the exact one rounded once: nothing cancels."""
+    """Mean and variance of numbers, each computed exactly and rounded once, so nothing cancels."""
 
     def __init__(self) -> None:
         super().__init__(counts=1, sums=2)
 
     def update(self, values: Any) -> None:
-        """Args: floats of any shape."""
+        """Add numbers.
+
+        Args:
+            values: numbers of any shape.
+
+        Raises:
+            TypeError: they are not real numbers.
+        """
         numbers = as_floats(values)
         self.counts[0] += numbers.size
         self.sums[0].add(numbers)
@@ -62,24 +77,33 @@ class MeanVariance(Metric[Moments]):
 
 
 class AUROC(Metric[float]):
-    """The area under the ROC curve of two classes, of all thresholds: the share of pairs that are in order.
+    """The area under the ROC curve of two classes, over all thresholds: the fraction of pairs in order.
 
-    Keeps each distinct score with its counts, so it grows with them. NaN where a class has no sample.
+    Keeps each distinct score with its counts, so its memory grows with them. NaN if a class has no samples.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._met: list[tuple[Any, Any, Any]] = []
+        self._seen: list[tuple[Any, Any, Any]] = []
 
     def update(self, scores: Any, labels: Any) -> None:
-        """Args: floats [n], higher for class 1, not NaN; labels [n] of 0 and 1."""
+        """Add a batch.
+
+        Args:
+            scores: numbers [n], higher for class 1.
+            labels: 0, 1 or booleans [n].
+
+        Raises:
+            TypeError: scores are not real numbers, or labels are not integers.
+            ValueError: another shape, not as many scores as labels, a label out of range, or a NaN score.
+        """
         import numpy as np
 
         values, right = as_floats(scores, dims=1), as_labels(labels, below=2)
         same_length(values, right)
         if np.isnan(values).any():
             raise ValueError("a score is NaN, which can't be ordered")
-        self._met.append((values + 0.0, right, 1 - right))  # -0.0 + 0.0 is 0.0, the same score
+        self._seen.append((values + 0.0, right, 1 - right))  # -0.0 + 0.0 is 0.0, the same score
 
     def compute(self) -> float:
         _, positive, negative = self._table()
@@ -99,37 +123,51 @@ class AUROC(Metric[float]):
         import numpy as np
 
         scores, positive, negative = packed.reshape(3, -1)
-        self._met.append((scores.view(np.float64), positive, negative))
+        self._seen.append((scores.view(np.float64), positive, negative))
 
     def _table(self) -> tuple[Any, Any, Any]:
-        """Each distinct score in ascending order, and how many samples of class 1 and of class 0 have it."""
+        """Return each distinct score, ascending, and how many samples of class 1 and of class 0 have it."""
         import numpy as np
 
-        met = self._met or [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))]
-        parts = [np.concatenate(columns) for columns in zip(*met, strict=True)]
+        seen = self._seen or [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0, np.int64))]
+        parts = [np.concatenate(columns) for columns in zip(*seen, strict=True)]
         scores, places = np.unique(parts[0], return_inverse=True)
         counts = []
         for part in parts[1:]:
             summed = np.zeros(len(scores), dtype=np.int64)
             np.add.at(summed, places, part)
             counts.append(summed)
-        self._met = [(scores, counts[0], counts[1])]
-        return self._met[0]
+        self._seen = [(scores, counts[0], counts[1])]
+        return self._seen[0]
 
 
 class CalibrationError(Metric[float]):
-    """How far confidence is from accuracy: |right - confidence| in bins of equal width, weighted by samples.
+    """The expected calibration error of Guo et al., "On Calibration of Modern Neural Networks" (2017).
 
-    The expected calibration error of Guo et al., "On Calibration of Modern Neural Networks" (2017), in bins
-    that hold their upper edge.
+    |accuracy - mean confidence| in bins of equal width that hold their upper edge, weighted by samples.
+    NaN of no samples.
+
+    Raises:
+        ValueError: there is not even one bin.
     """
 
     def __init__(self, bins: int = 15) -> None:
+        if bins < 1:
+            raise ValueError(f"bins is {bins}, and at least 1 is needed")
         super().__init__(bins, counts=2 * bins, sums=bins)
         self.bins = bins
 
     def update(self, confidences: Any, correct: Any) -> None:
-        """Args: floats [n] in [0, 1]; booleans [n]: whether that sample was right."""
+        """Add a batch.
+
+        Args:
+            confidences: numbers [n] from 0 to 1.
+            correct: booleans, or 0 and 1 [n]: whether the sample was predicted correctly.
+
+        Raises:
+            TypeError: confidences are not real numbers, or `correct` is neither booleans nor integers.
+            ValueError: another shape, different lengths, or a value out of range.
+        """
         import numpy as np
 
         values, right = as_floats(confidences, dims=1), as_labels(correct, below=2)

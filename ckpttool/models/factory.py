@@ -1,6 +1,6 @@
-"""Things named on a command line: `torchvision:resnet18`, `file.py:factory`, `package.module:factory(n=10)`.
+"""Import and call what a SPEC names: `torchvision:resnet18`, `file.py:factory`, `pkg.module:factory(n=10)`.
 
-This is the one place that runs code the user names. Code that a checkpoint names is never run.
+Only this module runs code that the user names. Nothing runs code that a checkpoint names.
 """
 
 from __future__ import annotations
@@ -27,16 +27,20 @@ FORMS = "torchvision:resnet18, path/to/file.py:factory or package.module:factory
 
 
 def build(spec: str, **defaults: object) -> Any:
-    """Calls what a SPEC names and returns what it makes.
+    """Call the factory that a SPEC names.
 
     Args:
         spec: `torchvision:NAME`, `path/to/file.py:NAME` or `package.module:NAME`, with literal keyword
-            arguments in parentheses where it needs them.
-        defaults: keyword arguments for those of these names that it takes and the SPEC does not give.
+            arguments in parentheses where the factory needs them.
+        defaults: keyword arguments that are passed on if the factory takes them and the SPEC does not give
+            them.
+
+    Returns:
+        What the factory returns.
 
     Raises:
-        UsageFault: the SPEC is malformed, or what it names can't be found, imported or called; with the
-            user's own error and the place in the user's file.
+        UsageFault: the SPEC is malformed, or the factory can't be found, imported or called; the message has
+            the user's own error and its place in the user's file.
     """
     where, name, arguments = parse(spec)
     with _importable(_folder(where)):
@@ -45,13 +49,16 @@ def build(spec: str, **defaults: object) -> Any:
         try:
             return factory(**{**accepted, **arguments})
         except (Exception, SystemExit) as error:
-            raise UsageFault(
-                f"{spec}: {_in_words(error)}{_place(error)}", hint=_missing_arguments(factory, spec)
-            ) from error
+            hint = _missing_arguments(factory, spec) or _missing_file(error)
+            raise UsageFault(f"{spec}: {_in_words(error)}{_place(error)}", hint=hint) from error
 
 
 def parse(spec: str) -> tuple[str, str, dict[str, object]]:
-    """Splits a SPEC into where, name and keyword arguments. Raises UsageFault."""
+    """Split a SPEC into where the factory is, its name and its keyword arguments.
+
+    Raises:
+        UsageFault: the SPEC has another form, or arguments that are not `name=literal`.
+    """
     parts = FORM.fullmatch(spec)
     if parts is None or not parts["name"].isidentifier():
         raise UsageFault(f"'{spec}' does not name a factory", hint=f"forms: {FORMS}")
@@ -65,7 +72,7 @@ def parse(spec: str) -> tuple[str, str, dict[str, object]]:
 
 
 def _arguments(call: str) -> dict[str, object]:
-    """`(n=10)` as a dict. Raises SyntaxError or ValueError for anything but literals by name."""
+    """Return `(n=10)` as a dict. Raise SyntaxError or ValueError for anything but literals by name."""
     tree = ast.parse(f"f{call}", mode="eval").body
     if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name) or tree.args:
         raise ValueError(call)
@@ -78,13 +85,14 @@ def _arguments(call: str) -> dict[str, object]:
 
 
 def arguments(spec: str) -> tuple[dict[str, object], bool]:
-    """What a factory takes by name, with the values that the SPEC or its own defaults give.
+    """Return the keyword arguments that the factory of a SPEC gets.
 
     Returns:
-        name -> value, and whether it takes any other name too.
+        name -> value, of the SPEC or else of the factory's own default; and whether the factory takes any
+        other name too (`**kwargs`).
 
     Raises:
-        UsageFault: as `build`.
+        UsageFault: the SPEC is malformed, or the factory can't be found or imported.
     """
     where, name, given = parse(spec)
     with _importable(_folder(where)):
@@ -94,7 +102,7 @@ def arguments(spec: str) -> tuple[dict[str, object], bool]:
 
 
 def respelled(spec: str, changes: Mapping[str, object]) -> str:
-    """A SPEC with some of its arguments given anew."""
+    """Return a SPEC with some of its arguments changed or added."""
     where, name, given = parse(spec)
     words = ", ".join(f"{key}={value!r}" for key, value in {**given, **changes}.items())
     return f"{where}:{name}({words})"
@@ -106,7 +114,7 @@ def _folder(where: str) -> str:
 
 @contextlib.contextmanager
 def _importable(folder: str) -> Iterator[None]:
-    """Imports from a folder work, as they would for `python -m` there, or for a script in it."""
+    """Put a folder first on the import path, as Python does for a script that lies in it."""
     sys.path.insert(0, folder)
     try:
         yield
@@ -172,6 +180,13 @@ def _missing_arguments(factory: Callable[..., Any], spec: str) -> str | None:
     return f"it takes arguments: {spec.partition('(')[0]}({example})"
 
 
+def _missing_file(error: BaseException) -> str | None:
+    name = error.filename if isinstance(error, FileNotFoundError) else None
+    if not isinstance(name, str) or os.path.isabs(name):
+        return None
+    return f"'{name}' is looked for in the current folder, {os.getcwd()}"
+
+
 def _similar(module: ModuleType, name: str) -> str | None:
     import difflib
 
@@ -181,12 +196,15 @@ def _similar(module: ModuleType, name: str) -> str | None:
 
 
 def _in_words(error: BaseException) -> str:
-    first = str(error).partition("\n")[0]
+    try:
+        first = str(error).partition("\n")[0]
+    except Exception:  # the user's class may be wrong too
+        first = ""
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def _place(error: BaseException) -> str:
-    """The last of the user's own frames: not ours, and not those of Python and of installed packages."""
+    """Return the place of the last frame of the user's own code, not of Python or an installed package."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

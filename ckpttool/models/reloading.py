@@ -1,44 +1,52 @@
-"""Into a plain model, strictly, with nothing distributed. Imports torch when it is called.
+"""Load a checkpoint's state strictly into a plain model, in one process. Imports torch when called.
 
-The state is taken as it is, or, when the model does not know its names, without the prefixes that
-wrappers put there. What does not fit is said by name and shape before a single parameter is changed.
+The state is loaded as it is, or without wrappers' prefixes if the model does not know its names. What does
+not fit is reported by name and shape before any parameter changes.
 """
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from .. import formats
-from ..checkpoint.checkpoint import Checkpoint, State
-from ..errors import Mismatch, Refused
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.state import State
+from ..errors import Mismatch, Refused, UsageFault
+from ..formats.opened import File, opened
 from ..inert_pickle.values import is_plain
 from ..tensors.ref import TensorRef
 from ..tensors.to_torch import live_tensors
-from .diagnosis import diagnose
+from .diagnosis import Diagnosis
 from .diagnosis.case import Case
 from .diagnosis.fit import Blueprint, Fit, compare
 from .diagnosis.name_remedies import wrappers
+from .diagnosis.resize import resized
 from .diagnosis.shell import command_line
 from .diagnosis.treatment import treat
 from .diagnosis.value_remedies import ties
-from .skeleton import on_meta
+from .doctor import doctor
+from .loading_rules import accepts, with_versions
 
 if TYPE_CHECKING:
     import torch
 
+LISTED = ("architecture", "missing", "unexpected", "size")
+"""Kinds of problems that a mismatch's own message describes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What was loaded.
+    """The result of loading a state into a model.
 
     Attributes:
-        path, format: the file.
-        state: dotted path of the state in it.
-        prefix: the wrappers' prefix that was taken off on the way, or `""`.
-        loaded: names of the model that were given values.
-        added: BatchNorm's counters that the file lacks; they stay as the model has them.
+        path: the file as it was named.
+        format: its format, as `torch-zip`.
+        state: dotted path of the state in the file, `""` for the file itself.
+        prefix: the wrappers' prefix that was removed while loading, or `""`.
+        loaded: names of the model that got values.
+        added: BatchNorm's counters that the file lacks; they keep the model's values.
+        without_values: parameters and buffers that are on the meta device afterwards, as no file holds them.
     """
 
     path: str
@@ -47,40 +55,52 @@ class Reloaded:
     prefix: str
     loaded: tuple[str, ...]
     added: tuple[str, ...]
+    without_values: tuple[str, ...] = ()
 
 
 def reload(
-    path: str | os.PathLike[str],
+    file: File,
     model: torch.nn.Module,
     *,
     state: str | None = None,
     assign: bool = False,
-    spec: str = "SPEC",
+    spec: str | None = None,
 ) -> Reloaded:
-    """Loads a checkpoint's state into a model, as strictly as `load_state_dict(strict=True)`.
+    """Load a checkpoint's state into a model, as strictly as `load_state_dict(strict=True)`.
 
     Args:
-        path: any file that `ckpttool.open` reads, saved from DDP, a compiled or a plain model.
+        file: a path that `ckpttool.open` reads, or an open checkpoint; saved from a DDP, compiled or plain
+            model.
         model: a plain module; its parameters keep their device and dtype, values are copied into them.
         state: dotted path of the state in the file; found when None.
         assign: put the file's tensors in the place of the model's instead of copying them. They are mapped
             from the file, on the CPU: nothing is read until it is used, and a model built within
             `ckpttool.skeletons()` takes no memory of its own. An optimizer built before would hold
             parameters that the model no longer has.
-        spec: how the hint of an error names the model.
+        spec: the SPEC that built the model, if one did: hints name it, and its factory may be run again to
+            find the sizes in which the model fits.
+
+    Returns:
+        What was loaded: names, the state's place in the file, the prefix that was removed.
 
     Raises:
-        Mismatch: names or shapes differ; the model is unchanged. The hint is the command that helps.
-        NoState, and what `ckpttool.open` raises.
+        Mismatch: names or shapes differ, or a module refuses the state; with differing names and shapes the
+            model is unchanged. The hint is the next command.
+        NoState: the file has no model state, or none at `state`.
+        UsageFault: a parameter or buffer to be loaded is on the meta device, and `assign` is False.
+        Refused: the model asks for an object that only code could create.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
-    with formats.open(path) as checkpoint:
+    if not assign:
+        _require_memory(model)
+    with opened(file) as checkpoint:
         found = checkpoint.state(state)
         blueprint = Blueprint.of(model)
-        prefix, fitted = _fitting(checkpoint, found, blueprint)
-        fit = compare(fitted, blueprint)
-        values = _values(checkpoint.path, fitted)
-        if fit.distance and not accepts(model, fitted):
-            raise _mismatch(checkpoint, model, blueprint, fit, state, spec)
+        prefix, case = _fitting(checkpoint, found, blueprint)
+        values = _values(checkpoint.path, case.state)
+        if case.fit.distance and not accepts(model, case.state):
+            advice = doctor(checkpoint, model, state=state, spec=spec)
+            raise _mismatch(checkpoint, case.fit, _hint(case, advice, state, spec))
         try:
             if assign:
                 _assign(model, values)
@@ -89,57 +109,35 @@ def reload(
         except RuntimeError as error:
             reason = f"the model refused the state: {' '.join(str(error).split())[:300]}"
             raise Mismatch(f"{checkpoint.path}: {reason}") from error
-    return Reloaded(checkpoint.path, checkpoint.format, found.where, prefix, tuple(values), fit.added)
+    return Reloaded(
+        checkpoint.path,
+        checkpoint.format,
+        found.where,
+        prefix,
+        tuple(values),
+        case.fit.added,
+        _on_meta(model),
+    )
 
 
-def _fitting(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tuple[str, State]:
-    """The state as it fits best without a guess: without wrappers' prefixes, and with its ties.
+def _fitting(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tuple[str, Case]:
+    """Return the removed prefix, `""` for none, and the state without wrappers' prefixes and with its ties.
 
-    Entries that are neither tensors nor asked for (an epoch beside the weights) are left out.
-
-    Returns:
-        The prefix that was taken off, `""` for none, and the state.
+    Leave out entries that are not tensors and that the model does not ask for (an epoch beside the weights).
     """
     alone = replace(checkpoint, tree=state.container)
     treated = treat(Case(alone, state, blueprint, compare(state, blueprint), None, state), (wrappers, ties))
-    fitted = treated.case.state
     prefix = "".join(remedy.command[2] for remedy in treated.remedies if remedy.kind == "prefix")
-    return prefix, replace(fitted, others={n: v for n, v in fitted.others.items() if n in blueprint.places})
-
-
-def accepts(model: torch.nn.Module, state: State) -> bool:
-    """Whether modules that load in a way of their own take a state whose names may not be theirs.
-
-    Weight norms rename what older torch called `weight_g`. It is tried on a copy that has no memory.
-    """
-    import warnings
-
-    if not any(map(_has_own_rules, model.modules())):
-        return False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, that nothing is copied to where there is no memory
-        try:
-            on_meta(model).load_state_dict(_with_versions(state, live_tensors(state.tensors)), strict=True)
-        except Exception:  # whatever it is, the comparison of names says what is wrong
-            return False
-    return True
-
-
-def _has_own_rules(module: torch.nn.Module) -> bool:
-    import torch
-    from torch.nn.modules.batchnorm import _NormBase
-
-    own = type(module)._load_from_state_dict not in (
-        torch.nn.Module._load_from_state_dict,
-        _NormBase._load_from_state_dict,
-    )
-    return own or bool(module._load_state_dict_pre_hooks)
+    fitted = treated.case.state
+    asked = {name: value for name, value in fitted.others.items() if name in blueprint.places}
+    fitted = replace(fitted, others=asked)
+    return prefix, replace(treated.case, state=fitted, fit=compare(fitted, blueprint))
 
 
 def _values(path: str, state: State) -> dict[str, Any]:
-    """The state dict to load: tensors, and other plain values where the model asks for them."""
+    """Return the state dict to load: the tensors, and the other plain values that the model asks for."""
     others = {name: _made(path, name, value) for name, value in state.others.items()}
-    return _with_versions(state, {**live_tensors(state.tensors), **others})
+    return with_versions(state, {**live_tensors(state.tensors), **others})
 
 
 def _made(path: str, name: str, value: object) -> object:
@@ -152,7 +150,7 @@ def _made(path: str, name: str, value: object) -> object:
 
 
 def _plain(value: object) -> object:
-    """Containers, tensors, numbers and text as they were saved."""
+    """Return containers, tensors, numbers and text as they were saved."""
     if isinstance(value, TensorRef):
         return live_tensors({"": value})[""]
     if isinstance(value, dict):
@@ -162,58 +160,49 @@ def _plain(value: object) -> object:
     return value
 
 
-def _with_versions(state: State, values: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as torch makes it, with the `_metadata` by which modules know states of older versions."""
-    from collections import OrderedDict
-
-    loaded: OrderedDict[str, Any] = OrderedDict(values)
-    if state.versions is not None:
-        versions = {path: dict(entry) for path, entry in state.versions.items() if isinstance(entry, dict)}
-        loaded._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    return loaded
-
-
 def _assign(model: torch.nn.Module, values: dict[str, Any]) -> None:
-    """Puts values in the place of the model's, in its types; what is one parameter there stays one."""
+    """Put values in the place of the model's, in its dtypes; a parameter with several names stays one."""
     import torch
 
     for name, own in model.state_dict(keep_vars=True).items():
         value = values.get(name)
         if isinstance(value, torch.Tensor) and isinstance(own, torch.Tensor):
-            # As copying would have it; the same tensor where it has that type already.
-            values[name] = value.to(own.dtype)
+            values[name] = value.to(own.dtype)  # as copying would do
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    for name, tensor in _tensors(model):
+        names.setdefault(id(tensor), []).append(name)
     model.load_state_dict(values, strict=True, assign=True)
+    assigned = dict(_tensors(model))
     for first, *others in names.values():
         for other in others:
             module, _, last = other.rpartition(".")
-            setattr(model.get_submodule(module), last, model.get_parameter(first))
+            setattr(model.get_submodule(module), last, assigned[first])
 
 
-def _mismatch(
-    checkpoint: Checkpoint,
-    model: torch.nn.Module,
-    blueprint: Blueprint,
-    fit: Fit,
-    state: str | None,
-    spec: str,
-) -> Mismatch:
-    """The error that says what does not fit, and the command that helps first."""
-    found = diagnose(
-        checkpoint, blueprint, spec, state=state, accepts=lambda other: accepts(model, other)
-    ).problems
-    wrong = [problem for problem in found if not problem.is_remark]
-    commands = [problem.command for problem in wrong if problem.command]
-    if len(commands) == 1:
-        hint = commands[0]
-    elif commands:
-        hint = command_line(["ckpttool", "doctor", checkpoint.path, "--model", spec])
-    elif [problem.kind for problem in wrong] == ["head"]:
-        hint = wrong[0].message
-    else:
-        hint = command_line(["ckpttool", "inspect", checkpoint.path])
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _on_meta(model: torch.nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, tensor in _tensors(model) if tensor.is_meta)
+
+
+def _require_memory(model: torch.nn.Module) -> None:
+    """Raise UsageFault if values would be copied to where there is no memory, which torch only warns of."""
+    import torch
+
+    held = model.state_dict(keep_vars=True).items()
+    names = [name for name, value in held if isinstance(value, torch.Tensor) and value.is_meta]
+    if names:
+        more = f" and {len(names) - 1} more are" if names[1:] else " is"
+        raise UsageFault(
+            f"'{names[0]}'{more} on the meta device, where nothing can be copied to",
+            hint="ckpttool.reload(…, model, assign=True) puts the file's tensors in their place",
+        )
+
+
+def _mismatch(checkpoint: Checkpoint, fit: Fit, hint: str) -> Mismatch:
     return Mismatch(
         f"{checkpoint.path}: does not fit the model: {fit}",
         missing=fit.missing,
@@ -221,3 +210,25 @@ def _mismatch(
         mismatched=fit.mismatched,
         hint=hint,
     )
+
+
+def _hint(case: Case, found: Diagnosis, state: str | None, spec: str | None) -> str:
+    """Return everything that makes the state load: one command, several, or what no command can do.
+
+    Args:
+        case: the state as a reload takes it, without wrappers' prefixes.
+        found: what the doctor found.
+        state: the state that the user named.
+        spec: the SPEC that built the model.
+    """
+    where = [] if state is None else ["--state", state]
+    if spec and (respec := resized(spec, case)):
+        return command_line(["ckpttool", "reload", found.path, "--model", respec.spec, *where])
+    wrong = [problem for problem in found.problems if not problem.is_remark]
+    commands = [problem.command for problem in wrong if problem.command]
+    if commands and found.then:
+        if len(commands) == 1 or not spec:
+            return " && ".join(commands)
+        return command_line(["ckpttool", "doctor", found.path, "--model", spec, *where])
+    words = [problem.message for problem in wrong if not problem.command and problem.kind not in LISTED]
+    return "; ".join(words) or command_line(["ckpttool", "inspect", found.path])

@@ -1,7 +1,8 @@
-"""Models without memory for their parameters, to be filled from a file. Imports torch when it is called."""
+"""Build models without memory for their parameters, to be filled from a file. Imports torch when called."""
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
 
 @contextmanager
 def skeletons() -> Iterator[None]:
-    """While this lasts, modules keep their parameters on the meta device: shapes and types, no values.
+    """Keep the parameters of modules that are built within this context on the meta device, without values.
 
-    Buffers are real, as what a constructor computes (positions, masks) need not be in any file. A parameter
-    takes memory for the moment between its making and its registration, and one that is registered twice
-    stays one.
+    `ckpttool.reload(path, model, assign=True)` then fills such a model from the file. Buffers are real: what
+    a constructor computes (positions, masks) need not be in any file. A parameter takes memory for the moment
+    between its creation and its registration; one that is registered twice stays one parameter.
+
+    Yields:
+        None. `torch.nn.Module.register_parameter` is replaced until the context ends, in all threads.
     """
     import torch
 
@@ -52,10 +56,16 @@ def _on_meta(parameter: torch.nn.Parameter) -> Any:
 
 
 def skeleton(spec: str) -> torch.nn.Module:
-    """The model that a SPEC names, without memory for its parameters where its constructor allows that.
+    """Build the model that a SPEC names, without memory for its parameters where its constructor allows that.
+
+    Args:
+        spec: as `factory.build` takes it.
+
+    Returns:
+        The model. Its parameters are on the meta device, unless the constructor reads their values.
 
     Raises:
-        UsageFault: as `factory.build`, or the result is not a module.
+        UsageFault: `factory.build` raises it, or the factory returns something other than a module.
     """
     import torch
 
@@ -63,16 +73,35 @@ def skeleton(spec: str) -> torch.nn.Module:
         with skeletons():
             model = factory.build(spec)
     except UsageFault:
-        model = None  # a constructor that reads values fails without them; any other fails again below
+        model = None  # a constructor that reads values fails without them; any other error comes again below
     if model is None or (isinstance(model, torch.nn.Module) and _lost_values(model)):
         model = factory.build(spec)
     if not isinstance(model, torch.nn.Module):
-        raise UsageFault(f"{spec}: made a {type(model).__name__}, not a torch.nn.Module")
+        raise _no_module(spec, model)
     return model
 
 
+def _no_module(spec: str, made: object) -> UsageFault:
+    """Return the error for a factory that returns something else than a model, with what it should return."""
+    import torch
+
+    what, hint = f"an object of type {type(made).__name__}", None
+    if made is None:
+        what, hint = "None", "end the factory with `return model`"
+    elif isinstance(made, type):
+        what = f"the class {made.__name__}"
+        hint = f"call it: return {made.__name__}()" if issubclass(made, torch.nn.Module) else None
+    elif isinstance(made, tuple | list) and any(isinstance(each, torch.nn.Module) for each in made):
+        hint = "name a factory that returns the model alone"
+    elif isinstance(made, dict) and any(isinstance(each, torch.Tensor) for each in made.values()):
+        hint = "return the model, not its state"
+    elif inspect.iscoroutine(made):
+        made.close()  # else Python warns that nobody awaited it
+    return UsageFault(f"{spec}: returned {what}, not a torch.nn.Module", hint=hint)
+
+
 def _lost_values(model: torch.nn.Module) -> bool:
-    """Whether a constructor kept, in a buffer or aside, what it had worked out from its parameters."""
+    """Return whether a constructor kept something computed from its parameters, which had no values."""
     import torch
 
     aside = (value for module in model.modules() for value in vars(module).values())
@@ -81,7 +110,7 @@ def _lost_values(model: torch.nn.Module) -> bool:
 
 
 def on_meta(model: torch.nn.Module) -> torch.nn.Module:
-    """A copy of a live module without memory, for trying what a load would do."""
+    """Return a copy of a live module without memory, on which a load can be tried."""
     import copy
 
     import torch

@@ -2,7 +2,7 @@
 
 Rounding is to nearest, ties to even. Types narrower than float32 are reached through float32, also from
 float64, because torch does so (c10/util/Half.h, BFloat16.h): a double is rounded twice. NaN stays NaN, though
-not every bit of it. A finite value that becomes infinite is counted.
+not every bit of it. Finite values that become infinite are counted.
 """
 
 from __future__ import annotations
@@ -34,21 +34,17 @@ TARGETS = {
 }
 """What `--dtype` takes. The 8-bit types need a scale for each tensor, which no cast can choose."""
 
-FLOATS = {
-    *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+OF_ML_DTYPES = {
+    *("bfloat16", "float8_e4m3fn", "float8_e5m2"),
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"),
 }
+"""Types that numpy lacks; the package ml_dtypes has them under torch's names."""
+
+FLOATS = {"float64", "float32", "float16", *OF_ML_DTYPES}
 """The types that are cast; integers, booleans and complex numbers stay as they are."""
 
-BLOCK = 1 << 16
-"""Elements converted at a time, so that the passes over them stay in the processor's cache."""
-
-BUFFER = 1 << 18
-"""Bytes read at a time where they are contiguous: still in the cache when they are converted."""
-
-# The least magnitudes that are rounded to infinity: half a step above the largest number of the type.
-MAX_FLOAT = float.fromhex("0x1.ffffffp127")
-MAX_HALF = 65520.0
+INFINITY = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F80_0000, "float64": 0x7FF0 << 48}
+"""The bits of the positive infinity: those of finite magnitudes are less."""
 
 CELL = 1 << 20
 """Elements of a storage whose overflows are marked together, a bit for each."""
@@ -60,11 +56,9 @@ class CastReport:
 
     Attributes:
         tensors: how many were cast.
-        notes: pieces in which values overflowed; a piece that is cast again, to be compared, counts again.
     """
 
     tensors: int = 0
-    notes: int = 0
     _marks: dict[tuple[int, int], NDArray[np.uint8]] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock, repr=False, compare=False)
 
@@ -76,12 +70,16 @@ class CastReport:
         return sum(int(np.unpackbits(bits).sum()) for bits in self._marks.values())
 
     def note(self, storage: int, places: NDArray[np.int64]) -> None:
-        """That the elements at these places of a storage overflowed. Several threads may cast at once."""
+        """Record that elements of a storage overflowed. Several threads may call this at once.
+
+        Args:
+            storage: the storage's number.
+            places: the elements' numbers within it.
+        """
         import numpy as np
 
         cells = places // CELL
         with self._lock:
-            self.notes += 1
             for cell in np.flatnonzero(np.bincount(cells)).tolist():
                 bits = self._marks.get((storage, cell))
                 marks = np.zeros(CELL, np.uint8) if bits is None else np.unpackbits(bits)
@@ -90,14 +88,19 @@ class CastReport:
 
 
 def target(name: str) -> DType:
-    """The type that `--dtype NAME` asks for. Raises UsageFault."""
+    """Return the type that `--dtype NAME` asks for. Raises UsageFault for a name that is not in TARGETS."""
     if name not in TARGETS:
         raise UsageFault(f"--dtype {name}: not a dtype to cast to", hint=f"one of {', '.join(TARGETS)}")
     return TARGETS[name]
 
 
 class Caster:
-    """Casts the tensors of one checkpoint; tensors that share a storage share the cast one."""
+    """Casts the tensors of one checkpoint; tensors that share a storage share the cast one.
+
+    Attributes:
+        to: the type to cast to.
+        report: what was cast so far.
+    """
 
     def __init__(self, to: DType) -> None:
         self.to = to
@@ -107,7 +110,10 @@ class Caster:
         self._idle: dict[DType, list[Conversion]] = defaultdict(list)
 
     def cast(self, tensor: TensorRef) -> TensorRef:
-        """The tensor in the wanted type: the same view of a storage whose bytes are computed."""
+        """Return the tensor in the wanted type: the same view of a storage whose bytes are computed.
+
+        A tensor that is of this type already, or of none of FLOATS, is returned as it is.
+        """
         if tensor.dtype.name not in FLOATS or tensor.dtype is self.to:
             return tensor
         self.report.tensors += 1
@@ -129,13 +135,12 @@ class Caster:
         def view(cast: TensorRef) -> Iterator[memoryview]:
             return map(_bytes, self._values(number, replace(cast, storage=old, dtype=dtype)))
 
-        nbytes = count * self.to.itemsize
-        data = Computed(old.data.path, nbytes, make, view, lambda: self.report.notes)
+        data = Computed(old.data.path, count * self.to.itemsize, make, view, is_divisible=True)
         kind = self.to.storage or "UntypedStorage"
         return Storage(data, kind, old.location, byteorder=old.byteorder, origins=(old,))
 
     def _values(self, storage: int, tensor: TensorRef) -> Iterator[NDArray[Any]]:
-        """The converted elements, each array valid until the next; overflows are noted on the way."""
+        """Yield the converted elements, each array valid until the next; overflows are noted on the way."""
         idle, done = self._idle[tensor.dtype], 0
         try:
             conversion = idle.pop()
@@ -143,7 +148,7 @@ class Caster:
             conversion = Conversion(tensor.dtype, self.to)
         for raw in stream(tensor, buffer=conversion.buffer):
             values, overflows = conversion.convert(raw)
-            if len(overflows):
+            if overflows is not None:
                 self.report.note(storage, _places(tensor, overflows + done))
             done += len(values)
             yield values
@@ -151,7 +156,7 @@ class Caster:
 
 
 def _places(tensor: TensorRef, elements: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where in its storage these elements of a tensor are, which are counted in row-major order."""
+    """Return the numbers within the storage of elements that are numbered in row-major order."""
     import numpy as np
 
     if tensor.is_contiguous:
@@ -174,128 +179,79 @@ class Conversion:
     def __init__(self, source: DType, to: DType) -> None:
         import numpy as np
 
-        self.source = carrier(source)
-        self.buffer = memoryview(bytearray(BUFFER))
-        self._read = reader(source)
-        most = CHUNK // source.itemsize
-        self._out = np.empty(most, carrier(to))
-        self._write = ToBfloat16(min(most, BLOCK)) if to.name == "bfloat16" else _to_ieee
-        self._none = np.empty(0, np.int64)
+        self.buffer = memoryview(bytearray(CHUNK))
+        self._to = to
+        self._carrier, self._read = carrier(source), reader(source)
+        self._out = np.empty(CHUNK // source.itemsize, carrier(to))
 
-    def convert(self, raw: memoryview) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The elements as an array that carries the other type's bits, and which of them overflowed.
+    def convert(self, raw: memoryview) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
+        """Convert elements.
 
         Args:
-            raw: little-endian, CHUNK bytes at most. The array is valid until the next call.
+            raw: little-endian, CHUNK bytes at most.
+
+        Returns:
+            An array that carries the new type's bits (see `carrier`), valid until the next call, and the
+            indices of finite elements that became infinite; None where there are none.
         """
         import numpy as np
 
-        whole = np.frombuffer(raw, dtype=self.source)
-        out = self._out[: len(whole)]
-        overflows = [self._none]
-        with np.errstate(over="ignore", invalid="ignore"):
-            for start in range(0, len(whole), BLOCK):
-                block = self._read(whole[start : start + BLOCK])
-                found = self._write(block, out[start : start + BLOCK])
-                if found is not None:
-                    overflows.append(found + start)
-        return out, np.concatenate(overflows)
+        with np.errstate(all="ignore"):
+            values = self._read(np.frombuffer(raw, dtype=self._carrier))
+            out = self._out[: len(values)]
+            through = values.astype("<f4") if out.itemsize == 2 and values.itemsize == 8 else values
+            np.copyto(out.view(_numpy_type(self._to)), through, casting="unsafe")
+            infinite = self._infinite(out)
+            if infinite is None:
+                return out, None
+            overflows = np.flatnonzero(infinite & np.isfinite(values))
+        return out, overflows if len(overflows) else None
+
+    def _infinite(self, out: NDArray[Any]) -> NDArray[np.bool_] | None:
+        """Return where the bits of a result are those of an infinity or NaN; None where they are nowhere.
+
+        Two passes that make no array find out: as unsigned numbers the negative ones are the largest, as
+        signed numbers the positive ones.
+        """
+        if not len(out) or self._to.name == "float64":  # which holds all that the others do
+            return None
+        infinity, width = INFINITY[self._to.name], out.itemsize
+        sign = 1 << 8 * width - 1
+        unsigned = out.view(f"<u{width}")
+        if unsigned.max() < sign | infinity and out.view(f"<i{width}").max() < infinity:
+            return None
+        found: NDArray[np.bool_] = (unsigned & unsigned.dtype.type(sign - 1)) >= infinity
+        return found
 
 
 def carrier(dtype: DType) -> Any:
-    """The numpy type whose elements hold the bits: numpy has no bfloat16 and no 8-bit floats."""
-    return "<u2" if dtype.name == "bfloat16" else "u1" if dtype.itemsize == 1 else f"<f{dtype.itemsize}"
+    """Return the numpy type whose elements hold the bits: unsigned where numpy has no such type."""
+    return f"<u{dtype.itemsize}" if dtype.name in OF_ML_DTYPES else f"<f{dtype.itemsize}"
+
+
+def _numpy_type(dtype: DType) -> Any:
+    if dtype.name not in OF_ML_DTYPES:
+        return carrier(dtype)
+    import ml_dtypes
+
+    return getattr(ml_dtypes, dtype.name)
 
 
 def reader(source: DType) -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """From carrier to a numpy float that holds every value of the type."""
-    import numpy as np
-
-    if source.name == "bfloat16":
-        return lambda block: (block.astype("<u4") << np.uint32(16)).view("<f4")
-    if source.itemsize == 1:
-        table = _table(source.name)
-        return lambda block: table[block]
-    return lambda block: block
-
-
-def _table(name: str) -> NDArray[np.float32]:
-    """The 256 values of an 8-bit float.
-
-    Sources: OCP 8-bit floating point (arXiv 2209.05433), for `fnuz` arXiv 2206.02915, for `e8m0` OCP
-    microscaling formats.
-    """
-    import numpy as np
-
-    bits = np.arange(256)
-    if name == "float8_e8m0fnu":  # an exponent alone
-        return np.where(bits == 255, np.nan, 2.0 ** (bits - 127)).astype("<f4")
-    exponent, one_zero = 5 if "e5m2" in name else 4, name.endswith("uz")
-    mantissa, bias = 7 - exponent, 2 ** (exponent - 1) - (0 if one_zero else 1)
-    sign = np.where(bits >> 7, -1.0, 1.0)
-    power, fraction = (bits >> mantissa) & (2**exponent - 1), (bits & (2**mantissa - 1)) / 2**mantissa
-    value = np.where(power > 0, (1 + fraction) * 2.0 ** (power - bias), fraction * 2.0 ** (1 - bias))
-    if one_zero:  # NaN where the negative zero would be, and no infinity
-        value = np.where(bits == 0x80, np.nan, value)
-    elif exponent == 5:  # infinities and NaNs as IEEE 754 has them
-        value = np.where(power == 31, np.where(fraction == 0, np.inf, np.nan), value)
-    else:  # one NaN of each sign and no infinity
-        value = np.where((bits & 0x7F) == 0x7F, np.nan, value)
-    return (sign * value).astype("<f4")
-
-
-def _to_ieee(block: NDArray[Any], out: NDArray[Any]) -> NDArray[np.int64] | None:
-    """Numpy floats into a narrower or wider IEEE type; returns which overflowed, None where none can have."""
-    import numpy as np
-
-    through = block.astype("<f4") if out.itemsize == 2 and block.itemsize == 8 else block
-    out[:] = through
-    if out.itemsize >= block.itemsize or _all_below(through, MAX_HALF if out.itemsize == 2 else MAX_FLOAT):
-        return None
-    return np.flatnonzero(np.isinf(out) & np.isfinite(block))
-
-
-class ToBfloat16:
-    """The same into bfloat16, which is the upper half of a float32: rounding may add 1 to that half.
-
-    It is added where the lower half is above a half step, or is a half step and the upper half is odd: where
-    the lower half, with the lowest bit of the upper one or-ed into it, is above a half step. So most passes
-    are over 16 bits.
-    """
-
-    def __init__(self, most: int) -> None:
-        """Makes room for blocks of so many elements."""
-        import numpy as np
-
-        self._low, self._sticky = np.empty(most, "<u2"), np.empty(most, "<u2")
-        self._up = np.empty(most, bool)
-
-    def __call__(self, block: NDArray[Any], out: NDArray[Any]) -> NDArray[np.int64] | None:
-        import numpy as np
-
-        single = block if block.itemsize == 4 else block.astype("<f4")
-        bits, n = single.view("<u4"), len(single)
-        low, sticky, up = self._low[:n], self._sticky[:n], self._up[:n]
-        np.right_shift(bits, np.uint32(16), out=out, casting="unsafe")
-        np.copyto(low, bits, casting="unsafe")
-        stays_finite = out.max() < 0xFF7F and out.view("<i2").max() < 0x7F7F  # negative, positive
-        np.bitwise_and(out, np.uint16(1), sticky)
-        sticky |= low
-        np.greater(sticky, np.uint16(0x8000), up)
-        out += up
-        if stays_finite:
-            return None
-        out[np.isnan(single)] = 0x7FC0  # the rounding carries some NaNs over into other numbers
-        return np.flatnonzero(((out & 0x7FFF) == 0x7F80) & np.isfinite(block))
-
-
-def _all_below(block: NDArray[Any], limit: float) -> bool:
-    """Whether all magnitudes are below a limit; NaN is not. Two passes that make no array."""
-    return bool(-limit < block.min() and block.max() < limit)
+    """Return what makes numpy floats, which hold every value of the type, of an array of its `carrier`."""
+    if source.name not in OF_ML_DTYPES:
+        return lambda block: block
+    kind = _numpy_type(source)
+    return lambda block: block.view(kind).astype("<f4")
 
 
 def count_non_finite(name: str, raw: memoryview) -> int:
-    """How many of the elements of a float type are NaN or infinite."""
+    """Return how many elements are NaN or infinite.
+
+    Args:
+        name: a float type, one of FLOATS.
+        raw: the elements, little-endian.
+    """
     import numpy as np
 
     values = reader(DTYPES[name])(np.frombuffer(raw, dtype=carrier(DTYPES[name])))

@@ -1,4 +1,4 @@
-"""A tensor that was saved in chunks, as one tensor whose values are put together when they are written.
+"""One tensor made of the chunks it was saved in; the values are put together when they are written.
 
 Ranks save the parts of a sharded tensor each for itself; a part is a box within the whole.
 """
@@ -25,22 +25,30 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box within a tensor: where it begins, and its values."""
+    """A box within a tensor.
+
+    Attributes:
+        begin: the box's first index in each dimension.
+        tensor: its values; the shape is the size of the box.
+    """
 
     begin: Index
     tensor: TensorRef
 
 
 def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[Part]) -> TensorRef:
-    """One tensor of its parts; nothing is read yet.
+    """Return one tensor made of parts; nothing is read yet.
 
     Args:
-        name, path: for messages.
+        name: the tensor's name, for messages.
+        path: the file's name, for messages.
+        dtype: the element type of all parts.
         shape: of the whole.
-        parts: all of the element type `dtype`, and none a view that repeats elements.
+        parts: boxes within the whole, in any order; none is a view that repeats elements.
 
     Raises:
-        BadTensor: the parts are not the whole, each element once.
+        BadTensor: the parts leave a gap, overlap or reach outside; or the whole is larger than any file, or
+            is cut in more than MAX_CUTS dimensions.
     """
     parts = [part for part in parts if part.tensor.numel]
     if extent(shape) * dtype.itemsize > MAX_BYTES or not _tile(shape, parts):
@@ -53,11 +61,11 @@ def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[
 
 
 def _tile(shape: Index, parts: Sequence[Part]) -> bool:
-    """Whether boxes fill a box without gap or overlap.
+    """Return whether boxes fill a box without gap or overlap.
 
     They do exactly when their corners, with alternating signs, cancel out to the corners of the whole: the
-    corners are the mixed derivative of what the boxes cover, and determine it. Dimensions that no box
-    is cut along need no look.
+    corners are the mixed derivative of the area that the boxes cover, and determine it. Dimensions along
+    which no box is cut are skipped.
     """
     boxes = [(part.begin, part.tensor.shape) for part in parts]
     if any(len(begin) != len(shape) for begin, _ in boxes):
@@ -82,7 +90,7 @@ def _add_corners(corners: Counter[Index], sides: Sequence[tuple[int, int]], sign
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """Makes the bytes of the whole, block by block; a block is a row-major stretch of it."""
+    """Make the bytes of the whole, block by block; a block is a row-major stretch of it."""
 
     name: str
     width: int
@@ -90,7 +98,7 @@ class _Whole:
     parts: Sequence[Part]
 
     def make(self, start: int, nbytes: int) -> Iterator[memoryview]:
-        """A stretch of the bytes."""
+        """Yield `nbytes` of the bytes from `start`."""
         stride = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
         for first, shape in blocks(self.shape, stride, CHUNK // self.width):
             begin = first * self.width
@@ -102,7 +110,7 @@ class _Whole:
                 yield block[max(0, start - begin) : start + nbytes - begin]
 
     def block(self, first: int, shape: Index, stride: Sequence[int]) -> bytearray:
-        """A block: the elements from the `first` on, in the last dimensions as many as `shape` says."""
+        """Return the elements from number `first` on, as many in the last dimensions as `shape` says."""
         out = bytearray(math.prod(shape) * self.width)
         low = tuple(first // step % n for step, n in zip(stride, self.shape, strict=True))
         size = (1,) * (len(low) - len(shape)) + shape
@@ -114,7 +122,7 @@ class _Whole:
         return out
 
     def scatter(self, out: bytearray, size: Index, begin: Index, part: TensorRef) -> None:
-        """Puts a part into a block of size `size`: runs of bytes that lie together in both."""
+        """Copy a part into a block of size `size`, in runs of bytes that lie together in both."""
         data = b"".join(stream(part))
         together = len(size)  # from this dimension on the part is as wide as the block
         while together and part.shape[together - 1] == size[together - 1]:
@@ -129,7 +137,7 @@ class _Whole:
 
 
 def _cut(part: Part, begin: Index, end: Index) -> TensorRef:
-    """The stretch of a part between two corners, given within the whole."""
+    """Return the box of a part between two corners, which are given within the whole."""
     tensor = part.tensor
     steps = sum((b - o) * s for b, o, s in zip(begin, part.begin, tensor.stride, strict=True))
     shape = tuple(map(sub, end, begin))

@@ -49,7 +49,7 @@ def _table() -> dict[str, DType]:
         ("complex64", 8, "ComplexFloatStorage", "C64"),
         ("complex32", 4, None, None),
         ("bcomplex32", 4, None, None),
-        # Quantised and bit types: kept as they are where the format can, understood no further.
+        # Quantised and bit types: kept as they are where the format can hold them, and not interpreted.
         ("qint8", 1, "QInt8Storage", None),
         ("quint8", 1, "QUInt8Storage", None),
         ("qint32", 4, "QInt32Storage", None),
@@ -84,7 +84,7 @@ REAL_TYPES = {
 
 
 def real_dtype(dtype: DType) -> DType:
-    """The type of the parts of a complex type; any other type itself."""
+    """Return the type of the parts of a complex type; for any other type itself."""
     return REAL_TYPES.get(dtype.name, dtype)
 
 

@@ -1,133 +1,25 @@
 """Where a tensor's bytes lie, and how they are shaped: no values, no torch.
 
-A `Source` is an open file, a `ByteRange` a stretch of it, a `Storage` what torch calls a storage (bytes that
-several tensors may share), and a `TensorRef` a tensor as a view of a storage. All are descriptions: reading
-a checkpoint of any size makes a few hundred bytes per tensor. A transform that changes values (another dtype)
-describes them too, as `Computed` bytes that are made when they are written.
+A `Storage` is what torch calls a storage: bytes that several tensors may share. A `TensorRef` is a tensor as
+a view of a storage. Both are descriptions: reading a checkpoint makes a few hundred bytes per tensor,
+whatever its size.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, make_dataclass
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
 
-from ..errors import Damaged, Unreadable
 from .dtypes import SIGNED, DType
+from .source import ByteRange as ByteRange
+from .source import Computed as Computed
+from .source import Source as Source
 
 MAX_BYTES = 2**63 - 1
 
 MAX_AXES = 64
 """Dimensions of a tensor; some operations of torch stop at 64."""
-
-
-class Source:
-    """A file opened for reading; closed by `close()` or with its last user.
-
-    `path` is for messages only: the descriptor is what is read, whatever happens to the name meanwhile.
-    """
-
-    __slots__ = ("_fd", "path", "size")
-
-    def __init__(self, path: str, fd: int) -> None:
-        self.path = path
-        self._fd = fd
-        self.size = os.fstat(fd).st_size
-
-    @property
-    def fd(self) -> int:
-        """The descriptor. Raises Unreadable after `close`."""
-        if self._fd < 0:
-            raise Unreadable(self.path, "is closed", hint="read its tensors inside the `with` block")
-        return self._fd
-
-    def read(self, offset: int, nbytes: int) -> bytes:
-        """Exactly these bytes. Raises Damaged when the file ends before them."""
-        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
-            raise Damaged(self.path, f"ends at byte {self.size}, before its stated contents do")
-        pieces = []
-        while nbytes:
-            piece = os.pread(self.fd, nbytes, offset)
-            if not piece:
-                raise Damaged(self.path, "the file became shorter while it was read")
-            pieces.append(piece)
-            offset += len(piece)
-            nbytes -= len(piece)
-        return b"".join(pieces)
-
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-    def __del__(self) -> None:
-        self.close()
-
-
-class ByteRange(NamedTuple):
-    """`nbytes` bytes of a file from `offset`."""
-
-    source: Source
-    offset: int
-    nbytes: int
-
-    @property
-    def path(self) -> str:
-        """The file, for messages."""
-        return self.source.path
-
-    def read(self) -> bytes:
-        return self.source.read(self.offset, self.nbytes)
-
-    def part(self, start: int, nbytes: int) -> ByteRange:
-        """A stretch of this range; the caller has checked that it lies inside."""
-        return ByteRange(self.source, self.offset + start, nbytes)
-
-    def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
-        """All bytes in order, through one buffer: each chunk is valid until the next is asked for."""
-        done = 0
-        while done < self.nbytes:
-            view = buffer[: min(len(buffer), self.nbytes - done)]
-            filled = 0
-            while filled < len(view):
-                moved = os.preadv(self.source.fd, [view[filled:]], self.offset + done + filled)
-                if not moved:
-                    raise Damaged(self.source.path, "the file became shorter while it was read")
-                filled += moved
-            done += filled
-            yield view
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """`nbytes` bytes that are made when asked for, always the same.
-
-    Attributes:
-        path: the file they come from, for messages.
-        make: `make(start, nbytes)` gives a stretch of them, in pieces that are valid until the next.
-        view: gives the true values of a tensor that is a view of them, little-endian, where that takes less
-            memory than all of them; None where it can't.
-        events: counts what there was to note beside the bytes, such as overflows, which only this process can
-            report; None if no other process should make a stretch of them.
-    """
-
-    path: str
-    nbytes: int
-    make: Callable[[int, int], Iterator[memoryview]]
-    view: Callable[[TensorRef], Iterator[memoryview]] | None = None
-    events: Callable[[], int] | None = None
-
-    def read(self) -> bytes:
-        return b"".join(bytes(piece) for piece in self.make(0, self.nbytes))
-
-    def part(self, start: int, nbytes: int) -> Computed:
-        """A stretch; the caller has checked that it lies inside and cuts no element."""
-        return Computed(self.path, nbytes, lambda at, count: self.make(start + at, count), events=self.events)
-
-    def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
-        """All bytes in order; the buffer is not needed."""
-        return self.make(0, self.nbytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -142,7 +34,7 @@ class Storage:
         location: the device it was saved from, `cpu` or `cuda:0`.
         crc32: CRC-32 of the bytes when the file states one, else None.
         byteorder: `little` or `big`.
-        origins: the storages whose bytes these are a part of, or are computed from.
+        origins: the storages that these bytes are a part of, or are computed from.
     """
 
     data: ByteRange | Computed
@@ -154,11 +46,12 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the storage."""
         return self.data.nbytes
 
 
 def extent(shape: Iterable[int]) -> int:
-    """The product of the sizes that are not 0, or MAX_BYTES + 1 when it is more than any file holds.
+    """Return the product of the sizes that are not 0, or MAX_BYTES + 1 when it is more than any file holds.
 
     A file may state thousands of sizes of 2^62: their true product would take minutes and have no use.
     """
@@ -171,20 +64,26 @@ def extent(shape: Iterable[int]) -> int:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The stride of each dimension in row-major order, as torch has it: a size of 0 counts as 1."""
+    """Return the stride of each dimension in row-major order, as torch has it: a size of 0 counts as 1."""
     stride = [1] * len(shape)
     for i in range(len(shape) - 2, -1, -1):
         stride[i] = stride[i + 1] * max(shape[i + 1], 1)
     return tuple(stride)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class TensorRef:
     """A tensor as a view of a storage, in torch's terms. Equal only to itself, like a tensor.
 
+    Never changed: a transform makes a new one by `dataclasses.replace`. It is not frozen, as making a frozen
+    one takes five times as long, and a file may have 100,000.
+
     Attributes:
+        storage: the bytes.
         dtype: element type.
-        shape, stride, offset: in elements; the stride of each dimension is ≥ 0.
+        shape: size of each dimension.
+        stride: step of each dimension, in elements, ≥ 0.
+        offset: first element within the storage.
         requires_grad: as saved.
         conj, neg: the lazy bits torch may save: the true values are the conjugate, or the negative, of the
             stored ones.
@@ -204,18 +103,18 @@ class TensorRef:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return 0 if 0 in self.shape else extent(self.shape)
 
     @property
     def view(self) -> tuple[object, ...]:
-        """What two tensors have in common when one is another name for the other."""
+        """A key that two tensors share exactly when one is another name for the other."""
         layout = (self.offset, self.shape, self.stride, self.conj, self.neg)
         return id(self.storage), self.dtype.name, *layout
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the values, whatever the storage holds beside them."""
+        """Bytes of the values, whatever else the storage holds."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -241,7 +140,7 @@ class TensorRef:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the values are one byte range of a file, little-endian, to be copied unseen."""
+        """Whether the values are one byte range of a file, little-endian, that can be copied as it is."""
         return self.is_stretch and not isinstance(self.storage.data, Computed)
 
     @property
@@ -251,7 +150,7 @@ class TensorRef:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte and end of the bytes looked at, within the storage; (0, 0) when there are none."""
+        """First byte and end of the bytes in use, within the storage; (0, 0) when there are none."""
         if not self.numel:
             return 0, 0
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -259,31 +158,16 @@ class TensorRef:
 
     @classmethod
     def contiguous(cls, storage: Storage, dtype: DType, shape: tuple[int, ...]) -> TensorRef:
-        """A tensor that begins with its storage and lies in row-major order."""
+        """Return a tensor that begins with its storage and lies in row-major order."""
         return cls(storage, dtype, shape, contiguous_stride(shape))
 
 
-# Objects of the same fields that may be set: making a frozen one takes five times as long.
-_Draft = make_dataclass(
-    "_Draft",
-    [(f.name, Any) if f.default is MISSING else (f.name, Any, f.default) for f in fields(TensorRef)],
-    slots=True,
-    eq=False,
-)
-
-
-def new_tensor(*args: Any) -> TensorRef:
-    """`TensorRef(*args)`, for the readers of files with very many tensors."""
-    draft: Any = _Draft(*args)
-    draft.__class__ = TensorRef
-    return draft  # type: ignore[no-any-return]
-
-
 class BadTensor(ValueError):
-    """A description that no tensor can have; reads on after "a tensor"."""
+    """A description that no tensor can have. Its text follows the words "a tensor"."""
 
 
 def is_count(value: object) -> TypeGuard[int]:
+    """Return whether a value is an int (no bool) from 0 to MAX_BYTES."""
     return type(value) is int and 0 <= value <= MAX_BYTES
 
 
@@ -299,13 +183,18 @@ def checked_tensor(
     *,
     room: int | None = None,
 ) -> TensorRef:
-    """A tensor as a file describes it, each of whose elements lies in its storage.
+    """Return a tensor as a file describes it, each of whose elements lies in its storage.
 
     Args:
-        room: bytes of the storage that it may use; all when None.
+        storage: the bytes.
+        dtype: element type.
+        shape, stride, offset: whatever the file holds in their places, of any type.
+        requires_grad, conj, neg: as for TensorRef.
+        room: bytes of the storage that the tensor may use; all when None.
 
     Raises:
-        BadTensor: malformed, negative, overflowing, or reaching past the storage.
+        BadTensor: shape and stride are no tuples of one length up to MAX_AXES; a number is no int, negative
+            or larger than MAX_BYTES; a lazy bit does not fit the dtype; an element lies past `room`.
     """
     room = storage.nbytes if room is None else room
     counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride) <= MAX_AXES

@@ -1,8 +1,8 @@
 """The values of a strided view in row-major order, copied by strided slices, whose loops run in C.
 
 Memory holds a block of the result and a window of the file, whatever the layout. A row of a transposed matrix
-lies scattered over the whole file, and every page that is mapped counts as memory: so a block is gathered
-tile by tile, each of which uses one window.
+lies scattered over the whole file, and every mapped page counts as memory. So a block is gathered tile by
+tile, each of which needs one window.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ Sizes = tuple[int, ...]
 
 
 def gathered(tensor: TensorRef, chunk: int) -> Iterator[memoryview]:
-    """Row-major values of a strided view as they are stored, in pieces of at most `chunk` bytes.
+    """Yield the row-major values of a strided view as they are stored.
 
-    Each is valid until the next. Memory holds some chunks: a block of the result and a window of the file.
+    Args:
+        tensor: any layout but a scalar; its lazy bits and byte order are left as they are.
+        chunk: bytes of a piece at most. Memory holds about BLOCK + WINDOW times as much.
+
+    Yields:
+        Pieces, each valid until the next.
 
     Raises:
-        Damaged: the file ends early.
+        Damaged: the file became shorter since it was opened.
     """
     width, shape, stride = tensor.dtype.itemsize, tensor.shape, tensor.stride
     offset = tensor.offset
@@ -55,7 +60,7 @@ def gathered(tensor: TensorRef, chunk: int) -> Iterator[memoryview]:
 
 
 def _coalesced(shape: Sizes, stride: Sizes) -> tuple[Sizes, Sizes]:
-    """The same elements in the same order with fewer axes: those that lie together become one."""
+    """Return a shape and stride of the same elements in the same order, axes that lie together as one."""
     sizes, steps = [shape[0]], [stride[0]]
     for size, step in zip(shape[1:], stride[1:], strict=True):
         if steps[-1] == size * step or sizes[-1] == 1:
@@ -67,7 +72,15 @@ def _coalesced(shape: Sizes, stride: Sizes) -> tuple[Sizes, Sizes]:
 
 
 def blocks(shape: Sequence[int], stride: Sequence[int], most: int) -> Iterator[tuple[int, Sizes]]:
-    """Cuts an array into row-major blocks of at most `most` elements: (first element, shape)."""
+    """Cut an array into row-major blocks.
+
+    Args:
+        shape, stride: of the array, in elements.
+        most: elements of a block at most.
+
+    Yields:
+        The number of a block's first element, and its shape in the last dimensions.
+    """
     cut = len(shape) - 1  # the dimension that is cut into runs of rows; those after it stay whole
     while cut > 0 and math.prod(shape[cut:]) <= most:
         cut -= 1
@@ -80,14 +93,14 @@ def blocks(shape: Sequence[int], stride: Sequence[int], most: int) -> Iterator[t
 
 
 def _fill(block: memoryview, tensor: TensorRef, start: int, shape: Sizes, stride: Sizes, most: int) -> None:
-    """Makes a block of the result: the elements from number `start` of the storage on, `most` at a time."""
+    """Fill a block of the result with the elements from number `start` of the storage, `most` at a time."""
     width = block.itemsize
     block_stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     for tile in _tiles(_Tile(start, 0, shape), stride, block_stride, most):
         span = 1 + sum((n - 1) * s for n, s in zip(tile.shape, stride, strict=True))
         target = block[tile.place :]
         with (
-            _looked_at(tensor, tile.start * width, (tile.start + span) * width) as window,
+            _window(tensor, tile.start * width, (tile.start + span) * width) as window,
             window.cast(FORMATS[width]) as elements,
         ):
             if _is_turned(tile.shape, stride, span):
@@ -98,16 +111,16 @@ def _fill(block: memoryview, tensor: TensorRef, start: int, shape: Sizes, stride
 
 
 def _is_turned(shape: Sizes, stride: Sizes, span: int) -> bool:
-    """Whether the last axis is not the one along which elements lie close, and runs are long along both."""
+    """Return whether elements lie closest along another axis than the last, in runs long enough to stage."""
     turned = stride[-1] > min(stride)
     return turned and math.prod(shape) <= span and min(shape) >= LONG_ENOUGH
 
 
 def _staged(elements: memoryview, shape: Sizes, stride: Sizes) -> tuple[memoryview, Sizes]:
-    """A tile close together: rows that are far apart, often by a power of 2, do not fit a cache at once.
+    """Return a compact copy of a tile: rows far apart, often by a power of 2, evict each other from a cache.
 
-    Its axes keep the order that they have in the file, so that whole runs are copied; that runs are of odd
-    length puts those that are read in turn into different lines of the cache.
+    Its axes keep their order in the file, so that whole runs are copied. Runs have an odd length, so that
+    those read in turn fall into different cache lines.
     """
     order = sorted(range(len(shape)), key=stride.__getitem__)
     steps, size = [0] * len(shape), 1
@@ -120,7 +133,7 @@ def _staged(elements: memoryview, shape: Sizes, stride: Sizes) -> tuple[memoryvi
 
 
 class _Tile(NamedTuple):
-    """Part of a block: its first element in the storage and in the block."""
+    """A part of a block: its first element in the storage and in the block, and its shape."""
 
     start: int
     place: int
@@ -128,7 +141,7 @@ class _Tile(NamedTuple):
 
 
 def _tiles(tile: _Tile, stride: Sizes, out_stride: Sizes, most: int) -> Iterator[_Tile]:
-    """Cuts a block so that the elements of each tile lie within `most` elements of the storage."""
+    """Cut a block into tiles, each of whose elements lie within `most` elements of the storage."""
     reach = [(n - 1) * s for n, s in zip(tile.shape, stride, strict=True)]
     if sum(reach) < most:
         yield tile
@@ -142,10 +155,10 @@ def _tiles(tile: _Tile, stride: Sizes, out_stride: Sizes, most: int) -> Iterator
 
 
 @contextmanager
-def _looked_at(tensor: TensorRef, begin: int, end: int) -> Iterator[memoryview]:
-    """A stretch of a tensor's storage: a mapping of the file, which leaves memory with it, or bytes made."""
+def _window(tensor: TensorRef, begin: int, end: int) -> Iterator[memoryview]:
+    """Give the bytes of a tensor's storage from `begin` to `end`: mapped from the file, or computed."""
     where, size = tensor.storage.data, tensor.dtype.itemsize
-    if isinstance(where, Computed):  # which makes whole elements
+    if isinstance(where, Computed):  # only whole elements can be made
         whole = memoryview(where.part(begin - begin % size, end + -end % size - begin + begin % size).read())
         yield whole[begin % size :][: end - begin]
         return
@@ -167,11 +180,11 @@ def _copy(
     out_stride: Sizes,
     inner: int | None = None,
 ) -> None:
-    """Copies a strided array onto another one, run by run along one axis: a loop in C."""
+    """Copy a strided array onto another one, run by run along one axis; each run is a loop in C."""
     if len(shape) == 1:
         shape, stride, out_stride = (1, *shape), (0, *stride), (0, *out_stride)
     axes = sorted(range(len(shape)), key=shape.__getitem__)
-    if inner is None:  # what is written lies together, unless another axis is much longer
+    if inner is None:  # write contiguous runs, unless another axis is much longer
         inner = len(shape) - 1 if shape[-1] >= LONG_ENOUGH else axes[-1]
     axes.remove(inner)
     *outer, middle = axes

@@ -1,4 +1,4 @@
-"""torch tensors made of places in files. Imports torch when it is called."""
+"""torch tensors that view files. Imports torch when it is called."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ if TYPE_CHECKING:
 
 
 def live_tensors(tensors: Mapping[str, TensorRef]) -> dict[str, torch.Tensor]:
-    """torch tensors that view the file through a private mapping: nothing is read until it is used.
+    """Return torch tensors that view the file through a private mapping: nothing is read until it is used.
 
     Tensors that share a storage in the file share memory here. Values that are not plain bytes of the file
-    (lazy bits, big-endian, an address the processor would not like) are read at once.
+    (lazy bits, big-endian, computed, misaligned) are read at once.
 
     Args:
         tensors: name -> tensor, any layout.
 
+    Returns:
+        name -> torch tensor of the same dtype, shape and stride, on the CPU.
+
     Raises:
         Unsupported: an element type that this torch does not have.
+        Refused: a tensor that must be read expands its storage by more than 1 GiB.
+        Damaged: a file that must be read ends early.
     """
     import torch
 
@@ -62,12 +67,12 @@ def _torch_dtype(name: str, tensor: TensorRef) -> torch.dtype:
 
 
 def _mappable(data: ByteRange | Computed, tensor: TensorRef) -> TypeGuard[ByteRange]:
-    """Whether memory may be the file itself: bytes that are there, at an address fit for the elements."""
+    """Return whether the file can be mapped as the tensor: its bytes are there, aligned to the elements."""
     return isinstance(data, ByteRange) and data.offset % tensor.dtype.part == 0
 
 
 def _mapped(data: ByteRange, maps: dict[int, mmap.mmap]) -> torch.UntypedStorage:
-    """A storage over a mapping of its file; writing to it changes memory, never the file."""
+    """Return a storage over a mapping of its file; writing to it changes memory, never the file."""
     import torch
 
     if id(data.source) not in maps:

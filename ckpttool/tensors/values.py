@@ -1,6 +1,6 @@
 """The true values of a tensor as bytes: row-major, little-endian, lazy bits resolved, without torch.
 
-Most tensors are one byte range and are copied unseen (`TensorRef.is_plain`). This is for the others:
+Most tensors are one byte range and are copied as they are (`TensorRef.is_plain`). This is for the others:
 transposed and expanded views, channels-last layouts, conjugate and negative views, big-endian files.
 """
 
@@ -14,13 +14,13 @@ from .ref import Computed, TensorRef
 from .strided import gathered
 
 CHUNK = 1 << 20
-"""Bytes handed out at a time."""
+"""Bytes of a piece of values."""
 
 MAX_EXPANSION = 1 << 30
 """Bytes by which a tensor may outgrow its storage when written out (stride 0 repeats elements for free)."""
 
 MAX_REPEATED = 1 << 36
-"""The same for values that are read and not written: a file may promise more than anyone can wait for."""
+"""Bytes by which a tensor that is only read may outgrow its storage: more may never finish."""
 
 FLIP_SIGN = bytes(i ^ 0x80 for i in range(256))
 
@@ -28,7 +28,17 @@ FLIP_SIGN = bytes(i ^ 0x80 for i in range(256))
 def require_bounded(
     name: str, tensor: TensorRef, most: int = MAX_EXPANSION, *, hint: str | None = None
 ) -> None:
-    """Raises Refused, with this hint, where a view's values outgrow its storage by more than `most` bytes."""
+    """Refuse a view whose values outgrow its storage.
+
+    Args:
+        name: the tensor's, for the message.
+        tensor: any layout.
+        most: bytes by which the values may outgrow the storage.
+        hint: of the error.
+
+    Raises:
+        Refused: they outgrow it by more.
+    """
     if tensor.nbytes > tensor.storage.nbytes + most:
         raise Refused(
             tensor.storage.data.path,
@@ -38,26 +48,29 @@ def require_bounded(
 
 
 def without_repeats(tensor: TensorRef) -> tuple[TensorRef, int]:
-    """The tensor with what a stride of 0 repeats there once, and how often each element was there."""
+    """Return the tensor without the repeats of strides of 0, and how often each of its elements was there."""
     shape = tuple(n if step else min(n, 1) for n, step in zip(tensor.shape, tensor.stride, strict=True))
     once = replace(tensor, shape=shape)
     return once, tensor.numel // once.numel if once.numel else 1
 
 
 def stream(tensor: TensorRef, *, buffer: memoryview | None = None) -> Iterator[memoryview]:
-    """The values of one tensor, in chunks of at most 1 MiB, each valid until the next.
+    """Yield the values of one tensor.
 
     Args:
         tensor: any layout, however often it repeats its elements: see `require_bounded`.
-        buffer: what to read to, in chunks of its size, where that is all there is to do; new when None.
+        buffer: memory to read contiguous values into, in chunks of its size; new when None.
+
+    Yields:
+        Row-major, little-endian values, 1 MiB at a time at most, each chunk valid until the next.
 
     Raises:
         Damaged: the file ends early.
     """
     where = tensor.storage.data
     if tensor.is_contiguous:
-        room = memoryview(bytearray(min(CHUNK, tensor.nbytes))) if buffer is None else buffer
-        pieces: Iterator[memoryview] = tensor.data.chunks(room)
+        buffer = memoryview(bytearray(min(CHUNK, tensor.nbytes))) if buffer is None else buffer
+        pieces: Iterator[memoryview] = tensor.data.chunks(buffer)
     elif isinstance(where, Computed) and where.view is not None:
         yield from where.view(tensor)
         return
@@ -68,13 +81,11 @@ def stream(tensor: TensorRef, *, buffer: memoryview | None = None) -> Iterator[m
 
 
 def in_pieces(tensor: TensorRef, nbytes: int) -> Iterator[bytes | bytearray]:
-    """The values in pieces of so many bytes, the last of what is left, whatever the chunks of `stream` are.
-
-    So that tensors of several files, and of several types, can be looked at in step.
+    """Yield the values in pieces of one size, so that tensors of several files can be read in step.
 
     Args:
         tensor: as for `stream`.
-        nbytes: of a piece; whole elements.
+        nbytes: of a piece; whole elements. The last piece has what is left.
 
     Raises:
         Damaged: the file ends early.
@@ -95,7 +106,7 @@ def in_pieces(tensor: TensorRef, nbytes: int) -> Iterator[bytes | bytearray]:
 
 
 def stretches(tensor: TensorRef, first: int, count: int) -> Iterator[TensorRef]:
-    """`count` elements from `first` on, in row-major order, as views; whole rows where possible."""
+    """Yield views of `count` elements from number `first`, in row-major order, of whole rows if possible."""
     if count == tensor.numel:
         yield tensor
         return
@@ -114,7 +125,7 @@ def stretches(tensor: TensorRef, first: int, count: int) -> Iterator[TensorRef]:
 
 
 def _resolve(tensor: TensorRef, piece: memoryview) -> memoryview:
-    """Byte order first, then the sign bits that the lazy conjugate and negative mean."""
+    """Apply the byte order first, then the signs of the lazy conjugate and negative."""
     part = tensor.dtype.part
     if not (tensor.is_swapped or tensor.neg or tensor.conj):
         return piece
@@ -130,6 +141,6 @@ def _resolve(tensor: TensorRef, piece: memoryview) -> memoryview:
 
 
 def swap(data: bytearray, part: int) -> None:
-    """Turns the bytes of each part of an element the other way round."""
+    """Reverse the bytes of each element part of `part` bytes, in place."""
     for i in range(part // 2):
         data[i::part], data[part - 1 - i :: part] = data[part - 1 - i :: part], data[i::part]

@@ -1,0 +1,1 @@
+"""Checkpoint to Checkpoint, pure: keys, selection, layout, optimizer state, averages."""

@@ -1,18 +1,23 @@
-"""The mean of several checkpoints: a model whose every number is the mean of theirs."""
+"""The mean of several checkpoints, tensor by tensor."""
 
 from __future__ import annotations
 
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
+from ..checkpoint.state import State
 from ..checkpoint.states import MEAN, VARIANCE
+from ..checkpoint.tensor_likes import require_plain
 from ..errors import Refused, UsageFault
-from ..files.threads import in_order
-from ..inert_pickle.values import remade, tensor_of, with_tensor
+from ..formats.opened import File
+from ..formats.reading import open as open_checkpoint
+from ..inert_pickle.values import remade
 from ..tensors.dtypes import DType, real_dtype
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
@@ -24,22 +29,27 @@ INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 1
 BLOCK = 1 << 16
 """Elements averaged at a time."""
 
-WORKERS = 1
-"""Threads beside the one that writes: each step of a mean is so short that more of them only wait for the
-GIL."""
+SMALL = 1 << 14
+"""Bytes of a tensor that is averaged together with others: few elements take as long as thousands."""
+
+BATCH = 1 << 18
+"""Bytes of small tensors averaged together."""
+
+HELD = 16
+"""Batches whose means are held: a file may have its tensors in another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """What was averaged.
+    """The outcome of an average.
 
     Attributes:
-        files: how many.
+        files: the number of inputs.
         averaged: names of the tensors that hold means.
-        kept: names of integers and booleans that were the same in all files.
-        taken: names of integers and booleans that differ, and are those of the last file.
-        statistics: names of BatchNorm's running statistics among the means: a model that is an average has
-            others of its own, which only data can give.
+        kept: names of integer and boolean tensors that are the same in all files.
+        taken: names of integer and boolean tensors that differ, and are taken from the last file.
+        statistics: names of BatchNorm's running statistics among the means. An averaged model has others of
+            its own, which only data can give.
     """
 
     files: int
@@ -50,26 +60,37 @@ class Averaged:
 
 
 def average(
-    checkpoints: Sequence[Checkpoint], *, weights: Sequence[float] | None = None, state: str | None = None
+    files: Sequence[File], *, weights: Sequence[float] | None = None, state: str | None = None
 ) -> tuple[Checkpoint, Averaged]:
-    """A checkpoint of only the model's state, whose values are the means, computed when they are written.
+    """Return a checkpoint of the model's state alone, whose values are means, computed when they are written.
 
-    Floats and complex numbers are added in pairs of float64 and rounded once, half to even; `mean`
-    says what that guarantees. Integers and booleans (BatchNorm's counters) are never averaged: where the
-    files differ, the last one's are taken. Names that share a tensor in every file share it here.
+    Floats and complex numbers are added in pairs of float64 and rounded once, half to even; `mean` states
+    what that guarantees. Integers and booleans, such as BatchNorm's counters, are never averaged: when the
+    files differ, the last one's are taken. Names that share a tensor in every file share it in the result.
 
     Args:
-        checkpoints: two or more, kept open until the result is saved.
-        weights: one per checkpoint, at least 0, not all 0; all equal when None.
+        files: two or more paths, or open checkpoints, which must stay open until the result is saved.
+        weights: one per file, at least 0, not all 0; all equal when None.
         state: dotted path of the model's state in each; found when None.
 
+    Returns:
+        The new checkpoint, whose values lie in the files until it is saved, and which tensors are means.
+
     Raises:
-        UsageFault: fewer than two checkpoints, or invalid weights.
-        Refused: names, types or shapes differ, or a type that can't be averaged.
-        NoState.
+        TypeError: `files` is one path or one checkpoint.
+        UsageFault: fewer than two files, or malformed weights.
+        Refused: names, types or shapes differ; or a tensor has a type that can't be averaged, or is sharded,
+            sparse, quantised or the like.
+        NoState: a file holds no state, or none at `state`.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
-    shares = _checked(weights, len(checkpoints))
+    if isinstance(files, Checkpoint | str | os.PathLike):
+        raise TypeError("average() takes a list of paths or checkpoints: ckpttool.average([a, b])")
+    shares = _checked(weights, len(files))
+    checkpoints = [file if isinstance(file, Checkpoint) else open_checkpoint(file) for file in files]
     states = [checkpoint.state(state) for checkpoint in checkpoints]
+    for checkpoint, found in zip(checkpoints, states, strict=True):
+        require_plain(checkpoint.path, found.likes, "can't be averaged")
     for checkpoint, found in zip(checkpoints[:-1], states[:-1], strict=True):
         _require_same(checkpoint, found, checkpoints[-1], states[-1])
     last, work = states[-1], _Averaging(states, shares)
@@ -108,7 +129,7 @@ def _require_same(one: Checkpoint, a: State, other: Checkpoint, b: State) -> Non
 
 
 class _Averaging:
-    """One average: what became of each tensor, and the storages that names share."""
+    """The work of one average: the outcome for each tensor, and the storages that names share."""
 
     def __init__(self, states: list[State], weights: list[float]) -> None:
         self.states, self.weights = states, weights
@@ -116,13 +137,15 @@ class _Averaging:
         self.kept: list[str] = []
         self.taken: list[str] = []
         self.storages: dict[tuple[object, ...], Storage] = {}
+        self.batches: dict[str, _Batch] = {}  # to which tensors of a type are added
+        self.held = lru_cache(HELD)(_Batch.means)
 
     def entry(self, name: str, value: object) -> object:
-        """What the result has for an entry of the last file's state."""
-        tensor = tensor_of(value)
+        """Return the result's value for an entry of the last file's state."""
+        tensor = plain_tensor(value)
         if tensor is None:
             return value
-        return with_tensor(value, self.tensor(name, tensor))
+        return with_plain_tensor(value, self.tensor(name, tensor))
 
     def tensor(self, name: str, last: TensorRef) -> TensorRef:
         inputs = [state.tensors[name] for state in self.states]
@@ -142,13 +165,56 @@ class _Averaging:
         self.averaged.append(name)
         views = tuple(each.view for each in inputs)
         if views not in self.storages:
-            make = partial(_means, inputs, self.weights, part)
-            origins = tuple(each.storage for each in inputs)
-            data = Computed(last.storage.data.path, last.nbytes, make)
             kind = last.dtype.storage or "UntypedStorage"
-            self.storages[views] = Storage(data, kind, last.storage.location, origins=origins)
+            origins = tuple(each.storage for each in inputs)
+            self.storages[views] = Storage(
+                self._computed(inputs, part), kind, last.storage.location, origins=origins
+            )
         new = TensorRef.contiguous(self.storages[views], last.dtype, last.shape)
         return replace(new, requires_grad=last.requires_grad)
+
+    def _computed(self, inputs: list[TensorRef], part: DType) -> Computed:
+        """Return the bytes of the means of one tensor; small plain tensors share a batch."""
+        path, nbytes = inputs[-1].storage.data.path, inputs[-1].nbytes
+        if nbytes > SMALL or not all(each.is_plain for each in inputs):
+            make = partial(_means, inputs, self.weights, part)
+            return Computed(path, nbytes, make, is_divisible=all(each.is_contiguous for each in inputs))
+        batch = self.batches.get(part.name)
+        if batch is None or batch.nbytes > BATCH:
+            self.batches[part.name] = batch = _Batch(self.weights, part)
+        return Computed(path, nbytes, partial(_stretch_of, self.held, batch, batch.add(inputs)))
+
+
+class _Batch:
+    """Small tensors of one type whose means are computed together.
+
+    Attributes:
+        nbytes: bytes of all of them.
+    """
+
+    def __init__(self, weights: list[float], part: DType) -> None:
+        self.nbytes = 0
+        self._weights, self._part = weights, part
+        self._tensors: list[list[TensorRef]] = []
+
+    def add(self, inputs: list[TensorRef]) -> int:
+        """Add a tensor of each file; return where its means begin."""
+        start = self.nbytes
+        self._tensors.append(inputs)
+        self.nbytes += inputs[-1].nbytes
+        return start
+
+    def means(self) -> memoryview:
+        """Return the bytes of all means."""
+        by_file = zip(*self._tensors, strict=True)
+        raw = [memoryview(b"".join(each.data.read() for each in tensors)) for tensors in by_file]
+        return mean(raw, self._weights, self._part)
+
+
+def _stretch_of(
+    held: Callable[[_Batch], memoryview], batch: _Batch, first: int, start: int, nbytes: int
+) -> Iterator[memoryview]:
+    yield held(batch)[first + start : first + start + nbytes]
 
 
 def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
@@ -161,7 +227,7 @@ def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
 def _means(
     inputs: list[TensorRef], weights: list[float], part: DType, start: int, nbytes: int
 ) -> Iterator[memoryview]:
-    """A stretch of the means' bytes; where the inputs are contiguous nothing before it is read."""
+    """Yield a stretch of the means' bytes; of contiguous inputs, nothing before it is read."""
     if all(each.is_contiguous for each in inputs):
         flat = [_stretch(each, start, nbytes) for each in inputs]
         start = 0
@@ -170,24 +236,21 @@ def _means(
     together = zip(*(in_pieces(each, BLOCK * part.itemsize) for each in flat), strict=True)
     end = start + nbytes
     at = 0
-    for piece in in_order(_jobs(together, weights, part), WORKERS):
-        begin, at = at, at + len(piece)
-        if at > start and begin < end:
+    for block in together:
+        if at >= end:
+            return
+        begin, at = at, at + len(block[0])
+        if at > start:
+            piece = mean([memoryview(one) for one in block], weights, part)
             piece = piece[max(start - begin, 0) : end - begin]
             yield _swapped(piece, part) if inputs[-1].is_swapped else piece
 
 
 def _swapped(piece: memoryview, part: DType) -> memoryview:
-    """In the order of bytes of the last file, in which all storages of an output must agree."""
+    """Return a big-endian piece, as the last file's storages are: a file has one byte order."""
     import numpy as np
 
     return memoryview(np.frombuffer(piece, dtype=f"<u{part.itemsize}").byteswap().view("u1"))
-
-
-def _jobs(
-    blocks: Iterator[tuple[bytes | bytearray, ...]], weights: list[float], part: DType
-) -> Iterator[Callable[[], memoryview]]:
-    return (partial(mean, [memoryview(one) for one in block], weights, part) for block in blocks)
 
 
 def _stretch(tensor: TensorRef, start: int, nbytes: int) -> TensorRef:

@@ -1,4 +1,4 @@
-"""Complex tensors as pairs of real ones, `NAME.real` and `NAME.imag`, and such pairs as complex tensors."""
+"""Complex tensors split into pairs of real ones, `NAME.real` and `NAME.imag`, and pairs joined again."""
 
 from __future__ import annotations
 
@@ -6,26 +6,79 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from ..errors import Collision
-from ..inert_pickle.values import tensor_of
+from ..checkpoint.argument import takes_checkpoint
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.rebuilt_tensors import plain_tensor
+from ..errors import Collision, NothingToDo
 from ..tensors.dtypes import DTYPES, REAL_TYPES
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.strided import FORMATS
 from ..tensors.values import CHUNK, require_bounded, stream, stretches, swap
+from .selection import replace_state
 
 SPLIT = {name: part for name, part in REAL_TYPES.items() if name != "bcomplex32"}
-"""What is split, and so joined: few versions of torch have the other one."""
+"""The complex types that are split, with the types of their parts. Few versions of torch have bcomplex32."""
 
 WHOLES = {part.name: DTYPES[name] for name, part in SPLIT.items()}
+"""The complex type of each type of parts."""
 
 Container = dict[object, object]
 
 
-def split(old: Container, names: Collection[str]) -> Container:
-    """A state with each of these tensors as two, which are views of its storage. Raises Collision."""
+@takes_checkpoint
+def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return a checkpoint with each complex tensor of its state as two real ones: `NAME.real`, `NAME.imag`.
+
+    The parts are views of the complex storage: nothing is computed but the sign of a conjugate.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        state: dotted path of the model's state; found when None.
+
+    Returns:
+        The new checkpoint, and the names of the tensors that were split.
+
+    Raises:
+        NothingToDo: no tensor is complex.
+        Collision: the name of a part is taken.
+        NoState: the file holds no state, or none at `state`.
+    """
+    found = checkpoint.state(state)
+    names = tuple(name for name, tensor in found.tensors.items() if tensor.dtype.name in SPLIT)
+    if not names:
+        raise NothingToDo(f"{checkpoint.path}: no tensor is complex")
+    return replace_state(checkpoint, found, lambda old: _split(old, names)), names
+
+
+@takes_checkpoint
+def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
+    """Return a checkpoint with each pair `NAME.real`, `NAME.imag` as one complex tensor.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        state: dotted path of the model's state; found when None.
+
+    Returns:
+        The new checkpoint, and the names of the tensors that were joined.
+
+    Raises:
+        NothingToDo: there is no such pair of float tensors of the same shape.
+        Collision: NAME already exists.
+        NoState: the file holds no state, or none at `state`.
+    """
+    found = checkpoint.state(state)
+    names = _pairs(found.tensors)
+    if not names:
+        raise NothingToDo(f"{checkpoint.path}: no pair of tensors NAME.real and NAME.imag")
+    new = replace_state(checkpoint, found, lambda old: _join(old, found.tensors, names))
+    return new, names
+
+
+def _split(old: Container, names: Collection[str]) -> Container:
+    """Return a state with each named tensor as two views of its storage. Raises Collision."""
     new: Container = type(old)()
     for key, value in old.items():
-        tensor = tensor_of(value)
+        tensor = plain_tensor(value)
         parts = {str(key): value} if tensor is None or key not in names else _parts(str(key), tensor)
         for name, part in parts.items():
             if name in new or (name != key and name in old):
@@ -46,8 +99,8 @@ def _parts(name: str, tensor: TensorRef) -> dict[str, object]:
     return {f"{name}.real": real, f"{name}.imag": imag}
 
 
-def pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
-    """The names of which there are both parts, of one float type and one shape."""
+def _pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
+    """Return the names whose both parts are there, of one float type and one shape."""
     return tuple(
         key.removesuffix(".real")
         for key, real in tensors.items()
@@ -55,9 +108,9 @@ def pairs(tensors: Mapping[str, TensorRef]) -> tuple[str, ...]:
     )
 
 
-def join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[str]) -> Container:
-    """A state with each of these pairs as one complex tensor. Raises Collision."""
-    joined: dict[object, TensorRef] = {}  # pairs that are other names of one pair share what they become
+def _join(old: Container, tensors: Mapping[str, TensorRef], names: Collection[str]) -> Container:
+    """Return a state with each named pair as one complex tensor. Raises Collision."""
+    joined: dict[object, TensorRef] = {}  # tied pairs become tied tensors
     new: Container = type(old)()
     for name in names:
         if name in old:
@@ -85,7 +138,7 @@ def _is_pair(real: TensorRef, imag: TensorRef | None) -> bool:
 
 
 def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
-    """The complex tensor whose storage both parts already use, as `split_complex` makes them."""
+    """Return the complex tensor whose storage both parts are views of; None when they are not."""
     dtype, old = WHOLES[real.dtype.name], real.storage
     steps = [step if size > 1 else 0 for size, step in zip(real.shape, real.stride, strict=True)]
     if replace(imag, offset=real.offset, neg=real.neg).view != real.view or imag.offset != real.offset + 1:
@@ -102,7 +155,7 @@ def _as_one(real: TensorRef, imag: TensorRef) -> TensorRef | None:
 
 
 def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
-    """A complex tensor whose elements are made of the two parts, element by element."""
+    """Return a complex tensor whose elements are computed from the two parts."""
     for part in (real, imag):
         require_bounded(name, part)
     dtype, old = WHOLES[real.dtype.name], real.storage
@@ -132,7 +185,7 @@ def _whole(name: str, real: TensorRef, imag: TensorRef) -> TensorRef:
 def _in_step(
     left: Iterator[memoryview], right: Iterator[memoryview], size: int
 ) -> Iterator[tuple[memoryview, memoryview]]:
-    """Two streams of the same length in pieces of the same size, of at most `size` bytes."""
+    """Yield two streams of the same length in pieces of the same size, of at most `size` bytes."""
     a = b = memoryview(b"")
     while True:
         a, b = a or next(left, a), b or next(right, b)

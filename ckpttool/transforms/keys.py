@@ -1,41 +1,46 @@
-"""Names in a checkpoint changed: wrappers' prefixes removed and added, and other renamings.
+"""Checkpoints under other names: wrappers' prefixes stripped or added, and keys renamed by expressions.
 
-A renaming is applied to all that carries the names: the state and its copies, torch's `_metadata`, and the
+A renaming covers everything that carries the names: the state and its copies, torch's `_metadata`, and the
 parameter names inside optimizers.
 """
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ..checkpoint.checkpoint import Checkpoint, State, make_state
+from ..checkpoint.argument import takes_checkpoint
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.state import State
 from ..checkpoint.states import follow, is_optimizer
 from ..errors import NothingToDo
 from ..inert_pickle.values import OrderedDict_, remade
-from .optimizer import rename_parameters
-from .renaming import PREFIXES, checked, parent
-from .renaming import Renaming as Renaming
-from .renaming import add_names as add_names
-from .renaming import rename_names as rename_names
-from .renaming import strip_names as strip_names
-from .wrappers import WRAPPERS as WRAPPERS
-from .wrappers import FoundPrefix as FoundPrefix
-from .wrappers import found_prefixes as found_prefixes
-from .wrappers import inner_prefixes as inner_prefixes
+from .optimizer_renaming import rename_parameters
+from .renaming import MAX_LEVELS, Renaming, add_names, parent, rename_names, strip_names
+from .wrappers import found_prefixes, inner_prefixes
 
 
+@takes_checkpoint
 def rename_keys(
     checkpoint: Checkpoint, rules: Iterable[tuple[str, str]], *, state: str | None = None
 ) -> tuple[Checkpoint, Renaming]:
-    """A checkpoint whose keys are renamed by regular expressions.
+    """Return a checkpoint whose keys are renamed by regular expressions.
 
-    Where no state is named, the state's copies (an average of it) are renamed with it.
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        rules: (expression, replacement) pairs, applied to each key in order as `re.sub` does.
+        state: dotted path of the model's state. When None it is found, and its copies, such as an average,
+            are renamed too.
+
+    Returns:
+        The new checkpoint, whose tensors are still those of the old file, and the new name of each key.
 
     Raises:
         NothingToDo: no key changes.
-        UsageFault, Collision, NoState.
+        UsageFault: an expression or replacement is malformed.
+        Collision: two keys, or two parameters of an optimizer, would get the same name, or a key none.
+        NoState: the file holds no state, or none at `state`.
     """
     found, rules = checkpoint.state(state), list(rules)
     renaming = rename_names(_keys(found), rules)
@@ -46,6 +51,7 @@ def rename_keys(
     return _apply(checkpoint, found, renaming, [(copy, rename_names(_keys(copy), rules)) for copy in copies])
 
 
+@takes_checkpoint
 def strip_prefix(
     checkpoint: Checkpoint,
     prefix: str = "module.",
@@ -55,21 +61,26 @@ def strip_prefix(
     drop: Iterable[str] = (),
     state: str | None = None,
 ) -> tuple[Checkpoint, Renaming]:
-    """A checkpoint without a wrapper's prefix on the keys that carry it.
-
-    Where no state is named, all states of the file that carry the prefix lose it.
+    """Return a checkpoint without a wrapper's prefix on the keys that carry it.
 
     Args:
-        prefix, repeat, anywhere: as for `strip_names`.
-        drop: keys of the state to leave out, as a wrapper's own `n_averaged`; they are not in the renaming.
-        state: dotted path of the model's state; found when None.
+        checkpoint: the checkpoint; it stays as it is.
+        prefix: the prefix, with its dot.
+        repeat: strip it again until no key begins with it (`module.module.`).
+        anywhere: strip it inside a key too, between whole parts (`0._orig_mod.weight`).
+        drop: keys of the state to leave out, such as a wrapper's own `n_averaged`; the renaming lacks them.
+        state: dotted path of the model's state. When None it is found, and every state of the file that
+            carries the prefix loses it.
 
     Returns:
-        The new checkpoint, whose tensors are still those of the old file, and what was renamed.
+        The new checkpoint, whose tensors are still those of the old file, and the new name of each key.
 
     Raises:
-        NothingToDo: no key carries it; the hint names the prefix that was found.
-        Collision, NoState.
+        NothingToDo: no key carries the prefix, the hint then names the one found; or a key to drop is
+            missing.
+        UsageFault: the prefix is empty, or lacks its dot.
+        Collision: two keys, or two parameters of an optimizer, would get the same name, or a key none.
+        NoState: the file holds no state, or none at `state`.
     """
     found, doomed = checkpoint.state(state), set(drop)
     absent = sorted(doomed - found.container.keys())
@@ -88,20 +99,29 @@ def strip_prefix(
     return _apply(checkpoint, found, renaming, others)
 
 
+@takes_checkpoint
 def add_prefix(
     checkpoint: Checkpoint, prefix: str = "module.", *, state: str | None = None
 ) -> tuple[Checkpoint, Renaming]:
-    """A checkpoint with a prefix before every key, as a wrapper would have saved it.
+    """Return a checkpoint with a prefix before every key, as a wrapper would have saved it.
 
-    Where no state is named, the state's copies (an average of it) get the prefix with it.
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        prefix: the prefix, with its dot.
+        state: dotted path of the model's state. When None it is found, and its copies, such as an average,
+            get the prefix too.
+
+    Returns:
+        The new checkpoint, whose tensors are still those of the old file, and the new name of each key.
 
     Raises:
-        NoState.
+        UsageFault: the prefix is empty.
+        NoState: the file holds no state, or none at `state`.
     """
     found = checkpoint.state(state)
     copies = _copies(checkpoint, found) if state is None else []
     others = [(copy, add_names(_keys(copy), prefix)) for copy in copies]
-    # The wrappers' own entries, as every nn.Module has one.
+    # Each wrapper is an nn.Module, so torch gives it a version of its own.
     parts = prefix.removesuffix(".").split(".")
     wrappers = {".".join(parts[:count]): {"version": 1} for count in range(len(parts))}
     return _apply(checkpoint, found, add_names(_keys(found), prefix), others, wrappers)
@@ -116,17 +136,17 @@ def _first_key(state: State) -> str:
 
 
 def _others(checkpoint: Checkpoint, state: State) -> list[State]:
-    """The other states of a file, pickled models aside: their keys can't be changed inside them."""
+    """Return the other states of a file, without pickled models, whose keys can't be changed inside them."""
     found: dict[int, State] = {}
     for path in checkpoint.states():
-        container = follow(checkpoint.tree, path)
-        if isinstance(container, dict) and container is not state.container:
-            found.setdefault(id(container), make_state(path, container))
+        value = follow(checkpoint.tree, path)
+        if isinstance(value, dict) and value is not state.anchor:
+            found.setdefault(id(value), checkpoint.state_at(path))
     return list(found.values())
 
 
 def _copies(checkpoint: Checkpoint, state: State) -> list[State]:
-    """The other states most of whose names are those of this one, and the other way round: its averages."""
+    """Return the averages of a state: the other states that share more than half of their names with it."""
     mine = state.tensors.keys()
     return [
         other
@@ -155,7 +175,7 @@ def _nothing(checkpoint: Checkpoint, state: State, prefix: str, carriers: list[S
 
 
 def _common_prefix(keys: list[str]) -> str:
-    """The name, with its dot, of the one module that all others are in; `""` where there is none."""
+    """Return the name, with its dot, of the one module that holds all others; `""` when there is none."""
     prefix = keys[0].partition(".")[0] + "." if keys else ""
     inside = {key[len(prefix) :].partition(".")[0] for key in keys if key.count(".") > 1}
     return prefix if len(inside) > 1 and all(key.startswith(prefix) for key in keys) else ""
@@ -168,7 +188,7 @@ def _apply(
     others: list[tuple[State, Renaming]],
     wrappers: Mapping[str, object] | None = None,
 ) -> tuple[Checkpoint, Renaming]:
-    """Renames states, their module versions, and the parameter names of every optimizer in the file.
+    """Rename states, their module versions, and the parameter names of every optimizer in the file.
 
     Args:
         others: the states that are renamed with the first.
@@ -184,31 +204,16 @@ def _apply(
         if id(value) in states:
             return _rename_state(*states[id(value)], wrappers or {})
         if isinstance(value, dict) and is_optimizer(value):
-            return _rename_optimizer(value, names)
+            return rename_parameters(value, names)
         return value
 
     also = {each.where: theirs for each, theirs in others}
-    return checkpoint.changed(state, change), replace(renaming, also=also)
-
-
-def _rename_optimizer(optimizer: dict[object, object], names: Mapping[str, str]) -> dict[object, object]:
-    listed = dict.fromkeys(name for name in _parameter_names(optimizer) if isinstance(name, str))
-    checked(listed, lambda name: names.get(name, name), PREFIXES)
-    return rename_parameters(optimizer, names)
-
-
-def _parameter_names(optimizer: dict[object, object]) -> Iterator[object]:
-    """Where an optimizer's state may name parameters: as its keys, and in its groups."""
-    state, groups = optimizer["state"], optimizer["param_groups"]
-    yield from state if isinstance(state, dict) else ()
-    for group in groups if isinstance(groups, list) else ():
-        for listed in ("params", "param_names"):
-            names = group.get(listed) if isinstance(group, dict) else None
-            yield from names if isinstance(names, list) else ()
+    changed = checkpoint.changed(state, change, [each for each, _ in others])
+    return changed, replace(renaming, also=also)
 
 
 def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, object]) -> dict[object, object]:
-    """The dict under its new names; keys that the renaming does not have are left out."""
+    """Return the state's dict under its new names, without the keys that the renaming lacks."""
     names = renaming.names
     new = remade(
         state.container,
@@ -229,11 +234,14 @@ def _rename_state(state: State, renaming: Renaming, wrappers: Mapping[str, objec
 def _renamed_versions(
     versions: dict[object, object], renaming: Renaming, wrappers: Mapping[str, object]
 ) -> dict[object, object]:
-    """`_metadata` under the new paths. What enclosed keys and encloses none any more was a wrapper's."""
+    """Return `_metadata` under the new paths.
+
+    A path that enclosed keys before and encloses none afterwards belonged to a wrapper, and is left out.
+    """
     new = remade(versions, wrappers.items())
     module = renaming.modules()
     before, after = _enclosing(renaming.names), _enclosing(renaming.names.values())
-    # The wrapped module comes after its wrapper and takes over the path that becomes its own.
+    # The wrapped module follows its wrapper, so its entry replaces the wrapper's under their common new path.
     for path, entry in versions.items():
         moved = module(path) if isinstance(path, str) else path
         if not isinstance(moved, str) or path not in before or moved in after:
@@ -242,10 +250,10 @@ def _renamed_versions(
 
 
 def _enclosing(names: Iterable[str]) -> set[str]:
-    """The paths of all modules that enclose a key, the root among them."""
+    """Return the paths of all modules that enclose a key, the root included, MAX_LEVELS deep."""
     paths = {""}
     for name in names:
-        path = parent(name)
+        path = parent(name) if name.count(".") <= MAX_LEVELS else ".".join(name.split(".", MAX_LEVELS)[:-1])
         while path not in paths:
             paths.add(path)
             path = parent(path)

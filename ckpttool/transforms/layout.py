@@ -1,7 +1,7 @@
-"""Pure changes of how a state's tensors are laid out and shared: axes in another order, other sizes, ties.
+"""Tensors of a state with their axes permuted, in another shape, or under a second name.
 
-Nothing is computed: an axis moved is a stride moved, and a tie is a second name. What a format can't hold as
-it is then gets its bytes when it is written.
+Nothing is computed: a moved axis is a moved stride, and a tie is a second name. A format that can't hold such
+a view gets its bytes when it is written.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from math import prod
 
-from ..checkpoint.checkpoint import Checkpoint, State
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
+from ..checkpoint.state import State
 from ..errors import Collision, NothingToDo, UsageFault
-from ..inert_pickle.values import tensor_of, with_tensor
 from ..tensors.ref import MAX_AXES, TensorRef
 from .selection import replace_state
 
@@ -23,10 +24,12 @@ Sizes = tuple[int, ...]
 def permute(
     checkpoint: Checkpoint, rules: Iterable[tuple[str, Sizes]], *, state: str | None = None
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """A checkpoint with the axes of some tensors in another order, as `torch.permute` orders them.
+    """Return a checkpoint with the axes of some tensors in another order, as `torch.permute` orders them.
 
     Args:
-        rules: (shell pattern of keys, axes) pairs: `("*.c_attn.weight", (1, 0))` transposes a matrix.
+        checkpoint: the checkpoint; it stays as it is.
+        rules: (shell pattern of keys, axes) pairs, applied in order: `("*.c_attn.weight", (1, 0))`
+            transposes a matrix.
         state: dotted path of the model's state; found when None.
 
     Returns:
@@ -35,7 +38,7 @@ def permute(
     Raises:
         NothingToDo: a pattern matches no key.
         UsageFault: the axes are not a permutation of a tensor's axes.
-        NoState.
+        NoState: the file holds no state, or none at `state`.
     """
 
     def moved(key: str, tensor: TensorRef, axes: Sizes) -> TensorRef:
@@ -55,11 +58,12 @@ def permute(
 def reshape(
     checkpoint: Checkpoint, rules: Iterable[tuple[str, Sizes]], *, state: str | None = None
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """A checkpoint with some tensors in another shape, their elements in the same order.
+    """Return a checkpoint with some tensors in another shape, their elements in the same order.
 
     Args:
-        rules: (shell pattern of keys, shape) pairs: `("head.weight", (10, 64, 1, 1))` makes a matrix a 1×1
-            convolution.
+        checkpoint: the checkpoint; it stays as it is.
+        rules: (shell pattern of keys, shape) pairs, applied in order: `("head.weight", (10, 64, 1, 1))`
+            makes a matrix a 1×1 convolution.
         state: dotted path of the model's state; found when None.
 
     Returns:
@@ -67,8 +71,9 @@ def reshape(
 
     Raises:
         NothingToDo: a pattern matches no key.
-        UsageFault: the shape has another number of elements, or a strided tensor can't be viewed so.
-        NoState.
+        UsageFault: the shape has another number of elements or too many axes, or a strided tensor can't be
+            viewed in it.
+        NoState: the file holds no state, or none at `state`.
     """
 
     def shaped(key: str, tensor: TensorRef, shape: Sizes) -> TensorRef:
@@ -90,7 +95,7 @@ def reshape(
 
 
 def _strides(tensor: TensorRef, shape: Sizes) -> Sizes | None:
-    """The strides that show a tensor's elements in another shape; None where no strides do."""
+    """Return the strides that show a tensor's elements in another shape; None when no strides do."""
     if tensor.is_contiguous:
         return TensorRef.contiguous(tensor.storage, tensor.dtype, shape).stride
     kept = [(size, step) for size, step in zip(tensor.shape, tensor.stride, strict=True) if size != 1]
@@ -106,7 +111,7 @@ def _by_pattern(
     change: Callable[[str, TensorRef, Sizes], TensorRef],
     where: str | None,
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Every tensor whose key matches a pattern, changed as given beside the pattern; rules in order."""
+    """Apply rules in order to every tensor whose key matches their pattern."""
     found = checkpoint.state(where)
     tensors = dict(found.tensors)
     changed: dict[str, None] = {}
@@ -124,14 +129,14 @@ def _by_pattern(
 
 
 def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, TensorRef]) -> Checkpoint:
-    """The checkpoint with other tensors under the names of some; a Parameter of two names stays one."""
+    """Return the checkpoint with these tensors under their names; a Parameter of two names stays one."""
     done: dict[tuple[object, ...], object] = {}
 
     def put(key: object, value: object) -> object:
-        if not isinstance(key, str) or key not in tensors or tensor_of(value) is None:
+        if not isinstance(key, str) or key not in tensors or plain_tensor(value) is None:
             return value
         new = tensors[key]
-        return done.setdefault((id(value), *new.view), with_tensor(value, new))
+        return done.setdefault((id(value), *new.view), with_plain_tensor(value, new))
 
     return replace_state(
         checkpoint, state, lambda old: type(old)({key: put(key, value) for key, value in old.items()})
@@ -139,16 +144,17 @@ def _with_tensors(checkpoint: Checkpoint, state: State, tensors: dict[str, Tenso
 
 
 def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str | None = None) -> Checkpoint:
-    """A checkpoint with further names for tensors that it has: ties, which share their memory.
+    """Return a checkpoint with further names for tensors that it has: ties, which share their memory.
 
     Args:
-        pairs: (new name, name that is there) pairs.
+        checkpoint: the checkpoint; it stays as it is.
+        pairs: (new name, existing name) pairs.
         state: dotted path of the model's state; found when None.
 
     Raises:
-        NothingToDo: there is no tensor of that name.
+        NothingToDo: there is no tensor of the existing name.
         Collision: the new name is taken.
-        NoState.
+        NoState: the file holds no state, or none at `state`.
     """
     found = checkpoint.state(state)
     more: dict[object, object] = {}

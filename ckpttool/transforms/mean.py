@@ -1,15 +1,15 @@
-"""The mean of numbers, element by element, carried in pairs of float64 and rounded once. Imports numpy.
+"""The mean of numbers, element by element, computed in pairs of float64 and rounded once. Imports numpy.
 
-A pair hi + lo has some 106 bits. Sums and products go into it without error (Knuth's TwoSum, Dekker's
+A pair hi + lo has some 106 bits. Sums and products enter it without error (Knuth's TwoSum, Dekker's
 TwoProduct), the quotient to within 2^-100 of itself, and the pair is rounded to the output's type in one
-step, half to even. So the result is the exact mean correctly rounded wherever weights are equal and the
-finite numbers averaged for an element are of types up to float32 and within a factor of 2^50 of each other;
-elsewhere it is the nearest number or, where the mean lies within 2^-40 of the middle of two, its neighbour.
-Where hardly anything is left of the numbers, as they cancel, and where they are so large or small that a pair
-can't hold their products, they are averaged as fractions, exactly.
+step, half to even. The result is the exact mean correctly rounded when the weights are equal and the finite
+numbers averaged for an element are of types up to float32 and within a factor of 2^50 of each other.
+Otherwise it is the nearest number or, when the mean lies within 2^-40 of the middle of two, its neighbour.
+Numbers that nearly cancel, and numbers so large or small that a pair can't hold their products, are averaged
+as fractions, exactly.
 
-Most numbers need none of this: where the ends of the interval in which a plain float64 mean can be wrong are
-rounded to the same number, that is the result.
+Most numbers need none of this: when both ends of the interval around a plain float64 mean that contains the
+exact one round to the same number, that number is the result.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ SPLITTER = 134217729.0  # 2^27 + 1: cuts a float64 into two halves whose product
 LARGE, SMALL = 2.0**900, 2.0**-900
 
 CANCELLED = 2.0**-40
-"""What is left of the largest number, at the most, where pairs may have lost digits."""
+"""The remainder, as a part of the largest number, below which pairs may have lost digits."""
 
 
 def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> memoryview:
-    """The weighted mean of elements of one type, as bytes of that type, little-endian.
+    """Return the weighted mean of elements of one type, as bytes of that type, little-endian.
 
     Args:
-        raw: of each input the bytes of the same elements.
-        weights: one per input, not negative, of a positive sum. Equal ones weigh nothing at all.
+        raw: the bytes of the same elements in each input, little-endian.
+        weights: one per input, not negative, of a positive sum. Equal weights, whatever their value, are
+            exact.
         dtype: float64, float32, float16 or bfloat16.
     """
     import numpy as np
@@ -48,17 +49,18 @@ def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> m
         weights = [1.0] * len(weights)
     if equal and dtype.itemsize < 8:
         out, unsure = _plainly(values, dtype)
-        out[unsure] = _carefully([value[unsure] for value in values], weights, dtype)
+        if isinstance(unsure, slice) or len(unsure):
+            out[unsure] = _carefully([value[unsure] for value in values], weights, dtype)
     else:
         out = _carefully(values, weights, dtype)
     return memoryview(out.view("u1"))
 
 
 def _plainly(values: list[NDArray[Any]], dtype: DType) -> tuple[Any, Any]:
-    """The mean in float64, rounded, and the places where the exact mean may be rounded to another number.
+    """Return the float64 mean, rounded, and the places where the exact mean may round differently.
 
-    Of n values up to L, each addition is wrong by at most 2^-53 n L, so the mean by (n - 1) 2^-53 L, and by
-    2^-53 L more for the quotient: n 2^-53 L. Twice that is allowed for.
+    For n values of magnitude up to L, each addition errs by at most 2^-53 n L, so the mean by (n - 1) 2^-53
+    L, and the quotient by 2^-53 L: n 2^-53 L together. The interval allows twice that.
     """
     import numpy as np
 
@@ -74,7 +76,7 @@ def _plainly(values: list[NDArray[Any]], dtype: DType) -> tuple[Any, Any]:
 
 
 def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DType) -> Any:
-    """The mean in pairs, rounded once."""
+    """Return the mean in pairs, rounded once."""
     import numpy as np
 
     counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
@@ -86,7 +88,7 @@ def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DTyp
             [np.abs(value * weight) for value, weight in zip(values, weights, strict=True)]
         )
         finite = np.logical_and.reduce([np.isfinite(value) for value in values])
-        # Only zeros: their mean has the sign that adding zeros gives.
+        # The mean of zeros alone has the sign that adding them gives.
         numbers = finite & np.logical_or.reduce([value != 0 for value in values])
         cancelled = np.abs(high) * sum(weights) <= sizes * CANCELLED
         for place in np.flatnonzero(numbers & (cancelled | ~_in_reach(values))):
@@ -95,7 +97,7 @@ def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DTyp
 
 
 def _plain(values: list[NDArray[Any]], weights: Sequence[float]) -> Any:
-    """As usual: for infinities, NaN and zeros, where it is right."""
+    """Return the mean in float64, which is right for infinities, NaN and zeros."""
     total = values[0] * weights[0]
     for value, weight in zip(values[1:], weights[1:], strict=True):
         total = total + value * weight
@@ -103,7 +105,7 @@ def _plain(values: list[NDArray[Any]], weights: Sequence[float]) -> Any:
 
 
 def _in_reach(values: list[NDArray[Any]]) -> Any:
-    """Where no product of what is added up can overflow, or lose bits below the smallest number."""
+    """Return the places where no product can overflow, or lose bits below the smallest number."""
     import numpy as np
 
     sizes = [np.abs(value) for value in values]
@@ -111,7 +113,7 @@ def _in_reach(values: list[NDArray[Any]]) -> Any:
 
 
 def _exact(values: list[float], weights: Sequence[float]) -> tuple[float, float]:
-    """The mean as a pair, by fractions."""
+    """Return the mean as a pair, computed with fractions."""
     total = sum(Fraction(w) * Fraction(value) for w, value in zip(weights, values, strict=True))
     found = Fraction(total) / sum(map(Fraction, weights))
     high = float(found)
@@ -132,14 +134,14 @@ def _sum(values: list[NDArray[Any]], weights: Sequence[float]) -> tuple[Any, Any
 
 
 def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
-    """a + b as its rounding and what was rounded off. Source: Knuth, TAOCP 2, 4.2.2."""
+    """Return a + b rounded, and its rounding error. Source: Knuth, TAOCP 2, 4.2.2."""
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
 
 
 def _product(a: Any, b: Any) -> tuple[Any, Any]:
-    """a * b as its rounding and what was rounded off. Source: Dekker, Numerische Mathematik 18 (1971)."""
+    """Return a * b rounded, and its rounding error. Source: Dekker, Numerische Mathematik 18 (1971)."""
     product = a * b
     a_high, b_high = a * SPLITTER, b * SPLITTER
     a_high, b_high = a_high - (a_high - a), b_high - (b_high - b)
@@ -157,7 +159,7 @@ def _quotient(high: Any, low: Any, by: Fraction) -> tuple[Any, Any]:
 
 
 def _rounded(high: NDArray[Any], low: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """A pair rounded to a type at once: to odd on the way, so that the last rounding sees no false tie.
+    """Round a pair to a type in one step, first to odd, so that the last rounding sees no false tie.
 
     Source: Boldo and Melquiond, "When double rounding is odd" (2005).
     """
@@ -172,7 +174,7 @@ def _rounded(high: NDArray[Any], low: NDArray[Any], dtype: DType) -> NDArray[Any
 
 
 def _nearest(odd: NDArray[Any], dtype: DType) -> NDArray[Any]:
-    """Float64 rounded to a type at once: for bfloat16, too, which numpy lacks, by float32 rounded to odd."""
+    """Round float64 to a type in one step; to bfloat16, which numpy lacks, through float32 rounded to odd."""
     import numpy as np
 
     if dtype.name != "bfloat16":

@@ -1,10 +1,10 @@
-"""The state of an optimizer, keyed by index or by parameter name.
+"""Optimizer states keyed by index or by parameter name, each made from the other.
 
-torch numbers the parameters through all groups, keys the state by these numbers, and loads only by index. By
-name, `state` has parameter names for keys and each group lists names as its `params`: what
-`torch.distributed.checkpoint` calls fully qualified names. Both forms hold the same, and each can be made of
-the other where it is known which parameter is which: by the names in the file (`param_names`), or by the
-model's state in it, where only one assignment fits the shapes of the momentum.
+torch numbers the parameters through all groups, keys the state by these numbers, and loads by index alone.
+By name, `state` has parameter names for keys and each group lists names as its `params`:
+`torch.distributed.checkpoint` calls them fully qualified names. Both forms hold the same. One can be made
+from the other when it is known which parameter is which: from the names in the file (`param_names`), or from
+the model's state in it, when only one assignment fits the shapes of the momentum.
 """
 
 from __future__ import annotations
@@ -16,75 +16,21 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dotted_names import contents, dotted
-from ..checkpoint.states import BUFFERS, is_optimizer
+from ..checkpoint.states import is_optimizer
 from ..errors import NothingToDo, Refused
-from ..inert_pickle.values import PARAMETER, Record, remade, tensor_of
-from .optimizer_assignment import assignments
-from .optimizer_slots import (
-    FLAT,
-    BadOptimizer,
-    Misfit,
-    OrderCheck,
-    Shape,
-    Slot,
-    entry_of,
-    mismatched_order,
-    slots,
-    without_prefix,
-)
-
-__all__ = [
-    "BadOptimizer",
-    "Misfit",
-    "OrderCheck",
-    "Rekeyed",
-    "mismatched_order",
-    "rename_parameters",
-    "to_indices",
-    "to_names",
-]
-
-FLOATING = ("float", "bfloat", "complex")
-
-
-def rename_parameters(optimizer: Any, names: Mapping[str, str]) -> dict[Any, Any]:
-    """An optimizer's state dict with its parameters renamed; names that are not in `names` stay.
-
-    Args:
-        optimizer: a dict with `state` and `param_groups`.
-        names: old name -> new name.
-    """
-    new = remade(optimizer, optimizer.items())
-    if isinstance(optimizer["state"], dict):
-        state = optimizer["state"]
-        new["state"] = remade(state, ((_new_name(key, names), value) for key, value in state.items()))
-    if isinstance(optimizer["param_groups"], list):
-        new["param_groups"] = [_rename_group(group, names) for group in optimizer["param_groups"]]
-    return new
-
-
-def _rename_group(group: Any, names: Mapping[str, str]) -> Any:
-    if not isinstance(group, dict):
-        return group
-    new = remade(group, group.items())
-    for listed in ("params", "param_names"):  # `params` holds names when the state is keyed by name
-        if isinstance(group.get(listed), list):
-            new[listed] = [_new_name(name, names) for name in group[listed]]
-    return new
-
-
-def _new_name(name: Any, names: Mapping[str, str]) -> Any:
-    return names.get(name, name) if isinstance(name, str) else name
+from ..inert_pickle.values import remade
+from .optimizer_parameters import ParameterSource, check_shape
+from .optimizer_slots import FLAT, BadOptimizer, Shape, Slot, entry_of, slots, without_prefix
 
 
 @dataclass(frozen=True, slots=True)
 class Rekeyed:
-    """What was done to the optimizers of a file.
+    """The change made to the optimizers of a file.
 
     Attributes:
-        optimizers: their dotted names; `""` for a file that is one.
-        parameters: how many parameters they keep, together.
-        moved: how many of them are at another place than before.
+        optimizers: their dotted names; `""` for a file that is an optimizer's state itself.
+        parameters: the number of parameters in all of them.
+        moved: how many of these are at another place than before.
         absent: parameters of the live model that no optimizer keeps.
     """
 
@@ -100,18 +46,20 @@ def to_names(
     parameters: Mapping[str, Sequence[int]] | None = None,
     state: str | None = None,
 ) -> tuple[Checkpoint, Rekeyed]:
-    """A checkpoint whose optimizers are keyed by the names of parameters.
+    """Return a checkpoint whose optimizers are keyed by the names of parameters.
 
     Args:
+        checkpoint: the checkpoint; it stays as it is.
         parameters: name -> shape of a live model's parameters, in the order of `named_parameters()`. Each
-            group is put in this order, and where neither the file's own names nor its state say which
-            parameter is which, this order does.
+            group is put in this order. It also decides which parameter is which when neither the file's own
+            names nor its state do.
         state: dotted path of the model's state whose parameters they are; every state is tried when None.
 
     Raises:
         NothingToDo: there is no optimizer, or all are keyed by names in this order.
-        Refused: it is not known which parameter is which, or what is known contradicts the momentum's shapes
-            or the live model: nothing is guessed, added or dropped.
+        Refused: it is unknown which parameter is which, or the momentum's shapes or the live model contradict
+            what is known. Nothing is guessed, added or dropped.
+        NoState: there is no state at `state`.
     """
     return _rekeyed(checkpoint, parameters, state, by_name=True)
 
@@ -122,16 +70,20 @@ def to_indices(
     parameters: Mapping[str, Sequence[int]] | None = None,
     state: str | None = None,
 ) -> tuple[Checkpoint, Rekeyed]:
-    """A checkpoint whose optimizers are keyed by numbers, as torch keys them: the inverse of `to_names`.
+    """Return a checkpoint whose optimizers are keyed by numbers, as torch keys them: undo `to_names`.
 
     Args:
-        parameters: name -> shape of a live model's parameters, in the order of `named_parameters()`: each
+        checkpoint: the checkpoint; it stays as it is.
+        parameters: name -> shape of a live model's parameters, in the order of `named_parameters()`. Each
             group is put in this order, so that an optimizer whose groups are made by the same rule from that
             model gives each parameter its own momentum. The order stays when None.
-        state: as for `to_names`.
+        state: dotted path of the model's state whose parameters they are; every state is tried when None.
 
     Raises:
-        NothingToDo, Refused: as for `to_names`.
+        NothingToDo: there is no optimizer, or all are keyed by numbers in this order.
+        Refused: it is unknown which parameter is which, or the momentum's shapes or the live model contradict
+            what is known. Nothing is guessed, added or dropped.
+        NoState: there is no state at `state`.
     """
     return _rekeyed(checkpoint, parameters, state, by_name=False)
 
@@ -150,7 +102,7 @@ def _rekeyed(
             hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
         )
     live = None if parameters is None else {name: tuple(shape) for name, shape in parameters.items()}
-    source = _Source(checkpoint, live, state)
+    source = ParameterSource(checkpoint, live, state)
     changed: dict[int, object] = {}
     kept, moved, keeping = 0, 0, set[str]()
     for where, optimizer in found:
@@ -176,10 +128,10 @@ def _rekeyed(
 
 
 def _in_order(groups: list[list[Slot]], live: Mapping[str, Shape]) -> tuple[list[list[Slot]], set[str]]:
-    """Each group in the order of the live model, and the model's names for all its parameters.
+    """Return each group in the order of the live model, and the model's names for all its parameters.
 
     Raises:
-        BadOptimizer: there is a parameter that the model does not have, or has in another shape.
+        BadOptimizer: the model lacks a parameter, or has it in another shape.
     """
     names = [str(slot.name) for group in groups for slot in group]
     bare = dict(zip(names, without_prefix(names, live), strict=True))
@@ -190,17 +142,9 @@ def _in_order(groups: list[list[Slot]], live: Mapping[str, Shape]) -> tuple[list
             raise BadOptimizer(
                 f"keeps '{slot.name}', which the model does not have; none is added or dropped"
             )
-        _check_shape(slot, live[name], "the model")
+        check_shape(slot, live[name], "the model")
     ordered = [sorted(group, key=lambda slot: place[bare[str(slot.name)]]) for group in groups]
     return ordered, set(bare.values())
-
-
-def _check_shape(slot: Slot, shape: Shape, where: str) -> None:
-    if slot.shape not in (None, shape):
-        raise BadOptimizer(
-            f"keeps momentum of shape {list(slot.shape or ())} for '{slot.name}', "
-            f"whose shape in {where} is {list(shape)}"
-        )
 
 
 def _moved(
@@ -217,7 +161,7 @@ def _moved(
 
 
 def _with_keys(optimizer: dict[Any, Any], groups: Sequence[Sequence[Slot]], by_name: bool) -> dict[Any, Any]:
-    """The same optimizer with its parameters in this order, under new keys."""
+    """Return the same optimizer with its parameters in this order, under new keys."""
     flat = [slot for group in groups for slot in group]
     keys = {str(slot.key): slot.name if by_name else number for number, slot in enumerate(flat)}
     state = optimizer["state"]
@@ -239,85 +183,10 @@ def _group_with_keys(old: dict[Any, Any], keys: list[Any], names: list[str | Non
 
 
 def _same_keys(old: object, new: object) -> bool:
-    """Whether nothing was done: the same keys of the state, of the same type, and the same lists."""
+    """Return whether keys, their types and the groups' lists are the same."""
     assert isinstance(old, dict) and isinstance(new, dict)
     pairs = zip(old["param_groups"], new["param_groups"], strict=True)
     return list(map(repr, old["state"])) == list(map(repr, new["state"])) and all(
         one["params"] == other["params"] and one.get("param_names") == other.get("param_names")
         for one, other in pairs
     )
-
-
-# Which parameter is which.
-
-
-class _Source:
-    """Where a file, or a live model, says which parameter is which."""
-
-    def __init__(self, checkpoint: Checkpoint, live: Mapping[str, Shape] | None, state: str | None) -> None:
-        where = [state] if state is not None else [dotted(path) for path in checkpoint.states()]
-        self.live = live
-        self.states = [_parameters(checkpoint, path, live) for path in where]
-
-    def named(self, groups: list[list[Slot]], *, needed: bool) -> list[list[Slot]]:
-        """The same slots with their names. Raises BadOptimizer where these are not known for certain."""
-        if all(slot.name is not None for group in groups for slot in group):
-            self._check(groups)
-            return groups
-        if not needed:
-            return groups
-        found: dict[tuple[str, ...], None] = {}
-        for candidates in self.states or ([list(self.live.items())] if self.live else []):
-            ways = assignments([[slot.shape for slot in group] for group in groups], candidates)
-            found.update(dict.fromkeys(ways))
-        if len(found) != 1:
-            raise BadOptimizer(_unnamed(bool(found), bool(self.states or self.live)), hint=HINT)
-        names = iter(next(iter(found)))
-        return [[slot._replace(name=next(names)) for slot in group] for group in groups]
-
-    def _check(self, groups: list[list[Slot]]) -> None:
-        """Names beside momentum of another shape than the parameter of that name in the same file."""
-        for shapes in map(dict, self.states):
-            listed = [slot for group in groups for slot in group]
-            if all(slot.name in shapes for slot in listed):
-                for slot in listed:
-                    _check_shape(slot, shapes[str(slot.name)], "the file")
-                return
-
-
-HINT = "--model SPEC gives the parameters if the file does not; --state WHERE says which state is meant"
-
-
-def _unnamed(several: bool, asked: bool) -> str:
-    if not asked:
-        return "names no parameters, and the file has no model's state that would"
-    if several:
-        return "names no parameters, and more than one assignment of the state's tensors fits"
-    return "names no parameters, and no assignment of the state's tensors fits"
-
-
-def _parameters(
-    checkpoint: Checkpoint, where: str, live: Mapping[str, Shape] | None
-) -> list[tuple[str, Shape]]:
-    """The tensors of a state that may be parameters, each of several names once, in the file's order."""
-    found = checkpoint.state(where)
-    known = {str(name) for name, value in found.container.items() if _is_parameter(value)}
-    bare = dict(zip(found.tensors, without_prefix(found.tensors, live or {}), strict=True))
-    seen: set[tuple[object, ...]] = set()
-    listed = []
-    for name, tensor in found.tensors.items():
-        if known:
-            fits = name in known
-        elif live:
-            fits = bare[name] in live
-        else:
-            fits = tensor.dtype.name.startswith(FLOATING) and not name.endswith(BUFFERS)
-        if fits and tensor.view not in seen:
-            seen.add(tensor.view)
-            listed.append((name, tensor.shape))
-    return listed
-
-
-def _is_parameter(value: object) -> bool:
-    """Whether a value was saved as an `nn.Parameter`, as in a pickled model."""
-    return isinstance(value, Record) and tensor_of(value) is not None and value.callable in PARAMETER

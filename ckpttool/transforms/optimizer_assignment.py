@@ -8,11 +8,11 @@ from typing import NamedTuple
 from .optimizer_slots import Shape
 
 MOST_WAYS = 20_000
-"""Ways that are followed at once; where there are more, none is certain."""
+"""Ways followed at once; with more of them, none is certain."""
 
 
 class _Way(NamedTuple):
-    """One way to have assigned the parameters so far, as the last step of it."""
+    """One way to assign the parameters so far, as its last step."""
 
     before: _Way | None = None
     group: int = 0
@@ -22,13 +22,13 @@ class _Way(NamedTuple):
 def assignments(
     groups: Sequence[Sequence[Shape | None]], parameters: Sequence[tuple[str, Shape]]
 ) -> list[tuple[str, ...]]:
-    """The ways to assign parameters to the places of an optimizer: none, the one, or two of several.
+    """Return the ways to assign parameters to the places of an optimizer: none, one, or two of several.
 
-    Each group is taken to list its parameters in the order in which the model has them, as every script does
-    that goes through `named_parameters()` once and sorts them into groups.
+    Each group is assumed to list its parameters in the model's order, as in every script that goes through
+    `named_parameters()` once and sorts them into groups.
 
     Args:
-        groups: the shape of the momentum at each place; None where there is none, which fits any.
+        groups: the shape of the momentum at each place; None for a place without momentum, which fits any.
         parameters: (name, shape) in the model's order; those that fit nowhere may be left out.
 
     Returns:
@@ -45,7 +45,7 @@ def assignments(
                 if place < len(groups[group]) and groups[group][place] in (None, shape):
                     there = (*at[:group], place + 1, *at[group + 1 :])
                     following.setdefault(there, []).extend(_Way(way, group, name) for way in ways)
-        reached = {at: ways[:2] for at, ways in following.items()}  # two are enough to know of several
+        reached = {at: ways[:2] for at, ways in following.items()}  # two show that there are several
         if len(reached) > MOST_WAYS:
             return []
     ended = reached.get(tuple(map(len, groups)), []) if spare >= 0 else []

@@ -1,19 +1,25 @@
-"""New names for the keys of a state, computed from names only, and refused if two would become the same."""
+"""New names for the keys of a state, computed from names alone, and refused when two become the same."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..errors import Collision, UsageFault
+
+MAX_LEVELS = 200
+"""Modules in each other whose paths are followed; no model reaches it, and a name of many dots has many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """New names for the keys of one state: old name -> new name for every key, in order.
+    """The new names of a state's keys.
 
-    `also`: the same for other states of the file that are renamed with it, by their dotted paths.
+    Attributes:
+        names: old name -> new name for every key, in order.
+        also: the renamings of other states of the file, by their dotted paths.
     """
 
     names: Mapping[str, str]
@@ -21,18 +27,20 @@ class Renaming:
 
     @property
     def renamed(self) -> int:
-        """How many names change."""
+        """The number of names that change."""
         return sum(old != new for old, new in self.names.items())
 
     def modules(self) -> Callable[[str], str]:
-        """Old path of a module -> new path, as the keys below it show; `""` is the root module.
+        """Return a function from a module's old path to its new one; `""` is the root module.
 
-        A key and its new name are compared from their ends, part by part: with `module.conv.weight` renamed
-        `conv.weight`, `module.conv` becomes `conv` and `module` the root. Where the number of parts differs,
-        only as far as they are alike. A module without keys goes where the nearest one above it went.
+        A key and its new name are compared from their ends, part by part: when `module.conv.weight` becomes
+        `conv.weight`, `module.conv` becomes `conv` and `module` the root. When the number of parts changes,
+        the comparison stops where they differ. A module without keys moves with the nearest module above it.
         """
         paths: dict[str, str] = {}
         for key, new_key in self.names.items():
+            if key.count(".") > MAX_LEVELS:
+                continue
             old, new = parent(key), parent(new_key)
             same_depth = key.count(".") == new_key.count(".")
             while old not in paths:
@@ -43,7 +51,7 @@ class Renaming:
 
         def rule(path: str) -> str:
             above, rest = path, ""
-            while above and above not in paths:
+            while above and above not in paths and above.count(".") < MAX_LEVELS:
                 above, rest = parent(above), f".{_last(above)}{rest}"
             return (paths.get(above, above) + rest).removeprefix(".")
 
@@ -51,6 +59,7 @@ class Renaming:
 
 
 def parent(path: str) -> str:
+    """Return the path of the enclosing module; `""` for one at the top."""
     return path.rpartition(".")[0]
 
 
@@ -61,32 +70,43 @@ def _last(path: str) -> str:
 def strip_names(
     names: Iterable[str], prefix: str = "module.", *, repeat: bool = False, anywhere: bool = False
 ) -> Renaming:
-    """Takes a prefix off the names that carry it; other names stay as they are.
+    """Strip a prefix from the names that carry it; other names stay.
 
     Args:
         names: the keys of a state.
-        prefix: what to take off, with its dot.
-        repeat: until none is left (`module.module.`).
-        anywhere: also inside a name, between whole parts (`0._orig_mod.weight`).
+        prefix: the prefix, with its dot.
+        repeat: strip it again until no name begins with it (`module.module.`).
+        anywhere: strip it inside a name too, between whole parts (`0._orig_mod.weight`).
 
     Raises:
-        Collision: two keys would get the same name.
+        Collision: two names would become the same, or one would become empty.
         UsageFault: the prefix is empty, or lacks its dot.
     """
     _require(prefix)
-    # Also inside a name, but only where a part begins, so that `submodule.` is never taken for `module.`.
+    if repeat and anywhere and prefix.endswith("."):
+        return checked(names, partial(_without, prefix.split(".")[:-1]), PREFIXES, prefix)
+    # Match only where a part begins, so that `submodule.` is never taken for `module.`.
     found = re.compile(rf"(^{'|[.]' if anywhere else ''})({re.escape(prefix)}){'+' if repeat else ''}")
+    return checked(names, partial(found.sub, r"\1"), PREFIXES, prefix)
 
-    def rule(name: str) -> str:
-        while (short := found.sub(r"\1", name)) != name and repeat:
-            name = short
-        return short
 
-    return checked(names, rule, PREFIXES, prefix)
+def _without(parts: list[str], name: str) -> str:
+    """Return a name without a run of parts, wherever it is, until it is nowhere: in one pass."""
+    *modules, last = name.split(".")
+    kept: list[str] = []
+    for module in modules:
+        kept.append(module)
+        if kept[-len(parts) :] == parts:
+            del kept[-len(parts) :]
+    return ".".join([*kept, last])
 
 
 def add_names(names: Iterable[str], prefix: str = "module.") -> Renaming:
-    """Puts a prefix before every name: the inverse of `strip_names`."""
+    """Put a prefix before every name: the inverse of `strip_names`.
+
+    Raises:
+        UsageFault: the prefix is empty.
+    """
     _require(prefix)
     return checked(names, lambda name: prefix + name, PREFIXES, prefix)
 
@@ -98,7 +118,12 @@ def _require(prefix: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What to do where two keys would get the same name, or one would get none."""
+    """The way out of a refused renaming.
+
+    Attributes:
+        same: when two keys would get the same name.
+        none: when a key would be left without a name.
+    """
 
     same: str
     none: str
@@ -113,7 +138,18 @@ MAPS = Hints(
 
 
 def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints, prefix: str = ".") -> Renaming:
-    """A renaming by a rule for one name, which gives each its own. Raises Collision, UsageFault."""
+    """Return the renaming that a rule makes, refused when it is not one-to-one.
+
+    Args:
+        names: the old names.
+        rule: old name -> new name.
+        hints: the hints of its errors.
+        prefix: the prefix that the rule strips; a name may keep a leading dot only when it ends in one.
+
+    Raises:
+        Collision: two names would become the same, or one would become empty.
+        UsageFault: a new name begins with the dot that `prefix` lacks.
+    """
     renamed: dict[str, str] = {}
     owners: dict[str, str] = {}
     for old in names:
@@ -134,14 +170,15 @@ def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints, pref
 
 
 def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Renaming:
-    """Applies regular expressions to every name, in order, as `re.sub` does.
+    """Apply regular expressions to every name, in order, as `re.sub` does.
 
     Args:
+        names: the keys of a state.
         rules: (expression, replacement) pairs.
 
     Raises:
         UsageFault: an expression or a replacement is malformed.
-        Collision: two keys would get the same name.
+        Collision: two names would become the same, or one would become empty.
     """
     try:
         compiled = [(re.compile(expression), replacement) for expression, replacement in rules]

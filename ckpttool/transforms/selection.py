@@ -1,6 +1,6 @@
-"""Pure changes of a checkpoint: fewer keys, other dtypes, complex numbers apart, only the state.
+"""Checkpoints with fewer keys, other dtypes, more metadata, or the model's state alone.
 
-Each takes a Checkpoint and gives a new one whose tensors still lie in the old file. Renaming is in `keys`.
+Each function returns a new Checkpoint whose tensors still lie in the old file.
 """
 
 from __future__ import annotations
@@ -11,21 +11,34 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ..checkpoint import full_json
-from ..checkpoint.checkpoint import OF_TORCH, Checkpoint, State
+from ..checkpoint.argument import takes_checkpoint
+from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
+from ..checkpoint.state import State
+from ..checkpoint.tensor_likes import PLACEHOLDER, require_plain
 from ..errors import NothingToDo, UsageFault
-from ..inert_pickle.values import OrderedDict_, remade, tensor_of, walk, with_tensor
+from ..inert_pickle.values import OrderedDict_, remade, walk
 from ..tensors.cast import Caster, CastReport
 from ..tensors.dtypes import DType
 from ..tensors.ref import Storage, TensorRef
-from . import complex_parts
 
-WIDEST = 16  # bytes of the widest element: storages are cut at its multiples, so that no type is cut
+WIDEST = 16
+"""Bytes of the widest element. Storages are cut at its multiples, so that no element is cut."""
 
 
 def replace_state(
     checkpoint: Checkpoint, state: State, change: Callable[[dict[object, object]], dict[object, object]]
 ) -> Checkpoint:
-    """A checkpoint whose state's dict is what `change` makes of it; module versions stay with it."""
+    """Return a checkpoint whose state's dict is replaced by a changed copy that keeps its module versions.
+
+    Args:
+        checkpoint: the checkpoint.
+        state: a state of it.
+        change: returns the new dict.
+
+    Raises:
+        Refused: the tree is nested too deeply to be copied.
+    """
 
     def swap(value: object) -> object:
         if value is not state.container:
@@ -40,12 +53,13 @@ def replace_state(
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which keys stayed, and which were left out."""
+    """The keys that stayed, and those that were left out."""
 
     kept: tuple[str, ...]
     left_out: tuple[str, ...]
 
 
+@takes_checkpoint
 def select(
     checkpoint: Checkpoint,
     *,
@@ -53,16 +67,17 @@ def select(
     exclude: Iterable[str] = (),
     state: str | None = None,
 ) -> tuple[Checkpoint, Selection]:
-    """A checkpoint with fewer keys in its state.
+    """Return a checkpoint with fewer keys in its state.
 
     Args:
-        only: shell patterns (`layer1.*`); a key must match one of them, if there are any.
+        checkpoint: the checkpoint; it stays as it is.
+        only: shell patterns (`layer1.*`); when there are any, a key must match one of them.
         exclude: shell patterns; a key that matches one is left out.
         state: dotted path of the model's state; found when None.
 
     Raises:
         NothingToDo: a pattern matches no key, or no key is left.
-        NoState.
+        NoState: the file holds no state, or none at `state`.
     """
     found = checkpoint.state(state)
     keys = [key for key in found.container if isinstance(key, str)]
@@ -86,19 +101,23 @@ def select(
 
 
 def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tuple[Checkpoint, CastReport]:
-    """A checkpoint with the floating-point tensors of its state in another type.
+    """Return a checkpoint with the floating-point tensors of its state in another type.
 
-    Integers, booleans and complex tensors stay. The values are computed when they are written, and the
-    report counts overflows from then on.
+    Integers, booleans and complex tensors stay. The values are computed when they are written, and only then
+    does the report count overflows.
 
     Args:
+        checkpoint: the checkpoint; it stays as it is.
         to: float64, float32, float16 or bfloat16.
+        state: dotted path of the model's state; found when None.
 
     Raises:
         NothingToDo: no tensor would change.
-        NoState.
+        Refused: a tensor is not a plain one, but sharded, sparse, quantised or the like.
+        NoState: the file holds no state, or none at `state`.
     """
     found = checkpoint.state(state)
+    require_plain(checkpoint.path, found.likes, "can't be cast")
     caster = Caster(to)
     new = replace_state(checkpoint, found, lambda old: _map_tensors(old, caster.cast))
     if not caster.report.tensors:
@@ -111,64 +130,34 @@ def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tupl
 def _map_tensors(
     container: dict[object, object], change: Callable[[TensorRef], TensorRef]
 ) -> dict[object, object]:
-    """The same dict with each tensor changed, inside a Parameter too; what is one object stays one."""
+    """Return the same dict with each tensor changed, inside a Parameter too; ties stay ties."""
     done: dict[int, object] = {}
 
     def changed(value: object) -> object:
-        tensor = tensor_of(value)
+        tensor = plain_tensor(value)
         if tensor is None:
             return value
         if id(value) not in done:
-            done[id(value)] = with_tensor(value, change(tensor))
+            done[id(value)] = with_plain_tensor(value, change(tensor))
         return done[id(value)]
 
     return remade(container, ((key, changed(value)) for key, value in container.items()))
 
 
-def split_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
-    """A checkpoint with each complex tensor of its state as two real ones, `NAME.real` and `NAME.imag`.
-
-    The parts are views of the complex storage: nothing is computed but the sign of a conjugate.
-
-    Raises:
-        NothingToDo: no tensor is complex.
-        Collision: a part's name is taken.
-        NoState.
-    """
-    found = checkpoint.state(state)
-    names = tuple(name for name, tensor in found.tensors.items() if tensor.dtype.name in complex_parts.SPLIT)
-    if not names:
-        raise NothingToDo(f"{checkpoint.path}: no tensor is complex")
-    return replace_state(checkpoint, found, lambda old: complex_parts.split(old, names)), names
-
-
-def join_complex(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, tuple[str, ...]]:
-    """The inverse of `split_complex`: each pair `NAME.real`, `NAME.imag` as one complex tensor.
-
-    Raises:
-        NothingToDo: there is no such pair of float tensors of the same shape.
-        Collision: NAME already exists.
-        NoState.
-    """
-    found = checkpoint.state(state)
-    names = complex_parts.pairs(found.tensors)
-    if not names:
-        raise NothingToDo(f"{checkpoint.path}: no pair of tensors NAME.real and NAME.imag")
-    new = replace_state(checkpoint, found, lambda old: complex_parts.join(old, found.tensors, names))
-    return new, names
-
-
+@takes_checkpoint
 def with_metadata(
     checkpoint: Checkpoint, texts: Mapping[str, str], *, state: str | None = None
 ) -> Checkpoint:
-    """A checkpoint with these texts in a safetensors header, beside those that it has.
+    """Return a checkpoint with these texts in its safetensors header, beside those that it has.
 
     Args:
-        texts: name -> text; one that is there already is replaced.
+        checkpoint: the checkpoint; it stays as it is.
+        texts: name -> text; replaces an existing text of that name.
         state: dotted path of the model's state; found when None.
 
     Raises:
-        UsageFault: a text would be read as something else: another name of a tensor, or what `--full` keeps.
+        UsageFault: a reader would take a text for the tie of a tensor, or for the contents of `--full`.
+        NoState: there is no state at `state`.
     """
     tensors = checkpoint.state(state).tensors if checkpoint.states() else {}
     for name, text in texts.items():
@@ -182,18 +171,25 @@ def with_metadata(
     return replace(checkpoint, metadata={**checkpoint.metadata, **texts})
 
 
+@takes_checkpoint
 def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
-    """A checkpoint without the entries of these dotted names (`optimizer`, `config.lr`).
+    """Return a checkpoint without the entries of these dotted names (`optimizer`, `config.lr`).
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        names: dotted names of entries of dicts.
 
     Raises:
         NothingToDo: no dict has such an entry.
+        Refused: the tree is nested too deeply to be copied.
     """
     doomed: dict[int, set[object]] = {}
     for name in names:
         found = _entry(checkpoint.tree, name)
         if found is None:
             raise NothingToDo(
-                f"{checkpoint.path}: holds nothing named '{name}'", hint=f"ckpttool inspect {checkpoint.path}"
+                f"{checkpoint.path}: holds nothing named '{name}'",
+                hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
             )
         doomed.setdefault(id(found[0]), set()).add(found[1])
 
@@ -206,7 +202,7 @@ def drop(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint:
 
 
 def _entry(tree: object, name: str) -> tuple[dict[object, object], object] | None:
-    """The dict and the key that a dotted name leads to; keys may hold dots themselves, or be numbers."""
+    """Return the dict and key that a dotted name leads to; keys may contain dots, or be numbers."""
     tried: set[tuple[int, str]] = set()
     stack: list[tuple[object, str]] = [(tree, name)]
     while stack:
@@ -222,20 +218,27 @@ def _entry(tree: object, name: str) -> tuple[dict[object, object], object] | Non
     return None
 
 
+@takes_checkpoint
 def slim(checkpoint: Checkpoint, *, state: str | None = None) -> Checkpoint:
-    """Only the model's state, without the bytes of storages that none of its tensors uses.
+    """Return the model's state alone, without the bytes of storages that none of its tensors uses.
 
-    Ties and overlapping views stay; module versions stay.
+    Ties, overlapping views and module versions stay.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is.
+        state: dotted path of the model's state; found when None.
 
     Raises:
-        NoState.
+        NoState: the file holds no state, or none at `state`.
     """
     found = checkpoint.state(state)
+    absent = {name: like for name, like in found.likes.items() if like.kind == PLACEHOLDER}
+    require_plain(checkpoint.path, absent, "can't be taken out of this file")
     return replace(checkpoint, tree=_map_tensors(found.container, _Trimmer(found)), opened=(), full=False)
 
 
 class _Trimmer:
-    """Cuts storages to what the tensors of a state use; tensors that shared one still do."""
+    """Cuts storages to the bytes that the tensors of a state use; tensors that shared one still do."""
 
     def __init__(self, state: State) -> None:
         self.spans: dict[int, tuple[int, int]] = {}
@@ -247,7 +250,7 @@ class _Trimmer:
                 end = min(end + -end % WIDEST, tensor.storage.nbytes)
                 known = self.spans.get(id(tensor.storage), (begin, end))
                 self.spans[id(tensor.storage)] = min(begin, known[0]), max(end, known[1])
-        for value in walk(state.others):  # what lies deeper keeps its storage whole, and its ties
+        for value in walk(state.others):  # nested tensors keep their whole storages, and their ties
             if isinstance(value, TensorRef | Storage):
                 old = value if isinstance(value, Storage) else value.storage
                 self.spans[id(old)] = 0, old.nbytes

@@ -1,7 +1,7 @@
-"""What wrappers do to the names of a state, and how to distinguish them from modules of these names.
+"""Prefixes that wrappers put before the names of a state, told apart from modules of the same names.
 
 A wrapper holds one module and passes calls on to it, so every name of what it wraps begins with the name of
-that one attribute. A module of the model that is called `module` is one among others.
+that one attribute. A module of the model that happens to be called `module` has siblings.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ WRAPPERS = {
 """The prefixes that wrappers put before every key of what they wrap."""
 
 COMPANIONS = {"n_averaged": "AveragedModel"}
-"""Entries of wrappers themselves, beside what they wrap: AveragedModel counts the models it has averaged."""
+"""Entries of the wrapper itself beside the wrapped model: AveragedModel counts the models it has averaged."""
 
 OFFERED = {
     "ema.module.": "an average kept beside the model, in the attribute `ema`",
     "ema_model.": "an average kept beside the model, in the attribute `ema_model`",
     "online_model.": "the model, where an average keeps it beside `ema_model`",
 }
-"""Prefixes that say which of several models in one state is meant."""
+"""Prefixes that tell several models in one state apart."""
 
 LIGHTNING = "pytorch-lightning_version"
-"""The entry by which a file of Lightning's is known."""
+"""The entry that marks a file of Lightning."""
 
 ATTRIBUTES = ("model.", "net.", "module.", "network.", "backbone.")
-"""What a LightningModule often calls the model that it holds."""
+"""Names that a LightningModule often gives the model it holds."""
 
 MAX_NESTING = 8
-"""Wrappers inside wrappers that are looked for."""
+"""Wrappers inside wrappers that are recognised."""
 
 _WRAPPER = "|".join(map(re.escape, WRAPPERS))
 _CHAIN = re.compile(rf"(?:{_WRAPPER}){{1,{MAX_NESTING}}}")
@@ -51,11 +51,11 @@ class FoundPrefix:
     """A prefix at the front of keys.
 
     Attributes:
-        prefix: with its dot, nested ones as a chain (`module._orig_mod.`).
-        keys, of: how many of how many keys carry it.
-        wrapper: what puts it there.
-        certain: whether it can be nothing else; what is not is offered, and never taken off unasked.
-        reason: why it is not certain, `""` where it is.
+        prefix: with its dot; nested wrappers as a chain (`module._orig_mod.`).
+        keys, of: it stands before `keys` of `of` keys.
+        wrapper: the wrapper that adds it.
+        certain: whether it can be nothing else. An uncertain prefix is offered, and never stripped unasked.
+        reason: why it is uncertain; `""` when it is certain.
     """
 
     prefix: str
@@ -69,11 +69,11 @@ class FoundPrefix:
 def found_prefixes(
     names: Iterable[str], versions: Mapping[object, object] | None = None, *, lightning: bool = False
 ) -> list[FoundPrefix]:
-    """The prefixes of wrappers that keys begin with, those of the most keys first; then what may be one.
+    """Return the prefixes of wrappers that keys begin with, the most frequent first, then possible ones.
 
     Args:
         names: the keys of a state.
-        versions: its `_metadata`, which names modules without parameters too.
+        versions: its `_metadata`, which also names modules without parameters.
         lightning: whether Lightning wrote the file.
     """
     keys = list(names)
@@ -90,7 +90,7 @@ def found_prefixes(
 def _judged(
     chain: str, count: int, of: int, own: list[str], versions: Mapping[object, object]
 ) -> FoundPrefix:
-    """A chain of wrappers' names at the front of keys, with what speaks against it."""
+    """Return a chain of wrappers at the front of keys, with the reason against it when there is one."""
     last = _LINK.findall(chain)[-1]
     wrapper = COMPANIONS[own[0]] if own and chain == "module." else WRAPPERS[last]
     beside = _beside(chain, versions)
@@ -103,7 +103,7 @@ def _judged(
 
 
 def _beside(chain: str, versions: Mapping[object, object]) -> str:
-    """A module beside the one with a chain's last name; a wrapper's is the only one."""
+    """Return a sibling of the module that ends a chain; a wrapper's module has none, so `""`."""
     path = chain.removesuffix(".")
     above = path.rpartition(".")[0]
     start = f"{above}." if above else ""
@@ -128,7 +128,13 @@ def _offered(keys: list[str], known: set[str], lightning: bool) -> Iterator[Foun
 
 
 def inner_prefixes(names: Iterable[str]) -> list[FoundPrefix]:
-    """Wrappers around parts of a model: `0._orig_mod.weight`. Only names that no model gives its modules."""
+    """Return the prefixes of wrappers around parts of a model: `0._orig_mod.weight`.
+
+    Only names that no model gives its modules count, those that begin with an underscore.
+
+    Args:
+        names: the keys of a state.
+    """
     keys = list(names)
     counts: Counter[str] = Counter()
     for name in keys:

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints: names, types, shapes, and how far apart the values are."""
+"""Differences between two checkpoints: names, types, shapes, and the distance of values."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from ckpttool.analysis import compare_values
 from ckpttool.analysis.compare import Change, compare
 from ckpttool.analysis.distances import Distance, measurer
 from ckpttool.analysis.equality import Tolerance
+from ckpttool.files import threads
 from ckpttool.tensors.dtypes import DTYPES
 from tests.support import comparing
 from tests.support import every_format as table
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def distance(folder: Path, a: torch.Tensor, b: torch.Tensor, *tolerance: float) -> Distance | None:
-    """How far apart two tensors are; None when they are the same."""
+    """Return the distance of two tensors; None when they are the same."""
     found = compared(folder, {"w": a}, {"w": b}, tolerance=Tolerance(*tolerance) if tolerance else None)
     assert found.same == (not found.changed)
     assert not found.changed or found.changed[0].why == "values"
@@ -46,7 +47,7 @@ def distance(folder: Path, a: torch.Tensor, b: torch.Tensor, *tolerance: float) 
 
 
 def measured(a: torch.Tensor, b: torch.Tensor, *tolerance: float) -> Distance | None:
-    """The same of the bytes alone, without files: for the many examples of a property."""
+    """Return the distance of two tensors without files, for the many examples of a property."""
     types = (DTYPES[str(x.dtype).removeprefix("torch.")] for x in (a, b))
     measure = measurer(*types, Tolerance(*tolerance) if tolerance else None)
     found = measure(*(memoryview(comparing.values(x)) for x in (a, b)), 0)
@@ -56,14 +57,14 @@ def measured(a: torch.Tensor, b: torch.Tensor, *tolerance: float) -> Distance | 
 # Names, shapes, types.
 
 
-def test_what_is_in_one_file_alone_is_named(folder: Path) -> None:
+def test_names_in_only_one_file_are_listed(folder: Path) -> None:
     found = compared(
         folder, {"a": torch.ones(2), "b": torch.ones(2)}, {"b": torch.ones(2), "c": torch.ones(2)}
     )
     assert (found.only_a, found.only_b, found.changed, found.same) == (("a",), ("c",), (), False)
 
 
-def test_a_shape_and_a_type_are_differences_of_their_own(folder: Path) -> None:
+def test_a_different_shape_or_dtype_is_its_own_kind_of_difference(folder: Path) -> None:
     a = {"v": torch.ones(2, 3), "w": torch.ones(4), "x": torch.ones(2)}
     b = {"v": torch.ones(3, 2), "w": torch.ones(4, dtype=torch.bfloat16), "x": torch.zeros(2)}
     found = compared(folder, a, b).changed
@@ -74,7 +75,7 @@ def test_a_shape_and_a_type_are_differences_of_their_own(folder: Path) -> None:
     assert (found[2].name, found[2].why) == ("x", "values")
 
 
-def test_changes_stand_in_the_order_of_the_first_file(folder: Path) -> None:
+def test_changes_are_in_the_order_of_the_first_file(folder: Path) -> None:
     a = {f"{i}": torch.zeros(2 if i % 3 else 3) for i in range(9)}
     b = {f"{i}": torch.ones(2) for i in reversed(range(9))}
     assert [change.name for change in compared(folder, a, b).changed] == [f"{i}" for i in range(9)]
@@ -95,7 +96,7 @@ INTEGERS += [torch.uint64, torch.bool]
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *EIGHTS, torch.int16, torch.uint8])
-def test_a_difference_is_told_in_numbers(dtype: torch.dtype, folder: Path) -> None:
+def test_a_difference_is_reported_in_numbers(dtype: torch.dtype, folder: Path) -> None:
     a, b = torch.zeros(2, 3, dtype=dtype), torch.zeros(2, 3, dtype=dtype)
     a[1, 0], b[1, 0], a[0, 2], b[0, 2] = 5, 2, 3, 4
     found = distance(folder, a, b)
@@ -105,24 +106,24 @@ def test_a_difference_is_told_in_numbers(dtype: torch.dtype, folder: Path) -> No
 
 
 def all_of(dtype: torch.dtype) -> torch.Tensor:
-    """Every value of a type of 8 or 16 bits."""
+    """Return every value of a type of 8 or 16 bits."""
     carrier = torch.uint8 if dtype.itemsize == 1 else torch.uint16
     return torch.arange(256**dtype.itemsize).to(carrier).view(dtype)
 
 
 @cache
 def line(dtype: torch.dtype) -> list[float]:
-    """All numbers of a type in their order."""
+    """Return all numbers of a type in their order."""
     return sorted({value for value in all_of(dtype).to(torch.float64).tolist() if not math.isnan(value)})
 
 
 def steps_between(dtype: torch.dtype, a: float, b: float) -> int:
-    """Counted along all numbers of the type."""
+    """The steps are counted along all numbers of the type."""
     return abs(bisect_left(line(dtype), a) - bisect_left(line(dtype), b))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *EIGHTS, torch.float8_e8m0fnu])
-def test_steps_of_small_floats_are_counted_as_numbers_lie(dtype: torch.dtype) -> None:
+def test_steps_between_small_floats_count_the_numbers_between_them(dtype: torch.dtype) -> None:
     values = all_of(dtype)
     numbers = values.to(torch.float64).tolist()
     chosen = random.Random(0)
@@ -149,7 +150,7 @@ floats = st.floats(width=64) | st.sampled_from([0.0, -0.0, nan, inf, -inf, 5e-32
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @given(pairs=st.lists(st.tuples(floats, floats), min_size=1, max_size=8), equal=st.integers(0, 8))
-def test_distances_of_floats_are_those_of_exact_arithmetic(
+def test_distances_between_floats_match_exact_arithmetic(
     dtype: torch.dtype, pairs: list[tuple[float, float]], equal: int
 ) -> None:
     a = torch.tensor([x for x, _ in pairs], dtype=torch.float64).to(dtype)
@@ -171,7 +172,7 @@ def test_distances_of_floats_are_those_of_exact_arithmetic(
 
 
 def steps_of(raw: str, x: float, y: float) -> int:
-    """The bits of a float as its number on the line, in integers of any size."""
+    """Return the place of a float among all floats, from its bits."""
     width = struct.calcsize(raw)
 
     def place(value: float) -> int:
@@ -220,7 +221,7 @@ def test_integers_are_compared_exactly_with_numbers_of_other_types(
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
 @pytest.mark.parametrize("atol", [2**53, 2**60, 2**63])
-def test_a_tolerance_of_integers_is_kept_to_one(dtype: torch.dtype, atol: int) -> None:
+def test_a_tolerance_holds_for_integers_to_the_last_one(dtype: torch.dtype, atol: int) -> None:
     a = torch.tensor([1], dtype=dtype)
     for more, same in (atol - 1, True), (atol, False):
         b = torch.tensor([1 + more + 1], dtype=torch.uint64)
@@ -229,7 +230,9 @@ def test_a_tolerance_of_integers_is_kept_to_one(dtype: torch.dtype, atol: int) -
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32])
-def test_complex_numbers_are_apart_by_magnitude(dtype: torch.dtype, folder: Path) -> None:
+def test_the_distance_of_complex_numbers_is_the_magnitude_of_their_difference(
+    dtype: torch.dtype, folder: Path
+) -> None:
     a, b = (torch.tensor([1 + 2j, z, 5j]).to(dtype) for z in (4 + 6j, 1 + 2j))
     found = distance(folder, a, b)
     assert found is not None
@@ -241,7 +244,7 @@ def test_complex_numbers_are_apart_by_magnitude(dtype: torch.dtype, folder: Path
     assert distance(folder, a, a.conj().conj_physical()) is None
 
 
-def test_what_is_no_number_is_compared_by_its_bits(folder: Path) -> None:
+def test_elements_without_numbers_are_compared_by_their_bits(folder: Path) -> None:
     a = torch.quantize_per_tensor(torch.tensor([1.0, 2.0]), 0.5, 3, torch.quint8)
     b = torch.quantize_per_tensor(torch.tensor([1.0, 3.0]), 0.5, 3, torch.quint8)
     assert compared(folder, {"w": torch.ones(1), "q": a}, {"w": torch.ones(1), "q": a}).same
@@ -250,7 +253,7 @@ def test_what_is_no_number_is_compared_by_its_bits(folder: Path) -> None:
     assert change.distance.differ == 1
 
 
-def test_the_largest_difference_is_where_it_is_said_to_be_also_in_a_view(folder: Path) -> None:
+def test_the_reported_place_holds_the_largest_difference_in_views_too(folder: Path) -> None:
     base = torch.arange(60.0).view(3, 4, 5)
     other = base.clone()
     other[2, 0, 3] += 100
@@ -260,7 +263,9 @@ def test_the_largest_difference_is_where_it_is_said_to_be_also_in_a_view(folder:
 
 
 @pytest.mark.parametrize("read", [16, 48, 1 << 17])
-def test_a_tensor_in_many_pieces_is_one(read: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_read_in_many_pieces_has_one_distance(
+    read: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compare_values, "READ", read)
     monkeypatch.setattr(compare_values, "PIECE", 4 * read)
     monkeypatch.setattr(compare_values, "ELEMENTS", 7)
@@ -275,11 +280,11 @@ def test_a_tensor_in_many_pieces_is_one(read: int, folder: Path, monkeypatch: py
         assert (change.distance.differ, change.distance.of, change.distance.max_abs) == (3, 1000, 5.0)
 
 
-def test_many_small_tensors_beside_large_ones_keep_their_own_differences(
+def test_small_tensors_compared_together_keep_their_own_differences(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare_values, "PIECE", 256)
-    monkeypatch.setattr(compare_values, "MANY", 3)
+    monkeypatch.setattr(threads, "MANY", 3)
     a = {f"{i}": torch.zeros(1 + i * 7 % 200) for i in range(60)}
     b = {name: tensor + (int(name) % 5 == 0) * int(name) for name, tensor in a.items()}
     found = compared(folder, a, b).changed
@@ -308,7 +313,7 @@ def test_expanded_tensors_are_compared_once_and_counted_in_full(folder: Path) ->
     rtol=st.sampled_from([0.0, 1e-5, 1e-3, 1.0]),
     atol=st.sampled_from([0.0, 1e-8, 1e-3, 10.0]),
 )
-def test_a_tolerance_means_what_it_means_to_allclose(
+def test_a_tolerance_is_that_of_allclose(
     pairs: list[tuple[float, float]], near: float, rtol: float, atol: float
 ) -> None:
     a = torch.tensor([x for x, _ in pairs] + [x for x, _ in pairs], dtype=torch.float64)
@@ -317,7 +322,7 @@ def test_a_tolerance_means_what_it_means_to_allclose(
     assert (0 if found is None else found.differ) == int((~a.isclose(b, rtol, atol, equal_nan=True)).sum())
 
 
-def test_without_a_tolerance_bits_are_compared_and_with_one_values(folder: Path) -> None:
+def test_bits_are_compared_without_a_tolerance_and_values_with_one(folder: Path) -> None:
     a = torch.tensor([0.0, nan, inf, 1.0])
     quiet = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
     b = torch.cat([torch.tensor([-0.0]), quiet, torch.tensor([inf, 1.0])])
@@ -329,7 +334,7 @@ def test_without_a_tolerance_bits_are_compared_and_with_one_values(folder: Path)
     assert missing is not None and (missing.differ, missing.nans, missing.where) == (2, 1, 1)
 
 
-def test_types_that_differ_are_compared_by_value_within_a_tolerance(folder: Path) -> None:
+def test_different_types_are_compared_by_value_with_a_tolerance(folder: Path) -> None:
     a = torch.tensor([1.0, 2.5, -3.0, 1e-3])
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64):
         assert distance(folder, a, a.to(dtype), 1e-2) is None
@@ -340,7 +345,7 @@ def test_types_that_differ_are_compared_by_value_within_a_tolerance(folder: Path
     assert distance(folder, torch.tensor([True]), torch.tensor([1], dtype=torch.int8), 0.0, 0.0) is None
 
 
-def test_tolerance_is_relative_to_the_second_and_holds_for_integers_and_plain_numbers(folder: Path) -> None:
+def test_a_tolerance_is_relative_to_the_second_file_and_covers_plain_numbers(folder: Path) -> None:
     ten, nine = torch.tensor([10]), torch.tensor([9])
     assert distance(folder, nine, ten, 0.1) is None
     assert distance(folder, ten, nine, 0.1) is not None
@@ -349,7 +354,7 @@ def test_tolerance_is_relative_to_the_second_and_holds_for_integers_and_plain_nu
     assert compared(folder, a, b, tolerance=Tolerance(1e-5)).same
 
 
-# What stands beside the model's state.
+# Values beside the model's state.
 
 
 def test_everything_beside_the_state_is_compared_by_its_dotted_name(folder: Path) -> None:
@@ -398,7 +403,7 @@ def test_plain_values_differ_by_value_or_by_type(x: Any, y: Any, why: str, folde
     assert compared(folder, {"model": model, "x": nan}, {"model": model, "x": nan}).same
 
 
-def test_an_empty_container_is_not_nothing(folder: Path) -> None:
+def test_an_empty_container_differs_from_a_missing_one(folder: Path) -> None:
     model = {"w": torch.ones(1)}
     found = compared(folder, {"model": model, "x": {}}, {"model": model})
     assert (found.only_a, found.only_b) == (("x",), ())
@@ -414,7 +419,7 @@ def test_values_that_contain_themselves_are_compared(folder: Path) -> None:
     assert [change.name for change in compared(folder, tree(2), tree(3)).changed] == ["loop.2"]
 
 
-def test_a_format_of_tensors_alone_is_not_held_to_what_it_cannot_hold(tmp_path: Path) -> None:
+def test_contents_that_a_tensor_format_cannot_hold_are_set_aside(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "a.pt")
     save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
     torch.save({"w": torch.ones(2)}, tmp_path / "c.pt")
@@ -424,7 +429,7 @@ def test_a_format_of_tensors_alone_is_not_held_to_what_it_cannot_hold(tmp_path: 
     assert compare(a, c).only_a == ("epoch",)  # a .pt could hold it
 
 
-def test_files_without_a_model_s_state_are_compared_too(folder: Path) -> None:
+def test_files_without_a_state_are_compared_whole(folder: Path) -> None:
     net = table.model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     assert compared(folder, optimizer.state_dict(), optimizer.state_dict()).same
@@ -445,7 +450,7 @@ WRAPPINGS = ["module.", "_orig_mod.module.", "model.", "ema.module."]
 
 @pytest.mark.parametrize("prefix", WRAPPINGS)
 @pytest.mark.parametrize("swapped", [False, True])
-def test_names_may_differ_by_a_prefix_when_asked(prefix: str, swapped: bool, folder: Path) -> None:
+def test_prefixes_are_ignored_when_asked(prefix: str, swapped: bool, folder: Path) -> None:
     state = table.state()
     wrapped = {prefix + name: tensor for name, tensor in state.items()}
     pair = (wrapped, state) if swapped else (state, wrapped)
@@ -455,7 +460,7 @@ def test_names_may_differ_by_a_prefix_when_asked(prefix: str, swapped: bool, fol
     assert compared(folder, *pair, ignore_prefix=True).same
 
 
-def test_prefixes_inside_names_and_in_the_optimizer_are_no_difference_either(folder: Path) -> None:
+def test_prefixes_inside_names_and_in_the_optimizer_are_ignored_too(folder: Path) -> None:
     plain = {"model": {"0.w": torch.ones(2), "1.w": torch.ones(2)}, "names": ["0.w", "1.w"], "by": {"0.w": 1}}
     wrapped = {
         "model": {
@@ -470,17 +475,17 @@ def test_prefixes_inside_names_and_in_the_optimizer_are_no_difference_either(fol
     assert (found.only_a, found.only_b, found.changed) == (("module.n",), (), ())
 
 
-def test_a_prefix_that_tells_two_names_apart_is_not_ignored(folder: Path) -> None:
+def test_a_prefix_that_distinguishes_two_names_is_not_ignored(folder: Path) -> None:
     state = {"a": torch.ones(1), "module.a": torch.zeros(1)}
     assert compared(folder, state, state, ignore_prefix=True).same
     assert compared(folder, state, {"a": torch.ones(1)}, ignore_prefix=True).only_a == ("module.a",)
 
 
-# The same in another format.
+# Other formats.
 
 
 def training() -> dict[str, Any]:
-    """What formats find hard: ties, views, lazy bits, every kind of value beside the tensors."""
+    """A tree that is hard for formats: ties, views, lazy bits, every kind of value beside the tensors."""
     torch.manual_seed(0)
     base = torch.randn(6, 8)
     state = {
@@ -535,7 +540,7 @@ def test_a_file_is_the_same_in_every_format(one: str, other: str, in_every_forma
 
 
 @pytest.mark.parametrize("name", ["torch tar (before 0.1.12)", "TorchScript", "`torch.save(model)`"])
-def test_the_stranger_formats_hold_the_same_state_too(name: str, tmp_path: Path) -> None:
+def test_rarer_formats_hold_the_same_state(name: str, tmp_path: Path) -> None:
     table.INPUTS[name](tmp_path / "in")
     expected = table.state() if "tar" in name else table.model().state_dict()
     torch.save(expected, tmp_path / "plain.pt")
@@ -552,7 +557,7 @@ def test_one_bit_in_one_of_100_000_tensors_is_found_and_named(tmp_path: Path) ->
         raw[checkpoint.state().tensors["layer.77777"].data.offset + 4] ^= 1  # type: ignore[union-attr]
     (tmp_path / "b.pt").write_bytes(raw)
     with ckpttool.open(tmp_path / "a.pt") as a, ckpttool.open(tmp_path / "b.pt") as b:
-        (change,) = compare(a, b).changed
+        (change,) = compare(a, b, verify=False).changed
     assert (change.name, change.index) == ("layer.77777", (1,))
     assert change.distance is not None and (change.distance.differ, change.distance.max_ulp) == (1, 1)
 
@@ -564,7 +569,7 @@ def test_progress_counts_every_byte_of_the_first_file(folder: Path) -> None:
     assert sum(seen) == 4000 + 4 * 63
 
 
-def test_numpy_arrays_that_a_file_holds_are_compared_by_their_bytes(folder: Path) -> None:
+def test_numpy_arrays_in_a_file_are_compared_by_their_bytes(folder: Path) -> None:
     assert import_module("ckpttool.analysis.compare") is not None
     model = {"w": torch.ones(1)}
     a, b = ({"model": model, "x": np.arange(4) + i} for i in (0, 1))

@@ -1,4 +1,4 @@
-"""The tree of a state's modules: sums, folding, what is tied, and names of any kind."""
+"""The tree of a state's modules: sums, folding, ties, and names of any kind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def shown(branch: Branch) -> list[tuple[int, str, int, int]]:
     return [(level, each.name, each.copies, each.parameters) for level, each in branch.lines(99)]
 
 
-def test_modules_with_their_parameters_and_bytes(tree: Any) -> None:
+def test_modules_have_their_parameters_and_bytes(tree: Any) -> None:
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     found = tree(net.state_dict())
     assert shown(found) == [(0, "", 1, 240), (1, "0", 1, 224), (1, "1", 1, 16)]
@@ -41,13 +41,13 @@ def test_modules_with_their_parameters_and_bytes(tree: Any) -> None:
     assert tensors_in_words(found.branches[1], "float32", 1) == "weight 8; 4 more"
 
 
-def test_alike_blocks_that_follow_each_other_are_one_line_with_the_sums_of_all(tree: Any) -> None:
+def test_consecutive_identical_blocks_are_one_line_with_their_sums(tree: Any) -> None:
     blocks = [torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(3)] + [torch.nn.Linear(2, 3)]
     found = tree({f"h.{i}.{k}": v for i, block in enumerate(blocks) for k, v in block.state_dict().items()})
     assert shown(found) == [(0, "h", 1, 27), (1, "0-2", 3, 18), (2, "0", 1, 18), (1, "3", 1, 9)]
 
 
-def test_blocks_are_told_apart_by_type_shape_name_and_number(tree: Any) -> None:
+def test_blocks_that_differ_in_type_shape_name_or_number_are_not_folded(tree: Any) -> None:
     one = torch.ones(1)
     state = {
         "a.0.w": one,
@@ -59,12 +59,12 @@ def test_blocks_are_told_apart_by_type_shape_name_and_number(tree: Any) -> None:
     assert [name for _, name, _, _ in shown(tree(state))][1:] == ["0", "1", "2", "4", "5"]
 
 
-def test_numbers_are_in_their_order_where_a_file_sorts_them_as_text(tree: Any) -> None:
+def test_numbered_blocks_are_sorted_as_numbers_when_the_file_sorts_them_as_text(tree: Any) -> None:
     names = sorted(f"layers.{i}.w" for i in range(12))
     assert shown(tree({name: torch.ones(1) for name in names}))[0][:3] == (0, "layers.0-11", 12)
 
 
-def test_what_is_tied_counts_once_at_its_first_name(tree: Any) -> None:
+def test_tied_tensors_count_once_at_their_first_name(tree: Any) -> None:
     weight = torch.ones(3, 4)
     assert shown(tree({"wte.weight": weight, "head.weight": weight})) == [
         (0, "", 1, 12),
@@ -73,12 +73,12 @@ def test_what_is_tied_counts_once_at_its_first_name(tree: Any) -> None:
     ]
 
 
-def test_tensors_beside_modules_have_lines_of_their_own_before_them(tree: Any) -> None:
+def test_tensors_beside_modules_have_their_own_lines_above_them(tree: Any) -> None:
     state = {"fc.weight": torch.ones(2), "cls_token": torch.ones(1, 4)}
     assert [name for _, name, _, _ in shown(tree(state))] == ["", "cls_token", "fc"]
 
 
-def test_as_many_levels_as_there_are_lines_for_and_one_at_least(tree: Any) -> None:
+def test_the_depth_fits_the_lines_and_is_at_least_one(tree: Any) -> None:
     found = tree({f"a.{x}.{y}.w": torch.ones(len(x + y)) for x in ("p", "qq") for y in ("r", "sss")})
     assert [found.depth_within(lines) for lines in (1, 3, 6, 7, 99)] == [1, 1, 1, 2, 2]
 
@@ -88,7 +88,7 @@ names = st.lists(st.text(".a01", max_size=8), unique=True, max_size=12)
 
 
 @given(names)
-def test_whatever_the_names_nothing_is_lost_or_counted_twice(names: list[str]) -> None:
+def test_no_tensor_is_lost_or_counted_twice_for_any_names(names: list[str]) -> None:
     tensors = {name: TensorRef(storage_, DTYPES["float32"], (1,), (1,), i) for i, name in enumerate(names)}
     found = outline(tensors)
     assert (found.parameters, found.nbytes, found.count) == (len(names), 4 * len(names), len(names))
@@ -97,6 +97,6 @@ def test_whatever_the_names_nothing_is_lost_or_counted_twice(names: list[str]) -
             assert branch.parameters == sum(inner.parameters for inner in branch.branches)
 
 
-def test_a_name_of_a_hundred_thousand_dots_is_no_matter() -> None:
+def test_a_name_of_a_hundred_thousand_dots_is_handled_quickly() -> None:
     tensor = TensorRef(storage_, DTYPES["float32"], (1,), (1,), 0)
     assert outline({"a." * 100_000 + "w": tensor}).parameters == 1

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers told by what is in their states, as torch's own write them."""
+"""Optimizers and schedulers are recognised by the states that torch writes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_torch_s_optimizers_are_known_by_their_states(kind: str) -> None:
+def test_torch_optimizers_are_recognised_by_their_states(kind: str) -> None:
     net = torch.nn.Linear(2, 2)
     optimizer = getattr(torch.optim, kind.split()[0])(net.parameters(), lr=0.1, **OPTIMIZERS[kind])
     net(torch.ones(1, 2)).sum().backward()
@@ -39,7 +39,7 @@ def test_torch_s_optimizers_are_known_by_their_states(kind: str) -> None:
     assert (found.parameters, found.settings[0]["lr"]) == (2, 0.1)
 
 
-def test_before_the_first_step_the_groups_tell() -> None:
+def test_optimizers_are_recognised_by_their_groups_before_the_first_step() -> None:
     state = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1, momentum=0.9).state_dict()
     found = describe_optimizer("o", state)
     assert (found.kind, found.with_state) == ("SGD", 0)
@@ -55,7 +55,7 @@ def test_before_the_first_step_the_groups_tell() -> None:
     ],
     ids=["numbers", "no dicts", "long values"],
 )
-def test_a_malformed_state_is_described_as_far_as_it_goes(state: Any) -> None:
+def test_a_malformed_state_is_described_as_far_as_possible(state: Any) -> None:
     found = describe_optimizer("o", state)
     assert all(len(str(group)) < 100 for group in found.settings)
 
@@ -77,7 +77,7 @@ SCHEDULERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
-def test_torch_s_schedulers_are_known_by_their_states(kind: str) -> None:
+def test_torch_schedulers_are_recognised_by_their_states(kind: str) -> None:
     optimizer = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1, momentum=0.9)
     found = describe_scheduler("s", SCHEDULERS[kind](optimizer).state_dict())
     assert found is not None
@@ -85,5 +85,5 @@ def test_torch_s_schedulers_are_known_by_their_states(kind: str) -> None:
 
 
 @pytest.mark.parametrize("value", [1, {}, {"last_epoch": 3}, {"epoch": 1, "gamma": 2}])
-def test_what_is_no_scheduler_is_none(value: Any) -> None:
+def test_other_values_are_not_schedulers(value: Any) -> None:
     assert describe_scheduler("s", value) is None

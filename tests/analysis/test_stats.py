@@ -1,4 +1,4 @@
-"""Extremes, mean and deviation of a tensor's values, as torch computes them from the whole."""
+"""Extremes, mean and deviation of a tensor's values agree with torch's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.flo
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int8, torch.uint8, torch.bool], ids=str)
-def test_they_are_torch_s_own(dtype: torch.dtype, stats: Any) -> None:
+def test_statistics_are_those_that_torch_computes(dtype: torch.dtype, stats: Any) -> None:
     torch.manual_seed(0)
     tensor = (torch.randn(700, 900) * 3 + 1).to(dtype)  # more than one block
     wide = tensor.double()
@@ -37,7 +37,7 @@ def test_they_are_torch_s_own(dtype: torch.dtype, stats: Any) -> None:
     assert found.non_finite == 0
 
 
-def test_what_is_not_finite_is_counted_and_left_aside(stats: Any) -> None:
+def test_non_finite_values_are_counted_and_left_out(stats: Any) -> None:
     tensor = torch.tensor([1.0, math.nan, 3.0, math.inf, -math.inf])
     assert stats(tensor) == Stats(1.0, 3.0, 2.0, 1.0, 3)
     assert stats(torch.full((4,), math.nan)) == Stats(non_finite=4)
@@ -49,11 +49,11 @@ def test_large_integers_are_exact(stats: Any) -> None:
     assert (found.minimum, found.maximum) == (-(2**62) - 1, 2**62 + 1)
 
 
-def test_views_and_empty_tensors(stats: Any) -> None:
+def test_views_and_empty_tensors_have_statistics(stats: Any) -> None:
     assert stats(torch.arange(6.0).reshape(2, 3).t()) == stats(torch.arange(6.0))
     assert stats(torch.ones(0)) == Stats()
     assert stats(torch.tensor(2.0).expand(1000, 1000)) == Stats(2.0, 2.0, 2.0, 0.0)
 
 
-def test_numbers_without_an_order_have_none(stats: Any) -> None:
+def test_types_without_an_order_have_no_statistics(stats: Any) -> None:
     assert stats(torch.ones(2, dtype=torch.complex64)) is None

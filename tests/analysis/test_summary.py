@@ -1,4 +1,4 @@
-"""What is in a checkpoint, told without loading it."""
+"""A checkpoint is summarised without loading it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
-from ckpttool.analysis.summary import OtherRow, Summary, TensorRow, summarize, tensor_rows
+from ckpttool.analysis.other_values import OtherRow
+from ckpttool.analysis.summary import Summary, TensorRow, summarize, tensor_rows
 from ckpttool.errors import NoState
 from tests.support.crafting import call, dict_of, list_of, name, number, storage, tensor, text, torch_zip
 
@@ -29,7 +30,7 @@ def summary(tmp_path: Path) -> Any:
     return summary
 
 
-def test_a_training_checkpoint_at_a_glance(summary: Any, tmp_path: Path) -> None:
+def test_a_training_checkpoint_is_summarised(summary: Any, tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
     wrapped = {f"module.{key}": value for key, value in net.state_dict().items()}
     found = summary({"epoch": 3, "state_dict": wrapped, "state_dict_ema": wrapped | {"x": ONE}})
@@ -47,7 +48,7 @@ def test_the_size_is_that_of_the_file(summary: Any, tmp_path: Path) -> None:
     assert summary({"a": ONE}).nbytes == (tmp_path / "f.pt").stat().st_size
 
 
-def test_tied_parameters_count_once_and_views_of_them_too(summary: Any, tmp_path: Path) -> None:
+def test_tied_parameters_and_their_views_count_once(summary: Any, tmp_path: Path) -> None:
     weight = torch.ones(3, 4)
     found = summary({"embed": weight, "head": weight, "own": torch.ones(5)})
     assert found.parameters == 17
@@ -55,7 +56,7 @@ def test_tied_parameters_count_once_and_views_of_them_too(summary: Any, tmp_path
     assert [row.shared_with for row in rows] == [None, "embed", None]
 
 
-def test_statistics_of_batchnorm_are_no_parameters(summary: Any) -> None:
+def test_batchnorm_statistics_are_not_parameters(summary: Any) -> None:
     assert summary(torch.nn.BatchNorm2d(4).state_dict()).parameters == 8
 
 
@@ -81,12 +82,12 @@ OTHERS: dict[str, tuple[Any, OtherRow]] = {
 
 
 @pytest.mark.parametrize("what", OTHERS)
-def test_what_is_no_tensor_is_shown_by_name_type_and_value_where_it_is_short(what: str, summary: Any) -> None:
+def test_other_values_are_shown_by_name_and_type_and_short_ones_by_value(what: str, summary: Any) -> None:
     value, row = OTHERS[what]
     assert summary({"x": value, "w": ONE}).other == (row,)
 
 
-def test_dicts_and_attributes_are_opened_and_their_contents_named(summary: Any) -> None:
+def test_contents_of_dicts_and_objects_are_named(summary: Any) -> None:
     found = summary({"args": argparse.Namespace(lr=0.1, model={"depth": 20}), "w": ONE})
     assert [(row.name, row.type, row.value, row.size) for row in found.other] == [
         ("args", "argparse.Namespace", None, 2),
@@ -96,13 +97,13 @@ def test_dicts_and_attributes_are_opened_and_their_contents_named(summary: Any) 
     assert found.unknown == ("argparse.Namespace",)
 
 
-def test_what_the_state_holds_beside_tensors_is_told_but_not_torch_s_versions(summary: Any) -> None:
+def test_other_entries_of_the_state_are_listed_without_module_versions(summary: Any) -> None:
     state = OrderedDict(w=ONE, _extra_state=7)
     state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     assert [row.name for row in summary({"model": state}).other] == ["model._extra_state"]
 
 
-def test_the_optimizer_s_settings_are_told(summary: Any) -> None:
+def test_optimizer_settings_are_listed(summary: Any) -> None:
     net = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(net.named_parameters(), 0.1).state_dict()
     found = summary({"model": net.state_dict(), "optimizer": optimizer})
@@ -123,11 +124,11 @@ UNDERSTOOD = [
 
 
 @pytest.mark.parametrize("value", UNDERSTOOD, ids=lambda v: type(v).__name__)
-def test_plain_things_are_no_unknown_names(value: Any, summary: Any) -> None:
+def test_plain_values_are_not_unknown_names(value: Any, summary: Any) -> None:
     assert summary({"x": value, "w": ONE}).unknown == ()
 
 
-def test_names_that_run_code_are_told_wherever_they_hide(tmp_path: Path) -> None:
+def test_names_that_run_code_are_listed_wherever_they_are(tmp_path: Path) -> None:
     eval_ = call(name("builtins", "eval"), text("1"))
     body = dict_of({"w": tensor(storage(1), (1,)), "x": list_of(call(name("os", "system"), list_of(eval_)))})
     found = summarize(ckpttool.open(torch_zip(tmp_path / "f", body, {"0": bytes(4)})))
@@ -135,11 +136,11 @@ def test_names_that_run_code_are_told_wherever_they_hide(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("key", ["__reduce__", "system"])
-def test_a_name_in_a_key_a_state_or_keyword_arguments_is_told(key: str, tmp_path: Path) -> None:
+def test_names_in_keys_states_and_keyword_arguments_are_listed(key: str, tmp_path: Path) -> None:
     made = name("m", "C") + b")}" + text("k") + name("evil", "a") + b"s\x92" + name("evil", "b") + b"b"
     body = b"}" + made + name("evil", key) + b"s"
     found = summarize(ckpttool.open(torch_zip(tmp_path / "f", body)))
-    assert found.unknown == tuple(sorted(["m.C", "evil.a", "evil.b", f"evil.{key}"]))
+    assert sorted(found.unknown) == sorted(["m.C", "evil.a", "evil.b", f"evil.{key}"])
 
 
 def test_a_file_without_a_state_is_still_described(summary: Any, tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_a_file_without_a_state_is_still_described(summary: Any, tmp_path: Path)
     assert [row.name for row in tensor_rows(ckpttool.open(tmp_path / "f.pt"))] == ["0"]
 
 
-def test_a_state_that_is_asked_for_and_not_there_is_an_error(summary: Any) -> None:
+def test_a_missing_state_that_was_asked_for_is_an_error(summary: Any) -> None:
     with pytest.raises(NoState):
         summary({"model": {"w": ONE}}, "teacher")
 
@@ -187,7 +188,7 @@ def test_hostile_values_are_described_in_bounded_time(body: bytes, tmp_path: Pat
     assert len(found.other) < 500
 
 
-def test_a_score_that_is_a_number_of_numpy_is_told(tmp_path: Path) -> None:
+def test_a_numpy_scalar_is_shown_as_a_number(tmp_path: Path) -> None:
     scores = {"d": np.float64(0.875), "f": np.float32(1.5), "i": np.int64(-3), "b": np.bool_(True)}
     torch.save({"model": {"w": torch.ones(1)}, **scores, "s": np.str_("x")}, tmp_path / "f.pt")
     rows = summarize(ckpttool.open(tmp_path / "f.pt")).other

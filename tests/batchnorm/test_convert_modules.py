@@ -1,9 +1,10 @@
-"""Live layers made synchronised and plain again: what stays, what changes, what is refused."""
+"""Live layers converted to synchronised ones and back: what stays, what changes, what is refused."""
 
 from __future__ import annotations
 
 import copy
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,14 @@ from torch import nn
 
 import ckpttool
 from ckpttool import batchnorm
-from ckpttool.batchnorm import convert_states, layers
-from ckpttool.batchnorm.sync_batchnorm import SyncBatchNorm
+from ckpttool.batchnorm import SyncBatchNorm, convert_states, layers
 from ckpttool.errors import UsageFault
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Net(nn.Module):
-    """Each kind of BatchNorm once, one of them in two places and in a list that is no module."""
+    """Each kind of BatchNorm once; one in two places, one in a list that is not a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def norms(net: nn.Module) -> list[nn.Module]:
     return [layer for layer in net.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
 
 
-def test_every_layer_becomes_synchronised_and_its_own_kind_again() -> None:
+def test_every_layer_becomes_synchronised_and_then_its_own_kind_again() -> None:
     net = make_net()
     kinds = [type(layer) for layer in norms(net)]
     assert batchnorm.to_sync(net) is net
@@ -119,6 +119,11 @@ def test_results_and_states_are_the_same_in_every_form() -> None:
         copy.deepcopy(net).load_state_dict(state, strict=True)
 
 
+def test_a_pickled_layer_names_its_public_class() -> None:
+    assert b"cckpttool.batchnorm\nSyncBatchNorm\n" in pickle.dumps(SyncBatchNorm(3), protocol=2)
+    assert type(pickle.loads(pickle.dumps(SyncBatchNorm(3)))) is SyncBatchNorm
+
+
 def test_copies_and_pickles_remember_their_kind() -> None:
     net = batchnorm.to_sync(make_net())
     file = io.BytesIO()
@@ -128,7 +133,7 @@ def test_copies_and_pickles_remember_their_kind() -> None:
         assert isinstance(batchnorm.to_plain(other).two[1], nn.BatchNorm2d)
 
 
-def test_what_is_synchronised_already_is_left() -> None:
+def test_layers_that_are_synchronised_already_stay() -> None:
     net = batchnorm.to_sync(make_net())
     batchnorm.to_sync(net)
     assert type(batchnorm.to_plain(net).three) is nn.BatchNorm3d
@@ -137,14 +142,14 @@ def test_what_is_synchronised_already_is_left() -> None:
 # ---- torch's own ------------------------------------------------------------------------------------------
 
 
-def test_torchs_syncbatchnorm_becomes_what_a_reference_says() -> None:
+def test_torchs_syncbatchnorm_becomes_the_kind_in_a_reference() -> None:
     trained = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
     batchnorm.to_plain(trained, like=make_net())
     assert batchnorm.kinds_of(trained) == batchnorm.kinds_of(make_net())
     trained(torch.randn(2, 1, 5, 5))  # trains on a CPU again
 
 
-def test_a_reference_need_not_be_wrapped_as_the_model_is() -> None:
+def test_a_reference_need_not_be_wrapped_like_the_model() -> None:
     trained = nn.DataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(make_net()))
     batchnorm.to_plain(trained, like=make_net())
     assert type(trained.module.two[1]) is nn.BatchNorm2d
@@ -153,7 +158,7 @@ def test_a_reference_need_not_be_wrapped_as_the_model_is() -> None:
     assert type(batchnorm.to_plain(trained, kinds=of_ddp).three) is nn.BatchNorm3d
 
 
-def test_torchs_layers_become_ours_on_a_cpu_where_they_can_not_train() -> None:
+def test_torchs_layers_become_ours_on_a_cpu() -> None:
     group = object()
     net = nn.Sequential(nn.SyncBatchNorm(3, process_group=group))
     layer, weight = net[0], net[0].weight
@@ -165,7 +170,7 @@ def test_torchs_layers_become_ours_on_a_cpu_where_they_can_not_train() -> None:
         batchnorm.to_plain(net)
 
 
-def test_without_a_reference_it_is_refused_by_name_and_nothing_is_changed() -> None:
+def test_an_unknown_kind_is_refused_by_name_and_nothing_is_changed() -> None:
     trained = batchnorm.to_sync(nn.Sequential(nn.BatchNorm1d(2)))
     trained.append(nn.SyncBatchNorm(2))
     with pytest.raises(UsageFault, match="'1' is a SyncBatchNorm") as caught:
@@ -174,8 +179,8 @@ def test_without_a_reference_it_is_refused_by_name_and_nothing_is_changed() -> N
     assert type(trained[0]) is SyncBatchNorm
 
 
-def test_a_checkpoint_tells_the_kinds_of_what_was_trained_synchronised(tmp_path: Path) -> None:
-    """Live -> state dict -> file -> live, with no reference anywhere."""
+def test_a_checkpoint_of_a_synchronised_model_records_the_kinds(tmp_path: Path) -> None:
+    """Live -> state dict -> file -> live, without a reference."""
     torch.save({"model": batchnorm.to_sync(make_net()).state_dict()}, tmp_path / "last.pt")
     with ckpttool.open(tmp_path / "last.pt") as checkpoint:
         kinds = layers.recorded_kinds(checkpoint, checkpoint.state())
@@ -186,7 +191,7 @@ def test_a_checkpoint_tells_the_kinds_of_what_was_trained_synchronised(tmp_path:
     assert type(batchnorm.to_plain(net, kinds=kinds).three) is nn.BatchNorm3d
 
 
-def test_kinds_are_named_for_every_place_in_plain_and_in_synchronised_form() -> None:
+def test_kinds_are_given_for_every_place_of_a_layer() -> None:
     expected = {
         "two.1": "BatchNorm2d",
         "again": "BatchNorm2d",
@@ -198,7 +203,7 @@ def test_kinds_are_named_for_every_place_in_plain_and_in_synchronised_form() -> 
     assert batchnorm.kinds_of(batchnorm.to_sync(net)) == expected
 
 
-def test_a_part_of_the_model_that_is_called_module_is_no_wrapper() -> None:
+def test_a_part_of_the_model_called_module_is_no_wrapper() -> None:
     net = nn.ModuleDict({"norm": nn.BatchNorm1d(2), "module": nn.ModuleDict({"norm": nn.BatchNorm2d(2)})})
     assert batchnorm.kinds_of(net) == {"norm": "BatchNorm1d", "module.norm": "BatchNorm2d"}
 
@@ -234,7 +239,7 @@ class MineSync(nn.SyncBatchNorm):
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_what_only_derives_from_batchnorm_is_refused_by_name_or_kept(make: Any, said: str) -> None:
+def test_layers_that_only_derive_from_batchnorm_are_refused_by_name_or_kept(make: Any, said: str) -> None:
     net = nn.Sequential(nn.BatchNorm2d(3), make())
     with pytest.raises(UsageFault, match=f"'1' {said}"):
         batchnorm.to_sync(net)
@@ -244,7 +249,7 @@ def test_what_only_derives_from_batchnorm_is_refused_by_name_or_kept(make: Any, 
     assert (type(net[0]), type(net[1])) == (SyncBatchNorm, kept)
 
 
-def test_a_class_derived_from_syncbatchnorm_is_refused_on_the_way_back() -> None:
+def test_a_class_derived_from_syncbatchnorm_is_not_made_plain() -> None:
     with pytest.raises(UsageFault, match="MineSync"):
         batchnorm.to_plain(nn.Sequential(MineSync(3)), like=nn.Sequential(nn.BatchNorm2d(3)))
 
@@ -252,7 +257,7 @@ def test_a_class_derived_from_syncbatchnorm_is_refused_on_the_way_back() -> None
 # ---- wrapped modules --------------------------------------------------------------------------------------
 
 
-def test_compiled_modules_are_entered_and_compiled_anew() -> None:
+def test_layers_inside_a_compiled_module_are_converted() -> None:
     net = nn.Sequential(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3)))
     net[0] = torch.compile(net[0], backend="eager")
     batch = torch.randn(2, 1, 5, 5)
@@ -266,7 +271,7 @@ def test_compiled_modules_are_entered_and_compiled_anew() -> None:
     assert torch.allclose(net(batch), expected, atol=1e-6)
 
 
-def test_a_graph_module_is_entered() -> None:
+def test_layers_inside_a_graph_module_are_converted() -> None:
     net = torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3)))
     batchnorm.to_sync(net)
     assert net(torch.randn(2, 1, 5, 5)).shape == (2, 3, 3, 3)

@@ -1,4 +1,4 @@
-"""BatchNorm in states: layers found, counters, versions and kinds; torch itself says what loads."""
+"""BatchNorm in states: layers found, counters, versions and kinds, checked by loading into torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ KINDS = {"bn": "BatchNorm2d", "head.0": "BatchNorm1d"}
 
 
 def old_state(model: nn.Module | None = None) -> Any:
-    """As torch 0.4.0 saved it: no counters, and layers of version 1."""
+    """Return a state as torch 0.4.0 saved it: no counters, and layers of version 1."""
     state = (model or make_model()).state_dict()
     for name in [name for name in state if name.endswith("num_batches_tracked")]:
         del state[name]
@@ -48,7 +48,7 @@ def old_state(model: nn.Module | None = None) -> Any:
 
 
 def convert(value: Any, folder: Path, to: Any = "sync", **options: Any) -> tuple[Path, Report]:
-    """A value saved by torch, converted and saved again."""
+    """Save a value by torch, convert it and save it again."""
     torch.save(value, folder / "in.pt")
     with ckpttool.open(folder / "in.pt") as checkpoint:
         new, report = convert_states.convert(checkpoint, to, **options)
@@ -60,7 +60,7 @@ def convert(value: Any, folder: Path, to: Any = "sync", **options: Any) -> tuple
 
 
 @pytest.mark.parametrize("to", ["sync", "plain"])
-def test_a_missing_counter_is_added_as_torch_itself_would_when_it_loads(to: str, tmp_path: Path) -> None:
+def test_a_missing_counter_is_added_as_torch_adds_it_when_it_loads(to: str, tmp_path: Path) -> None:
     out, report = convert(old_state(), tmp_path, to)
     state = torch.load(out, weights_only=True)
     assert report.layers == ("bn", "head.0")
@@ -82,13 +82,13 @@ def test_a_missing_counter_is_added_as_torch_itself_would_when_it_loads(to: str,
             assert tensor.dtype == torch.int64 and tensor.shape == () and tensor.item() == 0
 
 
-def test_counters_that_were_added_share_no_memory(tmp_path: Path) -> None:
+def test_added_counters_share_no_memory(tmp_path: Path) -> None:
     out, report = convert(old_state(), tmp_path)
     state = torch.load(out)
     assert len({state[name].untyped_storage().data_ptr() for name in report.added}) == 2
 
 
-def test_a_counter_that_is_there_is_kept_and_only_the_lacking_one_added(tmp_path: Path) -> None:
+def test_an_existing_counter_is_kept_and_only_a_missing_one_added(tmp_path: Path) -> None:
     state = make_model().state_dict()
     state["bn.num_batches_tracked"].fill_(41)
     del state["head.0.num_batches_tracked"]
@@ -97,7 +97,7 @@ def test_a_counter_that_is_there_is_kept_and_only_the_lacking_one_added(tmp_path
     assert torch.load(out)["bn.num_batches_tracked"].item() == 41
 
 
-def test_a_state_without_metadata_gets_none_when_a_counter_is_all_it_lacks(tmp_path: Path) -> None:
+def test_a_state_without_metadata_gets_a_counter_but_no_metadata(tmp_path: Path) -> None:
     out, report = convert(dict(old_state()), tmp_path)
     state = torch.load(out)
     assert type(state) is dict
@@ -105,7 +105,7 @@ def test_a_state_without_metadata_gets_none_when_a_counter_is_all_it_lacks(tmp_p
     make_model().load_state_dict(state, strict=True)
 
 
-def test_the_bytes_of_all_other_tensors_stay_and_so_does_the_rest_of_the_file(tmp_path: Path) -> None:
+def test_all_other_tensors_and_entries_keep_their_bytes(tmp_path: Path) -> None:
     state = old_state()
     out, _ = convert({"model": state, "epoch": 3, "ema": {"w": torch.ones(2)}}, tmp_path)
     after = torch.load(out, weights_only=True)
@@ -114,14 +114,14 @@ def test_the_bytes_of_all_other_tensors_stay_and_so_does_the_rest_of_the_file(tm
         assert torch.equal(after["model"][name], tensor)
 
 
-def test_nothing_is_done_to_a_state_that_fits_both(tmp_path: Path) -> None:
+def test_a_state_that_fits_both_leaves_nothing_to_do(tmp_path: Path) -> None:
     for to in ("sync", "plain"):
         with pytest.raises(NothingToDo, match="have the same keys") as caught:
             convert(make_model().state_dict(), tmp_path, to)
         assert ("--model" in str(caught.value.hint)) == (to == "sync")
 
 
-def test_a_big_endian_file_gets_counters_of_its_own_byte_order(tmp_path: Path) -> None:
+def test_a_big_endian_file_gets_big_endian_counters(tmp_path: Path) -> None:
     out, _ = convert(old_state(), tmp_path)
     with ckpttool.open(out) as checkpoint:
         storage = checkpoint.state().tensors["bn.running_mean"].storage
@@ -132,7 +132,7 @@ def test_a_big_endian_file_gets_counters_of_its_own_byte_order(tmp_path: Path) -
 # ---- kinds ------------------------------------------------------------------------------------------------
 
 
-def test_kinds_are_recorded_where_torch_passes_over_them_and_the_way_back_is_exact(tmp_path: Path) -> None:
+def test_kinds_are_recorded_where_torch_ignores_them_and_the_way_back_is_exact(tmp_path: Path) -> None:
     state = make_model().state_dict()
     before = copy.deepcopy(state)
     out, report = convert(state, tmp_path, kinds=KINDS)
@@ -149,7 +149,7 @@ def test_kinds_are_recorded_where_torch_passes_over_them_and_the_way_back_is_exa
     assert all(torch.equal(returned[name], before[name]) for name in before)
 
 
-def test_there_and_back_gives_the_same_file_to_the_byte(tmp_path: Path) -> None:
+def test_there_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
     torch.save(make_model().state_dict(), tmp_path / "torch.pt")
     (tmp_path / "a").mkdir()
     with ckpttool.open(tmp_path / "torch.pt") as checkpoint:
@@ -178,7 +178,7 @@ def test_a_record_survives_further_changes_of_the_file(tmp_path: Path) -> None:
         assert layers.recorded_kinds(checkpoint, checkpoint.state()) == KINDS
 
 
-def test_a_safetensors_file_records_kinds_in_its_text_and_comes_back_to_the_byte(tmp_path: Path) -> None:
+def test_a_safetensors_file_records_kinds_in_its_header_and_back_gives_the_same_bytes(tmp_path: Path) -> None:
     state = make_model().state_dict()
     save_file(state, tmp_path / "in.safetensors", {"format": "pt"})
     with ckpttool.open(tmp_path / "in.safetensors") as checkpoint:
@@ -199,7 +199,7 @@ def test_a_safetensors_file_records_kinds_in_its_text_and_comes_back_to_the_byte
     assert (tmp_path / "back.safetensors").read_bytes() == (tmp_path / "in.safetensors").read_bytes()
 
 
-def test_a_record_made_for_one_format_can_be_put_into_the_other(tmp_path: Path) -> None:
+def test_a_record_made_for_one_format_can_be_written_to_the_other(tmp_path: Path) -> None:
     save_file(make_model().state_dict(), tmp_path / "in.safetensors")
     with ckpttool.open(tmp_path / "in.safetensors") as checkpoint:
         new, _ = convert_states.convert(checkpoint, "sync", kinds=KINDS, as_text=False)
@@ -212,21 +212,21 @@ def test_a_record_made_for_one_format_can_be_put_into_the_other(tmp_path: Path) 
     assert not hasattr(torch.load(back), "_metadata")
 
 
-def test_a_plain_dict_becomes_an_ordered_one_where_kinds_are_recorded(tmp_path: Path) -> None:
+def test_a_plain_dict_becomes_an_ordered_dict_if_kinds_are_recorded(tmp_path: Path) -> None:
     out, _ = convert(dict(make_model().state_dict()), tmp_path, kinds=KINDS)
     state = torch.load(out, weights_only=True)
     assert type(state) is OrderedDict
     assert state._metadata == {path: {"kind": kind} for path, kind in KINDS.items()}
 
 
-def test_the_same_kinds_again_are_nothing_to_do(tmp_path: Path) -> None:
+def test_recording_the_same_kinds_again_leaves_nothing_to_do(tmp_path: Path) -> None:
     out, _ = convert(make_model().state_dict(), tmp_path, kinds=KINDS)
     with pytest.raises(NothingToDo):
         convert(torch.load(out), tmp_path, kinds=KINDS)
 
 
 @pytest.mark.parametrize("text", ["nonsense", "[1]", '{"bn": "Dropout", "head.0": 3}', "[" * 100_000])
-def test_text_that_is_no_record_of_ours_is_passed_over(text: str, tmp_path: Path) -> None:
+def test_other_text_in_the_place_of_a_record_is_ignored(text: str, tmp_path: Path) -> None:
     save_file(make_model().state_dict(), tmp_path / "in.safetensors", {"batchnorm.kinds": text})
     with ckpttool.open(tmp_path / "in.safetensors") as checkpoint:
         assert layers.recorded_kinds(checkpoint, checkpoint.state()) == {}
@@ -235,13 +235,13 @@ def test_text_that_is_no_record_of_ours_is_passed_over(text: str, tmp_path: Path
 # ---- what is BatchNorm, and what is not -------------------------------------------------------------------
 
 
-def test_a_model_that_is_one_layer_is_found(tmp_path: Path) -> None:
+def test_a_model_that_is_a_single_layer_is_found(tmp_path: Path) -> None:
     _, report = convert(old_state(nn.BatchNorm1d(3)), tmp_path)
     assert report.layers == ("",)
     assert report.added == ("num_batches_tracked",)
 
 
-def test_a_state_without_batchnorm_is_nothing_to_do(tmp_path: Path) -> None:
+def test_a_state_without_batchnorm_leaves_nothing_to_do(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.InstanceNorm1d(2, affine=True))
     with pytest.raises(NothingToDo, match="no BatchNorm") as caught:
         convert(model.state_dict(), tmp_path)
@@ -269,7 +269,9 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_what_is_not_batchnorm_is_refused_by_name_and_can_be_left_alone(kind: str, tmp_path: Path) -> None:
+def test_layers_that_are_not_batchnorm_are_refused_by_name_and_can_be_excluded(
+    kind: str, tmp_path: Path
+) -> None:
     state = old_state()
     for name, tensor in FOREIGN[kind].items():
         state[f"layers.norm.{name}"] = tensor
@@ -290,7 +292,7 @@ def test_instancenorm_is_taken_for_batchnorm_without_a_model_and_refused_with_on
 
 
 @pytest.mark.parametrize("to", ["sync", "plain"])
-def test_a_model_tells_instancenorm_apart_in_both_directions(to: str, tmp_path: Path) -> None:
+def test_a_model_tells_instancenorm_from_batchnorm_in_both_directions(to: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.InstanceNorm2d(3, track_running_stats=True))
     with pytest.raises(Refused, match="'0' is not a BatchNorm1d, 2d or 3d in the model"):
         convert(old_state(model), tmp_path, to, kinds={})
@@ -299,10 +301,8 @@ def test_a_model_tells_instancenorm_apart_in_both_directions(to: str, tmp_path: 
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_layers_without_statistics_are_recorded_too_when_a_model_names_them(
-    affine: bool, tmp_path: Path
-) -> None:
-    """Else a synchronised model made anew of the file could not be made plain again."""
+def test_layers_without_statistics_are_recorded_if_a_model_names_them(affine: bool, tmp_path: Path) -> None:
+    """Otherwise a synchronised model built from the file could not be made plain again."""
     model = nn.Sequential(nn.BatchNorm3d(3), nn.BatchNorm1d(3, affine=affine, track_running_stats=False))
     kinds = {"0": "BatchNorm3d", "1": "BatchNorm1d"}
     before = copy.deepcopy(model.state_dict())
@@ -316,7 +316,7 @@ def test_layers_without_statistics_are_recorded_too_when_a_model_names_them(
     assert report.recorded == {"0": "BatchNorm1d"}
 
 
-def test_a_record_of_a_layer_that_is_to_be_left_alone_stays(tmp_path: Path) -> None:
+def test_the_record_of_an_excluded_layer_stays(tmp_path: Path) -> None:
     out, _ = convert(make_model().state_dict(), tmp_path, kinds=KINDS)
     back, report = convert(torch.load(out), tmp_path, "plain", exclude=["bn"])
     assert report.restored == {"head.0": "BatchNorm1d"}
@@ -324,12 +324,12 @@ def test_a_record_of_a_layer_that_is_to_be_left_alone_stays(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("given", [{"to": "global"}, {"kinds": {"bn": "GroupNorm", "head.0": "BatchNorm1d"}}])
-def test_targets_and_kinds_that_there_are_not_are_usage(given: dict[str, Any], tmp_path: Path) -> None:
+def test_unknown_targets_and_kinds_are_usage_errors(given: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageFault):
         convert(old_state(), tmp_path, **given)
 
 
-def test_another_state_can_be_named(tmp_path: Path) -> None:
+def test_another_state_can_be_converted_by_its_path(tmp_path: Path) -> None:
     value = {"model": make_model().state_dict(), "ema": old_state()}
     out, _ = convert(value, tmp_path, state="ema")
     assert "bn.num_batches_tracked" in torch.load(out)["ema"]

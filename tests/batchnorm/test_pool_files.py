@@ -1,4 +1,4 @@
-"""Statistics of several ranks as one: against those of the whole data, computed in one process."""
+"""Statistics of several ranks pooled, against those of the whole data computed in one process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from torch import nn
 
 import ckpttool
 from ckpttool import batchnorm
-from ckpttool.batchnorm.pool_files import PoolReport, _rounded, pool_states
+from ckpttool.batchnorm.pool_files import PoolReport, pool_states
 from ckpttool.batchnorm.pooling import pool
 from ckpttool.errors import NothingToDo, Refused, UsageFault
-from ckpttool.tensors.dtypes import DTYPES
 
 
 def ranks_of(batch: torch.Tensor, sizes: tuple[int, ...], **settings: Any) -> list[nn.BatchNorm1d]:
-    """A layer a rank, each having met its part of a batch; none where the part is empty."""
+    """Return a layer per rank, after its part of the batch; an empty part leaves the layer as it is."""
     layers = []
     for part in batch.split(sizes):
         layer = nn.BatchNorm1d(batch.shape[1], **settings).double()
@@ -67,8 +66,8 @@ def test_pooling_agrees_with_exact_arithmetic(parts: list[list[int]]) -> None:
     assert pooled.variance == pytest.approx(float(variance), rel=1e-12, abs=1e-9)
 
 
-def test_averages_over_all_batches_weigh_a_rank_by_its_batches() -> None:
-    """The mean is exact; so is the variance where ranks have the same means."""
+def test_averages_over_all_batches_weight_a_rank_by_its_batches() -> None:
+    """The mean is exact; so is the variance if the ranks' means are equal."""
     torch.manual_seed(0)
     batches = torch.randn(5, 8, 2, dtype=torch.float64)
     batches -= batches.mean(1, keepdim=True)
@@ -79,6 +78,47 @@ def test_averages_over_all_batches_weigh_a_rank_by_its_batches() -> None:
     within = batches.var(1, correction=0).mean(0)
     assert torch.allclose(pooled.mean, torch.zeros(2, dtype=torch.float64), atol=1e-15)
     assert torch.allclose(pooled.variance, within * 16 / 15, rtol=1e-12)
+
+
+@pytest.mark.parametrize("momentum", [0.1, 0.3, None, 1.0])
+@pytest.mark.parametrize("sizes", [(2, 2, 2, 2), (2, 6), (3, 0, 2)], ids=str)
+@pytest.mark.parametrize("apart", [0.0, 1.0])
+def test_with_the_momentum_the_variance_is_that_of_one_process_on_average(
+    sizes: tuple[int, ...], momentum: float | None, apart: float
+) -> None:
+    """Over 4,000 channels; each rank's samples may have a mean of their own."""
+    torch.manual_seed(0)
+    rank_of = torch.tensor([rank for rank, size in enumerate(sizes) for _ in range(size)])
+    whole = nn.BatchNorm1d(4000, momentum=momentum).double()
+    ranks = [nn.BatchNorm1d(4000, momentum=momentum).double() for _ in sizes]
+    for layer in (whole, *ranks):
+        layer.running_var.zero_()  # so that no channel has a past
+    for _ in range(60):
+        batch = torch.randn(sum(sizes), 4000, dtype=torch.float64) + apart * rank_of[:, None]
+        whole(batch)
+        for layer, part in zip(ranks, batch.split(sizes), strict=True):
+            if len(part):
+                layer(part)
+    batches = [60.0 if size else 0.0 for size in sizes] if momentum is None else None
+    given = 0.1 if momentum is None else momentum
+    pooled = pool(*statistics(ranks), sizes, batches=batches, momentum=given)
+    without = pool(*statistics(ranks), sizes, batches=batches)
+    assert torch.allclose(pooled.mean, whole.running_mean, atol=1e-12)
+    ratio = pooled.variance.mean() / whole.running_var.mean()
+    assert ratio == pytest.approx(1.0, abs=0.01)
+    if momentum == 1.0:
+        assert torch.equal(pooled.variance, without.variance)
+        assert torch.allclose(pooled.variance, whole.running_var, rtol=1e-12)
+    else:
+        assert without.variance.mean() < 0.95 * whole.running_var.mean()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 1.5, -0.1, float("nan")])
+def test_a_momentum_out_of_range_or_without_counts_is_refused(momentum: float) -> None:
+    with pytest.raises(ValueError, match="momentum"):
+        pool([0.0, 0.0], [1.0, 1.0], [2, 2], momentum=momentum)
+    with pytest.raises(ValueError, match="needs counts"):
+        pool([0.0, 0.0], [1.0, 1.0], momentum=0.1)
 
 
 def test_running_averages_have_the_mean_of_one_process_and_a_variance_no_larger() -> None:
@@ -94,22 +134,22 @@ def test_running_averages_have_the_mean_of_one_process_and_a_variance_no_larger(
     assert (pooled.variance <= whole.running_var * (1 + 1e-2)).all()
 
 
-def test_without_counts_ranks_weigh_alike_and_no_factor_is_touched() -> None:
+def test_without_counts_ranks_weigh_the_same_and_factors_are_kept() -> None:
     pooled = pool([np.array([0.0]), np.array([2.0])], [np.array([1.0]), np.array([3.0])])
     assert (pooled.mean.item(), pooled.variance.item()) == (1.0, 3.0)  # (1 + 3) / 2 + 1
 
 
-def test_what_a_rank_without_samples_holds_does_not_matter() -> None:
+def test_the_statistics_of_a_rank_without_samples_do_not_matter() -> None:
     assert pool([1.0, float("nan")], [2.0, float("inf")], [5, 0]).variance == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("counts", [[0, 0], [1, 0], [-1, 5], [3]], ids=str)
-def test_counts_that_no_variance_rests_on_are_refused(counts: list[int]) -> None:
+def test_counts_without_a_variance_are_refused(counts: list[int]) -> None:
     with pytest.raises(ValueError):
         pool([0.0, 0.0], [1.0, 1.0], counts)
 
 
-def test_it_is_at_hand_where_live_layers_are() -> None:
+def test_pool_is_public() -> None:
     assert batchnorm.pool is pool
 
 
@@ -132,7 +172,7 @@ def pool_here(rank: int, world_size: int, sizes: tuple[int, ...], momentum: floa
 
 @pytest.mark.parametrize("momentum", [1.0, None])
 @pytest.mark.parametrize("sizes", [(6,), (4, 2), (3, 0, 5)], ids=str)
-def test_ranks_pool_what_they_hold_as_the_function_does(run_ranks: Any, sizes: Any, momentum: Any) -> None:
+def test_pooling_over_ranks_equals_pooling_arrays(run_ranks: Any, sizes: Any, momentum: Any) -> None:
     answers = run_ranks(len(sizes), pool_here, sizes, momentum)
     for number in range(2):
         means, variances = zip(*(own[number] for _, own in answers), strict=True)
@@ -154,7 +194,7 @@ def make_net() -> nn.Module:
 
 
 def save_ranks(folder: Path, sizes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Path]:
-    """One file a rank, and whole.pt of one process with all; the first layer sees the same as there."""
+    """Save one file per rank, and whole.pt of one process with all samples. The first layer sees the same."""
     net, batch = make_net().double(), torch.randn(sum(sizes), 1, 8, 8, dtype=torch.float64)
     paths = []
     for name, part in [("whole", batch), *((f"rank{r}", p) for r, p in enumerate(batch.split(sizes)))]:
@@ -203,24 +243,35 @@ def test_values_are_computed_in_float64_and_rounded_once(dtype: torch.dtype, tmp
     assert torch.equal(after["model"]["1.running_var"], expected.variance.to(dtype))
 
 
-def test_bfloat16_is_not_rounded_twice() -> None:
-    """Just above the middle of two neighbours: through float32 it would become the tie, and go down."""
-    value = np.array([1 + 2**-8 + 2**-40, -(1 + 2**-8 + 2**-40), 1 + 2**-8, np.nan, np.inf, 0.0])
-    bits = _rounded(value, DTYPES["bfloat16"])
-    assert bits.tolist() == [0x3F81, 0xBF81, 0x3F80, 0x7FC0, 0x7F80, 0]
+def test_bfloat16_is_not_rounded_twice(tmp_path: Path) -> None:
+    """Just above the middle of two neighbours: rounded to float32 first, it would be a tie and go down."""
+    low, high, large = 1.0, 1 + 2**-7, 2**34
+    special = {float("nan"): float("nan"), float("inf"): float("inf"), 0.0: 0.0}
+    paths = []
+    for rank, mean in enumerate((low, high)):
+        state = {
+            "running_mean": torch.tensor([mean, -mean, *special], dtype=torch.bfloat16),
+            "running_var": torch.ones(5, dtype=torch.bfloat16),
+        }
+        paths.append(tmp_path / f"rank{rank}.pt")
+        torch.save({"model": state}, paths[-1])
+    above, _ = pool_files(paths, {"*": [large - 1, large + 1]})
+    assert str(above["model"]["running_mean"].tolist()) == str([high, -high, *special])
+    tie, _ = pool_files(paths, {"*": [large, large]})
+    assert tie["model"]["running_mean"][:2].tolist() == [low, -low]  # ties go to the even neighbour
 
 
-def test_a_rank_that_sat_out_a_step_does_not_hold_the_counter_back(tmp_path: Path) -> None:
+def test_a_rank_without_samples_does_not_lower_the_counter(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, (0, 5))
     after, _ = pool_files(paths, {"*": [0, 180]})
     assert after["model"]["1.num_batches_tracked"].item() == 1
 
 
 def save_averages(folder: Path, batches: tuple[int, ...]) -> list[Path]:
-    """One file a rank, each with averages over so many batches of 8 samples; whole.pt has those over all."""
+    """Save one file per rank, with averages over this many batches of 8; whole.pt averages over all."""
     torch.manual_seed(0)
     data = torch.randn(sum(batches), 8, 2, dtype=torch.float64)
-    data -= data.mean(1, keepdim=True)  # then the variance is exact, too
+    data -= data.mean(1, keepdim=True)  # so that the variance is exact too
     paths = []
     for name, part in [("whole", data), *((f"rank{r}", p) for r, p in enumerate(data.split(batches)))]:
         layer = nn.BatchNorm1d(2, momentum=None).double()
@@ -232,17 +283,15 @@ def save_averages(folder: Path, batches: tuple[int, ...]) -> list[Path]:
 
 
 @pytest.mark.parametrize("batches", [(3, 2), (1, 0, 6)], ids=str)
-def test_cumulative_averages_weigh_a_rank_by_the_batches_that_its_counter_has(
-    batches: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_cumulative_averages_weight_a_rank_by_its_counter(batches: tuple[int, ...], tmp_path: Path) -> None:
     paths = save_averages(tmp_path, batches)
     eights = {"*": [8] * len(batches)}
     variance = torch.load(tmp_path / "whole.pt")["model"]["0.running_var"] * 7 / 8  # of each batch alone
 
     def pooled(**options: Any) -> torch.Tensor:
         after, _ = pool_files(paths, eights, **options)
-        met = 8 * sum(1 for number in batches if number or not options)
-        return after["model"]["0.running_var"] * (met - 1) / met
+        count = 8 * sum(1 for number in batches if number or not options)
+        return after["model"]["0.running_var"] * (count - 1) / count
 
     assert torch.allclose(pooled(cumulative=["*"]), variance, rtol=1e-12)
     assert not torch.allclose(pooled(), variance, rtol=1e-3)
@@ -258,19 +307,19 @@ def test_a_cumulative_layer_without_a_counter_is_refused(tmp_path: Path) -> None
         pool_files(paths, cumulative=["*"])
 
 
-def test_ranks_that_together_met_one_value_are_refused(tmp_path: Path) -> None:
+def test_ranks_that_together_have_one_value_are_refused(tmp_path: Path) -> None:
     paths = save_averages(tmp_path, (3, 0))
     with pytest.raises(Refused, match="'0' can't be pooled: a variance needs at least two values"):
         pool_files(paths, {"*": [0, 8]}, cumulative=["*"])
 
 
 @pytest.mark.parametrize("given", [{"counts": {"typo*": [8, 8], "*": [8, 8]}}, {"cumulative": ["typo*"]}])
-def test_a_pattern_that_fits_no_layer_is_usage(given: dict[str, Any], tmp_path: Path) -> None:
+def test_a_pattern_that_matches_no_layer_is_a_usage_error(given: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(UsageFault, match=r"no BatchNorm layer matches 'typo\*'"):
         pool_files(save_ranks(tmp_path, (2, 3)), **given)
 
 
-def test_the_same_statistics_everywhere_are_nothing_to_do(tmp_path: Path) -> None:
+def test_equal_statistics_in_all_files_leave_nothing_to_do(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, (2, 3))
     with pytest.raises(NothingToDo, match="the same statistics"):
         pool_files([paths[0], paths[0]])
@@ -297,7 +346,7 @@ def test_ranks_that_differ_in_anything_else_are_refused_by_name(
     assert report.from_first == (name,)
 
 
-def test_layers_of_other_lengths_are_refused_before_anything_is_computed(tmp_path: Path) -> None:
+def test_layers_of_different_lengths_are_refused(tmp_path: Path) -> None:
     paths = save_ranks(tmp_path, (2, 3))
     change(paths[1], "1.running_var", torch.ones(4).double())
     with pytest.raises(Refused, match=r"1\.running_var"):
@@ -315,11 +364,11 @@ def test_layers_of_other_lengths_are_refused_before_anything_is_computed(tmp_pat
         ({"1": [4, 4]}, "none matches the layer '2.1'"),
     ],
 )
-def test_counts_that_do_not_fit_are_usage(counts: Any, said: str, tmp_path: Path) -> None:
+def test_counts_that_do_not_fit_the_files_are_a_usage_error(counts: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageFault, match=said):
         pool_files(save_ranks(tmp_path, (2, 3)), counts)
 
 
-def test_one_file_is_no_run_of_several_ranks(tmp_path: Path) -> None:
+def test_a_single_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageFault, match="two ranks"):
         pool_files(save_ranks(tmp_path, (2, 3))[:1])

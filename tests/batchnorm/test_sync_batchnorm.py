@@ -1,4 +1,4 @@
-"""SyncBatchNorm on the CPU: ranks with a divided batch, against plain BatchNorm in one process with all."""
+"""SyncBatchNorm on the CPU: ranks with a divided batch equal plain BatchNorm in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from ckpttool import batchnorm
-from ckpttool.batchnorm.sync_batchnorm import SyncBatchNorm, _moments, _Running, _Synchronised
+from ckpttool.batchnorm import SyncBatchNorm
+from ckpttool.batchnorm.moments import moments, update_running
 
 KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "1d, features": (nn.BatchNorm1d, (3,)),
@@ -20,7 +21,7 @@ KINDS: dict[str, tuple[Any, tuple[int, ...]]] = {
 
 
 class Setting(NamedTuple):
-    """One layer, its input's form, and what each rank gets of the batch."""
+    """One layer, the form of its input, and each rank's number of samples."""
 
     kind: str = "2d"
     shares: tuple[int, ...] = (3, 5)
@@ -34,7 +35,7 @@ class Setting(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one step gave: of this rank's samples, its own parameter gradients, and the layer's buffers."""
+    """The result of one step: output and gradients of this rank's samples, and the layer's buffers."""
 
     output: Any
     to_input: Any
@@ -57,7 +58,7 @@ def make_layer(setting: Setting) -> nn.Module:
 
 
 def make_batch(setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole batch, and the coefficients of a loss that is linear in the output."""
+    """Return the whole batch, and the coefficients of a loss that is linear in the output."""
     generator = torch.Generator().manual_seed(2)
     shape = (sum(setting.shares), *KINDS[setting.kind][1])
     values = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
@@ -68,7 +69,7 @@ def make_batch(setting: Setting) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def step(layer: nn.Module, batch: torch.Tensor, coefficients: torch.Tensor) -> Outcome:
-    """Two steps, so that running averages have a past; the outcome of the second."""
+    """Run two steps, so that running averages have a past, and return the outcome of the second."""
     for _ in range(2):
         layer.zero_grad()
         input = batch.detach().clone().requires_grad_()
@@ -133,14 +134,14 @@ def test_a_batch_of_one_sample_on_each_rank_is_a_batch(run_ranks):
     check(run_ranks, Setting("1d, features", (1, 1)))
 
 
-def test_channels_last_stays_channels_last(run_ranks):
+def test_a_channels_last_input_gives_channels_last_outputs_and_gradients(run_ranks):
     for rank in check(run_ranks, Setting(channels_last=True)):
         assert rank.output.is_contiguous(memory_format=torch.channels_last)
         assert rank.to_input.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_mean_of_a_million_costs_float64_no_digits_that_plain_batchnorm_keeps(run_ranks):
-    """With sums of squares the variance, 9 beside 10^12, would be wrong in the fourth digit."""
+def test_a_mean_of_a_million_costs_no_digits_in_float64(run_ranks):
+    """From sums of squares the variance, 9 beside 10^12, would be wrong in the fourth digit."""
     setting = Setting(offset=1e6)
     batch, _ = make_batch(setting)
     expected = batch.var(dim=(0, 2, 3), correction=1)
@@ -151,10 +152,10 @@ def test_a_mean_of_a_million_costs_float64_no_digits_that_plain_batchnorm_keeps(
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_moments_have_all_digits_of_float32_in_every_memory_format(memory_format):
-    """torch's kernel sums channels-last values in float32: its mean would be wrong in the sixth digit."""
+    """torch's kernel sums channels-last values in float32, and its mean is wrong in the sixth digit."""
     torch.manual_seed(0)
     batch = (torch.randn(32, 4, 32, 32) + 1000).contiguous(memory_format=memory_format)
-    mean, deviations, count = _moments(batch, absent=False)
+    count, mean, deviations = moments(batch)
     assert count.tolist() == [32 * 32 * 32] * 4
     assert torch.allclose(mean, batch.double().mean((0, 2, 3)), rtol=1e-7)
     assert torch.allclose(deviations / count, batch.double().var((0, 2, 3), correction=0), rtol=2e-7)
@@ -166,12 +167,12 @@ TOLERANCES = [(torch.float32, 1e-5), (torch.float16, 1e-2), (torch.bfloat16, 5e-
 @pytest.mark.parametrize("dtype, tolerance", TOLERANCES, ids=str)
 @pytest.mark.parametrize("mixed", [False, True], ids=["", "float32 layers"])
 def test_narrower_types_compute_in_float32(run_ranks, dtype, tolerance, mixed):
-    """Mixed is what autocast gives: narrow inputs to layers in float32."""
+    """Under autocast, layers in float32 get narrow inputs."""
     check(run_ranks, Setting(dtype=dtype, mixed=mixed), tolerance)
 
 
 def run_absent(rank: int, world_size: int) -> Any:
-    """The last rank passes something through that must not count."""
+    """Pass something through on the last rank that must not count."""
     setting = Setting()
     layer = batchnorm.to_sync(make_layer(setting))
     batch, coefficients = make_batch(setting)
@@ -181,7 +182,7 @@ def run_absent(rank: int, world_size: int) -> Any:
     return step(layer, batch, coefficients)
 
 
-def test_a_rank_that_is_absent_passes_through_what_does_not_count(run_ranks):
+def test_what_an_absent_rank_passes_through_does_not_count(run_ranks):
     batch, coefficients = make_batch(Setting())
     whole = step(make_layer(Setting()), batch, coefficients)
     present, absent = run_ranks(2, run_absent)
@@ -208,7 +209,7 @@ def test_one_value_a_channel_over_all_ranks_is_refused_on_all_of_them(run_ranks)
 
 
 def refuse_channels(rank: int, world_size: int) -> str:
-    """Every rank finds its own input wrong, so that none is left waiting."""
+    """Each rank finds its own input wrong, so that none is left waiting."""
     layer = batchnorm.to_sync(nn.BatchNorm1d(2))
     try:
         layer(torch.ones(4, 3 + rank))
@@ -217,21 +218,21 @@ def refuse_channels(rank: int, world_size: int) -> str:
     return "took it"
 
 
-def test_a_wrong_number_of_channels_is_refused_before_ranks_wait_for_each_other(run_ranks):
-    """Messages of two sizes in one gloo collective abort a rank."""
+def test_a_wrong_number_of_channels_is_refused_before_anything_is_sent(run_ranks):
+    """Messages of two sizes in one gloo collective would abort a rank."""
     for said in run_ranks(2, refuse_channels):
         assert "expected 2 channels" in said
 
 
-def meet_positions(rank: int, world_size: int) -> Any:
+def normalise_positions(rank: int, world_size: int) -> Any:
     layer = batchnorm.to_sync(nn.BatchNorm1d(2, momentum=1.0)).double()
     own = torch.randn(3, 2, 4 + rank, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
     layer(own)
     return own.transpose(0, 1).reshape(2, -1), layer.running_mean, layer.running_var
 
 
-def test_ranks_may_have_positions_of_different_numbers(run_ranks):
-    answers = run_ranks(2, meet_positions)
+def test_ranks_may_have_different_numbers_of_positions(run_ranks):
+    answers = run_ranks(2, normalise_positions)
     values = torch.cat([own for own, _, _ in answers], dim=1)
     for _, mean, variance in answers:
         assert torch.allclose(mean, values.mean(1), rtol=1e-12)
@@ -239,7 +240,7 @@ def test_ranks_may_have_positions_of_different_numbers(run_ranks):
 
 
 def run_compiled(rank: int, world_size: int, setting: Setting, when: str) -> Outcome:
-    """A layer compiled after it was converted, or before: then what was compiled is of the plain layer."""
+    """Compile a layer after it was converted, or before, as a plain layer."""
     layer = make_layer(setting)
     batch, coefficients = make_batch(setting)
     if when == "before":
@@ -262,7 +263,7 @@ def test_a_compiled_layer_trains_over_all_ranks(run_ranks, when):
 
 
 def run_beside(rank: int, world_size: int, setting: Setting, theirs: Any, device: str) -> list[Outcome]:
-    """Our layer and another, on one device."""
+    """Run our layer and another on one device."""
     batch, coefficients = (one.to(device) for one in make_batch(setting))
     begin = sum(setting.shares[:rank])
     own = slice(begin, begin + setting.shares[rank])
@@ -280,7 +281,7 @@ def on_the_cpu(outcome: Outcome) -> Outcome:
 @pytest.mark.parametrize(
     "theirs, device",
     [
-        (batchnorm.to_sync, "cpu"),  # so that this test is known to work where the other is skipped
+        (batchnorm.to_sync, "cpu"),  # shows that this test works where the other is skipped
         pytest.param(
             nn.SyncBatchNorm.convert_sync_batchnorm,
             "cuda",
@@ -292,7 +293,7 @@ def on_the_cpu(outcome: Outcome) -> Outcome:
 @pytest.mark.parametrize(
     "change", [{}, {"shares": (0, 5)}, {"momentum": None}, {"affine": False}, {"tracked": False}], ids=str
 )
-def test_on_a_gpu_it_does_what_torchs_own_does(run_ranks, theirs, device, change):
+def test_on_a_gpu_it_does_the_same_as_torchs_own(run_ranks, theirs, device, change):
     """Two ranks share one GPU, which gloo allows and NCCL does not."""
     for ours, other in run_ranks(2, run_beside, Setting(**change), theirs, device, timeout=90):
         for one, two in zip(ours[:-1], other[:-1], strict=True):
@@ -306,19 +307,31 @@ def test_on_a_gpu_it_does_what_torchs_own_does(run_ranks, theirs, device, change
 # ---- the gradient itself ----------------------------------------------------------------------------------
 
 
+def synchronised(rank: int, channels: int, dtype: torch.dtype = torch.float64) -> Any:
+    """Return a function of input, weight and bias: the layer on rank 0, for which the others are absent."""
+    layer = batchnorm.to_sync(nn.BatchNorm2d(channels, track_running_stats=False)).to(dtype)
+    layer.absent = rank > 0
+
+    def normalise(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        output = torch.func.functional_call(layer, {"weight": w, "bias": b}, x)
+        if not rank:
+            return output
+        # Pass gradcheck here too: a rank that stopped early would leave rank 0 waiting.
+        return 0 * output + nn.functional.batch_norm(x, None, None, w, b, training=True)
+
+    return normalise
+
+
 def check_gradient(rank: int, world_size: int) -> bool:
     torch.manual_seed(3)
-    input, weight, bias = (
-        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(4, 3, 2), (3,), (3,)]
-    )
-    return torch.autograd.gradcheck(
-        lambda *tensors: _Synchronised.apply(*tensors, 1e-5, None, None, False), (input, weight, bias)
-    )
+    tensors = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in [(4, 3, 2, 1), (3,), (3,)]
+    ]
+    return torch.autograd.gradcheck(synchronised(rank, 3), tensors, raise_exception=False)
 
 
-def test_gradcheck_of_the_function_itself(run_ranks):
-    assert run_ranks(1, check_gradient) == [True]
-    assert check_gradient(0, 1)  # also without a process group
+def test_the_gradient_passes_gradcheck(run_ranks):
+    assert run_ranks(2, check_gradient) == [True, True]
 
 
 STRIDES: dict[str, Any] = {
@@ -329,10 +342,10 @@ STRIDES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("of_input", STRIDES)
-@pytest.mark.parametrize("of_gradient", STRIDES)
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
-def test_strides_of_the_input_and_of_the_gradient_do_not_matter(of_input, of_gradient, dtype, tolerance):
+def normalise_strided(
+    rank: int, world_size: int, of_input: str, of_gradient: str, dtype: torch.dtype
+) -> list[list[torch.Tensor]]:
+    """Return output and gradients of our layer and of plain BatchNorm."""
     torch.manual_seed(6)
     input, gradient = (
         STRIDES[name](torch.randn(3, 4, 5, 6, dtype=dtype)) for name in (of_input, of_gradient)
@@ -340,19 +353,29 @@ def test_strides_of_the_input_and_of_the_gradient_do_not_matter(of_input, of_gra
     weight, bias = torch.randn(2, 4, dtype=dtype).unbind()
     answers = []
     for normalise in (
-        lambda *tensors: _Synchronised.apply(*tensors, 1e-5, None, None, False),
+        synchronised(rank, 4, dtype),
         lambda x, w, b: nn.functional.batch_norm(x, None, None, w, b, training=True, eps=1e-5),
     ):
         leaves = [tensor.detach().requires_grad_() for tensor in (input, weight, bias)]
         output = normalise(*leaves)
         output.backward(gradient)
         answers.append([output.detach(), *(leaf.grad for leaf in leaves)])
+    return answers
+
+
+@pytest.mark.parametrize("of_input", STRIDES)
+@pytest.mark.parametrize("of_gradient", STRIDES)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=str)
+def test_strides_of_the_input_and_of_the_gradient_do_not_matter(
+    run_ranks, of_input, of_gradient, dtype, tolerance
+):
+    answers = run_ranks(2, normalise_strided, of_input, of_gradient, dtype)[0]
     for ours, theirs in zip(*answers, strict=True):
         assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
 def loss_of_all_ranks(rank: int, world_size: int, moved: tuple[int, int, float] | None) -> Any:
-    """The sum of all ranks' losses, not linear in the output; with one input value moved on one rank."""
+    """Return the sum of all ranks' losses, not linear in the output; one input value is moved on one rank."""
     torch.manual_seed(10 + rank)
     input = torch.randn(2 + rank, 2, 3, dtype=torch.float64)
     if moved is not None and moved[0] == rank:
@@ -376,15 +399,22 @@ def test_the_gradient_is_that_of_the_sum_of_all_ranks_losses(run_ranks):
             assert (up - down) / 2e-6 == pytest.approx(analytic[rank][1].view(-1)[index].item(), abs=1e-7)
 
 
-def test_a_second_derivative_is_refused_rather_than_wrong():
+def derive_twice(rank: int, world_size: int) -> str:
     input = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
-    output = _Synchronised.apply(input, None, None, 1e-5, None, None, False)
+    output = batchnorm.to_sync(nn.BatchNorm1d(2)).double()(input)
     (first,) = torch.autograd.grad(output.pow(2).sum(), input, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    try:
         first.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "derived"
 
 
-# ---- a process by itself ----------------------------------------------------------------------------------
+def test_a_second_derivative_is_refused_rather_than_wrong(run_ranks):
+    assert all("once_differentiable" in said for said in run_ranks(2, derive_twice))
+
+
+# ---- a single process -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -410,19 +440,19 @@ def test_inputs_of_another_dimension_are_refused_as_by_the_plain_layer():
         SyncBatchNorm(3)(torch.zeros(3))
 
 
-def test_an_average_without_a_counter_stays_as_it_is_in_torch():
+def test_an_average_without_a_counter_does_not_change_as_in_torch():
     plain, ours = (kind(3, momentum=None) for kind in (nn.BatchNorm1d, SyncBatchNorm))
     for layer in (plain, ours):
         layer.num_batches_tracked = None
     plain(torch.randn(7, 3))
-    _Running(ours).update(torch.ones(3), torch.ones(3), 7.0)
+    update_running(ours, torch.ones(3), torch.ones(3), 7.0)
     assert torch.equal(ours.running_mean, plain.running_mean)
 
 
-def test_running_statistics_are_torchs_formula():
+def test_running_statistics_follow_torchs_formula():
     plain, ours = nn.BatchNorm1d(3).double(), SyncBatchNorm(3).double()
     batch = torch.randn(7, 3, dtype=torch.float64)
     plain(batch)
-    _Running(ours).update(batch.mean(0), batch.var(0, correction=0), 7.0)
+    update_running(ours, batch.mean(0), batch.var(0, correction=0), 7.0)
     for name, buffer in plain.named_buffers():
         assert torch.allclose(dict(ours.named_buffers())[name], buffer, rtol=1e-12)

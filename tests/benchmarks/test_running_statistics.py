@@ -40,7 +40,9 @@ def test_plain_scores_as_the_statistics_of_rank_0(measured: Measured) -> None:
 
 
 def test_files_pooled_afterwards_score_as_the_pooled_training(measured: Measured) -> None:
-    assert measured.offline == measured.pooled[-1]
+    """Almost: files of single ranks lack the variance between ranks within a step."""
+    assert measured.offline == pytest.approx(measured.pooled[-1], abs=0.02)
+    assert measured.offline > max(measured.ranks)
 
 
 def test_each_rank_has_its_own_classes_and_together_they_have_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +58,10 @@ def test_each_rank_has_its_own_classes_and_together_they_have_all(monkeypatch: p
 
 def test_a_rank_file_differs_from_the_checkpoint_only_in_the_statistics(tmp_path: Path) -> None:
     model = {"module.1.weight": torch.ones(2), "module.1.running_mean": torch.zeros(2)}
-    statistics = [{"1": {"met": [32, 2], "running_mean": torch.full((2,), float(rank))}} for rank in (1, 2)]
-    torch.save({"model": model, "statistics": statistics}, tmp_path / "last.pt")
+    torch.save({"model": model}, tmp_path / "last.pt")
+    for rank in (1, 2):
+        statistics = {"1.running_mean": torch.full((2,), float(rank))}
+        torch.save(statistics, tmp_path / f"statistics{rank - 1}.pt")
     for rank, path in enumerate(write_rank_files(tmp_path / "last.pt", tmp_path), 1):
         state = torch.load(path, weights_only=True)["model"]
         assert list(state) == list(model)

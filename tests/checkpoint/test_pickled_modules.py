@@ -1,4 +1,4 @@
-"""Whole pickled models: found and named as their state dict, without their classes."""
+"""Whole pickled models are found, and named as their state dict is, without their classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import ckpttool
-from ckpttool.checkpoint.checkpoint import State
+from ckpttool.checkpoint.state import State
 from ckpttool.errors import CkptToolError, Damaged, Refused
 from ckpttool.formats.folders import dcp_writing as dcp
 from ckpttool.tensors.to_torch import live_tensors
@@ -27,7 +27,7 @@ FORMATS = pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"]
 
 
 def assert_names_and_values(state: State, model: nn.Module) -> None:
-    """The state is that of the model: names in order, types, values; detached as torch detaches them."""
+    """Check that the state is the model's: names in order, types and values, detached as torch does."""
     wanted = model.state_dict()
     found = live_tensors(state.tensors)
     assert list(found) == [key for key in wanted if isinstance(wanted[key], torch.Tensor)]
@@ -37,7 +37,7 @@ def assert_names_and_values(state: State, model: nn.Module) -> None:
 
 
 class Everything(nn.Module):
-    """Every way in which a module may hold what its state dict shows, or does not."""
+    """A module with every kind of entry that a state dict shows or hides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def test_every_kind_of_entry_is_named(zipped: bool, tmp_path: Path) -> None:
     assert_names_and_values(state, model)
 
 
-def test_what_was_tied_is_tied(tmp_path: Path) -> None:
+def test_tied_tensors_stay_tied(tmp_path: Path) -> None:
     torch.save(Everything(), tmp_path / "m.pt")
     tensors = ckpttool.open(tmp_path / "m.pt").state().tensors
     assert tensors["tied.weight"].storage is tensors["named.a.weight"].storage
@@ -143,7 +143,7 @@ FAMILIES = (
 
 
 def quickly(make: Callable[..., nn.Module], **given: Any) -> nn.Module:
-    """A model whose values are zero, which takes less time than random ones."""
+    """Return a model of zeros, which is made faster than one of random values."""
     try:
         with torch.device("meta"):
             model = make(**given)
@@ -175,9 +175,7 @@ for path in sys.argv[1:]:
 
 
 @FORMATS
-def test_a_model_is_read_and_written_where_its_class_can_not_be_imported(
-    zipped: bool, tmp_path: Path
-) -> None:
+def test_a_model_whose_class_cannot_be_imported_is_read_and_written(zipped: bool, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     model = torchvision.models.shufflenet_v2_x0_5()
@@ -205,7 +203,7 @@ def test_pt_to_pt_keeps_a_model_whole(zipped: bool, tmp_path: Path) -> None:
     assert again._non_persistent_buffers_set == once._non_persistent_buffers_set
 
 
-# Where a model stands among other things.
+# A model among other values.
 
 
 @FORMATS
@@ -220,26 +218,26 @@ def test_a_model_inside_a_checkpoint_is_found_and_named(zipped: bool, tmp_path: 
     assert_names_and_values(checkpoint.state("model"), model)
 
 
-def test_the_tensors_of_a_file_are_named_alike(tmp_path: Path) -> None:
+def test_tensors_of_a_file_have_the_names_of_its_state(tmp_path: Path) -> None:
     torch.save({"net": nn.Linear(2, 3)}, tmp_path / "m.pt")
     names = [name for name, _ in ckpttool.open(tmp_path / "m.pt").tensors()]
     assert names == ["net.weight", "net.bias"]
 
 
-def test_several_models_are_told_apart_by_name(tmp_path: Path) -> None:
+def test_several_models_are_taken_by_name(tmp_path: Path) -> None:
     torch.save({"ema": nn.Linear(2, 3), "model": nn.Linear(4, 5)}, tmp_path / "m.pt")
     checkpoint = ckpttool.open(tmp_path / "m.pt")
     assert checkpoint.state().tensors["weight"].shape == (5, 4)
     assert checkpoint.state("ema").tensors["weight"].shape == (3, 2)
 
 
-def test_what_else_the_file_holds_is_said_to_be_left_out(tmp_path: Path) -> None:
+def test_everything_else_in_the_file_is_listed_as_left_out(tmp_path: Path) -> None:
     torch.save({"model": nn.Linear(2, 3), "epoch": 3, "args": {"lr": 1}}, tmp_path / "m.pt")
     saved = ckpttool.save(ckpttool.open(tmp_path / "m.pt"), tmp_path / "m.safetensors")
     assert saved.left_out == ("epoch", "args")
 
 
-def test_inspect_shows_the_model_closed(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_inspect_does_not_list_the_attributes_of_a_model(cli: Callable[..., Any], tmp_path: Path) -> None:
     torch.save({"model": nn.Sequential(nn.Linear(2, 3)), "epoch": 3}, tmp_path / "m.pt")
     found = cli("inspect", tmp_path / "m.pt", "--json").json
     assert found["state"] == "model" and found["parameters"] == 9
@@ -251,10 +249,10 @@ def test_inspect_shows_the_model_closed(cli: Callable[..., Any], tmp_path: Path)
     assert "torch.nn.modules.linear.Linear" in found["unknown"]
 
 
-# Changing names.
+# Renaming.
 
 
-def test_a_prefix_comes_off_on_the_way_to_safetensors(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_prefix_is_stripped_on_the_way_to_safetensors(cli: Callable[..., Any], tmp_path: Path) -> None:
     torch.save({"model": nn.DataParallel(nn.Linear(2, 3)), "epoch": 3}, tmp_path / "m.pt")
     ran = cli("strip-prefix", tmp_path / "m.pt", tmp_path / "m.safetensors", "--json")
     assert ran.code == 0 and ran.json["left_out"] == ["epoch"]
@@ -271,7 +269,7 @@ def test_a_pickled_model_is_not_changed_inside(
     assert "ckpttool slim" in ran.err and not (tmp_path / "out.pt").exists()
 
 
-def test_the_way_out_that_is_named_works(cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_way_out_in_the_hint_works(cli: Callable[..., Any], tmp_path: Path) -> None:
     model = nn.DataParallel(nn.Linear(2, 3))
     torch.save({"model": model, "epoch": 3}, tmp_path / "m.pt")
     assert cli("slim", tmp_path / "m.pt", tmp_path / "state.pt").code == 0
@@ -288,7 +286,7 @@ def test_dcp_needs_the_state_alone(tmp_path: Path) -> None:
         dcp.write(ckpttool.open(tmp_path / "m.pt"), str(tmp_path / "folder"))
 
 
-# Modules that no model would be pickled as.
+# Malformed modules.
 
 
 def module(parameters: bytes = b"}", buffers: bytes = b"}", modules: bytes = b"}") -> bytes:
@@ -308,7 +306,7 @@ def get(index: int) -> bytes:
 
 
 def doubled(levels: int) -> bytes:
-    """A module that holds another twice, which holds another twice, …: 2^levels ways to the last."""
+    """Return a module that holds another twice, which holds another twice, …: 2^levels paths to the last."""
     body = LEAF + put(100)
     for level in range(levels):
         inner = get(100 + level)
@@ -316,12 +314,12 @@ def doubled(levels: int) -> bytes:
     return body
 
 
-def test_a_shared_module_is_named_on_every_way(tmp_path: Path) -> None:
+def test_a_shared_module_is_named_on_every_path(tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "f", doubled(2), {"0": bytes(4)})
     assert list(ckpttool.open(path).state().tensors) == ["a.a.w", "a.b.w", "b.a.w", "b.b.w"]
 
 
-def test_modules_shared_in_too_many_ways_are_refused(tmp_path: Path) -> None:
+def test_modules_shared_on_too_many_paths_are_refused(tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "f", doubled(60), {"0": bytes(4)})
     with pytest.raises(Damaged, match="too many ways"):
         ckpttool.open(path).state()
@@ -362,7 +360,7 @@ ODD: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("what", ODD)
-def test_odd_modules_do_no_harm(what: str, cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_malformed_modules_are_handled(what: str, cli: Callable[..., Any], tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "f", ODD[what], {"0": bytes(4)})
     assert cli("inspect", path).code == 0
     assert cli("inspect", path, "--json").code == 0

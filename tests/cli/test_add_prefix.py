@@ -54,6 +54,6 @@ def test_a_prefix_without_a_dot_is_noted(cli: Any, tmp_path: Path) -> None:
     ran = cli("add-prefix", tmp_path / "in.pt", tmp_path / "out.pt", "--prefix", "model")
     assert (ran.code, ran.err.strip()) == (
         0,
-        "the prefix ends in no dot, so that there is 'modelemb.weight': with one, --prefix model.",
+        "the prefix ends in no dot, so keys are like 'modelemb.weight'; with a dot: --prefix model.",
     )
     assert cli("add-prefix", tmp_path / "in.pt", tmp_path / "out.pt", "--force").err == ""

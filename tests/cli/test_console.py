@@ -25,14 +25,14 @@ def many(tmp_path: Path) -> Path:
     return tmp_path / "in.pt"
 
 
-def test_a_few_names_are_said_and_the_rest_counted(many: Path, cli: Any, tmp_path: Path) -> None:
+def test_the_first_names_are_listed_and_the_rest_is_counted(many: Path, cli: Any, tmp_path: Path) -> None:
     said = cli("strip-prefix", many, tmp_path / "out.safetensors").err
     assert "kept as they were: b0, b1, b2, b3 and 3 more" in said
     assert "beside0, beside1, beside2, beside3 and 3 more" in said
     assert "module.a0" not in said
 
 
-def test_verbose_says_every_name(many: Path, cli: Any, tmp_path: Path) -> None:
+def test_verbose_lists_every_name(many: Path, cli: Any, tmp_path: Path) -> None:
     ran = cli("strip-prefix", many, tmp_path / "out.safetensors", "-v")
     assert "more" not in ran.err
     for i in range(7):
@@ -49,13 +49,13 @@ def test_verbose_with_dry_run_shows_what_a_renaming_would_do(many: Path, cli: An
     assert not out.exists()
 
 
-def test_verbose_says_every_tensor_that_is_not_finite(many: Path, cli: Any) -> None:
+def test_verbose_lists_every_tensor_that_is_not_finite(many: Path, cli: Any) -> None:
     assert "model.module.a3 (2) and 3 more" in cli("verify", many).err
     assert "model.module.a6" in cli("verify", many, "-v").err
 
 
 @pytest.mark.parametrize("command", ["strip-prefix", "convert", "slim"])
-def test_quiet_says_nothing(command: str, many: Path, cli: Any, tmp_path: Path) -> None:
+def test_quiet_prints_nothing(command: str, many: Path, cli: Any, tmp_path: Path) -> None:
     ran = cli(command, many, tmp_path / "out.safetensors", "-q")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
 
@@ -108,15 +108,13 @@ def test_notes_break_between_words_on_a_terminal_and_nowhere_in_a_pipe(
 
 
 @pytest.mark.parametrize("flag", ["--json", "--quiet"])
-def test_where_nothing_else_is_wanted_there_is_no_bar(
-    flag: str, many: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_and_quiet_draw_no_bar(flag: str, many: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = on_a_terminal(monkeypatch)
     assert command_line.run(["verify", str(many), flag]) == 0
     assert stderr.getvalue() == ""
 
 
-def test_a_bar_keeps_its_shape_when_the_work_was_underestimated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_stops_at_its_total_when_the_work_was_underestimated(monkeypatch: pytest.MonkeyPatch) -> None:
     stderr = on_a_terminal(monkeypatch)
     with console.Console().progress(100, "reading") as progress:
         assert progress is not None
@@ -125,12 +123,12 @@ def test_a_bar_keeps_its_shape_when_the_work_was_underestimated(monkeypatch: pyt
     assert "180" not in stderr.getvalue()
 
 
-def test_where_there_is_no_terminal_there_is_no_bar(many: Path, process: Any) -> None:
+def test_no_bar_is_drawn_outside_a_terminal(many: Path, process: Any) -> None:
     assert b"%|" not in process("verify", many).stderr
 
 
 @pytest.mark.parametrize("odd", [math.nan, -math.inf, (1, math.inf)], ids=str)
-def test_large_json_says_the_same_on_few_lines(odd: Any) -> None:
+def test_large_json_holds_the_same_on_few_lines(odd: Any) -> None:
     data = {"rows": [{"name": f"é\ud800{i}", "value": None} for i in range(3)], "odd": odd, "map": {"a": 1}}
     large = data | {"much": "x" * MAX_INDENTED}
     small, much = json.loads(to_json(data)), json.loads(to_json(large))

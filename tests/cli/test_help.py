@@ -36,6 +36,8 @@ def prepare(folder: Path, example: str) -> None:
     torch.save({f"backbone.{key}": value for key, value in net.state_dict().items()}, folder / "model.pt")
     torch.save(net.state_dict(), folder / "model.bin")
     save_file(net.state_dict(), folder / "model.safetensors")
+    lightning = {f"model.{key}": value for key, value in net.state_dict().items()}
+    torch.save({"state_dict": lightning, "hyper_parameters": {"lr": 0.1}}, folder / "lightning.ckpt")
     norm = torch.nn.BatchNorm1d(2).state_dict()
     for rank in range(2):
         norm["running_mean"] += rank
@@ -116,14 +118,14 @@ def test_commands_are_shown_in_the_order_of_their_use(cli: Any) -> None:
     assert shown == names
 
 
-def test_the_versions_are_told_without_an_import(process: Any) -> None:
+def test_the_versions_are_shown(process: Any) -> None:
     said = process("--version").stdout.decode()
     assert said.splitlines()[0] == f"ckpttool {__version__}"
     assert f"torch {metadata.version('torch')}" in said
 
 
 @pytest.mark.parametrize("typed, meant", [("strip-prefx", "strip-prefix"), ("strip", "strip-prefix")])
-def test_a_command_that_is_misspelt_is_answered_by_those_like_it(typed: str, meant: str, cli: Any) -> None:
+def test_a_misspelt_command_is_answered_with_similar_ones(typed: str, meant: str, cli: Any) -> None:
     ran = cli(typed)
     assert ran.code == 2
     assert f"there is no command '{typed}'; did you mean {meant}" in ran.err

@@ -34,7 +34,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "last.pt"
 
 
-def test_the_page_tells_format_state_prefix_modules_and_the_rest(checkpoint: Path, cli: Any) -> None:
+def test_the_page_shows_format_state_prefix_modules_and_the_rest(checkpoint: Path, cli: Any) -> None:
     ran = cli("inspect", checkpoint)
     assert (ran.code, ran.err) == (0, "")
     lines = ran.out.splitlines()
@@ -62,7 +62,7 @@ def test_one_line_a_tensor_for_grep_and_cut(checkpoint: Path, cli: Any) -> None:
     ]
 
 
-def test_values_are_looked_at_when_asked(checkpoint: Path, cli: Any) -> None:
+def test_stats_measures_every_tensor(checkpoint: Path, cli: Any) -> None:
     rows = [line.split() for line in cli("inspect", checkpoint, "--stats").out.splitlines()]
     assert rows[0] == ["tensor", "dtype", "shape", "min", "max", "mean", "std"]
     assert rows[1] == ["model.module.fc.weight", "float32", "2×3", "1", "1", "1", "0"]
@@ -120,14 +120,14 @@ def test_json_of_a_file_without_a_state(tmp_path: Path, cli: Any) -> None:
     assert cli("inspect", tmp_path / "g.pt", "--json").json["state"] == ""
 
 
-def test_another_state_can_be_looked_at(checkpoint: Path, cli: Any) -> None:
+def test_state_selects_what_is_shown(checkpoint: Path, cli: Any) -> None:
     assert cli("inspect", checkpoint, "--state", "ema", "--json").json["state"] == "ema"
     ran = cli("inspect", checkpoint, "--state", "teacher")
     assert ran.code == 3
     assert "hint: there are: model, ema" in ran.err
 
 
-def test_quiet_says_nothing(checkpoint: Path, cli: Any) -> None:
+def test_quiet_prints_nothing(checkpoint: Path, cli: Any) -> None:
     ran = cli("inspect", checkpoint, "-q")
     assert (ran.code, ran.out, ran.err) == (0, "", "")
 
@@ -185,7 +185,7 @@ def test_nothing_from_the_file_steers_the_terminal(tmp_path: Path, cli: Any) -> 
     assert cli("inspect", path, "--json").json["unknown"] == ["evil\x1b[2J.C\x07"]
 
 
-def test_metadata_does_not_steer_it_either(tmp_path: Path, cli: Any) -> None:
+def test_metadata_does_not_steer_the_terminal(tmp_path: Path, cli: Any) -> None:
     save_file({"a": ONE}, tmp_path / "f", metadata={"\x1b[2J": "\x1b[2J\n"})
     ran = cli("inspect", tmp_path / "f")
     assert "\x1b" not in ran.out
@@ -198,7 +198,7 @@ def test_colour_and_bars_are_not_for_pipes(checkpoint: Path, process: Any) -> No
     assert ran.stderr == b""
 
 
-def test_an_empty_state_is_told(tmp_path: Path, cli: Any) -> None:
+def test_an_empty_state_is_shown(tmp_path: Path, cli: Any) -> None:
     torch.save({}, tmp_path / "f.pt")
     ran = cli("inspect", tmp_path / "f.pt")
     assert "the file itself: 0 tensors, 0 parameters" in ran.out

@@ -109,7 +109,7 @@ def test_a_conversion_takes_less_memory_than_the_tensor(
 @pytest.mark.parametrize(
     "command", [("verify",), ("digest",), ("diff",), ("verify", "--against")], ids=" ".join
 )
-def test_looking_takes_less_memory_than_the_tensor(
+def test_reading_takes_less_memory_than_the_tensor(
     command: tuple[str, ...], state: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "in.pt"
@@ -128,7 +128,7 @@ def test_a_big_endian_file_takes_less_memory_than_the_tensor(tmp_path: Path) -> 
         file.unlink()
 
 
-def test_a_tensor_repeated_beyond_a_gibibyte_is_looked_at_all_the_same(tmp_path: Path) -> None:
+def test_a_tensor_expanded_beyond_a_gibibyte_is_read_in_bounded_memory(tmp_path: Path) -> None:
     path = tmp_path / "in.pt"
     torch.save({"t": torch.zeros(1000, dtype=torch.uint8).expand(1_100_000, 1000)}, path)
     for command in (

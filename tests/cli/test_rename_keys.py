@@ -62,14 +62,14 @@ def test_maps_are_regular_expressions_applied_in_order(
 
 
 @pytest.mark.parametrize("rule", ["backbone", "=x", "", "(=x", "[a=b", "(?=x", "*=y"])
-def test_what_is_no_rule_is_exit_2(rule: str, path: Path, cli: Cli) -> None:
+def test_a_malformed_rule_is_exit_2(rule: str, path: Path, cli: Cli) -> None:
     ran = cli("rename-keys", path, path.parent / "out.pt", "--map", rule)
     assert ran.code == 2
     assert f"'{rule}' is not REGEX=REPLACEMENT" in ran.err
     assert not (path.parent / "out.pt").exists()
 
 
-def test_the_fault_of_an_expression_is_told(path: Path, cli: Cli) -> None:
+def test_the_error_of_an_expression_is_shown(path: Path, cli: Cli) -> None:
     ran = cli("rename-keys", path, path.parent / "out.pt", "--map", "(a=x")
     assert "'(a=x' is not REGEX=REPLACEMENT: missing ), unterminated subpattern at position 0" in ran.err
 

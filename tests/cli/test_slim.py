@@ -23,7 +23,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
-def test_the_state_alone_is_written_and_what_stays_behind_is_named(ending: str, path: Path, cli: Cli) -> None:
+def test_only_the_state_is_written_and_the_rest_is_named(ending: str, path: Path, cli: Cli) -> None:
     out = path.parent / f"out{ending}"
     ran = cli("slim", path, out)
     assert ran.code == 0

@@ -46,7 +46,7 @@ def training(tmp_path: Path) -> Path:
     return tmp_path / "last.pt"
 
 
-def test_one_line_says_what_was_done(ddp: Path, cli: Any, tmp_path: Path) -> None:
+def test_the_result_is_one_line(ddp: Path, cli: Any, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     ran = cli("strip-prefix", ddp, out)
     assert (ran.code, ran.err) == (0, "")
@@ -76,10 +76,10 @@ def test_a_pt_keeps_everything_and_its_names_follow(
     assert_same(before["optimizer"]["state"], after["optimizer"]["state"])
 
 
-def test_what_safetensors_leaves_out_is_named(training: Path, cli: Any, tmp_path: Path) -> None:
+def test_what_safetensors_can_t_hold_is_named(training: Path, cli: Any, tmp_path: Path) -> None:
     ran = cli("strip-prefix", training, tmp_path / "out.safetensors")
     assert "left out, as safetensors holds only tensors: " in ran.err
-    assert all(name in ran.err for name in ("epoch", "optimizer", "model._metadata"))
+    assert all(name in ran.err for name in ("epoch", "optimizer"))
     found = cli("strip-prefix", training, tmp_path / "out.safetensors", "--force", "--json")
     assert found.json["left_out"] == ["model._metadata", "epoch", "optimizer"]
 
@@ -178,7 +178,7 @@ def test_nothing_to_strip_exits_1_and_names_the_prefix_there_is(cli: Any, tmp_pa
     )
 
 
-def test_a_prefix_that_half_the_keys_carry_is_said(cli: Any, tmp_path: Path) -> None:
+def test_keys_without_the_prefix_are_named(cli: Any, tmp_path: Path) -> None:
     state = {f"{'module.' if i % 2 else ''}k{i}": torch.ones(1) for i in range(12)}
     torch.save(state, tmp_path / "in.pt")
     ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.pt")
@@ -213,7 +213,7 @@ def test_the_flags_of_renaming(flags: list[str], expected: set[str], cli: Any, t
     assert set(torch.load(tmp_path / "out.pt")) == expected
 
 
-def test_which_state_was_taken_is_said_and_can_be_chosen(cli: Any, tmp_path: Path) -> None:
+def test_the_chosen_state_is_named_and_state_selects_another(cli: Any, tmp_path: Path) -> None:
     tree = {"model": {"module.a": torch.ones(1)}, "ema": {"module.b": torch.ones(1)}}
     torch.save(tree, tmp_path / "in.pt")
     ran = cli("strip-prefix", tmp_path / "in.pt", tmp_path / "out.safetensors")
@@ -269,3 +269,64 @@ def test_the_prefix_that_all_keys_have_is_named(cli: Any, tmp_path: Path) -> Non
     )
     ran = cli("strip-prefix", tmp_path / "light.ckpt", tmp_path / "out.ckpt")
     assert (ran.code, ran.err.splitlines()[1]) == (1, "hint: all keys begin with 'model.': --prefix model.")
+
+
+@pytest.fixture
+def lightning(tmp_path: Path) -> Path:
+    """A file with the entries of Lightning."""
+    net = torch.nn.Linear(2, 2)
+    torch.save(
+        {
+            "epoch": 2,
+            "pytorch-lightning_version": "2.6.0",
+            "state_dict": {f"model.{key}": value for key, value in net.state_dict().items()},
+            "loops": {"fit_loop": {}},
+            "optimizer_states": [torch.optim.SGD(net.parameters(), 0.1).state_dict()],
+            "hyper_parameters": {"lr": 0.1, "classes": ["cat", "dog"]},
+        },
+        tmp_path / "lit.ckpt",
+    )
+    return tmp_path / "lit.ckpt"
+
+
+def test_keep_writes_plain_keys_and_only_what_is_named_beside_them(
+    lightning: Path, cli: Any, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.pt"
+    ran = cli("strip-prefix", lightning, out, "--prefix", "model.", "--keep", "hyper_parameters", "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["left_out"] == ["epoch", "pytorch-lightning_version", "loops", "optimizer_states"]
+    found = torch.load(out)
+    assert list(found) == ["state_dict", "hyper_parameters"]
+    assert list(found["state_dict"]) == ["weight", "bias"]
+    assert found["hyper_parameters"] == {"lr": 0.1, "classes": ["cat", "dog"]}
+    torch.nn.Linear(2, 2).load_state_dict(found["state_dict"])
+
+
+def test_keep_of_several_names(lightning: Path, cli: Any, tmp_path: Path) -> None:
+    more = ["--keep", "epoch", "--keep", "hyper_parameters"]
+    assert cli("strip-prefix", lightning, tmp_path / "out.pt", "--prefix", "model.", *more).code == 0
+    assert list(torch.load(tmp_path / "out.pt")) == ["epoch", "state_dict", "hyper_parameters"]
+
+
+def test_keep_of_a_missing_name_is_exit_1_and_hints_those_there_are(
+    lightning: Path, cli: Any, tmp_path: Path
+) -> None:
+    ran = cli("strip-prefix", lightning, tmp_path / "out.pt", "--prefix", "model.", "--keep", "hparams")
+    assert (ran.code, ran.err.splitlines()) == (
+        1,
+        [
+            f"nothing to do: {lightning}: holds nothing named 'hparams' beside the state",
+            "hint: there are: epoch, pytorch-lightning_version, loops, optimizer_states and 1 more",
+        ],
+    )
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("output", ["out.safetensors", "out/"])
+def test_keep_is_refused_where_the_format_holds_only_tensors(
+    output: str, lightning: Path, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = cli("strip-prefix", lightning, output, "--prefix", "model.", "--keep", "hyper_parameters")
+    assert (ran.code, ran.err.splitlines()[1]) == (2, "hint: name a .pt file, which holds what --keep names")

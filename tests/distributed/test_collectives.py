@@ -1,7 +1,8 @@
-"""What ranks do together, on real process groups of two and four, and without one."""
+"""Collectives on real process groups of two and four ranks, and without one."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ SIZES = [1, 2, 4]
 
 
 def caught(call: Any) -> tuple[str, str, str | None, int] | None:
-    """What kind of error a call ends in: class, message, hint and exit code."""
+    """Return the class, message, hint and exit code of the error that a call ends in."""
     try:
         call()
     except Exception as error:
@@ -42,7 +43,7 @@ def decide_own_rank(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_decide_gives_rank_0s_value_to_all_and_asks_nobody_else(run_ranks, size):
+def test_decide_calls_rank_0_only_and_gives_its_value_to_all_ranks(run_ranks, size):
     answers = run_ranks(size, decide_own_rank)
     assert [value for value, _ in answers] == [{"by": 0, "text": "ü"}] * size
     assert [calls for _, calls in answers] == [[0]] + [[]] * (size - 1)
@@ -62,7 +63,7 @@ def decide_on_what_cant_be_sent(rank: int, world_size: int) -> Any:
     return caught(lambda: collectives.decide(lambda: lambda: None))
 
 
-def test_a_decision_that_cant_be_sent_fails_on_every_rank(run_ranks):
+def test_a_decision_that_can_not_be_pickled_fails_on_every_rank(run_ranks):
     names = [name for name, *_ in run_ranks(2, decide_on_what_cant_be_sent)]
     assert names[1] == "RankFailed"
     assert names[0] != "RankFailed"
@@ -72,7 +73,7 @@ def test_a_decision_that_cant_be_sent_fails_on_every_rank(run_ranks):
 
 
 def every_kind() -> dict[str, Any]:
-    """A structure with tensors of every sort that travels badly."""
+    """Return a structure with tensors of every kind that is hard to send."""
     return {
         "bool": torch.tensor([True, False]),
         "bfloat16": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
@@ -84,15 +85,17 @@ def every_kind() -> dict[str, Any]:
         "empty": torch.empty(0, 3),
         "transposed": torch.arange(6.0).reshape(2, 3).t(),
         "list": [1, None, "text", (2.5, torch.ones(1))],
+        "ordered": OrderedDict(b=torch.zeros(1), a=torch.ones(1)),
     }
 
 
 def broadcast_every_kind(rank: int, world_size: int) -> Any:
     received = collectives.broadcast(every_kind)
     return {
-        "digests": {name: collectives.digest(v).hex() for name, v in received.items() if name != "list"},
+        "digests": {n: collectives.digest(v).hex() for n, v in received.items() if torch.is_tensor(v)},
         "list": [*received["list"][:3], received["list"][3][0], received["list"][3][1].tolist()],
         "keys": list(received),
+        "ordered": (type(received["ordered"]).__name__, list(received["ordered"])),
     }
 
 
@@ -101,8 +104,11 @@ def test_broadcast_carries_every_dtype_and_structure_bit_for_bit(run_ranks, size
     sent = every_kind()
     for answer in run_ranks(size, broadcast_every_kind):
         assert answer["keys"] == list(sent)
-        assert answer["digests"] == {n: collectives.digest(v).hex() for n, v in sent.items() if n != "list"}
+        assert answer["digests"] == {
+            n: collectives.digest(v).hex() for n, v in sent.items() if torch.is_tensor(v)
+        }
         assert answer["list"] == [1, None, "text", 2.5, [1.0]]
+        assert answer["ordered"] == ("OrderedDict", ["b", "a"])
 
 
 def broadcast_a_failure(rank: int, world_size: int) -> Any:
@@ -111,6 +117,25 @@ def broadcast_a_failure(rank: int, world_size: int) -> Any:
 
 def test_a_read_that_fails_on_rank_0_fails_on_all(run_ranks):
     assert [name for name, *_ in run_ranks(2, broadcast_a_failure)] == ["UsageFault", "RankFailed"]
+
+
+UNSENDABLE: dict[str, Any] = {
+    "sparse": lambda: {"a": torch.ones(2), "b": torch.eye(2).to_sparse()},
+    "meta": lambda: {"a": torch.ones(2), "b": torch.empty(2, device="meta")},
+    "function": lambda: {"a": torch.ones(2), "b": lambda: None},
+}
+
+
+def broadcast_unsendable(rank: int, world_size: int, kind: str) -> Any:
+    return caught(lambda: collectives.broadcast(UNSENDABLE[kind]))
+
+
+@pytest.mark.parametrize("kind", UNSENDABLE)
+def test_a_value_that_can_not_be_sent_fails_on_all_ranks_and_leaves_none_waiting(run_ranks, kind):
+    first, other = run_ranks(2, broadcast_unsendable, kind)
+    assert first[0] != "RankFailed"
+    assert other[0] == "RankFailed"
+    assert kind == "function" or f"a {'torch.sparse_coo' if kind == 'sparse' else kind} tensor" in other[1]
 
 
 def broadcast_in_place(rank: int, world_size: int) -> Any:
@@ -135,7 +160,7 @@ def add_large_counts(rank: int, world_size: int) -> Any:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_totals_of_counts_are_exact_and_leave_the_argument_alone(run_ranks, size):
+def test_totals_of_counts_are_exact_and_do_not_change_the_argument(run_ranks, size):
     answers = run_ranks(size, add_large_counts)
     assert [total for total, _ in answers] == [[size * (2**53 + 1), sum(range(size))]] * size
     assert [own for _, own in answers] == [[2**53 + 1, rank] for rank in range(size)]
@@ -152,6 +177,25 @@ def gather_names(rank: int, world_size: int) -> Any:
 
 def test_gather_gives_every_value_in_rank_order_to_all(run_ranks):
     assert run_ranks(4, gather_names) == [[f"rank {number}" for number in range(4)]] * 4
+
+
+def gather_sizes(rank: int, world_size: int) -> Any:
+    return [len(value) for value in collectives.gather(b"\0" * (rank * 1000))]
+
+
+def test_gathered_values_may_differ_in_size(run_ranks):
+    assert run_ranks(4, gather_sizes) == [[0, 1000, 2000, 3000]] * 4
+
+
+def gather_unpicklable(rank: int, world_size: int) -> Any:
+    return caught(lambda: collectives.gather((lambda: None) if rank else "text"))
+
+
+def test_a_gathered_value_that_can_not_be_pickled_on_one_rank_fails_on_all(run_ranks):
+    first, other = run_ranks(2, gather_unpicklable)
+    assert first[0] == "RankFailed"
+    assert "rank 1 failed" in first[1]
+    assert other[0] != "RankFailed"
 
 
 # ---- compare -------------------------------------------------------------------------------------------
@@ -191,7 +235,7 @@ def compare_with_difference(rank: int, world_size: int, wrong: list[int], name: 
         (4, [0], "lr", "rank 0 holds another lr than rank 1, before saving"),
     ],
 )
-def test_a_difference_names_the_tensor_and_the_ranks_that_most_disagree_with(
+def test_a_difference_names_the_tensor_and_the_ranks_that_differ_from_most(
     run_ranks, size, wrong, name, said
 ):
     for kind, message, hint, exit_code in run_ranks(size, compare_with_difference, wrong, name):
@@ -210,13 +254,22 @@ def compare_other_shapes(rank: int, world_size: int, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["dtype", "shape", "missing", "order"])
-def test_states_of_equal_bytes_differ_in_dtype_shape_names_or_order(run_ranks, how):
+def test_states_with_equal_bytes_differ_by_dtype_shape_names_or_order(run_ranks, how):
     for kind, message, hint, _ in run_ranks(2, compare_other_shapes, how):
         assert (kind, hint) == (RanksDiffer.__name__, "look there")
         assert "another a" in message or how == "order"
 
 
-def test_the_digest_is_of_values_not_of_how_they_lie_in_memory():
+def compare_sparse(rank: int, world_size: int) -> Any:
+    return caught(lambda: collectives.compare({"a": torch.eye(2).to_sparse() if rank else torch.eye(2)}))
+
+
+def test_a_tensor_that_can_not_be_compared_on_one_rank_fails_on_all(run_ranks):
+    first, other = run_ranks(2, compare_sparse)
+    assert (first[0], other[0]) == ("RankFailed", "TypeError")
+
+
+def test_a_digest_depends_on_values_not_on_memory_layout():
     tensor = torch.arange(6.0).reshape(2, 3)
     assert collectives.digest(tensor.t().contiguous().t()) == collectives.digest(tensor)
     assert collectives.digest(torch.arange(8.0)[2:].reshape(2, 3) - 2) == collectives.digest(tensor)
@@ -227,8 +280,8 @@ def test_the_digest_is_of_values_not_of_how_they_lie_in_memory():
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_values_of_any_stride_travel_where_there_are_too_few_for_it_to_matter(count):
-    """Torch calls them contiguous, and refuses to view them as bytes."""
+def test_one_value_or_none_of_any_stride_has_a_digest(count):
+    """torch calls them contiguous, and refuses to view them as bytes."""
     odd = torch.empty_strided((count,), (7,)).fill_(3.0)
     assert collectives.digest(odd) == collectives.digest(torch.full((count,), 3.0))
     from_numpy = torch.from_numpy(np.full((4, 6), 3.0, dtype=np.float32)[:count, 2])
@@ -249,11 +302,11 @@ def agree_on(rank: int, world_size: int, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_agreeing_gives_each_ranks_number_to_all(run_ranks, size):
+def test_agree_gives_each_ranks_number_to_all(run_ranks, size):
     assert run_ranks(size, agree_on, "") == [(None, [[rank * 10 for rank in range(size)]])] * size
 
 
-def test_where_ranks_do_not_agree_all_end_and_say_why(run_ranks):
+def test_ranks_that_do_not_agree_all_fail_and_say_why(run_ranks):
     said = "rank 2 holds another piece than rank 0, in gather"
     for error, found in run_ranks(4, agree_on, "differs"):
         assert (error, found) == (("RanksDiffer", said, "look there", 1), [])
@@ -266,7 +319,7 @@ def find_the_same_fault(rank: int, world_size: int) -> Any:
     return caught(lambda: collectives.alike(refuse)), collectives.alike(lambda: 5)
 
 
-def test_a_fault_that_every_rank_finds_is_rank_0s_to_tell(run_ranks):
+def test_a_fault_that_every_rank_finds_is_reported_by_rank_0(run_ranks):
     first, *others = [error for error, five in run_ranks(4, find_the_same_fault) if five == 5]
     assert first == ("UsageFault", "--data: not there", "give --data-root", 2)
     assert others == [("RankFailed", "rank 0 failed: --data: not there", "give --data-root", 2)] * 3
@@ -285,7 +338,7 @@ def fail_on(rank: int, world_size: int, failing: list[int]) -> Any:
 
 
 @pytest.mark.parametrize("failing", [[0], [2], [1, 3]])
-def test_what_fails_on_one_rank_fails_on_all_with_the_first_ones_message(run_ranks, failing):
+def test_a_block_that_fails_on_some_ranks_fails_on_all_with_the_first_ones_message(run_ranks, failing):
     answers = run_ranks(4, fail_on, failing)
     first = failing[0]
     assert answers[first][:2] == ("OSError", f"[Errno 28] disk of rank {first} is full")
@@ -294,14 +347,52 @@ def test_what_fails_on_one_rank_fails_on_all_with_the_first_ones_message(run_ran
     assert [answer[:2] for answer in others] == [("RankFailed", said)] * 3
 
 
-def test_a_block_that_fails_nowhere_goes_on(run_ranks):
+def test_a_block_that_fails_nowhere_continues(run_ranks):
     assert run_ranks(2, fail_on, []) == [None, None]
+
+
+def write_on_rank_0(rank: int, world_size: int, how: str) -> Any:
+    def write() -> None:
+        raise OSError(28, "No space left on device", "last.pt")
+
+    def block() -> None:
+        with collectives.together():
+            if rank == 0:
+                write()
+
+    error = caught(block if how == "together" else lambda: collectives.decide(write))
+    return error, collectives.gather(rank)  # the ranks are still in step
+
+
+@pytest.mark.parametrize("how", ["together", "decide"])
+def test_work_of_rank_0_that_fails_fails_on_all_and_leaves_none_waiting(run_ranks, how):
+    answers = run_ranks(4, write_on_rank_0, how)
+    assert [error[0] for error, _ in answers] == ["OSError"] + ["RankFailed"] * 3
+    assert all("No space left on device" in error[1] for error, _ in answers)
+    assert [ranks for _, ranks in answers] == [[0, 1, 2, 3]] * 4
+
+
+def fail_twice(rank: int, world_size: int) -> Any:
+    def block() -> None:
+        with collectives.together():
+            if rank:
+                raise UsageFault(f"rank {rank}", hint="a hint")
+
+    return [caught(block) for _ in range(2)]
+
+
+def test_ranks_can_fail_together_more_than_once(run_ranks):
+    expected = ("RankFailed", "rank 1 failed: rank 1", "a hint", 2)
+    first, second, third = run_ranks(3, fail_twice)
+    assert first == third == [expected] * 2
+    assert second == [("UsageFault", "rank 1", "a hint", 2)] * 2
 
 
 def test_without_a_process_group_there_is_one_rank():
     assert (collectives.rank(), collectives.world_size()) == (0, 1)
     assert collectives.decide(lambda: 5) == 5
     assert collectives.gather("x") == ["x"]
+    assert collectives.broadcast(lambda: {"a": 1}) == {"a": 1}
     assert collectives.total(torch.tensor([1.5], dtype=torch.float64)).tolist() == [1.5]
     assert collectives.compare({"a": torch.ones(1)}) == collectives.digest_all({"a": torch.ones(1)})
     with pytest.raises(UsageFault, match="not there"), collectives.together():

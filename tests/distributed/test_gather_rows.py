@@ -1,4 +1,4 @@
-"""Rows of all ranks joined by sample, over real process groups; what is said where one is not there once."""
+"""Rows of all ranks joined by sample, over real process groups, and samples that do not appear once."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def whole(dtype: torch.dtype) -> torch.Tensor:
 
 
 def shares(world_size: int, cuts: list[int]) -> list[torch.Tensor]:
-    """A shuffled set of samples, cut anywhere."""
+    """Return each rank's part of the shuffled samples."""
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(2))
     edges = [0, *cuts[: world_size - 1], SAMPLES]
     return [order[start:end] for start, end in pairwise(edges)]
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """To the bit, for dtypes too that torch can't compare."""
+    """Compare bit for bit, also dtypes that torch can't compare."""
     return found.dtype == expected.dtype and torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
@@ -67,7 +67,7 @@ def gather_every_dtype(rank: int, world_size: int, cuts: list[int], piece: int) 
     ids=str,
 )
 @pytest.mark.parametrize("piece", [1, 100, gather_rows.PIECE])
-def test_every_row_comes_to_its_place_on_every_rank_however_many_each_has(run_ranks, size, cuts, piece):
+def test_every_row_is_put_in_its_place_however_many_each_rank_has(run_ranks, size, cuts, piece):
     assert run_ranks(size, gather_every_dtype, cuts, piece, timeout=200) == [True] * size
 
 
@@ -76,7 +76,7 @@ def gather_nothing(rank: int, world_size: int) -> list[int]:
     return gather_rows.gather(nothing, {"x": nothing}, samples=0)["x"].tolist()
 
 
-def test_no_samples_at_all_are_gathered_too(run_ranks):
+def test_no_samples_at_all_can_be_gathered(run_ranks):
     assert run_ranks(2, gather_nothing, timeout=200) == [[], []]
 
 
@@ -106,6 +106,10 @@ def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
         columns = {"x": torch.zeros(7)}
     elif kind == "float index" and not rank:
         index = index.float()
+    elif kind == "array" and rank:
+        columns = {"x": np.zeros(len(index))}  # type: ignore[dict-item]
+    elif kind == "sparse" and rank:
+        columns = {"x": torch.eye(len(index)).to_sparse()}
     try:
         gather_rows.gather(index, columns, samples=samples)
     except Exception as error:
@@ -140,31 +144,35 @@ def gather_badly(rank: int, world_size: int, kind: str) -> tuple[str, str]:
         ("samples", ["RanksDiffer", "RanksDiffer"], "rank 1 holds another number of samples than rank 0"),
         ("rows", ["RankFailed", "ValueError"], "'x' is [7], and index has 5 rows"),
         ("float index", ["TypeError", "RankFailed"], "index is int64 [n], not torch.float32"),
+        ("array", ["RankFailed", "TypeError"], "'x' is a ndarray, not a tensor"),
+        ("sparse", ["RankFailed", "TypeError"], "a torch.sparse_coo tensor can't be sent"),
     ],
 )
-def test_what_can_not_be_joined_fails_on_every_rank_and_says_why(run_ranks, kind, names, said):
+def test_rows_that_can_not_be_joined_fail_on_every_rank_and_say_why(run_ranks, kind, names, said):
     answers = run_ranks(2, gather_badly, kind, timeout=200)
     assert [name for name, _ in answers] == names
     assert all(said in message for _, message in answers)
 
 
 def gather_without_memory(rank: int, world_size: int) -> tuple[str, str]:
-    class Large(gather_rows._Column):
-        def __init__(self, *_: Any) -> None:
-            raise MemoryError("too little")
+    index, empty = torch.arange(rank, 10, world_size), torch.empty
 
-    kept, index = gather_rows._Column, torch.arange(rank, 10, world_size)
+    def fail_for_all_rows(size: Any, **choices: Any) -> torch.Tensor:
+        if rank == 1 and size == (10, 1):
+            raise MemoryError("too little")
+        return empty(size, **choices)
+
+    torch.empty = fail_for_all_rows  # type: ignore[assignment]
     try:
-        gather_rows._Column = Large if rank == 1 else kept  # type: ignore[misc]
         gather_rows.gather(index, {"x": index}, samples=10)
     except Exception as error:
         return type(error).__name__, str(error)
     finally:
-        gather_rows._Column = kept  # type: ignore[misc]
+        torch.empty = empty
     return "gathered", ""
 
 
-def test_a_rank_without_memory_for_the_rows_of_all_ends_all(run_ranks):
+def test_a_rank_without_memory_for_all_rows_fails_all_ranks(run_ranks):
     first, second = run_ranks(2, gather_without_memory)
     assert (first, second) == (
         ("RankFailed", "rank 1 failed: MemoryError: too little"),
@@ -173,7 +181,7 @@ def test_a_rank_without_memory_for_the_rows_of_all_ends_all(run_ranks):
 
 
 def messages_sent(rank: int, world_size: int, sizes: list[int], piece: int) -> list[int]:
-    """Bytes of each message of a gathering in which rank r has `sizes[r]` rows of 3 bytes and an index."""
+    """Return the bytes of each message while rows are gathered, of which rank r has `sizes[r]` of 3 bytes."""
     seen = []
     send = torch.distributed.broadcast
 
@@ -191,29 +199,29 @@ def messages_sent(rank: int, world_size: int, sizes: list[int], piece: int) -> l
     return seen
 
 
-def test_what_is_under_way_is_bounded_and_nothing_is_filled_up(run_ranks):
-    """Rank 0's many rows are no reason to send more of rank 1's."""
+def test_bytes_in_flight_are_bounded_and_short_messages_are_not_padded(run_ranks):
+    """Rank 0 has many rows, and nothing more is sent of rank 1's few."""
     for sizes in run_ranks(2, messages_sent, [9_000, 1_000], 10_000, timeout=200):
         assert 2 * max(sizes) <= 10_000
         assert sum(sizes) == 10_000 * (8 + 3)
 
 
-def test_few_rows_are_one_message_a_rank(run_ranks):
+def test_few_rows_are_one_message_per_rank(run_ranks):
     assert run_ranks(3, messages_sent, [2, 0, 3], gather_rows.PIECE, timeout=200) == [[24, 40]] * 3
 
 
 @pytest.mark.parametrize(("at_once", "each"), [(1, 1), (5, 5), (7, 7), (8, 8), (15, 8), (16, 16)])
-def test_as_many_rows_go_at_once_as_may_be_under_way_by_eights_where_they_are_more(run_ranks, at_once, each):
+def test_rows_are_sent_in_the_largest_pieces_that_fit_in_multiples_of_eight(run_ranks, at_once, each):
     piece = 2 * (8 + 3) * at_once
     for sent in run_ranks(2, messages_sent, [48, 0], piece, timeout=200):
         assert len(sent) == -(-48 // each)
 
 
 def uneven_arrays(rank: int, world_size: int) -> list[list[int]]:
-    return [part.tolist() for part in gather_rows.arrays_of_all_ranks(np.arange(rank * 2))]
+    return [part.tolist() for part in gather_rows.gather_arrays(np.arange(rank * 2))]
 
 
-def test_arrays_of_any_lengths_come_in_the_order_of_ranks(run_ranks):
+def test_arrays_of_any_length_come_in_rank_order(run_ranks):
     assert run_ranks(3, uneven_arrays, timeout=200) == [[[], [0, 1], [0, 1, 2, 3]]] * 3
 
 
@@ -226,25 +234,21 @@ def test_over_nccl_rows_stay_on_the_gpu(tmp_path):
     torch.distributed.init_process_group("nccl", init_method=store, rank=0, world_size=1)
     try:
         order = torch.randperm(50, device="cuda")
-        # One rank would send nothing to itself, and two can't share a GPU: so its rows are sent all the same.
-        data = [transport.as_bytes(column) for column in (order, order.bfloat16())]
-        pieces = [
-            [raw.view(dtype).clone() for raw, dtype in zip(rows, (torch.int64, torch.bfloat16), strict=True)]
-            for _, _, rows in gather_rows._exchanged(data, [8, 2], [50], 8)
-        ]
         found = gather_rows.gather(order, {"x": order.float()}, samples=50)["x"]
         assert found.device.type == "cuda"
         assert found.tolist() == list(map(float, range(50)))
-        assert len(pieces) == 7
-        assert torch.equal(torch.cat([rows for rows, _ in pieces]), order)
-        assert torch.equal(torch.cat([rows for _, rows in pieces]), order.bfloat16())
+        # One rank sends nothing to itself, and two can't share a GPU over NCCL: send a buffer by hand.
+        buffer = transport.as_bytes(order.bfloat16())
+        assert buffer.device.type == "cuda" and transport.device().type == "cuda"
+        transport.begin_broadcast(buffer, 0).wait()
+        assert torch.equal(buffer.view(torch.bfloat16), order.bfloat16())
     finally:
         torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("kind", ["rows", "tuples", "tensors", "epoch"])
 def test_each_way_of_the_benchmark_runs(kind):
-    """They check what they joined themselves."""
+    """The program checks its own result."""
     command = [sys.executable, "benchmarks/children/gather_rows.py", kind, "130", "2"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -282,13 +286,13 @@ def parts(*shares: list[int]) -> dict[str, np.ndarray]:
     ],
     ids=str,
 )
-def test_what_is_wrong_with_samples_is_said_with_their_holders(shares, samples, said):
+def test_faults_name_the_samples_and_the_parts_that_hold_them(shares, samples, said):
     assert faults(parts(*shares), samples) == said
 
 
 @given(st.integers(0, 4), st.data(), st.integers(0, 5))
-def test_nothing_is_said_exactly_where_every_sample_stands_once(samples, data, cut):
-    """Mostly of as many as there are, and within bounds: there it is hardest to tell."""
+def test_there_are_no_faults_exactly_if_every_sample_appears_once(samples, data, cut):
+    """Mostly lists of the right length and range, where it is hardest to tell."""
     within = st.lists(st.integers(0, max(samples - 1, 0)), min_size=samples, max_size=samples)
     anything = st.lists(st.integers(-1, 4), max_size=5)
     index = data.draw(st.one_of(st.permutations(range(samples)), within, within, anything))
@@ -296,7 +300,7 @@ def test_nothing_is_said_exactly_where_every_sample_stands_once(samples, data, c
     assert (not said) == (sorted(index) == list(range(samples)))
 
 
-def test_the_digest_of_the_index_set_is_defined_without_this_code():
+def test_the_digest_of_the_index_set_follows_its_definition():
     import hashlib
     import struct
 

@@ -1,10 +1,10 @@
-"""Outputs that appear whole or not at all: files and folders, whatever happens meanwhile."""
+"""Files that appear complete or not at all, whatever happens while they are written."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
-import random
 import resource
 import signal
 import stat
@@ -15,21 +15,18 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import ckpttool
-from ckpttool.errors import Unreadable, UsageFault
-from ckpttool.files import commit
+from ckpttool.errors import UsageFault
+from ckpttool.files import temporaries
 from ckpttool.files.commit import replacing
-from ckpttool.files.commit_folder import replacing_folder
-from ckpttool.formats.folders import sharded
 from tests.support.running import ROOT
-from tests.support.shards import shards_of
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
 
 
 @pytest.fixture
@@ -57,6 +54,74 @@ def test_a_replaced_file_keeps_its_permissions(mode: int, tmp_path: Path) -> Non
         file.write(b"new")
     assert (tmp_path / "old").read_bytes() == b"new"
     assert stat.S_IMODE((tmp_path / "old").stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o644])
+def test_while_it_is_written_nobody_may_read_more_than_of_the_old_file(
+    mode: int, umask: Callable[[int], object], tmp_path: Path
+) -> None:
+    umask(0o022)
+    (tmp_path / "old").write_bytes(b"old")
+    os.chmod(tmp_path / "old", mode)
+    with replacing(tmp_path / "old"):
+        (temporary,) = (path for path in tmp_path.iterdir() if path.name != "old")
+        assert stat.S_IMODE(temporary.stat().st_mode) & ~mode == 0
+
+
+@needs_root
+def test_root_leaves_a_replaced_file_to_its_owner_and_group(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    os.chown(tmp_path / "old", 65534, 65533)
+    os.chmod(tmp_path / "old", 0o640)
+    with replacing(tmp_path / "old") as file:
+        file.write(b"new")
+    facts = (tmp_path / "old").stat()
+    assert (facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode)) == (65534, 65533, 0o640)
+
+
+@needs_root
+def test_where_the_group_can_not_be_kept_the_new_group_gets_no_more_than_everyone(folder: Path) -> None:
+    (folder / "f").write_bytes(b"old")
+    os.chown(folder / "f", 65534, 0)
+    os.chmod(folder / "f", 0o664)
+    assert write_as_nobody(folder / "f") == b"done\n"
+    facts = (folder / "f").stat()
+    assert (facts.st_uid, stat.S_IMODE(facts.st_mode)) == (65534, 0o644)
+    assert facts.st_gid != 0
+
+
+def acl_of(mask: int, *users: tuple[int, int]) -> bytes:
+    """An access control list as Linux keeps it: rw for the owner, nothing for the group and others."""
+    entries = [(1, 6, -1), *((2, permissions, uid) for uid, permissions in users), (4, 0, -1), (16, mask, -1)]
+    packed = b"".join(struct.pack("<HHi", *entry) for entry in [*entries, (32, 0, -1)])
+    return struct.pack("<I", 2) + packed
+
+
+def set_acl(path: Path, acl: bytes, name: str = "system.posix_acl_access") -> None:
+    try:
+        os.setxattr(path, name, acl)
+    except OSError:
+        pytest.skip("this file system has no access control lists")
+
+
+def test_a_replaced_file_keeps_its_access_control_list(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    set_acl(tmp_path / "old", acl_of(4, (1234, 4)))
+    before = os.getxattr(tmp_path / "old", "system.posix_acl_access")
+    with replacing(tmp_path / "old") as file:
+        file.write(b"new")
+    assert os.getxattr(tmp_path / "old", "system.posix_acl_access") == before
+    assert (tmp_path / "old").read_bytes() == b"new"
+
+
+def test_a_replaced_file_gets_no_list_from_the_folder_that_it_had_not(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / "old").chmod(0o600)
+    set_acl(tmp_path, acl_of(6, (1234, 6)), "system.posix_acl_default")
+    with replacing(tmp_path / "old") as file:
+        file.write(b"new")
+    assert "system.posix_acl_access" not in os.listxattr(tmp_path / "old")
+    assert stat.S_IMODE((tmp_path / "old").stat().st_mode) == 0o600
 
 
 def test_the_old_file_stays_until_the_block_ends(tmp_path: Path) -> None:
@@ -138,15 +203,6 @@ def test_a_name_as_long_as_the_file_system_takes_is_written(letter: str, length:
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-@pytest.mark.parametrize("letter", ["a", "鍵"])
-def test_a_folder_may_have_a_name_as_long_as_a_file(letter: str, tmp_path: Path) -> None:
-    name = letter * (255 // len(letter.encode()))
-    for _ in range(2):
-        with replacing_folder(str(tmp_path / name), lambda name: name == "f") as folder:
-            (Path(folder) / "f").write_bytes(b"x")
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [name, f"{name}/f"]
-
-
 def test_an_output_where_there_is_no_folder_is_refused(tmp_path: Path) -> None:
     reason = "missing/f: can't write there: no such file"
     with pytest.raises(UsageFault, match=reason) as fault, replacing(tmp_path / "missing" / "f"):
@@ -186,6 +242,8 @@ def write_as_nobody(path: Path) -> bytes:
         import os
         from ckpttool.files.commit import replacing
         if os.getuid() == 0:
+            os.setgroups([])
+            os.setgid(65534)
             os.setuid(65534)
         try:
             with replacing({str(path)!r}) as file:
@@ -225,8 +283,8 @@ def test_a_disk_that_is_full_leaves_nothing_and_names_the_file(tmp_path: Path) -
         source = Source("in", os.open({str(tmp_path / "in")!r}, os.O_RDONLY))
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
         try:
-            with replacing({str(tmp_path / "out")!r}) as file:
-                Output(file).copy(ByteRange(source, 0, 1 << 20))
+            with replacing({str(tmp_path / "out")!r}) as file, Output(file) as out:
+                out.copy(ByteRange(source, 0, 1 << 20))
         except OSError as error:
             print(error.filename, error.strerror)
     """)
@@ -248,8 +306,8 @@ FULL = """
     "words, named",
     [
         (["convert", "in.pt", "out/"], "out/"),
-        (["convert", "in.pt", "-", "--to", "safetensors"], "room"),
-        (["digest", "-"], "room"),
+        (["convert", "in.pt", "-", "--to", "safetensors"], "spool"),
+        (["digest", "-"], "spool"),
     ],
 )
 def test_a_disk_that_is_full_is_named_by_what_was_written_to_it(
@@ -259,14 +317,14 @@ def test_a_disk_that_is_full_is_named_by_what_was_written_to_it(
     import torch
 
     torch.save({"a": torch.ones(100_000)}, tmp_path / "in.pt")
-    (tmp_path / "room").mkdir()
+    (tmp_path / "spool").mkdir()
     command = [sys.executable, "-c", textwrap.dedent(FULL), *words]
-    environment = {**os.environ, "TMPDIR": str(tmp_path / "room"), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "spool"), "PYTHONPATH": str(ROOT)}
     raw = (tmp_path / "in.pt").read_bytes()
     ran = subprocess.run(command, input=raw, capture_output=True, cwd=tmp_path, env=environment, check=False)
-    where = tmp_path / named if named == "room" else named
-    assert (ran.returncode, ran.stderr.decode()) == (3, f"error: {where}: file too large\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "room"]
+    where = tmp_path / named if named == "spool" else named
+    assert (ran.returncode, ran.stderr.decode().splitlines()[0]) == (3, f"error: {where}: file too large")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "spool"]
 
 
 def test_a_standard_output_that_is_full_is_named(tmp_path: Path) -> None:
@@ -324,7 +382,100 @@ def test_a_killed_process_leaves_the_old_file_whole(tmp_path: Path) -> None:
     code, left = interrupted(tmp_path, signal.SIGKILL)
     assert code == -signal.SIGKILL
     assert left.pop("out.safetensors") == b"old"
-    assert all(name.startswith(".") and name.endswith(".tmp") for name in left)
+    assert len(left) == 1
+
+
+def test_the_next_save_into_the_folder_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+    _, left = interrupted(tmp_path, signal.SIGKILL)
+    assert len(left) == 2
+    with replacing(tmp_path / "another.pt") as file:
+        file.write(b"new")
+    assert sorted(os.listdir(tmp_path)) == ["another.pt", "in.pt", "out.safetensors"]
+
+
+def test_what_a_living_process_writes_is_never_removed(tmp_path: Path) -> None:
+    with replacing(tmp_path / "slow") as slow:
+        slow.write(b"slow")
+        for name in "fast", "slow":
+            with replacing(tmp_path / name) as file:
+                file.write(b"fast")
+        write_elsewhere = python(f"""
+            from ckpttool.files.commit import replacing
+            with replacing({str(tmp_path / "slow")!r}) as file:
+                file.write(b"elsewhere")
+        """)
+        assert write_elsewhere.returncode == 0
+        assert (tmp_path / "slow").read_bytes() == b"elsewhere"
+    assert (tmp_path / "slow").read_bytes() == b"slow"
+    assert sorted(os.listdir(tmp_path)) == ["fast", "slow"]
+
+
+def test_writers_that_remove_what_is_abandoned_never_take_a_file_from_each_other(tmp_path: Path) -> None:
+    script = f"""
+        import sys
+        from ckpttool.files.commit import replacing
+        for number in range(150):
+            with replacing({str(tmp_path / "f")!r}) as file:
+                file.write(b"%d" % number)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(3)]
+    for each in running:
+        _, said = each.communicate(timeout=60)
+        assert (each.returncode, said) == (0, b"")
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_other_programs_temporary_files_stay(tmp_path: Path) -> None:
+    names = [".f.0123456789ab.tmp", ".f.tmp", "f.ckpttool.tmp", ".f.12345678.ckpttool.tmp", ".f.swp"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    with replacing(tmp_path / "f") as file:
+        file.write(b"x")
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, "f"])
+
+
+def test_a_temporary_of_another_machine_is_removed_once_it_was_left_alone_for_a_day(tmp_path: Path) -> None:
+    """Its process may hold a lock that does not reach this machine."""
+    for name, age in (("new", 0), ("old", 25 * 3600)):
+        path = tmp_path / f".{name}.{'0' * 20}.ckpttool.tmp"
+        path.write_bytes(b"")
+        os.utime(path, (time.time() - age,) * 2)
+    later = SimpleNamespace(time=lambda: time.time() + 25 * 3600)
+    with replacing(tmp_path / "f"):
+        pass
+    assert len(os.listdir(tmp_path)) == 3  # the inode of the older one was changed just now
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(temporaries, "time", later)
+        with replacing(tmp_path / "f"):
+            pass
+    assert os.listdir(tmp_path) == ["f"]
+
+
+@pytest.mark.parametrize("what", ["a link", "a link to nowhere", "a pipe"])
+def test_what_only_bears_the_name_of_a_temporary_is_not_touched(what: str, tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"kept")
+    name = tmp_path / f".f.{'0' * 20}.ckpttool.tmp"
+    os.mkfifo(name) if what == "a pipe" else name.symlink_to("target" if what == "a link" else "nowhere")
+    with replacing(tmp_path / "f"):
+        pass
+    assert sorted(os.listdir(tmp_path)) == sorted([name.name, "f", "target"])
+    assert (tmp_path / "target").read_bytes() == b"kept"
+
+
+def test_a_file_system_without_locks_is_written_to_and_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(tmp_path, signal.SIGKILL)
+    before = {*os.listdir(tmp_path)}
+
+    def refuses(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with replacing(tmp_path / "f") as file:
+        file.write(b"x")
+    assert {*os.listdir(tmp_path)} == before | {"f"}
 
 
 def test_a_hang_up_that_was_to_be_ignored_is_ignored() -> None:
@@ -332,203 +483,12 @@ def test_a_hang_up_that_was_to_be_ignored_is_ignored() -> None:
     ran = python("""
         import os, signal, sys
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        from ckpttool import cli
-        def command(arguments):
+        from ckpttool.cli import program
+        def command(*arguments):
             os.kill(os.getpid(), signal.SIGHUP)
             print("still here")
             return 0
-        cli.run = command
-        cli.main()
+        program.run = command
+        program.main()
     """)
     assert b"still here" in ran.stdout
-
-
-# Folders.
-
-
-REPLACED = """
-    import sys, time
-    from pathlib import Path
-    sys.path.insert(0, "tests")
-    from tests.support.shards import shards_of
-    folder = Path(sys.argv[1])
-    if sys.argv[2] == "in two steps":
-        from ckpttool.files import commit
-        commit._exchange = lambda one, other: False
-    for number in range(int(sys.argv[3])):
-        shards_of(number, folder)
-        print(number, flush=True)
-"""
-
-
-def replacing_all_the_time(folder: Path, times: int, how: str = "") -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", textwrap.dedent(REPLACED), str(folder), how, str(times)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
-
-
-def values_in(folder: Path) -> set[float]:
-    with ckpttool.open(folder) as checkpoint:
-        return {
-            value
-            for tensor in checkpoint.state().tensors.values()
-            for value in struct.unpack("<100f", tensor.storage.data.read())  # type: ignore[union-attr]
-        }
-
-
-def test_another_process_always_sees_a_whole_folder(tmp_path: Path) -> None:
-    seen: set[float] = set()
-    with replacing_all_the_time(tmp_path, 200) as running:
-        assert running.stdout is not None
-        running.stdout.readline()
-        while running.poll() is None:
-            found = values_in(tmp_path / "out")
-            assert len(found) == 1, "shards of two checkpoints"
-            seen |= found
-    assert running.returncode == 0
-    assert len(seen) > 20, "it was not looked at while it was replaced"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(seed: int, tmp_path: Path) -> None:
-    with replacing_all_the_time(tmp_path, 10**6) as running:
-        assert running.stdout is not None
-        for _ in range(3):
-            running.stdout.readline()
-        time.sleep(random.Random(seed).random() / 50)
-        running.kill()
-    assert len(values_in(tmp_path / "out")) == 1
-
-
-def test_a_file_system_without_an_exchange_gets_the_folder_in_two_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
-    for value in (1.0, 2.0, 3.0):
-        shards_of(value, tmp_path)
-        assert values_in(tmp_path / "out") == {value}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
-
-
-def test_an_old_kernel_or_file_system_has_no_exchange(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import ctypes
-
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-
-    def refuses(number: int) -> object:
-        def call(*_: object) -> int:
-            ctypes.set_errno(number)
-            return -1
-
-        return lambda *_, **__: SimpleNamespace(renameat2=call)
-
-    for number in commit.NO_EXCHANGE:
-        monkeypatch.setattr(ctypes, "CDLL", refuses(number))
-        assert not commit._exchange(str(tmp_path / "a"), str(tmp_path / "b"))
-    monkeypatch.setattr(ctypes, "CDLL", refuses(errno.EIO))
-    with pytest.raises(OSError, match="Input/output"):
-        commit._exchange(str(tmp_path / "a"), str(tmp_path / "b"))
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
-    assert not commit._exchange(str(tmp_path / "a"), str(tmp_path / "b"))
-
-
-def test_a_second_step_that_fails_puts_the_old_folder_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shards_of(1.0, tmp_path)
-    monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
-    rename, calls = os.rename, []
-
-    def second_fails(old: str, new: str) -> None:
-        calls.append(old)
-        if len(calls) == 2:
-            raise OSError(errno.EIO, "broken")
-        rename(old, new)
-
-    monkeypatch.setattr(os, "rename", second_fails)
-    with pytest.raises(OSError, match="broken"):
-        shards_of(2.0, tmp_path)
-    monkeypatch.undo()
-    assert values_in(tmp_path / "out") == {1.0}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
-
-
-def test_a_kill_between_the_two_steps_leaves_the_old_folder_and_a_word_where_it_is(tmp_path: Path) -> None:
-    shards_of(1.0, tmp_path)
-    aside = tmp_path / f".out.0123456789ab{commit.ASIDE}"
-    (tmp_path / "out").rename(aside)
-    with pytest.raises(Unreadable, match="interrupted") as fault:
-        ckpttool.open(tmp_path / "out")
-    assert fault.value.hint == f"put them back: mv {aside} {tmp_path / 'out'}"
-    subprocess.run(fault.value.hint.partition(": ")[2].split(), check=True)
-    assert values_in(tmp_path / "out") == {1.0}
-
-
-DELETING = """
-    import shutil, sys, threading, time
-    from ckpttool import cli
-    delete = shutil.rmtree
-    def slowly(folder, **given):
-        print("deleting", flush=True)
-        time.sleep(0.5)
-        delete(folder, **given)
-    shutil.rmtree = slowly
-    threading.Thread(target=time.sleep, args=[30], daemon=True).start()  # one that hears what the first masks
-    sys.argv = ["ckpttool", "convert", "--force", "--to", "safetensors-sharded", *sys.argv[1:]]
-    cli.main()
-"""
-
-
-@pytest.mark.parametrize("by, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-def test_a_signal_while_the_old_folder_is_deleted_leaves_nothing_of_it(
-    by: int, code: int, tmp_path: Path
-) -> None:
-    import torch
-
-    shards_of(1.0, tmp_path)
-    torch.save({name: torch.full((100,), 2.0) for name in "abc"}, tmp_path / "in.pt")
-    command = [sys.executable, "-c", textwrap.dedent(DELETING), tmp_path / "in.pt", tmp_path / "out"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as running:
-        assert running.stdout is not None
-        assert running.stdout.readline() == b"deleting\n"
-        running.send_signal(by)
-        assert running.wait(20) == code
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
-    assert values_in(tmp_path / "out") == {2.0}
-
-
-def test_a_folder_is_replaced_in_any_thread_and_handlers_are_left_as_they_were(tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in commit.ENDING]
-    for replace in (shards_of, in_a_thread(shards_of)):
-        for value in (1.0, 2.0):
-            replace(value, tmp_path)
-            assert values_in(tmp_path / "out") == {value}
-    assert [signal.getsignal(number) for number in commit.ENDING] == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
-
-
-def in_a_thread(function: Callable[..., None]) -> Callable[..., None]:
-    def call(*given: object) -> None:
-        with ThreadPoolExecutor(1) as other:
-            other.submit(function, *given).result()
-
-    return call
-
-
-def test_a_folder_that_another_one_takes_the_place_of_while_it_is_read_is_read_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also when the new one has other shards, so that the old index leads nowhere."""
-    shards_of(1.0, tmp_path)
-    read, rest = sharded.read, [2.0, 3.0]
-
-    def read_late(source: Any) -> Any:
-        if rest and source.path == str(tmp_path / "out"):  # not what saving itself looks at
-            shards_of(rest.pop(0), tmp_path)
-        return read(source)
-
-    monkeypatch.setattr(sharded, "read", read_late)
-    assert values_in(tmp_path / "out") == {3.0}

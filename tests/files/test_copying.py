@@ -1,25 +1,37 @@
-"""Bytes from file to file by whichever way works, and outputs that appear whole or not at all."""
+"""Bytes copied and computed into a file in blocks, and the descriptors that they are read from."""
 
 from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
+import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckpttool.errors import CkptToolError, Damaged, Unreadable
-from ckpttool.files import copying
+from ckpttool.files import copying, threads
 from ckpttool.files.copying import DryOutput, Output
 from ckpttool.files.open_source import open_source_descriptor
-from ckpttool.tensors.ref import ByteRange, Source
+from ckpttool.tensors.ref import ByteRange, Computed, Source
 
 CONTENT = bytes(i * 7 % 251 for i in range(300_000))
+
+
+@pytest.fixture(autouse=True, params=["two threads", "one core", "large blocks"])
+def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of many sizes, moved by threads or by none."""
+    if request.param != "large blocks":
+        monkeypatch.setattr(copying, "BUFFER", 10_000)
+        monkeypatch.setattr(copying, "SMALL", 5_000)
+    count = 1 if request.param == "one core" else 2
+    monkeypatch.setattr(threads, "cores", lambda most: min(count, most))
 
 
 @pytest.fixture
@@ -30,8 +42,7 @@ def source(tmp_path: Path) -> Source:
 
 def copied(source: Source, path: Path, progress: Callable[[int], object] = lambda n: None) -> bytes:
     """Two ranges copied between bytes that were written, as a format does it."""
-    with open(path, "w+b") as file:
-        out = Output(file, progress)
+    with open(path, "w+b") as file, Output(file, progress) as out:
         out.write(b"head")
         out.copy(ByteRange(source, 1000, 200_000))
         out.write(b"middle")
@@ -45,71 +56,35 @@ def copied(source: Source, path: Path, progress: Callable[[int], object] = lambd
 EXPECTED = b"head" + CONTENT[1000:201_000] + b"middle" + CONTENT[5:8] + b"tail"
 
 
-def fails_with(number: int) -> Callable[..., Any]:
-    def call(*_: Any, **__: Any) -> Any:
-        raise OSError(number, os.strerror(number))
-
-    return call
-
-
-WAYS = {"copy_file_range": [], "sendfile": ["copy_file_range"], "a buffer": ["copy_file_range", "sendfile"]}
-
-
-@pytest.mark.parametrize("fault", [errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM])
-@pytest.mark.parametrize("way", WAYS)
-def test_each_way_moves_the_same_bytes(
-    way: str, fault: int, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_blocks_that_move_less_than_asked_are_completed(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in WAYS[way]:
-        monkeypatch.setattr(os, name, fails_with(fault))
+    preadv, pwrite = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: preadv(fd, [buffers[0][:999]], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:500], at))
     assert copied(source, tmp_path / "out") == EXPECTED
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_way_that_moves_less_than_asked_is_asked_again(
-    way: str, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_file_system_whose_copy_file_range_returns_0_copies_a_whole_file(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = {name: getattr(os, name) for name in ("copy_file_range", "sendfile", "preadv", "pwrite")}
-    short: dict[str, Callable[..., Any]] = {
-        "copy_file_range": lambda i, o, n, at, to: whole["copy_file_range"](i, o, min(n, 999), at, to),
-        "sendfile": lambda o, i, at, n: whole["sendfile"](o, i, at, min(n, 999)),
-        "preadv": lambda fd, buffers, at: whole["preadv"](fd, [buffers[0][:999]], at),
-        "pwrite": lambda fd, data, at: whole["pwrite"](fd, data[:500], at),
-    }
-    for name, call in short.items():
-        monkeypatch.setattr(os, name, call)
-    for name in WAYS[way]:
-        monkeypatch.setattr(os, name, fails_with(errno.EXDEV))
+    """Some file systems return 0 from copy_file_range for a file that is whole."""
+    monkeypatch.setattr(os, "copy_file_range", lambda *_: 0)
+    monkeypatch.setattr(os, "sendfile", lambda *_: 0)
     assert copied(source, tmp_path / "out") == EXPECTED
 
 
-def test_the_ways_are_tried_once_and_the_first_that_works_is_kept(
+def test_a_full_disk_raises_its_own_error(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
+    pwrite = os.pwrite
 
-    def refuse(*_: Any) -> Any:
-        calls.append(1)
-        raise OSError(errno.EXDEV, "no")
+    def full(fd: int, data: bytes, at: int) -> int:
+        if at > 100_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(fd, data, at)
 
-    monkeypatch.setattr(os, "copy_file_range", refuse)
-    copied(source, tmp_path / "out")
-    assert len(calls) == 1
-
-
-def test_python_without_these_calls_uses_the_buffer(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "copy_file_range")
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert copied(source, tmp_path / "out") == EXPECTED
-
-
-def test_another_fault_is_no_reason_to_try_another_way(
-    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "copy_file_range", fails_with(errno.ENOSPC))
-    monkeypatch.setattr(os, "sendfile", fails_with(errno.EIO))
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError) as fault:
         copied(source, tmp_path / "out")
     assert fault.value.errno == errno.ENOSPC
@@ -121,50 +96,64 @@ def test_progress_adds_up_to_the_bytes_copied(source: Source, tmp_path: Path) ->
     assert sum(steps) == 200_003
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_source_that_becomes_shorter_is_damaged(
-    way: str, source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in WAYS[way]:
-        monkeypatch.setattr(os, name, fails_with(errno.EXDEV))
+def test_a_source_that_becomes_shorter_is_damaged(source: Source, tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(b"short")
     with pytest.raises(Damaged, match="became shorter"):
         copied(source, tmp_path / "out")
 
 
-@pytest.fixture(params=["summed by another thread", "read once"])
-def summing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "COPY", 100_000)
-    monkeypatch.setattr(copying, "MIN_TO_THREAD", 100_000)
-    count = 2 if request.param == "summed by another thread" else 1
-    monkeypatch.setattr(copying, "cores", lambda most: min(count, most))
-
-
-@pytest.mark.usefixtures("summing")
-def test_the_checksum_found_while_copying_is_that_of_the_bytes(source: Source, tmp_path: Path) -> None:
+def test_a_copy_reports_the_checksum_of_its_bytes(source: Source, tmp_path: Path) -> None:
     moved: list[int] = []
-    with open(tmp_path / "out", "w+b") as file:
-        out = Output(file, moved.append)
+    sums: dict[str, int] = {}
+    with open(tmp_path / "out", "w+b") as file, Output(file, moved.append) as out:
         out.write(b"head")
-        assert out.copy_with_crc(ByteRange(source, 7, 250_000)) == zlib.crc32(CONTENT[7:250_007])
-        assert out.copy_with_crc(ByteRange(source, 9, 0)) == 0
+        out.copy(ByteRange(source, 7, 250_000), partial(sums.__setitem__, "long"))
+        out.copy(ByteRange(source, 9, 0), partial(sums.__setitem__, "empty"))
+        out.copy(ByteRange(source, 9, 8), partial(sums.__setitem__, "short"))
         out.write(b"end")
-    assert (tmp_path / "out").read_bytes() == b"head" + CONTENT[7:250_007] + b"end"
-    assert sum(moved) == 250_000
+    wanted = {"long": CONTENT[7:250_007], "empty": b"", "short": CONTENT[9:17]}
+    assert sums == {name: zlib.crc32(data) for name, data in wanted.items()}
+    assert (tmp_path / "out").read_bytes() == b"".join([b"head", *wanted.values(), b"end"])
+    assert sum(moved) == 250_008
 
 
-@pytest.mark.usefixtures("summing")
-def test_a_source_that_becomes_shorter_while_it_is_summed_is_damaged(source: Source, tmp_path: Path) -> None:
-    (tmp_path / "source").write_bytes(b"short")
-    with open(tmp_path / "out", "w+b") as file, pytest.raises(Damaged, match="became shorter"):
-        Output(file).copy_with_crc(ByteRange(source, 7, 250_000))
+def doubled(content: bytes, *, is_divisible: bool, threads: set[int]) -> Computed:
+    """Each byte twice, made in pieces of an odd size."""
+
+    def make(start: int, nbytes: int) -> Iterator[memoryview]:
+        threads.add(threading.get_ident())
+        whole = bytes(byte for byte in content for _ in range(2))[start : start + nbytes]
+        for begin in range(0, nbytes, 999):
+            yield memoryview(whole)[begin : begin + 999]
+
+    return Computed("computed", 2 * len(content), make, is_divisible=is_divisible)
+
+
+@pytest.mark.parametrize("is_divisible", [False, True])
+def test_computed_bytes_are_written_whole_and_summed(is_divisible: bool, tmp_path: Path) -> None:
+    content, sums, threads = CONTENT[:150_000], list[int](), set[int]()
+    with open(tmp_path / "out", "w+b") as file, Output(file) as out:
+        out.write(b"head")
+        out.copy(doubled(content, is_divisible=is_divisible, threads=threads), sums.append)
+        out.write(b"end")
+    wanted = bytes(byte for byte in content for _ in range(2))
+    assert (tmp_path / "out").read_bytes() == b"head" + wanted + b"end"
+    assert sums == [zlib.crc32(wanted)]
+    assert is_divisible or threads == {threading.get_ident()}
+
+
+def test_an_interrupted_copy_leaves_no_thread(source: Source, tmp_path: Path) -> None:
+    with open(tmp_path / "out", "w+b") as file, pytest.raises(KeyboardInterrupt), Output(file) as out:
+        out.copy(ByteRange(source, 0, 300_000))
+        raise KeyboardInterrupt
+    assert not [each for each in threading.enumerate() if each.name.startswith("ThreadPoolExecutor")]
 
 
 def test_a_dry_output_only_counts(source: Source) -> None:
     out = DryOutput()
     out.write(b"head")
     out.copy(ByteRange(source, 0, 1000))
-    out.copy_with_crc(ByteRange(source, 0, 100))
+    out.copy(ByteRange(source, 0, 100), lambda crc: None)
     out.write_at(2, b"x")
     out.write_all([memoryview(b"abc")], 3)
     assert out.position == 1107
@@ -176,7 +165,7 @@ def reason(path: str) -> str:
     return fault.value.reason
 
 
-def test_what_can_t_be_opened_says_why(tmp_path: Path) -> None:
+def test_a_path_that_can_not_be_opened_is_refused_with_the_reason(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert reason(str(tmp_path / "missing")) == "no such file"
     assert reason(str(tmp_path)) == "is a folder"
@@ -196,3 +185,19 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     started = time.monotonic()
     reason(str(tmp_path / "pipe"))
     assert time.monotonic() - started < 5
+
+
+READ = """
+import os
+from ckpttool.files.open_source import open_source_descriptor
+print(os.pread(open_source_descriptor("-"), 99, 0))
+"""
+
+
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_standard_input_is_read_from_where_it_stands(skipped: int, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abcdefgh")
+    with open(tmp_path / "file", "rb", buffering=0) as file:
+        file.seek(skipped)
+        run = subprocess.run([sys.executable, "-c", READ], stdin=file, capture_output=True, check=True)
+    assert run.stdout.decode() == f"{b'abcdefgh'[skipped:]!r}\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import threading
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.files import threads
 from ckpttool.files.digest import digest, tensor_digests
 from ckpttool.tensors import values as tensor_values
 from ckpttool.transforms.keys import add_prefix
@@ -89,12 +91,13 @@ def test_a_tensor_of_several_pieces_has_the_digest_of_the_page(tmp_path: Path) -
 
 @pytest.mark.parametrize("workers", [1, 2, 8])
 @pytest.mark.parametrize("read", [1, 100, 1 << 20])
-def test_however_the_work_is_shared_the_digest_is_one(
+def test_the_digest_does_not_depend_on_how_threads_share_the_work(
     workers: int, read: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "cores", lambda most: workers)
     monkeypatch.setattr(module, "READ", read)
-    monkeypatch.setattr(module, "MANY", 3)
+    monkeypatch.setattr(threads, "MANY", 3)
+    monkeypatch.setattr(threads, "GROUP", 200)
     monkeypatch.setattr(module, "PIECE", 50)
     state = {f"{i}": torch.arange(i).to(DTYPES[i % len(DTYPES)]) for i in range(40)} | {"t": base.t()}
     assert of(state, tmp_path) == defined(state, 50)
@@ -209,7 +212,7 @@ CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_any_change_changes_the_digest(change: str, tmp_path: Path) -> None:
+def test_any_change_of_contents_changes_the_digest(change: str, tmp_path: Path) -> None:
     def state() -> dict[str, torch.Tensor]:
         return {
             "w": base.clone(),
@@ -253,18 +256,10 @@ def test_digests_of_tensors_come_in_the_order_of_names_as_bytes(tmp_path: Path) 
     assert found == sorted(state, key=str.encode)
 
 
-def test_who_stops_looking_stops_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", 1)
-    hashed: list[str] = []
-    original = module._hash_part
-
-    def counted(name: str, *given: Any) -> Any:
-        hashed.append(name)
-        return original(name, *given)
-
-    monkeypatch.setattr(module, "_hash_part", counted)
-    torch.save({f"{i:04}": torch.ones(1) for i in range(1000)}, tmp_path / "in.pt")
-    digests = tensor_digests(ckpttool.open(tmp_path / "in.pt").state().tensors)
+def test_a_reader_that_stops_early_ends_the_work(tmp_path: Path) -> None:
+    torch.save({f"{i:04}": torch.ones(1 << 18) for i in range(100)}, tmp_path / "in.pt")
+    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    digests = tensor_digests(checkpoint.state().tensors)
     assert next(digests)[0] == "0000"
     digests.close()  # type: ignore[attr-defined]
-    assert len(hashed) < 200
+    assert not [each for each in threading.enumerate() if each.name.startswith("ThreadPoolExecutor")]

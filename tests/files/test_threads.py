@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 
 from ckpttool.files import threads as threads_module
-from ckpttool.files.threads import beside, in_order
+from ckpttool.files.threads import Workers, cut, in_order, map_pieces
 
 
 @pytest.fixture(params=[1, 3])
@@ -45,7 +47,7 @@ def test_an_error_is_raised_and_ends_the_work(threads: int) -> None:
     assert not running()
 
 
-def test_who_stops_asking_stops_the_work(threads: int) -> None:
+def test_a_reader_that_stops_early_ends_the_work(threads: int) -> None:
     done: list[int] = []
 
     def job(number: int) -> int:
@@ -59,30 +61,48 @@ def test_who_stops_asking_stops_the_work(threads: int) -> None:
     assert not running()
 
 
-def test_one_job_is_done_beside_what_this_thread_does() -> None:
-    both = threading.Barrier(2, timeout=10)  # passed by two threads at once, or by none
+class Sized(NamedTuple):
+    number: int
+    nbytes: int
 
-    def job() -> int:
-        both.wait()
-        return threading.get_ident()
 
-    assert beside(job, both.wait) != threading.get_ident()
+@pytest.mark.parametrize("nbytes", [0, 1, threads_module.GROUP // 3, threads_module.GROUP, 1 << 30])
+def test_pieces_of_any_size_are_worked_on_once_and_in_order(nbytes: int, threads: int) -> None:
+    pieces = [Sized(number, nbytes if number % 7 else 5) for number in range(2_000)]
+    assert list(map_pieces(lambda piece: piece.number, pieces, 3)) == list(range(2_000))
     assert not running()
 
 
-@pytest.mark.parametrize("which", ["beside", "here"])
-def test_an_error_beside_or_here_is_raised_when_both_have_ended(which: str) -> None:
-    ended: list[str] = []
+def test_small_pieces_are_handed_over_together_and_large_ones_alone(threads: int) -> None:
+    jobs: list[int] = []
 
-    def job(name: str) -> None:
-        time.sleep(0.001)
-        ended.append(name)
-        if name == which:
-            raise ValueError(name)
+    def ask() -> Iterator[Sized]:
+        for number in range(10):
+            yield Sized(number, threads_module.GROUP if number in (3, 4) else 1)
+            jobs.append(number)
 
-    with pytest.raises(ValueError, match=which):
-        beside(partial(job, "beside"), partial(job, "here"))
-    assert sorted(ended) == ["beside", "here"]
+    results = map_pieces(lambda piece: piece.number, ask(), 3)
+    assert next(results) == 0
+    assert jobs[:3] == [0, 1, 2]
+    assert list(results) == list(range(1, 10))
+
+
+@pytest.mark.parametrize(("nbytes", "most"), [(0, 5), (5, 5), (11, 5), (4, 5)])
+def test_stretches_add_up_to_the_whole(nbytes: int, most: int) -> None:
+    stretches = list(cut(nbytes, most))
+    assert [start for start, _ in stretches] == list(range(0, nbytes, most))
+    assert sum(size for _, size in stretches) == nbytes
+
+
+def test_results_are_taken_while_later_jobs_are_added(threads: int) -> None:
+    found: list[int] = []
+    with Workers[int](3) as workers:
+        for number in range(50):
+            workers.add(partial(late, number))
+            found += workers.results(pending=4)
+        assert len(found) == 46
+        found += workers.results()
+    assert found == list(range(50))
     assert not running()
 
 
@@ -104,7 +124,7 @@ def startable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("count", [2, 3, 200])
-def test_where_threads_can_not_be_started_this_one_does_each_job_once(count: int, startable: int) -> None:
+def test_without_threads_the_caller_runs_each_job_once(count: int, startable: int) -> None:
     done: list[int] = []
 
     def job(number: int) -> int:
@@ -116,18 +136,9 @@ def test_where_threads_can_not_be_started_this_one_does_each_job_once(count: int
     assert not running()
 
 
-def test_where_no_thread_can_be_started_both_jobs_are_done_here(startable: int) -> None:
-    done: list[str] = []
-    beside(partial(done.append, "beside"), partial(done.append, "here"))
-    assert sorted(done) == ["beside", "here"]
-    assert not running()
-
-
-def test_an_error_is_raised_where_threads_can_not_be_started(startable: int) -> None:
+def test_without_threads_an_error_is_raised_too(startable: int) -> None:
     with pytest.raises(ZeroDivisionError):
         list(in_order((partial(divmod, 1, n) for n in (2, 1, 0, 1)), 3))
-    with pytest.raises(ZeroDivisionError):
-        beside(partial(divmod, 1, 0), int)
     assert not running()
 
 

@@ -1,6 +1,6 @@
-"""The README's table of formats: every cell is a conversion that is done here, and looked at.
+"""The table of docs/formats.md: each cell is a conversion that is done here and read back.
 
-`python tests/test_format_table.py` writes the table into the README; the test fails when it is stale.
+`python -m tests.formats.test_format_table` writes the table; a test fails when it is stale.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 import ckpttool
-from ckpttool.checkpoint import full_json
+from ckpttool.checkpoint import full_encoding
 from ckpttool.errors import Refused
 from ckpttool.files.digest import digest
 from ckpttool.formats import Saved
 from tests.support.every_format import INPUTS, model, state
 from tests.support.running import ROOT
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "formats.md"
 BEGIN, END = "<!-- formats -->\n", "<!-- /formats -->"
 
 OUTPUTS = {
@@ -75,7 +75,7 @@ def cell(source: Path, folder: Path, wanted: dict[str, Any]) -> str:
     found = ckpttool.open(target)
     assert found.format == wanted["to"]
     assert digest(found.state().tensors) == digest(checkpoint.state().tensors)
-    same = full_json.encode(found.tree).text == full_json.encode(checkpoint.tree).text or (
+    same = full_encoding.encode(found.tree).text == full_encoding.encode(checkpoint.tree).text or (
         is_flat(found) and is_flat(checkpoint) and sharing(found) == sharing(checkpoint)
     )
     same &= facts(found) == facts(checkpoint) and not checkpoint.unread
@@ -98,9 +98,9 @@ def table(folder: Path) -> str:
     return "\n".join(rows) + "\n"
 
 
-def test_the_table_in_the_readme_is_what_the_conversions_do(tmp_path: Path) -> None:
-    text = README.read_text(encoding="utf-8")
-    assert BEGIN in text, "the README has no place for the table"
+def test_the_table_on_the_page_is_what_the_conversions_do(tmp_path: Path) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert BEGIN in text, "docs/formats.md has no place for the table"
     assert text.partition(BEGIN)[2].partition(END)[0] == table(tmp_path), f"stale: python {__file__}"
 
 
@@ -116,7 +116,7 @@ def test_the_values_of_each_input_are_those_torch_saved(name: str, tmp_path: Pat
 if __name__ == "__main__":
     import tempfile
 
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     with tempfile.TemporaryDirectory() as temporary:
         middle = f"{BEGIN}{table(Path(temporary))}{END}"
-    README.write_text(before + middle + rest.partition(END)[2], encoding="utf-8")
+    PAGE.write_text(before + middle + rest.partition(END)[2], encoding="utf-8")

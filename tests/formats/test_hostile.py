@@ -1,4 +1,4 @@
-"""Files that are damaged or made to harm: refused or described, in little time and memory; nothing is run."""
+"""Damaged and hostile files are refused or described in little time and memory; nothing is run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ WRITERS = {"zip": small_zip, "legacy": small_legacy, "safetensors": small_safete
 
 
 def use(path: Path) -> CkptToolError | None:
-    """Everything that a command does with a file; the error that refused it, if one did."""
+    """Do with a file what a command does; return the error that refused it, if one did."""
     try:
         with ckpttool.open(path) as checkpoint:
             summarize(checkpoint)
@@ -124,7 +124,7 @@ TIMES = 100_000
 
 
 def in_zip(body: bytes) -> Callable[[Path], object]:
-    """Beside a state of one tensor, so that there is something to convert."""
+    """A value beside a state of one tensor, so that there is something to convert."""
     return lambda path: torch_zip(path, dict_of({"model": dict_of({"module.a": TENSOR}), "x": body}), BYTES)
 
 
@@ -296,7 +296,7 @@ ATTACKS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_an_attack_ends_in_an_answer(attack: str, cli: Any, tmp_path: Path) -> None:
+def test_every_attack_ends_with_an_exit_code_and_no_traceback(attack: str, cli: Any, tmp_path: Path) -> None:
     path = tmp_path / "in.pt"
     ATTACKS[attack](path)
     for command in (
@@ -338,7 +338,7 @@ WATCHED = """
 
 
 def watched(folder: Path, most_bytes: float) -> dict[str, tuple[int, float]]:
-    """By attack: how much each made the process grow, in KiB, and seconds of the processor."""
+    """By attack: the growth of the process in KiB, and CPU seconds."""
     small_zip(folder / "honest")
     files = [folder / "honest"]
     for index, attack in enumerate(ATTACKS):
@@ -357,7 +357,7 @@ def test_attacks_of_any_size_take_little_memory_and_time(tmp_path: Path) -> None
     assert {attack: used for attack, used in taken.items() if used[0] > 200 << 10 or used[1] > 15} == {}
 
 
-def test_a_file_of_a_kilobyte_takes_less_than_100_mb(tmp_path: Path) -> None:
+def test_a_file_of_a_kilobyte_takes_less_than_100_mb_of_memory(tmp_path: Path) -> None:
     taken = watched(tmp_path, 2048)
     assert len(taken) > 10
     assert {attack: used for attack, used in taken.items() if used[0] > 100 << 10} == {}
@@ -367,7 +367,7 @@ def test_a_file_of_a_kilobyte_takes_less_than_100_mb(tmp_path: Path) -> None:
 
 
 def harmful(canary: str) -> Iterator[tuple[str, bytes]]:
-    """Pickles that would make a file if they were loaded, by each opcode that runs something."""
+    """Pickles that would make a file if they were loaded, one for each opcode that runs something."""
     shell, touch = text(f"touch {canary}"), text(f"open({canary!r}, 'w')")
     system, evaluate = name("os", "system"), name("builtins", "eval")
     yield "REDUCE", call(system, shell)
@@ -394,7 +394,7 @@ def harmful(canary: str) -> Iterator[tuple[str, bytes]]:
 
 @pytest.mark.parametrize("what", [what for what, _ in harmful("x")])
 @pytest.mark.parametrize("kind", ["zip", "legacy"])
-def test_what_a_pickle_would_run_is_not_run(
+def test_no_command_runs_what_a_pickle_names(
     kind: str, what: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -414,10 +414,8 @@ def test_what_a_pickle_would_run_is_not_run(
 
 
 @pytest.mark.parametrize("what", ["REDUCE", "INST", "STACK_GLOBAL", "a key of a dict"])
-def test_the_pickles_of_this_test_do_harm_where_they_are_loaded(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the test above could not fail."""
+def test_torch_load_runs_these_pickles(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proves that the test above can fail."""
     monkeypatch.chdir(tmp_path)
     with contextlib.suppress(Exception):
         torch.load(torch_zip(tmp_path / "in.pt", dict(harmful("CANARY"))[what], BYTES), weights_only=False)
@@ -442,7 +440,7 @@ def test_records_that_two_readers_would_understand_differently_are_refused(tmp_p
         assert error is not None and error.kind == "damaged", what
 
 
-def test_a_zip_whose_directory_lies_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_bytes_behind_the_zip_directory_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "in.pt"
     small_zip(path)
     whole = path.read_bytes()
@@ -452,7 +450,7 @@ def test_a_zip_whose_directory_lies_elsewhere_is_refused(tmp_path: Path) -> None
         assert error is not None or tail is whole
 
 
-def test_the_sizes_of_a_zip64_directory_may_be_anything(tmp_path: Path) -> None:
+def test_impossible_numbers_in_a_zip64_directory_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "in.pt"
     small_zip(path)
     whole = path.read_bytes()

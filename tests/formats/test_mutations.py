@@ -1,7 +1,7 @@
 """Any change of a whole file or folder is read correctly or refused: in bounded memory, with nothing run.
 
-"Correctly" is as much as a format lets anyone know: with checksums, the same contents or a problem that
-`verify` tells; where the structure alone is there to be checked, the values may differ.
+Where checksums cover everything, "correctly" means the same contents, or a problem that `verify` reports;
+where only the structure can be checked, the values may differ.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.analysis.summary import summarize
 from ckpttool.analysis.verify import verify
-from ckpttool.checkpoint import full_json
+from ckpttool.checkpoint import full_encoding
 from ckpttool.errors import CkptToolError
 from ckpttool.files.digest import digest
 from tests.support.every_format import as_tar
@@ -38,7 +38,7 @@ TREE: dict[str, Any] = {
 }
 
 MEMORY = 64 << 20
-"""Bytes that Python may hold while it looks at a file of some kilobytes."""
+"""Bytes that Python may allocate for a file of some kilobytes."""
 
 
 def as_dcp(path: Path) -> None:
@@ -78,7 +78,7 @@ INDEXES = {
     "dcp": ".metadata",
     "dcp, full": ".metadata",
 }
-"""The file of a folder that tells what is in the others."""
+"""The file of a folder that lists what is in the others."""
 
 PLACES = [(kind, "") for kind in WRITERS if kind not in INDEXES] + [
     *INDEXES.items(),
@@ -88,7 +88,7 @@ PLACES = [(kind, "") for kind in WRITERS if kind not in INDEXES] + [
 """What is changed: a file, or one of a folder."""
 
 SUMMED = {("zip", ""), ("shards, torch", "pytorch_model-00001-of-00002.bin")}
-"""Where checksums cover everything."""
+"""Formats in which checksums cover everything."""
 
 
 @functools.cache
@@ -109,7 +109,7 @@ def put(kind: str, path: Path, changed: dict[str, bytes]) -> None:
 
 
 def contents(checkpoint: ckpttool.Checkpoint) -> tuple[str, str]:
-    return digest(dict(checkpoint.tensors())), full_json.encode(checkpoint.tree).text
+    return digest(dict(checkpoint.tensors())), full_encoding.encode(checkpoint.tree).text
 
 
 @functools.cache
@@ -140,20 +140,18 @@ def found_in(kind: str, path: Path) -> tuple[str, str] | None:
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_the_whole_files_are_read(kind: str, tmp_path: Path) -> None:
-    """Else nothing here could fail."""
+def test_unchanged_files_are_read(kind: str, tmp_path: Path) -> None:
+    """Proves that the other tests can fail."""
     put(kind, tmp_path / "in", {})
     assert found_in(kind, tmp_path / "in") == honest(kind)
 
 
 @pytest.mark.parametrize("kind, name", PLACES)
-def test_a_file_cut_at_any_byte_is_refused_or_was_whole_without_the_rest(
-    kind: str, name: str, tmp_path: Path
-) -> None:
+def test_a_file_cut_at_any_byte_is_refused_or_reads_the_same(kind: str, name: str, tmp_path: Path) -> None:
     raw = whole(kind)[name]
     put(kind, tmp_path / "in", {})
     at = tmp_path / "in" / name if name else tmp_path / "in"
-    step = 1 + len(raw) // 25  # tests/test_hostile.py cuts some formats at every byte
+    step = 1 + len(raw) // 25  # tests/formats/test_hostile.py cuts some formats at every byte
     for end in sorted({*range(0, len(raw), step), *range(max(0, len(raw) - 8), len(raw))}):
         at.write_bytes(raw[:end])
         assert found_in(kind, tmp_path / "in") in (None, honest(kind)), f"cut after {end} bytes"
@@ -161,7 +159,7 @@ def test_a_file_cut_at_any_byte_is_refused_or_was_whole_without_the_rest(
 
 @st.composite
 def mutations(draw: st.DrawFn) -> Callable[[bytes], bytes]:
-    """One to three changes, at places given as fractions of the length."""
+    """One to three changes, at positions given as fractions of the length."""
     steps = draw(
         st.lists(
             st.tuples(

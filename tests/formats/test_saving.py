@@ -28,7 +28,7 @@ from ckpttool.formats.safetensors import format as safetensors
 from ckpttool.formats.zip.reader import read_directory
 from ckpttool.tensors.cast import target
 from ckpttool.tensors.ref import ByteRange, TensorRef
-from ckpttool.transforms import average
+from ckpttool.transforms.average import average
 from ckpttool.transforms.keys import add_prefix, strip_prefix
 from ckpttool.transforms.selection import cast
 from tests.support.comparing import assert_same, values
@@ -143,12 +143,12 @@ def test_what_was_written_wrongly_is_not_kept_and_the_old_file_stays(
     assert sorted(os.listdir(tmp_path)) == ["in.pt", out.name]
 
 
-def test_a_fault_in_writing_is_exit_3_and_one_line(
+def test_a_fault_in_writing_is_exit_3_and_an_error_with_its_hint(
     cli: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_zip, "write", wrongly(TREES["another shape"], torch_zip.write))
     ran = cli("convert", saved(STATE, tmp_path), tmp_path / "out.pt")
-    assert (ran.code, ran.out, ran.err.count("\n")) == (3, "", 1)
+    assert (ran.code, ran.out, ran.err.count("\n")) == (3, "", 2)
     assert "does not read back as intended, and was not kept" in ran.err
     assert os.listdir(tmp_path) == ["in.pt"]
 
@@ -183,7 +183,7 @@ def flip(path: Path, values: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("change", ["nothing", "cast", "split", "join", "average"])
-def test_a_flipped_bit_in_the_input_is_found_when_asked_for(change: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_in_the_input_is_found(change: str, tmp_path: Path) -> None:
     weight = torch.arange(8.0)
     state = {
         "split": {"a.weight": torch.complex(weight, weight)},
@@ -203,10 +203,10 @@ def test_a_flipped_bit_in_the_input_is_found_when_asked_for(change: str, tmp_pat
     for end in "out.pt", "out.safetensors", "folder/":
         if end == "folder/":
             (tmp_path / "folder").mkdir()
-        ckpttool.save(changed, tmp_path / end, force=True)  # as it is
+        ckpttool.save(changed, tmp_path / end, verify=False, force=True)  # as it is
         before = sorted(os.listdir(tmp_path))
-        with pytest.raises(Damaged, match=re.escape(f"{path}: the bytes that become 'a.weight")) as caught:
-            ckpttool.save(changed, tmp_path / end, verify=True, force=True)
+        with pytest.raises(Damaged, match=re.escape(f"{path}: the bytes of 'a.weight")) as caught:
+            ckpttool.save(changed, tmp_path / end, force=True)
         assert str(caught.value.hint).endswith(f"ckpttool verify {path}")
         assert sorted(os.listdir(tmp_path)) == before
 
@@ -217,7 +217,7 @@ def test_a_storage_that_is_cut_is_held_to_the_checksum_of_the_whole(ending: str,
     path = saved({"model": {"part": long[:10], "whole": torch.ones(3)}}, tmp_path)
     ckpttool.save(ckpttool.slim(ckpttool.open(path)), tmp_path / f"intact{ending}", verify=True)
     flip(path, long[:10])
-    with pytest.raises(Damaged, match="the bytes that become 'part'"):
+    with pytest.raises(Damaged, match="the bytes of 'part'"):
         ckpttool.save(ckpttool.slim(ckpttool.open(path)), tmp_path / f"out{ending}", verify=True)
 
 
@@ -230,7 +230,7 @@ def test_damage_in_a_dcp_folder_is_found_and_the_folder_is_named(full: bool, tmp
     flip(folder / "__0_0.distcp", weight)
     (problem,) = verify(ckpttool.open(folder)).problems
     assert problem.kind == "checksum"
-    said = re.escape(f"{folder}/__0_0.distcp: the bytes that become '") + r"(model\.)?a'"
+    said = re.escape(f"{folder}/__0_0.distcp: the bytes of '") + r"(model\.)?a'"
     with pytest.raises(Damaged, match=said) as caught:
         ckpttool.save(ckpttool.open(folder), tmp_path / "out.safetensors", state="model", verify=True)
     assert str(caught.value.hint).endswith(f"ckpttool verify {folder}")
@@ -249,7 +249,7 @@ def test_pooled_statistics_are_held_to_the_checksums_of_all_ranks_counters_too(t
 
     ckpttool.save(pooled(), tmp_path / "intact.pt", verify=True)
     flip(paths[1], torch.tensor(302))
-    with pytest.raises(Damaged, match=re.escape(f"{paths[1]}: the bytes that become 'bn.running_")) as caught:
+    with pytest.raises(Damaged, match=re.escape(f"{paths[1]}: the bytes of 'bn.running_")) as caught:
         ckpttool.save(pooled(), tmp_path / "out.pt", verify=True)
     assert str(caught.value.hint).endswith(f"ckpttool verify {paths[1]}")
 
@@ -272,7 +272,7 @@ def test_what_is_expected_is_what_is_reported(tmp_path: Path) -> None:
 def test_a_dry_run_finds_damage_too(tmp_path: Path) -> None:
     path = saved({"a": torch.arange(8.0)}, tmp_path)
     flip(path, torch.arange(8.0))
-    with pytest.raises(Damaged, match="the bytes that become 'a'"):
+    with pytest.raises(Damaged, match="the bytes of 'a'"):
         ckpttool.save(ckpttool.open(path), tmp_path / "out.pt", verify=True, dry_run=True)
 
 
@@ -280,7 +280,7 @@ def test_damage_in_what_is_not_written_does_not_matter(tmp_path: Path) -> None:
     path = saved({"model": {"a": torch.ones(4)}, "momentum": torch.full((4,), 3.0)}, tmp_path)
     flip(path, torch.full((4,), 3.0))
     ckpttool.save(ckpttool.open(path), tmp_path / "out.safetensors", verify=True)
-    with pytest.raises(Damaged, match="the bytes that become 'momentum'"):
+    with pytest.raises(Damaged, match="the bytes of 'momentum'"):
         ckpttool.save(ckpttool.open(path), tmp_path / "out.pt", verify=True)
     assert sorted(os.listdir(tmp_path)) == ["in.pt", "out.safetensors"]
 
@@ -329,32 +329,32 @@ def payloads(path: Path) -> dict[str, tuple[range, int | None]]:
 BIG = {f"module.{i}": torch.full((500_000,), float(i)) for i in range(3)}
 
 
-def test_payloads_from_pt_to_pt_are_moved_without_being_read(tmp_path: Path, reads: list[range]) -> None:
+def test_payloads_from_pt_to_pt_are_read_once(tmp_path: Path, reads: list[range]) -> None:
     path = saved({"model": BIG, "epoch": 1}, tmp_path)
     before = payloads(path)
     reads.clear()
     with ckpttool.open(path) as checkpoint:
         ckpttool.save(strip_prefix(checkpoint)[0], tmp_path / "out.pt")
-    assert sum(map(len, reads)) < 500_000 < sum(each.nbytes for each in BIG.values())
+    assert 0 <= sum(map(len, reads)) - sum(each.nbytes for each in BIG.values()) < 500_000
     assert [crc for _, crc in payloads(tmp_path / "out.pt").values()] == [crc for _, crc in before.values()]
 
 
-def test_payloads_to_safetensors_are_moved_without_being_read(tmp_path: Path, reads: list[range]) -> None:
+def test_payloads_to_safetensors_are_read_once(tmp_path: Path, reads: list[range]) -> None:
     path = saved(BIG, tmp_path)
     reads.clear()
     with ckpttool.open(path) as checkpoint:
         ckpttool.save(strip_prefix(checkpoint)[0], tmp_path / "out.safetensors")
-    assert sum(map(len, reads)) < 500_000 < sum(each.nbytes for each in BIG.values())
+    assert 0 <= sum(map(len, reads)) - sum(each.nbytes for each in BIG.values()) < 500_000
 
 
-def test_a_checksum_goes_on_even_where_it_is_wrong(tmp_path: Path) -> None:
+def test_with_no_verify_a_wrong_checksum_is_copied_too(tmp_path: Path) -> None:
     """The damage stays to be found: the bytes are copied, not vouched for anew."""
     path = saved({"module.w": base}, tmp_path)
     place, crc = payloads(path)["0"]
     raw = bytearray(path.read_bytes())
     raw[place.start] ^= 1
     path.write_bytes(raw)
-    ckpttool.save(strip_prefix(ckpttool.open(path))[0], tmp_path / "out.pt")
+    ckpttool.save(strip_prefix(ckpttool.open(path))[0], tmp_path / "out.pt", verify=False)
     assert payloads(tmp_path / "out.pt")["0"][1] == crc
     from ckpttool.analysis.verify import verify
 

@@ -1,4 +1,4 @@
-"""Keys that a file asks for: refused where to hash or to compare them would take long."""
+"""Keys of dicts and sets that would take long to hash or to compare are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import pytest
 
 from ckpttool.checkpoint.full_decoding import BadJson, decode
-from ckpttool.inert_pickle.key_guard import MAX_EQUAL_HASHES, ROOM, BadKey, KeyGuard
+from ckpttool.inert_pickle.key_guard import BASE_PARTS, MAX_EQUAL_HASHES, BadKey, KeyGuard
 from ckpttool.inert_pickle.reader import PickleFault, read_pickle
 from ckpttool.inert_pickle.values import OrderedDict_, Set_
 from tests.support.crafting import program
@@ -27,7 +27,7 @@ def test_one_large_tuple_in_very_many_keys_takes_bounded_time() -> None:
     assert time.perf_counter() - start < 20  # it took a minute
 
 
-def test_the_same_in_json() -> None:
+def test_one_large_tuple_in_very_many_json_keys_takes_bounded_time() -> None:
     pairs = [[["tuple", i, ["ref", 0]], None] for i in range(MANY)]
     tree = ["list", ["def", 0, ["tuple", *[1] * 990]], ["dict", *pairs]]
     start = time.perf_counter()
@@ -37,17 +37,17 @@ def test_the_same_in_json() -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_any_number_of_honest_tuples_are_keys(protocol: int) -> None:
+def test_many_honest_tuples_are_accepted_as_keys(protocol: int) -> None:
     value = {(i, "layer", (i, 2, 3)): i for i in range(MANY)}
-    assert len(value) * 5 < ROOM
+    assert len(value) * 5 < BASE_PARTS
     value.update({(-i, *range(30)): i for i in range(1, MANY)})  # type: ignore[misc]
     assert read_pickle(pickle.dumps(value, protocol)).value == value
 
 
-def test_the_room_is_for_all_keys_together_and_grows_with_the_file() -> None:
+def test_the_limit_is_for_all_keys_together_and_grows_with_the_file() -> None:
     key = (1,) * 1000
     guard = KeyGuard(10_000)
-    for _ in range((ROOM + 20_000) // 1000):
+    for _ in range((BASE_PARTS + 20_000) // 1000):
         guard.check(key, [])
     with pytest.raises(BadKey, match="too many large tuples"):
         guard.check(key, [])
@@ -73,6 +73,6 @@ def test_colliding_keys_are_counted_by_owner() -> None:
         (bytearray(), "a bytearray"),
     ],
 )
-def test_what_has_no_hash_is_named(key: object, what: str) -> None:
+def test_an_unhashable_key_is_named(key: object, what: str) -> None:
     with pytest.raises(BadKey, match=f"^{what}$"):
         KeyGuard(0).check(key, [])

@@ -45,7 +45,7 @@ def tensors_inside() -> dict[str, Any]:
 
 
 def there_and_back(value: Any, folder: Path, protocol: int) -> tuple[Path, list[Path]]:
-    """A file, and the tool's own outputs of it: `.pt`, safetensors of everything, and `.pt` of that."""
+    """Save a file, and convert it to `.pt`, to safetensors with everything, and that to `.pt` again."""
     source = folder / "in.pt"
     torch.save(value, source, pickle_protocol=protocol)
     outputs = [folder / "out.pt", folder / "flat.safetensors", folder / "back.pt"]
@@ -56,7 +56,7 @@ def there_and_back(value: Any, folder: Path, protocol: int) -> tuple[Path, list[
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("value", [PLAIN, tensors_inside()], ids=["plain", "tensors inside"])
-def test_the_tool_s_own_outputs_are_the_same(value: Any, protocol: int, tmp_path: Path) -> None:
+def test_outputs_hold_the_same_values(value: Any, protocol: int, tmp_path: Path) -> None:
     source, outputs = there_and_back(value, tmp_path, protocol)
     for output in outputs:
         assert compare(ckpttool.open(source), ckpttool.open(output)).same
@@ -64,7 +64,7 @@ def test_the_tool_s_own_outputs_are_the_same(value: Any, protocol: int, tmp_path
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_torch_loads_what_it_saved(protocol: int, tmp_path: Path) -> None:
+def test_torch_loads_the_outputs(protocol: int, tmp_path: Path) -> None:
     _, (out, _, back) = there_and_back(PLAIN, tmp_path, protocol)
     for path in (out, back):
         again = torch.load(path, weights_only=False)
@@ -84,23 +84,21 @@ def test_tensors_in_sets_and_in_keyword_arguments_are_loaded_again(protocol: int
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_sets_and_byte_arrays_load_as_weights_only(protocol: int, tmp_path: Path) -> None:
-    """torch takes a set as a call alone, and of a byte array no opcode."""
+    """torch's weights_only reader takes sets and byte arrays as calls alone, not as opcodes."""
     value = {"w": 1, "s": {1, 2, "a"}, "b": bytearray() if protocol > 2 else bytearray(b"ab")}
     _, (out, _, back) = there_and_back(value, tmp_path, protocol)
     assert torch.load(out, weights_only=True) == torch.load(back, weights_only=True) == value
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 5])
-def test_the_same_under_another_protocol_is_the_same(protocol: int, tmp_path: Path) -> None:
+def test_files_of_two_protocols_compare_as_the_same(protocol: int, tmp_path: Path) -> None:
     for name, each in (("a.pt", 4), ("b.pt", protocol)):
         torch.save(PLAIN, tmp_path / name, pickle_protocol=each)
     assert compare(ckpttool.open(tmp_path / "a.pt"), ckpttool.open(tmp_path / "b.pt")).same
 
 
-def test_sets_are_compared_by_what_is_in_them_whatever_the_order(tmp_path: Path) -> None:
-    numbers = [
-        2**20 * i for i in range(9)
-    ]  # with one remainder, so that the order of a set is that of adding
+def test_sets_compare_equal_in_any_order(tmp_path: Path) -> None:
+    numbers = [2**20 * i for i in range(9)]  # these collide, so that a set keeps their order of adding
     a, b = dict.fromkeys(numbers), dict.fromkeys(reversed(numbers))
     one, other = {"w": torch.ones(1), "s": set(a)}, {"w": torch.ones(1), "s": set(b)}
     assert list(one["s"]) != list(other["s"])  # type: ignore[call-overload]
@@ -115,18 +113,18 @@ def test_sets_are_compared_by_what_is_in_them_whatever_the_order(tmp_path: Path)
         ({0.0}, {-0.0}, [("s.0", "0.0", "-0.0")]),
     ],
 )
-def test_elements_that_differ_are_told(a: Any, b: Any, changes: Any, tmp_path: Path) -> None:
+def test_diff_names_elements_of_sets_that_differ(a: Any, b: Any, changes: Any, tmp_path: Path) -> None:
     found = compared(tmp_path, {"w": torch.ones(1), "s": a}, {"w": torch.ones(1), "s": b})
     assert [(each.name, each.a, each.b) for each in found.changed] == changes
 
 
-def test_an_element_more_is_told(tmp_path: Path) -> None:
+def test_diff_names_an_additional_element(tmp_path: Path) -> None:
     found = compared(tmp_path, {"w": torch.ones(1), "s": {1, 2}}, {"w": torch.ones(1), "s": {1, 2, 3}})
     assert (found.only_a, found.only_b, found.changed) == ((), ("s.2",), ())
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_inspect_calls_them_by_their_names(protocol: int, cli: Callable[..., Ran], tmp_path: Path) -> None:
+def test_inspect_shows_plain_type_names(protocol: int, cli: Callable[..., Ran], tmp_path: Path) -> None:
     torch.save(PLAIN, tmp_path / "in.pt", pickle_protocol=protocol)
     page = cli("inspect", tmp_path / "in.pt").out
     assert "builtin" not in page and "_codecs" not in page
@@ -134,9 +132,9 @@ def test_inspect_calls_them_by_their_names(protocol: int, cli: Callable[..., Ran
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_dcp_holds_them_as_python_has_them(protocol: int, tmp_path: Path) -> None:
+def test_dcp_holds_plain_python_values(protocol: int, tmp_path: Path) -> None:
     value = {**PLAIN, "inside": [{torch.ones(2)}]}
     torch.save(value, tmp_path / "in.pt", pickle_protocol=protocol)
     ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "dcp", to="dcp")
     assert compare(ckpttool.open(tmp_path / "in.pt"), ckpttool.open(tmp_path / "dcp")).same
-    assert not any(b"ckpttool" in file.read_bytes() for file in (tmp_path / "dcp").iterdir())
+    assert not any(b"inert_pickle" in file.read_bytes() for file in (tmp_path / "dcp").iterdir())

@@ -1,4 +1,4 @@
-"""The pickle reader that runs nothing and the writer that writes back what was read, against Python's own."""
+"""The pickle reader that runs nothing and the writer, compared with Python's own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def written(value: object, protocol: int = 2) -> bytes:
 
 
 def through(value: Any, protocol: int) -> Any:
-    """Python pickles it, this reads it and writes it again, Python unpickles that."""
+    """Pickle with Python, read and write again with ckpttool, unpickle with Python."""
     read = read_pickle(pickle.dumps(value, protocol))
     return pickle.loads(written(read.value, read.protocol))
 
@@ -81,7 +81,7 @@ def test_plain_values_of_every_protocol_stand_for_themselves(value: object, prot
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_sets_and_byte_arrays_are_values_whether_or_not_the_protocol_has_them(protocol: int) -> None:
+def test_sets_and_byte_arrays_of_every_protocol_are_plain_values(protocol: int) -> None:
     value = [
         {1, "a", (2, 3)},
         frozenset({4, frozenset({5})}),
@@ -96,7 +96,7 @@ def test_sets_and_byte_arrays_are_values_whether_or_not_the_protocol_has_them(pr
 @pytest.mark.parametrize("kind", ["set", "frozenset"])
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_set_keeps_the_order_of_the_file(protocol: int, kind: str) -> None:
-    """Objects have none of their own, and tensors in a set are named by their places."""
+    """Objects have no order of their own, and tensors in a set are named by their position."""
     value = {"set": set, "frozenset": frozenset}[kind](Plain(i) for i in range(50))
     read = read_pickle(pickle.dumps(value, protocol))
     assert [each.state["value"] for each in read.value] == [each.value for each in value]
@@ -120,7 +120,7 @@ def test_calls_that_no_pickler_writes_stay_records(what: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["set", "frozenset", "bytearray"])
-def test_a_call_that_copies_over_and_over_is_refused(kind: str) -> None:
+def test_a_call_repeated_on_one_large_list_is_refused(kind: str) -> None:
     contents = b"B" + (30_000).to_bytes(4, "little") + b"x" * 30_000
     contents = contents if kind == "bytearray" else list_of(*[b"N"] * 30_000)
     made = contents + b"q\x000" + name("builtins", kind) + b"q\x01h\x00\x85q\x02"
@@ -128,8 +128,8 @@ def test_a_call_that_copies_over_and_over_is_refused(kind: str) -> None:
         read_pickle(program(b"(" + made + b"0h\x01h\x02R" * 30_000 + b"l"))
 
 
-def test_bytes_that_are_alike_are_read_back_however_many() -> None:
-    """Protocol 2 has them as calls on text, of which the same is written once elsewhere."""
+def test_many_equal_bytes_are_written_and_read_back() -> None:
+    """Protocol 2 writes bytes as calls on text, and equal text only once."""
     alike = [bytes(bytearray(b"\xff" * 1000)) for _ in range(300)]
     assert read_pickle(written(read_pickle(pickle.dumps(alike, 4)).value, 2)).value == alike
 
@@ -239,7 +239,7 @@ def objects() -> dict[str, Any]:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("what", objects())
-def test_objects_come_back_from_python_as_they_went_in(what: str, protocol: int) -> None:
+def test_python_reads_back_every_object_unchanged(what: str, protocol: int) -> None:
     value = objects()[what]
     again = through(value, protocol)
     if isinstance(value, ValueError | functools.partial | slice):
@@ -251,7 +251,7 @@ def test_objects_come_back_from_python_as_they_went_in(what: str, protocol: int)
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_all_objects_together_keep_what_they_share(protocol: int) -> None:
+def test_objects_in_one_tree_keep_what_they_share(protocol: int) -> None:
     value = {
         key: item for key, item in objects().items() if key not in ("slots", "partial", "error", "slice")
     }
@@ -259,7 +259,7 @@ def test_all_objects_together_keep_what_they_share(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
-def test_names_inside_names_are_written_under_the_protocol_that_has_them(protocol: int) -> None:
+def test_dotted_names_are_written_under_the_protocol_they_were_read_from(protocol: int) -> None:
     assert through(Outer.Inner, protocol) is Outer.Inner
 
 
@@ -287,7 +287,7 @@ trees = st.recursive(
 
 
 @given(trees, st.sampled_from([2, 3, 4, 5]))
-def test_any_tree_comes_back_from_python_as_it_went_in(value: Any, protocol: int) -> None:
+def test_python_reads_back_any_tree_unchanged(value: Any, protocol: int) -> None:
     assert_same(value, through(value, protocol))
 
 
@@ -325,13 +325,13 @@ def cycles() -> dict[str, Any]:
 
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("what", cycles())
-def test_what_contains_itself_still_does_after_reading_and_writing(what: str, protocol: int) -> None:
-    value = pickle.loads(pickle.dumps(cycles()[what], protocol))  # Python makes two objects of some
+def test_cycles_survive_reading_and_writing(what: str, protocol: int) -> None:
+    value = pickle.loads(pickle.dumps(cycles()[what], protocol))  # Python itself splits some objects in two
     assert_same(value, through(cycles()[what], protocol))
 
 
 @pytest.mark.parametrize("what", cycles())
-def test_what_contains_itself_still_does_in_a_copy(what: str) -> None:
+def test_cycles_survive_a_copy(what: str) -> None:
     read = read_pickle(pickle.dumps(cycles()[what], 2)).value
     assert_same(cycles()[what], pickle.loads(written(rebuild(read, lambda item: item))))
 
@@ -339,7 +339,7 @@ def test_what_contains_itself_still_does_in_a_copy(what: str) -> None:
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("kind", [set, frozenset])
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_a_set_of_an_object_that_holds_the_set_still_is(protocol: int, kind: Any, copied: bool) -> None:
+def test_a_cycle_through_a_set_survives(protocol: int, kind: Any, copied: bool) -> None:
     owner = Plain()
     owner.value = kind([owner])
     for start in (owner, owner.value, [owner.value, owner, "text", ["list"]]):
@@ -356,7 +356,7 @@ def test_a_set_of_an_object_that_holds_the_set_still_is(protocol: int, kind: Any
 
 
 def doubled(times: int) -> bytes:
-    """The opcodes of a list that holds the last one twice, so many times over."""
+    """The opcodes of nested lists, each of which holds the one before twice."""
     return b"]" + b"".join(b"q%b0](h%bh%be" % ((bytes([i]),) * 3) for i in range(times))
 
 
@@ -378,13 +378,13 @@ def test_nesting_of_100_000_levels_is_read_and_walked() -> None:
 @pytest.mark.parametrize(
     "act", [written, lambda tree: rebuild(tree, lambda value: value)], ids=["write", "copy"]
 )
-def test_nesting_deeper_than_any_honest_file_is_too_deep_to_write(act: Any) -> None:
+def test_nesting_beyond_the_limit_is_too_deep_to_write_or_copy(act: Any) -> None:
     act(read_pickle(program(nested(inert.MAX_DEPTH))).value)
     with pytest.raises(TooDeep):
         act(read_pickle(program(nested(100_000))).value)
 
 
-def test_all_kinds_of_containers_can_be_written_as_deep_as_is_allowed() -> None:
+def test_every_kind_of_container_can_be_nested_up_to_the_limit() -> None:
     value: Any = 1
     for level in range(inert.MAX_DEPTH // 4):
         value = [{"k": (OrderedDict(x=value) if level % 2 else Plain(value),)}]
@@ -433,12 +433,12 @@ def test_opcodes_that_run_code_make_inert_records(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_module_that_does_not_exist_is_never_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_module_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.__import__", no_tensor)
     assert read_pickle(program(name("no_such_module", "Thing"))).value == Global("no_such_module", "Thing")
 
 
-def test_a_record_tells_the_name_of_what_it_would_have_been() -> None:
+def test_a_record_has_the_name_of_its_class() -> None:
     read = read_pickle(pickle.dumps(argparse.Namespace(), 2)).value
     assert read.type_name == "argparse.Namespace"
     old_style = call(name("copy_reg", "_reconstructor"), name("m", "C"), name("__builtin__", "object"), b"N")
@@ -514,12 +514,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_pickle_that_breaks_the_rules_is_a_fault_of_its_own(fault: str) -> None:
+def test_a_malformed_pickle_raises_pickle_fault(fault: str) -> None:
     with pytest.raises(PickleFault, match=r"^its pickle "):
         read_pickle(FAULTS[fault])
 
 
-def test_a_pickle_cut_anywhere_is_a_fault() -> None:
+def test_a_pickle_cut_at_any_byte_raises_pickle_fault() -> None:
     whole = pickle.dumps({"a": [1, 2.5, "text", b"b", (None, True)], "b": Plain()}, 4)
     for end in range(len(whole)):
         with pytest.raises(PickleFault):
@@ -544,7 +544,7 @@ def test_opcodes_at_random_are_a_value_or_a_fault(codes: list[str], operand: byt
         return
 
 
-def test_a_memo_index_of_2_to_the_31_takes_no_room() -> None:
+def test_a_memo_index_of_2_to_the_31_takes_no_memory() -> None:
     import tracemalloc
 
     tracemalloc.start()
@@ -555,14 +555,14 @@ def test_a_memo_index_of_2_to_the_31_takes_no_room() -> None:
 
 
 def tuple_in_tuple(times: int) -> bytes:
-    """A tuple that holds itself 2^times ways."""
+    """The opcodes of nested tuples, each of which holds the one before twice."""
     return b")q\x00" + b"".join(
         b"0h%bh%b\x86q%b" % (bytes([i]), bytes([i]), bytes([i + 1])) for i in range(times)
     )
 
 
 @pytest.mark.parametrize("use", ["key of a dict", "in a set", "in a frozenset", "key of pairs"])
-def test_a_tuple_that_repeats_itself_2_to_the_60_ways_is_no_key(use: str) -> None:
+def test_a_tuple_that_repeats_itself_2_to_the_60_times_is_refused_as_a_key(use: str) -> None:
     giant = tuple_in_tuple(60)
     body = {
         "key of a dict": b"}" + giant + b"Ns",
@@ -574,11 +574,11 @@ def test_a_tuple_that_repeats_itself_2_to_the_60_ways_is_no_key(use: str) -> Non
         read_pickle(program(body, protocol=4))
 
 
-def test_a_tuple_that_repeats_itself_is_a_harmless_value() -> None:
+def test_a_tuple_that_repeats_itself_is_read_as_a_value() -> None:
     assert len(list(walk(read_pickle(program(tuple_in_tuple(60))).value))) < 200
 
 
-def test_a_list_of_pairs_copied_over_and_over_is_refused() -> None:
+def test_an_ordered_dict_made_again_and_again_from_one_list_is_refused() -> None:
     """OrderedDict(pairs) copies: a file of 300 kB could ask for 10^9 entries."""
     pairs = list_of(*(b"M%bN\x86" % i.to_bytes(2, "little") for i in range(30_000)))
     made = pairs + b"q\x00" + b"0" + name("collections", "OrderedDict") + b"q\x01" + b"h\x00\x85q\x02"
@@ -620,11 +620,11 @@ def test_deep_equal_keys_are_refused_before_they_are_compared() -> None:
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("value", PLAIN, ids=lambda v: repr(v)[:30].encode("ascii", "replace").decode())
-def test_plain_values_are_written_for_python_to_read(value: object, protocol: int) -> None:
+def test_python_reads_written_plain_values(value: object, protocol: int) -> None:
     assert_same(value, pickle.loads(written(value, protocol)))
 
 
-def test_a_value_that_stands_twice_is_written_once() -> None:
+def test_a_shared_value_is_written_once() -> None:
     shared = ["x" * 1000]
     assert len(written([shared, shared])) < 1100
 
@@ -632,12 +632,12 @@ def test_a_value_that_stands_twice_is_written_once() -> None:
 @pytest.mark.parametrize(
     "odd", [Global("a\nb", "c"), Global("a", "b\nc"), Global("a", "\ud800"), 1j, object()]
 )
-def test_what_no_pickle_can_hold_is_a_value_error(odd: object) -> None:
+def test_a_value_that_no_pickle_can_hold_raises_value_error(odd: object) -> None:
     with pytest.raises(ValueError):
         written([odd])
 
 
-def test_dict_and_list_longer_than_a_batch_keep_their_order() -> None:
+def test_dicts_and_lists_longer_than_a_batch_keep_their_order() -> None:
     value = {"list": list(range(3001)), "dict": {str(i): i for i in range(3001)}}
     assert_same(value, pickle.loads(written(value)))
 
@@ -647,13 +647,13 @@ def test_a_pickle_of_torch_protocol_has_no_newer_opcodes() -> None:
     assert max(op.proto for op, _, _ in pickletools.genops(written_2)) == 2
 
 
-def test_walking_sees_each_value_once() -> None:
+def test_walk_yields_each_container_once() -> None:
     shared = [1]
     tree = read_pickle(pickle.dumps({"a": shared, "b": shared, "c": {3}}, 4)).value
     assert sum(value == [1] for value in walk(tree)) == 1
 
 
-def test_a_change_is_asked_once_for_each_container() -> None:
+def test_rebuild_calls_change_once_for_each_container() -> None:
     shared: list[int] = [1]
     tree = read_pickle(pickle.dumps({"a": shared, "b": (shared,)}, 2)).value
     copy: Any = rebuild(tree, lambda value: [2] if value == [1] else value)
@@ -661,7 +661,7 @@ def test_a_change_is_asked_once_for_each_container() -> None:
     assert copy["a"] is copy["b"][0]
 
 
-def test_dicts_of_the_file_are_never_changed_by_a_copy() -> None:
+def test_rebuild_leaves_the_original_unchanged() -> None:
     tree = read_pickle(program(dict_of({"a": list_of(number(1))}))).value
     rebuild(tree, lambda value: {"x": 1} if isinstance(value, dict) else value)
     assert tree == {"a": [1]}

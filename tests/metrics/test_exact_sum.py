@@ -34,20 +34,20 @@ def total_of(*parts: list[float]) -> ExactSum:
 
 
 @given(st.lists(FLOATS | st.sampled_from(EXTREMES), max_size=40))
-def test_the_sum_is_the_exact_one(values):
+def test_the_sum_is_exact(values):
     found = total_of(values)
     assert found.fraction == sum(map(Fraction, values), Fraction())
 
 
 @given(st.lists(FLOATS | st.sampled_from(EXTREMES), max_size=40))
-def test_the_sum_of_squares_is_the_exact_one(values):
+def test_the_sum_of_squares_is_exact(values):
     found = ExactSum()
     found.add_squares(np.array(values, dtype=np.float64))
     assert found.fraction == sum((Fraction(value) ** 2 for value in values), Fraction())
 
 
 @given(st.lists(FLOATS, max_size=30), st.integers(0, 30), st.randoms())
-def test_order_and_division_do_not_show(values, cut, random):
+def test_order_and_division_do_not_matter(values, cut, random):
     shuffled = [*values]
     random.shuffle(shuffled)
     assert total_of(shuffled[:cut], [], shuffled[cut:]).units == total_of(values).units
@@ -58,7 +58,7 @@ def test_the_value_is_rounded_once_as_fsum_does(values):
     assert total_of(values).value == math.fsum(values)
 
 
-def test_more_numbers_than_are_added_at_a_time_are_exact_too():
+def test_a_sum_of_more_numbers_than_one_piece_is_exact():
     values = np.full(PIECE + 3, -0.1)
     values[0], values[-1] = 1e17, -1e17
     found = ExactSum()
@@ -68,7 +68,7 @@ def test_more_numbers_than_are_added_at_a_time_are_exact_too():
 
 
 @given(st.lists(FLOATS | st.sampled_from(EXTREMES), max_size=20))
-def test_a_packed_sum_comes_back_and_ends_where_it_ended(values):
+def test_a_packed_sum_is_unpacked_from_its_own_numbers_only(values):
     one = total_of(values)
     packed = iter([*one.pack(), 7])
     found = ExactSum.unpack(packed)
@@ -87,7 +87,7 @@ def test_a_packed_sum_comes_back_and_ends_where_it_ended(values):
         ([-1.7976931348623157e308] * 2, -math.inf),
     ],
 )
-def test_infinities_nan_and_overflow_do_as_in_float64(values, expected):
+def test_infinities_nan_and_overflow_behave_as_in_float64(values, expected):
     found = total_of(values[:1], values[1:])
     assert ExactSum.unpack(found.pack()).value == pytest.approx(expected, nan_ok=True)
     assert total_of([1.7976931348623157e308] * 2).over(2) == 1.7976931348623157e308

@@ -1,4 +1,4 @@
-"""Exact metrics: against scikit-learn, and the same bits for any division of the samples."""
+"""Exact metrics: equal to scikit-learn's, and the same bits for any division of the samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 from ckpttool import metrics
 
-# scikit-learn is imported in the tests that ask it: ranks import this file too, and need none of it.
+# Only the tests that need scikit-learn import it: the ranks import this file too.
 
 SAMPLES, CLASSES = 500, 7
 RANDOM = np.random.default_rng(3)
@@ -40,7 +40,7 @@ CASES: dict[str, tuple[Callable[[], metrics.Metric[Any]], tuple[np.ndarray, ...]
 }
 
 
-def met(
+def updated(
     name: str, rows: Any = slice(None), *, convert: Callable[[Any], Any] = np.asarray
 ) -> metrics.Metric[Any]:
     make, columns = CASES[name]
@@ -50,63 +50,63 @@ def met(
 
 
 def plain(value: Any) -> Any:
-    """A metric's value as something that compares to the bit, NaN included."""
+    """Return a metric's value as text that is equal exactly if the bits are, NaN included."""
     return repr(value.tolist() if isinstance(value, np.ndarray) else value)
 
 
 # ---- against scikit-learn ------------------------------------------------------------------------------
 
 
-def test_accuracy_and_top_k_are_those_of_scikit_learn():
+def test_accuracy_and_top_k_equal_those_of_scikit_learn():
     from sklearn import metrics as sk
 
-    assert met("Accuracy").compute() == sk.accuracy_score(LABELS, PREDICTIONS)
-    assert met("TopK").compute() == sk.top_k_accuracy_score(LABELS, SCORES, k=3, labels=range(CLASSES))
+    assert updated("Accuracy").compute() == sk.accuracy_score(LABELS, PREDICTIONS)
+    assert updated("TopK").compute() == sk.top_k_accuracy_score(LABELS, SCORES, k=3, labels=range(CLASSES))
 
 
-def test_the_confusion_matrix_is_that_of_scikit_learn():
+def test_the_confusion_matrix_equals_that_of_scikit_learn():
     from sklearn import metrics as sk
 
     expected = sk.confusion_matrix(LABELS, PREDICTIONS, labels=range(CLASSES))
-    assert (met("ConfusionMatrix").compute() == expected).all()
+    assert (updated("ConfusionMatrix").compute() == expected).all()
 
 
-def test_precision_recall_and_f1_are_those_of_scikit_learn():
+def test_precision_recall_and_f1_equal_those_of_scikit_learn():
     from sklearn import metrics as sk
 
     expected = sk.precision_recall_fscore_support(
         LABELS, PREDICTIONS, labels=range(CLASSES), zero_division=np.nan
     )
-    found = met("PerClass").compute()
+    found = updated("PerClass").compute()
     for values, name in zip(expected, ("precision", "recall", "f1", "samples"), strict=True):
         assert [getattr(one, name) for one in found] == pytest.approx(list(values), rel=1e-15, nan_ok=True)
     assert math.isnan(found[-1].recall)
 
 
-def test_the_area_under_the_curve_is_that_of_scikit_learn_with_ties():
+def test_the_area_under_the_curve_equals_that_of_scikit_learn_with_ties():
     from sklearn import metrics as sk
 
-    assert met("AUROC").compute() == pytest.approx(sk.roc_auc_score(BINARY, COARSE), rel=1e-14)
+    assert updated("AUROC").compute() == pytest.approx(sk.roc_auc_score(BINARY, COARSE), rel=1e-14)
 
 
-def test_the_calibration_error_is_that_of_scikit_learns_curve():
+def test_the_calibration_error_equals_that_of_scikit_learns_curve():
     from sklearn.calibration import calibration_curve
 
     right, confident = calibration_curve(BINARY, CONFIDENCES, n_bins=15, strategy="uniform")
     sizes = np.bincount(np.searchsorted(np.linspace(0, 1, 16)[1:-1], CONFIDENCES), minlength=15)
     expected = (np.abs(right - confident) * sizes[sizes > 0]).sum() / SAMPLES
-    assert met("CalibrationError").compute() == pytest.approx(expected, rel=1e-7)
+    assert updated("CalibrationError").compute() == pytest.approx(expected, rel=1e-7)
 
 
-def test_loss_mean_and_variance_are_the_exact_ones_rounded_once():
+def test_loss_mean_and_variance_are_exact_and_rounded_once():
     mean = sum(map(Fraction, LOSSES.tolist())) / SAMPLES
-    assert met("Loss").compute() == float(mean)
-    found = met("MeanVariance").compute()
+    assert updated("Loss").compute() == float(mean)
+    found = updated("MeanVariance").compute()
     assert (found.count, found.mean) == (SAMPLES, float(mean))
     assert found.variance == float(statistics.pvariance(map(Fraction, LOSSES.tolist())))
 
 
-def test_a_variance_that_cancels_is_still_right():
+def test_a_variance_beside_a_large_mean_is_right():
     metric = metrics.MeanVariance()
     metric.update(np.array([1e9 + 1, 1e9 + 2, 1e9 + 3]) * 1e7)
     assert metric.compute().variance == pytest.approx(2 / 3 * 1e14, rel=1e-15)
@@ -116,15 +116,15 @@ def test_a_variance_that_cancels_is_still_right():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_any_division_in_any_order_gives_the_same_bits(name):
-    whole = plain(met(name).compute())
+def test_any_division_and_order_of_samples_gives_the_same_bits(name):
+    whole = plain(updated(name).compute())
     for seed in range(5):
         random = np.random.default_rng(seed)
         order = random.permutation(SAMPLES)
         parts = np.split(order, np.sort(random.integers(SAMPLES, size=4)))
         merged = CASES[name][0]()
         for part in [*parts, order[:0]]:
-            merged.merge(met(name, part))
+            merged.merge(updated(name, part))
         assert plain(merged.compute()) == whole
         batches = CASES[name][0]()
         for part in parts:
@@ -136,7 +136,7 @@ def reduce_all(rank: int, world_size: int) -> list[str]:
     shares = np.split(np.arange(SAMPLES), [100, 100] if world_size == 3 else [400])
     found = []
     for name in CASES:
-        own = met(name, shares[rank])
+        own = updated(name, shares[rank])
         before = plain(own.compute())
         found.append(plain(metrics.reduce(own).compute()))
         assert plain(own.compute()) == before
@@ -144,13 +144,13 @@ def reduce_all(rank: int, world_size: int) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_any_number_of_ranks_gives_the_same_bits_on_every_rank(run_ranks, size):
-    expected = [plain(met(name).compute()) for name in CASES]
+def test_any_number_of_ranks_gives_the_same_bits(run_ranks, size):
+    expected = [plain(updated(name).compute()) for name in CASES]
     assert run_ranks(size, reduce_all, timeout=200) == [expected] * size
 
 
-def test_one_process_reduces_to_itself():
-    assert metrics.reduce(met("Loss")).compute() == met("Loss").compute()
+def test_in_one_process_reduce_changes_nothing():
+    assert metrics.reduce(updated("Loss")).compute() == updated("Loss").compute()
 
 
 def reduce_different(rank: int, world_size: int) -> str:
@@ -161,7 +161,7 @@ def reduce_different(rank: int, world_size: int) -> str:
     return "reduced"
 
 
-def test_ranks_that_reduce_different_metrics_are_told(run_ranks):
+def test_ranks_that_reduce_different_metrics_are_refused(run_ranks):
     assert run_ranks(2, reduce_different, timeout=200) == ["RanksDiffer"] * 2
 
 
@@ -169,11 +169,11 @@ def test_ranks_that_reduce_different_metrics_are_told(run_ranks):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_torch_tensors_give_what_arrays_give(name):
-    assert plain(met(name, convert=torch.from_numpy).compute()) == plain(met(name).compute())
+def test_torch_tensors_give_the_same_as_arrays(name):
+    assert plain(updated(name, convert=torch.from_numpy).compute()) == plain(updated(name).compute())
 
 
-def test_bfloat16_and_tensors_that_need_a_gradient_are_taken():
+def test_bfloat16_and_tensors_that_require_a_gradient_are_accepted():
     losses = torch.tensor([0.5, 1.5], dtype=torch.bfloat16, requires_grad=True)
     metric = metrics.Loss()
     metric.update(losses)
@@ -181,12 +181,12 @@ def test_bfloat16_and_tensors_that_need_a_gradient_are_taken():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_a_metric_too(name):
+def test_a_batch_without_samples_changes_nothing(name):
     value = CASES[name][0]().compute()
-    assert plain(met(name, slice(0)).compute()) == plain(value)
+    assert plain(updated(name, slice(0)).compute()) == plain(value)
 
 
-def test_equal_scores_count_in_the_order_of_argmax_and_nan_as_largest():
+def test_equal_scores_rank_as_in_argmax_and_nan_ranks_first():
     scores = np.array([[1.0, 1.0], [1.0, 1.0], [math.nan, 2.0], [math.nan, 2.0]])
     for labels, expected in (([0, 1, 0, 1], 0.5), ([0, 0, 0, 0], 1.0)):
         top, accuracy = metrics.TopK(1), metrics.Accuracy()
@@ -195,13 +195,27 @@ def test_equal_scores_count_in_the_order_of_argmax_and_nan_as_largest():
         assert top.compute() == accuracy.compute() == expected
 
 
+def test_lists_are_accepted_and_empty_ones_too():
+    accuracy, top = metrics.Accuracy(), metrics.TopK(1)
+    accuracy.update([1, 0], [1, 1])
+    accuracy.update([], [])
+    top.update([[0.1, 0.9]], [1])
+    assert (accuracy.compute(), top.compute()) == (0.5, 1.0)
+
+
+def test_large_integers_that_float64_holds_are_summed_exactly():
+    loss = metrics.Loss()
+    loss.update(np.array([2**62, -(2**62), 3]))
+    assert loss.compute() == 1.0
+
+
 def test_zero_and_minus_zero_are_one_score():
     metric = metrics.AUROC()
     metric.update(np.array([0.0, -0.0]), np.array([1, 0]))
     assert metric.compute() == 0.5
 
 
-def test_a_prediction_beyond_the_classes_is_wrong_and_of_none():
+def test_a_predicted_class_out_of_range_is_wrong_and_counts_for_no_class():
     metric = metrics.PerClass(2)
     metric.update(np.array([0, 5, -1]), np.array([0, 1, 1]))
     assert [(one.correct, one.predicted, one.samples) for one in metric.compute()] == [(1, 1, 1), (0, 0, 2)]
@@ -212,7 +226,15 @@ def test_a_prediction_beyond_the_classes_is_wrong_and_of_none():
     [
         (lambda: metrics.Loss().update(torch.tensor(0.3)), "one number per sample"),
         (lambda: metrics.Loss().update(torch.zeros(1, dtype=torch.complex64)), "complex"),
-        (lambda: metrics.Accuracy().update(np.zeros(3), np.zeros(3, int)), "whole numbers"),
+        (lambda: metrics.Accuracy().update(np.zeros(3), np.zeros(3, int)), "integers"),
+        (lambda: metrics.Accuracy().update(np.zeros((3, 2), complex), np.zeros(3, int)), "expected scores"),
+        (lambda: metrics.Accuracy().update([2**63], [0]), "9223372036854775808"),
+        (lambda: metrics.Loss().update(np.array([2**53 + 1])), "would be rounded"),
+        (lambda: metrics.Loss().update(np.array([2**63 - 1])), "would be rounded"),
+        (lambda: metrics.Loss().update(np.array([1], "longdouble") + 2.0**-60), "would be rounded"),
+        (lambda: metrics.Loss().update(np.ma.array([1.0, 2.0], mask=[True, False])), "masked"),
+        (lambda: metrics.TopK(0), "at least 1"),
+        (lambda: metrics.CalibrationError(0), "at least 1"),
         (lambda: metrics.Accuracy().update(np.zeros(3, int), np.zeros(2, int)), "3 samples on one side, 2"),
         (lambda: metrics.ConfusionMatrix(2).update(np.array([2]), np.array([0])), "2 classes"),
         (lambda: metrics.PerClass(2).update(np.array([0]), np.array([-1])), "one of these is -1"),
@@ -223,6 +245,6 @@ def test_a_prediction_beyond_the_classes_is_wrong_and_of_none():
         (lambda: metrics.Count().merge(metrics.Loss()), "can't be merged"),
     ],
 )
-def test_what_does_not_fit_is_refused(update, said):
+def test_inputs_that_do_not_fit_are_refused(update, said):
     with pytest.raises((TypeError, ValueError), match=said):
         update()

@@ -1,7 +1,8 @@
-"""What the user names on the command line is found and called; what goes wrong is told with its place."""
+"""Find and call the factory that a SPEC names; report errors with their place."""
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -41,7 +42,7 @@ def fault(spec: str, **defaults: object) -> UsageFault:
         ("файл.py:сеть", ("файл.py", "сеть", {})),
     ],
 )
-def test_a_spec_is_where_name_and_arguments(spec: str, parts: Any) -> None:
+def test_a_spec_is_parsed_into_where_name_and_arguments(spec: str, parts: Any) -> None:
     assert parse(spec) == (parts or ("m", "f", {"n": 10, "s": "a:b(c", "x": [1, (2,)], "y": None, "z": -1.5}))
 
 
@@ -112,7 +113,7 @@ def test_torchvision_is_its_models() -> None:
     assert build("torchvision:resnet18(num_classes=7)").fc.out_features == 7
 
 
-def test_a_file_may_import_what_lies_beside_it_also_when_it_is_called(tmp_path: Path) -> None:
+def test_a_factory_can_import_modules_beside_its_file_also_when_called(tmp_path: Path) -> None:
     written(tmp_path / "layers_beside.py", "VALUE = 5")
     written(tmp_path / "later_beside.py", "VALUE = 6")
     source = """
@@ -138,7 +139,7 @@ def test_a_file_may_define_dataclasses(tmp_path: Path) -> None:
     assert build(f"{written(tmp_path / 'net.py', source)}:make").n == 3
 
 
-def test_defaults_are_given_to_what_takes_them_and_the_spec_wins(tmp_path: Path) -> None:
+def test_defaults_go_to_factories_that_take_them_and_the_spec_wins(tmp_path: Path) -> None:
     path = written(
         tmp_path / "net.py", "def make(n=1): return n\ndef any(**kw): return kw\ndef none(): return 0"
     )
@@ -151,18 +152,18 @@ def test_defaults_are_given_to_what_takes_them_and_the_spec_wins(tmp_path: Path)
 # What goes wrong.
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     refusal = fault(f"{tmp_path}/missing.py:make")
     assert str(refusal) == f"{tmp_path}/missing.py: no such file"
 
 
-def test_a_module_that_is_not_there() -> None:
+def test_a_missing_module_is_named_with_the_forms_of_a_spec() -> None:
     refusal = fault("no_such_package.nets:make")
     assert "ModuleNotFoundError: No module named 'no_such_package'" in str(refusal)
     assert "torchvision:resnet18" in str(refusal.hint)
 
 
-def test_a_name_that_is_not_there_gets_those_like_it(tmp_path: Path) -> None:
+def test_a_missing_factory_gets_similar_names_as_a_hint(tmp_path: Path) -> None:
     path = written(tmp_path / "net.py", "def make_net(): pass\ndef other(): pass\nNUMBER = 3")
     refusal = fault(f"{path}:make_nte")
     assert f"'{path}' has no factory 'make_nte'" in str(refusal)
@@ -170,7 +171,7 @@ def test_a_name_that_is_not_there_gets_those_like_it(tmp_path: Path) -> None:
     assert "has no factory 'NUMBER'" in str(fault(f"{path}:NUMBER"))
 
 
-def test_a_model_that_torchvision_lacks_gets_those_like_it() -> None:
+def test_a_model_that_torchvision_lacks_gets_similar_names_as_a_hint() -> None:
     pytest.importorskip("torchvision")
     assert "resnet18" in str(fault("torchvision:resnet81").hint)
 
@@ -187,7 +188,9 @@ def test_a_model_that_torchvision_lacks_gets_those_like_it() -> None:
         ("raise ValueError('two\\nlines')", "ValueError: two (at {path}:1)"),
     ],
 )
-def test_an_error_in_the_user_s_file_is_told_with_its_line(source: str, words: str, tmp_path: Path) -> None:
+def test_an_error_in_the_user_s_file_is_reported_with_its_line(
+    source: str, words: str, tmp_path: Path
+) -> None:
     path = written(tmp_path / "net.py", source.replace("{{", "{"))
     message = str(fault(f"{path}:make"))
     assert message.startswith(f"{path}:make: ")
@@ -195,31 +198,48 @@ def test_an_error_in_the_user_s_file_is_told_with_its_line(source: str, words: s
     assert "\n" not in message
 
 
-def test_a_factory_that_raises_is_told_with_its_line(tmp_path: Path) -> None:
+def test_a_factory_that_raises_is_reported_with_its_line(tmp_path: Path) -> None:
     path = written(tmp_path / "net.py", "def make():\n    n = 1\n    return n / 0")
     assert str(fault(f"{path}:make")) == f"{path}:make: ZeroDivisionError: division by zero (at {path}:3)"
 
 
-def test_a_factory_that_exits_is_told(tmp_path: Path) -> None:
+def test_an_exception_that_has_no_words_is_named(tmp_path: Path) -> None:
+    source = """
+        class Odd(Exception):
+            def __str__(self): raise RuntimeError("none")
+        def make(): raise Odd
+    """
+    path = written(tmp_path / "net.py", source)
+    assert str(fault(f"{path}:make")) == f"{path}:make: Odd (at {path}:4)"
+
+
+def test_a_file_that_a_factory_misses_is_looked_for_from_the_current_folder(tmp_path: Path) -> None:
+    path = written(tmp_path / "net.py", "def make():\n    open('sizes.json')")
+    refusal = fault(f"{path}:make")
+    assert "FileNotFoundError: [Errno 2] No such file or directory: 'sizes.json' (at " in str(refusal)
+    assert refusal.hint == f"'sizes.json' is looked for in the current folder, {os.getcwd()}"
+
+
+def test_a_factory_that_exits_is_a_usage_error(tmp_path: Path) -> None:
     path = written(
         tmp_path / "net.py", "import argparse\ndef make():\n    argparse.ArgumentParser().error('no')"
     )
     assert "SystemExit: 2" in str(fault(f"{path}:make"))
 
 
-def test_arguments_that_are_missing_are_shown_as_they_would_be_typed(tmp_path: Path) -> None:
+def test_missing_arguments_are_shown_as_they_would_be_typed(tmp_path: Path) -> None:
     path = written(tmp_path / "net.py", "def make(depth, *, classes, rate=0.1): pass")
     refusal = fault(f"{path}:make")
     assert "missing" in str(refusal)
     assert refusal.hint == f"it takes arguments: {path}:make(depth=…, classes=…)"
 
 
-def test_an_argument_that_is_not_taken_is_told(tmp_path: Path) -> None:
+def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
     path = written(tmp_path / "net.py", "def make(depth=1): pass")
     assert "unexpected keyword argument 'n'" in str(fault(f"{path}:make(n=1)"))
 
 
-def test_an_interrupt_is_no_fault_of_the_factory(tmp_path: Path) -> None:
+def test_ctrl_c_in_a_factory_is_not_reported_as_its_error(tmp_path: Path) -> None:
     path = written(tmp_path / "net.py", "def make(): raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
         build(f"{path}:make")

@@ -1,4 +1,4 @@
-"""Into a plain model, as strictly as torch loads, or not at all; with what would help."""
+"""Load into a plain model as strictly as torch does, or leave it unchanged and say which command helps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ FILES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_any_file_of_the_model_s_state_gives_the_model_back(what: str, net: Net, tmp_path: Path) -> None:
+def test_every_kind_of_file_of_a_model_s_state_reloads_the_model(what: str, net: Net, tmp_path: Path) -> None:
     model = fresh()
     loaded = reload(FILES[what](net, tmp_path / "f"), model)
     assert_same(net.state_dict(), model.state_dict())
@@ -76,7 +76,7 @@ def test_any_file_of_the_model_s_state_gives_the_model_back(what: str, net: Net,
     assert loaded.added == ()
 
 
-def test_what_was_done_is_told(net: Net, tmp_path: Path) -> None:
+def test_the_result_names_the_file_the_state_and_the_removed_prefix(net: Net, tmp_path: Path) -> None:
     tree = {"epoch": 1, "state_dict": prefixed(net.state_dict(), "module."), "ema": net.state_dict()}
     path = saved(tree, tmp_path / "f.pt")
     loaded = reload(path, fresh())
@@ -85,7 +85,7 @@ def test_what_was_done_is_told(net: Net, tmp_path: Path) -> None:
     assert reload(path, fresh(), state="ema").prefix == ""
 
 
-def test_a_prefix_that_the_model_knows_stays(tmp_path: Path) -> None:
+def test_a_prefix_that_the_model_has_itself_is_kept(tmp_path: Path) -> None:
     class Wrapper(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -96,7 +96,7 @@ def test_a_prefix_that_the_model_knows_stays(tmp_path: Path) -> None:
     assert_same(original.state_dict(), model.state_dict())
 
 
-def test_a_public_checkpoint_of_2018_needs_its_prefix_off(resnet20: Path) -> None:
+def test_a_public_checkpoint_of_another_model_is_a_mismatch(resnet20: Path) -> None:
     with pytest.raises(Mismatch, match="missing"):
         reload(resnet20, fresh())
 
@@ -105,7 +105,7 @@ def test_a_public_checkpoint_of_2018_needs_its_prefix_off(resnet20: Path) -> Non
 
 
 def mismatch(path: Path, model: torch.nn.Module, **given: Any) -> Mismatch:
-    """The error; the model must be as it was before."""
+    """Return the error of a reload that must leave the model unchanged."""
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(Mismatch) as raised:
         reload(path, model, **given)
@@ -114,7 +114,7 @@ def mismatch(path: Path, model: torch.nn.Module, **given: Any) -> Mismatch:
     return raised.value
 
 
-def test_missing_and_unexpected_names_are_told_and_the_model_is_as_it_was(net: Net, tmp_path: Path) -> None:
+def test_missing_and_unexpected_names_are_listed_and_the_model_is_unchanged(net: Net, tmp_path: Path) -> None:
     state = net.state_dict()
     state["extra.weight"] = state.pop("head.weight")
     wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
@@ -128,7 +128,7 @@ def test_long_lists_of_names_are_shortened(tmp_path: Path) -> None:
     assert "layer0, layer1, layer2, and 37 more" in str(wrong)
 
 
-def test_other_sizes_are_told_with_both_and_how_to_build_the_model(net: Net, tmp_path: Path) -> None:
+def test_other_sizes_are_reported_with_how_to_build_the_model(net: Net, tmp_path: Path) -> None:
     wrong = mismatch(saved(net.state_dict(), tmp_path / "f.pt"), Net(classes=5))
     assert wrong.mismatched == (("head.weight", "[3, 4]", "[5, 4]"), ("head.bias", "[3]", "[5]"))
     assert "head.weight [3, 4] in the file, [5, 4] in the model" in str(wrong)
@@ -153,7 +153,7 @@ def weight_normed() -> torch.nn.Module:
     return torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(3, 2))
 
 
-def test_names_that_the_model_s_own_modules_translate_are_taken(tmp_path: Path) -> None:
+def test_names_that_a_module_translates_itself_are_loaded(tmp_path: Path) -> None:
     """Weight norm was kept as weight_g and weight_v before torch 2.0."""
     original, model = weight_normed(), weight_normed()
     old = {
@@ -175,7 +175,7 @@ class Stubborn(torch.nn.Linear):
         rest[3].append("the module says no")
 
 
-def test_a_module_that_refuses_is_heard(tmp_path: Path) -> None:
+def test_a_module_s_own_refusal_is_in_the_message(tmp_path: Path) -> None:
     model = Stubborn(1, 1)
     wrong = mismatch(saved(torch.nn.Linear(1, 1).state_dict(), tmp_path / "f.pt"), model)
     assert "the module says no" in str(wrong)
@@ -193,7 +193,7 @@ def test_no_state_and_no_such_state_are_errors(net: Net, tmp_path: Path) -> None
 
 
 def pasted(hint: str | None, cli: Any) -> Path:
-    """Runs a hint as a person would paste it; its output."""
+    """Run a hint as a person would paste it; return its output file."""
     command = shlex.split(str(hint))
     assert command[0] == "ckpttool"
     ran = cli(*command[1:])
@@ -234,14 +234,35 @@ def test_the_command_for_a_compiled_part_works(net: Net, cli: Any, tmp_path: Pat
     assert_same(net.state_dict(), model.state_dict())
 
 
-def test_another_state_in_the_file_is_pointed_out(net: Net, tmp_path: Path) -> None:
+def test_another_state_that_fits_is_hinted_at(net: Net, tmp_path: Path) -> None:
     tree = {"model": {"x": torch.ones(1)}, "teacher": net.state_dict()}
     wrong = mismatch(saved(tree, tmp_path / "f.pt"), fresh())
     assert str(wrong.hint) == f"ckpttool slim {tmp_path}/f.pt {tmp_path}/f.mended.pt --state teacher"
     reload(tmp_path / "f.pt", fresh(), state="teacher")
 
 
-def test_where_nothing_fits_a_look_into_the_file_is_offered(tmp_path: Path) -> None:
+def test_several_commands_are_one_hint(net: Net, cli: Any, tmp_path: Path) -> None:
+    state = prefixed(net.state_dict(), "backbone.")
+    state["backbone.head.weight"] = state["backbone.head.weight"].t().contiguous()
+    wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
+    commands = str(wrong.hint).split(" && ")
+    assert len(commands) == 2
+    for command in commands:
+        made = pasted(command, cli)
+    model = fresh()
+    reload(made, model)
+    assert_same(net.state_dict(), model.state_dict())
+
+
+def test_a_command_that_alone_would_not_help_is_no_hint(net: Net, tmp_path: Path) -> None:
+    """The prefix is stripped while loading; what keeps the state from loading is its size."""
+    path = saved(prefixed(net.state_dict(), "module."), tmp_path / "f.pt")
+    wrong = mismatch(path, Net(classes=5))
+    assert "strip-prefix" not in str(wrong.hint)
+    assert "'head' has 3 outputs in the file and 5 in the model" in str(wrong.hint)
+
+
+def test_the_hint_is_inspect_where_no_command_helps(tmp_path: Path) -> None:
     wrong = mismatch(saved({"x": torch.ones(1)}, tmp_path / "f.pt"), fresh())
     assert str(wrong.hint) == f"ckpttool inspect {tmp_path}/f.pt"
 
@@ -249,7 +270,7 @@ def test_where_nothing_fits_a_look_into_the_file_is_offered(tmp_path: Path) -> N
 # What torch itself makes good.
 
 
-def test_batchnorm_s_counter_may_be_missing_as_in_files_before_torch_0_4_1(net: Net, tmp_path: Path) -> None:
+def test_batchnorm_s_counter_may_be_missing_as_before_torch_0_4_1(net: Net, tmp_path: Path) -> None:
     state = {key: value for key, value in net.state_dict().items() if "num_batches" not in key}
     model = fresh()
     loaded = reload(saved(state, tmp_path / "f.pt"), model)
@@ -257,13 +278,15 @@ def test_batchnorm_s_counter_may_be_missing_as_in_files_before_torch_0_4_1(net: 
     assert values(model.norm.running_mean) == values(net.norm.running_mean)
 
 
-def test_a_counter_is_not_made_good_where_the_file_says_that_it_knows_it(net: Net, tmp_path: Path) -> None:
+def test_a_missing_counter_is_a_mismatch_if_the_file_has_the_module_s_version_2(
+    net: Net, tmp_path: Path
+) -> None:
     state = net.state_dict()
     del state["norm.num_batches_tracked"]
     assert mismatch(saved(state, tmp_path / "f.pt"), fresh()).missing == ("norm.num_batches_tracked",)
 
 
-def test_a_counter_of_another_kind_of_module_is_not_made_good(tmp_path: Path) -> None:
+def test_a_missing_counter_of_another_kind_of_module_is_a_mismatch(tmp_path: Path) -> None:
     model = torch.nn.Module()
     model.register_buffer("num_batches_tracked", torch.tensor(3))
     model.register_buffer("other", torch.tensor(3))
@@ -302,13 +325,13 @@ class WithExtra(torch.nn.Linear):
 
 @pytest.mark.parametrize("extra", ["text", 5, None, torch.arange(3), {"a": [1, (2.5, None)]}], ids=str)
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_extra_state_that_is_plain_is_handed_over(prefix: str, extra: Any, tmp_path: Path) -> None:
+def test_plain_extra_state_reaches_the_model(prefix: str, extra: Any, tmp_path: Path) -> None:
     model = WithExtra("before")
     reload(saved(prefixed(WithExtra(extra).state_dict(), prefix), tmp_path / "f.pt"), model)
     assert_same(extra, model.extra)
 
 
-def test_extra_state_that_is_an_object_is_refused_by_name(tmp_path: Path) -> None:
+def test_extra_state_with_an_object_is_refused_by_name(tmp_path: Path) -> None:
     path = saved(WithExtra({"a": [Path("code")]}).state_dict(), tmp_path / "f.pt")
     model = WithExtra("before")
     with pytest.raises(Refused, match="'_extra_state' is or holds an object"):
@@ -353,7 +376,7 @@ def test_training_on_does_not_change_the_file(net: Net, tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_the_file_may_be_replaced_while_the_model_lives(net: Net, tmp_path: Path) -> None:
+def test_the_model_is_whole_when_the_file_is_replaced_after_loading(net: Net, tmp_path: Path) -> None:
     path = saved(net.state_dict(), tmp_path / "f.pt")
     model = fresh()
     reload(path, model)
@@ -369,7 +392,7 @@ def live(path: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS | LAZY)
-def test_a_live_tensor_has_the_values_of_the_file(layout: str, tmp_path: Path) -> None:
+def test_a_loaded_tensor_has_the_values_of_the_file(layout: str, tmp_path: Path) -> None:
     original = (LAYOUTS | LAZY)[layout]
     found = live(saved({"t": original}, tmp_path / "f"))["t"]
     assert (found.dtype, found.shape) == (original.dtype, original.shape)
@@ -377,7 +400,9 @@ def test_a_live_tensor_has_the_values_of_the_file(layout: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("dtype", WIDTHS, ids=str)
-def test_live_tensors_of_every_width_also_from_odd_addresses(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_loaded_tensors_of_every_dtype_are_right_at_odd_addresses_too(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     """In the legacy format a storage may begin anywhere."""
     state = {
         "a": torch.ones(3, dtype=torch.uint8),
@@ -389,12 +414,12 @@ def test_live_tensors_of_every_width_also_from_odd_addresses(dtype: torch.dtype,
         assert values(found) == values(state[name])
 
 
-def test_live_tensors_of_a_big_endian_file(tmp_path: Path) -> None:
+def test_tensors_of_a_big_endian_file_are_loaded_right(tmp_path: Path) -> None:
     path = big_endian(numbers(3, 4), tmp_path / "big.pt")
     assert values(live(path)["t"]) == values(numbers(3, 4))
 
 
-def test_live_tensors_share_what_the_file_shares_and_never_write_to_it(tmp_path: Path) -> None:
+def test_loaded_tensors_share_what_the_file_shares_and_never_write_to_it(tmp_path: Path) -> None:
     weight = torch.arange(6.0)
     path = saved({"a": weight, "b": weight[2:]}, tmp_path / "f")
     before = path.read_bytes()

@@ -1,8 +1,10 @@
-"""Models without memory for their parameters, and filling them from a mapped file."""
+"""Build models without memory for their parameters, and fill them from a mapped file."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +30,7 @@ class Positions(nn.Module):
         return x + self.positions * self.first
 
 
-def test_parameters_have_shapes_and_no_values_and_buffers_are_real() -> None:
+def test_skeletons_have_parameters_without_values_and_real_buffers() -> None:
     with skeletons():
         model = Positions()
     assert model.first is model.second
@@ -38,7 +40,7 @@ def test_parameters_have_shapes_and_no_values_and_buffers_are_real() -> None:
     assert not nn.Linear(2, 2).weight.is_meta  # outside, all is as it was
 
 
-def test_what_a_constructor_works_out_from_its_parameters_has_values(tmp_path: Path) -> None:
+def test_a_constructor_that_computes_with_its_parameters_gets_their_values(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(
         "import torch\n"
         "class Net(torch.nn.Linear):\n"
@@ -49,13 +51,13 @@ def test_what_a_constructor_works_out_from_its_parameters_has_values(tmp_path: P
     assert not skeleton(f"{tmp_path}/m.py:Net").scale.is_meta
 
 
-def test_after_an_error_inside_modules_are_as_they_were() -> None:
+def test_an_error_inside_skeletons_leaves_torch_as_it_was() -> None:
     with pytest.raises(ZeroDivisionError), skeletons():
         nn.Linear(1 // 0, 2)
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-def test_what_is_assigned_is_mapped_and_stays_one_parameter(tmp_path: Path) -> None:
+def test_assigned_tensors_are_mapped_and_a_shared_parameter_stays_one(tmp_path: Path) -> None:
     original = Positions()
     torch.save(original.state_dict(), tmp_path / "f.pt")
     with skeletons():
@@ -69,7 +71,7 @@ def test_what_is_assigned_is_mapped_and_stays_one_parameter(tmp_path: Path) -> N
     assert torch.equal(torch.load(tmp_path / "f.pt")["first"], original.first)  # the file is as it was
 
 
-def test_what_is_assigned_has_the_model_s_types_as_copying_would_give_it(tmp_path: Path) -> None:
+def test_assigned_tensors_have_the_dtypes_that_copying_would_give(tmp_path: Path) -> None:
     state = {
         name: value.half() if value.is_floating_point() else value
         for name, value in architectures.net().state_dict().items()
@@ -83,7 +85,7 @@ def test_what_is_assigned_has_the_model_s_types_as_copying_would_give_it(tmp_pat
         assert torch.equal(mine, theirs), name
 
 
-def test_a_parameter_that_is_not_trained_stays_so(tmp_path: Path) -> None:
+def test_a_frozen_parameter_stays_frozen_when_assigned(tmp_path: Path) -> None:
     model = architectures.net()
     torch.save(model.state_dict(), tmp_path / "f.pt")
     model.head.requires_grad_(False)
@@ -92,7 +94,7 @@ def test_a_parameter_that_is_not_trained_stays_so(tmp_path: Path) -> None:
     assert model.conv.weight.requires_grad
 
 
-def test_a_constructor_that_looks_at_values_is_given_them(tmp_path: Path) -> None:
+def test_a_constructor_that_reads_or_keeps_values_gets_them(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(
         "import torch\n"
         "class Scaled(torch.nn.Linear):\n"
@@ -108,14 +110,76 @@ def test_a_constructor_that_looks_at_values_is_given_them(tmp_path: Path) -> Non
     assert not skeleton(f"{tmp_path}/m.py:Kept").start.is_meta  # type: ignore[union-attr]
 
 
-def test_what_is_no_model_or_fails_to_be_built_is_a_fault_of_the_call(tmp_path: Path) -> None:
+def test_a_factory_that_fails_or_makes_no_module_is_a_usage_error(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(
         "def net():\n    return 3\ndef needs(width):\n    return width\ndef breaks():\n    return 1 / 0\n"
     )
-    with pytest.raises(UsageFault, match="made a int, not a torch"):
+    with pytest.raises(UsageFault, match="returned an object of type int, not a torch"):
         skeleton(f"{tmp_path}/m.py:net")
     with pytest.raises(UsageFault) as raised:
         skeleton(f"{tmp_path}/m.py:needs")
     assert f"{tmp_path}/m.py:needs(width=…)" in str(raised.value.hint)
     with pytest.raises(UsageFault, match=r"ZeroDivisionError: division by zero \(at .*m.py:6\)"):
         skeleton(f"{tmp_path}/m.py:breaks")
+
+
+NO_MODELS = {
+    "nothing": ("pass", "None", "return model"),
+    "the class": ("return torch.nn.Linear", "the class Linear", "call it"),
+    "a pair": ("return torch.nn.Linear(1, 1), 'tokenizer'", "an object of type tuple", "the model alone"),
+    "a list": ("return [torch.nn.Linear(1, 1)]", "an object of type list", "the model alone"),
+    "a state": (
+        "return torch.nn.Linear(1, 1).state_dict()",
+        "an object of type OrderedDict",
+        "not its state",
+    ),
+    "a generator": ("yield torch.nn.Linear(1, 1)", "an object of type generator", None),
+    "a coroutine": ("async def inner(): pass\n    return inner()", "an object of type coroutine", None),
+}
+
+
+@pytest.mark.parametrize("what", NO_MODELS)
+@pytest.mark.filterwarnings("error")
+def test_a_factory_that_returns_no_module_is_told_what_to_return(what: str, tmp_path: Path) -> None:
+    body, returned, hint = NO_MODELS[what]
+    (tmp_path / "m.py").write_text(f"import torch\ndef net():\n    {body}\n")
+    with pytest.raises(UsageFault) as raised:
+        skeleton(f"{tmp_path}/m.py:net")
+    assert str(raised.value) == f"{tmp_path}/m.py:net: returned {returned}, not a torch.nn.Module"
+    assert (raised.value.hint is None) if hint is None else hint in str(raised.value.hint)
+    gc.collect()
+
+
+def test_a_buffer_with_two_names_stays_one_when_assigned(tmp_path: Path) -> None:
+    def twice() -> nn.Module:
+        shared = torch.arange(3.0)
+        model = nn.Sequential(nn.Module(), nn.Module())
+        for part in model:
+            part.register_buffer("table", shared)
+        return model
+
+    torch.save(twice().state_dict(), tmp_path / "f.pt")
+    model: Any = twice()
+    ckpttool.reload(tmp_path / "f.pt", model, assign=True)
+    assert model[0].table is model[1].table
+
+
+def test_copying_into_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+    """torch only warns, and the model has no values afterwards."""
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "f.pt")
+    with torch.device("meta"):
+        model = nn.Linear(3, 2)
+    with pytest.raises(UsageFault, match="'weight' and 1 more are on the meta device") as raised:
+        ckpttool.reload(tmp_path / "f.pt", model)
+    assert "assign=True" in str(raised.value.hint)
+    ckpttool.reload(tmp_path / "f.pt", model, assign=True)
+    assert not model.weight.is_meta
+
+
+def test_tensors_that_stay_without_values_are_named(tmp_path: Path) -> None:
+    """A buffer that is not saved has its values from the constructor, and on the meta device none."""
+    torch.save(Positions().state_dict(), tmp_path / "f.pt")
+    with torch.device("meta"):
+        model = Positions()
+    assert ckpttool.reload(tmp_path / "f.pt", model, assign=True).without_values == ("positions",)
+    assert ckpttool.reload(tmp_path / "f.pt", Positions()).without_values == ()

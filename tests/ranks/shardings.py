@@ -68,3 +68,27 @@ def save_fsdp(rank: int, world_size: int, folder: str) -> None:
     weights, moments = get_state_dict(model, optimizer, options=options)
     if rank == 0:
         torch.save({"model": weights, "optimizer": moments}, Path(folder).with_suffix(".pt"))
+
+
+def save_pieces(rank: int, world_size: int, folder: str) -> None:
+    """Save each rank's own file with torch.save: FSDP2's DTensors, placed DTensors, and ShardedTensors."""
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7))
+    fully_shard(model, mesh=mesh)
+    torch.save(model.state_dict(), f"{folder}/fsdp2-{rank}.pt")
+    rows = torch.arange(24.0).reshape(6, 4)
+    placed = {
+        "cut": distribute_tensor(rows, mesh, [Shard(1)]),
+        "copied": distribute_tensor(rows, mesh, [Replicate()]),
+        "plain": torch.ones(2),
+    }
+    torch.save(placed, f"{folder}/placed-{rank}.pt")
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{each}/cpu" for each in range(world_size)])
+    torch.save({"w": sharded_tensor.ones(spec, 6, 4), "b": rows}, f"{folder}/sharded-{rank}.pt")

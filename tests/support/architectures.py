@@ -1,4 +1,4 @@
-"""Models that tests name as `architectures.py:net`, and load what was saved from them into."""
+"""Small models that tests save, and name as `architectures.py:net` to load them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class Net(nn.Module):
-    """Convolution, BatchNorm and a head, with sizes that all differ."""
+    """Convolution, BatchNorm and a head; all sizes differ."""
 
     def __init__(self, width: int = 4, classes: int = 3) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Net(nn.Module):
 
 
 class HeadFirst(Net):
-    """The same model, its parameters made in another order."""
+    """`Net` with its parameters in another order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class HeadFirst(Net):
 
 
 class Square(nn.Module):
-    """Two layers of one shape, so that no shape tells whose momentum is whose."""
+    """Two layers of one shape, whose momentum can't be told apart by shape."""
 
     def __init__(self, names: tuple[str, str]) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Square(nn.Module):
 
 
 class Tied(nn.Module):
-    """A language model in small: the output layer is the embedding."""
+    """A tiny language model whose output layer shares the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Tied(nn.Module):
 
 
 class Waves(nn.Module):
-    """A complex parameter."""
+    """A model with one complex parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Waves(nn.Module):
 
 
 class Pairs(nn.Module):
-    """The same parameter as two real ones."""
+    """`Waves` with its parameter as two real ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Pairs(nn.Module):
 
 
 class Counted(nn.Module):
-    """A scalar parameter."""
+    """A model with one scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Counted(nn.Module):
 
 
 class Inside(nn.Module):
-    """Net as an attribute of something else, as Lightning modules hold their models."""
+    """`Net` as an attribute of another module, as Lightning modules hold their models."""
 
     def __init__(self, name: str = "model") -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def weight_normed() -> nn.Sequential:
 
 def weight_normed_before() -> nn.Sequential:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is deprecated
+        warnings.simplefilter("ignore")  # deprecated, but files of it exist
         return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 5)))  # type: ignore[no-untyped-call]
 
 
@@ -164,5 +164,5 @@ def spectral_normed() -> nn.Sequential:
 
 def spectral_normed_before() -> nn.Sequential:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # deprecated, but files of it exist
         return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 5)))  # type: ignore[no-untyped-call]

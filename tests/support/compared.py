@@ -1,4 +1,4 @@
-"""Two trees saved by torch and compared."""
+"""Save two trees with torch and compare the files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpttool.analysis.compare import Comparison, compare
 
 
 def compared(folder: Path, a: Any, b: Any, **given: Any) -> Comparison:
-    """Two trees as torch saves them."""
+    """Save both trees in a folder and return what `compare` finds; `given` are its keyword arguments."""
     torch.save(a, folder / "a.pt")
     torch.save(b, folder / "b.pt")
     with ckpttool.open(folder / "a.pt") as mine, ckpttool.open(folder / "b.pt") as theirs:

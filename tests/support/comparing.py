@@ -1,4 +1,4 @@
-"""Whether two trees that torch loaded are the same: values, types, order, and what shares memory."""
+"""Assert that two trees that torch loaded are the same: values, types, order and shared memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 
 def values(tensor: torch.Tensor) -> bytes:
-    """The true values of a tensor, row-major, as this (little-endian) machine has them."""
+    """Return the bytes of a tensor's values in row-major order, conjugation and negation applied."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     return torch.empty(flat.numel(), dtype=flat.dtype).copy_(flat).view(torch.uint8).numpy().tobytes()
 
 
 def assert_same(a: Any, b: Any) -> None:
-    """Raises AssertionError, naming the place, unless the two trees are the same."""
+    """Raise AssertionError, naming the place, unless two trees are the same."""
     _Pair().compare(a, b, "")
 
 
 class _Pair:
-    """Two trees side by side: what was one object in one must be one object in the other."""
+    """Two trees side by side, in which the same places must share objects and storages."""
 
     def __init__(self) -> None:
         self.partners: dict[tuple[str, int], int] = {}
@@ -49,7 +49,7 @@ class _Pair:
             assert a == b, f"{where}: {a!r} became {b!r}"
 
     def met(self, kind: str, a: int, b: int, where: str) -> bool:
-        """Whether the pair was seen before; what shared one partner may not have another one now."""
+        """Return whether the pair was seen before; raise AssertionError if one had another partner."""
         known = self.partners.get((kind, a))
         assert known in (None, b), f"{where}: the {kind} was shared, and is no longer"
         other = self.partners.get((kind + " back", b))

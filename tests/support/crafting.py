@@ -1,4 +1,4 @@
-"""Files that no library would write: pickles put together opcode by opcode, and containers around them."""
+"""Build files that no library would write: pickles opcode by opcode, and containers around them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 MAGIC = 0x1950A86A20F9469CFC6C  # the first pickle of a legacy file
 
 
-# Pickles: each function gives the opcodes that push one value.
+# Pickles: each function returns the opcodes that push one value.
 
 
 def text(value: str) -> bytes:
@@ -51,7 +51,7 @@ def call(callable: bytes, *args: bytes) -> bytes:
 def storage(
     numel: int = 4, *, kind: str = "FloatStorage", key: str = "0", module: str = "torch", view: bytes = b""
 ) -> bytes:
-    """`view` is the sixth part that the legacy format has: None, or (key, offset, numel)."""
+    """Return a storage; `view` is the sixth part of the legacy format: None, or (key, offset, numel)."""
     identity = (text("storage"), name(module, kind), text(key), text("cpu"), number(numel))
     return tuple_of(*identity, view) + b"Q"
 
@@ -72,6 +72,7 @@ def tensor(
 
 
 def program(body: bytes, protocol: int = 2) -> bytes:
+    """Return a whole pickle around the opcodes of its value."""
     return b"\x80" + bytes([protocol]) + body + b"."
 
 
@@ -88,7 +89,7 @@ def torch_zip(
     more: Mapping[str, bytes] | None = None,
     compression: int = zipfile.ZIP_STORED,
 ) -> Path:
-    """A `.pt` file around the opcodes of its tree (or around a whole pickle, when they begin with PROTO)."""
+    """Write a `.pt` file around the opcodes of its tree, or a whole pickle if they begin with PROTO."""
     data = body if body[:1] == b"\x80" and body[1:2] < b"\x06" else program(body)
     records = {f"{root}/data.pkl": data}
     records |= {} if byteorder is None else {f"{root}/byteorder": byteorder.encode()}
@@ -108,7 +109,7 @@ def torch_legacy(
     keys: list[str] | None = None,
     little_endian: bool = True,
 ) -> Path:
-    """A legacy file: storages as key -> (count of elements, bytes)."""
+    """Write a legacy file; `storages` are key -> (number of elements, bytes)."""
     facts = {"protocol_version": 1001, "little_endian": little_endian, "type_sizes": {"int": 4}}
     out = io.BytesIO()
     for value in (MAGIC, 1001, facts):
@@ -123,7 +124,7 @@ def torch_legacy(
 
 
 def safetensors_file(path: Path, header: object, data: bytes = b"", *, size: int | None = None) -> Path:
-    """A safetensors file: the header as bytes, or as an object for JSON; `size` states another length."""
+    """Write a safetensors file: the header as bytes or as a JSON object; `size` claims another length."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(raw) if size is None else size) + raw + data)
     return path

@@ -1,4 +1,4 @@
-"""The same checkpoint in every format that is read."""
+"""Write the same checkpoint in every format that the package reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import ckpttool
 
 
 class Net(torch.nn.Module):
-    """Two layers, one with buffers."""
+    """A model of two layers, one with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def model() -> Net:
 
 
 def state() -> dict[str, torch.Tensor]:
-    """A state with module versions, and with a name that is a tie and one that is a view."""
+    """Return a state with module versions, a tied tensor and a view."""
     named = model().state_dict()
     named["tied.weight"] = named["fc.weight"]
     named["fc.row"] = named["fc.weight"][3]
@@ -45,7 +45,7 @@ def state() -> dict[str, torch.Tensor]:
 
 
 def training() -> dict[str, Any]:
-    """A training checkpoint: a state beside what is none, of many types, nested, and shared."""
+    """Return a training checkpoint: a state, and values of many types, nested and shared."""
     net = model()
     optimizer = torch.optim.SGD(net.named_parameters(), lr=0.1, momentum=0.9)
     net(torch.ones(4, 16)).sum().backward()
@@ -63,12 +63,12 @@ def training() -> dict[str, Any]:
 
 
 def with_objects() -> dict[str, Any]:
-    """The same with an object that only its own code could make, and a name of code."""
+    """Return a training checkpoint with an object of a class and a reference to a class."""
     return {**training(), "args": argparse.Namespace(lr=0.1, betas=(0.9, 0.99)), "schedule": io.StringIO}
 
 
 def as_tar(path: Path) -> None:
-    """As torch before 0.1.12 wrote it; torch itself reads it still."""
+    """Write a state as torch before 0.1.12 did; torch still reads it."""
     named = state()
 
     def dumped(value: object) -> bytes:
@@ -105,13 +105,14 @@ def as_tar(path: Path) -> None:
 
 
 def as_script(path: Path) -> None:
+    """Write a model as TorchScript."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(model()), path)
 
 
 def through(to: str) -> Callable[[Path], None]:
-    """A folder of another format, which its own readers are shown to read elsewhere."""
+    """Return a function that writes a state in another format, which other tests compare with its readers."""
 
     def make(path: Path) -> None:
         torch.save(state(), path.with_suffix(".source.pt"))
@@ -121,7 +122,7 @@ def through(to: str) -> Callable[[Path], None]:
 
 
 def full_of(make: Callable[[], object], to: str) -> Callable[[Path], None]:
-    """What `--full` wrote."""
+    """Return a function that writes a whole checkpoint in a format of tensors, as `--full` does."""
 
     def write(path: Path) -> None:
         torch.save(make(), path.with_suffix(".source.pt"))
@@ -131,11 +132,12 @@ def full_of(make: Callable[[], object], to: str) -> Callable[[Path], None]:
 
 
 def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each with memory of its own, as safetensors' own writer demands."""
+    """Return tensors with memory of their own, as safetensors' writer demands."""
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def as_dcp(path: Path) -> None:
+    """Write a training checkpoint as a DCP folder."""
     import torch.distributed.checkpoint as dcp
 
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Tensors of every memory layout and element width."""
+"""Tensors of every memory layout and element width, and files of either byte order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return 0, 1, 2, … in a shape; complex numbers count down in their imaginary part."""
     count = torch.Size(shape).numel()
     if dtype.is_complex:
         real = torch.arange(count, dtype=torch.float64)
@@ -56,7 +57,7 @@ LAZY: dict[str, torch.Tensor] = {
 
 
 def big_endian(tensor: torch.Tensor, path: Path) -> Any:
-    """What torch would have written on a big-endian machine: the bytes of each part of an element turned."""
+    """Save a tensor as torch does on a big-endian machine: the bytes of each number reversed."""
     import zipfile
 
     torch.save({"t": tensor}, path.with_suffix(".little"))

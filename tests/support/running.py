@@ -1,4 +1,4 @@
-"""Where the repository lies, and what one run of the command line gives."""
+"""The folders of the repository, and the result of one run of the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARED = ROOT.parent / "shared"
 
 @dataclass(frozen=True)
 class Ran:
-    """One run of the command line."""
+    """One run of the command line: its exit code, stdout and stderr."""
 
     code: int
     out: str
@@ -21,4 +21,5 @@ class Ran:
 
     @property
     def json(self) -> Any:
+        """Stdout parsed as JSON."""
         return json.loads(self.out)

@@ -1,4 +1,4 @@
-"""A small folder of shards, for tests of replacing folders."""
+"""Write a small folder of shards, for tests that replace folders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ckpttool
 
 
 def shards_of(value: float, folder: Path) -> None:
-    """A sharded checkpoint whose three tensors all hold one value."""
+    """Write `folder/out`, three shards of one tensor each, all of whose values are `value`."""
     import torch
 
     torch.save({name: torch.full((100,), float(value)) for name in "abc"}, folder / "in.pt")

@@ -1,4 +1,4 @@
-"""Trees of every kind of value that torch.save writes."""
+"""Trees with every kind of value that `torch.save` writes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model() -> torch.nn.Module:
 
 
 def training_checkpoint() -> dict[str, Any]:
-    """What training scripts save, all of it."""
+    """Return everything that training scripts save."""
     net = model()
     optimizer = torch.optim.AdamW(list(net.named_parameters()), 0.1)
     net(torch.rand(2, 3, 4, 4)).sum().backward()
@@ -58,7 +58,7 @@ def with_metadata() -> OrderedDict[str, Any]:
 
 
 class Odd:
-    """A class of the user's own, which only the user's code knows."""
+    """A class that only the user's code knows; an object of it refers to itself."""
 
     def __init__(self) -> None:
         self.tensor = torch.arange(3)
@@ -68,13 +68,13 @@ class Odd:
 
 def quantised() -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that quantised tensors are to go; files of them stay
+        warnings.simplefilter("ignore")  # deprecated, but files of it exist
         return torch.quantize_per_tensor(torch.rand(4), 0.1, 2, torch.qint8)
 
 
 def sparse() -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that its invariants are not checked
+        warnings.simplefilter("ignore")  # torch warns that it does not check invariants
         return torch.sparse_coo_tensor(torch.tensor([[0, 1], [2, 0]]), torch.tensor([3.0, 4.0]), (2, 3))
 
 

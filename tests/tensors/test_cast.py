@@ -50,7 +50,7 @@ def assert_cast_as_torch_casts(raw: bytes, source: str, to: str) -> None:
     for start in range(0, len(raw), CHUNK):
         values, found = conversion.convert(memoryview(raw)[start : start + CHUNK])
         mine += values.tobytes()
-        overflows += len(found)
+        overflows += 0 if found is None else len(found)
     after = torch.frombuffer(mine, dtype=of(to))
     numbers = ~wanted.isnan()
     assert torch.equal(after.isnan(), wanted.isnan())
@@ -102,7 +102,7 @@ def test_any_doubles_are_rounded_as_torch_rounds(numbers: list[float], to: str) 
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_what_is_not_finite_is_counted_as_torch_counts_it(source: str) -> None:
+def test_nan_and_infinity_are_counted_as_torch_counts_them(source: str) -> None:
     raw = np.random.default_rng(3).bytes(60_000 * DTYPES[source].itemsize)
     theirs = torch.frombuffer(bytearray(raw), dtype=of(source)).to(torch.float64)
     assert count_non_finite(source, memoryview(raw)) == int((~theirs.isfinite()).sum())
@@ -137,7 +137,7 @@ MIXED = {
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
 @pytest.mark.parametrize("to", TARGETS)
-def test_floats_are_cast_and_all_else_stays(to: str, ending: str, tmp_path: Path) -> None:
+def test_floats_are_cast_and_other_types_stay(to: str, ending: str, tmp_path: Path) -> None:
     torch.save(MIXED, tmp_path / "in.pt")
     written(tmp_path / "in.pt", to, tmp_path / f"out{ending}")
     load = torch.load if ending == ".pt" else load_file
@@ -170,7 +170,7 @@ def views() -> dict[str, torch.Tensor]:
     }
 
 
-def test_ties_and_views_stay_so_in_a_pt_file(tmp_path: Path) -> None:
+def test_ties_and_views_survive_in_a_pt_file(tmp_path: Path) -> None:
     state = views()
     torch.save(state, tmp_path / "in.pt")
     written(tmp_path / "in.pt", "bf16", tmp_path / "out.pt")
@@ -235,7 +235,7 @@ def test_big_endian_sources_are_cast_by_value(ending: str, tmp_path: Path) -> No
     assert loaded["count"].tolist() == [1, 2, 3, 4]
 
 
-def test_a_storage_is_cast_in_the_type_of_each_tensor_that_looks_at_it(tmp_path: Path) -> None:
+def test_a_storage_is_cast_from_the_type_of_each_tensor_that_uses_it(tmp_path: Path) -> None:
     halves = np.array([1.0, 2.0, 3.0, 4.0], "<f2")
 
     def typed(dtype: str) -> bytes:
@@ -262,7 +262,6 @@ def test_a_tensor_of_many_pieces_is_cast_whole_and_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK", 1 << 10)
-    monkeypatch.setattr(module, "BUFFER", 1 << 10)
     monkeypatch.setattr(tensor_values, "CHUNK", 1 << 10)
     long = torch.randn(100_003)
     torch.save({"t": long, "part": long[5:90_000]}, tmp_path / "in.pt")
@@ -279,7 +278,6 @@ def test_values_that_overflow_are_counted_once(
     ending: str, verify: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CHUNK", 16)
-    monkeypatch.setattr(module, "BUFFER", 16)
     monkeypatch.setattr(tensor_values, "CHUNK", 16)
     big = torch.tensor([1e5, 1.0, -1e5, float("inf"), float("nan"), 65519.0, 65520.0, 3.0])
     torch.save({"a": big, "row": big[:4], "turned": big.view(2, 4).t(), "b": big.clone()}, tmp_path / "in.pt")
@@ -295,7 +293,7 @@ def test_an_element_is_counted_once_however_often_it_is_cast() -> None:
     assert report.overflows == 7
 
 
-def test_no_overflow_is_lost_where_several_threads_note_them() -> None:
+def test_several_threads_lose_no_overflow() -> None:
     report, threads, each = CastReport(), 4, 40
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -304,17 +302,17 @@ def test_no_overflow_is_lost_where_several_threads_note_them() -> None:
             list(pool.map(lambda place: report.note(0, np.array([place])), range(threads * each)))
     finally:
         sys.setswitchinterval(before)
-    assert (report.notes, report.overflows) == (threads * each, threads * each)
+    assert report.overflows == threads * each
 
 
-def test_where_nothing_is_of_another_float_type_there_is_nothing_to_do(tmp_path: Path) -> None:
+def test_a_file_already_of_the_wanted_type_is_nothing_to_do(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2), "n": torch.arange(3)}, tmp_path / "in.pt")
     with pytest.raises(NothingToDo, match="none has a float dtype other than float32"):
         cast_file(tmp_path / "in.pt", "fp32")
 
 
 @pytest.mark.parametrize("wanted", ["int8", "fp8", "float8_e4m3fn", "complex64", "", "BF16"])
-def test_a_type_that_can_not_be_cast_to_is_a_usage_fault(wanted: str) -> None:
+def test_an_unknown_target_type_is_a_usage_fault(wanted: str) -> None:
     with pytest.raises(UsageFault, match=f"--dtype {wanted}: not a dtype") as fault:
         target(wanted)
     assert "bf16" in str(fault.value.hint)

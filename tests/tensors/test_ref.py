@@ -36,7 +36,7 @@ def ref(
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_element_type_that_torch_has_is_as_wide_as_there(name: str) -> None:
+def test_every_element_type_has_the_width_that_torch_gives_it(name: str) -> None:
     dtype = getattr(torch, name, None)
     if dtype is None:
         pytest.skip(f"this torch has no {name}")

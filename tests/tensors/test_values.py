@@ -94,7 +94,7 @@ def test_lazy_conjugates_and_negatives_are_resolved(
     assert streamed(ref) == values(LAZY[what])
 
 
-def test_a_small_storage_blown_up_by_stride_0_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_small_storage_expanded_by_stride_0_is_refused_by_name(tmp_path: Path) -> None:
     ref = stored(torch.zeros(1).expand(1 << 20, 1 << 20), tmp_path)
     with pytest.raises(Refused, match=r"'t' is a view that expands 4 bytes to 4398046511104") as refusal:
         require_bounded("t", ref, hint="do this")
@@ -105,7 +105,7 @@ def test_a_small_storage_blown_up_by_stride_0_is_refused_by_name(tmp_path: Path)
 @pytest.mark.parametrize(
     ("shape", "stride"), [((3, 4), (0, 1)), ((2, 0), (0, 1)), ((4,), (1,)), ((5, 2), (0, 0))]
 )
-def test_what_a_stride_of_0_repeats_is_there_once(
+def test_repeats_of_a_stride_of_0_are_removed(
     shape: tuple[int, ...], stride: tuple[int, ...], tmp_path: Path
 ) -> None:
     whole = torch.arange(4.0).as_strided(shape, stride)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.batchnorm.pooling import pool
 from ckpttool.distributed import collectives
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
@@ -79,19 +78,19 @@ def train_as_torch_converted_it(rank: int, world_size: int) -> Any:
     return state(trainer.ddp.module)
 
 
-def test_a_model_that_torch_has_converted_trains_on_a_cpu_too(run_ranks: Any) -> None:
+def test_a_model_that_torch_has_converted_trains_on_a_cpu(run_ranks: Any) -> None:
     expected = reference(60, 12, epochs=1)
     for ours in run_ranks(2, train_as_torch_converted_it):
         assert all(torch.allclose(ours[name], tensor, atol=1e-9) for name, tensor in expected.items())
 
 
-def test_plain_does_not_so_that_the_test_above_can_fail(run_ranks: Any) -> None:
+def test_plain_does_not_follow_the_one_process_run(run_ranks: Any) -> None:
     expected = reference(60, 12, epochs=4)
     ours, _, _ = run_ranks(2, train, 60, 4, {"batch_size": 12})[0]
     assert not torch.allclose(ours["0.weight"], expected["0.weight"], rtol=0, atol=1e-3)
 
 
-def test_ranks_with_fewer_passes_of_an_accumulated_batch_come_through_as_often(run_ranks: Any) -> None:
+def test_ranks_with_fewer_passes_of_an_accumulated_batch_stay_equal(run_ranks: Any) -> None:
     settings = {"batchnorm": "sync", "batch_size": 5, "accumulate": 3}
     (one, _, _), (other, _, _) = run_ranks(2, train, 10, 2, settings)
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -100,37 +99,88 @@ def test_ranks_with_fewer_passes_of_an_accumulated_batch_come_through_as_often(r
 # ---- pooled -----------------------------------------------------------------------------------------------
 
 
-def pool_and_keep(rank: int, world_size: int) -> Any:
-    trainer = make_trainer(rank, world_size, 30, batchnorm="pooled", batch_size=10)
+class Branches(nn.Module):
+    """Layers that see the samples themselves, so what they see depends on no other layer's statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual = nn.BatchNorm2d(1)
+        self.average = nn.BatchNorm2d(1, momentum=None)
+        self.twice = nn.BatchNorm2d(1, momentum=0.3, affine=False)
+        self.untracked = nn.BatchNorm2d(1, track_running_stats=False)
+        self.fixed = nn.BatchNorm2d(1)
+        self.head = nn.Linear(36, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.fixed.eval()  # even if the whole model is put into training mode
+        if x.dtype == torch.float64:
+            x = x + 1000  # a large mean must cost no digits; float32 itself loses them
+        seen = self.usual(x) + self.average(input=x) + self.twice(x) + self.twice(x * 2)
+        return self.head((seen + self.untracked(x) + self.fixed(x)).flatten(1))
+
+
+def train_branches(rank: int, world_size: int, dtype: torch.dtype, settings: dict[str, Any]) -> Any:
+    data = trainings.tensors(SHAPE, 22, dtype=dtype)
+    model = trainings.seeded(Branches).to(dtype)
+    settings = {"batch_size": 8, "batchnorm": "pooled", "lr": 0.01, **settings}
+    trainer = trainings.trainer(rank, world_size, data, model, **settings)
     trainings.finish_epoch(trainer)
-    own, met = state(trainer.ddp.module), dict(trainer.statistics.met)
-    saved = saving.capture(trainer)
-    trainer.evaluate()
-    return own, met, saved["model"], state(trainer.ddp.module), saved["statistics"]
+    trainings.finish_epoch(trainer)
+    saved = saving.capture(trainer)["model"]
+    return state(trainer.ddp.module), {name.removeprefix("module."): value for name, value in saved.items()}
 
 
-def test_what_is_saved_is_pooled_as_the_function_does_and_ranks_keep_their_own(run_ranks: Any) -> None:
-    answers = run_ranks(3, pool_and_keep)
-    for layer, momentum in (("1", 0.1), ("4", None)):
-        means, variances = (
-            [own[f"{layer}.running_{kind}"] for own, *_ in answers] for kind in ("mean", "var")
-        )
-        assert not torch.equal(means[0], means[1])
-        met = [met[layer] for _, met, *_ in answers]
-        sizes = [values / batches for values, batches in met]
-        batches = [count for _, count in met] if momentum is None else None
-        expected = pool(means, variances, sizes, batches=batches)
-        for _, _, saved, _, _ in answers:
-            assert torch.allclose(saved[f"module.{layer}.running_mean"], expected.mean, rtol=1e-12)
-            assert torch.allclose(saved[f"module.{layer}.running_var"], expected.variance, rtol=1e-12)
-            assert saved[f"module.{layer}.num_batches_tracked"].item() == 3
-    for own, _, _, after, statistics in answers:
-        assert all(torch.equal(own[name], after[name]) for name in own)
-        assert len(statistics) == 3
+TOLERANCES = [(torch.float32, 1e-6), (torch.float64, 1e-12)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 4, 7], ids="{} ranks".format)
+def test_pooled_statistics_are_those_of_one_process_with_the_whole_batch(
+    run_ranks: Any, size: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """Batches of 8, 8 and 6 samples: with four ranks two samples a rank, with seven one or none."""
+    data = trainings.tensors(SHAPE, 22, dtype=dtype)
+    expected = state(trainings.alone(lambda: Branches().to(dtype), data, 8, 2, lr=0.01))
+    for own, saved in run_ranks(size, train_branches, dtype, {}):
+        for name, tensor in expected.items():
+            if "running" in name:
+                for found in (own[name], saved[name]):
+                    assert found.dtype == dtype
+                    assert torch.allclose(found, tensor, rtol=tolerance, atol=0), name
+            elif "num_batches" in name:
+                assert own[name].item() == saved[name].item() == tensor.item(), name
+
+
+def record_passes(rank: int, world_size: int) -> Any:
+    """Train on a batch of 10 in three passes, of which rank 1 has fewer samples in the last ones."""
+    data = trainings.tensors(SHAPE, 10, dtype=torch.float64)
+    model, inputs = trainings.seeded(Branches).double(), []
+    model.usual.register_forward_pre_hook(lambda layer, given: inputs.append(given[0].detach().clone()))
+    settings = {"batch_size": 5, "accumulate": 3, "batchnorm": "pooled"}
+    trainer = trainings.trainer(rank, world_size, data, model, **settings)
+    inputs.clear()
+    passes = []
+    for _ in trainer.steps():
+        passes.append(inputs[: len(inputs)])
+        inputs.clear()
+    return passes, state(trainer.ddp.module)
+
+
+def test_passes_of_an_accumulated_batch_are_pooled_one_by_one(run_ranks: Any) -> None:
+    """Rank 0 has 3 samples in 3 passes and rank 1 has 2 in 2: the last pass is of rank 0 alone."""
+    (first, own), (second, other) = run_ranks(2, record_passes)
+    layer = nn.BatchNorm2d(1).double()
+    for ours, theirs in zip(first, second, strict=True):
+        assert (len(ours), len(theirs)) == (3, 2)
+        for number, part in enumerate(ours):
+            layer(torch.cat([part, *theirs[number : number + 1]]))
+    for name, tensor in layer.named_buffers():
+        assert torch.allclose(own[f"usual.{name}"], tensor, rtol=1e-12)
+        assert torch.equal(own[f"usual.{name}"], other[f"usual.{name}"])
 
 
 def go_on(rank: int, world_size: int, stop: int | None) -> Any:
-    """Six steps; stopped and gone on from a checkpoint in between, or not. The evaluation must not show."""
+    """Take six steps, without a stop or resumed from a checkpoint in between and evaluated there."""
     settings = {"batchnorm": "pooled", "batch_size": 10, "epochs": 1}
     trainer = make_trainer(rank, world_size, 60, **settings)
     for step, _ in enumerate(trainer.steps(), 1):
@@ -145,11 +195,25 @@ def go_on(rank: int, world_size: int, stop: int | None) -> Any:
     return saving.capture(trainer)["digests"]["model"]
 
 
-def test_a_pooled_run_that_goes_on_is_the_run_that_never_stopped(run_ranks: Any) -> None:
+def test_a_resumed_pooled_run_equals_one_that_never_stopped(run_ranks: Any) -> None:
     assert run_ranks(2, go_on, None) == run_ranks(2, go_on, 2)
 
 
-def count_compiled(rank: int, world_size: int) -> Any:
+def weights_after(rank: int, world_size: int, kind: str) -> Any:
+    trainer = make_trainer(rank, world_size, 30, batchnorm=kind, batch_size=10)
+    trainings.finish_epoch(trainer)
+    return state(trainer.ddp.module)
+
+
+def test_pooled_changes_no_weight_and_ranks_agree_to_the_bit(run_ranks: Any) -> None:
+    plain, _ = run_ranks(2, weights_after, "plain")
+    pooled, other = run_ranks(2, weights_after, "pooled")
+    assert all(torch.equal(pooled[name], other[name]) for name in pooled)
+    for name, tensor in plain.items():
+        assert torch.equal(pooled[name], tensor) == ("running" not in name), name
+
+
+def train_compiled(rank: int, world_size: int) -> Any:
     torch._dynamo.reset()
     data = trainings.tensors(SHAPE, 30, dtype=torch.float64)
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
@@ -159,34 +223,13 @@ def count_compiled(rank: int, world_size: int) -> Any:
     trainings.finish_epoch(trainer)
     with torch._dynamo.config.patch(error_on_recompile=True):
         trainings.finish_epoch(trainer)
-    return list(trainer.statistics.met.values())
+    return state(trainer.ddp.module)["_orig_mod.2.running_mean"], net[2].num_batches_tracked.item()
 
 
-def test_counts_of_a_compiled_model_are_no_part_of_what_is_compiled(run_ranks: Any) -> None:
-    """Else each count would be compiled anew. Twice 30 samples in batches of 12 on two ranks: 6, 6 and 3."""
-    assert run_ranks(2, count_compiled, timeout=90) == [[(30, 6)], [(30, 6)]]
-
-
-class Named(nn.Module):
-    """Calls its BatchNorm by the name of its argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(36, 10), nn.BatchNorm1d(10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(input=self.linear(x.flatten(1)))
-
-
-def count_by_name(rank: int, world_size: int) -> Any:
-    data = trainings.tensors(SHAPE, 30)
-    trainer = trainings.trainer(rank, world_size, data, Named(), batchnorm="pooled", batch_size=12)
-    trainings.finish_epoch(trainer)
-    return list(trainer.statistics.met.values())
-
-
-def test_a_layer_that_is_given_its_input_by_name_is_counted(run_ranks: Any) -> None:
-    assert run_ranks(2, count_by_name) == [[(15, 3)], [(15, 3)]]
+def test_a_compiled_model_is_pooled_without_being_compiled_anew(run_ranks: Any) -> None:
+    (mean, batches), (other, _) = run_ranks(2, train_compiled, timeout=90)
+    assert torch.equal(mean, other)
+    assert batches == 6
 
 
 def evaluate_pooled(rank: int, world_size: int) -> Any:
@@ -202,7 +245,7 @@ def test_every_rank_evaluates_the_same_model(run_ranks: Any) -> None:
     assert others == [first, first]
 
 
-# ---- what is refused before it begins ---------------------------------------------------------------------
+# ---- what is refused before training ---------------------------------------------------------------------
 
 
 class Mine(nn.BatchNorm2d):
@@ -212,7 +255,7 @@ class Mine(nn.BatchNorm2d):
 def check(
     model: nn.Module, world_size: int = 2, *, samples: int = 12, device: str = "cpu", **settings: Any
 ) -> None:
-    """On what would be trained on: the check itself looks at the model on the CPU, wherever that is."""
+    """Run the preflight check for a device; the check itself runs the model on the CPU."""
     data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
     place = Place(0, world_size, "gloo", torch.device(device))
     preflight.check(TrainConfig(scheduler="none", **settings), data, model, place)
@@ -233,7 +276,7 @@ def test_a_layer_that_can_not_be_synchronised_is_refused_by_name() -> None:
     check(net, batchnorm="pooled", batch_size=4)
 
 
-def test_the_layers_of_torch_that_need_a_gpu_are_refused_on_a_cpu_with_what_trains_there() -> None:
+def test_torchs_layers_that_need_a_gpu_are_refused_on_a_cpu_with_a_hint() -> None:
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
     with pytest.raises(UsageFault, match="works only on GPUs") as fault:
         check(net, batchnorm="plain", batch_size=4)
@@ -245,7 +288,7 @@ class Torchs(nn.SyncBatchNorm):
     pass
 
 
-def test_one_derived_from_them_is_refused_there_under_sync_too() -> None:
+def test_a_class_derived_from_torchs_syncbatchnorm_is_refused_on_a_cpu() -> None:
     net = make_net()
     net[1] = Torchs(4).double()
     with pytest.raises(UsageFault, match="works only on GPUs") as fault:
@@ -269,7 +312,7 @@ def test_torchs_own_layers_need_every_rank_on_gpus_whatever_the_flag() -> None:
         check(net, samples=13, batch_size=4, device="cuda")
 
 
-def test_ranks_that_come_through_torchs_layers_less_often_than_others_are_refused_on_gpus() -> None:
+def test_ranks_that_pass_through_torchs_layers_less_often_than_others_are_refused_on_gpus() -> None:
     """A batch of 5 on 2 ranks in 3 passes: 3 samples in 3, and 2 in 2."""
     fitting = {"batchnorm": "sync", "samples": 10, "batch_size": 5}
     check(make_net(), **fitting, accumulate=3)
@@ -279,14 +322,14 @@ def test_ranks_that_come_through_torchs_layers_less_often_than_others_are_refuse
     assert fault.value.hint == "give another --batch-size or --accumulate"
 
 
-def test_a_model_that_torch_has_converted_is_tried_under_sync() -> None:
+def test_a_model_that_torch_has_converted_is_tried_before_training() -> None:
     net = nn.SyncBatchNorm.convert_sync_batchnorm(make_net())
     net[7] = nn.Linear(17, 10).double()
     with pytest.raises(UsageFault, match="does not take the 1×6×6 samples"):
         check(net, batchnorm="sync", batch_size=4)
 
 
-def test_a_model_compiled_as_one_graph_is_refused_under_pooled_which_counts_outside_of_it() -> None:
+def test_a_model_compiled_as_one_graph_is_refused_under_pooled() -> None:
     torch._dynamo.reset()
     net = nn.Sequential(nn.Flatten(), nn.Linear(36, 10), nn.BatchNorm1d(10)).double()
     compiled = torch.compile(net, backend="eager", fullgraph=True)

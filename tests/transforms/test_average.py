@@ -1,10 +1,11 @@
-"""The mean of checkpoints: every number the exact mean, rounded once."""
+"""The mean of checkpoints: every number is the exact mean, rounded once."""
 
 from __future__ import annotations
 
 import math
 import random
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from safetensors.torch import load_file, save_file
 import ckpttool
 from ckpttool.errors import Refused, UsageFault
 from ckpttool.tensors.dtypes import DTYPES
-from ckpttool.transforms import average, mean
+from ckpttool.transforms.average import average
+from ckpttool.transforms.mean import mean
 from tests.support import comparing
 
 nan, inf = float("nan"), float("inf")
@@ -36,7 +38,7 @@ def meant(values: list[torch.Tensor], weights: list[float] | None = None) -> tor
 
 
 def nearest(exact: Fraction, dtype: torch.dtype) -> float:
-    """The number of a type that is nearest to a fraction, the even one of two: by neighbours, no rounding."""
+    """Return the number of a type nearest to a fraction, even at ties, by comparing neighbours."""
     near = torch.tensor(float(exact), dtype=torch.float64).to(dtype)
     up, down = near.nextafter(torch.tensor(inf, dtype=dtype)), near.nextafter(torch.tensor(-inf, dtype=dtype))
     candidates = [x for x in (down, near, up) if math.isfinite(float(x))]
@@ -75,7 +77,7 @@ def test_weights_are_taken_exactly_as_they_are_written(name: str, weights: list[
         assert value == nearest(exact / sum(map(Fraction, weights)), dtype), values
 
 
-def test_ties_go_to_even_and_what_only_looks_like_a_tie_does_not() -> None:
+def test_ties_round_to_even_and_near_ties_do_not() -> None:
     one, up = 1.0, 1.0 + 2.0**-7  # neighbours in bfloat16
     found = meant([torch.tensor([one, up], dtype=torch.bfloat16), torch.tensor([up, up + 2**-7]).bfloat16()])
     assert found.tolist() == [1.0, 1.0 + 2.0**-6]
@@ -86,7 +88,7 @@ def test_ties_go_to_even_and_what_only_looks_like_a_tie_does_not() -> None:
     assert meant([tiny[0], tiny[1].to(torch.float64)]).tolist()[1] == 0
 
 
-def test_what_cancels_in_float64_does_not_cancel_here() -> None:
+def test_numbers_that_cancel_in_float64_keep_their_mean() -> None:
     parts = [torch.tensor([x], dtype=torch.float64) for x in (1e16, 1.0, -1e16)]
     assert float(meant(parts)) == nearest(Fraction(1, 3), torch.float64)
 
@@ -103,14 +105,16 @@ def test_what_cancels_in_float64_does_not_cancel_here() -> None:
         ("float64", [-0.5356693863868713, 0.25048819184303284, 0.14259059727191925], [0.1, 0.1, 0.2]),
     ],
 )
-def test_numbers_that_cancel_leave_what_they_leave(name: str, row: list[float], weights: Any) -> None:
+def test_numbers_that_nearly_cancel_leave_their_exact_remainder(
+    name: str, row: list[float], weights: Any
+) -> None:
     values = [torch.tensor([value], dtype=TYPES[name]) for value in row]
     given = weights or [1.0] * len(row)
     exact = sum((Fraction(w) * Fraction(float(v)) for w, v in zip(given, values, strict=True)), Fraction())
     assert float(meant(values, weights)) == nearest(exact / sum(map(Fraction, given)), TYPES[name])
 
 
-def test_doubles_at_both_ends_are_averaged_too() -> None:
+def test_the_largest_and_smallest_doubles_are_averaged() -> None:
     largest, smallest = 1.7976931348623157e308, 5e-324
     rows = [[largest, smallest, largest, 3e-310], [largest, smallest, -largest, 5e-310]]
     found = meant([torch.tensor(row, dtype=torch.float64) for row in rows])
@@ -135,7 +139,7 @@ def averaged(folder: Path, *trees: Any, to: str = "out.pt", **given: Any) -> Any
     return torch.load(folder / to, weights_only=True) if to.endswith(".pt") else load_file(folder / to), done
 
 
-def test_the_state_alone_is_averaged_and_counters_are_those_of_the_last(tmp_path: Path) -> None:
+def test_only_the_state_is_averaged_and_counters_come_from_the_last_file(tmp_path: Path) -> None:
     trees = [
         {
             "model": {
@@ -168,7 +172,7 @@ def test_an_average_of_one_file_with_itself_is_the_file(tmp_path: Path) -> None:
     assert found["w"].data_ptr() == found["tied"].data_ptr()
 
 
-def test_ties_stay_only_where_every_file_has_them(tmp_path: Path) -> None:
+def test_ties_stay_only_if_every_file_has_them(tmp_path: Path) -> None:
     base = torch.ones(4)
     found, _ = averaged(tmp_path, {"a": base, "b": base}, {"a": base, "b": base * 3})
     assert (found["a"][0].item(), found["b"][0].item()) == (1.0, 2.0)
@@ -181,7 +185,7 @@ def test_layouts_may_differ_from_file_to_file(to: str, tmp_path: Path) -> None:
     assert torch.equal(found["w"], ((a.double() + b.t().double()) / 2).float())
 
 
-def test_torch_s_averaged_model_agrees(tmp_path: Path) -> None:
+def test_the_mean_agrees_with_torch_averaged_model(tmp_path: Path) -> None:
     from torch.optim.swa_utils import AveragedModel
 
     nets = [torch.nn.Linear(20, 20) for _ in range(4)]
@@ -193,7 +197,7 @@ def test_torch_s_averaged_model_agrees(tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], tensor)
 
 
-def test_running_statistics_are_told(tmp_path: Path) -> None:
+def test_running_statistics_are_listed(tmp_path: Path) -> None:
     state = torch.nn.BatchNorm1d(3).state_dict()
     assert averaged(tmp_path, state, state)[1].statistics == ("running_mean", "running_var")
 
@@ -215,7 +219,7 @@ def test_another_structure_is_refused_naming_the_first_difference(
     assert str(caught.value.hint).startswith("ckpttool diff --model-only ")
 
 
-def test_types_without_a_mean_and_weights_that_are_none_are_refused(tmp_path: Path) -> None:
+def test_types_without_a_mean_and_malformed_weights_are_refused(tmp_path: Path) -> None:
     eight = {"w": torch.ones(2).to(torch.float8_e4m3fn)}
     with pytest.raises(Refused, match="float8_e4m3fn, which can't be averaged"):
         averaged(tmp_path, eight, eight)
@@ -233,3 +237,53 @@ def test_files_of_other_formats_are_averaged_together(tmp_path: Path) -> None:
     new, _ = average([ckpttool.open(tmp_path / "a.pt"), ckpttool.open(tmp_path / "b.safetensors")])
     ckpttool.save(new, tmp_path / "c.safetensors")
     assert load_file(tmp_path / "c.safetensors")["w"].tolist() == [0.5, 0.5]
+
+
+def test_many_small_tensors_are_averaged_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("ckpttool.transforms.average")
+    calls: list[int] = []
+    mean = module.mean
+
+    def counted(raw: list[memoryview], *given: Any) -> memoryview:
+        calls.append(len(raw[0]))
+        found: memoryview = mean(raw, *given)
+        return found
+
+    monkeypatch.setattr(module, "mean", counted)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
+    files = [
+        {f"{i}": torch.full((i % 5, 3), i % 100 + 2.0 * turn, dtype=dtypes[i % 4]) for i in range(2000)}
+        for turn in range(2)
+    ]
+    for turn, state in enumerate(files):
+        torch.save(state, tmp_path / f"{turn}.pt")
+    for out in ("out.pt", "out.safetensors"):
+        new, _ = average([ckpttool.open(tmp_path / f"{turn}.pt") for turn in range(2)])
+        calls.clear()
+        if out == "out.safetensors":
+            new, _ = ckpttool.split_complex(new)
+        ckpttool.save(new, tmp_path / out)
+        assert 0 < len(calls) < 20
+        loaded = ckpttool.open(tmp_path / out).state().load()
+        for i in range(2000):
+            found = loaded[f"{i}"] if f"{i}" in loaded else loaded[f"{i}.real"]
+            assert found.shape == (i % 5, 3)
+            assert bool((found == files[0][f"{i}"] + 1).all()), i
+
+
+def test_means_do_not_depend_on_how_tensors_are_batched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = import_module("ckpttool.transforms.average")
+    generator = torch.Generator().manual_seed(3)
+    for turn in range(3):
+        state = {f"{i}": torch.randn(i % 7, generator=generator) * 10.0 ** (i % 30) for i in range(200)}
+        torch.save(state | {"nan": torch.tensor([float("nan"), 1.0, float("inf")])}, tmp_path / f"{turn}.pt")
+    digests = set()
+    for batch, small, held in ((1 << 18, 1 << 14, 16), (64, 1 << 14, 1), (1, 0, 1)):
+        for name, value in (("BATCH", batch), ("SMALL", small), ("HELD", held)):
+            monkeypatch.setattr(module, name, value)
+        new, _ = average([ckpttool.open(tmp_path / f"{turn}.pt") for turn in range(3)])
+        ckpttool.save(new, tmp_path / "out.safetensors", force=True, verify=True)
+        digests.add((tmp_path / "out.safetensors").read_bytes())
+    assert len(digests) == 1

@@ -1,4 +1,4 @@
-"""Prefixes taken off and put on as the wrappers do it themselves; refused where two keys would become one."""
+"""Prefixes are stripped and added as the wrappers do it; two keys that would become one are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import ckpttool
 from ckpttool.errors import Collision, NothingToDo, UsageFault
-from ckpttool.transforms.keys import add_names, found_prefixes, inner_prefixes, strip_names
+from ckpttool.transforms.renaming import add_names, strip_names
+from ckpttool.transforms.wrappers import found_prefixes, inner_prefixes
 from tests.support.comparing import assert_same
 
 
@@ -27,28 +28,28 @@ def stripped(*names: str, prefix: str = "module.", **given: bool) -> list[str]:
 # Names.
 
 
-def test_a_prefix_is_taken_from_the_front_of_the_keys_that_carry_it() -> None:
+def test_a_prefix_is_stripped_from_the_front_of_the_keys_that_carry_it() -> None:
     assert stripped("module.a", "b", "module.c.d") == ["a", "b", "c.d"]
 
 
-def test_what_only_looks_like_the_prefix_stays() -> None:
+def test_names_that_only_resemble_the_prefix_stay() -> None:
     names = ["features.module.0.weight", "submodule.a", "modulea", "module_list.0", "Module.a", "module"]
     assert stripped(*names) == names
     assert stripped(*names, repeat=True) == names
 
 
-def test_once_is_once_and_repeat_is_until_none_is_left() -> None:
+def test_a_prefix_is_stripped_once_or_with_repeat_until_none_is_left() -> None:
     assert stripped("module.module.a", "module.b") == ["module.a", "b"]
     assert stripped("module.module.a", "module.b", repeat=True) == ["a", "b"]
 
 
-def test_anywhere_is_also_inside_between_whole_parts() -> None:
+def test_anywhere_strips_between_whole_parts_inside_a_name() -> None:
     names = ["0._orig_mod.weight", "_orig_mod.a._orig_mod.b", "not_orig_mod.a", "x._orig_mod"]
     found = stripped(*names, prefix="_orig_mod.", anywhere=True)
     assert found == ["0.weight", "a.b", "not_orig_mod.a", "x._orig_mod"]
 
 
-def test_anywhere_without_repeat_takes_one_of_two_in_a_row() -> None:
+def test_anywhere_without_repeat_strips_one_of_two_in_a_row() -> None:
     assert stripped("a.module.module.b", anywhere=True) == ["a.module.b"]
     assert stripped("a.module.module.b", anywhere=True, repeat=True) == ["a.b"]
 
@@ -57,7 +58,7 @@ def test_a_prefix_of_several_parts_is_one_prefix() -> None:
     assert stripped("ema.module.a", "module.b", prefix="ema.module.") == ["a", "module.b"]
 
 
-def test_a_prefix_of_a_million_letters_is_no_matter() -> None:
+def test_a_prefix_of_a_million_letters_is_stripped_quickly() -> None:
     assert stripped("module." * 150_000 + "a", repeat=True) == ["a"]
     assert stripped("x." + "module." * 150_000 + "a", repeat=True, anywhere=True) == ["x.a"]
     assert len(found_prefixes(["module." * 150_000 + "a"])) < 100
@@ -99,7 +100,7 @@ prefixes = st.sampled_from(["module.", "_orig_mod.", "a.", "ema.module."])
 
 
 @given(names, prefixes)
-def test_what_was_added_can_be_taken_off(names: list[str], prefix: str) -> None:
+def test_stripping_undoes_adding(names: list[str], prefix: str) -> None:
     added = list(add_names(names, prefix).names.values())
     assert list(strip_names(added, prefix).names.values()) == names
 
@@ -129,21 +130,21 @@ def judged(*names: str, versions: Any = None, **given: bool) -> list[tuple[str, 
     return [(found.prefix, found.certain) for found in found_prefixes(names, versions, **given)]
 
 
-def test_a_prefix_that_all_keys_carry_is_a_wrapper_s() -> None:
+def test_a_prefix_that_all_keys_carry_is_a_wrapper() -> None:
     assert judged("module.a.w", "module.b.w") == [("module.", True)]
     assert judged("module.a.w", "module.b.w", versions={"": {}, "module": {}, "module.a": {}}) == [
         ("module.", True)
     ]
 
 
-def test_a_module_that_other_keys_stand_beside_may_be_called_so() -> None:
+def test_a_prefix_that_other_keys_lack_may_be_a_module() -> None:
     (found,) = found_prefixes(["module.a", "head.w"])
     assert not found.certain
     assert found.reason == "1 keys lack it: it may be a module of that name"
 
 
-def test_a_module_without_parameters_beside_it_is_a_sign_too() -> None:
-    """`_metadata` names it, where the keys do not; inside the module it is none."""
+def test_a_sibling_module_without_parameters_makes_a_prefix_uncertain() -> None:
+    """`_metadata` names the sibling that the keys lack; a module inside the prefix is no sibling."""
     versions = {"": {}, "module": {}, "module.a": {}, "relu": {}}
     (found,) = found_prefixes(["module.a.w"], versions)
     assert (found.certain, found.reason) == (False, "there may be a module of that name beside 'relu'")
@@ -152,19 +153,19 @@ def test_a_module_without_parameters_beside_it_is_a_sign_too() -> None:
     assert judged("module.module.a.w", versions=nested) == [("module.", True), ("module.module.", False)]
 
 
-def test_an_average_s_counter_is_no_sign_against_it() -> None:
+def test_the_counter_of_an_average_keeps_the_prefix_certain() -> None:
     (found,) = found_prefixes(["n_averaged", "module.a", "module.b"])
     assert (found.keys, found.of, found.wrapper, found.certain) == (2, 3, "AveragedModel", True)
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."])
-def test_names_that_no_model_gives_its_modules_are_certain(prefix: str) -> None:
+def test_prefixes_that_no_module_is_named_after_are_certain(prefix: str) -> None:
     assert judged(f"{prefix}a.w", "head.w") == [(prefix, True)]
     (found,) = inner_prefixes([f"0.{prefix}w", f"1.a.{prefix}b.{prefix}w", "not" + prefix, "2.w"])
     assert (found.prefix, found.keys, found.of) == (prefix, 2, 4)
 
 
-def test_what_lightning_s_modules_hold_is_offered_and_only_in_lightning_s_files() -> None:
+def test_attributes_of_lightning_modules_are_offered_in_lightning_files_only() -> None:
     names = ["model.a.w", "loss.w"]
     assert judged(*names) == []
     assert judged(*names, lightning=True) == [("model.", False)]
@@ -182,7 +183,7 @@ def test_an_average_beside_the_model_is_offered() -> None:
 
 
 class Net(torch.nn.Module):
-    """Modules of several versions, nesting, a buffer, ties, and a name that holds the prefix inside."""
+    """A model of nested modules of several versions, a buffer, ties, and a name with the prefix inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +208,7 @@ def saved(value: Any, path: Path) -> Path:
 
 
 def rewritten(change: Any, path: Path, **given: Any) -> Any:
-    """What torch loads after a command that writes another `.pt`."""
+    """Return what torch loads after a command that writes another `.pt`."""
     changed, _ = change(ckpttool.open(path), **given)
     ckpttool.save(changed, path.with_suffix(".out.pt"), force=True)
     return torch.load(path.with_suffix(".out.pt"), weights_only=False)
@@ -218,7 +219,7 @@ def metadata(state: Any) -> Any:
 
 
 @pytest.mark.usefixtures("group")
-def test_stripping_what_ddp_saved_gives_what_the_plain_model_saves(tmp_path: Path) -> None:
+def test_stripping_a_ddp_state_gives_the_plain_state(tmp_path: Path) -> None:
     net = Net()
     wrapped = torch.nn.parallel.DistributedDataParallel(net)
     found = rewritten(ckpttool.strip_prefix, saved(wrapped.state_dict(), tmp_path / "ddp.pt"))
@@ -228,7 +229,7 @@ def test_stripping_what_ddp_saved_gives_what_the_plain_model_saves(tmp_path: Pat
 
 
 @pytest.mark.usefixtures("group")
-def test_adding_to_the_plain_state_gives_what_ddp_saves(tmp_path: Path) -> None:
+def test_adding_to_a_plain_state_gives_the_ddp_state(tmp_path: Path) -> None:
     net = Net()
     wrapped = torch.nn.parallel.DistributedDataParallel(net)
     found = rewritten(ckpttool.add_prefix, saved(net.state_dict(), tmp_path / "plain.pt"))
@@ -236,7 +237,7 @@ def test_adding_to_the_plain_state_gives_what_ddp_saves(tmp_path: Path) -> None:
     assert list(metadata(found)) == list(metadata(wrapped.state_dict()))
 
 
-def test_what_torch_compile_saved_is_stripped_to_the_plain_state(tmp_path: Path) -> None:
+def test_stripping_a_compiled_state_gives_the_plain_state(tmp_path: Path) -> None:
     net = Net()
     path = saved(torch.compile(net).state_dict(), tmp_path / "compiled.pt")
     assert_same(net.state_dict(), rewritten(ckpttool.strip_prefix, path, prefix="_orig_mod."))
@@ -253,7 +254,7 @@ def test_a_compiled_part_is_stripped_anywhere(tmp_path: Path) -> None:
     assert metadata(found) == metadata(plain)
 
 
-def test_an_average_s_counter_stays_beside_the_stripped_model(tmp_path: Path) -> None:
+def test_the_counter_of_an_average_stays_beside_the_stripped_model(tmp_path: Path) -> None:
     net = torch.nn.Linear(2, 2)
     averaged = torch.optim.swa_utils.AveragedModel(net)
     found = rewritten(ckpttool.strip_prefix, saved(averaged.state_dict(), tmp_path / "ema.pt"))
@@ -275,7 +276,7 @@ def test_half_the_keys_carry_the_prefix_and_the_others_stay_in_their_places(tmp_
 
 
 def trained(net: torch.nn.Module, names: bool) -> dict[str, Any]:
-    """An optimizer's state after one step."""
+    """Return an optimizer's state after one step."""
     parameters = list(net.named_parameters()) if names else list(net.parameters())
     groups = [{"params": parameters[:2], "lr": 0.5}, {"params": parameters[2:]}]
     optimizer = torch.optim.AdamW(groups, 0.1)
@@ -323,7 +324,7 @@ def test_everything_else_in_the_file_stays_as_it_is(tmp_path: Path) -> None:
     assert_same(torch.load(saved(tree, tmp_path / "expected.pt")), found)
 
 
-def test_an_average_s_counter_is_taken_out_when_asked(tmp_path: Path) -> None:
+def test_the_counter_of_an_average_is_dropped_when_asked(tmp_path: Path) -> None:
     averaged = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
     path = saved(averaged.state_dict(), tmp_path / "ema.pt")
     assert list(rewritten(ckpttool.strip_prefix, path, drop=["n_averaged"])) == ["weight", "bias"]
@@ -331,7 +332,7 @@ def test_an_average_s_counter_is_taken_out_when_asked(tmp_path: Path) -> None:
         ckpttool.strip_prefix(ckpttool.open(path), drop=["n_average"])
 
 
-def test_all_states_that_carry_the_prefix_lose_it_and_are_told(tmp_path: Path) -> None:
+def test_all_states_that_carry_the_prefix_lose_it_and_are_listed(tmp_path: Path) -> None:
     one = torch.ones(1)
     tree = {
         "state_dict": {"module.a": one, "module.b": one},
@@ -364,7 +365,7 @@ def test_a_state_that_alone_carries_the_prefix_is_named(tmp_path: Path) -> None:
     assert nothing.value.hint == "those of 'model_ema' do: --state model_ema"
 
 
-def test_a_prefix_inside_is_pointed_at(tmp_path: Path) -> None:
+def test_the_hint_names_a_prefix_inside_the_keys(tmp_path: Path) -> None:
     with pytest.raises(NothingToDo) as nothing:
         ckpttool.strip_prefix(ckpttool.open(saved({"0._orig_mod.w": torch.ones(1)}, tmp_path / "f.pt")))
     assert nothing.value.hint == "1 of 1 keys hold '_orig_mod.' inside: --prefix _orig_mod. --anywhere"
@@ -377,7 +378,7 @@ def test_two_parameters_of_an_optimizer_that_would_get_one_name_are_refused(tmp_
         ckpttool.strip_prefix(ckpttool.open(saved(tree, tmp_path / "f.pt")))
 
 
-def test_the_versions_of_wrappers_inside_wrappers_go_with_them(tmp_path: Path) -> None:
+def test_versions_of_nested_wrappers_are_removed_with_their_prefixes(tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
     outer, inner = torch.nn.Module(), torch.nn.Module()
     outer.module, inner.module = inner, net
@@ -389,20 +390,20 @@ def test_the_versions_of_wrappers_inside_wrappers_go_with_them(tmp_path: Path) -
     assert dict(metadata(back)) == dict(metadata(outer.state_dict()))
 
 
-def test_the_state_that_is_named_is_the_one_that_is_renamed(tmp_path: Path) -> None:
+def test_only_the_named_state_is_renamed(tmp_path: Path) -> None:
     tree = {"model": {"module.a": torch.ones(1)}, "model_ema": {"module.a": torch.zeros(1)}}
     found = rewritten(ckpttool.strip_prefix, saved(tree, tmp_path / "f.pt"), state="model_ema")
     assert (list(found["model"]), list(found["model_ema"])) == (["module.a"], ["a"])
 
 
-def test_a_state_that_stands_in_two_places_stays_one(tmp_path: Path) -> None:
+def test_a_state_in_two_places_stays_one(tmp_path: Path) -> None:
     state = {"module.a": torch.ones(1)}
     found = rewritten(ckpttool.strip_prefix, saved({"model": state, "best": state}, tmp_path / "f.pt"))
     assert found["model"] is found["best"]
     assert list(found["best"]) == ["a"]
 
 
-def test_nothing_to_strip_says_which_prefix_there_is(tmp_path: Path) -> None:
+def test_the_hint_names_the_prefix_that_was_found(tmp_path: Path) -> None:
     path = saved({"state_dict": {"_orig_mod.a": torch.ones(1), "b": torch.ones(1)}}, tmp_path / "f.pt")
     with pytest.raises(NothingToDo, match=r"no key of 'state_dict' begins with 'module\.'") as nothing:
         ckpttool.strip_prefix(ckpttool.open(path))
@@ -410,13 +411,13 @@ def test_nothing_to_strip_says_which_prefix_there_is(tmp_path: Path) -> None:
     assert nothing.value.exit_code == 1
 
 
-def test_nothing_to_strip_and_no_prefix_known_shows_a_key(tmp_path: Path) -> None:
+def test_the_hint_shows_a_key_when_no_prefix_is_known(tmp_path: Path) -> None:
     with pytest.raises(NothingToDo) as nothing:
         ckpttool.strip_prefix(ckpttool.open(saved({"conv.weight": torch.ones(1)}, tmp_path / "f.pt")))
     assert nothing.value.hint == "the first key is 'conv.weight'"
 
 
-def test_the_file_that_was_read_is_not_changed(tmp_path: Path) -> None:
+def test_the_input_checkpoint_is_not_changed(tmp_path: Path) -> None:
     path = saved({"module.a": torch.ones(1)}, tmp_path / "f.pt")
     before = path.read_bytes()
     checkpoint = ckpttool.open(path)
@@ -434,7 +435,7 @@ def test_a_file_nested_too_deep_to_copy_is_refused_by_name(tmp_path: Path) -> No
         ckpttool.strip_prefix(ckpttool.open(path))
 
 
-# No part of a name is empty: torch has no module or parameter of that name.
+# No part of a name is empty, as torch has no module or parameter with an empty name.
 part = st.text("amodule_é\n", min_size=1, max_size=8)
 key = st.lists(part, min_size=1, max_size=3).map(".".join)
 keys = st.lists(key, min_size=1, max_size=5, unique=True)
@@ -456,7 +457,7 @@ def test_stripping_what_was_added_is_the_file_again(keys: list[str], prefix: str
 @settings(max_examples=20)
 @given(keys, st.sampled_from(["module.", "_orig_mod.", "module._orig_mod."]))
 def test_adding_what_was_stripped_is_the_file_again(keys: list[str], prefix: str) -> None:
-    """Keys, module versions, the optimizer's names and the average's keys, where all carry the prefix."""
+    """Keys, module versions, the optimizer's names and the average's keys all carry the prefix."""
     parts = prefix.split(".")[:-1]
     paths = [".".join(parts[:count]) for count in range(len(parts) + 1)]
     paths += [prefix + key.rpartition(".")[0] for key in keys if "." in key]

@@ -1,4 +1,4 @@
-"""Axes in another order, other shapes, further names: what torch makes of the same tensors is the oracle."""
+"""Permuted axes, other shapes and further names agree with what torch makes of the same tensors."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def opened(value: Any, folder: Path) -> ckpttool.Checkpoint:
 
 
 def loaded(checkpoint: ckpttool.Checkpoint, folder: Path) -> Any:
-    """What torch reads of the output."""
+    """Return what torch reads from the output."""
     ckpttool.save(checkpoint, folder / "out.pt", force=True)
     return torch.load(folder / "out.pt")
 
 
 @pytest.mark.parametrize("axes", [*itertools.permutations(range(3))], ids=str)
 @pytest.mark.parametrize("view", VIEWS)
-def test_axes_are_ordered_as_torch_orders_them(view: str, axes: tuple[int, ...], tmp_path: Path) -> None:
+def test_axes_are_permuted_as_torch_permutes_them(view: str, axes: tuple[int, ...], tmp_path: Path) -> None:
     new, changed = permute(opened({"w": VIEWS[view], "b": BASE}, tmp_path), [("w", axes)])
     assert changed == ("w",)
     assert_same({"w": VIEWS[view].permute(axes), "b": BASE}, loaded(new, tmp_path))
@@ -55,7 +55,7 @@ def test_axes_are_ordered_as_torch_orders_them(view: str, axes: tuple[int, ...],
 
 
 @given(st.lists(st.integers(0, 4), max_size=4), st.randoms(use_true_random=False))
-def test_any_shape_of_as_many_elements_is_taken_as_torch_takes_it(sizes: list[int], random: Any) -> None:
+def test_any_shape_with_the_same_number_of_elements_matches_torch(sizes: list[int], random: Any) -> None:
     tensor = torch.arange(math.prod(sizes)).reshape(sizes)
     shape = [*sizes, *[1] * random.randint(0, 2)]
     random.shuffle(shape)
@@ -67,7 +67,7 @@ def test_any_shape_of_as_many_elements_is_taken_as_torch_takes_it(sizes: list[in
 
 
 @pytest.mark.parametrize("view", [view for view in VIEWS if view not in ("contiguous", "with an offset")])
-def test_axes_of_size_1_come_and_go_in_a_strided_view_and_no_others(view: str, tmp_path: Path) -> None:
+def test_only_axes_of_size_1_may_change_in_a_strided_view(view: str, tmp_path: Path) -> None:
     found = opened({"w": VIEWS[view]}, tmp_path)
     if view == "conjugate":  # contiguous in memory
         new, _ = reshape(found, [("w", (6, 4))])
@@ -83,7 +83,7 @@ def test_axes_of_size_1_come_and_go_in_a_strided_view_and_no_others(view: str, t
     assert torch.equal(loaded(new, tmp_path)["w"], VIEWS[view].reshape(4, 6))
 
 
-def test_rules_are_applied_in_order_to_every_key_that_fits(tmp_path: Path) -> None:
+def test_rules_are_applied_in_order_to_every_matching_key(tmp_path: Path) -> None:
     state = {f"h.{i}.c_attn.weight": BASE[i] for i in range(2)} | {"h.0.bias": BASE[0, 0]}
     rules = [("*.weight", (1, 0)), ("h.1.*", (1, 0))]
     new, changed = permute(opened(state, tmp_path), rules)
@@ -93,7 +93,7 @@ def test_rules_are_applied_in_order_to_every_key_that_fits(tmp_path: Path) -> No
     assert torch.equal(found["h.1.c_attn.weight"], BASE[1])
 
 
-def test_all_else_stays_as_it_is(tmp_path: Path) -> None:
+def test_everything_else_stays(tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     tree = {"epoch": 3, "model": net.state_dict(), "args": [1, {"x": BASE}]}
     new, _ = permute(opened(tree, tmp_path), [("0.weight", (1, 0))])
@@ -105,13 +105,13 @@ def test_all_else_stays_as_it_is(tmp_path: Path) -> None:
     assert found["model"]._metadata == net.state_dict()._metadata
 
 
-def test_a_parameter_stays_one(tmp_path: Path) -> None:
+def test_a_parameter_stays_a_parameter(tmp_path: Path) -> None:
     new, _ = permute(opened({"w": torch.nn.Parameter(BASE), "b": BASE}, tmp_path), [("w", (2, 1, 0))])
     found = loaded(new, tmp_path)["w"]
     assert isinstance(found, torch.nn.Parameter) and torch.equal(found, BASE.permute(2, 1, 0))
 
 
-def test_tied_tensors_stay_tied_when_both_are_laid_out_anew(tmp_path: Path) -> None:
+def test_tied_tensors_stay_tied_when_both_change(tmp_path: Path) -> None:
     new, _ = permute(opened({"a": BASE, "b": BASE, "c": BASE}, tmp_path), [("[ab]", (1, 0, 2))])
     found = loaded(new, tmp_path)
     assert len({tensor.data_ptr() for tensor in found.values()}) == 1
@@ -119,7 +119,7 @@ def test_tied_tensors_stay_tied_when_both_are_laid_out_anew(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("output", ["out.pt", "out.safetensors"])
-def test_a_tie_that_was_lost_is_one_again_and_the_model_loads(output: str, tmp_path: Path) -> None:
+def test_a_lost_tie_is_restored_and_the_model_loads(output: str, tmp_path: Path) -> None:
     state = {"embed.weight": torch.rand(5, 3), "norm": torch.rand(3)}
     new = tie(opened({"model": state, "epoch": 1}, tmp_path), [("head.weight", "embed.weight")])
     saved = ckpttool.save(new, tmp_path / output)
@@ -151,7 +151,7 @@ REFUSED: dict[str, tuple[Any, type[CkptToolError], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_can_t_be_is_refused_by_name(what: str, tmp_path: Path) -> None:
+def test_impossible_layouts_are_refused_by_name(what: str, tmp_path: Path) -> None:
     change, error, said = REFUSED[what]
     with pytest.raises(error, match=said) as fault:
         change(opened({"w": BASE, "b": BASE[0], "n": 3}, tmp_path))
@@ -159,13 +159,13 @@ def test_what_can_t_be_is_refused_by_name(what: str, tmp_path: Path) -> None:
         assert "in.pt" in fault.value.message
 
 
-def test_the_state_that_is_named_is_changed_and_no_other(tmp_path: Path) -> None:
+def test_only_the_named_state_is_changed(tmp_path: Path) -> None:
     checkpoint = opened({"model": {"w": BASE}, "ema": {"w": BASE + 1}}, tmp_path)
     new, _ = permute(checkpoint, [("w", (2, 0, 1))], state="ema")
     assert_same({"model": {"w": BASE}, "ema": {"w": (BASE + 1).permute(2, 0, 1)}}, loaded(new, tmp_path))
 
 
-def test_a_parameter_of_two_names_stays_one(tmp_path: Path) -> None:
+def test_a_parameter_of_two_names_stays_one_parameter(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(BASE.clone())
     new, _ = permute(opened({"a": parameter, "b": parameter}, tmp_path), [("*", (2, 1, 0))])
     found = loaded(new, tmp_path)

@@ -1,4 +1,4 @@
-"""Parameters renamed inside an optimizer's state, whatever it is keyed by."""
+"""Parameters of an optimizer's state: renamed, checked against a model, keyed by name and by index."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 import ckpttool
 from ckpttool.errors import NothingToDo, Refused
 from ckpttool.inert_pickle.values import OrderedDict_
-from ckpttool.transforms.optimizer import Misfit, mismatched_order, rename_parameters, to_indices, to_names
+from ckpttool.transforms.optimizer import to_indices, to_names
 from ckpttool.transforms.optimizer_assignment import assignments
+from ckpttool.transforms.optimizer_order import Misfit, mismatched_order
+from ckpttool.transforms.optimizer_renaming import rename_parameters
 from tests.support.comparing import assert_same
 
 NAMES = {"module.a": "a", "module.b": "b"}
@@ -42,12 +44,12 @@ def test_a_state_by_name_is_renamed_in_its_order() -> None:
     assert renamed["param_groups"][0]["params"] == ["b", "a"]
 
 
-def test_names_that_are_not_known_stay() -> None:
+def test_unknown_names_stay() -> None:
     optimizer = {"state": {"x": 1}, "param_groups": [{"params": ["x"], "param_names": ["x", "module.a"]}]}
     assert rename_parameters(optimizer, NAMES)["param_groups"][0]["param_names"] == ["x", "a"]
 
 
-def test_nothing_else_is_touched_and_the_original_is_not_changed() -> None:
+def test_other_entries_and_the_original_are_not_changed() -> None:
     optimizer: dict[str, Any] = {
         "state": {},
         "param_groups": [{"params": [0], "param_names": ["module.a"], "betas": (0.9, 0.99), "module.a": 1}],
@@ -62,11 +64,11 @@ def test_nothing_else_is_touched_and_the_original_is_not_changed() -> None:
 @pytest.mark.parametrize(
     "odd", [{"state": 1, "param_groups": 2}, {"state": {}, "param_groups": [None, {"params": 3}]}], ids=str
 )
-def test_what_only_looks_like_an_optimizer_goes_through(odd: dict[str, Any]) -> None:
+def test_malformed_optimizers_are_returned_as_they_are(odd: dict[str, Any]) -> None:
     assert rename_parameters(odd, NAMES) == odd
 
 
-def test_an_ordered_state_stays_one_with_its_attributes() -> None:
+def test_an_ordered_state_keeps_its_kind_and_attributes() -> None:
     state, optimizer = OrderedDict_({"module.a": 1}), OrderedDict_()
     state.attributes, optimizer.attributes = {"x": 1}, {"y": 2}
     optimizer.update({"state": state, "param_groups": []})
@@ -75,14 +77,14 @@ def test_an_ordered_state_stays_one_with_its_attributes() -> None:
     assert (renamed.attributes, renamed["state"].attributes) == ({"y": 2}, {"x": 1})
 
 
-# Whether a state loaded by index meets the parameters it belongs to. Real optimizers, as torch saves them.
+# Whether a state loaded by index fits the parameters, with real optimizers as torch saves them.
 
 
 SCALES = {"a": 0.3, "b": 0.7, "c": 1.1}
 
 
 class Net(torch.nn.Module):
-    """Two layers of the same shape and one of another, made in the order that is asked for."""
+    """A net of two layers of one shape and one of another, created in the given order."""
 
     def __init__(self, order: str = "abc") -> None:
         super().__init__()
@@ -95,7 +97,7 @@ class Net(torch.nn.Module):
 
 
 def trained(order: str = "abc", named: bool = False, groups: bool = False, **given: Any) -> tuple[Net, Any]:
-    """A net and its optimizer after a step; the gradients do not depend on the order."""
+    """Return a net and its optimizer after a step; the gradients do not depend on the order."""
     net = Net(order)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
@@ -107,7 +109,7 @@ def trained(order: str = "abc", named: bool = False, groups: bool = False, **giv
 
 
 def parameters_of(net: torch.nn.Module, named: bool, groups: bool) -> Any:
-    """What a script hands to an optimizer: all parameters, or weights and biases in groups of their own."""
+    """Return the arguments of an optimizer: all parameters, or weights and biases in separate groups."""
     pairs = list(net.named_parameters())
     chosen = [pairs]
     if groups:
@@ -129,7 +131,7 @@ def shapes(net: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("groups", [False, True])
-def test_momentum_in_the_model_s_own_order_fits(named: bool, groups: bool) -> None:
+def test_momentum_in_the_order_of_the_model_fits(named: bool, groups: bool) -> None:
     net, optimizer = trained(named=named, groups=groups)
     check = mismatched_order(net.state_dict(), optimizer.state_dict(), shapes(net))
     assert check.fits
@@ -149,14 +151,14 @@ def test_momentum_of_another_shape_than_the_parameter_at_its_place_is_found() ->
 
 
 @pytest.mark.parametrize("groups", [False, True])
-def test_layers_of_one_shape_that_changed_places_are_found_by_the_names_in_the_file(groups: bool) -> None:
+def test_swapped_layers_of_one_shape_are_found_by_the_names_in_the_file(groups: bool) -> None:
     _, optimizer = trained("abc", named=True, groups=groups)
     check = mismatched_order({}, optimizer.state_dict(), shapes(Net("bac")))
     assert (check.shapes, check.order) == ((), ())
     assert check.names[0] == Misfit(0, "b.weight", "a.weight", "b.weight")
 
 
-def test_without_names_they_are_found_by_the_order_of_the_state_beside_it() -> None:
+def test_swapped_layers_without_names_are_found_by_the_order_of_the_state() -> None:
     net, optimizer = trained("abc", make=torch.optim.SGD, momentum=0.9)
     wrapped = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
     for state in (net.state_dict(), wrapped):
@@ -166,13 +168,13 @@ def test_without_names_they_are_found_by_the_order_of_the_state_beside_it() -> N
     assert mismatched_order({}, optimizer.state_dict(), shapes(Net("bac"))).fits  # nothing tells
 
 
-def test_a_state_in_an_order_that_its_own_optimizer_does_not_fit_says_nothing() -> None:
+def test_a_state_that_its_own_optimizer_does_not_fit_proves_nothing() -> None:
     net, optimizer = trained("abc")
     upside_down = dict(reversed(net.state_dict().items()))
     assert mismatched_order(upside_down, optimizer.state_dict(), shapes(net)).fits
 
 
-def test_a_wrapper_s_prefix_on_the_names_is_no_misfit_and_an_unknown_name_is_one() -> None:
+def test_a_prefix_on_the_names_is_no_misfit_and_an_unknown_name_is_one() -> None:
     net, optimizer = trained(named=True)
     saved = optimizer.state_dict()
     wrapped = rename_parameters(saved, {name: f"module.{name}" for name in shapes(net)})
@@ -192,11 +194,11 @@ def test_a_wrapper_s_prefix_on_the_names_is_no_misfit_and_an_unknown_name_is_one
         ({"state": {}, "param_groups": [{"params": [0], "param_names": []}]}, "0 names"),
     ],
 )
-def test_what_no_optimizer_would_load_is_said(odd: Any, problem: str) -> None:
+def test_an_optimizer_that_cannot_be_compared_says_why(odd: Any, problem: str) -> None:
     assert problem in mismatched_order({}, odd, {"w": (1,)}).problem
 
 
-# Keyed by names, and back.
+# Keyed by name, and back to indices.
 
 
 def saved(folder: Path, tree: Any) -> ckpttool.Checkpoint:
@@ -222,7 +224,7 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("named", [False, True])
-def test_to_names_and_back_is_the_file_as_it_was(maker: str, named: bool, tmp_path: Path) -> None:
+def test_to_names_and_back_restores_the_file(maker: str, named: bool, tmp_path: Path) -> None:
     make, given = MAKERS[maker]
     net, optimizer = trained(make=make, named=named and maker != "LBFGS", **given)
     tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
@@ -237,7 +239,7 @@ def test_to_names_and_back_is_the_file_as_it_was(maker: str, named: bool, tmp_pa
 
 
 @pytest.mark.parametrize("groups", [False, True])
-def test_the_state_by_name_is_what_torch_calls_it_by_its_own_names(groups: bool, tmp_path: Path) -> None:
+def test_the_state_by_name_equals_the_one_torch_writes(groups: bool, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     net, optimizer = trained(groups=groups)
@@ -253,7 +255,7 @@ def test_the_state_by_name_is_what_torch_calls_it_by_its_own_names(groups: bool,
 @pytest.mark.parametrize("maker", ["SGD", "AdamW", "Adagrad"])
 @pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("order", ["bac", "cab", "acb"])
-def test_after_reordering_the_next_step_is_that_of_the_original_bit_for_bit(
+def test_the_next_step_after_reordering_equals_the_original_bit_for_bit(
     maker: str, groups: bool, order: str, tmp_path: Path
 ) -> None:
     make, given = MAKERS[maker]
@@ -272,7 +274,7 @@ def test_after_reordering_the_next_step_is_that_of_the_original_bit_for_bit(
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
-def test_without_reordering_the_same_step_would_be_another(tmp_path: Path) -> None:
+def test_the_next_step_without_reordering_differs(tmp_path: Path) -> None:
     net, optimizer = trained("abc", make=torch.optim.SGD, momentum=0.9)
     other = Net("bac")
     other.load_state_dict(net.state_dict())
@@ -300,7 +302,7 @@ def test_every_optimizer_of_a_file_is_keyed(tmp_path: Path) -> None:
     assert set(found[1]["state"]) == {"weight", "bias"} and "a.weight" in found[0]["state"]
 
 
-def test_keys_that_became_text_on_the_way_through_dcp_are_numbers_again(tmp_path: Path) -> None:
+def test_keys_that_dcp_turned_into_text_become_numbers_again(tmp_path: Path) -> None:
     net, optimizer = trained()
     tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     as_text = {**tree["optimizer"], "state": {str(k): v for k, v in tree["optimizer"]["state"].items()}}
@@ -308,7 +310,7 @@ def test_keys_that_became_text_on_the_way_through_dcp_are_numbers_again(tmp_path
     assert_same(loaded(tmp_path, new), tree)
 
 
-def test_buffers_and_ties_are_no_parameters(tmp_path: Path) -> None:
+def test_buffers_and_ties_are_not_counted_as_parameters(tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
     net[2].weight = net[0].weight
     optimizer = torch.optim.AdamW(net.parameters())
@@ -319,10 +321,10 @@ def test_buffers_and_ties_are_no_parameters(tmp_path: Path) -> None:
     assert found["param_groups"][0]["params"] == [name for name, _ in net.named_parameters()]
 
 
-# What is refused.
+# Refusals.
 
 
-def test_groups_whose_parameters_can_not_be_told_apart_are_refused(tmp_path: Path) -> None:
+def test_groups_with_ambiguous_parameters_are_refused(tmp_path: Path) -> None:
     net = Net()
     groups = [{"params": net.a.parameters()}, {"params": net.b.parameters()}]
     optimizer = torch.optim.SGD([*groups, {"params": net.c.parameters()}], lr=0.1, momentum=0.9)
@@ -358,14 +360,14 @@ def test_names_that_contradict_the_file_s_own_shapes_are_refused(tmp_path: Path)
         to_names(saved(tmp_path, {"model": net.state_dict(), "optimizer": swapped}))
 
 
-def test_lbfgs_is_not_put_in_another_order(tmp_path: Path) -> None:
+def test_reordering_lbfgs_is_refused(tmp_path: Path) -> None:
     net, optimizer = trained(make=torch.optim.LBFGS)
     checkpoint = saved(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
     with pytest.raises(Refused, match="LBFGS"):
         to_indices(checkpoint, parameters=shapes(Net("bac")))
 
 
-def test_where_there_is_nothing_to_do_it_is_said(tmp_path: Path) -> None:
+def test_nothing_to_do_is_an_error(tmp_path: Path) -> None:
     net, optimizer = trained(named=True)
     tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     with pytest.raises(NothingToDo, match="by numbers in this order already"):
@@ -377,7 +379,7 @@ def test_where_there_is_nothing_to_do_it_is_said(tmp_path: Path) -> None:
         to_names(saved(tmp_path, net.state_dict()))
 
 
-def test_a_wrapped_model_s_names_are_matched_with_the_live_model_s(tmp_path: Path) -> None:
+def test_names_of_a_wrapped_model_match_those_of_the_live_model(tmp_path: Path) -> None:
     net, optimizer = trained("abc")
     wrapped = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
     new, done = to_indices(
@@ -397,7 +399,7 @@ def test_a_wrapped_model_s_names_are_matched_with_the_live_model_s(tmp_path: Pat
     groups=st.integers(1, 3),
     data=st.data(),
 )
-def test_an_assignment_is_certain_exactly_when_there_is_one(
+def test_an_assignment_is_certain_exactly_when_it_is_the_only_one(
     parameters: list[tuple[int, ...]], groups: int, data: st.DataObject
 ) -> None:
     chosen = data.draw(

@@ -1,4 +1,4 @@
-"""Keys renamed by regular expressions, and all that carries the names with them."""
+"""Keys are renamed by regular expressions, and everything that carries the names follows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import nn
 
 import ckpttool
 from ckpttool.errors import Collision, NothingToDo, UsageFault
-from ckpttool.transforms.keys import Renaming, rename_keys, rename_names
+from ckpttool.transforms.keys import rename_keys
+from ckpttool.transforms.renaming import Renaming, rename_names
 from tests.support.comparing import assert_same
 
 NAMES = ["backbone.conv1.weight", "backbone.bn1.bias", "head.0.weight"]
@@ -38,9 +39,7 @@ def renamed(names: list[str], *rules: tuple[str, str]) -> list[str]:
         ([("nothing like this", "x")], NAMES),
     ],
 )
-def test_rules_are_applied_as_re_sub_does_in_their_order(
-    rules: list[tuple[str, str]], wanted: list[str]
-) -> None:
+def test_rules_are_applied_in_order_as_re_sub_does(rules: list[tuple[str, str]], wanted: list[str]) -> None:
     assert renamed(NAMES, *rules) == wanted
 
 
@@ -94,7 +93,7 @@ def test_names_keep_their_number_and_order_or_are_refused(names: list[str], old:
     assert renaming.renamed == sum(a != b for a, b in zip(names, wanted, strict=True))
 
 
-# What goes with the keys.
+# Everything that follows the keys.
 
 
 class Block(nn.Module):
@@ -106,7 +105,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks and a head under names that the caller gives."""
+    """A model of two blocks and a head under the given names."""
 
     def __init__(self, blocks: str, first: str, second: str, head: str) -> None:
         super().__init__()
@@ -155,15 +154,13 @@ def test_module_versions_follow_the_keys_as_in_a_model_of_the_new_names(
         ({}, {"a": "a", "": "", "a.b": "a.b"}),
     ],
 )
-def test_paths_of_modules_are_told_by_the_keys_below_them(
-    names: dict[str, str], modules: dict[str, str]
-) -> None:
+def test_module_paths_follow_the_keys_below_them(names: dict[str, str], modules: dict[str, str]) -> None:
     rule = Renaming(names).modules()
     assert {path: rule(path) for path in modules} == modules
 
 
 @given(st.lists(parts, min_size=1, unique=True), st.sampled_from(["", "m.", "m.n."]))
-def test_a_prefix_put_before_all_keys_is_put_before_all_modules(keys: list[str], prefix: str) -> None:
+def test_a_prefix_added_to_all_keys_is_added_to_all_modules(keys: list[str], prefix: str) -> None:
     keys = [f"{key}.weight" for key in keys]
     rule = Renaming({key: prefix + key for key in keys}).modules()
     back = Renaming({prefix + key: key for key in keys}).modules()
@@ -196,7 +193,7 @@ def test_ties_are_recorded_under_the_new_names(tmp_path: Path) -> None:
             assert list(file.keys()) == ["embed.weight"]
 
 
-def test_all_else_in_the_file_stays(tmp_path: Path) -> None:
+def test_everything_else_in_the_file_stays(tmp_path: Path) -> None:
     shared = [1, 2]
     whole: dict[str, Any] = {
         "state_dict": OrderedDict({"a.w": torch.ones(2), "a._extra_state": {"a.w": 1}}),
@@ -211,7 +208,7 @@ def test_all_else_in_the_file_stays(tmp_path: Path) -> None:
     assert_same(wanted, torch.load(tmp_path / "out.pt"))
 
 
-def test_an_average_of_the_model_follows_and_a_state_that_is_named_goes_alone(tmp_path: Path) -> None:
+def test_an_average_is_renamed_with_the_model_unless_a_state_is_named(tmp_path: Path) -> None:
     torch.save({"model": {"a.w": torch.ones(1)}, "ema": {"a.w": torch.zeros(1)}}, tmp_path / "in.pt")
     for state, wanted in ((None, ["b.w", "b.w"]), ("model", ["b.w", "a.w"])):
         new, _ = rename_keys(ckpttool.open(tmp_path / "in.pt"), [("^a", "b")], state=state)
@@ -219,7 +216,7 @@ def test_an_average_of_the_model_follows_and_a_state_that_is_named_goes_alone(tm
         assert [name for each in torch.load(tmp_path / "out.pt").values() for name in each] == wanted
 
 
-def test_no_key_that_changes_is_nothing_to_do(tmp_path: Path) -> None:
+def test_rules_that_change_no_key_are_nothing_to_do(tmp_path: Path) -> None:
     torch.save({"a.w": torch.ones(1)}, tmp_path / "in.pt")
     for rule in [("^b", "c"), ("a", "a")]:
         with pytest.raises(NothingToDo, match="no key would change") as nothing:
@@ -228,7 +225,7 @@ def test_no_key_that_changes_is_nothing_to_do(tmp_path: Path) -> None:
 
 
 @given(st.lists(parts, unique=True, min_size=1, max_size=6), st.text("abx.01", min_size=1, max_size=3))
-def test_a_renaming_and_its_inverse_are_nothing(names: list[str], prefix: str) -> None:
+def test_a_renaming_and_its_inverse_restore_the_file(names: list[str], prefix: str) -> None:
     assume(not any(name.startswith(prefix) for name in names))
     there = renamed(names, ("^", prefix))
     assert renamed(there, (f"^.{{{len(prefix)}}}", "")) == names

@@ -1,4 +1,4 @@
-"""Changes of a checkpoint: fewer keys, complex numbers apart and together, no more than the state."""
+"""Checkpoints with fewer keys, without some entries, or the state alone."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 
 import ckpttool
 from ckpttool.checkpoint.checkpoint import Checkpoint
-from ckpttool.errors import Collision, NoState, NothingToDo, Refused
-from ckpttool.tensors import values as tensor_values
+from ckpttool.errors import NoState, NothingToDo, Refused
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.transforms import complex_parts, selection
 from tests.support.comparing import assert_same, values
-from tests.support.crafting import dict_of, storage, tensor, torch_zip
 
 
 def opened(value: Any, folder: Path) -> Checkpoint:
@@ -30,7 +26,7 @@ def opened(value: Any, folder: Path) -> Checkpoint:
 
 
 def loaded(checkpoint: Checkpoint, folder: Path) -> Any:
-    """What torch reads of the checkpoint, written as a `.pt` file."""
+    """Return what torch reads from the checkpoint written as a `.pt` file."""
     ckpttool.save(checkpoint, folder / "out.pt", force=True)
     return torch.load(folder / "out.pt", weights_only=False)
 
@@ -75,13 +71,13 @@ def test_the_rest_of_the_checkpoint_stays_when_keys_are_chosen(tmp_path: Path) -
     assert found["epoch"] == 3
 
 
-def test_patterns_know_capitals_apart(tmp_path: Path) -> None:
+def test_patterns_are_case_sensitive(tmp_path: Path) -> None:
     new, _ = selection.select(opened({"A": numbers(1), "a": numbers(1)}, tmp_path), only=["a"])
     assert list(loaded(new, tmp_path)) == ["a"]
 
 
 @pytest.mark.parametrize("which", ["only", "exclude"])
-def test_a_pattern_that_fits_no_key_is_said(which: str, tmp_path: Path) -> None:
+def test_a_pattern_that_matches_no_key_is_nothing_to_do(which: str, tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match=r"no key matches 'head\.\*'") as nothing:
         selection.select(opened(STATE, tmp_path), **{which: ["fc.*", "head.*"]})
     assert "stem.w" in str(nothing.value.hint)
@@ -92,231 +88,9 @@ def test_no_key_left_is_nothing_to_do(tmp_path: Path) -> None:
         selection.select(opened(STATE, tmp_path), exclude=["*"])
 
 
-def test_an_empty_state_has_no_key_that_fits(tmp_path: Path) -> None:
+def test_an_empty_state_has_no_matching_key(tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match="no key matches"):
         selection.select(opened({}, tmp_path), only=["*"])
-
-
-# complex
-
-
-def complex_numbers(*shape: int, dtype: torch.dtype = torch.complex64) -> torch.Tensor:
-    count = torch.Size(shape).numel()
-    real = torch.arange(count, dtype=torch.float32)
-    return torch.complex(real, -real - 1).to(dtype).reshape(shape)
-
-
-def layouts(dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    base = complex_numbers(4, 6, dtype=dtype)
-    return {
-        "base": base,
-        "tied": base,
-        "turned": base.t(),
-        "row": base[1],
-        "column": base[:, 3],
-        "corner": base[1:3, 2:5],
-        "scalar": base[2, 3],
-        "of its own": torch.tensor(1 - 2j, dtype=dtype),
-        "empty": torch.empty(0, 3, dtype=dtype),
-        "empty view": base[4:],
-        "one row": base[:1],
-        "expanded": complex_numbers(1, 3, dtype=dtype).expand(4, 3),
-        "conjugate": base.conj(),
-        "conjugate transposed": base.mH,
-        "conjugate scalar": base[1, 1].conj(),
-    }
-
-
-@pytest.mark.filterwarnings("ignore:.*ComplexHalf")
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32], ids=str)
-def test_complex_tensors_are_split_into_their_parts(dtype: torch.dtype, tmp_path: Path) -> None:
-    state = layouts(dtype)
-    new, names = selection.split_complex(opened({**state, "plain": numbers(2)}, tmp_path))
-    found = loaded(new, tmp_path)
-    assert names == tuple(state)
-    assert list(found) == [*(f"{key}.{part}" for key in state for part in ("real", "imag")), "plain"]
-    for key, whole in state.items():
-        resolved = whole.resolve_conj()
-        for part, wanted in (("real", resolved.real), ("imag", resolved.imag)):
-            assert found[f"{key}.{part}"].dtype == wanted.dtype
-            assert found[f"{key}.{part}"].shape == wanted.shape
-            assert values(found[f"{key}.{part}"]) == values(wanted), (key, part)
-
-
-@pytest.mark.filterwarnings("ignore:.*ComplexHalf")
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32], ids=str)
-def test_split_and_joined_again_a_pt_file_holds_what_it_held(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Views, ties and conjugates included; only that one tensor object had two names is not kept."""
-    state = {**layouts(dtype), "plain": numbers(2)}
-    state["tied"] = state["base"].view(4, 6)
-    split, _ = selection.split_complex(opened(state, tmp_path))
-    ckpttool.save(split, tmp_path / "split.pt")
-    joined, names = selection.join_complex(ckpttool.open(tmp_path / "split.pt"))
-    assert names == tuple(key for key in state if key != "plain")
-    assert_same(state, loaded(joined, tmp_path))
-
-
-@pytest.mark.filterwarnings("ignore:.*ComplexHalf")
-@pytest.mark.parametrize("chunk", [tensor_values.CHUNK, 16])
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.complex32], ids=str)
-def test_parts_that_went_through_safetensors_are_joined_by_value(
-    dtype: torch.dtype, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tensor_values, "CHUNK", chunk)
-    monkeypatch.setattr(complex_parts, "CHUNK", chunk)
-    state = layouts(dtype)
-    split, _ = selection.split_complex(opened(state, tmp_path))
-    ckpttool.save(split, tmp_path / "split.safetensors")
-    joined, _ = selection.join_complex(ckpttool.open(tmp_path / "split.safetensors"))
-    found = loaded(joined, tmp_path)
-    assert sorted(found) == sorted(state)
-    for key, whole in state.items():
-        assert (found[key].dtype, found[key].shape) == (dtype, whole.shape)
-        assert values(found[key]) == values(whole), key
-    assert found["base"].data_ptr() == found["tied"].data_ptr()
-
-
-def test_parts_that_are_no_tensors_of_this_library_are_joined_as_torch_joins(tmp_path: Path) -> None:
-    parts = {"a.imag": numbers(6).view(2, 3).t(), "a.real": -numbers(6).view(3, 2), "b": numbers(1)}
-    joined, names = selection.join_complex(opened(parts, tmp_path))
-    found = loaded(joined, tmp_path)
-    assert names == ("a",)
-    assert torch.equal(found["a"], torch.complex(parts["a.real"], parts["a.imag"].contiguous()))
-    assert list(found) == ["a", "b"]
-
-
-def test_parts_that_repeat_their_elements_too_often_are_refused_at_once(tmp_path: Path) -> None:
-    parts = {
-        "a.real": torch.zeros(1).expand(1 << 20, 1 << 20),
-        "a.imag": torch.zeros(1).expand(1 << 20, 1 << 20),
-    }
-    checkpoint = opened(parts, tmp_path)
-    with pytest.raises(Refused, match="'a' is a view that expands 4 bytes"):
-        selection.join_complex(checkpoint)
-
-
-def test_parts_next_to_each_other_that_are_no_halves_of_one_number_are_not_taken_for_it(
-    tmp_path: Path,
-) -> None:
-    base = numbers(12)
-    parts = {
-        "odd start.real": base[1::2],
-        "odd start.imag": torch.cat([base[2::2], base[:1]]),
-        "odd.real": base[1:10:2],
-        "odd.imag": base[2:11:2],
-        "rows.real": base[0:4],
-        "rows.imag": base[1:5],
-        "swapped.imag": base[0::2],
-        "swapped.real": base[1::2],
-        "one.real": base[4:5],
-        "one.imag": base[5:6],
-    }
-    joined, _ = selection.join_complex(opened(parts, tmp_path))
-    found = loaded(joined, tmp_path)
-    for key, whole in found.items():
-        assert torch.equal(whole, torch.complex(parts[f"{key}.real"], parts[f"{key}.imag"])), key
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"a.real": numbers(2), "b": numbers(2)},
-        {"a.real": numbers(2), "a.imag": numbers(3)},
-        {"a.real": numbers(2), "a.imag": numbers(2).double()},
-        {"a.real": torch.arange(2), "a.imag": torch.arange(2)},
-        {"a.real": numbers(2).bfloat16(), "a.imag": numbers(2).bfloat16()},
-        {"real": numbers(2), "imag": numbers(2)},
-    ],
-    ids=["no partner", "other shape", "other type", "integers", "no such complex type", "no name"],
-)
-def test_what_is_no_pair_is_not_joined(state: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    with pytest.raises(NothingToDo, match="no pair of tensors"):
-        selection.join_complex(opened(state, tmp_path))
-
-
-def test_without_complex_tensors_there_is_nothing_to_split(tmp_path: Path) -> None:
-    with pytest.raises(NothingToDo, match="no tensor is complex"):
-        selection.split_complex(opened(STATE, tmp_path))
-
-
-@pytest.mark.parametrize("order", [["a", "a.imag"], ["a.imag", "a"]])
-def test_a_part_that_would_take_another_key_s_name_is_refused(order: list[str], tmp_path: Path) -> None:
-    both = {"a": complex_numbers(2), "a.imag": numbers(2)}
-    with pytest.raises(Collision, match=r"'a' would be split into 'a\.imag', which already exists"):
-        selection.split_complex(opened({key: both[key] for key in order}, tmp_path))
-
-
-def test_a_pair_whose_name_is_taken_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Collision, match=r"'a\.real' and 'a\.imag' would be joined into 'a'"):
-        selection.join_complex(
-            opened({"a.real": numbers(2), "a.imag": numbers(2), "a": numbers(1)}, tmp_path)
-        )
-
-
-def test_big_endian_complex_numbers_are_split_and_joined_by_value(tmp_path: Path) -> None:
-    pairs = np.array([1 + 2j, -3.5 + 4j], ">c8")
-    body = dict_of({"z": tensor(storage(2, kind="ComplexFloatStorage"), (2,)), "n": tensor(storage(key="1"))})
-    other = np.array([1, 2, 3, 4], ">f4").tobytes()
-    torch_zip(tmp_path / "in.pt", body, {"0": pairs.tobytes(), "1": other}, byteorder="big")
-    split, _ = selection.split_complex(ckpttool.open(tmp_path / "in.pt"))
-    ckpttool.save(split, tmp_path / "split.safetensors")
-    assert load_file(tmp_path / "split.safetensors")["z.imag"].tolist() == [2, 4]
-    for again in (split, ckpttool.open(tmp_path / "split.safetensors")):
-        joined, _ = selection.join_complex(again)
-        assert loaded(joined, tmp_path)["z"].tolist() == [1 + 2j, -3.5 + 4j]
-
-
-def test_big_endian_parts_are_joined_beside_other_big_endian_tensors(tmp_path: Path) -> None:
-    raw = {key: np.array([key, 2, 3, 4], ">f4").tobytes() for key in (1.0, 5.0, 9.0)}
-    body = dict_of({name: tensor(storage(key=str(i))) for i, name in enumerate(("z.real", "z.imag", "n"))})
-    torch_zip(
-        tmp_path / "in.pt", body, {str(i): each for i, each in enumerate(raw.values())}, byteorder="big"
-    )
-    joined, _ = selection.join_complex(ckpttool.open(tmp_path / "in.pt"))
-    found = loaded(joined, tmp_path)
-    assert found["z"].tolist() == [1 + 5j, 2 + 2j, 3 + 3j, 4 + 4j]
-    assert found["n"].tolist() == [9, 2, 3, 4]
-
-
-def test_a_joined_tensor_keeps_requires_grad(tmp_path: Path) -> None:
-    parts = {"a.real": numbers(2).requires_grad_(), "a.imag": numbers(2).requires_grad_()}
-    joined, _ = selection.join_complex(opened(parts, tmp_path))
-    assert loaded(joined, tmp_path)["a"].requires_grad
-
-
-@pytest.mark.parametrize("layout", ["rows", "turned"])
-def test_any_stretch_of_joined_numbers_is_that_part_of_the_whole(layout: str, tmp_path: Path) -> None:
-    parts = {"a.real": numbers(40).reshape(5, 8), "a.imag": -numbers(40).reshape(5, 8)}
-    state = parts if layout == "rows" else {name: part.t() for name, part in parts.items()}
-    joined, _ = selection.join_complex(opened(state, tmp_path))
-    (whole,) = joined.state().tensors.values()
-    data, size = whole.storage.data, whole.dtype.itemsize
-    everything = data.read()
-    for first in range(0, 40 * size, size):
-        for end in range(first, 40 * size + 1, size):
-            assert data.part(first, end - first).read() == everything[first:end]
-
-
-@given(
-    st.lists(st.integers(1, 3), max_size=3).flatmap(
-        lambda shape: st.tuples(
-            st.just(shape),
-            st.lists(st.integers(0, 9), min_size=len(shape), max_size=len(shape)),
-            st.integers(0, 9),
-        )
-    ),
-    st.booleans(),
-)
-def test_any_complex_view_is_itself_after_split_and_join(
-    view: tuple[list[int], list[int], int], conjugate: bool
-) -> None:
-    seen = complex_numbers(60).as_strided(*view)
-    seen = seen.conj() if conjugate else seen
-    with tempfile.TemporaryDirectory() as folder:
-        split, _ = selection.split_complex(opened({"z": seen}, Path(folder)))
-        ckpttool.save(split, Path(folder) / "split.pt")
-        joined, _ = selection.join_complex(ckpttool.open(Path(folder) / "split.pt"))
-        assert_same({"z": seen}, loaded(joined, Path(folder)))
 
 
 # drop
@@ -367,7 +141,7 @@ def test_several_entries_are_dropped_at_once_and_order_and_versions_stay(tmp_pat
 @pytest.mark.parametrize(
     "name", ["nothing", "model.v", "optimizer.param_groups.0", "optimizer.param_groups.1.x", "", "model."]
 )
-def test_a_name_that_no_dict_has_can_not_be_dropped(name: str, tmp_path: Path) -> None:
+def test_dropping_a_missing_name_is_nothing_to_do(name: str, tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match=f"holds nothing named '{name}'"):
         selection.drop(opened(RUN, tmp_path), [name])
 
@@ -381,14 +155,14 @@ def storage_bytes(found: dict[str, torch.Tensor]) -> int:
     )
 
 
-def test_slim_leaves_the_state_alone_in_the_file(tmp_path: Path) -> None:
+def test_slim_keeps_only_the_state(tmp_path: Path) -> None:
     state = OrderedDict(a=numbers(3), n=torch.tensor(1))
     state._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
     found = loaded(selection.slim(opened({"epoch": 1, "model": state}, tmp_path)), tmp_path)
     assert_same(state, found)
 
 
-def test_slim_cuts_off_what_no_tensor_looks_at(tmp_path: Path) -> None:
+def test_slim_cuts_bytes_that_no_tensor_uses(tmp_path: Path) -> None:
     big = numbers(100_000)
     state = {"part": big[50_000:50_003], "row": numbers(100).view(10, 10)[3], "own": numbers(5)}
     found = loaded(selection.slim(opened(state, tmp_path)), tmp_path)
@@ -416,14 +190,14 @@ def test_slim_keeps_ties_and_overlaps_and_strides(tmp_path: Path) -> None:
     assert found["b"].data_ptr() - found["a"].data_ptr() == 200
 
 
-def test_slim_leaves_a_storage_whole_that_something_deeper_looks_at_too(tmp_path: Path) -> None:
+def test_slim_keeps_a_storage_whole_that_a_nested_tensor_uses(tmp_path: Path) -> None:
     big = numbers(100)
     state = {"w": big[10:20], "_extra_state": {"all": big}}
     new = selection.slim(opened({"model": state}, tmp_path), state="model")
     assert_same(torch.load(_saved(state, tmp_path)), loaded(new, tmp_path))
 
 
-def test_slim_trims_storages_that_only_empty_tensors_look_at(tmp_path: Path) -> None:
+def test_slim_trims_storages_that_only_empty_tensors_use(tmp_path: Path) -> None:
     found = loaded(selection.slim(opened({"e": numbers(100)[7:7], "w": numbers(1)}, tmp_path)), tmp_path)
     assert found["e"].shape == (0,)
     assert storage_bytes(found) == 4
@@ -431,7 +205,11 @@ def test_slim_trims_storages_that_only_empty_tensors_look_at(tmp_path: Path) -> 
 
 def test_slim_keeps_parameters_and_types(tmp_path: Path) -> None:
     big = torch.randn(64)
-    state = {"p": torch.nn.Parameter(big[:2]), "c": complex_numbers(9)[4], "b": torch.tensor([True])}
+    state = {
+        "p": torch.nn.Parameter(big[:2]),
+        "c": (1j * numbers(9))[4],
+        "b": torch.tensor([True]),
+    }
     found = loaded(selection.slim(opened(state, tmp_path)), tmp_path)
     assert isinstance(found["p"], torch.nn.Parameter)
     assert {key: values(each) for key, each in found.items()} == {k: values(t) for k, t in state.items()}
@@ -442,9 +220,7 @@ def test_slim_keeps_parameters_and_types(tmp_path: Path) -> None:
     st.lists(st.tuples(st.integers(0, 90), st.integers(0, 10)), min_size=1, max_size=5),
     st.sampled_from([torch.uint8, torch.int16, torch.float64, torch.complex128]),
 )
-def test_whatever_a_slimmed_state_looks_at_it_keeps_its_values(
-    stretches: list[tuple[int, int]], dtype: torch.dtype
-) -> None:
+def test_any_slimmed_state_keeps_its_values(stretches: list[tuple[int, int]], dtype: torch.dtype) -> None:
     big = torch.arange(100).to(dtype)
     state = {str(i): big[begin : begin + count] for i, (begin, count) in enumerate(stretches)}
     with tempfile.TemporaryDirectory() as folder:
@@ -455,9 +231,9 @@ def test_whatever_a_slimmed_state_looks_at_it_keeps_its_values(
         assert storage_bytes({key: each for key, each in found.items() if each.numel()}) <= most + 30
 
 
-def test_a_state_that_is_not_there_is_no_state(tmp_path: Path) -> None:
+def test_a_missing_state_is_refused(tmp_path: Path) -> None:
     checkpoint = opened({"model": STATE}, tmp_path)
-    for change in (selection.select, selection.slim, selection.split_complex, selection.join_complex):
+    for change in (selection.select, selection.slim, complex_parts.split_complex, complex_parts.join_complex):
         with pytest.raises(NoState, match="no state named 'ema'"):
             change(checkpoint, state="ema")
 
@@ -466,13 +242,18 @@ def test_a_file_nested_too_deep_to_copy_is_refused_by_every_change(tmp_path: Pat
     nested: Any = []
     for _ in range(250):
         nested = [nested]
-    state = {"w": numbers(2), "z": complex_numbers(2), "a.real": numbers(1), "a.imag": numbers(1)}
+    state = {
+        "w": numbers(2),
+        "z": 1j * numbers(2),
+        "a.real": numbers(1),
+        "a.imag": numbers(1),
+    }
     checkpoint = opened({"model": state, "deep": nested, "epoch": 1}, tmp_path)
     for change in (
         lambda: selection.select(checkpoint, only=["w"]),
         lambda: selection.cast(checkpoint, DTYPES["float16"]),
-        lambda: selection.split_complex(checkpoint),
-        lambda: selection.join_complex(checkpoint),
+        lambda: complex_parts.split_complex(checkpoint),
+        lambda: complex_parts.join_complex(checkpoint),
         lambda: selection.drop(checkpoint, ["epoch"]),
     ):
         with pytest.raises(Refused, match="nested too deeply"):

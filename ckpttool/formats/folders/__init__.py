@@ -1,0 +1,1 @@
+"""Checkpoints of several files: shards with an index, DCP folders."""

@@ -1,19 +1,17 @@
-"""DCP folders, as `torch.distributed.checkpoint` saves them, read without torch.
+"""Reading DCP folders, as `torch.distributed.checkpoint` saves them, without torch.
 
-`.metadata` is a pickle of dataclasses: which names there are, of what type and size, and which stretch of
-which file holds each of their chunks. Every chunk is a small `torch.save` zip, and so is every value that is
-not a tensor. torch's library would run what these pickles name (`pickle.load`,
-`torch.load(weights_only=False)`) and take all values into memory; here they are read as inert values, and a
-tensor stays a place in a file.
-A tensor that ranks saved in parts is described by its parts, and put together when it is written.
+`.metadata` is a pickle of dataclasses: the names, their types and sizes, and which stretch of which file
+holds each of their chunks. Every chunk is a small `torch.save` zip, and so is every value that is not a
+tensor. torch's library would run what these pickles name (`pickle.load`, `torch.load(weights_only=False)`)
+and load all values into memory; here they are read as inert values, and a tensor stays a place in a file. A
+tensor that ranks saved in parts is described by its parts, and assembled when it is written.
 
-What DCP itself loses is lost before we see it: keys that were numbers are text, empty dicts are gone, ties
-are apart. Source: torch's `distributed/checkpoint`, in it `metadata.py`, `filesystem.py`, `_traverse.py`.
+What DCP itself loses can't be read back: keys that were numbers are text, empty dicts are gone, ties are
+copies. Source: torch's `distributed/checkpoint`: `metadata.py`, `filesystem.py`, `_traverse.py`.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Mapping
 from itertools import pairwise
@@ -23,6 +21,7 @@ from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.pickled_modules import detached
 from ...errors import Damaged, Unreadable, Unsupported
+from ...files.descriptors import allow_open_files
 from ...files.open_source import open_source_descriptor
 from ...inert_pickle.reader import PickleFault, read_pickle
 from ...inert_pickle.values import Global, Record, in_brief
@@ -34,37 +33,35 @@ from ..pytorch.archive import Archive
 NAME = "dcp"
 METADATA = ".metadata"
 ENDING = ".distcp"
-"""How the names of its other files end."""
+"""How the names of the other files end."""
 
 MODULE = "torch.distributed.checkpoint"
 SPARE = 1000
-"""Places of lists that may stay empty, beside as many as 100 for each entry: DCP drops empty items."""
+"""Places of lists that may stay empty, besides 100 for each entry: DCP drops empty items."""
 
 MAX_METADATA = 1 << 30
-"""Bytes of `.metadata`; a million chunks take a third of it."""
+"""The most bytes of `.metadata`; a million chunks take a third of it."""
 
 Path = tuple[str | int, ...]
 
 
 def sniff(head: bytes) -> bool:
+    """Return whether a file that begins with these bytes looks like the metadata of a DCP folder."""
     return head[:1] == b"\x80" and MODULE.encode() in head
 
 
 def read(source: Source) -> Checkpoint:
-    """Reads the metadata and the headers of all chunks; no element is touched.
+    """Read the metadata and the headers of all chunks, and no element of a tensor.
 
     Args:
-        source: the file `.metadata`; its path, or that of its folder, gives where the others are.
+        source: the file `.metadata`; the others are in the same folder.
 
     Raises:
-        Damaged: malformed, a file is missing or cut short, or chunks that are not the whole of a tensor.
-        Unsupported: written through an extension (compression).
+        Damaged: the metadata is malformed, a file is missing or cut short, or chunks overlap or leave gaps.
+        Unsupported: it was written through an extension (compression), or its metadata has more than 1 GB.
     """
-    if source.size > MAX_METADATA:
-        raise Unsupported(source.path, "has metadata of more than 1 GB")
     try:
-        with mmap.mmap(source.fd, source.size, access=mmap.ACCESS_READ) as mapped:
-            metadata = _fields(read_pickle(mapped).value, "Metadata")
+        metadata = _metadata(source)
         items = _Items(source, metadata.get("storage_data"))
         flat = {name: items.value(name, found) for name, found in _names(metadata).items()}
         tree = _nest(flat, metadata.get("planner_data"))
@@ -76,11 +73,37 @@ def read(source: Source) -> Checkpoint:
     return Checkpoint(source, NAME, whole, protocol, shards=tuple(items.files.values()), full=is_full)
 
 
+def file_names(source: Source) -> list[str]:
+    """Return the names of the files that `.metadata` names, without opening them.
+
+    Raises:
+        Damaged: the metadata is malformed.
+        Unsupported: it has more than 1 GB.
+    """
+    try:
+        return sorted(_file_names(_metadata(source).get("storage_data")))
+    except PickleFault as fault:
+        raise Damaged(source.path, str(fault)) from None
+
+
+def _file_names(storage_data: object) -> set[str]:
+    infos = storage_data.values() if isinstance(storage_data, dict) else ()
+    names = [_fields(info, "_StorageInfo").get("relative_path") for info in infos]
+    return {name for name in names if isinstance(name, str)}
+
+
 # The metadata, as inert records.
 
 
+def _metadata(source: Source) -> dict[Any, Any]:
+    """Read the metadata into memory: a mapping of it would end this process if the file became shorter."""
+    if source.size > MAX_METADATA:
+        raise Unsupported(source.path, "has metadata of more than 1 GB")
+    return _fields(read_pickle(source.read(0, source.size)).value, "Metadata")
+
+
 def _fields(value: object, name: str) -> dict[Any, Any]:
-    """The attributes of a dataclass of DCP's."""
+    """Return the attributes of one of DCP's dataclasses."""
     if isinstance(value, Record) and isinstance(value.callable, Global):
         cls = value.callable
         if cls.name == name and cls.module.startswith(MODULE) and isinstance(value.state, dict):
@@ -96,16 +119,22 @@ def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
 
 
 def torch_size(value: object) -> tuple[int, ...]:
-    """A `torch.Size`."""
+    """Return what a `torch.Size` holds.
+
+    Raises:
+        PickleFault: the value is something else, or has too many axes.
+    """
     if isinstance(value, Record) and value.callable == Global("torch", "Size"):
         value = value.args[0] if isinstance(value.args, tuple) and len(value.args) == 1 else None
-    if not isinstance(value, tuple) or len(value) > MAX_AXES or not all(map(is_count, value)):
+    if not isinstance(value, tuple) or not all(map(is_count, value)):
         raise PickleFault("its metadata is malformed: it has an invalid size")
+    if len(value) > MAX_AXES:
+        raise PickleFault(f"has a tensor of {len(value)} axes, and at most {MAX_AXES} are supported")
     return value
 
 
 def _dtype(properties: object) -> DType:
-    """The element type, first of what `TensorProperties` keeps as a tuple."""
+    """Return the element type, which `TensorProperties` keeps as the first item of a tuple."""
     state = properties.state if isinstance(properties, Record) else None
     named = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(named, Global) or named.module != "torch" or named.name not in DTYPES:
@@ -114,7 +143,7 @@ def _dtype(properties: object) -> DType:
 
 
 class _Items:
-    """Where each chunk and value lies, and reading them."""
+    """The chunks and values of a folder: where each lies, and reading them."""
 
     def __init__(self, source: Source, storage_data: object) -> None:
         self.source = source
@@ -123,6 +152,7 @@ class _Items:
         self.places: dict[tuple[object, object], ByteRange] = {}
         if not isinstance(storage_data, dict):
             raise PickleFault("its metadata does not say where anything is stored")
+        allow_open_files(len(_file_names(storage_data)), source.path)
         for index, info in storage_data.items():
             fields = _fields(index, "MetadataIndex")
             offset = fields.get("offset")
@@ -175,7 +205,7 @@ class _Items:
             ends[place.source.fd] = place.offset + place.nbytes
 
     def value(self, name: str, metadata: object) -> object:
-        """A tensor, or what was saved as a value of its own."""
+        """Return a tensor, or a value that is not one."""
         if isinstance(metadata, Record) and metadata.callable in BYTES:
             return self.load(name, None)
         fields = _fields(metadata, "TensorStorageMetadata")
@@ -193,7 +223,7 @@ class _Items:
         return assembled(name, self.source.path, dtype, size, parts)
 
     def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: DType) -> Part:
-        """A chunk, and where it is in its tensor."""
+        """Return a chunk and its place in the tensor."""
         tensor = detached(self.load(name, offsets))
         if not isinstance(tensor, TensorRef) or tensor.dtype is not dtype or tensor.shape != sizes:
             raise PickleFault(f"a chunk of '{name}' is not what the metadata says")
@@ -211,11 +241,11 @@ class _Items:
 BYTES = {Global(f"{MODULE}.metadata", "BytesStorageMetadata")}
 
 
-# The tree, by the paths that the writer kept beside the flat names.
+# The tree, built from the paths that the writer kept for each flat name.
 
 
 def _nest(flat: Mapping[str, object], paths: object) -> dict[str, object]:
-    """What torch's `set_element` builds of the flat names."""
+    """Build the tree of the flat names, as torch's `set_element` does."""
     known = paths if isinstance(paths, dict) else {}
     nest = _Nest(SPARE + 100 * len(flat))
     for name, value in flat.items():
@@ -232,7 +262,7 @@ def _path(value: object, name: str) -> Path:
 
 
 class _Nest:
-    """Dicts and lists inside each other. `spare` is how many places of lists may stay empty."""
+    """Nested dicts and lists, built item by item; at most `spare` places of lists may stay empty."""
 
     def __init__(self, spare: int) -> None:
         self.root: dict[str, object] = {}

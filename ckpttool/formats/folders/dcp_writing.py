@@ -1,4 +1,4 @@
-"""DCP folders written through torch's own library, from tensors mapped from their files."""
+"""Writing DCP folders with torch's own library, from tensors mapped from their files."""
 
 from __future__ import annotations
 
@@ -19,27 +19,29 @@ from ...tensors.to_torch import live_tensors
 from .dcp import torch_size
 
 TOP = "the dict at the top"
-"""What a dict is called that has no name."""
+"""What messages call the outermost dict, which has no name."""
 
 SIZE = Global("torch", "Size")
 
 WITH_FULL = "keep everything with convert --full"
 MOST_TOLD = 4
-"""Objects that an error names one by one."""
+"""How many objects an error names one by one."""
 
 MAX_VALUES = 10_000_000
-"""Values that are written: what appears in several places is written in each, and places can multiply."""
+"""The most values that are written: what appears in several places is written in each."""
 
 
 def write(checkpoint: Checkpoint, folder: str) -> None:
-    """Writes the whole tree by torch's own library, its tensors mapped from their files.
+    """Write the whole tree with torch's own library. Imports torch.
 
     Args:
-        folder: a new or empty one.
+        checkpoint: what to write; its tensors are mapped from their files.
+        folder: an empty folder.
 
     Raises:
-        Refused: the tree holds objects that only their own code could make, or no names to save under; or
-            torch's writer failed.
+        Refused: the tree is no dict, holds objects that only their own code could make, has two paths that
+            are one when joined with dots, or is nested too deeply; or torch's writer failed.
+        Unsupported: an element type that this torch does not have.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -47,10 +49,10 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
 
     check(checkpoint)
     assert isinstance(checkpoint.tree, dict)
-    live = _Live(checkpoint)
-    state = {_name(key): live.value(item, (_name(key),)) for key, item in checkpoint.tree.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch wonders at a save without a process group, and it is meant
+        warnings.simplefilter("ignore")  # of a save without a process group, and of experimental types
+        live = _Live(checkpoint)
+        state = {_name(key): live.value(item, (_name(key),)) for key, item in checkpoint.tree.items()}
         try:
             save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
         except CheckpointException as failed:
@@ -68,7 +70,12 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
 
 
 def check(checkpoint: Checkpoint) -> None:
-    """Raises Refused for what DCP can't hold. Needs no torch, unlike `write`."""
+    """Check that DCP can hold a checkpoint. Needs no torch, unlike `write`.
+
+    Raises:
+        Refused: it is no dict, holds objects, has a key that is another one's text, or a tensor of a type
+            that torch's writer does not take.
+    """
     tree = checkpoint.tree
     if not isinstance(tree, dict):
         raise Refused(
@@ -85,6 +92,13 @@ def check(checkpoint: Checkpoint) -> None:
                 hint=f"{WITH_FULL}, or write a .pt file",
             )
         known.add(name)
+    for name, tensor in checkpoint.tensors():
+        if tensor.dtype.name.startswith("bits"):  # torch asks for the bits of an integer type, and fails
+            raise Refused(
+                checkpoint.path,
+                f"torch can't write '{name[:80]}' as DCP: its type is {tensor.dtype.name}",
+                hint="write a .pt file instead, which keeps every type",
+            )
     objects = [
         (dotted(path), in_brief(value))
         for path, value in checkpoint.named(_inside)
@@ -95,7 +109,7 @@ def check(checkpoint: Checkpoint) -> None:
 
 
 def _objects_refused(path: str, objects: list[tuple[str, str]]) -> Refused:
-    """The error for objects, given as their names and types; the first few are told."""
+    """Return the error for objects, given by name and type; it names the first few."""
     if len(objects) == 1:
         said = "'{}' is an object ({})".format(*objects[0])
     else:
@@ -111,12 +125,12 @@ def _objects_refused(path: str, objects: list[tuple[str, str]]) -> Refused:
 
 
 def _name(key: object) -> str:
-    """What DCP calls an entry of a dict: the key as text."""
+    """Return what DCP calls an entry of a dict: its key as text."""
     return in_brief(key) if isinstance(key, int) else str(key)
 
 
 def _inside(value: object) -> Iterable[Entry] | None:
-    """What is saved of a container, by name; None for what is no container."""
+    """Return the named items that are saved of a container; None for what is no container."""
     if isinstance(value, dict):
         return ((_name(key), item) for key, item in value.items())
     if isinstance(value, list | tuple | set | frozenset):
@@ -125,7 +139,7 @@ def _inside(value: object) -> Iterable[Entry] | None:
 
 
 def _is_data(value: Global | Record | Storage) -> bool:
-    """Whether what a pickle names is data all the same: a tensor, an element type or a size."""
+    """Return whether something that a pickle names is data: a tensor, an element type or a size."""
     if isinstance(value, Storage):
         return False
     if isinstance(value, Global):
@@ -139,23 +153,34 @@ def _is_data(value: Global | Record | Storage) -> bool:
     return tensor_of(value) is not None
 
 
-def lost(tree: object) -> list[str]:
-    """What DCP does not keep, by dotted name: empty dicts, and the module versions of a state dict."""
+def without_models(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint with a dict of tensors in the place of a pickled model, which DCP can't hold."""
+    state = checkpoint.found_state()
+    return checkpoint if state is None or state.module is None else checkpoint.changed(state, lambda v: v)
+
+
+def lost(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the dotted names of what DCP does not keep.
+
+    These are empty dicts, the module versions of a state dict, and of a pickled model its class.
+    """
+    whole = without_models(checkpoint)
     names: list[str] = []
-    for name, value in _dicts(tree):
+    for name, value in _dicts(whole.tree):
         names += [] if value else [name]
         if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
             names += [f"{name}.{attribute}" if name else attribute for attribute in value.attributes]
-    return names
+    return (*names, *whole.opened)
 
 
-def with_keys_made_text(tree: object) -> list[str]:
-    """The dicts of which DCP makes some keys text, such as numbers, by dotted name."""
-    return [name or TOP for name, value in _dicts(tree) if not all(isinstance(key, str) for key in value)]
+def with_keys_made_text(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the dotted names of the dicts that have keys, such as numbers, of which DCP makes text."""
+    dicts = _dicts(without_models(checkpoint).tree)
+    return tuple(name or TOP for name, value in dicts if not all(isinstance(key, str) for key in value))
 
 
 def _dicts(tree: object) -> Iterator[tuple[str, dict[Any, object]]]:
-    """Every dict that DCP takes apart, with its dotted name."""
+    """Yield every dict of which DCP names the entries one by one, with its dotted name."""
     seen: set[int] = set()
     stack: list[tuple[str, object]] = [("", tree)]
     while stack:
@@ -173,12 +198,12 @@ def _dicts(tree: object) -> Iterator[tuple[str, dict[Any, object]]]:
 
 
 def _is_taken_apart(value: list[object]) -> bool:
-    """Whether DCP gives the items of a list names of their own, as it does where a tensor is inside."""
+    """Return whether DCP names the items of a list one by one, as it does if one holds a tensor."""
     return any(tensor_of(inner) is not None for inner in walk(value))
 
 
 class _Live:
-    """Inert values as torch's library takes them: one tensor each, containers as they were."""
+    """Makes of inert values what torch's library takes: live tensors in containers of the same kinds."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.path = checkpoint.path
@@ -204,7 +229,7 @@ class _Live:
         return self.known(value) if isinstance(value, Global | Record) else value
 
     def known(self, value: Global | Record) -> object:
-        """An element type or a size: `check` lets nothing else pass."""
+        """Return the element type or size that a value names; `check` lets nothing else pass."""
         import torch
 
         return getattr(torch, value.name) if isinstance(value, Global) else torch.Size(torch_size(value))

@@ -1,27 +1,17 @@
-"""Writing the formats that are folders: shards with an index, and DCP.
-
-The folder appears whole or not at all. With `full`, what is not a tensor goes as one JSON text (`full`): into
-the index of shards of safetensors, or into DCP as an entry of that name.
-"""
+"""What a folder holds: the format of its checkpoint, the files that belong to one, and those that don't."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import replace
 
-from ...checkpoint import full_json
-from ...checkpoint.checkpoint import OF_TORCH, Checkpoint, State
-from ...errors import UsageFault
-from ...files.commit_folder import replacing_folder
-from ...files.copying import DryOutput, Output
+from ...checkpoint.checkpoint import Checkpoint
+from ...errors import CkptToolError
+from ...files.commit_folder import Replaced, others_in
+from ...files.open_source import open_source_descriptor
 from ...files.suggestions import names_in
-from ...inert_pickle.values import OrderedDict_
-from ...tensors.ref import TensorRef
-from ..pytorch import zip as torch_zip
-from ..safetensors import format as safetensors
-from . import dcp, dcp_writing, sharding
+from ...tensors.ref import ByteRange, Source
+from . import dcp, sharded, sharding
 
 NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
 
@@ -31,177 +21,169 @@ TELLING = (
     (f".safetensors{sharding.INDEX}", sharding.SAFETENSORS),
     (f".bin{sharding.INDEX}", sharding.TORCH),
 )
-"""How names end that tell the format of a folder, in the order in which reading prefers them."""
+"""Name endings that tell the format of a folder, in the order in which reading prefers them."""
+
+OF_TENSORS = (".safetensors", ".bin", ".pt", ".pth", dcp.ENDING)
+"""Name endings of files that an index may name as its own: it can't claim a `notes.txt`."""
 
 
 def kind_of(path: str) -> str | None:
-    """The format of the checkpoint that a folder holds, as the names in it tell; None where none does."""
+    """Return the format of the checkpoint in a folder, judged by the names in it; None if there is none."""
     names = names_in(path)
     return next((kind for ending, kind in TELLING if any(name.endswith(ending) for name in names)), None)
 
 
-def is_of_a_checkpoint(name: str) -> bool:
-    """Whether a file of this name belongs to a sharded or DCP checkpoint, and may be replaced with it."""
-    shard = re.fullmatch(r".+-\d{5}-of-\d{5}\.(safetensors|bin)", name)
-    return bool(shard) or name == dcp.METADATA or name.endswith((sharding.INDEX, dcp.ENDING))
+def files_of_checkpoints(folder: str) -> list[str]:
+    """Return the names of the files of all checkpoints in a folder.
+
+    A file belongs to one only if its index or metadata names it, whatever its own name looks like.
+
+    Args:
+        folder: its path.
+
+    Returns:
+        Names without repetition, those of indexes and metadata last; not each of them need exist.
+
+    Raises:
+        OSError: the folder can't be listed.
+    """
+    telling = sorted(
+        name for name in os.listdir(folder) if name == dcp.METADATA or name.endswith(sharding.INDEX)
+    )
+    named = {file for name in telling for file in _named_by(os.path.join(folder, name))}
+    return [*sorted(named.difference(telling)), *telling]
 
 
-def strangers(path: str) -> list[str]:
-    """What else is in a folder than files that `is_of_a_checkpoint` knows, sorted by name."""
-    return sorted(name for name in os.listdir(path) if not is_of_a_checkpoint(name))
+def _named_by(path: str) -> list[str]:
+    """Return the files beside it that an index or DCP metadata names; none if it is damaged, or not one."""
+    names: list[str] = []
+    with contextlib.suppress(CkptToolError):
+        source = Source(path, open_source_descriptor(path))
+        is_dcp = os.path.basename(path) == dcp.METADATA
+        names = dcp.file_names(source) if is_dcp else sharded.shard_names(source)
+    return [name for name in names if name == os.path.basename(name) and name.endswith(OF_TENSORS)]
+
+
+def replaced_by(checkpoint: Checkpoint, path: str) -> Replaced:
+    """Return what tells the files that a checkpoint replaces when it is written to a folder.
+
+    Args:
+        checkpoint: the one to write.
+        path: the folder to write it to, as it is before. If the checkpoint was read from there, it replaces
+            its own files, else those of all checkpoints in the folder.
+    """
+    if not is_in_place(checkpoint, path):
+        return files_of_checkpoints
+    own = _identity(os.fstat(checkpoint.source.fd))
+    telling = [name for name in os.listdir(path) if _identity_of(os.path.join(path, name)) == own]
+    read = _files_read(checkpoint)
+
+    def replaced(folder: str) -> list[str]:
+        found = {name for name in os.listdir(folder) if _identity_of(os.path.join(folder, name)) in read}
+        named = {file for name in telling for file in _named_by(os.path.join(folder, name))}
+        return [*sorted((found | named).difference(telling)), *telling]
+
+    return replaced
+
+
+def others(checkpoint: Checkpoint, path: str) -> list[str]:
+    """Return the names of what keeps a folder from being replaced: neither replaced nor kept, sorted."""
+    return others_in(path, {*replaced_by(checkpoint, path)(path), *companions(checkpoint, path)})
+
+
+def companions(checkpoint: Checkpoint, path: str) -> list[str]:
+    """Return the names of the other files that stay when a checkpoint replaces the one in its own folder.
+
+    These are the files of a model on the Hugging Face Hub, such as its `config.json`, or another checkpoint.
+
+    Returns:
+        Names, sorted; none if the folder is another one. What is not a regular file can't be kept.
+    """
+    if not is_in_place(checkpoint, path):
+        return []
+    read = _files_read(checkpoint)
+    files = {name: place for name in os.listdir(path) if os.path.isfile(place := os.path.join(path, name))}
+    return sorted(name for name, place in files.items() if _identity_of(place) not in read)
+
+
+def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
+    """Return whether replacing `path` would destroy a part of what is read.
+
+    Files are compared by device and inode, so other names of them (links) count too.
+
+    Args:
+        checkpoint: what is written. The files of other checkpoints that it was made of count too.
+        path: an existing output: one of a folder's files that are read, or a folder whose checkpoint would be
+            replaced and that holds a file that is read. A folder that is replaced as a whole by what was read
+            from it is none, and neither is a single file.
+    """
+    if os.path.isdir(path):
+        if is_in_place(checkpoint, path):
+            return False
+        replaced = {_identity_of(os.path.join(path, name)) for name in files_of_checkpoints(path)}
+        return bool(replaced & _files_read(checkpoint))
+    own = _identity_of(path)
+    if own is None:
+        return False
+    if checkpoint.format in NAMES and own in _files_read(checkpoint):
+        return True
+    folder, name = os.path.split(os.path.realpath(path))
+    return own in _files_referred(checkpoint) and name in files_of_checkpoints(folder)
+
+
+def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
+    """Return whether a folder is the one that the checkpoint was read from."""
+    source = _folder_of(checkpoint)
+    return source is not None and os.path.isdir(path) and os.path.samefile(source, path)
+
+
+def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
+    """Return the names of the other files of a folder, such as a `config.json`, that a new one won't have.
+
+    Args:
+        path: the output.
+        kind: its format; any but a folder's has no place for other files.
+    """
+    source = _folder_of(checkpoint)
+    if source is None or kind not in NAMES or is_in_place(checkpoint, path):
+        return ()
+    beside = others_in(source, files_of_checkpoints(source))
+    return tuple(name for name in beside if not name.startswith("."))
 
 
 def _folder_of(checkpoint: Checkpoint) -> str | None:
-    """The folder that a checkpoint was read from, which may have been named by its index; None for a file."""
+    """Return the folder that a checkpoint was read from, perhaps by its index; None if it is a file."""
     if checkpoint.format not in NAMES:
         return None
     folder = checkpoint.path if os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path) or "."
     return folder if os.path.isdir(folder) else None
 
 
-def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
-    """Whether a folder is the one that the checkpoint was read from."""
-    source = _folder_of(checkpoint)
-    return source is not None and os.path.isdir(path) and os.path.samefile(source, path)
+def _files_referred(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:
+    """Return the files in which the bytes of a checkpoint lie, other than the one it was read from."""
+    found: dict[int, Source] = {}
+    seen: set[int] = set()
+    storages = [storage for _, storage in checkpoint.storages()]
+    while storages:
+        storage = storages.pop()
+        if id(storage) not in seen:
+            seen.add(id(storage))
+            storages.extend(storage.origins)
+            if isinstance(storage.data, ByteRange) and storage.data.source is not checkpoint.source:
+                found[id(storage.data.source)] = storage.data.source
+    return {_identity(os.fstat(source.fd)) for source in found.values()}
 
 
-def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
-    """The files beside a checkpoint, such as a `config.json`, that the new folder of it does not have."""
-    source = _folder_of(checkpoint)
-    if source is None or kind not in NAMES or is_in_place(checkpoint, path):
-        return ()
-    return tuple(name for name in strangers(source) if not name.startswith("."))
+def _files_read(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:
+    return {_identity(os.fstat(source.fd)) for source in (checkpoint.source, *checkpoint.shards)}
 
 
-def companions(checkpoint: Checkpoint, path: str) -> list[str]:
-    """The other files that stay where a folder is written in place of the one that was read.
-
-    Those of a model of the Hugging Face Hub, such as its `config.json`, or another checkpoint; none where one
-    of them is not a regular file, or the folder is another.
-    """
-    if not is_in_place(checkpoint, path):
-        return []
-    read = {_identity(os.fstat(source.fd)) for source in (checkpoint.source, *checkpoint.shards)}
-    places = {name: os.path.join(path, name) for name in sorted(os.listdir(path))}
-    if not all(map(os.path.isfile, places.values())):
-        return []
-    return [name for name, place in places.items() if _identity(os.stat(place)) not in read]
+def _identity_of(path: str) -> tuple[int, int] | None:
+    try:
+        return _identity(os.stat(path))
+    except OSError:  # removed meanwhile, or a link that leads nowhere
+        return None
 
 
 def _identity(facts: os.stat_result) -> tuple[int, int]:
     return facts.st_dev, facts.st_ino
-
-
-def _link(names: list[str], old: str, new: str) -> None:
-    """Gives files of one folder a place in another too. Raises UsageFault where that can't be."""
-    try:
-        for name in names:
-            os.link(os.path.join(old, name), os.path.join(new, name), follow_symlinks=False)
-    except OSError as error:
-        raise UsageFault(
-            f"{old}: holds other files too ({', '.join(names[:3])}), which can't be kept: "
-            f"{(error.strerror or str(error)).lower()}",
-            hint="choose a new folder as output",
-        ) from error
-
-
-def without_models(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint with a dict of tensors where its state was a pickled model, which DCP can't hold."""
-    state = checkpoint.state() if checkpoint.states() else None
-    return checkpoint if state is None or state.module is None else checkpoint.changed(state, lambda v: v)
-
-
-def lost_in_dcp(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """What DCP does not keep, by dotted name; of a pickled model its class."""
-    whole = without_models(checkpoint)
-    return (*dcp_writing.lost(whole.tree), *whole.opened)
-
-
-def text_keys_in_dcp(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """The dicts whose keys, numbers and the like, are text in DCP, by dotted name."""
-    return tuple(dcp_writing.with_keys_made_text(without_models(checkpoint).tree))
-
-
-class FolderWriting:
-    """One folder: what goes into it.
-
-    Args:
-        state: the model's state; None to write everything that the checkpoint holds.
-        full: keep what DCP itself would lose too.
-        ties: names of the state that are kept as another name of a tensor.
-        shard_size: bytes that a shard may have.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        kind: str,
-        state: State | None,
-        full: bool,
-        ties: Mapping[str, str],
-        shard_size: int,
-    ) -> None:
-        self.checkpoint, self.kind, self.state, self.full = checkpoint, kind, state, full
-        self.ties, self.shard_size = ties, shard_size
-
-    def write(self, path: str, opened: sharding.Opened, check: Callable[[str], None]) -> int:
-        """Writes the folder, lets `check(folder)` check it, and puts it in place; returns its bytes.
-
-        Args:
-            opened: makes an output of a file, given which storages go into it.
-        """
-        kept = companions(self.checkpoint, path)
-        with replacing_folder(path, lambda name: name in kept or is_of_a_checkpoint(name)) as folder:
-            if self.kind == dcp.NAME:
-                dcp_writing.write(self._for_dcp(), folder)
-            else:
-                shards, text = self._shards()
-                sharding.write(folder, self.kind, shards, text, self._write_shard, opened)
-            check(folder)
-            nbytes = sum(entry.stat().st_size for entry in os.scandir(folder))
-            _link(kept, path, folder)
-        return nbytes
-
-    def dry(self) -> int:
-        """The bytes that `write` would write; for DCP only those of the values."""
-        if self.kind == dcp.NAME:
-            whole = self._for_dcp()
-            dcp_writing.check(whole)
-            return sum(tensor.nbytes for _, tensor in whole.tensors())
-        shards, text = self._shards()
-        total = len(text.encode())
-        for shard in shards:
-            out = DryOutput()
-            self._write_shard(shard.name, shard.tensors, out)
-            total += out.position
-        return total
-
-    def _for_dcp(self) -> Checkpoint:
-        if not self.full:
-            return without_models(self.checkpoint)
-        flat = self._flat()
-        return replace(self.checkpoint, tree={**flat.tensors, full_json.ENTRY: flat.text})
-
-    def _flat(self) -> full_json.Flat:
-        return full_json.encode_entry(self.checkpoint.path, self.checkpoint.tree, self.checkpoint.protocol)
-
-    def _shards(self) -> tuple[list[sharding.Shard], str]:
-        """The shards, and the text of their index."""
-        metadata: dict[str, object] = {}
-        if self.state is None:
-            flat = self._flat()
-            tensors: Mapping[str, TensorRef] = flat.tensors
-            metadata[full_json.ENTRY] = flat.text
-        else:
-            tensors = {name: t for name, t in self.state.tensors.items() if name not in self.ties}
-            if self.ties:
-                metadata[sharding.TIES] = dict(self.ties)
-        shards = sharding.cut(self.kind, tensors, self.shard_size)
-        return shards, sharding.index(shards, metadata)
-
-    def _write_shard(self, name: str, tensors: Mapping[str, TensorRef], out: Output) -> None:
-        if self.kind == sharding.SAFETENSORS:
-            metadata = OF_TORCH | dict(self.checkpoint.metadata)
-            safetensors.write(self.checkpoint.path, tensors, metadata, out)
-        else:
-            torch_zip.write(replace(self.checkpoint, tree=OrderedDict_(tensors)), out, name)

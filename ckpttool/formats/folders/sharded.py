@@ -1,8 +1,8 @@
-"""Reads a checkpoint cut into files by an index, the layout of the Hugging Face Hub; `sharding` writes it.
+"""Reading a checkpoint that is cut into shards, in the layout of the Hugging Face Hub.
 
 The index, `model.safetensors.index.json` or another JSON file with a `weight_map`, says which shard holds
-which name. Every shard is opened and held against it: a name is in the shard that the index says, and in no
-other, and a shard holds nothing that the index does not know.
+which name. Every shard is opened and compared with it: a name is in the shard that the index says and in no
+other, and a shard holds nothing that the index does not name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged, Unreadable, Unsupported
+from ...files.descriptors import allow_open_files
 from ...files.open_source import open_source_descriptor
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.ref import Source, TensorRef
@@ -24,31 +25,33 @@ from ..safetensors.strict_json import parse_object
 from .sharding import SAFETENSORS, TIES, TORCH
 
 MAX_INDEX = 100_000_000
-"""Bytes of an index; as many as a safetensors header may have."""
+"""The most bytes of an index; as many as a safetensors header may have."""
 
 KNOWN_FACTS = {"total_size", "total_parameters", full_json.ENTRY, TIES}
-"""What an index's metadata may hold that is counted anew, or read here."""
+"""Entries of an index's metadata that are counted anew, or read here."""
 
 SHARD_FORMATS = ((safetensors, SAFETENSORS), (torch_zip, TORCH), (torch_legacy, TORCH))
 
 
 def sniff(head: bytes) -> bool:
+    """Return whether a file that begins with these bytes may be an index."""
     return head.lstrip()[:1] == b"{"
 
 
 def read(source: Source) -> Checkpoint:
-    """Reads the index and the headers of all shards: one state over several files.
+    """Read the index and the headers of all shards: one state in several files.
 
     Args:
-        source: the index; its path, or that of its folder, gives where the shards are.
+        source: the index; the shards are in the same folder, or below it.
 
     Raises:
-        Damaged: a shard is missing or malformed, or differs from the index; names the shard and the key.
-        Unsupported: JSON that is not an index.
+        Damaged: a shard is missing or malformed, or differs from the index; the message names shard and key.
+        Unsupported: the file is JSON, but not an index.
     """
     index = _parse(source)
     wanted = _wanted(source, index)
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
+    allow_open_files(len(wanted), source.path)
     shards = {name: _read_shard(source, folder, name) for name in wanted}
     _check_distinct(source, {name: shard.source for name, (_, shard) in shards.items()})
     formats = {kind for kind, _ in shards.values()}
@@ -76,11 +79,23 @@ def read(source: Source) -> Checkpoint:
             *(f"metadata '{key}' of the index" for key in facts if key not in KNOWN_FACTS),
         ),
         full=full_json.ENTRY in facts,
+        names=frozenset().union(*(shard.names for shard in checkpoints)),
+        remarks=tuple(remark for shard in checkpoints for remark in shard.remarks),
     )
 
 
+def shard_names(source: Source) -> list[str]:
+    """Return the names of the shards that an index names, without opening them.
+
+    Raises:
+        Damaged: the index is malformed, or names a file outside its folder.
+        Unsupported: it is JSON, but not an index.
+    """
+    return list(_wanted(source, _parse(source)))
+
+
 def _facts(source: Source, index: Mapping[str, Any]) -> dict[str, Any]:
-    """What the index says of the whole; absent or `null` it says nothing."""
+    """Return what the index says of the whole; nothing if its metadata is absent or `null`."""
     facts = index.get("metadata")
     if not isinstance(facts, dict | None):
         raise Damaged(source.path, "its index has malformed metadata")
@@ -90,7 +105,7 @@ def _facts(source: Source, index: Mapping[str, Any]) -> dict[str, Any]:
 def _whole(
     source: Source, facts: Mapping[str, Any], state: OrderedDict_, protocol: int
 ) -> tuple[object, int]:
-    """The state with the ties that the index records, or the whole tree where it holds one (`--full`)."""
+    """Return the state with the ties that the index records, or the whole tree if it holds one (`--full`)."""
     text, ties = facts.get(full_json.ENTRY), facts.get(TIES, {})
     if not isinstance(ties, dict) or not isinstance(text, str | None):
         raise Damaged(source.path, "its index has malformed metadata")
@@ -104,7 +119,7 @@ def _whole(
 
 
 def _wanted(source: Source, index: Mapping[str, Any]) -> dict[str, set[str]]:
-    """The names in each shard, as the index says, the shards in the order of their names."""
+    """Return the names that the index puts into each shard, the shards sorted by name."""
     weight_map = index.get("weight_map")
     if weight_map is None:
         raise Unsupported(source.path, "is JSON, but not the index of a sharded checkpoint")
@@ -132,7 +147,7 @@ def _parse(source: Source) -> dict[str, Any]:
 
 
 def _read_shard(index: Source, folder: str, name: str) -> tuple[str, Checkpoint]:
-    """A shard and the format that it makes of the whole."""
+    """Read a shard; return the format that it makes of the whole, and the shard."""
     path = os.path.join(folder, name)
     try:
         source = Source(path, open_source_descriptor(path))
@@ -148,7 +163,7 @@ def _read_shard(index: Source, folder: str, name: str) -> tuple[str, Checkpoint]
 
 
 def _check_distinct(index: Source, sources: Mapping[str, Source]) -> None:
-    """Two names of one file (a link, or a file system without case) would give its tensors twice."""
+    """Refuse two names of one file (a link, or a file system that ignores case): it would be read twice."""
     files: dict[tuple[int, int], str] = {}
     for name, source in sources.items():
         facts = os.fstat(source.fd)
@@ -171,7 +186,7 @@ def _take(
     found: Mapping[str, object],
     wanted: Mapping[str, set[str]],
 ) -> None:
-    """Adds a shard to the whole. A tie that the shard itself records needs no entry in the index."""
+    """Add a shard to the whole. A tie that the shard itself records needs no entry in the index."""
     for key in sorted(wanted[name] - found.keys()):
         raise Damaged(index.path, f"'{key}' should be in the shard '{name}', and is not")
     ties = {id(value) for key, value in found.items() if key in wanted[name] and isinstance(value, TensorRef)}
@@ -186,6 +201,6 @@ def _take(
 
 
 def _common(maps: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """What all shards say of themselves."""
+    """Return the metadata that all shards have in common."""
     first = next(iter(maps.values()), {})
     return {key: value for key, value in first.items() if all(m.get(key) == value for m in maps.values())}

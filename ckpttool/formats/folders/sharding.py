@@ -1,7 +1,7 @@
-"""A state cut into files of a bounded size, with an index: the layout of the Hugging Face Hub.
+"""Cutting a state into shards of a bounded size, with an index, in the layout of the Hugging Face Hub.
 
-`model-00001-of-00003.safetensors` and its kin hold the tensors, `model.safetensors.index.json` says which
-holds which. The shards of torch files are called `pytorch_model-….bin`.
+`model-00001-of-00003.safetensors` and so on hold the tensors, `model.safetensors.index.json` says which holds
+which. Shards in torch's format are called `pytorch_model-….bin`.
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
 from ...errors import UsageFault
 from ...files.commit import writing_into
 from ...files.copying import Output
-from ...tensors.ref import Storage, TensorRef
+from ...tensors.ref import TensorRef
 
 SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
 STEMS = {SAFETENSORS: ("model", ".safetensors"), TORCH: ("pytorch_model", ".bin")}
@@ -27,49 +26,68 @@ TIES = "ckpttool.ties"
 """The entry of an index's metadata that records which names are another name of a tensor."""
 
 DEFAULT_SIZE = 5 * 10**9
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+PREFIXES = "KMGT"
+UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{p}{b}": 1000 ** (i + 1) for i, p in enumerate(PREFIXES) for b in ("", "B")},
+    **{f"{p}I{b}": 1024 ** (i + 1) for i, p in enumerate(PREFIXES) for b in ("", "B")},
+}
+"""Factors of units in capitals: `5G` is `5GB`, `5Gi` is `5GiB`."""
 
-Opened = Callable[[BinaryIO, Iterable[Storage]], AbstractContextManager[Output]]
+Opened = Callable[[BinaryIO], Output]
 WriteShard = Callable[[str, Mapping[str, TensorRef], Output], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file: its name and what goes into it."""
+    """One file: its name and the tensors in it."""
 
     name: str
     tensors: Mapping[str, TensorRef]
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `500MB` or `1GiB`. Raises UsageFault."""
+    """Return the bytes that a size such as `5GB`, `5G`, `500MB` or `1GiB` means.
+
+    Raises:
+        UsageFault: it is not a size, or less than a byte.
+    """
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if (
         not found
         or found[2].upper() not in UNITS
         or not (size := int(float(found[1]) * UNITS[found[2].upper()]))
     ):
-        raise UsageFault(f"'{text[:80]}' is not a shard size", hint="for example 5GB, 500MB or 1GiB")
+        raise UsageFault(f"'{text[:80]}' is not a shard size", hint="for example 5GB, 5G, 500MB or 1GiB")
     return size
 
 
 def cut(kind: str, tensors: Mapping[str, TensorRef], size: int) -> list[Shard]:
-    """Shards of at most `size` bytes, in the order of the tensors; a larger tensor gets its own.
+    """Cut a state into shards.
 
     Tensors that share a storage go into one shard, so that they can share it there.
+
+    Args:
+        kind: the format: `SAFETENSORS` or `TORCH`.
+        tensors: name -> tensor.
+        size: the most bytes of a shard; a larger tensor gets a shard of its own.
+
+    Returns:
+        The shards, in the order of the tensors; at least one.
     """
     groups: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         groups.setdefault(id(tensor.storage), []).append(name)
     shards: list[list[str]] = [[]]
-    room = size
+    left = size
     for names in groups.values():
         nbytes = max(tensors[names[0]].storage.nbytes, *(tensors[name].nbytes for name in names))
-        if nbytes > room and shards[-1]:
+        if nbytes > left and shards[-1]:
             shards.append([])
-            room = size
+            left = size
         shards[-1] += names
-        room -= nbytes
+        left -= nbytes
     stem, ending = STEMS[kind]
     return [
         Shard(
@@ -81,11 +99,17 @@ def cut(kind: str, tensors: Mapping[str, TensorRef], size: int) -> list[Shard]:
 
 
 def index_name(kind: str) -> str:
+    """Return the name of the index in a folder of this format."""
     return "".join(STEMS[kind]) + INDEX
 
 
 def index(shards: list[Shard], metadata: Mapping[str, object]) -> str:
-    """The index file's text."""
+    """Return the text of the index.
+
+    Args:
+        shards: all of them.
+        metadata: what the index says of the whole, besides its size.
+    """
     total = sum(tensor.nbytes for shard in shards for tensor in shard.tensors.values())
     weight_map = {name: shard.name for shard in shards for name in shard.tensors}
     content = {"metadata": {"total_size": total, **metadata}, "weight_map": weight_map}
@@ -95,15 +119,21 @@ def index(shards: list[Shard], metadata: Mapping[str, object]) -> str:
 def write(
     folder: str, kind: str, shards: list[Shard], text: str, write_shard: WriteShard, opened: Opened
 ) -> None:
-    """Writes the shards and their index into a folder.
+    """Write shards and their index into a folder.
 
     Args:
-        write_shard: writes one of the shards.
-        opened: makes an output of a file, given which storages go into it.
+        folder: an empty folder.
+        kind: the format.
+        shards: what `cut` returned.
+        text: the index's text.
+        write_shard: writes one shard, given its name, its tensors and an output.
+        opened: makes an output of a file.
+
+    Raises:
+        Refused: the format can't hold something.
     """
     for shard in shards:
-        storages = (tensor.storage for tensor in shard.tensors.values())
-        with writing_into(os.path.join(folder, shard.name)) as file, opened(file, storages) as out:
+        with writing_into(os.path.join(folder, shard.name)) as file, opened(file) as out:
             write_shard(shard.name, shard.tensors, out)
     with writing_into(os.path.join(folder, index_name(kind))) as file:
         file.write(text.encode())

@@ -1,13 +1,16 @@
-"""What every zip of torch's has: records under one root, a byte order, and storages kept as `data/<key>`.
+"""What all zip files of torch have: records under one root, a byte order, and storages as `data/<key>`.
 
-The root is the stem of the file's name when it was saved; today's name says nothing.
+The root is the stem of the file's name when it was saved, whatever the file is called now.
 """
 
 from __future__ import annotations
 
+import re
 import zlib
+from collections.abc import Iterator
 
-from ...errors import Damaged, Unsupported
+from ...checkpoint.checkpoint import Remark
+from ...errors import Damaged, Refused, Unsupported
 from ...files.copying import BUFFER
 from ...files.crc32 import crc32_of
 from ...inert_pickle.machine import PickleFault
@@ -17,18 +20,31 @@ from ..zip.inflate import Inflated, inflated, inflated_bytes
 from ..zip.reader import Record, read_directory
 from ..zip.writer import DEFLATED, STORED
 from .storage_id import StorageForm
-from .tensor_pickle import read_torch_pickle
+from .tensor_pickle import ZIP_PARTS, read_torch_pickle
 
 PICKLE = "/data.pkl"
+VERSIONS = range(1, 11)
+"""Versions of the file format that torch 2.15 reads (`kMinSupportedFileFormatVersion` to `kMax…`)."""
+
+LEADING_NUMBER = re.compile(rb"[ \t-\r]*([+-]?[0-9]+)")
+
 LOOKED_UP = (PICKLE, "/byteorder", "/constants.pkl")
-"""Records that are found by their name, or said to be missing; torch finds them in any case of letters."""
+"""Records that are looked up by name; torch finds them in any case of letters."""
 
 
 class Archive:
-    """The records of one file, and the storages made of them: one object per key, whatever refers to it."""
+    """The records of one file, and the storages made of them: one object per key, whatever refers to it.
+
+    Args:
+        source: the open file.
+        place: the range of the file that is the archive; all of it when None.
+
+    Raises:
+        Damaged: the zip is malformed, has records that torch confuses, or an unknown byte order.
+        Unsupported: the zip holds something else than a file of torch.save, which the message names.
+    """
 
     def __init__(self, source: Source, place: ByteRange | None = None) -> None:
-        """Reads the directory of a file, or of the archive that is one stretch of it."""
         self.source = source
         self.records = read_directory(source, place)
         self.root = _root(source, self.records)
@@ -36,12 +52,18 @@ class Archive:
         self.byteorder = self._byteorder()
         self.inflated = Inflated(source)
         self.storages: dict[str, Storage] = {}
+        self.remarks: list[Remark] = [*self._outside(), *self._version()]
 
     def __contains__(self, name: str) -> bool:
         return f"{self.root}/{name}" in self.records
 
     def record(self, name: str) -> Record:
-        """A record by its name under the root. Raises Damaged, or Unsupported for its compression."""
+        """Return a record by its name under the root.
+
+        Raises:
+            Damaged: it is missing.
+            Unsupported: it is compressed by another method than deflate.
+        """
         record = self.records.get(f"{self.root}/{name}")
         if record is None:
             raise Damaged(self.source.path, f"its record '{name[:80]}' is missing")
@@ -55,7 +77,13 @@ class Archive:
         return record
 
     def bytes_of(self, name: str) -> bytes:
-        """A small record, whole, with its checksum checked."""
+        """Return the bytes of a small record.
+
+        Raises:
+            Damaged: it is missing, or does not match its checksum.
+            Unsupported: it is compressed by another method than deflate.
+            Refused: it would inflate to far more than its size.
+        """
         record = self.record(name)
         if record.compression == DEFLATED:
             return inflated_bytes(self.source, record)
@@ -65,14 +93,27 @@ class Archive:
         return data
 
     def read_pickle(self) -> Pickle:
-        """The tree in `data.pkl`; no storage is touched, unless it is compressed."""
+        """Read the tree in `data.pkl`; no storage is read, unless it is compressed.
+
+        Raises:
+            Damaged: the pickle is malformed, or a storage it refers to is missing or of another size.
+            Unsupported, Refused: as `bytes_of`.
+        """
         try:
-            return read_torch_pickle(self.bytes_of("data.pkl"), 0, self.storage)
+            return read_torch_pickle(
+                self.bytes_of("data.pkl"), 0, self.storage, parts=ZIP_PARTS, remarks=self.remarks
+            )
         except PickleFault as fault:
             raise Damaged(self.source.path, str(fault)) from None
 
     def storage(self, key: str, form: StorageForm) -> Storage:
-        """The storage of a persistent id."""
+        """Return the storage of a persistent id, the same object for the same key.
+
+        Raises:
+            Damaged: its record is missing, or of another size.
+            Unsupported: its record is compressed by another method than deflate.
+            Refused: its record would inflate to far more than its size.
+        """
         kind, location, _, nbytes = form
         known = self.storages.get(key)
         if known is None:
@@ -80,7 +121,7 @@ class Archive:
             if record is None or record.compression != STORED:
                 record = self.record(f"data/{key}")
             _, data, size, crc32, compression = record
-            if nbytes != size:  # said before anything is inflated
+            if nbytes != size:  # before anything is inflated
                 raise self._two_sizes(key, nbytes, size)
             if compression == DEFLATED:
                 data = self.inflated.add(record)
@@ -94,9 +135,42 @@ class Archive:
             self.source.path, f"storage '{key[:80]}' should have {nbytes} bytes, its record has {size}"
         )
 
+    def _outside(self) -> Iterator[Remark]:
+        folder = f"{self.root}/"
+        outside = [name for name in self.records if not name.startswith(folder)]
+        if outside:
+            more = f" (and {len(outside) - 1} more)" if outside[1:] else ""
+            yield Remark(
+                f"record '{outside[0][:80]}'{more}", f"is outside '{folder[:80]}': torch refuses the file"
+            )
+
+    def _version(self) -> Iterator[Remark]:
+        """Remark on a version that torch refuses; torch reads its first digits, as C's `strtoull` does."""
+        folder = f"{self.root}/".lower()
+        ending = (name for name in self.records if name[-7:].lower() == "version")
+        found = {name.lower().removeprefix(folder): name for name in ending}
+        full_name = found.get(".data/version") or found.get("version")
+        if full_name is None:
+            yield Remark("record 'version'", "is missing: torch refuses the file")
+            return
+        name = full_name[len(folder) :]
+        try:
+            text = self.bytes_of(name)[:80]
+        except (Damaged, Unsupported, Refused):
+            yield Remark(f"record '{name}'", "can't be read")
+            return
+        number = LEADING_NUMBER.match(text)
+        if not number:
+            yield Remark(f"record '{name}'", "states no number: torch refuses the file")
+        elif int(number[1]) not in VERSIONS:
+            yield Remark(
+                f"record '{name}'",
+                f"states version {int(number[1])}: torch reads {VERSIONS[0]} to {VERSIONS[-1]}",
+            )
+
     def _byteorder(self) -> str:
         if "byteorder" not in self:
-            return "little"  # before torch 2.1 nothing was said and little was meant
+            return "little"  # torch before 2.1 writes no byte order
         order = self.bytes_of("byteorder").decode("ascii", "replace")
         if order not in ("little", "big"):
             raise Damaged(self.source.path, f"has the byte order {order[:20]!r}")
@@ -104,7 +178,7 @@ class Archive:
 
 
 def is_intact(source: Source, record: Record) -> bool | None:
-    """Whether a record's bytes have the checksum that the directory states; None where it states none."""
+    """Read a record; return whether it matches its checksum, None where the directory states none."""
     if record.crc32 is None:
         return None
     try:
@@ -119,7 +193,8 @@ def is_intact(source: Source, record: Record) -> bool | None:
 
 
 def _root(source: Source, records: dict[str, Record]) -> str:
-    # Nearly all records are storages, `<root>/data/<key>`; those looked for are beside their folder.
+    """The folder of `data.pkl`."""
+    # Nearly all records are storages, `<root>/data/<key>`; those looked up are beside that folder.
     top = [name for name in records if "/data/" not in name and name.count("/") == 1]
     for name in top:
         if name.lower().endswith(LOOKED_UP) and not name.endswith(LOOKED_UP):
@@ -129,14 +204,14 @@ def _root(source: Source, records: dict[str, Record]) -> str:
         return roots[0]
     if roots:
         raise Unsupported(source.path, f"holds several files of torch.save: {', '.join(roots)[:80]}")
-    for name, what, hint in STRANGERS:
+    for name, what, hint in OTHERS_BY_ENDING:
         if any(record.endswith(name) for record in records):
             raise Unsupported(source.path, what, hint=hint)
     raise Unsupported(source.path, "is a zip archive without a 'data.pkl', so not a file from torch.save")
 
 
-# Other things that are kept in a zip, by the end of a record's name.
-STRANGERS = (
+# Other things that are kept in a zip file, by how the name of a record ends.
+OTHERS_BY_ENDING = (
     (
         "/archive_format",
         "is an exported program (torch.export), code and all, not a checkpoint",

@@ -1,50 +1,50 @@
-"""Tensors in a pickle as torch.save writes them, recognised at a glance.
+"""Tensors as torch.save writes them, matched whole by a regular expression instead of opcode by opcode.
 
-Nearly every tensor of a checkpoint is a name and thirty opcodes that are always the same: the name
-`_rebuild_tensor_v2`, a storage that was not met before, a shape, a stride, no hooks. One regular expression
-finds them all, and the tensor is made without carrying them out, which is several times as fast. Most are
-like one before, byte for byte but for what counts on, and are known by one comparison. Whatever is unusual in
-any way is left to the machine: a tensor that is not accepted here is not a fault.
-
-A checkpoint may hold 100,000 tensors, and each passes through the one loop below, which is written out for
-speed.
+Nearly every tensor of a checkpoint is a call of `_rebuild_tensor_v2` in thirty opcodes that are always the
+same: a new storage, a shape, a stride, no hooks. Matching them at once takes a third of the time of running
+them, and a checkpoint may hold 100,000 tensors. Anything unusual is left to the machine.
 """
 
 from __future__ import annotations
 
-import mmap
 import re
-from dataclasses import dataclass
+import struct
 from typing import Any, NamedTuple
 
-from ...inert_pickle.machine import Machine, Skipped
+from ...inert_pickle.machine import Machine
 from ...inert_pickle.opcodes import uint4
 from ...inert_pickle.values import ORDERED_DICT, Global, OrderedDict_
 from ...tensors.dtypes import STORAGE_DTYPES, DType
-from ...tensors.ref import MAX_BYTES, TensorRef, extent, new_tensor
+from ...tensors.ref import MAX_BYTES, TensorRef, extent
 from .storage_id import STORAGE_MODULES, FindStorage, StorageForm
 
-GET = rb"(h.|j....)"
+# Named groups are what alike tensors have in common, and the storage's key; unnamed ones are memo indices.
+GET = rb"(?:h.|j....)"
 PUT = rb"r(....)"
 NUMBER = rb"(?:K.|M..|J....)"
-EACH = re.compile(NUMBER, re.DOTALL)
-SIZES = rb"(\)|%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,64}t)(?:r(....))?" % ((NUMBER,) * 4)
-STORAGE = rb"\(%b%bX(.)\0\0\0([0-9]+)%b%b(%b)t%bQ" % (GET, GET, PUT, GET, NUMBER, PUT)
-HOOKS = GET + rb"\)R" + PUT
-TENSOR = rb"\(%b(%b)%b%b([\x88\x89])%bt%bR%b" % (STORAGE, NUMBER, SIZES, SIZES, HOOKS, PUT, PUT)
-HERE = re.compile(rb"()()" + TENSOR, re.DOTALL)  # two empty groups, that all have one number in both
-AFTER_NAME = re.compile(PUT + GET + TENSOR, re.DOTALL)
-"""What follows the text of a tensor's name: the name's memo index first."""
+SIZES = rb"\)|(?:%b\x85|%b{2}\x86|%b{3}\x87|\(%b{4,64}t)r" % ((NUMBER,) * 4)
+PUT_UNLESS_EMPTY = rb"(?:(?<=r)(....)|(?<=\)))"
+TENSOR = (
+    rb"(?P<storage>\(\((?P<word>%b)(?P<kind>%b)X(?P<length>.)\0\0\0)(?P<key>[0-9]+)%b" % (GET, GET, PUT)
+    + rb"(?P<identity>(?P<location>%b)(?P<numel>%b)t)%bQ(?P<offset>%b)" % (GET, NUMBER, PUT, NUMBER)
+    + rb"(?P<shape>%b)%b(?P<stride>%b)%b" % (SIZES, PUT_UNLESS_EMPTY, SIZES, PUT_UNLESS_EMPTY)
+    + rb"(?P<end>(?P<grad>[\x88\x89])(?P<hooks>%b)\)R)%bt%bR%b" % (GET, PUT, PUT, PUT)
+)
+AFTER_REBUILD = re.compile(rb"()(?P<rebuild>)" + TENSOR, re.DOTALL)
+"""What follows the name `_rebuild_tensor_v2`. Its two empty groups number the rest as in AFTER_NAME."""
 
-TEXT = ord("X")
+AFTER_NAME = re.compile(PUT + rb"(?P<rebuild>%b)" % GET + TENSOR, re.DOTALL)
+"""What follows the text of a tensor's name, from its memo index on."""
+
+GROUPS = AFTER_NAME.groupindex
+FORM = [GROUPS[name] for name in ("rebuild", "storage", "identity", "offset", "shape", "stride", "end")]
+KEY = GROUPS["key"]
+PUTS = [group for group in range(1, AFTER_NAME.groups + 1) if group not in GROUPS.values()]
+
+EACH_NUMBER = re.compile(NUMBER, re.DOTALL)
+
+TEXT = b"X"
 """The opcode of text: four bytes of length, and the text."""
-
-# Groups of the two, by number: references to the memo; numbers; the storage's key, with its length before it;
-# and places in the memo: of the name, the storage's key and identity, shape and stride unless empty, hooks,
-# arguments, tensor.
-GETS, NUMBERS, LENGTH, DIGITS = (2, 3, 4, 8, 17), (9, 11, 12, 14, 16), 5, 6
-PUTS, PUT_SIZES = (1, 7, 10, 13, 15, 18, 19, 20), (13, 15)
-REBUILD = GETS[0]
 
 WIDEST = 16
 """Bytes of the widest element."""
@@ -55,191 +55,142 @@ class _Form(NamedTuple):
 
     Attributes:
         kind: the class under which torch pickles their storages.
-        storage: what these have in common.
-        end: bytes from the beginning of the storage to the end of the tensor; 0 where it has no elements.
-        tensor: dtype, shape, stride, offset, requires_grad.
-        kept: those of shape and stride that have a place in the memo, as all have that are not empty.
+        storage: what their persistent ids say beside the key.
+        key_length: of the storage's key, in bytes.
+        end: bytes from the beginning of the storage to the end of the tensor; 0 for a tensor without
+            elements.
+        tensor: dtype, shape, stride, offset and requires_grad.
+        memo_indices: unpacks the memo indices from the matched bytes.
     """
 
     kind: Global
     storage: StorageForm
+    key_length: int
     end: int
     tensor: tuple[DType, tuple[int, ...], tuple[int, ...], int, bool]
-    kept: tuple[tuple[int, ...], ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Stencil:
-    """The opcodes of a tensor, to be matched against those of another.
-
-    Read as one number, those of similar tensors differ only in the memo indices, which are consecutive, and
-    in the digits of the storage's key. So the number of the next one is known beforehand.
-
-    Attributes:
-        form: what they mean.
-        named: whether they follow the text of a name, and begin with that name's place in the memo.
-        size: in bytes.
-        rest: their number if the memo were empty and the digits were zero bytes.
-        ones: what each value in the memo adds to that.
-        made: how many values they add to the memo.
-        key, shift: where the digits are, and by how many bits that shifts them in the number.
-        next: what followed last time, and usually will again.
-    """
-
-    form: _Form
-    named: bool
-    size: int
-    rest: int
-    ones: int
-    made: int
-    key: slice
-    shift: int
-    next: _Stencil | None = None
-
-    def key_at(self, data: bytes | mmap.mmap, begin: int, held: int) -> bytes:
-        """The digits of the key, if these opcodes are here and the memo holds `held` values; else empty.
-
-        At the end of the data there may be fewer bytes: missing ones count as zeros, as the last bytes of a
-        memo index mostly are. `__call__` notices, as it reads the byte after them.
-        """
-        entry = data[begin : begin + self.size]
-        digits = entry[self.key]
-        number = self.rest + self.ones * held + (int.from_bytes(digits, "little") << self.shift)
-        alike = int.from_bytes(entry, "little") == number
-        return digits if alike and digits.isdigit() else b""
+    memo_indices: struct.Struct
 
 
 class TensorPattern:
-    """A shortcut of the machine, to be taken after the name `_rebuild_tensor_v2`.
+    """A shortcut of the machine, taken after the name `_rebuild_tensor_v2`.
 
     Args:
         rebuild: that name.
-        storage: finds the storage of a persistent id.
+        find_storage: finds the storage of a persistent id.
     """
 
-    def __init__(self, rebuild: Global, storage: FindStorage) -> None:
+    def __init__(self, rebuild: Global, find_storage: FindStorage) -> None:
         self.rebuild = rebuild
-        self.storage = storage
-        self.stencils: dict[tuple[object, ...], _Stencil] = {}
-        self.last: _Stencil | None = None
+        self.find_storage = find_storage
+        self.forms: dict[tuple[bytes, ...], _Form | None] = {}
         self.rewrites = 0
 
     def __call__(self, machine: Machine, position: int) -> int:
-        """A tensor, and those that follow it under a name each: many entries of a dict in one go."""
-        if machine.rewrites != self.rewrites:
-            self.rewrites, self.last = machine.rewrites, None
-            self.stencils.clear()
+        """Push the tensor at `position`, and all that follow it under a name each, as in a state dict.
+
+        Args:
+            machine: has just read the name.
+            position: of the opcode after it.
+
+        Returns:
+            The position after the last tensor that matched; `position` where none did.
+
+        Raises:
+            PickleFault: a storage is not the size that its persistent id states.
+        """
+        if machine.rewrites != self.rewrites:  # what the forms refer to may be replaced
+            self.rewrites = machine.rewrites
+            self.forms.clear()
         if machine.far:
             return position
-        data, memo, extend, storage = machine.data, machine.memo, machine.stack.extend, self.storage
-        begin, text = position, 0  # of opcodes, and of the name before; the machine has read the first one's
-        while True:
-            stencil, digits = self.last and self.last.next, b""
-            if stencil and stencil.named is (text > 0):
-                digits = stencil.key_at(data, begin, len(memo))
-            if not digits:
-                stencil, digits = self.look(machine, begin, AFTER_NAME if text else HERE)
-            if not stencil:
-                return position
-            if self.last:
-                self.last.next = stencil
-            self.last, form, key = stencil, stencil.form, digits.decode()
+        data = machine.data
+        match, name = AFTER_REBUILD.match(data, position), None
+        while match and self._push(machine, match, name):
+            position = match.end()
+            if data[position : position + 1] != TEXT:
+                break
+            begin = position + 5
+            end = begin + uint4(data, position + 1)[0]
+            match = AFTER_NAME.match(data, end)
             try:
-                names = (data[text:begin].decode(),) if text else ()
+                name = data[begin:end].decode() if match else None
             except UnicodeDecodeError:
-                return position
-            found = storage(key, form.storage)
-            if form.end > found.data.nbytes:
-                return position
-            tensor = new_tensor(found, *form.tensor)
-            memo += (Skipped((len(memo), _values, names, key, form, tensor)),) * (stencil.made - 1)
-            memo.append(tensor)
-            extend((*names, tensor))
-            position = begin + stencil.size
-            if data[position] != TEXT:
-                return position
-            text = position + 5
-            begin = text + uint4(data, position + 1)[0]
+                break
+        return position
 
-    def look(self, machine: Machine, begin: int, pattern: re.Pattern[bytes]) -> tuple[_Stencil | None, bytes]:
-        """A tensor that is like none before, or not like the one that was expected, and its key."""
-        match = pattern.match(machine.data, begin)
-        if not match:
-            return None, b""
-        held, digits = len(machine.memo), match[DIGITS]
-        puts = [int.from_bytes(put, "little") for put in match.group(*PUTS) if put]
-        if puts != [*range(held, held + len(puts))] or match[LENGTH][0] != len(digits):
-            return None, b""
-        like = *match.group(*GETS, *NUMBERS, LENGTH), *map(bool, match.group(*PUT_SIZES))
-        return self.stencils.get(like) or self.new_stencil(machine, match, like), digits
+    def _push(self, machine: Machine, match: re.Match[bytes], name: str | None) -> bool:
+        """Push a matched tensor and its name; return False, having changed nothing, where it is unusual."""
+        memo, stack = machine.memo, machine.stack
+        like = match.group(*FORM)
+        form = self.forms.get(like)
+        if form is None:
+            form = self.forms[like] = self._form(machine, match)
+            if form is None:
+                return False
+        key = match[KEY].decode()
+        indices = form.memo_indices.unpack_from(machine.data, match.start())
+        if len(key) != form.key_length or indices != (*range(len(memo), len(memo) + len(indices)),):
+            return False
+        storage = self.find_storage(key, form.storage)
+        if form.end > storage.data.nbytes:
+            return False
+        tensor = TensorRef(storage, *form.tensor)
+        if name is not None:
+            memo.append(name)
+            stack.append(name)
+        stack.append(tensor)
+        _, shape, stride, offset, requires_grad = form.tensor
+        hooks = OrderedDict_()
+        memo += key, ("storage", form.kind, key, form.storage.location, form.storage.numel)
+        memo += filter(None, (shape, stride))  # an empty tuple is not stored
+        memo += hooks, (storage, offset, shape, stride, requires_grad, hooks), tensor
+        return True
 
-    def new_stencil(
-        self, machine: Machine, match: re.Match[bytes], like: tuple[object, ...]
-    ) -> _Stencil | None:
-        """That of the first tensor of its kind, if it is one."""
-        form = self.new_form(machine, match)
-        if not form:
-            return None
-        begin, end = match.span()
-        first, after = match.span(DIGITS)
-        places = [place - begin for place, past in map(match.span, PUTS) if past > place]
-        ones, shift = sum(1 << 8 * place for place in places), 8 * (first - begin)
-        number = int.from_bytes(match[0], "little")
-        stencil = _Stencil(
-            form,
-            named=bool(match[REBUILD]),
-            size=end - begin,
-            rest=number - ones * len(machine.memo) - (int.from_bytes(match[DIGITS], "little") << shift),
-            ones=ones,
-            made=len(places),
-            key=slice(first - begin, after - begin),
-            shift=shift,
-        )
-        self.stencils[like] = stencil
-        return stencil
-
-    def new_form(self, machine: Machine, match: re.Match[bytes]) -> _Form | None:
-        """What references to the memo and numbers mean, if it is what a tensor needs and what fits a file."""
-        count, start, shape, stride, grad = match.group(*NUMBERS)
-        rebuild, word, kind, location, hooks = (self.referred(machine, match[at]) for at in GETS)
+    def _form(self, machine: Machine, match: re.Match[bytes]) -> _Form | None:
+        """What the references and numbers of a match mean; None unless it is a tensor that fits a file."""
+        gets = match.group("rebuild", "word", "kind", "location", "hooks")
+        rebuild, word, kind, location, hooks = (self._referred(machine, get) for get in gets)
         dtype = STORAGE_DTYPES.get(kind.name) if type(kind) is Global else None
         if dtype is None or kind.module not in STORAGE_MODULES or type(location) is not str:
             return None
         if rebuild is not self.rebuild or word != "storage" or hooks is not ORDERED_DICT:
             return None
-        sizes, steps, (numel, offset) = _numbers(shape), _numbers(stride), _numbers(count + start)
-        if len(sizes) != len(steps) or min(numel, offset, *sizes, *steps) < 0:
+        shape, stride, (numel, offset) = (
+            _numbers(opcodes)
+            for opcodes in (match["shape"], match["stride"], match["numel"] + match["offset"])
+        )
+        if len(shape) != len(stride) or min(numel, offset, *shape, *stride) < 0:
             return None
-        if extent(sizes) * WIDEST > MAX_BYTES:
+        if extent(shape) * WIDEST > MAX_BYTES:
             return None
-        end = 0 if 0 in sizes else offset + 1 + sum((n - 1) * s for n, s in zip(sizes, steps, strict=True))
-        width = dtype.itemsize
-        tensor = dtype, tuple(sizes), tuple(steps), offset, grad == b"\x88"
-        storage = StorageForm(kind.name, location, numel, numel * width)
-        kept = tuple(each for each, put in zip(tensor[1:3], match.group(*PUT_SIZES), strict=True) if put)
-        return _Form(kind, storage, end * width, tensor, kept)
+        last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        return _Form(
+            kind,
+            StorageForm(kind.name, location, numel, numel * dtype.itemsize),
+            key_length=match["length"][0],
+            end=0 if 0 in shape else (last + 1) * dtype.itemsize,
+            tensor=(dtype, shape, stride, offset, match["grad"] == b"\x88"),
+            memo_indices=_memo_indices(match),
+        )
 
-    def referred(self, machine: Machine, get: bytes | None) -> Any:
-        """What a reference to the memo means; at the first tensor there is none, but the name."""
+    def _referred(self, machine: Machine, get: bytes) -> Any:
+        """What a reference to the memo means; an empty one stands for the name that was just read."""
         if not get:
             return self.rebuild
         index = int.from_bytes(get[1:], "little")
         return machine.memo[index] if index < len(machine.memo) else None
 
 
-def _numbers(opcodes: bytes) -> list[int]:
-    return [int.from_bytes(each[1:], "little", signed=each[:1] == b"J") for each in EACH.findall(opcodes)]
+def _memo_indices(match: re.Match[bytes]) -> struct.Struct:
+    """Unpacks every memo index of a match from its bytes."""
+    layout, position = "<", match.start()
+    for begin, end in map(match.span, PUTS):
+        if end > begin:
+            layout += f"{begin - position}xI"
+            position = end
+    return struct.Struct(layout)
 
 
-def _values(names: tuple[str, ...], key: str, form: _Form, tensor: TensorRef) -> list[object]:
-    """What the machine would have put into its memo on the way to a tensor."""
-    hooks = OrderedDict_()
-    args = (tensor.storage, tensor.offset, tensor.shape, tensor.stride, tensor.requires_grad, hooks)
-    return [
-        *names,
-        key,
-        ("storage", form.kind, key, form.storage.location, form.storage.numel),
-        *form.kept,
-        hooks,
-        args,
-    ]
+def _numbers(opcodes: bytes) -> tuple[int, ...]:
+    found = EACH_NUMBER.findall(opcodes)
+    return tuple(int.from_bytes(each[1:], "little", signed=each[:1] == b"J") for each in found)

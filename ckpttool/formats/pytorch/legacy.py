@@ -2,78 +2,106 @@
 
 A magic number, a protocol version, facts about the machine, the tree, and the list of storage keys are
 five pickles; the storages follow in the order of that list, each as a count of elements (8 bytes) and its
-elements, little-endian whatever the facts say of the machine. Source: `_legacy_load` in torch's
+elements, little-endian whatever the facts about the machine are. Source: `_legacy_load` in torch's
 `serialization.py`, `THPStorage_writeFileRaw` in its `csrc`.
 """
 
 from __future__ import annotations
 
-import mmap
 import struct
+from dataclasses import dataclass
+from functools import partial
 
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, Remark
 from ...errors import Damaged
 from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle, read_pickle
-from ...inert_pickle.values import in_brief
+from ...inert_pickle.values import Global, in_brief
 from ...tensors.ref import ByteRange, Source, Storage
 from .storage_id import StorageForm
-from .tensor_pickle import read_torch_pickle
+from .tensor_pickle import LEGACY_PARTS, read_torch_pickle
+from .unsized_pickle import read_unsized
 
 NAME = "torch-legacy"
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 MAGIC = b"\x8a\x0a" + MAGIC_NUMBER.to_bytes(10, "little")  # LONG1 and its ten bytes
 PROTOCOL_VERSION = 1001
 
+_Storages = dict[str, tuple[StorageForm, Storage]]
+
 
 def sniff(head: bytes) -> bool:
+    """Whether a file that begins with `head` is of this format."""
     return head[:1] == b"\x80" and MAGIC in head[2:23]  # from protocol 4 on a FRAME comes between
 
 
 def read(source: Source) -> Checkpoint:
-    """Reads the tree and finds each storage; no element is touched.
+    """Read the tree and find each storage; no element is read.
 
     Raises:
-        Damaged.
+        Damaged: a pickle is malformed, the file is cut short, or its list of storages does not fit the tree.
     """
     try:
-        with mmap.mmap(source.fd, source.size, access=mmap.ACCESS_READ) as mapped:
-            tree, storages, keys = _read_pickles(source, mapped)
+        tree = _read_pickles(source)
     except PickleFault as fault:
         raise Damaged(source.path, str(fault)) from None
-    _locate(source, storages, keys.value, keys.end)
-    return Checkpoint(source, NAME, tree.value, protocol=tree.protocol)
+    _locate(source, tree.storages, tree.keys.value, tree.keys.end)
+    pickle = tree.pickle
+    return Checkpoint(
+        source, NAME, pickle.value, protocol=pickle.protocol, names=tree.names, remarks=tree.remarks
+    )
 
 
-def _read_pickles(
-    source: Source, mapped: mmap.mmap
-) -> tuple[Pickle, dict[str, tuple[StorageForm, Storage]], Pickle]:
-    magic = read_pickle(mapped)
-    version = read_pickle(mapped, magic.end)
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """What the five pickles hold. The storages have no place yet, which only the end of the file tells."""
+
+    pickle: Pickle
+    storages: _Storages
+    keys: Pickle
+    names: frozenset[Global]
+    remarks: tuple[Remark, ...]
+
+
+def _read_pickles(source: Source) -> _Tree:
+    magic = _read(source, 0)
+    version = _read(source, magic.end)
     if version.value != PROTOCOL_VERSION:
         raise PickleFault(
             f"has version {in_brief(version.value)[:20]} of the legacy format, not {PROTOCOL_VERSION}"
         )
-    machine = read_pickle(mapped, version.end)
-    storages: dict[str, tuple[StorageForm, Storage]] = {}
+    machine = _read(source, version.end)
+    storages: _Storages = {}
+    remarks: list[Remark] = []
 
-    def storage(key: str, form: StorageForm) -> Storage:
-        """Storages are met before it is known where they lie (`_locate`); their size is known."""
-        if key not in storages:
-            unplaced = ByteRange(source, 0, form.nbytes)
-            storages[key] = form, Storage(unplaced, form.kind, form.location)
-        elif storages[key][0].nbytes != form.nbytes:
-            raise PickleFault(f"its pickle has two sizes for storage '{key[:80]}'")
-        return storages[key][1]
+    def read_tree(data: bytes) -> Pickle:
+        storages.clear()
+        remarks.clear()
+        find = partial(_storage, source, storages)
+        return read_torch_pickle(data, 0, find, parts=LEGACY_PARTS, remarks=remarks)
 
-    tree = read_torch_pickle(mapped, machine.end, storage)
-    return tree, storages, read_pickle(mapped, tree.end)
+    tree = read_unsized(source, machine.end, source.size, read_tree)
+    keys = _read(source, tree.end)
+    names = (pickle.names for pickle in (magic, version, machine, tree, keys))
+    return _Tree(tree, storages, keys, frozenset().union(*names), tuple(remarks))
 
 
-def _locate(
-    source: Source, storages: dict[str, tuple[StorageForm, Storage]], keys: object, position: int
-) -> None:
-    """Sets where each storage's bytes lie. Where list and tree differ, torch leaves memory unfilled."""
+def _read(source: Source, start: int) -> Pickle:
+    return read_unsized(source, start, source.size, read_pickle)
+
+
+def _storage(source: Source, storages: _Storages, key: str, form: StorageForm) -> Storage:
+    """The storage of a key; `_locate` sets its place."""
+    if key not in storages:
+        unplaced = ByteRange(source, 0, form.nbytes)
+        storages[key] = form, Storage(unplaced, form.kind, form.location)
+    elif storages[key][0].nbytes != form.nbytes:
+        raise PickleFault(f"its pickle has two sizes for storage '{key[:80]}'")
+    return storages[key][1]
+
+
+def _locate(source: Source, storages: _Storages, keys: object, position: int) -> None:
+    """Set the place of each storage. Where list and tree differ, torch leaves memory uninitialised."""
     listed = keys if isinstance(keys, list) and all(isinstance(key, str) for key in keys) else [""]
     if sorted(listed) != sorted(storages):
         raise Damaged(source.path, "its list of storages does not match those its tensors refer to")

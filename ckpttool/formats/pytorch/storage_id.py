@@ -1,6 +1,6 @@
 """Persistent ids: how torch refers to a storage inside a pickle.
 
-`('storage', class, key, location, numel)`, and before torch 0.4 a view of a storage behind that.
+`('storage', class, key, location, numel)`, and in torch before 0.4 a view of a storage as the sixth part.
 Source: torch's `serialization.py`.
 """
 
@@ -19,7 +19,7 @@ STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 
 
 class StorageForm(NamedTuple):
-    """What a persistent id says of a storage, its key aside. `numel` counts elements of `kind`."""
+    """What a persistent id says of a storage beside its key. `numel` counts elements of the class `kind`."""
 
     kind: str
     location: str
@@ -28,11 +28,11 @@ class StorageForm(NamedTuple):
 
 
 FindStorage = Callable[[str, StorageForm], Storage]
-"""Finds a storage by its key."""
+"""Returns the storage of a key, the same object each time."""
 
 
 class StorageId(NamedTuple):
-    """A persistent id, checked. `view` is (key, offset, numel)."""
+    """A persistent id that was checked. `view` is (key, offset, numel)."""
 
     key: str
     form: StorageForm
@@ -40,17 +40,21 @@ class StorageId(NamedTuple):
 
 
 def element_type(kind: str) -> DType:
-    """The element type of a storage class; an untyped storage counts bytes."""
+    """Return the element type of a storage class; `uint8` for an untyped storage, which counts bytes."""
     return STORAGE_DTYPES.get(kind, DTYPES["uint8"])
 
 
 def itemsize(kind: str) -> int:
-    """Bytes of an element of a storage class."""
+    """Return the bytes of an element of a storage class."""
     return element_type(kind).itemsize
 
 
 def parse_storage_id(identity: object) -> StorageId:
-    """Checks a persistent id. Raises PickleFault."""
+    """Check a persistent id.
+
+    Raises:
+        PickleFault: it is not a storage's, of an unknown storage class, or has a malformed part.
+    """
     if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
         raise PickleFault(f"its pickle refers to something that is not a storage: {in_brief(identity)[:60]}")
     _, kind, key, location, numel = identity[:5]

@@ -3,16 +3,16 @@
 `storages` holds a count, and for each storage its key, device and class as a pickle, a count of elements
 (8 bytes), and the elements; then a list of views of them. `tensors` holds a count, and for each tensor
 its key, storage key and class as a pickle, then sizes, strides and offset as numbers. `pickle` holds the
-tree, in which tensors and storages appear as the text of their key. Nothing is unpacked: all stay in the
-tar. Source: `legacy_load` in torch's `serialization.py`, which reads numbers and elements as little-endian.
+tree, which refers to tensors and storages by their keys. Nothing is unpacked. Numbers and elements are
+little-endian. Source: `legacy_load` in torch's `serialization.py`.
 """
 
 from __future__ import annotations
 
-import mmap
 import re
 import struct
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -32,47 +32,53 @@ from ...tensors.ref import (
     is_count,
 )
 from .tensor_pickle import StorageView
+from .unsized_pickle import read_unsized
 
 NAME = "torch-tar"
 MEMBERS = ("storages", "tensors", "pickle")
 
 BLOCK = 512
 PLAIN, EXTENDED = (b"0", b"\0"), b"x"
-"""Types of entries of a tar: a file; records (a length, a name, a value) that say more of the next entry."""
+"""Types of entries: a regular file; records (length, name, value) that describe the next entry."""
 
 TIMES = re.compile(rb"([0-9]{1,3} [acm]time=[0-9.]{1,40}\n)*")
 
-MOST_HEADERS = 64
-"""Headers of a tar that are looked at; torch wrote four."""
+MAX_ENTRIES = 64
+"""Entries that a tar may have; torch wrote four."""
+
+FEW_BYTES = 4096
+"""Enough for the pickles of storages and tensors, which are many."""
 
 Objects = dict[int, Storage | StorageView | TensorRef]
 
 
 def sniff(head: bytes) -> bool:
+    """Whether a file that begins with `head` is a tar."""
     return head[257:262] == b"ustar"
 
 
 def read(source: Source) -> Checkpoint:
-    """Reads the tree and finds each storage; no element is touched.
+    """Read the tree and find each storage; no element is read.
 
     Raises:
-        Damaged.
+        Damaged: the tar or a pickle is malformed or cut short, or a tensor does not fit its storage.
     """
     places = _members(source)
     try:
-        with mmap.mmap(source.fd, source.size, access=mmap.ACCESS_READ) as mapped:
-            objects = _read_storages(_Member(source, mapped, places["storages"]))
-            objects |= _read_tensors(_Member(source, mapped, places["tensors"]), objects)
-            tree = _Member(source, mapped, places["pickle"]).pickle(_Lookup(objects).find)
+        storages, tensors, pickle = (_Member(source, places[name]) for name in MEMBERS)
+        objects = _read_storages(storages)
+        objects |= _read_tensors(tensors, objects)
+        tree = pickle.pickle(_Lookup(objects).find)
     except (PickleFault, BadTensor) as fault:
         raise Damaged(source.path, str(fault)) from None
-    return Checkpoint(source, NAME, tree.value, protocol=tree.protocol)
+    names = frozenset().union(storages.names, tensors.names, pickle.names)
+    return Checkpoint(source, NAME, tree.value, protocol=tree.protocol, names=names)
 
 
 def _members(source: Source) -> dict[str, ByteRange]:
-    """Where the members lie: each there once, a regular file, and whole."""
+    """Where the members are: each must be there once, a regular file, and whole."""
     found: dict[str, ByteRange] = {}
-    for name, place in _entries(source):
+    for name, place in entries(source):
         if name in found:
             raise Damaged(source.path, f"holds '{name[:80]}' twice")
         found[name] = place
@@ -82,14 +88,18 @@ def _members(source: Source) -> dict[str, ByteRange]:
     return found
 
 
-def _entries(source: Source) -> Iterator[tuple[str, ByteRange]]:
-    """Each name of the tar, and the place of its contents.
+def entries(source: Source) -> Iterator[tuple[str, ByteRange]]:
+    """Yield the name of each file in the tar and the place of its contents.
 
-    Of the format this knows what torch's files need: plain files, and times in extended headers, which change
-    nothing. tarfile knows all of it, some of which takes it minutes.
+    Only what torch's files need is read: regular files, and extended headers that state times. Python's
+    tarfile reads all of the format, and takes minutes for some hostile files.
+
+    Raises:
+        Damaged: a header is malformed, an entry is cut short or not a regular file, or there are more than
+            MAX_ENTRIES.
     """
     position = 0
-    for _ in range(MOST_HEADERS):
+    for _ in range(MAX_ENTRIES):
         header = source.read(position, BLOCK) if position + BLOCK <= source.size else b""
         if not any(header):  # zeros mark the end
             return
@@ -116,7 +126,7 @@ def _text(field: bytes) -> str:
 
 
 def _number(source: Source, field: bytes) -> int:
-    """Octal digits, or of a large one the bytes themselves."""
+    """A number of a header: octal digits, or for a large one its bytes."""
     if field[0] == 0o200:
         return int.from_bytes(field[1:], "big")
     digits = field.partition(b"\0")[0].strip(b" ")
@@ -128,21 +138,21 @@ def _number(source: Source, field: bytes) -> int:
 class _Member:
     """One member, read from front to back."""
 
-    def __init__(self, source: Source, mapped: mmap.mmap, place: ByteRange) -> None:
+    def __init__(self, source: Source, place: ByteRange) -> None:
         self.source = source
-        self.mapped = mapped
         self.position = place.offset
         self.end = place.offset + place.nbytes
+        self.names: set[Global] = set()
 
     def pickle(self, persistent_load: Any = None) -> Pickle:
-        found = read_pickle(self.mapped, self.position, persistent_load=persistent_load)
-        if found.end > self.end:
-            raise PickleFault("its pickle runs past the end of its member")
+        read = partial(read_pickle, persistent_load=persistent_load)
+        found = read_unsized(self.source, self.position, self.end, read, FEW_BYTES)
+        self.names |= found.names
         self.position = found.end
         return found
 
     def count(self) -> int:
-        """How many entries follow, as a pickle; each takes several bytes."""
+        """Read a pickle of the number of entries that follow; each takes several bytes."""
         found = self.pickle().value
         if not is_count(found) or not isinstance(found, int) or found > self.end - self.position:
             raise PickleFault(f"counts {in_brief(found)[:20]} entries, more than it can hold")
@@ -205,7 +215,7 @@ def _read_tensors(member: _Member, storages: Objects) -> Objects:
 def _tensor(
     storage: Storage | StorageView, shape: tuple[int, ...], stride: tuple[int, ...], offset: int
 ) -> TensorRef:
-    """A tensor; one of a view uses the storage that the view is part of, and shares its memory."""
+    """A tensor; that of a view of a storage uses the storage itself, and shares its memory."""
     if isinstance(storage, Storage):
         return checked_tensor(storage, STORAGE_DTYPES[storage.kind], shape, stride, offset)
     root, dtype = storage.storage, STORAGE_DTYPES[storage.storage.kind]
@@ -229,7 +239,7 @@ def _put(found: Objects, key: object, value: Storage | StorageView | TensorRef) 
 
 
 class _Lookup:
-    """What a persistent id refers to: a tensor or storage by its key, or a class beside its source."""
+    """Finds the tensor or storage of a persistent id by its key; returns a class beside its source text."""
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
@@ -242,7 +252,7 @@ class _Lookup:
         if key not in self.objects:
             raise PickleFault(f"refers to a tensor or storage '{text[:20]}' that it does not hold")
         found = self.objects[key]
-        if isinstance(found, StorageView):  # as a value of its own it has its own memory
+        if isinstance(found, StorageView):  # torch gives it memory of its own, where it is a value
             size = _itemsize(found.storage)
             data = found.storage.data.part(found.offset * size, found.numel * size)
             found = self.objects[key] = Storage(data, found.storage.kind, found.storage.location)

@@ -1,4 +1,4 @@
-"""How torch describes tensors and storages inside a pickle, read and written without torch.
+"""Read and write tensors and storages in a pickle as torch describes them, without torch.
 
 A storage is a persistent id `('storage', class, key, location, numel)`; a tensor is a call of
 `torch._utils._rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`, or of
@@ -8,20 +8,20 @@ A storage is a persistent id `('storage', class, key, location, numel)`; a tenso
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ...checkpoint.checkpoint import Remark
 from ...inert_pickle.machine import PickleFault
 from ...inert_pickle.reader import Pickle, read_pickle
-from ...inert_pickle.values import FROM_TYPE, Global, OrderedDict_, Record
+from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, OrderedDict_, Record
 from ...inert_pickle.writer import write_pickle
 from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
 from ...tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, is_count
 from .fast_path import TensorPattern
-from .storage_id import UNTYPED, FindStorage, element_type, itemsize, parse_storage_id
+from .storage_id import UNTYPED, FindStorage, StorageForm, element_type, itemsize, parse_storage_id
 
 REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
 REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")
@@ -30,11 +30,11 @@ REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """A stretch of a storage, in elements, standing for a storage of its own (torch before 0.4), or for the
-    same storage under another class.
+    """A part of a storage in place of a storage (torch before 0.4), or a storage under another class.
 
     Attributes:
-        kind: the class whose elements are meant; that of the storage when None.
+        offset, numel: in elements.
+        kind: the class whose elements are counted; that of the storage when None.
     """
 
     storage: Storage
@@ -43,29 +43,102 @@ class StorageView:
     kind: str | None = None
 
 
-def read_torch_pickle(data: bytes | mmap.mmap, start: int, storage: FindStorage) -> Pickle:
-    """Reads a pickle of torch's: storages as `storage` finds them, tensors as TensorRefs.
+ZIP_PARTS, LEGACY_PARTS = 5, 6
+"""Parts of a persistent id, in the zip format and before it: the sixth is the view, or None."""
+
+
+def read_torch_pickle(
+    data: bytes, start: int, storage: FindStorage, *, parts: int, remarks: list[Remark]
+) -> Pickle:
+    """Read a pickle that torch wrote: its tensors become TensorRefs.
+
+    Args:
+        data: the bytes; more may follow the pickle.
+        start: where it begins.
+        storage: returns the storage of a persistent id.
+        parts: of a persistent id, ZIP_PARTS or LEGACY_PARTS.
+        remarks: gets what torch refuses, or no writer of torch's makes.
 
     Raises:
-        PickleFault: malformed, or a tensor that does not fit its storage.
+        PickleFault: it is malformed, or a tensor does not fit its storage.
+    """
+    identities = _Identities(storage, parts, remarks)
+    reducers = REDUCERS | {name: partial(_rebuild_parameter, name, remarks) for name in PARAMETER}
+    shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)} if parts == ZIP_PARTS else {}
+    return read_pickle(data, start, persistent_load=identities.find, reducers=reducers, shortcuts=shortcuts)
+
+
+class _Identities:
+    """Finds what persistent ids refer to, as torch does.
+
+    torch keeps storages and views in one table by their keys: of two views under one key it takes the first,
+    whatever the second says, and of a view under the key of a storage the storage.
     """
 
-    empty: dict[tuple[str, DType], Storage] = {}
+    def __init__(self, storage: FindStorage, parts: int, remarks: list[Remark]) -> None:
+        self.storage = storage
+        self.parts = parts
+        self.remarks = remarks
+        self.whole: dict[str, Storage | StorageView] = {}
+        self.views: dict[str, StorageView] = {}
+        self.empty: dict[tuple[str, DType], Storage] = {}
 
-    def persistent_load(identity: object) -> object:
+    def find(self, identity: object) -> object:
         if isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module":
-            return identity[1]  # a class beside its source text, in whole pickled models before 1.6
+            return identity[1]  # a class beside its source text, in whole models pickled by torch before 1.6
         key, form, view = parse_storage_id(identity)
-        found, dtype = storage(key, form), element_type(form.kind)
-        if dtype is not element_type(found.kind):
-            if not found.nbytes:  # torch saves one under several classes: there are no bytes to share
-                own = Storage(found.data, form.kind, form.location, found.crc32, found.byteorder)
-                return empty.setdefault((key, dtype), own)
-            view = view or (key, 0, form.numel)
-        return found if view is None else StorageView(found, view[1], view[2], form.kind)
+        if isinstance(identity, tuple) and len(identity) != self.parts:
+            self.remark(
+                f"storage '{key[:80]}'", f"has {len(identity)} parts in its id, which torch refuses here"
+            )
+        if key in self.views:
+            raise PickleFault(f"its pickle uses the key '{key[:80]}' for a storage and for a view of one")
+        found = self.of_class(key, form)
+        self.whole.setdefault(key, found)
+        return found if view is None else self.view(found, form, *view)
 
-    shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)}
-    return read_pickle(data, start, persistent_load=persistent_load, reducers=REDUCERS, shortcuts=shortcuts)
+    def of_class(self, key: str, form: StorageForm) -> Storage | StorageView:
+        """The storage of a key, seen under the class that the persistent id names."""
+        found, dtype = self.storage(key, form), element_type(form.kind)
+        if dtype is element_type(found.kind):
+            return found
+        if found.nbytes:
+            return StorageView(found, 0, form.numel, form.kind)
+        # torch saves one under several classes: there are no bytes to share
+        own = Storage(found.data, form.kind, form.location, found.crc32, found.byteorder)
+        return self.empty.setdefault((key, dtype), own)
+
+    def view(
+        self, of: Storage | StorageView, form: StorageForm, key: str, offset: int, numel: int
+    ) -> Storage | StorageView:
+        root = of.storage if isinstance(of, StorageView) else of
+        made = StorageView(root, offset, numel, form.kind)
+        found = self.whole.get(key) or self.views.setdefault(key, made)
+        if found != made:
+            self.remark(
+                f"storage view '{key[:80]}'", "is described twice, differently: torch takes the first"
+            )
+        return found
+
+    def remark(self, name: str, message: str) -> None:
+        remark = Remark(name, message)
+        if remark not in self.remarks[-8:]:
+            self.remarks.append(remark)
+
+
+def _rebuild_parameter(name: Global, remarks: list[Remark], args: tuple[Any, ...]) -> Record | None:
+    """A Parameter around a Parameter, which torch makes one; None, so a plain Record, for any other."""
+    inner = args[0] if args else None
+    if not isinstance(inner, Record) or inner.callable not in PARAMETER or not isinstance(inner.args, tuple):
+        return None
+    if not remarks or remarks[-1] != NESTED:
+        remarks.append(NESTED)
+    return Record("reduce", name, (*inner.args[:1], *args[1:]))
+
+
+NESTED = Remark(
+    "data.pkl", "has a Parameter around a Parameter, which torch.save never writes; it is read as one"
+)
 
 
 def _rebuild_v1(args: tuple[Any, ...]) -> TensorRef:
@@ -97,7 +170,7 @@ REBUILD = {REBUILD_V1: _rebuild_v1, REBUILD_V2: _rebuild_v2, REBUILD_V3: _rebuil
 
 
 def _rebuild_from_type(name: Global, args: tuple[Any, ...]) -> Record | None:
-    """A tensor of another type or with attributes; None, so a plain Record, where it is not strided."""
+    """A tensor of another type or with attributes; None, and so a plain Record, unless it is strided."""
     if len(args) != 4 or not isinstance(args[0], Global) or type(args[2]) is not tuple:
         return None
     function, kind, inner, state = args
@@ -117,7 +190,7 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
     Args:
         args: storage, offset, shape and stride first.
         dtype: that of the storage's class when None.
-        bits: torch's {'conj': …, 'neg': …}, or None.
+        bits: torch's `{'conj': …, 'neg': …}`, or None.
     """
     storage, offset, shape, stride = args[:4]
     room, kind = 0, ""
@@ -148,6 +221,7 @@ class StorageKeys:
         self._ids: dict[int, tuple[object, ...]] = {}
 
     def persistent_id(self, storage: Storage) -> tuple[object, ...]:
+        """Return the persistent id of a storage."""
         if id(storage) not in self._ids:
             key = str(len(self.order))
             self.order.append(storage)
@@ -158,11 +232,11 @@ class StorageKeys:
 
 
 def reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
-    """The call that rebuilds a tensor, as torch writes it."""
+    """Return the callable and the arguments that rebuild a tensor, as torch writes them."""
     args: tuple[object, ...] = (
         tensor.storage,
         tensor.offset,
-        (*tensor.shape,),  # each tensor's own, as torch writes them: readers may share them
+        (*tensor.shape,),  # copies, as torch writes a tuple for each tensor and the reader shares them
         (*tensor.stride,),
         tensor.requires_grad,
         OrderedDict_(),
@@ -176,7 +250,11 @@ def reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
 
 
 def write_torch_pickle(value: object, protocol: int = 2) -> tuple[bytes, list[Storage]]:
-    """The pickle of a value, and its storages in the order of their keys."""
+    """Return the pickle of a value, and its storages in the order of their keys.
+
+    Raises:
+        TooDeep, ValueError: as `write_pickle`.
+    """
     keys = StorageKeys()
     data = write_pickle(
         value, protocol=protocol, persistent_id=keys.persistent_id, reduce_tensor=reduce_tensor

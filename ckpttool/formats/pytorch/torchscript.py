@@ -1,9 +1,8 @@
-"""TorchScript archives, `torch.jit.save`: the model's state, where all of it is plain tensors.
+"""TorchScript archives (`torch.jit.save`): the model's state, where all of it is plain tensors.
 
-`data.pkl` holds the modules as objects with their attributes, and the code of their classes under `code/`
-says which attributes are parameters and which are buffers; nothing more of the code is looked at.
-The rest of the archive, the program itself, has no place in a checkpoint.
-Source: torch's `csrc/jit/serialization/python_print.cpp` (`__parameters__`, `__buffers__`).
+`data.pkl` holds the modules as objects with their attributes. The source text of their classes, under
+`code/`, lists which attributes are parameters and which are buffers; nothing else in it is read, and nothing
+is run. Source: torch's `csrc/jit/serialization/python_print.cpp` (`__parameters__`, `__buffers__`).
 """
 
 from __future__ import annotations
@@ -26,22 +25,23 @@ QUOTED = re.compile(r'"([^"]*)"')
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """What a module's class declares. `buffers` is None in archives from before they were listed."""
+    """What a module's class declares. `buffers` is None in old archives, which do not list them."""
 
     parameters: tuple[str, ...]
     buffers: tuple[str, ...] | None
 
 
 def is_torchscript(archive: Archive) -> bool:
+    """Whether an archive was written by `torch.jit.save`."""
     return "constants.pkl" in archive
 
 
 def read_torchscript(archive: Archive) -> Checkpoint:
-    """Reads the model's state.
+    """Read the model's state.
 
     Raises:
         Damaged: the pickle or a record is malformed, or a class has no code.
-        Unsupported: the state is not plain tensors, and what it is instead.
+        Unsupported: there are no weights, or they are not plain tensors; the message says what they are.
     """
     pickle = archive.read_pickle()
     try:
@@ -57,7 +57,7 @@ def read_torchscript(archive: Archive) -> Checkpoint:
         raise _not_plain(
             archive, "weights have no names: it was frozen, which makes them constants of the code"
         )
-    whole = Checkpoint(archive.source, NAME, pickle.value, pickle.protocol)
+    whole = Checkpoint(archive.source, NAME, pickle.value, pickle.protocol, names=pickle.names)
     unread = ("code", *(name for name, _ in whole.tensors() if name not in state))
     return replace(whole, tree=state, unread=unread)
 
@@ -76,14 +76,19 @@ def _what(value: object) -> str:
 
 
 class _Modules:
-    """Takes modules apart by what their classes declare; each code file is read once."""
+    """Splits modules into their parts as their classes declare them; each code file is read once."""
 
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
         self.classes: dict[str, dict[Global, Declared]] = {}
 
     def parts(self, module: object) -> Parts:
-        """The parts of one module. Raises Unsupported for one that packs its state in its own way."""
+        """Return the tensors and modules of one module.
+
+        Raises:
+            Damaged: the code of its class is missing.
+            Unsupported: it packs its state in its own way.
+        """
         declared = self.declared(module)
         if declared is None or not isinstance(module, Record) or not isinstance(module.state, dict):
             raise _not_plain(self.archive, f"module {_what(module)} packs its state in its own way")
@@ -98,18 +103,18 @@ class _Modules:
         return Parts({**parameters, **buffers}, inside)
 
     def declared(self, value: object) -> Declared | None:
-        """What a value's class declares; None when the value is not a module."""
+        """Return what a value's class declares; None when the value is not a module."""
         if not isinstance(value, Record) or not isinstance(value.callable, Global):
             return None
         cls = value.callable
         if not cls.module.startswith("__torch__") or cls.module.startswith("__torch__.torch.classes"):
-            return None  # a class of C++, whose objects are not modules
+            return None  # an object of a C++ class, not a module
         if cls.module not in self.classes:
             self.classes[cls.module] = self.read_code(cls.module)
         return self.classes[cls.module].get(cls)
 
     def read_code(self, module: str) -> dict[Global, Declared]:
-        """The module classes of one code file."""
+        """Return the module classes of one code file by name."""
         text = self.archive.bytes_of(f"code/{module.replace('.', '/')}.py").decode("utf-8", "replace")
         found: dict[Global, Declared] = {}
         for match in CLASS.finditer(text):

@@ -7,6 +7,7 @@ Source: torch's `serialization.py` and `caffe2/serialize/inline_container.cc`.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Refused
@@ -23,30 +24,40 @@ EXTENSIONS = (".pt", ".pth", ".th", ".bin", ".ckpt")
 
 
 def sniff(head: bytes) -> bool:
+    """Whether a file that begins with `head` is a zip."""
     return head.startswith(b"PK\x03\x04")
 
 
 def read(source: Source) -> Checkpoint:
-    """Reads the tree; no storage is touched, unless it is compressed.
+    """Read the tree; no storage is read, unless it is compressed.
 
     Raises:
-        Damaged, Unsupported.
+        Damaged: the zip or the pickle is malformed, or a storage is missing or of another size.
+        Unsupported: it is another kind of zip, or a TorchScript archive whose state is not plain tensors.
+        Refused: a compressed record would inflate to far more than its size.
     """
     archive = Archive(source)
     if is_torchscript(archive):
-        return read_torchscript(archive)
+        return replace(read_torchscript(archive), remarks=tuple(archive.remarks))
     pickle = archive.read_pickle()
-    return Checkpoint(source, NAME, pickle.value, protocol=pickle.protocol)
+    return Checkpoint(
+        source,
+        NAME,
+        pickle.value,
+        protocol=pickle.protocol,
+        names=pickle.names,
+        remarks=tuple(archive.remarks),
+    )
 
 
 def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
-    """Writes the whole tree, each storage once, its bytes copied unseen where their CRC is known.
+    """Write the whole tree, each storage once; its bytes are copied unread where their CRC is known.
 
     Args:
-        name: the file's name, from which torch takes the root of the records.
+        name: the file's name, whose stem torch uses as the root of the records.
 
     Raises:
-        Refused: something in the tree can't be written.
+        Refused: the tree is nested too deeply, has a name that no pickle can hold, or mixes byte orders.
     """
     try:
         pickle, storages = write_torch_pickle(checkpoint.tree, checkpoint.protocol)
@@ -62,12 +73,12 @@ def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
     for key, storage in enumerate(storages):
         archive.copy(f"data/{key}", storage.data, storage.crc32)
     archive.write("version", b"3\n")
-    archive.write(".data/serialization_id", _serialization_id(pickle, archive.directory))
+    archive.write(".data/serialization_id", _serialization_id(pickle, archive.directory()))
     archive.close()
 
 
 def _root_for(name: str) -> str:
-    """The stem of the file's name where every reader takes it as a folder's name; else `archive`."""
+    """The stem of the file's name where all readers accept it as a folder's name; else `archive`."""
     stem = os.path.splitext(os.path.basename(name))[0]
     return stem if stem.isascii() and "\\" not in stem and stem.strip(".") else "archive"
 
@@ -79,9 +90,9 @@ def _common_byteorder(checkpoint: Checkpoint, storages: list[Storage]) -> str:
     return orders.pop() if orders else "little"
 
 
-def _serialization_id(pickle: bytes, directory: bytes | bytearray) -> bytes:
+def _serialization_id(pickle: bytes, directory: bytes) -> bytes:
     """40 digits that are the same for the same contents, as torch's are; readers only compare them."""
-    import hashlib  # loads OpenSSL, without which most commands start sooner
+    import hashlib  # loads OpenSSL, which most commands do without
 
     digest = hashlib.sha256(pickle + directory).digest()
     return str(int.from_bytes(digest[:16], "little")).zfill(40)[:40].encode()

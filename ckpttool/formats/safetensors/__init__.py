@@ -1,0 +1,1 @@
+"""safetensors files: read strictly, written as the library writes them."""

@@ -1,8 +1,8 @@
-"""safetensors: a length, a JSON header, and the values of the tensors without gaps.
+"""The format safetensors: a length, a JSON header, and the values of the tensors without gaps.
 
 The writer's bytes are those of `safetensors.torch.save_file`: tensors ordered by type, then by name; compact
-JSON; the header padded with spaces to 8 bytes. The reader holds a file to the format's rules, some of which
-the library lets pass. Format: the README of huggingface/safetensors.
+JSON; the header padded with spaces to 8 bytes. The reader enforces all rules of the format, some of which the
+library does not. Source: the README of huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...files.copying import Output
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.dtypes import DTYPES, DType
 from ...tensors.ref import (
+    MAX_AXES,
     MAX_BYTES,
     ByteRange,
     Source,
@@ -27,19 +28,21 @@ from ...tensors.ref import (
     contiguous_stride,
     extent,
     is_count,
-    new_tensor,
 )
 from ...tensors.values import require_bounded, stream
-from .in_place import MAX_HEADER, read_header
 from .strict_json import parse_object
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
-RESERVED = (*OF_TORCH, full_json.ENTRY)
-"""Metadata with a meaning of its own, whatever tensors there are: never another name of a tensor."""
 
-# The order in which the library lays out types: widest first, and within a width as listed in its source.
+MAX_HEADER = 100_000_000
+"""Bytes that the format allows a header."""
+
+RESERVED = (*OF_TORCH, full_json.ENTRY)
+"""Metadata with a meaning of its own; it never records another name of a tensor."""
+
+# The order in which the library writes types: widest first, and within a width as its source lists them.
 ORDER = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"),
@@ -50,21 +53,21 @@ BY_NAME["F8_E8M0"] = DTYPES["float8_e8m0fnu"]  # the format has it; the library'
 
 
 def sniff(head: bytes) -> bool:
+    """Return whether a file that begins with these bytes looks like safetensors."""
     return len(head) >= 9 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER
 
 
 def read(source: Source) -> Checkpoint:
-    """Reads the header.
+    """Read the header.
 
     Raises:
-        Damaged: a rule of the format is broken.
+        Damaged: the file breaks a rule of the format, or is shorter than its header says.
         Unsupported: an element type that torch does not have.
     """
-    return described(source, read_header(source))
-
-
-def described(source: Source, raw: bytes) -> Checkpoint:
-    """What a header, its length included, says of a file. Raises as `read` does."""
+    size = int.from_bytes(source.read(0, 8), "little")
+    if size > MAX_HEADER or 8 + size > source.size:
+        raise Damaged(source.path, f"is cut short: its header should have {size} bytes")
+    raw = source.read(0, 8 + size)
     header = _parse(source, raw[8:])
     metadata = _metadata(source, header.pop(METADATA, {}))
     tensors: dict[str, TensorRef] = {}
@@ -82,7 +85,7 @@ def described(source: Source, raw: bytes) -> Checkpoint:
         if len(raw) + begin != end:
             raise Damaged(source.path, f"tensor '{name}' leaves a gap or overlaps the one before it")
         storage = Storage(ByteRange(source, end, form.nbytes), form.dtype.storage or "UntypedStorage")
-        tensors[name] = new_tensor(storage, form.dtype, form.shape, form.stride)
+        tensors[name] = TensorRef(storage, form.dtype, form.shape, form.stride)
         end += form.nbytes
     if end > source.size:
         raise Damaged(source.path, f"is cut short: {end - source.size} bytes are missing")
@@ -94,7 +97,7 @@ def described(source: Source, raw: bytes) -> Checkpoint:
 
 
 def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> tuple[object, int]:
-    """The tensors as a state, ties restored; or the whole tree where the file holds one (`--full`).
+    """Return the tensors as a state with its ties, or the whole tree if the file holds one (`--full`).
 
     Ties are recorded as safetensors.torch.save_model does: the other name, and the name that is kept.
     """
@@ -128,7 +131,7 @@ def _metadata(source: Source, found: object) -> dict[str, str]:
 
 
 def _begin(source: Source, item: tuple[str, Any]) -> tuple[int, int]:
-    """Where a tensor says it lies, once its entry has the right form."""
+    """Return where a tensor begins and ends in the payload; check the form of its entry first."""
     name, entry = item
     form = isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}
     if (
@@ -145,7 +148,7 @@ def _begin(source: Source, item: tuple[str, Any]) -> tuple[int, int]:
 
 
 class _Form(NamedTuple):
-    """What alike tensors have in common: a file has few forms, and may have 100,000 tensors."""
+    """Dtype, shape and stride of a tensor: a file may have 100,000 tensors of a few forms."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -154,55 +157,61 @@ class _Form(NamedTuple):
 
 
 def _form(source: Source, name: str, type_name: str, shape: tuple[int, ...]) -> _Form:
-    """The form that a tensor is the first to have."""
+    """Check and return the form of a tensor that is the first to have it."""
     dtype = BY_NAME.get(type_name)
     if dtype is None:
         raise Unsupported(source.path, f"tensor '{name}' has the type {type_name[:20]}, unknown to torch")
     if extent(shape) * dtype.itemsize > MAX_BYTES:
         raise Damaged(source.path, f"tensor '{name}' has a shape larger than any file")
+    if len(shape) > MAX_AXES:
+        raise Unsupported(
+            source.path, f"tensor '{name[:80]}' has {len(shape)} axes, and at most {MAX_AXES} are supported"
+        )
     nbytes = 0 if 0 in shape else extent(shape) * dtype.itemsize
     return _Form(dtype, shape, contiguous_stride(shape), nbytes)
 
 
 def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, str], out: Output) -> None:
-    """Writes tensors; each name gets its own copy of the values.
+    """Write tensors; each name gets its own copy of the values.
 
     Args:
-        path: the file the tensors come from, for messages.
+        path: the file that the tensors come from, for messages.
         tensors: name -> tensor, in any order.
-        metadata: text to text. With more than one entry it is sorted; the library's order is random.
+        metadata: text to text. Entries are sorted; the library's own order is random.
+        out: an empty output.
 
     Raises:
-        Refused: a type, or a name, that the format can't hold, or a view that repeats its elements too often.
+        Refused: the format can't hold a type or a name, the header would be longer than 100 MB, or a view
+            repeats its elements too often.
+        Damaged: a file that the tensors come from became shorter.
     """
     ordered = sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0]))
     for name, tensor in ordered:
         require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
     out.write(header(path, ordered, metadata))
     for _, tensor in ordered:
-        if not tensor.is_stretch:
-            out.write_all(stream(tensor), tensor.nbytes)
-        elif isinstance(data := tensor.data, ByteRange):
-            out.copy(data)
+        if tensor.is_stretch:
+            out.copy(tensor.data)
         else:
-            out.make(data)
+            out.write_all(stream(tensor), tensor.nbytes)
 
 
 def write_full(checkpoint: Checkpoint, out: Output) -> None:
-    """Writes a whole tree: its tensors, and the rest as JSON in the metadata.
+    """Write a whole tree: its tensors, and the rest as JSON in the metadata.
 
     Raises:
-        Refused: nested too deeply, or a header of more than 100 MB.
+        Refused: the tree is nested too deeply, or one of the reasons of `write`.
     """
     flat = full_json.encode_entry(checkpoint.path, checkpoint.tree, checkpoint.protocol)
     write(checkpoint.path, flat.tensors, {**checkpoint.metadata, full_json.ENTRY: flat.text}, out)
 
 
 def ties(tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Names that are another name for the same tensor: name -> the first name of it.
+    """Return the names that are another name of a tensor: name -> the first name of that tensor.
 
     Args:
-        metadata: what goes into the header beside the ties; a name that is taken there is skipped.
+        tensors: name -> tensor.
+        metadata: what goes into the header beside the ties; a name that has a meaning there is not taken.
     """
     first: dict[tuple[object, ...], str] = {}
     tied = {}
@@ -230,7 +239,17 @@ def _rank(path: str, name: str, tensor: TensorRef) -> int:
 def header(
     path: str, ordered: Iterable[tuple[str, TensorRef]], metadata: Mapping[str, str], fill: int = 0
 ) -> bytes:
-    """The length and the JSON of a file whose tensors lie in the given order, `fill` bytes long at least."""
+    """Return the length and the JSON of a file.
+
+    Args:
+        path: the file that the tensors come from, for messages.
+        ordered: names and tensors in the order of their values in the file.
+        metadata: text to text.
+        fill: the least number of bytes to return; the JSON is padded with spaces.
+
+    Raises:
+        Refused: a name is not valid Unicode, or the header would be longer than 100 MB.
+    """
     header: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     offset = 0
     for name, tensor in ordered:

@@ -1,4 +1,4 @@
-"""JSON from a file that may mean to mislead: UTF-8, one object, no name in it twice, no number -0."""
+"""JSON from a file that may be hostile: UTF-8, one object, no name twice, no number -0."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from ...errors import Damaged
 
 
 def parse_object(path: str, raw: bytes, what: str) -> dict[str, Any]:
-    """The object that the text is.
+    """Parse JSON and return the object in it.
 
     Args:
         path: the file, for the message.
-        what: the text, for the message: "its header".
+        raw: the text.
+        what: what the text is, for the message: "its header".
 
     Raises:
-        Damaged.
+        Damaged: it is not UTF-8, not JSON, not an object, nested too deeply, or has a name twice or a -0.
     """
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def parse_object(path: str, raw: bytes, what: str) -> dict[str, Any]:
 
 
 def _but_minus_zero(text: str) -> int:
-    """An integer; -0 is 0 to Python alone, and to others a float."""
+    """Return an integer; refuse -0, which Python alone takes for one and others for a float."""
     if text == "-0":
         raise ValueError("a number is -0")
     return int(text)

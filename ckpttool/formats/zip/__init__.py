@@ -1,0 +1,1 @@
+"""The zip container: read strictly, inflated, written."""

@@ -1,9 +1,10 @@
-"""Compressed records of a zip, inflated into an unnamed temporary file, and so places in a file again.
+"""Inflate compressed records of a zip file into an unnamed temporary file, so that they are byte ranges
+again.
 
-torch writes its records uncompressed and reads compressed ones too, as `zip -r` makes them; of a stream that
-is cut short it returns memory it never filled. Here a record has exactly the size and the checksum that the
-directory states, or the file is refused. Sizes are checked before a byte is written: deflate can't make more
-than 1032 bytes of one, and a file may not grow beyond all measure.
+torch writes uncompressed records, and reads compressed ones too, as `zip -r` makes them; for a stream that
+is cut short it returns uninitialised memory. Here a record must have exactly the size and the checksum that
+the directory states. Sizes are checked before a byte is written: deflate can't make more than 1032 bytes of
+one, and all records together may not grow without bound.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from ...tensors.ref import ByteRange, Source
 from .reader import Record
 
 MAX_RATIO = 1032
-"""The most that deflate can do: 258 bytes in two bits (zlib's technical notes)."""
+"""The highest ratio of deflate: 258 bytes in two bits (zlib's technical notes)."""
 
 MAX_GROWTH = 100
-"""All inflated records together may be so many times the size of the file, or SMALL if that is more."""
-
 SMALL = 1 << 30
+"""All inflated records together may be MAX_GROWTH times the size of the file, or SMALL bytes if that is
+more."""
 
 MAX_TEXT_GROWTH = 64
-"""A pickle may be so many times its compressed size, and 1 MiB more: it is inflated in memory."""
+"""A pickle, which is inflated in memory, may be this many times its compressed size, and 1 MiB more."""
 
 CHUNK = 1 << 20
 
 
 def inflated_bytes(source: Source, record: Record) -> bytes:
-    """A compressed record in memory: a pickle, or a line of text.
+    """Return the bytes of a compressed record, a pickle or a line of text, inflated in memory.
 
     Raises:
-        Damaged: its size or its checksum are wrong.
-        Refused: it would grow too much.
+        Damaged: the stream is invalid, or its size or checksum is not the stated one.
+        Refused: it states a size of more than MAX_TEXT_GROWTH times its own, and 1 MiB.
     """
     if record.size > (1 << 20) + MAX_TEXT_GROWTH * record.data.nbytes:
         raise Refused(
@@ -49,7 +50,7 @@ def inflated_bytes(source: Source, record: Record) -> bytes:
 
 
 class Inflated:
-    """The temporary file of one archive. `add` puts a record in it and says where it lies."""
+    """The temporary file with the inflated records of one archive; it is made for the first one."""
 
     def __init__(self, source: Source) -> None:
         self.archive = source
@@ -57,11 +58,11 @@ class Inflated:
         self.folder = ""
 
     def add(self, record: Record) -> ByteRange:
-        """Inflates a record.
+        """Inflate a record, and return where its bytes are.
 
         Raises:
-            Damaged: its size or its checksum are wrong.
-            Refused: the file would grow too much.
+            Damaged: the stream is invalid, or its size or checksum is not the stated one.
+            Refused: all records together would be larger than MAX_GROWTH and SMALL allow.
         """
         target = self.target or self._create()
         start = target.size
@@ -95,10 +96,11 @@ def _write(fd: int, data: bytes, position: int) -> int:
 
 
 def inflated(source: Source, record: Record) -> Iterator[bytes]:
-    """The contents of a compressed record, piece by piece.
+    """Yield the contents of a compressed record in pieces of at most CHUNK bytes.
 
     Raises:
-        Damaged: its size or its checksum are wrong; some faults show only at the end.
+        Damaged: the stream is invalid, or its size or checksum is not the stated one; after the pieces, where
+            only the end shows it.
     """
     if record.size > MAX_RATIO * record.data.nbytes:
         raise Damaged(source.path, f"its record '{record.name}' states a size that deflate can't reach")

@@ -1,4 +1,4 @@
-"""The zip container that torch uses: its numbers, and writing it. `zip_directory` reads it.
+"""Write the zip container that torch uses; the constants of the format. `reader` reads it.
 
 Format: PKWARE APPNOTE 6.3.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from functools import partial
 
 from ...files.copying import Output
 from ...tensors.ref import ByteRange, Computed
@@ -33,49 +34,68 @@ ALIGNMENT = 64
 
 
 class ZipWriter:
-    """Writes records one after another, each payload on a 64-byte boundary, and the directory at the end.
+    """Writes records one after another, and the directory at the end.
 
-    The layout is torch's: stored, the local header padded by an extra field `FB`, ZIP64 fields only where a
-    number needs them.
+    The layout is torch's: stored, each payload on a 64-byte boundary by an extra field `FB` in its local
+    header, ZIP64 fields only where a number needs them.
+
+    Args:
+        out: the file; its position is at the beginning.
+        root: the folder that all records lie in.
     """
 
     def __init__(self, out: Output, root: str) -> None:
         self.out = out
         self.root = root
-        self.directory = bytearray()
-        self.count = 0
+        self._entries: list[bytes] = []
 
     def write(self, name: str, data: bytes) -> None:
-        """A record of bytes in memory."""
-        header = self._reserve(name, len(data))
+        """Write a record of bytes in memory."""
+        number, header = self._reserve(name, len(data))
         self.out.write_all([memoryview(data)], len(data))
-        self._finish(name, header, len(data), zlib.crc32(data))
+        self._finish(number, name, header, len(data), zlib.crc32(data))
 
     def copy(self, name: str, data: ByteRange | Computed, crc32: int | None) -> None:
-        """A record of bytes from elsewhere; those of a file are looked at only for a missing CRC."""
-        header = self._reserve(name, data.nbytes)
+        """Write a record of bytes from elsewhere.
+
+        Args:
+            data: copied unread, from file to file, where `crc32` is known.
+            crc32: CRC-32 of the bytes; computed when None.
+        """
+        number, header = self._reserve(name, data.nbytes)
+        finish = partial(self._finish, number, name, header, data.nbytes)
         if isinstance(data, ByteRange) and crc32 is not None:
             self.out.copy(data)
+            finish(crc32)
         else:
-            crc32 = self.out.copy_with_crc(data)
-        self._finish(name, header, data.nbytes, crc32)
+            self.out.copy(data, finish)
+
+    def directory(self) -> bytes:
+        """Return the entries of all records, once all are written."""
+        self.out.settle()
+        return b"".join(self._entries)
 
     def close(self) -> None:
-        """The central directory and the end records."""
-        offset, size = self.out.position, len(self.directory)
+        """Write the central directory and the end records."""
+        directory = self.directory()
+        offset, size, count = self.out.position, len(directory), len(self._entries)
         end = bytearray()
-        if self.count >= FULL16 or offset >= FULL32 or size >= FULL32:
-            end += END64.pack(END64_SIGNATURE, 44, 45, 45, 0, 0, self.count, self.count, size, offset)
+        if count >= FULL16 or offset >= FULL32 or size >= FULL32:
+            end += END64.pack(END64_SIGNATURE, 44, 45, 45, 0, 0, count, count, size, offset)
             end += LOCATOR64.pack(LOCATOR64_SIGNATURE, 0, offset + size, 1)
-        count = min(self.count, FULL16)
+        count = min(count, FULL16)
         end += END.pack(END_SIGNATURE, 0, 0, count, count, min(size, FULL32), min(offset, FULL32), 0)
-        self.out.write(bytes(self.directory + end))
+        self.out.write(directory + bytes(end))
 
-    def _reserve(self, name: str, size: int) -> int:
-        """Leaves room for the local header, so that the payload starts on the boundary."""
+    def _reserve(self, name: str, size: int) -> tuple[int, int]:
+        """Skip the local header, so that the payload starts on the boundary.
+
+        Return the record's number and the offset of the header.
+        """
         header = self.out.position
+        self._entries.append(b"")
         self.out.position += LOCAL.size + len(self._path(name)) + len(self._local_extra(name, header, size))
-        return header
+        return len(self._entries) - 1, header
 
     def _local_extra(self, name: str, header: int, size: int) -> bytes:
         wide = struct.pack("<HHQQ", ZIP64_EXTRA, 16, size, size) if size >= FULL32 else b""
@@ -83,7 +103,8 @@ class ZipWriter:
         padding = -start % ALIGNMENT
         return wide + struct.pack("<HH", PADDING_EXTRA, padding) + b"Z" * padding
 
-    def _finish(self, name: str, header: int, size: int, crc: int) -> None:
+    def _finish(self, number: int, name: str, header: int, size: int, crc: int) -> None:
+        """Write the local header at its offset, and enter the record into the directory."""
         path, extra, narrow = self._path(name), self._local_extra(name, header, size), min(size, FULL32)
         version = 45 if size >= FULL32 or header >= FULL32 else 0
         self.out.write_at(
@@ -97,12 +118,11 @@ class ZipWriter:
         wide = [size, size] if size >= FULL32 else []
         wide += [header] if header >= FULL32 else []
         more = struct.pack(f"<HH{len(wide)}Q", ZIP64_EXTRA, 8 * len(wide), *wide) if wide else b""
-        self.directory += CENTRAL.pack(
+        entry = CENTRAL.pack(
             CENTRAL_SIGNATURE, version, version, UTF8, STORED, 0, 0, crc, narrow, narrow,
             len(path), len(more), 0, 0, 0, 0, min(header, FULL32),
         )  # fmt: skip
-        self.directory += path + more
-        self.count += 1
+        self._entries[number] = entry + path + more
 
     def _path(self, name: str) -> bytes:
         return f"{self.root}/{name}".encode()

@@ -1,4 +1,4 @@
-"""Why a checkpoint does not load into a model, and the commands that fix it."""
+"""Find out why a checkpoint does not load into a model, and which commands fix it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 from ...lazy import attributes
 
 if TYPE_CHECKING:
+    from .case import Respec as Respec
     from .report import Diagnosis as Diagnosis
     from .report import Problem as Problem
-    from .report import Respec as Respec
-    from .report import diagnose as diagnose
-
-__getattr__, __all__ = attributes(
-    __name__,
-    {
-        "report": ("Diagnosis", "Problem", "Respec", "diagnose"),
-    },
-)
+    from .search import diagnose as diagnose
+else:
+    __getattr__, __dir__, __all__ = attributes(
+        __name__,
+        {
+            "case": ("Respec",),
+            "search": ("diagnose",),
+            "report": ("Diagnosis", "Problem"),
+        },
+    )

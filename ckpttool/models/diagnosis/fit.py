@@ -1,7 +1,6 @@
-"""How a state fits a model: names, shapes and kinds compared, without a value.
+"""Compare a state with a model by names, shapes and types, without reading values.
 
-A `Blueprint` is what a model's `state_dict()` asks for. Making one of a live module imports torch; comparing
-does not.
+`Blueprint.of` imports torch; the comparison does not.
 """
 
 from __future__ import annotations
@@ -10,27 +9,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...checkpoint.checkpoint import State
+from ...checkpoint.state import State
 from ...tensors.ref import TensorRef
 
 if TYPE_CHECKING:
     import torch
 
 COUNTER = "num_batches_tracked"
-"""BatchNorm's counter: torch adds it to states from before version 2 of the module."""
+"""BatchNorm's counter: torch adds it to states that were saved before version 2 of the module."""
 
 SHOWN = 3
-"""Names of a kind that a message shows; the rest are counted."""
+"""How many names a message shows; it counts the rest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a model has under one name.
+    """An entry of a model's state dict.
 
     Attributes:
-        shape: None for what takes any value: `_extra_state`, and a parameter whose shape is the file's.
+        shape: None where any value fits: `_extra_state`, and lazy parameters.
         dtype: element type, as `float32`; `""` where there is none.
-        first: the first name of the same memory: another one for a tied parameter.
+        first: the first name of the same memory; another name than its own for a tied parameter.
     """
 
     shape: tuple[int, ...] | None
@@ -40,10 +39,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Blueprint:
-    """What a model's state dict asks for.
+    """The names, shapes and types of a model's state dict.
 
     Attributes:
-        places: name -> what is there, in the order of `state_dict()`.
+        places: name -> entry, in the order of `state_dict()`.
         parameters: names of the parameters in the order in which optimizers number them.
         norms: paths of the BatchNorm layers of any kind.
     """
@@ -54,7 +53,7 @@ class Blueprint:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> Blueprint:
-        """The blueprint of a live module. Imports torch."""
+        """Return the blueprint of a live module. Imports torch."""
         from torch.nn.modules.batchnorm import _NormBase
 
         places: dict[str, Place] = {}
@@ -75,7 +74,7 @@ def _shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _memory(name: str, value: Any) -> tuple[object, ...]:
-    """What two names of one tensor have in common; there is no address to compare on the meta device."""
+    """Return a key that is equal for two names of one tensor; on the meta device there is no address."""
     import torch
 
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value) or not value.numel():
@@ -87,13 +86,13 @@ def _memory(name: str, value: Any) -> tuple[object, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What keeps a state from loading strictly.
+    """The differences that keep a state from loading strictly.
 
     Attributes:
         missing: names of the model that the file lacks.
         unexpected: names of the file that the model does not have.
-        mismatched: (name, what the file has, what the model has) of another shape, or complex into real.
-        added: BatchNorm's counters that the file lacks and torch adds.
+        mismatched: (name, shape in the file, shape in the model), or both dtypes for complex into real.
+        added: BatchNorm's counters that the file lacks and torch adds; they keep nothing from loading.
     """
 
     missing: tuple[str, ...] = ()
@@ -103,11 +102,11 @@ class Fit:
 
     @property
     def distance(self) -> int:
-        """How many names, of the file and of the model, are in the way of a strict load; 0 for none."""
+        """The number of names, of the file and of the model, that keep the state from loading strictly."""
         return len(self.missing) + len(self.unexpected) + 2 * len(self.mismatched)
 
     def __str__(self) -> str:
-        """`2 missing (a, b); 1 of another shape or type (w [10, 4] in the file, [5, 4] in the model)`"""
+        """Return `2 missing (a, b); 1 of another shape or type (w [9] in the file, [5] in the model)`."""
         parts = []
         if self.missing:
             parts.append(f"{len(self.missing)} missing ({shortened(self.missing)})")
@@ -122,13 +121,13 @@ class Fit:
 
 
 def shortened(names: tuple[str, ...]) -> str:
-    """The first few names, and how many more."""
+    """Return the first few names, and how many more there are."""
     more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
 def compare(state: State, blueprint: Blueprint) -> Fit:
-    """How a state, under the names it has, fits a model: what `load_state_dict(strict=True)` would find."""
+    """Return what `load_state_dict(strict=True)` would find wrong with a state, under the names it has."""
     places = blueprint.places
     absent = [
         name
@@ -149,13 +148,13 @@ def compare(state: State, blueprint: Blueprint) -> Fit:
 
 
 def _differs(tensor: TensorRef, place: Place) -> tuple[str, str] | None:
-    """What a tensor of the file and its place in the model are, when the one can't be copied to the other."""
+    """Return both shapes, or both dtypes, if a tensor can't be copied to its place in the model."""
     if place.shape is None:
         return None
-    from_before_scalars = (
+    is_scalar = (
         tensor.shape == (1,) and place.shape == ()
-    )  # torch 0.3 had none, and torch allows for it
-    if tensor.shape != place.shape and not from_before_scalars:
+    )  # torch 0.3 had no scalars; load_state_dict converts
+    if tensor.shape != place.shape and not is_scalar:
         return str(list(tensor.shape)), str(list(place.shape))
     if "complex" in tensor.dtype.name and "complex" not in place.dtype:  # torch would drop the imaginary part
         return tensor.dtype.name, place.dtype
@@ -163,7 +162,7 @@ def _differs(tensor: TensorRef, place: Place) -> tuple[str, str] | None:
 
 
 def _without_counters(state: State, blueprint: Blueprint) -> set[str]:
-    """The counters that torch adds itself: of norms saved before version 2, or without a version."""
+    """Return the counters that torch adds by itself: of norms saved before version 2 or without a version."""
     names = set()
     for path in blueprint.norms:
         entry = (state.versions or {}).get(path)

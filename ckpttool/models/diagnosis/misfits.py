@@ -1,4 +1,4 @@
-"""What no command can fix, in words: another architecture, other sizes, files of another kind."""
+"""Describe what no command can fix: another architecture, other sizes, files of another kind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from .case import Case
 from .fit import Fit, shortened
 
-# Names by which tensors of another kind are known, and what to do with them.
+# (kind, regular expression of the names, what they are and what to do)
 KINDS = (
     (
         "fsdp-flat",
@@ -29,7 +29,7 @@ KINDS = (
 
 
 def in_words(case: Case) -> Iterator[tuple[str, str]]:
-    """(kind, message) of each thing that keeps a state from fitting and that no command fixes."""
+    """Yield (kind, message) for everything that keeps a state from fitting and that no command fixes."""
     fit = case.fit
     known = [
         (kind, words) for kind, names, words in KINDS if any(map(re.compile(names).search, fit.unexpected))
@@ -64,7 +64,7 @@ def _is_weight_norm(fit: Fit) -> bool:
 
 
 def _head(fit: Fit) -> tuple[str, str, str] | None:
-    """The one layer whose number of outputs differs, and both numbers; None when more than that is wrong."""
+    """Return the one layer whose number of outputs differs, and both numbers; None if more is wrong."""
     layers = {name.rpartition(".")[0] for name, *_ in fit.mismatched}
     if fit.missing or fit.unexpected or len(layers) != 1:
         return None
@@ -77,7 +77,7 @@ def _head(fit: Fit) -> tuple[str, str, str] | None:
 
 
 def is_alike(case: Case) -> bool:
-    """Whether a state is of the model's architecture: it has most of the model's names, and few others."""
+    """Return whether a state is of the model's architecture: it has most of the names, and few others."""
     size = len(case.blueprint.places)
     return (2 * len(case.fit.missing) < size and len(case.fit.unexpected) < size) or not size
 

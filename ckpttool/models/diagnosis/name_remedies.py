@@ -1,4 +1,4 @@
-"""Remedies where names differ: wrappers, prefixes, parts that a library renamed, layers by other names."""
+"""Remedies for names that differ: wrappers, prefixes, parts that a library renamed, renamed layers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...transforms.wrappers import COMPANIONS, WRAPPERS, found_prefixes
 from .case import Case, Remedy
 
 TRIED = 24
-"""Prefixes that are tried, at most."""
+"""How many prefixes are tried at most."""
 
 ALIKE = 8
-"""An end that more names share (`weight`) says nothing about what precedes it."""
+"""An end that more names share (`weight`) does not tell what precedes it."""
 
 
 def wrappers(case: Case) -> Iterator[Remedy]:
-    """The prefix of a wrapper, or of several, in front of the keys."""
+    """Strip the prefix of one or several wrappers from the keys."""
     for found in found_prefixes(case.state.tensors, case.state.versions):
         carried = f"{found.keys} of {found.of} keys"
         own = [name for name in COMPANIONS if name in case.fit.unexpected]
@@ -28,7 +28,7 @@ def wrappers(case: Case) -> Iterator[Remedy]:
 
 
 def wrappers_inside(case: Case) -> Iterator[Remedy]:
-    """Wrappers around parts of the model, in the middle of keys."""
+    """Strip the prefixes of wrappers around parts of the model, in the middle of keys."""
     for prefix, wrapper in WRAPPERS.items():
         count = sum(f".{prefix}" in f".{name}" for name in case.fit.unexpected)
         if count:
@@ -47,12 +47,12 @@ def _strip(kind: str, message: str, prefix: str, *flags: str, drop: Iterable[str
 
 
 def renumbered(case: Case) -> Iterator[Remedy]:
-    """Layers that are counted from another number on, every one of them."""
+    """Renumber layers, all of which the model counts from another number on."""
     theirs, ours = _numbers(case.state.tensors), _numbers(case.blueprint.places)
     for stem in theirs.keys() & ours.keys():
         shift = min(ours[stem]) - min(theirs[stem])
         if shift and ours[stem] == {number + shift for number in theirs[stem]}:
-            # in an order in which no layer takes the number of one that still has it
+            # in an order in which no layer takes a number that another one still has
             numbers = sorted(theirs[stem], reverse=shift > 0)
             rules = [(rf"^{_exactly(stem)}{n}\.", f"{stem}{n + shift}.") for n in numbers]
             first = f"'{stem}{min(theirs[stem])}.', the model from '{stem}{min(ours[stem])}.'"
@@ -60,7 +60,7 @@ def renumbered(case: Case) -> Iterator[Remedy]:
 
 
 def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
-    """What precedes numbers in names, and which numbers follow it."""
+    """Return stem -> numbers that follow it in names: `layers.` -> {0, 1, 2}."""
     found: dict[str, set[int]] = {}
     for name in names:
         for part in re.finditer(r"(?:^|\.)([0-9]{1,6})(?=\.)", name):
@@ -69,7 +69,7 @@ def _numbers(names: Iterable[str]) -> dict[str, set[int]]:
 
 
 def prefixes(case: Case) -> Iterator[Remedy]:
-    """Any first parts of keys that the model has otherwise, or not at all."""
+    """Strip, add or replace first parts of keys that the model has otherwise or not at all."""
     for theirs, ours in _heads(case):
         if not ours:
             yield _strip("prefix", f"'{theirs}' is in front of keys that the model has without it", theirs)
@@ -77,8 +77,8 @@ def prefixes(case: Case) -> Iterator[Remedy]:
             message = f"the model has '{ours}' in front of its keys, the file does not"
             yield _add(message, ours)
         else:
-            message = f"the file says '{theirs}' where the model says '{ours}'; shapes agree, and nothing"
-            yield _rename("names", f"{message} else says so", [(f"^{_exactly(theirs)}", ours)])
+            message = f"the file has '{theirs}' where the model has '{ours}', judging by shapes alone"
+            yield _rename("names", message, [(f"^{_exactly(theirs)}", ours)])
 
 
 def _add(message: str, prefix: str) -> Remedy:
@@ -87,7 +87,7 @@ def _add(message: str, prefix: str) -> Remedy:
 
 
 def _heads(case: Case) -> list[tuple[str, str]]:
-    """(file's, model's) first parts of keys that end alike, those of the most keys first."""
+    """Return (file's, model's) first parts of keys that end alike, those of most keys first."""
     ends: dict[str, list[str]] = {}
     for name in case.fit.missing:
         for head, end in _cuts(name):
@@ -101,14 +101,14 @@ def _heads(case: Case) -> list[tuple[str, str]]:
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """(head with its dot, rest) at every dot; the empty head first."""
+    """Yield (head with its dot, rest) at every dot, the empty head first."""
     yield "", name
     for dot in re.finditer(r"[.]", name):
         yield name[: dot.end()], name[dot.end() :]
 
 
 def _exactly(text: str) -> str:
-    """The regular expression of a text; no = in it ends the first half of REGEX=REPLACEMENT."""
+    """Return the regular expression of a text, without an = that would end the REGEX of REGEX=REPLACEMENT."""
     return re.escape(text).replace("=", r"\=")
 
 
@@ -117,7 +117,7 @@ def _rename(kind: str, message: str, rules: list[tuple[str, str]]) -> Remedy:
     return Remedy(kind, message, ("rename-keys", *flags), lambda c: keys.rename_keys(c, rules)[0])
 
 
-# What parts of names were called before, or elsewhere, and what they are called now; tried both ways.
+# (kind, what has the names, (old name, new name) of each part); tried in both directions
 RENAMED = (
     (
         "weight-norm",
@@ -151,17 +151,18 @@ RENAMED = (
 
 
 def renamed_parts(case: Case) -> Iterator[Remedy]:
-    """Parameters that a library renamed: weight norm, spectral norm, `gamma` and `beta`."""
+    """Rename parameters that a library renamed: weight norm, spectral norm, `gamma` and `beta`."""
     for kind, what, pairs in RENAMED:
         for swap in (False, True):
             old_new = [(new, old) if swap else (old, new) for old, new in pairs]
             rules = [(rf"(^|\.){_exactly(old)}$", rf"\g<1>{new}") for old, new in old_new]
-            message = f"the file names what {what} keeps '{old_new[0][0]}', the model '{old_new[0][1]}'"
+            old, new = old_new[0]
+            message = f"{what} has '{old}' in the file and '{new}' in the model"
             yield _rename(kind, message, rules)
 
 
 def same_order(case: Case) -> Iterator[Remedy]:
-    """Layers under other names, but as many, of the same shapes and in the same order."""
+    """Rename layers that have other names but the same number, shapes and order."""
     theirs, ours = case.fit.unexpected, case.fit.missing
     places, tensors = case.blueprint.places, case.state.tensors
     if len(theirs) != len(ours) or not all(name in tensors for name in theirs):
@@ -174,5 +175,5 @@ def same_order(case: Case) -> Iterator[Remedy]:
             return
     if len(set(layers.values())) == len(layers):
         rules = [(rf"^{_exactly(old)}\.(?=[^.]*$)", f"{new}." if new else "") for old, new in layers.items()]
-        message = f"{len(layers)} layers have other names; order and shapes agree, and nothing else says so"
+        message = f"{len(layers)} layers have other names; they are matched by order and shapes alone"
         yield _rename("names", message, rules)

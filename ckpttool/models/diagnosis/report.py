@@ -1,29 +1,25 @@
-"""Why a checkpoint does not load into a model, and the commands that fix it.
-
-Each command is tried first: a remedy is a pure change of the checkpoint, which costs nothing, and it is
-advised when the state fits better after it than before. What no remedy reaches is said in words.
-"""
+"""Write a diagnosis: problems in words, and the commands that fix them, each on the result of the last."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ...checkpoint.checkpoint import Checkpoint, State, dotted, is_optimizer
-from ...errors import CkptToolError, NoState, NothingToDo
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.state import State
+from ...checkpoint.states import is_optimizer
+from ...errors import CkptToolError, NothingToDo
 from ...inert_pickle.values import is_plain, walk
-from ...transforms import selection
-from ...transforms.optimizer import OrderCheck, mismatched_order, to_indices
+from ...transforms.optimizer import to_indices
+from ...transforms.optimizer_order import OrderCheck, mismatched_order
 from . import misfits
-from .case import Case
-from .fit import Blueprint, Fit, compare, shortened
+from .case import Case, Rebuild
+from .fit import Fit, shortened
+from .plain_load import PICKLED, python_line, refused_by_torch
 from .shell import command_line
-from .treatment import Accepts, Treatment, declines, treat
-
-STATES = 8
-"""States of one file that are tried."""
+from .treatment import Treatment
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +29,9 @@ class Problem:
     Attributes:
         kind: a stable word for scripts.
         message: what is wrong, as a sentence without a capital and a full stop.
-        command: the command that fixes it, ready to paste, after those of the problems before it; None where
-            no command can.
-        is_remark: the state loads strictly, and rightly, all the same.
+        command: the command that fixes it, ready to paste after those of the problems before it; None if no
+            command can.
+        is_remark: the state loads strictly, and with the right values, all the same.
     """
 
     kind: str
@@ -46,15 +42,18 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What was found, and what it takes.
+    """Why a checkpoint does not load into a model, and what fixes it.
 
     Attributes:
-        path, format: the file.
-        state: dotted path of the state that fits best, `""` for the file itself, None when there is none.
+        path: the file as it was named.
+        format: its format, as `torch-zip`.
+        state: dotted path of the state that fits best, `""` for the file itself, None if there is none.
         loads: `load_state_dict(strict=True)` takes this state as it is.
-        fit: what keeps it from that.
-        problems: in the order in which they are to be fixed.
-        then: the command that loads the outcome strictly, after all the others; None where none can.
+        fit: the differences that keep the state from loading.
+        problems: in the order in which to fix them.
+        then: the command that loads the result strictly, after all the others; None if none can.
+        python: the line of Python that loads the result strictly into `model`, without this package where
+            torch or safetensors can; None if none can.
     """
 
     path: str
@@ -64,107 +63,35 @@ class Diagnosis:
     fit: Fit
     problems: tuple[Problem, ...]
     then: str | None
+    python: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Respec:
-    """The model built with other arguments: the SPEC that does it, and what was different."""
-
-    spec: str
-    message: str
-
-
-Rebuild = Callable[[Case], Respec | None]
-
-
-def _as_built(_: Case) -> None:
-    return None
-
-
-def diagnose(
-    checkpoint: Checkpoint,
-    blueprint: Blueprint,
-    spec: str,
-    *,
-    state: str | None = None,
-    accepts: Accepts = declines,
-    rebuild: Rebuild = _as_built,
-) -> Diagnosis:
-    """Finds out why a checkpoint does not load into a model.
+class Report:
+    """Write a treatment as commands, each of which reads what the one before it wrote.
 
     Args:
-        blueprint: of the model.
+        checkpoint: the file.
+        case: the state in it that fits best.
+        treatment: of that case.
         spec: how the commands name the model.
-        state: dotted path of the model's state; the one that fits best when None.
-        accepts: whether the live model takes a state in a way of its own, where the names do not say so.
-        rebuild: the model in other sizes, where the state's names fit and its sizes do not.
-
-    Raises:
-        NoState: `state` was given and is not there.
+        loads: the state loads as it is.
     """
-    try:
-        cases = _cases(checkpoint, blueprint, state)
-    except NoState as error:
-        if state is not None:
-            raise
-        return _without_state(checkpoint, error)
-    treatments: list[Treatment] = []
-    for case in cases:
-        treatments.append(treat(case, accepts=accepts))
-        if not treatments[-1].case.fit.distance:
-            break
-    best = min(range(len(treatments)), key=lambda i: treatments[i].case.fit.distance)
-    if not misfits.is_alike(treatments[best].case):  # nothing that fits by chance is to be fixed
-        best = 0
-        treatments[0] = Treatment(cases[0])
-    case = cases[best]
-    loads = not case.fit.distance or accepts(case.state)
-    # A state that has to be named to be found is not loaded by those who don't know of it.
-    return _Report(case, treatments[best], spec, loads and (state is not None or best == 0)).written(rebuild)
 
-
-def _cases(checkpoint: Checkpoint, blueprint: Blueprint, where: str | None) -> list[Case]:
-    """A case for each state that could be meant, the likeliest first."""
-    found = [dotted(path) for path in checkpoint.states()] or [checkpoint.state().where]
-    names = found[:STATES] if where is None else [where]
-    return [_case(checkpoint, blueprint, name, named=name != found[0]) for name in names]
-
-
-def _case(checkpoint: Checkpoint, blueprint: Blueprint, name: str, *, named: bool) -> Case:
-    """Commands change the dict that they find by default; any other state is extracted first."""
-    found = checkpoint.state(name)
-    if not named and found.module is None:
-        return Case(checkpoint, found, blueprint, compare(found, blueprint), None, found)
-    alone = selection.slim(checkpoint, state=name)
-    state = alone.state()
-    flags = ("--state", name) if named else ()
-    return Case(alone, state, blueprint, compare(state, blueprint), flags, found)
-
-
-def _without_state(checkpoint: Checkpoint, error: NoState) -> Diagnosis:
-    """What a file holds in which there is no state."""
-    if any(is_optimizer(value) for value in walk(checkpoint.tree)):
-        message = "it holds only the state of an optimizer: the model's parameters are in another file"
-        problem = Problem("optimizer-only", message)
-    else:
-        problem = Problem("no-state", error.reason)
-    return Diagnosis(checkpoint.path, checkpoint.format, None, False, Fit(), (problem,), None)
-
-
-class _Report:
-    """Puts a treatment into commands that follow from one another, each reading what the last one wrote."""
-
-    def __init__(self, case: Case, treatment: Treatment, spec: str, loads: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, case: Case, treatment: Treatment, spec: str, loads: bool
+    ) -> None:
+        self.original = checkpoint
         self.case = case
         self.treatment = treatment
         self.spec = spec
         self.loads = loads
         path = case.checkpoint.path
         self.file = f"./{path}" if path.startswith("-") else path  # else it would be taken for an option
-        self.output = _output(self.file, case.checkpoint.format)
+        self.output = _output(self.file, checkpoint)
         self.problems: list[Problem] = []
 
-    def written(self, rebuild: Rebuild) -> Diagnosis:
+    def written(self, rebuild: Rebuild | None) -> Diagnosis:
+        """Return the diagnosis; ask `rebuild` for a model in other sizes if nothing else helps."""
         case, after = self.case, self.treatment.case
         if case.taken_out is not None and not self.loads:
             self._add(*self._taking_out(case.original), "slim", *case.taken_out)
@@ -174,14 +101,31 @@ class _Report:
         if not after.fit.distance:
             self._add_optimizers()
             then = self._reload(self.spec) if not self._add_objects() else None
-        elif (respec := rebuild(after)) is not None:
+        elif rebuild is not None and (respec := rebuild(after)) is not None:
             then = self._reload(respec.spec)
             self.problems.append(Problem("size", respec.message, then))
         else:
             self.problems += [Problem(kind, message) for kind, message in misfits.in_words(after)]
-        self.problems += self._remarks()
+        python = self._python() if then else None
+        self.problems += self._remarks(bool(then))
         path, kind = case.checkpoint.path, case.checkpoint.format
-        return Diagnosis(path, kind, case.original.where, self.loads, case.fit, tuple(self.problems), then)
+        problems = tuple(self.problems)
+        return Diagnosis(path, kind, case.original.where, self.loads, case.fit, problems, then, python)
+
+    @property
+    def _where(self) -> tuple[str, ...]:
+        """The flags that name the state, as long as no command has taken it out."""
+        return () if self.file == self.output else self.case.taken_out or ()
+
+    @property
+    def _result(self) -> tuple[Checkpoint, State]:
+        """The checkpoint that the last command wrote, or the original one, and the state in it."""
+        if self.file == self.output:
+            return self.treatment.case.checkpoint, self.treatment.case.state
+        return self.original, self.case.original
+
+    def _python(self) -> str:
+        return python_line(*self._result, self.file, rewritten=self.file == self.output)
 
     def _taking_out(self, state: State) -> tuple[str, str]:
         if state.module is not None:
@@ -197,11 +141,10 @@ class _Report:
         return command_line(["ckpttool", verb, self.file, self.output, *flags, *again])
 
     def _reload(self, spec: str) -> str:
-        where = (self.case.taken_out or ()) if self.file != self.output else ()
-        return command_line(["ckpttool", "reload", self.file, "--model", spec, *where])
+        return command_line(["ckpttool", "reload", self.file, "--model", spec, *self._where])
 
     def _add_objects(self) -> bool:
-        """What the model asks for and only code can make: torch.load runs it, this library does not."""
+        """Add a problem if the model asks for objects, which torch.load creates and this package does not."""
         after = self.treatment.case
         asked = ((n, v) for n, v in after.state.others.items() if n in after.blueprint.places)
         objects = tuple(name for name, value in asked if not is_plain(value))
@@ -214,11 +157,11 @@ class _Report:
         return bool(objects)
 
     def _add_optimizers(self) -> None:
-        """Momentum that a load would give to other parameters, as optimizers go by index."""
+        """Add a problem if an optimizer, which counts parameters, would give momentum to other parameters."""
         after = self.treatment.case
         places = after.blueprint.places
         if not all(name in places for name in after.blueprint.parameters):
-            return  # a model that leaves parameters out of its state does not give their shapes
+            return  # the model leaves parameters out of its state, so their shapes are unknown
         parameters = {name: places[name].shape or () for name in after.blueprint.parameters}
         for value in walk(self.case.checkpoint.tree):
             if isinstance(value, dict) and is_optimizer(value):
@@ -231,19 +174,24 @@ class _Report:
         try:
             to_indices(self.treatment.case.checkpoint, parameters=parameters)
         except NothingToDo:
-            return  # it keeps nothing that could go to another parameter
+            return  # the optimizer keeps nothing per parameter
         except CkptToolError as error:
             self.problems.append(Problem("optimizer-order", f"{message}; no command can fix it: {error}"))
         else:
             self._add("optimizer-order", message, "optimizer", "--to", "indices", "--model", self.spec)
 
-    def _remarks(self) -> Iterator[Problem]:
+    def _remarks(self, is_loadable: bool) -> Iterator[Problem]:
         case = self.case
         if case.original.module is not None and self.loads:
             name = case.original.module.type_name
             message = f"the file is a whole pickled model, and torch.load needs the code of {name}"
             yield self._remark("pickled-model", message, None if self.problems else "slim")
-        elif case.state.where and not self.problems:  # slim would undo what they have fixed
+        elif is_loadable and (refused := self._refused()):
+            message = (
+                f"torch.load refuses the file, as it holds {shortened(refused)}: slim writes the state alone"
+            )
+            yield self._remark("objects", message, "slim", *self._where)
+        elif case.state.where and not self.problems:
             message = f"the state is under '{case.state.where}', and load_state_dict wants only that"
             yield self._remark("nested", message, "slim")
         added = self.treatment.case.fit.added
@@ -253,6 +201,12 @@ class _Report:
             )
             yield self._remark("counters", message, None)
         yield from self._precision()
+
+    def _refused(self) -> tuple[str, ...]:
+        """Return what torch.load refuses the result for, if it is a file that torch.load reads."""
+        is_written = self.file == self.output
+        is_torch = self.output.endswith(".pt") if is_written else self.original.format in PICKLED
+        return refused_by_torch(self._result[0], rewritten=is_written) if is_torch else ()
 
     def _precision(self) -> Iterator[Problem]:
         after = self.treatment.case
@@ -282,11 +236,11 @@ def _in_words(check: OrderCheck) -> str:
 SHORT_TYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
-def _output(file: str, form: str) -> str:
-    """A free name beside the file, in a format that keeps what the file's own keeps."""
+def _output(file: str, checkpoint: Checkpoint) -> str:
+    """Return a free name beside the file, in a format that holds what the file holds."""
     path = file.rstrip("/")
     stem = path if os.path.isdir(path) else os.path.splitext(path)[0]
-    end = ".safetensors" if form.startswith("safetensors") else ".pt"
+    end = ".safetensors" if checkpoint.format.startswith("safetensors") and not checkpoint.full else ".pt"
     output, count = f"{stem}.mended{end}", 1
     while os.path.exists(output):
         count += 1

@@ -1,4 +1,4 @@
-"""A model built in the sizes of a file, by other arguments of its factory, which is run for it."""
+"""Find the arguments of a factory that build the model in the sizes of a file, by running the factory."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ from typing import Any
 from ...errors import UsageFault
 from .. import factory
 from ..skeleton import skeleton
-from .case import Case
+from .case import Case, Respec
 from .fit import Blueprint, Fit, compare
 
 BUILDS = 16
-"""Models that are built in the search, at most."""
+"""How many models the search builds at most."""
 
-# What factories that take anything (torchvision's) call the number of outputs.
+# Names of the number of outputs, for factories that take any argument (torchvision's).
 OUTPUTS = ("num_classes", "num_labels", "out_features")
 
 
-def resized(spec: str, case: Case) -> tuple[str, str] | None:
-    """The SPEC with which a state whose names fit fits in its sizes too, and what is different; or None.
+def resized(spec: str, case: Case) -> Respec | None:
+    """Find a SPEC that builds the model in a state's sizes.
 
-    An argument is changed when it has a size of the model's, and the file has another in that place.
+    An argument is changed if its value is a size of the model and the file has another size in that place.
+
+    Args:
+        spec: of the model that does not fit; its factory is run up to 16 times.
+        case: a state whose names fit the model.
+
+    Returns:
+        The SPEC, and what differs; None if no such SPEC was found.
     """
     changes: dict[str, tuple[object, int]] = {}
     fit, builds = case.fit, 0
@@ -41,18 +48,18 @@ def resized(spec: str, case: Case) -> tuple[str, str] | None:
     words = ", ".join(
         f"{name} is {new} in the file and {old} in the model" for name, (old, new) in changes.items()
     )
-    return spec, words
+    return Respec(spec, words)
 
 
 def _fit(spec: str, case: Case) -> Fit | None:
     try:
         return compare(case.state, Blueprint.of(skeleton(spec)))
     except UsageFault:
-        return None  # it does not take such an argument, or not with such a value
+        return None  # the factory does not take this argument, or not this value
 
 
 def _candidates(spec: str, fit: Fit) -> Iterator[tuple[str, Any, int]]:
-    """(argument, value that it has, size that the file has instead), each once."""
+    """Yield each (argument, its value, the size in the file) once."""
     sizes: dict[tuple[int, int], None] = {}
     for _, theirs, ours in fit.mismatched:
         pairs = zip(_sizes(theirs), _sizes(ours), strict=False)

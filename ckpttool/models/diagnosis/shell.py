@@ -1,4 +1,4 @@
-"""Commands as one line of a shell, whatever is in the names of files and keys."""
+"""Write commands as one line of a shell, whatever characters the names of files and keys have."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from collections.abc import Iterable
 
 
 def command_line(words: Iterable[str]) -> str:
-    """Words as a shell reads them back: like `shlex.join`, but without a control character or a line break.
+    """Join words into a line that a shell splits into the same words, as `shlex.join` does.
 
-    A word with one is written as `$'…'`, which bash, zsh and POSIX of 2024 know. It holds no quote of its
-    own, so that a shell that does not know the form takes it for another word and never for a command.
+    A word with control characters or line breaks is written as `$'…'`, which bash, zsh and POSIX.1-2024
+    know. It contains no quote, so a shell that does not know this form reads another word, never a command.
+
+    Args:
+        words: the command and its arguments.
+
+    Returns:
+        One line of printable characters.
     """
     return " ".join(map(_quoted, words))
 
@@ -26,7 +32,7 @@ def _escaped(character: str) -> str:
     if character.isprintable() and character not in "'\\":
         return character
     try:
-        raw = os.fsencode(character)  # the bytes of a file's name that are not text are kept as they are
+        raw = os.fsencode(character)  # keeps bytes of a file's name that are not text
     except UnicodeEncodeError:
         raw = character.encode("utf-8", "surrogatepass")
     return "".join(f"\\{byte:03o}" for byte in raw)

@@ -1,11 +1,11 @@
-"""Remedies tried on a state until it fits its model, or none brings it nearer."""
+"""Try remedies on a state until it fits its model or none brings it nearer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...checkpoint.checkpoint import State
+from ...checkpoint.state import State
 from ...errors import CkptToolError
 from . import name_remedies, value_remedies
 from .case import Case, Finder, Remedy
@@ -25,28 +25,38 @@ FINDERS: tuple[Finder, ...] = (
     name_remedies.same_order,
     value_remedies.extras,
 )
-"""From what is certain to what is a guess: an earlier one is tried first."""
+"""From certain to guessed: earlier ones are tried first."""
 
 ROUNDS = 12
-"""Remedies one after another, at most."""
+"""How many remedies are applied at most."""
 
 Accepts = Callable[[State], bool]
 
 
 def declines(_: State) -> bool:
+    """Return False: the model has no loading rules of its own."""
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class Treatment:
-    """A case after the remedies that helped."""
+    """A case after the remedies that helped, in their order."""
 
     case: Case
     remedies: tuple[Remedy, ...] = ()
 
 
 def treat(case: Case, finders: tuple[Finder, ...] = FINDERS, accepts: Accepts = declines) -> Treatment:
-    """Applies remedies for as long as they bring a state nearer to its model."""
+    """Apply remedies as long as they bring a state nearer to its model.
+
+    Args:
+        case: the state and its model.
+        finders: find the remedies to try, in order.
+        accepts: return whether the model takes a state by loading rules of its own; then it fits.
+
+    Returns:
+        The case after the remedies that helped, with its new fit, and those remedies.
+    """
     used: list[Remedy] = []
     while case.fit.distance and len(used) < ROUNDS:
         if accepts(case.state):
@@ -60,7 +70,7 @@ def treat(case: Case, finders: tuple[Finder, ...] = FINDERS, accepts: Accepts = 
 
 
 def _best(case: Case, finder: Finder) -> tuple[Remedy, Case] | None:
-    """The remedy of one kind that helps most, and the case after it."""
+    """Return the remedy of one kind that helps most and the case after it, or None."""
     best: tuple[Remedy, Case] | None = None
     for remedy in finder(case):
         after = _after(case, remedy)
@@ -74,5 +84,5 @@ def _after(case: Case, remedy: Remedy) -> Case | None:
         checkpoint = remedy.apply(case.checkpoint)
         state = checkpoint.state()
     except CkptToolError:
-        return None  # the command would fail in the same way
+        return None  # the command would fail too
     return replace(case, checkpoint=checkpoint, state=state, fit=compare(state, case.blueprint))

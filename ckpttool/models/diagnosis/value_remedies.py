@@ -1,4 +1,4 @@
-"""Remedies where tensors differ: axes, sizes and types, ties, counters, and entries that are too many."""
+"""Remedies for tensors that differ: axes, sizes, complex numbers, ties, counters and superfluous entries."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase, translate
 from itertools import permutations
 
 from ...transforms import layout, selection
+from ...transforms.complex_parts import join_complex, split_complex
 from .case import Case, Remedy
 from .fit import COUNTER, shortened
 
@@ -15,25 +16,25 @@ Sizes = tuple[int, ...]
 
 
 def complex_parts(case: Case) -> Iterator[Remedy]:
-    """Complex tensors as pairs of real ones, in the file or in the model."""
+    """Join pairs of real tensors into complex ones, or split complex ones."""
     if any(f"{name}.real" in case.state.tensors for name in case.fit.missing):
         yield Remedy(
             "complex",
             "the file has complex tensors as pairs NAME.real and NAME.imag",
             ("convert", "--complex", "join"),
-            lambda c: selection.join_complex(c)[0],
+            lambda c: join_complex(c)[0],
         )
     if any(name.removesuffix(".real") in case.fit.unexpected for name in case.fit.missing):
         yield Remedy(
             "complex",
             "the model has complex tensors as pairs NAME.real and NAME.imag",
             ("convert", "--complex", "split"),
-            lambda c: selection.split_complex(c)[0],
+            lambda c: split_complex(c)[0],
         )
 
 
 def counters(case: Case) -> Iterator[Remedy]:
-    """BatchNorm's counters, which older files and other frameworks lack."""
+    """Add BatchNorm's counters, which older files and other frameworks lack."""
     lacking = [name for name in case.fit.missing if name.endswith(COUNTER)]
     if lacking:
         from ...batchnorm.convert_states import convert
@@ -47,14 +48,14 @@ def counters(case: Case) -> Iterator[Remedy]:
 
 
 def ties(case: Case) -> Iterator[Remedy]:
-    """Tensors that the model shares between names, and the file has under one of them."""
+    """Repeat tensors that the model has under several names and the file under one of them."""
     places = case.blueprint.places
     there: dict[str, str] = {}
     for name, place in places.items():
         if name in case.state.tensors:
             there.setdefault(place.first, name)
     pairs = [(name, there[places[name].first]) for name in case.fit.missing if places[name].first in there]
-    pairs = [pair for pair in pairs if "=" not in pair[1]]  # the command could not know where it begins
+    pairs = [pair for pair in pairs if "=" not in pair[1]]  # --tie NEW=OLD is cut at the last =
     if pairs:
         tied = shortened(tuple(f"{new} = {old}" for new, old in pairs))
         flags = [word for new, old in pairs for word in ("--tie", f"{new}={old}")]
@@ -63,26 +64,26 @@ def ties(case: Case) -> Iterator[Remedy]:
 
 
 def layouts(case: Case) -> Iterator[Remedy]:
-    """Tensors whose axes are in another order than the model's: transposed, or channels last."""
+    """Permute tensors whose axes are in another order than the model's: transposed, or channels last."""
     orders = {}
     for name, *_ in case.fit.mismatched:
         axes = _order(case.state.tensors[name].shape, case.blueprint.places[name].shape)
         if axes:
             orders[name] = axes
     if orders:
-        rules = grouped(orders, case.state.tensors)
+        rules = as_patterns(orders, case.state.tensors)
         flags = [word for glob, axes in rules for word in ("--permute", f"{glob}={_listed(axes)}")]
         message = f"{len(orders)} tensors have their axes in another order ({shortened(tuple(orders))})"
-        message += _either_way(case, orders)
+        message += _ambiguous(case, orders)
         yield Remedy("layout", message, ("convert", *flags), lambda c: layout.permute(c, rules)[0])
 
 
-# Of convolutions in TensorFlow's order of axes (WIO, HWIO, DHWIO), and of images with their channels last.
+# Convolutions in TensorFlow's order of axes (WIO, HWIO, DHWIO), and images with channels last.
 USUAL: tuple[Sizes, ...] = ((2, 1, 0), (3, 2, 0, 1), (0, 3, 1, 2), (4, 3, 0, 1, 2))
 
 
 def _order(theirs: Sizes, ours: Sizes | None) -> Sizes | None:
-    """The order of axes that makes one shape of the other; of several, a framework's own comes first."""
+    """Return the order of axes that turns one shape into the other, preferably one that frameworks use."""
     if ours is None or len(theirs) > 5 or sorted(theirs) != sorted(ours):
         return None
     return next(_orders(theirs, ours))
@@ -97,13 +98,13 @@ def _moved(shape: Sizes, axes: Sizes) -> Sizes:
     return tuple(shape[axis] for axis in axes)
 
 
-def _large(shape: Sizes, axes: Sizes) -> Sizes:
-    """The axes that an order of them moves in effect: not those of size 1."""
+def _moving(shape: Sizes, axes: Sizes) -> Sizes:
+    """Return the axes of an order that have more than one index: only moving those moves values."""
     return tuple(axis for axis in axes if shape[axis] > 1)
 
 
-def _either_way(case: Case, orders: Mapping[str, Sizes]) -> str:
-    """A warning of tensors whose shapes are ambiguous: the same in both orders, or possible in several."""
+def _ambiguous(case: Case, orders: Mapping[str, Sizes]) -> str:
+    """Return a warning of shapes that are the same in both orders or that several orders make."""
     shapes, words = {name: tensor.shape for name, tensor in case.state.tensors.items()}, ""
     alike = tuple(name for name in shapes if name not in orders and _hides(shapes[name], {*orders.values()}))
     if alike:
@@ -121,62 +122,74 @@ def _either_way(case: Case, orders: Mapping[str, Sizes]) -> str:
 
 
 def _hides(shape: Sizes, orders: set[Sizes]) -> bool:
-    """Whether a tensor of these sizes has the same in one of the orders, and other values."""
+    """Return whether one of the orders leaves this shape as it is and yet moves values."""
     fitting = [axes for axes in orders if len(axes) == len(shape) and _moved(shape, axes) == shape]
-    return any(list(_large(shape, axes)) != sorted(_large(shape, axes)) for axes in fitting)
+    return any(list(_moving(shape, axes)) != sorted(_moving(shape, axes)) for axes in fitting)
 
 
 def _is_one_of_several(theirs: Sizes, ours: Sizes) -> bool:
-    return len({_large(theirs, axes) for axes in _orders(theirs, ours)}) > 1
+    return len({_moving(theirs, axes) for axes in _orders(theirs, ours)}) > 1
 
 
 def shapes(case: Case) -> Iterator[Remedy]:
-    """Tensors with more or fewer axes of size 1: a linear layer and a 1×1 convolution."""
+    """Reshape tensors with more or fewer axes of size 1: a linear layer and a 1×1 convolution."""
     sizes: dict[str, Sizes] = {}
     for name, *_ in case.fit.mismatched:
         theirs, ours = case.state.tensors[name].shape, case.blueprint.places[name].shape
         if ours is not None and [n for n in theirs if n != 1] == [n for n in ours if n != 1]:
             sizes[name] = ours
     if sizes:
-        rules = grouped(sizes, case.state.tensors)
+        rules = as_patterns(sizes, case.state.tensors)
         flags = [word for glob, shape in rules for word in ("--reshape", f"{glob}={_listed(shape)}")]
         message = f"{len(sizes)} tensors have more or fewer axes of size 1 ({shortened(tuple(sizes))})"
         yield Remedy("shape", message, ("convert", *flags), lambda c: layout.reshape(c, rules)[0])
 
 
 def extras(case: Case) -> Iterator[Remedy]:
-    """Entries that the model has no place for, when it lacks nothing, and but a few sizes differ."""
+    """Leave out entries that the model has no place for, if it lacks nothing and few sizes differ."""
     if (
         case.fit.missing
         or not case.fit.unexpected
         or 10 * len(case.fit.mismatched) > len(case.blueprint.places)
     ):
         return
-    names = [pattern for pattern, _ in grouped(dict.fromkeys(case.fit.unexpected, ()), case.state.container)]
-    flags = [word for name in names for word in ("--exclude", name)]
+    unwanted = dict.fromkeys(case.fit.unexpected, ())
+    patterns = [pattern for pattern, _ in as_patterns(unwanted, case.state.container)]
+    flags = [word for pattern in patterns for word in ("--exclude", pattern)]
     message = (
         f"the model has no place for {len(case.fit.unexpected)} entries ({shortened(case.fit.unexpected)})"
     )
-    yield Remedy("extra", message, ("convert", *flags), lambda c: selection.select(c, exclude=names)[0])
+    yield Remedy("extra", message, ("convert", *flags), lambda c: selection.select(c, exclude=patterns)[0])
 
 
 def _listed(sizes: Sizes) -> str:
     return ",".join(map(str, sizes))
 
 
-def grouped(values: Mapping[str, Sizes], names: Iterable[object]) -> list[tuple[str, Sizes]]:
-    """The fewest shell patterns that give each name its value: `*.weight` where all such names do."""
+# Flags take shell patterns: one `*.weight` is easier to read than twenty names.
+
+
+def as_patterns(values: Mapping[str, Sizes], names: Iterable[object]) -> list[tuple[str, Sizes]]:
+    """Return (pattern, value) pairs that give each name its value, and no value to any other of `names`.
+
+    Args:
+        values: name -> value.
+        names: all names that the patterns will meet.
+
+    Returns:
+        `*.weight` once if all such names have one value; else longer patterns, at last the names themselves.
+    """
     everything = [str(name) for name in names]
     rules: dict[str, Sizes] = {}
     for name, value in values.items():
         if any(fnmatchcase(name, pattern) for pattern in rules):
             continue
-        rules[next(p for p in _patterns(name) if _tells(p, value, values, everything))] = value
+        rules[next(p for p in _patterns(name) if _is_worth(p, value, values, everything))] = value
     return list(rules.items())
 
 
 def _patterns(name: str) -> Iterator[str]:
-    """From the widest to the name itself."""
+    """Yield the patterns that match a name, from the widest to the name itself."""
     parts = name.split(".")
     for count in range(1, len(parts)):
         yield "*." + ".".join(_literal(part) for part in parts[-count:])
@@ -187,8 +200,8 @@ def _literal(text: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", text)
 
 
-def _tells(pattern: str, value: Sizes, values: Mapping[str, Sizes], names: list[str]) -> bool:
-    """Whether a pattern is worth it: it matches several names, and all that it matches have this value."""
+def _is_worth(pattern: str, value: Sizes, values: Mapping[str, Sizes], names: list[str]) -> bool:
+    """Return whether a pattern matches several names, all of which have this value."""
     fits = re.compile(translate(pattern)).match
     fitting = [values.get(name) for name in names if fits(name)]
     return all(found == value for found in fitting) and len(fitting) > pattern.startswith("*.")

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,45 @@ def test_chunks_that_are_not_the_whole_are_damage(what: str, tmp_path: Path) -> 
 
     with pytest.raises(Damaged, match="whose chunks are not the whole of it"):
         ckpttool.open(declared(folder, (4, 4), boxes))
+
+
+@pytest.mark.parametrize("dtype", ["bits8", "bits16"])
+def test_a_type_that_torch_can_not_write_as_dcp_is_refused_by_name(
+    dtype: str, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.save({"odd": torch.empty(3, dtype=getattr(torch, dtype))}, tmp_path / "in.pt")
+    for more in ([], ["--dry-run"]):
+        ran = cli("convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", *more)
+        assert ran.code == 3
+        assert f"in.pt: torch can't write 'odd' as DCP: its type is {dtype}\n" in ran.err
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+def test_more_axes_than_are_supported_are_named(cli: Callable[..., Any], tmp_path: Path) -> None:
+    folder = saved({"a": torch.ones(1).reshape([1] * 70)}, tmp_path / "d")
+    ran = cli("inspect", folder)
+    assert ran.code == 3
+    assert "has a tensor of 70 axes, and at most 64 are supported\n" in ran.err
+
+
+def test_metadata_that_becomes_shorter_while_it_is_read_does_not_end_the_process(tmp_path: Path) -> None:
+    folder = saved({f"t{i}": torch.ones(1) for i in range(300)}, tmp_path / "d")
+    script = f"""
+        import os, sys
+        import ckpttool
+        from ckpttool.formats.folders import dcp
+        read_pickle = dcp.read_pickle
+        def cut_and_read(data):
+            os.truncate({str(folder / ".metadata")!r}, 4096)
+            return read_pickle(data)
+        dcp.read_pickle = cut_and_read
+        try:
+            ckpttool.open({str(folder)!r})
+        except ckpttool.CkptToolError:
+            pass
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, timeout=60)
+    assert ran.returncode == 0
 
 
 # Nothing that a folder names is run.
@@ -431,8 +471,8 @@ def test_all_objects_are_named_at_once_and_the_ways_out(cli: Callable[..., Any],
         ran = cli(*words, *more)
         assert ran.code == 3
         assert (
-            "holds objects: 'best' (argparse.Namespace), 'run.args' (test_dcp.Own), 'list.0.o' "
-            "(test_dcp.Own), 't.0' (test_dcp.Own) and 1 more; objects are never created from a file here"
+            f"holds objects: 'best' (argparse.Namespace), 'run.args' ({__name__}.Own), 'list.0.o' "
+            f"({__name__}.Own), 't.0' ({__name__}.Own) and 1 more; objects are never created from a file here"
             in ran.err
         )
         assert "hint: keep everything with convert --full, or leave out" in ran.err
@@ -480,9 +520,9 @@ def test_two_paths_that_become_one_are_refused(tmp_path: Path) -> None:
 
 def test_what_dcp_drops_is_known(tmp_path: Path) -> None:
     torch.save({**training(), "nothing": {}, "deep": {"l": [], "e": {}}}, tmp_path / "in.pt")
-    tree = ckpttool.open(tmp_path / "in.pt").tree
-    assert ours.lost(tree) == ["model._metadata", "nothing", "deep.e"]
-    assert ours.with_keys_made_text(tree) == ["optimizer.state"]
+    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    assert ours.lost(checkpoint) == ("model._metadata", "nothing", "deep.e")
+    assert ours.with_keys_made_text(checkpoint) == ("optimizer.state",)
 
 
 def test_keys_that_become_text_are_told_and_a_command_makes_them_numbers_again(

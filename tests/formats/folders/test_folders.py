@@ -1,8 +1,10 @@
-"""Outputs that are folders: which format they get, and what they are never put in place of."""
+"""Outputs that are folders: which format they get, and what they never replace."""
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool.files import commit_folder
 from tests.support.running import Ran
 
 Cli = Callable[..., Ran]
@@ -153,14 +156,142 @@ def test_the_other_files_of_a_folder_that_is_changed_in_place_stay(
     assert sorted(os.listdir(tmp_path)) == ["d", "in.pt", "vocabulary"]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_file_that_another_process_puts_there_while_the_folder_is_written_stays(
+    kind: str, in_place: bool, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    sync_folder = commit_folder.sync_folder
+
+    def meanwhile(path: str) -> None:
+        (folder / "trainer_state.json").write_text("{}")
+        sync_folder(path)
+
+    monkeypatch.setattr(commit_folder, "sync_folder", meanwhile)
+    ran = cli("strip-prefix", folder if in_place else tmp_path / "in.pt", folder, "--force")
+    assert ran.code == 0
+    assert (folder / "trainer_state.json").read_text() == "{}"
+    assert "put into the folder by another process meanwhile, and kept: trainer_state.json\n" in ran.err
+
+
+NOT_OURS = {
+    "a folder named like a shard": "old-00001-of-00002.safetensors/notes.txt",
+    "a folder named like a part of DCP": "run.distcp/notes.txt",
+    "a file named like a shard, which no index names": "old-00001-of-00002.safetensors",
+    "an index of other files": "notes.index.json",
+}
+
+
+@pytest.mark.parametrize("what", NOT_OURS)
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_what_no_index_names_is_never_deleted(kind: str, what: str, cli: Cli, tmp_path: Path) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    path = folder / NOT_OURS[what]
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"weight_map": {"a": "notes.txt", "b": "../in.pt"}}')
+    if "index of" in what:
+        (folder / "notes.txt").write_text("kept")
+    for words in (["convert", tmp_path / "in.pt", folder], ["strip-prefix", folder, folder]):
+        ran = cli(*words, "--force")
+        assert ran.code in (0, 2)
+        assert path.exists() or "index of" in what
+        assert "index of" not in what or (folder / "notes.txt").read_text() == "kept"
+        assert (tmp_path / "in.pt").exists()
+
+
+@pytest.mark.parametrize("kind", ["dcp", "safetensors-sharded"])
+@pytest.mark.parametrize("name", ["../in.pt", "{folder}/in.pt", "below/in.pt"])
+def test_a_file_outside_its_folder_is_not_deleted_whatever_names_it(
+    name: str, kind: str, cli: Cli, tmp_path: Path
+) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    (tmp_path / "below").mkdir()
+    named = name.format(folder=tmp_path)
+    if kind == "dcp":
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.relative_path = named
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        (folder / "__0_0.distcp").unlink()
+    else:
+        index_of(folder).write_text(json.dumps({"weight_map": {"a": named}}))
+        next(folder.glob("*.safetensors")).unlink()
+    torch.save(TRAINING, tmp_path / "other.pt")
+    cli("convert", tmp_path / "other.pt", folder, "--force")
+    assert (tmp_path / "in.pt").exists()
+
+
+def test_a_checkpoint_of_more_shards_is_replaced_without_a_rest(cli: Cli, tmp_path: Path) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+    words = ["convert", tmp_path / "in.pt", folder, "--force", "--shard-size"]
+    for size, count in (("8B", 2), ("1G", 1)):
+        assert cli(*words, size, "--json").json["shards"] == count
+        assert len(os.listdir(folder)) == count + 1
+
+
+@pytest.mark.parametrize("name", ["itself", "a hard link", "a link", "the index"])
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_a_part_of_the_input_is_no_output(kind: str, name: str, cli: Cli, tmp_path: Path) -> None:
+    folder = folder_of(kind, tmp_path / "d")
+    is_index = name == "the index"
+    part = next(path for path in sorted(folder.iterdir()) if (path == index_of(folder)) == is_index)
+    out = part if name in ("itself", "the index") else tmp_path / "out"
+    if name == "a hard link":
+        os.link(part, out)
+    elif name == "a link":
+        out.symlink_to(part)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for source in (folder, index_of(folder)):
+        ran = cli("convert", source, out, "--to", "safetensors", "--force")
+        assert ran.code == 2
+        assert f"{out}: already exists, and is a part of the input {source}\n" in ran.err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_shard_is_not_replaced_by_the_folder_around_it(cli: Cli, tmp_path: Path) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+    shard = next(path for path in folder.iterdir() if path != index_of(folder))
+    ran = cli("strip-prefix", shard, folder, "--force")
+    assert ran.code == 2 and f"and is a part of the input {shard}\n" in ran.err
+    assert set(ckpttool.open(folder).state().tensors) == {"module.a", "module.b"}
+
+
+def test_a_shard_of_another_input_is_no_output_either(cli: Cli, tmp_path: Path) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+    shard = next(path for path in folder.iterdir() if path != index_of(folder))
+    ran = cli("average", folder, tmp_path / "in.pt", shard, "--force")
+    assert ran.code == 2 and "is a part of the input" in ran.err
+    assert cli("average", tmp_path / "in.pt", folder, tmp_path / "out.safetensors").code == 0
+
+
+def test_what_can_not_be_removed_of_the_old_folder_is_named(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("safetensors-sharded", tmp_path / "d")
+
+    def refuses(*_: Any, **__: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "unlink", refuses)
+    ran = cli("strip-prefix", folder, folder, "--force")
+    assert ran.code == 0
+    (left,) = (name for name in os.listdir(tmp_path) if name.startswith(".d."))
+    assert f"could not be removed: {tmp_path}/{left} (operation not permitted)\n" in ran.err
+    ran = cli("add-prefix", folder, folder, "--force", "--json")
+    assert left in ran.json["not_removed"][-1] or left in ran.json["not_removed"][0]
+
+
 @pytest.mark.parametrize("what", ["a folder", "a link that leads nowhere"])
 def test_what_is_no_plain_file_keeps_a_folder_from_being_changed_in_place(
     what: str, cli: Cli, tmp_path: Path
 ) -> None:
     folder = folder_of("safetensors-sharded", tmp_path / "d")
     (folder / "onnx").mkdir() if what == "a folder" else (folder / "onnx").symlink_to("nowhere")
+    (folder / "config.json").write_text("{}")
     ran = cli("strip-prefix", folder, folder, "--force")
     assert ran.code == 2 and "holds other files too (onnx)" in ran.err
+    assert sorted(os.listdir(folder))[-2:] == ["model.safetensors.index.json", "onnx"]
 
 
 def test_another_checkpoint_in_a_folder_that_is_changed_in_place_stays(cli: Cli, tmp_path: Path) -> None:

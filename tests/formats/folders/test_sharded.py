@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from ckpttool.errors import CkptToolError, Damaged, Unreadable, Unsupported, Usa
 from ckpttool.formats.folders.sharding import parse_size
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import values
+from tests.support.running import ROOT
 
 State = dict[str, torch.Tensor]
 
@@ -370,3 +374,101 @@ def test_any_division_is_read_and_any_other_index_refused(
             told[key + "+" + "".join(told)] = told.pop(key)
         with pytest.raises(CkptToolError):
             ckpttool.open(sharded(folder, shards, weight_map=told))
+
+
+# What a folder leads to.
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def too_large(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.write(b"\x80")
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("name", [FIRST, "model.safetensors.index.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("make", [a_pipe, endless, too_large])
+@pytest.mark.timeout(20)
+def test_what_a_folder_names_is_a_regular_file_of_bounded_size(
+    make: Callable[[Path], None], name: str, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    if "_" in name or name == ".metadata":
+        folder = tmp_path / "dcp"
+        ckpttool.save(ckpttool.open(tmp_path / "m"), folder, to="dcp")
+    (folder / name).unlink()
+    make(folder / name)
+    ran = cli("inspect", folder)
+    assert ran.code == 3 and ran.err.startswith("error: ")
+    torch.save(ONE, tmp_path / "in.pt")
+    ran = cli("convert", tmp_path / "in.pt", folder, "--force")  # which looks at what it would replace
+    assert ran.code in (0, 2)
+
+
+MANY = """
+    import resource, sys
+    from ckpttool import cli
+    soft, hard = int(sys.argv[1]), int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    sys.exit(cli.run(sys.argv[3:]))
+"""
+
+
+@pytest.fixture(scope="module", params=["safetensors-sharded", "dcp"])
+def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 150 files."""
+    folder = tmp_path_factory.mktemp("many") / "m"
+    state = {f"t{i:03d}": torch.full((2,), float(i)) for i in range(150)}
+    if request.param == "dcp":
+        import torch.distributed.checkpoint as dcp
+
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    else:
+        torch.save(state, folder.parent / "in.pt")
+        ckpttool.save(ckpttool.open(folder.parent / "in.pt"), folder, to=request.param, shard_size=8)
+    return folder
+
+
+def limited(soft: int, hard: int, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(MANY), soft, hard, *words]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_more_files_than_may_be_open_raise_the_limit(many: Path, tmp_path: Path) -> None:
+    ran = limited(100, 4096, "convert", many, f"{tmp_path}/out/", "--shard-size", "8B")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "in 150 shards" in ran.stdout
+    assert len(ckpttool.open(tmp_path / "out").state().tensors) == 150
+
+
+def test_a_limit_that_can_not_be_raised_is_named(many: Path) -> None:
+    ran = limited(100, 100, "inspect", many)
+    assert ran.returncode == 3
+    assert "consists of 150 files, and this process may open only 100 at once" in ran.stderr
+    assert "hint: raise the limit first: ulimit -n " in ran.stderr
+    assert ran.stderr.count("\n") == 2
+
+
+def test_more_inputs_than_may_be_open_raise_the_limit_too(tmp_path: Path) -> None:
+    save_file(ONE, tmp_path / "in.safetensors")
+    inputs = [tmp_path / "in.safetensors"] * 150
+    ran = limited(100, 4096, "average", *inputs, tmp_path / "out.safetensors")
+    assert ran.returncode == 0, ran.stderr
+    ran = limited(100, 100, "average", *inputs, tmp_path / "other.safetensors")
+    assert ran.returncode == 3 and "hint: raise the limit first: ulimit -n " in ran.stderr
+
+
+SIZES = {"5GB": 5 * 10**9, "1G": 10**9, "1.5k": 1500, "2 MiB": 2 << 20, "1Ti": 1 << 40, "7": 7}
+
+
+@pytest.mark.parametrize(("text", "size"), SIZES.items())
+def test_a_size_has_a_unit_with_or_without_its_byte(text: str, size: int) -> None:
+    assert parse_size(text) == size

@@ -1,4 +1,5 @@
-"""The format before torch 1.6: read as torch.load reads it, refused where torch finds memory never filled."""
+"""The format before torch 1.6: read as torch.load reads it, refused where torch returns uninitialised
+memory."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ SKIPPED = {"a storage", "a tensor with an attribute", "a whole model", "a whole 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", sorted(TREES.keys() - SKIPPED))
-def test_everything_survives_into_a_file_of_today(what: str, tmp_path: Path) -> None:
+def test_every_tree_survives_into_a_zip_file(what: str, tmp_path: Path) -> None:
     path = legacy(TREES[what], tmp_path / "in.pth")
     ckpttool.save(ckpttool.open(path), tmp_path / "out.pt")
     expected = torch.load(path, weights_only=False)
@@ -91,7 +92,7 @@ def test_every_element_type_is_read(name: str, tmp_path: Path) -> None:
     assert found["after"].data.read() == values(torch.arange(3))
 
 
-def test_what_is_shared_is_one_storage(tmp_path: Path) -> None:
+def test_shared_tensors_have_one_storage(tmp_path: Path) -> None:
     found = ckpttool.open(legacy(shared(), tmp_path / "f")).state().tensors
     assert len({id(ref.storage) for ref in found.values()}) == 1
 
@@ -110,7 +111,7 @@ def test_a_public_checkpoint_of_2018_is_read_as_torch_reads_it(resnet20: Path, t
 
 
 def test_values_are_little_endian_whatever_machine_wrote_them(tmp_path: Path) -> None:
-    """torch converts on writing (THPStorage_writeFileRaw), and ignores what the file says of its machine."""
+    """torch converts on writing (THPStorage_writeFileRaw), and ignores the facts about the machine."""
     body = dict_of({"a": tensor(storage(2, view=b"N"), (2,))})
     path = torch_legacy(tmp_path / "f", body, {"0": (2, floats(1, 2))}, little_endian=False)
     assert torch.load(path)["a"].tolist() == [1, 2]
@@ -149,7 +150,7 @@ def test_a_view_of_a_storage_is_read_where_torch_reads_it(tmp_path: Path) -> Non
     assert theirs["shifted"] == [3, 4]
 
 
-def test_a_tensor_past_the_end_of_its_view_is_damage(tmp_path: Path) -> None:
+def test_a_tensor_past_the_end_of_its_view_is_damaged(tmp_path: Path) -> None:
     body = dict_of({"a": tensor(view_of("0", "9", 1, 2, 4), (3,))})
     with pytest.raises(Damaged, match="reaches past"):
         ckpttool.open(torch_legacy(tmp_path / "f", body, {"0": (4, floats(1, 2, 3, 4))}))
@@ -162,13 +163,13 @@ BOTH = {"a": (1, floats(1)), "b": (1, floats(2))}
 @pytest.mark.parametrize(
     "keys", [["a"], ["a", "b", "b"], ["a", "a"], ["a", "c"], [], ["a", "b", "c"], ["a", 1]]
 )
-def test_a_list_of_storages_that_does_not_fit_the_tree_is_damage(keys: list[Any], tmp_path: Path) -> None:
-    """torch.load returns memory that it never filled."""
+def test_a_list_of_storages_that_does_not_fit_the_tree_is_damaged(keys: list[Any], tmp_path: Path) -> None:
+    """torch.load returns uninitialised memory."""
     with pytest.raises(Damaged, match="list of storages"):
         ckpttool.open(torch_legacy(tmp_path / "f", TWO, BOTH, keys=keys))
 
 
-def test_storages_stand_in_the_order_of_the_list(tmp_path: Path) -> None:
+def test_storages_are_read_in_the_order_of_the_list(tmp_path: Path) -> None:
     path = torch_legacy(tmp_path / "f", TWO, BOTH, keys=["b", "a"])
     found = {key: ref.data.read() for key, ref in ckpttool.open(path).state().tensors.items()}
     assert found == {"a": floats(2), "b": floats(1)}
@@ -176,19 +177,19 @@ def test_storages_stand_in_the_order_of_the_list(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3, -1, 2**62])
-def test_a_storage_of_another_size_than_the_tree_says_is_damage(numel: int, tmp_path: Path) -> None:
+def test_a_storage_of_another_size_than_the_tree_states_is_damaged(numel: int, tmp_path: Path) -> None:
     body = dict_of({"a": tensor(storage(2), (1,))})
     with pytest.raises(Damaged, match=r"storage '0' has -?\d+ elements, its tensors say 2"):
         ckpttool.open(torch_legacy(tmp_path / "f", body, {"0": (numel, floats(1, 2))}))
 
 
-def test_two_sizes_for_one_storage_are_damage(tmp_path: Path) -> None:
+def test_two_sizes_for_one_storage_are_damaged(tmp_path: Path) -> None:
     body = dict_of({"a": tensor(storage(2), (1,)), "b": tensor(storage(3), (1,))})
     with pytest.raises(Damaged, match="two sizes"):
         ckpttool.open(torch_legacy(tmp_path / "f", body, {"0": (2, floats(1, 2))}))
 
 
-def test_another_version_of_the_format_is_named(tmp_path: Path) -> None:
+def test_another_version_of_the_format_is_refused_by_number(tmp_path: Path) -> None:
     path = legacy({}, tmp_path / "f")
     path.write_bytes(path.read_bytes().replace(b"M\xe9\x03.", b"M\xea\x03.", 1))
     with pytest.raises(Damaged, match="version 1002 of the legacy format"):
@@ -203,12 +204,12 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
             ckpttool.open(tmp_path / "cut")
 
 
-def test_bytes_after_the_last_storage_are_no_harm(tmp_path: Path) -> None:
+def test_bytes_after_the_last_storage_are_ignored(tmp_path: Path) -> None:
     path = legacy({"a": torch.arange(3)}, tmp_path / "f")
     path.write_bytes(path.read_bytes() + b"more")
     assert ckpttool.open(path).state().tensors["a"].data.read() == values(torch.load(path)["a"])
 
 
-def test_a_machine_s_facts_of_another_kind_are_no_harm(tmp_path: Path) -> None:
+def test_facts_about_the_machine_are_ignored(tmp_path: Path) -> None:
     path = torch_legacy(tmp_path / "f", program(b"N")[2:-1])
     assert ckpttool.open(path).tree is None

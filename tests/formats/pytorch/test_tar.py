@@ -1,4 +1,4 @@
-"""The tar files of torch before 0.1.12, held against what torch.load still reads of them."""
+"""The tar files of torch before 0.1.12, compared with what torch.load reads of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Tensors = list[tuple[int, int, tuple[int, ...], tuple[int, ...], int]]  # key, s
 
 
 def reference(key: int) -> bytes:
-    """The opcodes by which the tree refers to a tensor or a storage."""
+    """The opcodes of a reference to a tensor or a storage."""
     return text(str(key)) + b"Q"
 
 
@@ -73,7 +73,7 @@ def tar(path: Path, members: Iterable[tuple[str, bytes]], form: int = tarfile.PA
     with tarfile.open(path, "w:", format=form) as archive:
         for member, raw in members:
             info = tarfile.TarInfo(member)
-            info.size, info.mtime = len(raw), 1480000000.25  # a fraction, which takes an extended header
+            info.size, info.mtime = len(raw), 1480000000.25  # a fraction needs an extended header
             archive.addfile(info, io.BytesIO(raw))
     return path
 
@@ -81,7 +81,7 @@ def tar(path: Path, members: Iterable[tuple[str, bytes]], form: int = tarfile.PA
 def saved(
     path: Path, body: bytes, storages: Storages, tensors: Tensors, views: object = (), **given: Any
 ) -> Path:
-    """A file as torch 0.1.11 would have saved it."""
+    """Write a file as torch 0.1.11 would have."""
     facts = {"protocol_version": 1000, "little_endian": True, "type_sizes": {"int": 4}}
     return tar(
         path,
@@ -112,7 +112,7 @@ def members() -> dict[str, bytes]:
 
 
 def both(path: Path) -> tuple[Any, Any]:
-    """What this library makes of a file, written anew, and what torch reads of the file itself."""
+    """What torch reads of a file after ckpttool rewrote it, and of the file itself."""
     ckpttool.save(ckpttool.open(path), path.with_suffix(".pt"), force=True)
     return torch.load(path.with_suffix(".pt"), weights_only=False), torch.load(path, weights_only=False)
 
@@ -132,7 +132,7 @@ def test_the_format_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.uint8, torch.int64])
-def test_every_element_type_of_its_time_is_read(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_element_type_of_that_time_is_read(dtype: torch.dtype, tmp_path: Path) -> None:
     raw = torch.arange(6).to(dtype)
     path = saved(tmp_path / "f", dict_of({"a": reference(5)}), [(1, "cpu", raw)], [(5, 1, (2, 3), (3, 1), 0)])
     assert_same(*both(path))
@@ -158,21 +158,21 @@ def test_tensors_of_a_view_of_a_storage_share_its_memory(tmp_path: Path) -> None
     assert ours["view"][0, 0] == 100
 
 
-def test_a_storage_may_stand_in_the_tree_itself(tmp_path: Path) -> None:
+def test_a_storage_in_the_tree_is_read(tmp_path: Path) -> None:
     body = dict_of({"s": reference(1), "v": reference(7)})
     ours, theirs = both(saved(tmp_path / "f", body, [(1, "cpu", WEIGHT)], [], [(7, 1, 4, 2)]))
     assert list(ours["s"]) == list(theirs["s"]) and list(ours["v"]) == list(theirs["v"]) == [4.0, 5.0]
 
 
-def test_a_class_stands_beside_its_source_text(tmp_path: Path) -> None:
-    """Containers were saved with the text of their source file, to be compared on loading."""
+def test_a_class_with_its_source_text_is_read(tmp_path: Path) -> None:
+    """torch saved modules with the text of their source file, to compare it on loading."""
     source = tuple_of(name("torch.nn.modules.container", "Sequential"), text(""), text("")) + b"Q"
     path = saved(tmp_path / "f", dict_of({"kind": source, "w": reference(10)}), STORAGES, TENSORS)
     ours, theirs = both(path)
     assert ours["kind"] is theirs["kind"] is torch.nn.Sequential
 
 
-def test_a_whole_model_is_named_as_its_state_dict(tmp_path: Path) -> None:
+def test_a_whole_model_has_the_names_of_its_state_dict(tmp_path: Path) -> None:
     attributes = {
         "training": b"\x88",
         "_parameters": dict_of({"weight": reference(10), "bias": b"N"}),
@@ -194,7 +194,7 @@ def test_a_tar_without_one_of_its_members_is_damaged(missing: str, tmp_path: Pat
         ckpttool.open(tar(tmp_path / "g", [each for each in members if each[0] != missing]))
 
 
-def test_a_member_that_stands_twice_is_damaged(tmp_path: Path) -> None:
+def test_a_duplicate_member_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="holds 'pickle' twice"):
         ckpttool.open(
             tar(tmp_path / "f", [("pickle", b""), ("tensors", b""), ("storages", b""), ("pickle", b"")])
@@ -202,7 +202,7 @@ def test_a_member_that_stands_twice_is_damaged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.DIRTYPE, tarfile.FIFOTYPE])
-def test_a_member_that_is_no_file_is_damaged(kind: bytes, tmp_path: Path) -> None:
+def test_a_member_that_is_not_a_regular_file_is_damaged(kind: bytes, tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "f", "w:") as archive:
         info = tarfile.TarInfo("storages")
         info.type, info.linkname = kind, "/etc/passwd"
@@ -231,7 +231,7 @@ HOSTILE: dict[str, tuple[bytes, Storages, Any, Any]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_what_does_not_fit_together_is_damaged(what: str, tmp_path: Path) -> None:
+def test_members_that_do_not_fit_together_are_damaged(what: str, tmp_path: Path) -> None:
     body, storages, tensors, views = HOSTILE[what]
     with pytest.raises(Damaged):
         ckpttool.open(saved(tmp_path / "f", body, storages, tensors, views))
@@ -246,7 +246,7 @@ def test_a_count_that_the_member_can_not_hold_is_damaged(member: str, count: obj
         ckpttool.open(tar(tmp_path / "f", parts.items()))
 
 
-def test_a_dimension_count_beyond_torch_s_is_damaged(tmp_path: Path) -> None:
+def test_more_dimensions_than_torch_has_are_damaged(tmp_path: Path) -> None:
     parts = members()
     at = parts["tensors"].index(struct.pack("<ii", 2, 0))
     parts["tensors"] = parts["tensors"][:at] + struct.pack("<i", 2**31 - 1) + parts["tensors"][at + 4 :]
@@ -255,7 +255,7 @@ def test_a_dimension_count_beyond_torch_s_is_damaged(tmp_path: Path) -> None:
 
 
 def sealed(raw: bytearray, at: int = 0) -> bytearray:
-    """A tar with the checksum that fits the header that begins there."""
+    """Correct the checksum of the header at `at`."""
     raw[at + 148 : at + 156] = b" " * 8
     raw[at + 148 : at + 156] = b"%06o\0 " % sum(raw[at : at + 512])
     return raw
@@ -299,8 +299,8 @@ def test_a_tar_of_many_files_is_refused_by_its_first_few(tmp_path: Path) -> None
         ckpttool.open(tmp_path / "f")
 
 
-def test_a_size_that_octal_digits_can_not_hold_is_read(tmp_path: Path) -> None:
-    """Of 8 GB and more GNU tar, which torch had it write, puts down the bytes of the number."""
+def test_a_binary_size_field_is_read(tmp_path: Path) -> None:
+    """GNU tar writes sizes of 8 GB and more as bytes, not as octal digits."""
     raw = bytearray(saved(tmp_path / "f", ORDERED, STORAGES, TENSORS, form=tarfile.GNU_FORMAT).read_bytes())
     with tarfile.open(tmp_path / "f") as archive:
         for member in archive:
@@ -321,7 +321,7 @@ FIELDS = [
 
 
 @given(st.data())
-def test_the_entries_of_a_tar_are_those_that_tarfile_finds(data: st.DataObject) -> None:
+def test_entries_are_those_that_tarfile_finds(data: st.DataObject) -> None:
     raw = io.BytesIO()
     names = st.lists(st.sampled_from(["pickle", "ж", "f/" * 60 + "f", "n" * 100]), max_size=4)
     forms = st.sampled_from([tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
@@ -341,16 +341,16 @@ def test_the_entries_of_a_tar_are_those_that_tarfile_finds(data: st.DataObject) 
         file.write(changed)
         file.flush()
         try:
-            found = list(torch_tar._entries(Source("f", os.dup(file.fileno()))))
+            found = list(torch_tar.entries(Source("f", os.dup(file.fileno()))))
             with tarfile.open(fileobj=io.BytesIO(changed), mode="r:") as archive:
                 theirs = [(m.name, m.offset_data, m.size) for m in archive]
-        except (Damaged, tarfile.ReadError):  # tarfile refuses an extended header that nothing follows
+        except (Damaged, tarfile.ReadError):  # tarfile refuses a last extended header
             return
     assert [(name, place.offset, place.nbytes) for name, place in found] == theirs
 
 
 def test_extended_headers_one_after_another_are_damaged(tmp_path: Path) -> None:
-    """tarfile reads each by a call within the last."""
+    """tarfile reads them recursively."""
     info = tarfile.TarInfo("././@LongLink")
     info.type, info.size = tarfile.GNUTYPE_LONGNAME, 10
     block = info.tobuf(tarfile.GNU_FORMAT) + b"x" * 10 + bytes(502)

@@ -1,4 +1,5 @@
-"""TorchScript archives: their state as torch.jit.load gives it, and a clear word where there is none."""
+"""TorchScript archives: their state equals what torch.jit.load returns, or a message says why there is
+none."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ def test_parameters_that_were_tied_are_tied(tmp_path: Path) -> None:
     assert tensors["layers.0.weight"].storage is tensors["layers.2.weight"].storage
 
 
-def test_it_becomes_a_state_dict_that_torch_loads(tmp_path: Path) -> None:
+def test_torch_loads_the_converted_state_dict(tmp_path: Path) -> None:
     scripted().save(str(tmp_path / "model.pt"))
     ckpttool.save(ckpttool.open(tmp_path / "model.pt"), tmp_path / "state.pt")
     state = torch.load(tmp_path / "state.pt")
@@ -88,28 +89,28 @@ def test_it_becomes_a_state_dict_that_torch_loads(tmp_path: Path) -> None:
     Outer().load_state_dict(state, strict=True)
 
 
-def test_what_a_checkpoint_can_not_hold_is_named(tmp_path: Path) -> None:
+def test_parts_that_are_left_out_are_named(tmp_path: Path) -> None:
     scripted().save(str(tmp_path / "model.pt"))
     for output in ("state.pt", "state.safetensors"):
         saved = ckpttool.save(ckpttool.open(tmp_path / "model.pt"), tmp_path / output)
         assert saved.left_out == ("code", "inner.plain", "again.plain")
 
 
-def test_a_frozen_model_has_no_state_and_is_named_so(tmp_path: Path) -> None:
+def test_a_frozen_model_is_refused_as_frozen(tmp_path: Path) -> None:
     torch.jit.freeze(scripted().eval()).save(str(tmp_path / "frozen.pt"))
     with pytest.raises(Unsupported, match="whose weights have no names: it was frozen") as refusal:
         ckpttool.open(tmp_path / "frozen.pt")
     assert "torch.jit.load" in str(refusal.value.hint)
 
 
-def test_code_without_weights_is_named_so(tmp_path: Path) -> None:
+def test_an_archive_without_weights_is_refused_as_code_only(tmp_path: Path) -> None:
     torch.jit.script(nn.ReLU()).save(str(tmp_path / "relu.pt"))
     with pytest.raises(Unsupported, match="without weights"):
         ckpttool.open(tmp_path / "relu.pt")
 
 
 class Packed(nn.Module):
-    """A module that packs its state in a way of its own, as quantised layers do."""
+    """A module that packs its state in its own way, as quantised layers do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ def test_a_quantised_parameter_is_named(tmp_path: Path) -> None:
 
 
 def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> Path:
-    """The archive with other contents; a record for which `change` gives None is left out."""
+    """Rewrite an archive with changed records; a record for which `change` returns None is left out."""
     out = path.with_suffix(".changed")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w") as new:
         for info in old.infolist():
@@ -171,7 +172,7 @@ def test_a_class_without_code_is_damage(tmp_path: Path) -> None:
         ckpttool.open(path)
 
 
-def test_archives_from_before_buffers_were_listed_take_every_other_tensor(tmp_path: Path) -> None:
+def test_every_tensor_is_a_buffer_in_archives_that_list_no_buffers(tmp_path: Path) -> None:
     torch.jit.script(nn.BatchNorm2d(3)).save(str(tmp_path / "norm.pt"))
 
     def old(name: str, raw: bytes) -> bytes:
@@ -182,21 +183,21 @@ def test_archives_from_before_buffers_were_listed_take_every_other_tensor(tmp_pa
 
 
 @pytest.mark.parametrize("text", [b"", b"\xff\xfe", b"class ReLU(Module):", b"  __parameters__ = [" * 1000])
-def test_code_of_any_kind_does_no_harm(text: bytes, tmp_path: Path) -> None:
+def test_arbitrary_source_text_is_parsed_or_refused(text: bytes, tmp_path: Path) -> None:
     scripted().save(str(tmp_path / "model.pt"))
     path = rewritten(tmp_path / "model.pt", lambda name, raw: text if name.endswith(".py") else raw)
     with pytest.raises(CkptToolError):
         ckpttool.open(path)
 
 
-def test_nothing_of_the_code_runs(tmp_path: Path) -> None:
+def test_no_code_of_the_archive_runs(tmp_path: Path) -> None:
     scripted().save(str(tmp_path / "model.pt"))
     evil = b"raise SystemExit\n"
     path = rewritten(tmp_path / "model.pt", lambda name, raw: evil + raw if name.endswith(".py") else raw)
     assert ckpttool.open(path).state().tensors
 
 
-def test_older_and_other_archives_with_code_are_named(tmp_path: Path) -> None:
+def test_other_kinds_of_archives_are_named(tmp_path: Path) -> None:
     for record, said in (
         ("m/model.json", "TorchScript archive of torch before 1.4"),
         ("m/archive_format", "exported program"),

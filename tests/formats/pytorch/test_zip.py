@@ -1,4 +1,4 @@
-"""`.pt` to `.pt`: what torch.save wrote comes back from torch.load unchanged, whatever it holds."""
+"""`.pt` to `.pt`: torch.load returns from the output what torch.save wrote into the input."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.zips import assert_whole, directory, place_of
 
 
 def through(value: Any, folder: Path, **given: Any) -> Any:
-    """torch saves it, this library writes another file of it, torch loads that; both are looked at."""
+    """Save with torch, convert with ckpttool, load with torch; both files are checked."""
     torch.save(value, folder / "in.pt", **given)
     ckpttool.save(ckpttool.open(folder / "in.pt"), folder / "out.pt", force=True)
     assert_whole(folder / "out.pt")
@@ -36,7 +36,7 @@ def through(value: Any, folder: Path, **given: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", TREES)
-def test_everything_survives(what: str, tmp_path: Path) -> None:
+def test_every_tree_survives(what: str, tmp_path: Path) -> None:
     torch.save(TREES[what], tmp_path / "oracle.pt")
     expected = torch.load(tmp_path / "oracle.pt", weights_only=False)
     found = through(TREES[what], tmp_path)
@@ -58,7 +58,7 @@ def test_every_pickle_protocol_of_torch_save_survives(protocol: int, tmp_path: P
 
 
 @pytest.mark.parametrize("layout", LAYOUTS | LAZY)
-def test_every_layout_survives_as_it_is(layout: str, tmp_path: Path) -> None:
+def test_every_layout_survives_unchanged(layout: str, tmp_path: Path) -> None:
     original = (LAYOUTS | LAZY)[layout]
     assert_same({"t": original}, through({"t": original}, tmp_path))
 
@@ -77,13 +77,13 @@ def test_every_element_type_survives(name: str, tmp_path: Path) -> None:
     assert bytes(found["t"].untyped_storage()) == bytes(original.untyped_storage())
 
 
-def test_a_restricted_load_takes_what_it_took_before(tmp_path: Path) -> None:
+def test_weights_only_loads_the_output_where_it_loaded_the_input(tmp_path: Path) -> None:
     state = with_metadata() | {"p": torch.nn.Parameter(torch.ones(1)), "s": {1, 2}, "d": torch.float16}
     through(state, tmp_path)
     assert torch.load(tmp_path / "out.pt", weights_only=True).keys() == state.keys()
 
 
-def test_the_result_can_be_memory_mapped(tmp_path: Path) -> None:
+def test_torch_can_map_the_output(tmp_path: Path) -> None:
     state = {"a": torch.rand(100), "b": torch.rand(7)}
     through(state, tmp_path)
     assert_same(state, torch.load(tmp_path / "out.pt", mmap=True))
@@ -94,7 +94,7 @@ def test_the_result_can_be_memory_mapped(tmp_path: Path) -> None:
 def test_an_empty_storage_under_several_classes_keeps_each_tensor_s_type(
     before: int, zipped: bool, tmp_path: Path
 ) -> None:
-    """torch gives empty tensors that look at one storage one key, whatever their types."""
+    """torch gives empty tensors of one storage one key, whatever their types."""
     many, empty = {f"w{i}": torch.ones(2) for i in range(before)}, torch.empty(0)
     views = {
         name: empty.view(getattr(torch, name)) for name in ("float32", "int32", "int64", "bool", "uint16")
@@ -114,7 +114,7 @@ def test_an_empty_storage_under_several_classes_keeps_each_tensor_s_type(
 def test_a_storage_under_two_classes_is_one_storage_seen_as_two_types(
     kind: str, numel: int, name: str, tmp_path: Path
 ) -> None:
-    """So torch before 1.10 wrote views of another type."""
+    """torch before 1.10 wrote views of another type like this."""
     tree = {"a": tensor(storage(4)), "b": tensor(storage(numel, kind=kind), (numel - 1,), (1,), 1)}
     data = torch.arange(4.0)
     path = torch_zip(tmp_path / "f", dict_of(tree), {"0": data.numpy().tobytes()})
@@ -124,13 +124,13 @@ def test_a_storage_under_two_classes_is_one_storage_seen_as_two_types(
     assert loaded["a"].untyped_storage().data_ptr() == loaded["b"].untyped_storage().data_ptr()
 
 
-def test_a_storage_is_written_once_however_many_tensors_look_at_it(tmp_path: Path) -> None:
+def test_a_shared_storage_is_written_once(tmp_path: Path) -> None:
     weight = torch.rand(100, 100)
     through({str(i): weight[i] for i in range(100)}, tmp_path)
     assert (tmp_path / "out.pt").stat().st_size < 60_000
 
 
-def test_storages_start_on_64_bytes_as_torch_leaves_them(tmp_path: Path) -> None:
+def test_storages_start_on_64_byte_boundaries(tmp_path: Path) -> None:
     through({str(i): torch.rand(i + 1) for i in range(20)}, tmp_path)
     records = directory(place_of(tmp_path / "out.pt"))
     assert {r.data.offset % 64 for name, r in records.items() if "/data/" in name} == {0}
@@ -155,7 +155,7 @@ def test_the_same_contents_give_the_same_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "out.pt").read_bytes() == (tmp_path / "b" / "out.pt").read_bytes()
 
 
-def test_writing_what_was_written_changes_nothing(tmp_path: Path) -> None:
+def test_rewriting_an_output_gives_the_same_bytes(tmp_path: Path) -> None:
     through(training_checkpoint(), tmp_path)
     before = (tmp_path / "out.pt").read_bytes()
     ckpttool.save(ckpttool.open(tmp_path / "out.pt"), tmp_path / "out.pt", force=True)
@@ -183,14 +183,14 @@ def test_any_name_of_the_output_makes_a_file_that_torch_loads(name: str, tmp_pat
     assert_whole(tmp_path / name)
 
 
-def test_a_name_that_is_no_unicode_makes_a_file_too(tmp_path: Path) -> None:
+def test_an_output_name_that_is_not_unicode_is_written(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "in.pt")
     name = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.pt")
     ckpttool.save(ckpttool.open(tmp_path / "in.pt"), name)
     assert list(ckpttool.open(name).state().tensors) == ["a"]
 
 
-def test_today_s_name_of_the_input_says_nothing(tmp_path: Path) -> None:
+def test_the_format_is_found_whatever_the_file_is_called(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "when.saved.pt")
     os.rename(tmp_path / "when.saved.pt", tmp_path / "model.safetensors")
     assert ckpttool.open(tmp_path / "model.safetensors").format == "torch-zip"
@@ -215,8 +215,8 @@ def test_a_file_without_a_byte_order_is_little_endian(tmp_path: Path) -> None:
     assert ckpttool.open(path).state().tensors["a"].storage.byteorder == "little"
 
 
-def test_a_checksum_that_is_known_is_kept_and_the_bytes_are_not_looked_at(tmp_path: Path) -> None:
-    """So damage to a storage shows in the copy as it shows in the original."""
+def test_a_known_checksum_is_kept_without_reading_the_bytes(tmp_path: Path) -> None:
+    """Damage to a storage then shows in the copy as well."""
     torch.save({"a": torch.zeros(1000)}, tmp_path / "in.pt")
     data = bytearray((tmp_path / "in.pt").read_bytes())
     data[ckpttool.open(tmp_path / "in.pt").state().tensors["a"].data.offset] ^= 1
@@ -226,7 +226,7 @@ def test_a_checksum_that_is_known_is_kept_and_the_bytes_are_not_looked_at(tmp_pa
         assert str(archive.testzip()).endswith("data/0")
 
 
-def test_a_flipped_bit_in_the_pickle_is_damage(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_the_pickle_is_damaged(tmp_path: Path) -> None:
     torch.save({"name": torch.zeros(1)}, tmp_path / "in.pt")
     data = (tmp_path / "in.pt").read_bytes()
     (tmp_path / "in.pt").write_bytes(data.replace(b"X\x04\x00\x00\x00name", b"X\x04\x00\x00\x00nime"))
@@ -275,34 +275,34 @@ def through_file(path: Path) -> Path:
 # Reading what is damaged, or no checkpoint.
 
 
-def test_a_storage_whose_record_is_missing_is_damage(tmp_path: Path) -> None:
+def test_a_missing_record_of_a_storage_is_damaged(tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "f", dict_of({"a": tensor(storage(2), (2,))}))
     with pytest.raises(Damaged, match=r"its record 'data/0' is missing"):
         ckpttool.open(path)
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 9, 16])
-def test_a_record_of_another_size_than_its_storage_is_damage(nbytes: int, tmp_path: Path) -> None:
+def test_a_record_of_another_size_than_its_storage_is_damaged(nbytes: int, tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "f", dict_of({"a": tensor(storage(2), (2,))}), {"0": bytes(nbytes)})
     with pytest.raises(Damaged, match=f"should have 8 bytes, its record has {nbytes}"):
         ckpttool.open(path)
 
 
-def test_an_unknown_byte_order_is_damage(tmp_path: Path) -> None:
+def test_an_unknown_byte_order_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(Damaged, match="byte order 'middle'"):
         ckpttool.open(torch_zip(tmp_path / "f", b"}", byteorder="middle"))
 
 
 @pytest.mark.parametrize("name", ["archive/BYTEORDER", "ARCHIVE/byteOrder", "archive/Constants.pkl"])
-def test_a_record_that_torch_takes_for_another_is_damage(name: str, tmp_path: Path) -> None:
-    """torch looks for records without regard to the case of letters."""
+def test_a_record_that_torch_takes_for_another_is_damaged(name: str, tmp_path: Path) -> None:
+    """torch finds records in any case of letters."""
     body = dict_of({"a": tensor(storage(2), (2,))})
     path = torch_zip(tmp_path / "f", body, {"0": bytes(8)}, byteorder=None, more={name: b"big"})
     with pytest.raises(Damaged, match="takes for another"):
         ckpttool.open(path)
 
 
-def test_of_a_long_key_a_message_shows_the_beginning(tmp_path: Path) -> None:
+def test_a_message_shortens_a_long_key(tmp_path: Path) -> None:
     body = dict_of({"a": tensor(storage(2, key="7" * 60_000), (2,))})
     for records in ({}, {"7" * 60_000: bytes(4)}):
         with pytest.raises(Damaged, match="777") as damage:
@@ -310,14 +310,14 @@ def test_of_a_long_key_a_message_shows_the_beginning(tmp_path: Path) -> None:
         assert len(damage.value.reason) < 200
 
 
-def test_a_zip_of_something_else_is_named(tmp_path: Path) -> None:
+def test_a_zip_without_a_pickle_is_refused(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "f.zip", "w") as archive:
         archive.writestr("readme.txt", "hello")
     with pytest.raises(Unsupported, match=r"zip archive without a 'data.pkl'"):
         ckpttool.open(tmp_path / "f.zip")
 
 
-def test_two_pickles_in_one_zip_are_no_checkpoint(tmp_path: Path) -> None:
+def test_two_pickles_in_one_zip_are_refused(tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "f", b"}", more={"other/data.pkl": b"\x80\x02}."})
     with pytest.raises((Damaged, Unsupported)) as refusal:
         ckpttool.open(path)
@@ -365,7 +365,7 @@ def test_any_tree_survives(tree: Any, protocol: int) -> None:
         assert_same(expected, through(tree, Path(folder), pickle_protocol=protocol))
 
 
-def test_a_dry_run_tells_the_exact_size_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_dry_run_returns_the_exact_size_and_writes_nothing(tmp_path: Path) -> None:
     torch.save(training_checkpoint(), tmp_path / "in.pt")
     checkpoint = ckpttool.open(tmp_path / "in.pt")
     for name in ("out.pt", "out.safetensors"):
@@ -375,7 +375,7 @@ def test_a_dry_run_tells_the_exact_size_and_writes_nothing(tmp_path: Path) -> No
         assert planned.nbytes == (tmp_path / name).stat().st_size
 
 
-def test_an_open_checkpoint_reads_on_when_its_name_is_taken(tmp_path: Path) -> None:
+def test_an_open_checkpoint_can_be_read_after_its_file_was_removed(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "in.pt")
     checkpoint = ckpttool.open(tmp_path / "in.pt")
     os.unlink(tmp_path / "in.pt")
@@ -383,7 +383,7 @@ def test_an_open_checkpoint_reads_on_when_its_name_is_taken(tmp_path: Path) -> N
     assert torch.load(tmp_path / "out.pt")["a"].tolist() == [1, 1]
 
 
-def test_a_closed_checkpoint_gives_its_descriptor_back(tmp_path: Path) -> None:
+def test_closing_a_checkpoint_closes_its_descriptor(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "in.pt")
     with ckpttool.open(tmp_path / "in.pt") as checkpoint:
         fd = checkpoint.source.fd
@@ -391,7 +391,7 @@ def test_a_closed_checkpoint_gives_its_descriptor_back(tmp_path: Path) -> None:
         os.fstat(fd)
 
 
-def test_failing_to_read_leaves_no_descriptor_open(tmp_path: Path) -> None:
+def test_a_failed_open_leaves_no_descriptor_open(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"PK\x03\x04 and no more")
     gc.collect()  # what earlier tests left open
     before = len(os.listdir("/proc/self/fd"))
@@ -401,7 +401,7 @@ def test_failing_to_read_leaves_no_descriptor_open(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_big_numbers_for_storages_are_refused(tmp_path: Path) -> None:
+def test_impossible_storage_sizes_are_refused(tmp_path: Path) -> None:
     for numel in (2**63, -1, 2**61):
         path = torch_zip(tmp_path / "f", dict_of({"a": tensor(storage(numel), (1,))}), {"0": b"abcd"})
         with pytest.raises(Damaged):
@@ -434,7 +434,7 @@ def test_big_numbers_for_storages_are_refused(tmp_path: Path) -> None:
         ],
     ],
 )
-def test_a_tensor_that_reaches_past_its_storage_is_damage(
+def test_a_tensor_that_reaches_past_its_storage_is_damaged(
     shape: tuple[int, ...], stride: tuple[int, ...], offset: int, tmp_path: Path
 ) -> None:
     body = dict_of({"a": tensor(storage(4), shape, stride, offset)})
@@ -464,7 +464,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("what", MALFORMED)
-def test_a_malformed_tensor_is_damage(what: str, tmp_path: Path) -> None:
+def test_a_malformed_tensor_is_damaged(what: str, tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "f", dict_of({"a": MALFORMED[what]}), {"0": bytes(16)})
     with pytest.raises(Damaged) as damage:
         ckpttool.open(path)

@@ -447,6 +447,13 @@ def test_a_type_unknown_to_torch_is_unsupported_and_named(tmp_path: Path) -> Non
         ckpttool.open(path)
 
 
+def test_more_axes_than_are_supported_are_named(tmp_path: Path) -> None:
+    header = {"many": {"dtype": "U8", "shape": [1] * 70, "data_offsets": [0, 1]}}
+    path = safetensors_file(tmp_path / "f", header, b"a")
+    with pytest.raises(Unsupported, match="tensor 'many' has 70 axes, and at most 64 are supported"):
+        ckpttool.open(path)
+
+
 @pytest.mark.parametrize("size", [0, 1, 10_000, 100_000_001, 2**32, 2**63, 2**64 - 1])
 def test_a_header_length_that_lies_is_refused_without_room_for_it(size: int, tmp_path: Path) -> None:
     path = safetensors_file(tmp_path / "f", {"a": U8}, b"ab", size=size)

@@ -1,4 +1,4 @@
-"""Compressed records: as torch reads them where they are whole, and refused where it would return noise."""
+"""Compressed records: read as torch reads them, and refused where it would return uninitialised memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOCAL_SIZES, LOCAL_CRC, CENTRAL_SIZES, CENTRAL_CRC = 18, 14, 20, 16
 
 
 def deflated(path: Path, *, method: int = zipfile.ZIP_DEFLATED) -> Path:
-    """The same file as another tool would zip it anew."""
+    """Zip the records of a file again with compression."""
     out = path.with_suffix(".deflated")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(out, "w", method) as new:
         for name in old.namelist():
@@ -41,7 +41,7 @@ def one_tensor(path: Path, numel: int, raw: bytes) -> Path:
 
 
 def patched(path: Path, record: str, change: Callable[[bytes, zipfile.ZipInfo], bytes]) -> Path:
-    """A file with other payload bytes for one record; sizes and offsets that follow from it are made good."""
+    """Replace the payload of one record, and correct the sizes and offsets that depend on it."""
     with zipfile.ZipFile(path) as archive:
         info = archive.getinfo(record)
         entries = archive.infolist()
@@ -65,7 +65,7 @@ def patched(path: Path, record: str, change: Callable[[bytes, zipfile.ZipInfo], 
 
 
 def restated(path: Path, record: str, *, size: int | None = None, crc: int | None = None) -> Path:
-    """A file that states another size or checksum for one record, in both of its headers."""
+    """State another size or checksum for one record in both of its headers."""
     with zipfile.ZipFile(path) as archive:
         info = archive.getinfo(record)
     raw = bytearray(path.read_bytes())
@@ -86,7 +86,7 @@ TREE: dict[str, Any] = {
 }
 
 
-def test_a_compressed_file_holds_what_the_uncompressed_one_does(tmp_path: Path) -> None:
+def test_a_compressed_file_has_the_same_contents(tmp_path: Path) -> None:
     torch.save(TREE, tmp_path / "in.pt")
     path = deflated(tmp_path / "in.pt")
     checkpoint = ckpttool.open(path)
@@ -98,13 +98,13 @@ def test_a_compressed_file_holds_what_the_uncompressed_one_does(tmp_path: Path) 
     assert_same(torch.load(tmp_path / "out.pt"), torch.load(tmp_path / "in.pt"))
 
 
-def test_a_record_keeps_its_checksum_and_is_not_read_again_for_one(tmp_path: Path) -> None:
+def test_an_inflated_storage_keeps_its_checksum(tmp_path: Path) -> None:
     torch.save({"a": torch.arange(1000.0)}, tmp_path / "in.pt")
     found = ckpttool.open(deflated(tmp_path / "in.pt")).state().tensors["a"].storage
     assert found.crc32 == zlib.crc32(values(torch.arange(1000.0)))
 
 
-def test_the_inflated_bytes_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inflated_bytes_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(TREE, tmp_path / "in.pt")
     path = deflated(tmp_path / "in.pt")
     (tmp_path / "temporary").mkdir()
@@ -119,51 +119,51 @@ def test_the_inflated_bytes_leave_no_file_behind(tmp_path: Path, monkeypatch: py
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_records_that_no_tensor_refers_to_are_not_inflated(tmp_path: Path) -> None:
+def test_unused_records_are_not_inflated(tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "f", b"}", {"0": bytes(1 << 20)}, compression=zipfile.ZIP_DEFLATED)
     assert ckpttool.open(patched(path, "archive/data/0", lambda raw, _: b"x" * len(raw))).tree == {}
 
 
-def test_a_stream_that_is_cut_short_is_damage(tmp_path: Path) -> None:
+def test_a_stream_that_is_cut_short_is_damaged(tmp_path: Path) -> None:
     path = one_tensor(tmp_path / "f", 1000, os.urandom(4000))
     patched(path, "archive/data/0", lambda raw, _: raw[: len(raw) // 2])
     with pytest.raises(Damaged, match="'archive/data/0' does not inflate to exactly 4000 bytes"):
         ckpttool.open(path)
 
 
-def test_a_stream_that_ends_before_its_record_is_damage(tmp_path: Path) -> None:
+def test_a_stream_that_ends_before_its_record_is_damaged(tmp_path: Path) -> None:
     path = one_tensor(tmp_path / "f", 1000, os.urandom(4000))
     patched(path, "archive/data/0", lambda raw, _: raw + b"more")
     with pytest.raises(Damaged, match="does not inflate to exactly 4000 bytes"):
         ckpttool.open(path)
 
 
-def test_a_stream_that_inflates_to_more_than_is_stated_is_damage(tmp_path: Path) -> None:
+def test_a_stream_that_inflates_to_more_than_is_stated_is_damaged(tmp_path: Path) -> None:
     path = one_tensor(tmp_path / "f", 1000, bytes(8000))
     restated(path, "archive/data/0", size=4000)
     with pytest.raises(Damaged, match="does not inflate to exactly 4000 bytes"):
         ckpttool.open(path)
 
 
-def test_a_stream_that_inflates_to_less_than_is_stated_is_damage(tmp_path: Path) -> None:
+def test_a_stream_that_inflates_to_less_than_is_stated_is_damaged(tmp_path: Path) -> None:
     path = one_tensor(tmp_path / "f", 1000, bytes(3000))
     restated(path, "archive/data/0", size=4000)
     with pytest.raises(Damaged, match="does not inflate to exactly 4000 bytes"):
         ckpttool.open(path)
 
 
-def test_a_checksum_that_differs_is_damage(tmp_path: Path) -> None:
+def test_a_wrong_checksum_is_damaged(tmp_path: Path) -> None:
     path = restated(one_tensor(tmp_path / "f", 1000, bytes(4000)), "archive/data/0", crc=1)
     with pytest.raises(Damaged, match="'archive/data/0' does not match its checksum"):
         ckpttool.open(path)
 
 
-def test_a_checksum_that_was_left_out_is_no_damage(tmp_path: Path) -> None:
+def test_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
     path = restated(one_tensor(tmp_path / "f", 1000, bytes(4000)), "archive/data/0", crc=0)
     assert ckpttool.open(path).state().tensors["a"].storage.crc32 is None
 
 
-def test_no_valid_stream_is_damage(tmp_path: Path) -> None:
+def test_an_invalid_stream_is_damaged(tmp_path: Path) -> None:
     path = patched(
         one_tensor(tmp_path / "f", 1000, bytes(4000)), "archive/data/0", lambda raw, _: b"\xff" * 9
     )
@@ -172,7 +172,7 @@ def test_no_valid_stream_is_damage(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA], ids=["bzip2", "lzma"])
-def test_what_torch_can_not_inflate_is_unsupported(method: int, tmp_path: Path) -> None:
+def test_compression_methods_that_torch_lacks_are_unsupported(method: int, tmp_path: Path) -> None:
     torch.save(TREE, tmp_path / "in.pt")
     with pytest.raises(Unsupported, match="compressed in a way that torch does not read") as refusal:
         ckpttool.open(deflated(tmp_path / "in.pt", method=method))
@@ -197,7 +197,7 @@ def test_a_pickle_that_grows_too_much_is_refused(tmp_path: Path) -> None:
         ckpttool.open(path)
 
 
-def test_all_records_together_may_grow_so_far_and_no_further(
+def test_the_growth_of_all_records_together_is_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inflate, "SMALL", 1 << 20)
@@ -215,7 +215,7 @@ def test_all_records_together_may_grow_so_far_and_no_further(
 
 
 @given(st.binary(max_size=3000), st.integers(1, 4096), st.integers(0, 9))
-def test_any_bytes_are_inflated_whatever_the_chunk(
+def test_any_bytes_are_inflated_with_any_chunk_size(
     tmp_path_factory: pytest.TempPathFactory, raw: bytes, chunk: int, level: int
 ) -> None:
     raw = raw * 4
@@ -235,7 +235,7 @@ def test_any_bytes_are_inflated_whatever_the_chunk(
 def test_a_compressed_file_changed_anywhere_is_read_as_it_was_or_refused(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Every byte of every record is under a checksum, so a change shows or changes nothing."""
+    """A checksum covers every byte of every record."""
     folder = tmp_path_factory.mktemp("changed")
     raw = bytearray(one_tensor(folder / "f", 64, os.urandom(256)).read_bytes())
     whole = ckpttool.open(folder / "f").state().tensors["a"].storage.data.read()

@@ -1,4 +1,4 @@
-"""Why a checkpoint does not load, and that what the doctor prints, when pasted, makes it load strictly."""
+"""Diagnose why a checkpoint does not load; the printed commands, when pasted, make it load strictly."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -38,7 +39,7 @@ def spec(name: str) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone, which DDP and FSDP ask for."""
+    """Start a process group of this process alone, for DDP and FSDP."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -58,7 +59,7 @@ def prefixed(state: Any, prefix: str) -> Any:
 
 
 class ModelEma(nn.Module):
-    """An average as timm keeps it: a copy under `module`."""
+    """An average of the model as timm keeps it: a copy under `module`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def fsdp(model: nn.Module) -> nn.Module:
 
 
 def by_names(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A state as scripts collect it themselves, with the wrappers' names in it."""
+    """Return a state as scripts collect it by hand, with the wrappers' names in it."""
     return {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
@@ -113,13 +114,13 @@ def transposed(state: Any, *names: str) -> dict[str, Any]:
 
 
 def as_tensorflow(state: Any) -> dict[str, Any]:
-    """Convolutions as HWIO, matrices as (in, out)."""
+    """Return a state with convolutions as HWIO and matrices as (in, out)."""
     orders: dict[int, tuple[int, ...]] = {2: (1, 0), 4: (2, 3, 1, 0)}
     return {k: v.permute(orders[v.dim()]).contiguous() if v.dim() in orders else v for k, v in state.items()}
 
 
 def trained(name: str, optimizer: str, wrap: Callable[[nn.Module], nn.Module] = lambda m: m) -> Any:
-    """A training checkpoint after two steps."""
+    """Return a training checkpoint after two steps."""
     model = wrap(made(name))
     kind = {"sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), "adamw": lambda p: torch.optim.AdamW(p)}
     stepped = kind[optimizer](model.parameters())
@@ -309,7 +310,7 @@ def numbers_by_name() -> dict[str, torch.Tensor]:
 
 
 def pasted(cli: Cli, commands: list[str]) -> None:
-    """Runs commands as the shell would split them, each of which must succeed."""
+    """Run commands as the shell would split them; each must succeed."""
     for command in commands:
         words = shlex.split(command)
         assert words[0] == "ckpttool"
@@ -318,7 +319,7 @@ def pasted(cli: Cli, commands: list[str]) -> None:
 
 
 @pytest.mark.parametrize("what", WAYS)
-def test_what_is_printed_mends_it(what: str, cli: Cli, tmp_path: Path) -> None:
+def test_the_printed_commands_make_the_file_load(what: str, cli: Cli, tmp_path: Path) -> None:
     way = WAYS[what]
     model, path = made(way.trained), tmp_path / way.name
     expected = way.same({k: v.clone() for k, v in model.state_dict().items()})
@@ -334,40 +335,81 @@ def test_what_is_printed_mends_it(what: str, cli: Cli, tmp_path: Path) -> None:
     assert script == [*commands, found.json["then"]]
 
     pasted(cli, script)
-    loaded = strictly_loaded(script[-1])
+    loaded = strictly_loaded(script[-1], found.json["python"])
     if expected is not None:
         for name, value in expected.items():
             assert torch.equal(loaded[name], value), name
 
 
-def strictly_loaded(command: str) -> dict[str, Any]:
-    """The state of the model that a reload names, after torch's own strict load of the file that it names."""
+def strictly_loaded(command: str, python: str) -> dict[str, Any]:
+    """Return the state of the model that a `reload` command names, after the printed line of Python."""
     words = shlex.split(command)
     assert words[1] == "reload"
     model = factory.build(words[words.index("--model") + 1])
-    with ckpttool.open(words[2]) as checkpoint:
-        state = checkpoint.state()
-        tensors = OrderedDict(state.load())
-        if state.versions is not None:
-            tensors._metadata = dict(state.versions)  # type: ignore[attr-defined]
-        model.load_state_dict(tensors, strict=True)
+    exec(python, {"model": model, "torch": torch, "safetensors": safetensors, "ckpttool": None})
     return dict(model.state_dict())
 
 
-def test_the_page_is_a_script_for_the_shell(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "it's $HOME.pt"
-    torch.save(AveragedModel(nn.DataParallel(made("net"))).state_dict(), path)
-    script = cli("doctor", path, "--model", spec("net")).out
+def test_nested_states_are_fixed_in_place_and_a_plain_program_loads_them(cli: Cli, tmp_path: Path) -> None:
+    """One shell runs all printed commands but the reloads; one program without ckpttool runs all lines."""
+    script, program = ["set -e"], ["import sys", "import torch, safetensors.torch"]
+    program += [f"sys.path.insert(0, {str(ARCHITECTURES.parent)!r})", "import architectures"]
+    kinds = set()
+    for number, (what, way) in enumerate(WAYS.items()):
+        tree = way.make(made(way.trained))
+        if way.save is not torch.save or not isinstance(tree, dict) or not is_state(tree):
+            continue
+        path = tmp_path / f"{number}.pt"
+        torch.save({"model": tree, "epoch": 3}, path)
+        found = cli("doctor", path, "--model", spec(way.model), "--json").json
+        commands = [problem["command"] for problem in found["problems"] if not problem["remark"]]
+        script += [command for command in commands if command != found["then"]]
+        rebuilt = shlex.split(found["then"])[4].rpartition(":")[2]
+        program += [f"print({what!r})", f"model = architectures.{rebuilt.partition('(')[0]}("]
+        program[-1] += rebuilt.partition("(")[2].removesuffix(")") + ")"
+        program += [found["python"]]
+        kinds |= {problem["kind"] for problem in found["problems"]}
+    assert kinds >= {
+        "prefix",
+        "names",
+        "layout",
+        "shape",
+        "counters",
+        "complex",
+        "extra",
+        "size",
+        "layer-norm",
+    }
+    run_in_shell("\n".join(script))
+    ran = subprocess.run(
+        [sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, timeout=110
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def is_state(tree: dict[str, Any]) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in tree.values())
+
+
+def run_in_shell(script: str) -> str:
+    """Run a script with sh, which finds `ckpttool`; return its stdout."""
     tool = Path(sys.executable).with_name("ckpttool")
     environment = {**os.environ, "PATH": f"{tool.parent}{os.pathsep}{os.environ['PATH']}"}
     ran = subprocess.run(
         ["sh", "-e"], input=script, env=environment, text=True, capture_output=True, timeout=110
     )
     assert ran.returncode == 0, ran.stderr
-    assert "loaded 9 of 9 tensors" in ran.stdout
+    return ran.stdout
 
 
-def test_what_loads_is_said_to_load_with_what_is_worth_knowing(cli: Cli, tmp_path: Path) -> None:
+def test_the_output_is_a_shell_script(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "it's $HOME.pt"
+    torch.save(AveragedModel(nn.DataParallel(made("net"))).state_dict(), path)
+    script = cli("doctor", path, "--model", spec("net")).out
+    assert "loaded 9 of 9 tensors" in run_in_shell(script)
+
+
+def test_a_file_that_loads_is_exit_0_with_remarks(cli: Cli, tmp_path: Path) -> None:
     half = {
         key: value.half() if value.is_floating_point() else value
         for key, value in made("net").state_dict().items()
@@ -396,7 +438,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("what", LOADS)
-def test_what_torch_takes_is_not_called_wrong(what: str, cli: Cli, tmp_path: Path) -> None:
+def test_a_file_that_torch_loads_has_no_problem(what: str, cli: Cli, tmp_path: Path) -> None:
     name, make = LOADS[what]
     torch.save(make(made(name)), tmp_path / "f.pt")
     found = cli("doctor", tmp_path / "f.pt", "--model", spec(name), "--json")
@@ -450,7 +492,7 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("what", BEYOND)
-def test_what_no_command_mends_is_said_in_words(what: str, cli: Cli, tmp_path: Path) -> None:
+def test_a_misfit_that_no_command_fixes_is_described(what: str, cli: Cli, tmp_path: Path) -> None:
     model, make, kind, words = BEYOND[what]
     torch.save(make(), tmp_path / "f.pt")
     found = cli("doctor", tmp_path / "f.pt", "--model", spec(model), "--json")
@@ -462,7 +504,7 @@ def test_what_no_command_mends_is_said_in_words(what: str, cli: Cli, tmp_path: P
     assert "# no command can fix that" in cli("doctor", tmp_path / "f.pt", "--model", spec(model)).out
 
 
-def test_a_state_with_objects_in_it_is_not_promised_to_reload(cli: Cli, tmp_path: Path) -> None:
+def test_no_reload_is_printed_for_a_state_that_needs_objects(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(
         "import torch\nclass Net(torch.nn.Linear):\n"
         "    def __init__(self):\n        super().__init__(2, 2)\n"
@@ -487,7 +529,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_what_is_no_checkpoint_is_refused_with_the_way_out(what: str, cli: Cli, tmp_path: Path) -> None:
+def test_a_file_that_is_no_checkpoint_is_refused_with_a_hint(what: str, cli: Cli, tmp_path: Path) -> None:
     content, hint = FILES[what]
     (tmp_path / "f.pt").write_bytes(content)
     ran = cli("doctor", tmp_path / "f.pt", "--model", spec("net"))
@@ -501,7 +543,7 @@ def test_a_truncated_file_is_refused(cli: Cli, tmp_path: Path) -> None:
     assert cli("doctor", tmp_path / "f.pt", "--model", spec("net")).code == 3
 
 
-def test_square_matrices_beside_transposed_ones_are_pointed_out(cli: Cli, tmp_path: Path) -> None:
+def test_square_matrices_beside_transposed_ones_are_named(cli: Cli, tmp_path: Path) -> None:
     """No shape tells that a square matrix is transposed too."""
     torch.save(
         {
@@ -528,7 +570,7 @@ def test_square_matrices_beside_transposed_ones_are_pointed_out(cli: Cli, tmp_pa
     assert "1.weight" in found.json["problems"][0]["message"]
 
 
-def test_tensors_that_several_orders_of_axes_would_fit_are_pointed_out(cli: Cli, tmp_path: Path) -> None:
+def test_tensors_that_fit_in_several_orders_of_axes_are_named(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(
         "import torch\n"
         "def convs(): return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 8, 3))\n"
@@ -547,7 +589,7 @@ def test_tensors_that_several_orders_of_axes_would_fit_are_pointed_out(cli: Cli,
 
 
 @pytest.mark.parametrize("shift", [1, -1])
-def test_layers_counted_from_another_number_stay_in_their_order(shift: int, cli: Cli, tmp_path: Path) -> None:
+def test_layers_counted_from_another_number_keep_their_order(shift: int, cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(
         "import torch\n"
         "def net(stem=0):\n"
@@ -560,7 +602,7 @@ def test_layers_counted_from_another_number_stay_in_their_order(shift: int, cli:
     torch.save(trained, tmp_path / "f.pt")
     found = cli("doctor", tmp_path / "f.pt", "--model", model, "--json")
     pasted(cli, [found.json["problems"][0]["command"], found.json["then"]])
-    loaded = strictly_loaded(found.json["then"])
+    loaded = strictly_loaded(found.json["then"], found.json["python"])
     assert all(
         torch.equal(mine, theirs) for mine, theirs in zip(loaded.values(), trained.values(), strict=True)
     )
@@ -586,7 +628,7 @@ def test_no_name_of_a_file_or_a_key_becomes_a_command(
         assert ran.code == 0, ran.err
 
 
-def test_an_output_that_is_there_is_not_written_over(cli: Cli, tmp_path: Path) -> None:
+def test_the_commands_do_not_overwrite_an_existing_file(cli: Cli, tmp_path: Path) -> None:
     torch.save(prefixed(made("net").state_dict(), "module."), tmp_path / "f.pt")
     (tmp_path / "f.mended.pt").write_bytes(b"mine")
     found = cli("doctor", tmp_path / "f.pt", "--model", spec("net"), "--json")
@@ -598,7 +640,7 @@ def test_an_output_that_is_there_is_not_written_over(cli: Cli, tmp_path: Path) -
     ("kind", "problems"),
     [("lbfgs", ["optimizer-order"]), ("stateless", []), ("momentum", ["optimizer-order"])],
 )
-def test_what_is_advised_for_an_optimizer_works_and_loses_nothing(
+def test_the_command_for_an_optimizer_works_and_loses_nothing(
     kind: str, problems: list[str], cli: Cli, tmp_path: Path
 ) -> None:
     model = made("first_second")
@@ -625,9 +667,7 @@ def test_what_is_advised_for_an_optimizer_works_and_loses_nothing(
         assert "optimizer" in torch.load(tmp_path / "f.mended.pt", weights_only=True)
 
 
-def test_a_model_that_leaves_parameters_out_of_its_state_is_no_fault_of_ours(
-    cli: Cli, tmp_path: Path
-) -> None:
+def test_a_model_that_leaves_parameters_out_of_its_state_loads(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text(
         "import torch\n"
         "def leave_out(model, state, prefix, local):\n"
@@ -643,7 +683,7 @@ def test_a_model_that_leaves_parameters_out_of_its_state_is_no_fault_of_ours(
     assert cli("doctor", tmp_path / "f.pt", "--model", f"{tmp_path}/m.py:net").code == 0
 
 
-def test_a_cast_is_advised_for_floats_alone(cli: Cli, tmp_path: Path) -> None:
+def test_a_cast_is_advised_only_for_floats(cli: Cli, tmp_path: Path) -> None:
     state = made("net").state_dict()
     for dtype, command in ((torch.float16, True), (torch.int8, False)):
         cast = {k: v.to(dtype) if v.dtype == torch.float32 else v for k, v in state.items()}
@@ -652,7 +692,7 @@ def test_a_cast_is_advised_for_floats_alone(cli: Cli, tmp_path: Path) -> None:
         assert [("command" in p) for p in found.json["problems"] if p["kind"] == "precision"] == [command]
 
 
-def test_a_named_state_is_the_one_that_is_looked_at(cli: Cli, tmp_path: Path) -> None:
+def test_a_named_state_is_the_one_that_is_diagnosed(cli: Cli, tmp_path: Path) -> None:
     net = made("net").state_dict()
     torch.save({"model": net, "ema": prefixed(net, "module.")}, tmp_path / "f.pt")
     assert cli("doctor", tmp_path / "f.pt", "--model", spec("net")).code == 0
@@ -661,7 +701,7 @@ def test_a_named_state_is_the_one_that_is_looked_at(cli: Cli, tmp_path: Path) ->
     pasted(cli, [problem["command"] for problem in found.json["problems"] if not problem["remark"]])
 
 
-def test_what_lightning_itself_wrote_is_mended(cli: Cli, tmp_path: Path) -> None:
+def test_a_checkpoint_that_lightning_wrote_is_fixed(cli: Cli, tmp_path: Path) -> None:
     """A checkpoint that Lightning itself wrote, and its Fabric's prefix."""
     lightning = pytest.importorskip("lightning", reason="the extra `interop` is not installed")
     module = lightning.LightningModule()

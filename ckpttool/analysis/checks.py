@@ -1,0 +1,133 @@
+"""Check files or open checkpoints: their digest, their differences, their damage."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from ..checkpoint.checksums import Checksums
+from ..errors import UsageFault
+from ..files.copying import Progress
+from ..formats.opened import File, opened
+from . import compare as comparing
+from . import verify as verifying
+from .compare import Comparison
+from .equality import Tolerance
+from .state_digest import state_digest
+from .verify import Verified
+
+
+def digest(
+    file: File, *, state: str | None = None, verify: bool = True, progress: Progress | None = None
+) -> str:
+    """Return one SHA-256 for a model's names, types, shapes and values, the same in every format.
+
+    docs/digest.md defines it.
+
+    Args:
+        file: a path, or an open checkpoint.
+        state: dotted path of the model's state in the file; found when None.
+        verify: compare what is read with the checksums that the file states.
+        progress: called with the number of bytes after each piece.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        NoState: the file has no model state, or none at `state`.
+        Refused: a tensor has values in other files or is of a class that is not known, or an expanded tensor
+            is more than 64 GiB larger than what the file holds of it.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if the file ends early,
+            or if `verify` and a checksum is wrong.
+    """
+    with opened(file) as checkpoint:
+        found = checkpoint.state(state)
+        used = [(name, tensor.storage) for name, tensor in found.tensors.items()] if verify else []
+        with Checksums(checkpoint, used) as checksums:
+            value = state_digest(checkpoint, found, progress)
+            checksums.finish()
+        return value
+
+
+def diff(
+    a: File,
+    b: File,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    state: str | None = None,
+    model_only: bool = False,
+    ignore_prefix: bool = False,
+    verify: bool = True,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Compare two checkpoints by contents, whatever their formats.
+
+    Args:
+        a, b: paths, or open checkpoints.
+        rtol, atol: values are the same if |a - b| <= atol + rtol * |b|, as in `torch.allclose`; if both are
+            None, if their bits are.
+        state: dotted path of the model's state in both files, or in one of them; found when None. When it is
+            given, only the states are compared.
+        model_only: compare only the models' states.
+        ignore_prefix: match names that differ only in wrappers' prefixes.
+        verify: compare what is read with the checksums that the files state.
+        progress: called with numbers of bytes, those of `a`.
+
+    Returns:
+        Names that only one file has, and what differs under a name of both: `.same`, `.only_a`, `.only_b`,
+        `.changed` with distances, norms and cosines.
+
+    Raises:
+        UsageFault: a tolerance is negative or NaN.
+        NoState: there is no model's state at `state`, or with `model_only` none at all.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early,
+            or if `verify` and a checksum is wrong.
+    """
+    if not all(limit is None or limit >= 0 for limit in (rtol, atol)):
+        raise UsageFault(f"a tolerance is a number from 0 on, not rtol={rtol}, atol={atol}")
+    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
+    with opened(a) as mine, opened(b) as theirs:
+        return comparing.compare(
+            mine,
+            theirs,
+            tolerance=tolerance,
+            state=state,
+            model_only=model_only,
+            ignore_prefix=ignore_prefix,
+            verify=verify,
+            progress=progress,
+        )
+
+
+def verify(
+    file: File,
+    *,
+    against: File | None = None,
+    state: str | None = None,
+    finite: bool = False,
+    no_code: bool = False,
+    progress: Progress | None = None,
+) -> Verified:
+    """Read a file whole: checksums, values that are not finite, and whether another file is the same.
+
+    Args:
+        file: a path, or an open checkpoint as it was read.
+        against: a file that must have the same contents, whatever its format.
+        state: dotted path of the model's state, in both files or in one of them; found when None.
+        finite: count NaN and infinity as problems.
+        no_code: count names in the file's pickle that could run something as problems.
+        progress: called with the number of bytes after each piece.
+
+    Returns:
+        What was read and found: `.ok`, `.problems`, `.checked_bytes`, `.non_finite`.
+
+    Raises:
+        NoState: there is nothing to compare.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early.
+    """
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(opened(file))
+        other = None if against is None else stack.enter_context(opened(against))
+        return verifying.verify(
+            checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
+        )

@@ -1,0 +1,133 @@
+"""The bytes of a zip between its records' contents: headers, padding, descriptors, directory.
+
+The reader refuses what readers of zips would understand differently. Here the rest is compared with what it
+should be, and what nothing determines is counted. Format: PKWARE APPNOTE 6.3; torch's padding:
+`caffe2/serialize/inline_container.cc`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..formats.zip.reader import read_directory
+from ..formats.zip.writer import (
+    CENTRAL,
+    DESCRIPTOR,
+    END,
+    END64,
+    FULL32,
+    LOCAL,
+    LOCATOR64,
+    LOCATOR64_SIGNATURE,
+    PADDING_EXTRA,
+    ZIP64_EXTRA,
+)
+from ..tensors.ref import Source
+
+DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}
+"""A descriptor behind a record by its size: signature, CRC-32, bytes in the file, bytes once inflated."""
+
+DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
+
+FREE_IN_ENTRY = 8
+"""Bytes of a directory entry that nothing determines: version made by, internal and external attributes."""
+
+FREE_AT_END = 4
+"""Bytes of a ZIP64 end record that nothing determines: its two versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZipFrame:
+    """The bytes of a zip outside its records' contents.
+
+    Attributes:
+        faults: (record, what is wrong with the bytes around it) pairs.
+        free: how many bytes nothing determines, by what they are.
+    """
+
+    faults: tuple[tuple[str, str], ...]
+    free: Mapping[str, int]
+
+
+def zip_frame(source: Source) -> ZipFrame:
+    """Compare the bytes around the records of a zip with what they should be.
+
+    Args:
+        source: the open file.
+
+    Raises:
+        Damaged, Unsupported: as `read_directory`.
+    """
+    records = sorted(read_directory(source).values(), key=lambda record: record.data.offset)
+    start, entries = _directory(source, len(records))
+    faults: list[tuple[str, str]] = []
+    free: Counter[str] = Counter({"header fields": FREE_IN_ENTRY * len(records)})
+    ends = [header for header, _, _ in entries[1:]] + [start]
+    if entries:
+        free["between records"] += entries[0][0]
+    for record, (header, fields, extra), end in zip(records, entries, ends, strict=True):
+        local = LOCAL.unpack(source.read(header, LOCAL.size))
+        if local[1:6] != fields[2:7]:
+            faults.append((record.name, "its two headers differ in version, flags or time"))
+        behind = record.data.offset + record.data.nbytes
+        own = source.read(record.data.offset - local[-1], local[-1])
+        for piece in (own, extra):
+            padding = b"".join(data for kind, data in _fields(piece) if kind == PADDING_EXTRA)
+            wide = sum(len(data) for kind, data in _fields(piece) if kind == ZIP64_EXTRA and FULL32 in fields)
+            # Readers pass over extra fields that they do not know, so nothing determines kind and length.
+            free["header fields"] += len(piece) - len(padding) - wide
+            if padding.strip(b"Z"):
+                faults.append((record.name, "its padding is not what torch pads with"))
+        gap = source.read(behind, end - behind)
+        descriptor = DESCRIPTORS.get(len(gap))
+        if fields[3] & DESCRIPTOR and descriptor:
+            if descriptor.unpack(gap) != (DESCRIPTOR_SIGNATURE, fields[7], record.data.nbytes, record.size):
+                faults.append((record.name, "the descriptor behind it does not fit it"))
+        else:
+            free["between records"] += len(gap)
+    size = sum(CENTRAL.size + fields[10] + fields[11] + fields[12] for _, fields, _ in entries)
+    free["comments"] += sum(fields[12] for _, fields, _ in entries)
+    behind = source.size - start - size - END.size
+    if behind >= END64.size + LOCATOR64.size:
+        free["header fields"] += FREE_AT_END
+        behind -= END64.size + LOCATOR64.size
+    free["comments"] += behind
+    return ZipFrame(tuple(faults), {what: count for what, count in free.items() if count})
+
+
+def _directory(source: Source, count: int) -> tuple[int, list[tuple[int, tuple[int, ...], bytes]]]:
+    """Return where the directory begins, and of each entry its header's place, its fields and extra fields.
+
+    The reader has checked the directory; the entries are in the order of the file.
+    """
+    tail = source.read(max(0, source.size - END.size - 0xFFFF), min(source.size, END.size + 0xFFFF))
+    at = tail.rfind(b"PK\x05\x06")
+    size, start = END.unpack_from(tail, at)[5:7]
+    end = source.size - len(tail) + at - LOCATOR64.size
+    if end >= 0 and (wide := LOCATOR64.unpack(source.read(end, LOCATOR64.size)))[0] == LOCATOR64_SIGNATURE:
+        size, start = END64.unpack(source.read(wide[2], END64.size))[8:10]
+    raw, at, entries = source.read(start, size), 0, []
+    for _ in range(count):
+        fields = CENTRAL.unpack_from(raw, at)
+        begin = at + CENTRAL.size + fields[10]
+        extra = raw[begin : begin + fields[11]]
+        header = fields[16]
+        if header == FULL32:
+            (header,) = struct.unpack_from("<Q", extra, len(extra) - 8)
+        entries.append((header, fields, extra))
+        at = begin + fields[11] + fields[12]
+    return start, sorted(entries, key=lambda entry: entry[0])
+
+
+def _fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield the kind and the data of each extra field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        if at + 4 + length > len(extra):
+            return
+        yield kind, extra[at + 4 : at + 4 + length]
+        at += 4 + length

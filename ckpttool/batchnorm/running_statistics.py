@@ -1,0 +1,153 @@
+"""Running statistics of plain BatchNorm over the samples of all ranks, step by step. Imports torch.
+
+Under DistributedDataParallel each rank normalises by its own samples, and rank 0's running statistics replace
+the others'. What a rank keeps can't be pooled exactly afterwards: the variance between ranks within a step is
+gone from its averages. So here each rank's moments are combined in every step, before they are averaged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..distributed import collectives
+from .moments import combine, moments, update_running
+from .pooling import pool
+from .sync_batchnorm import SyncBatchNorm
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class RunningStatistics:
+    """Gives a model's BatchNorm layers the running statistics of all ranks' samples.
+
+        statistics = RunningStatistics(model)       # before DistributedDataParallel
+        for batch in batches:
+            ...                                     # any number of forward and backward passes
+            statistics.end_step()
+            optimizer.step()
+
+    After each step every rank has the same statistics, to the bit: those that one process would have after
+    the same forward passes with the samples of all ranks. The n-th passes of all ranks through a layer in a
+    step count as one; a rank that passes less often counts as without samples. Each layer's momentum, None
+    included, applies as in torch. Layers in evaluation mode, without running statistics, or synchronised are
+    left alone. Samples are still normalised by each rank's own, so weights are those of plain BatchNorm.
+
+    Under `torch.compile` there is a graph break at each layer; `fullgraph=True` fails.
+
+    Attributes:
+        layers: path -> layer, each layer once.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = {
+            path: layer
+            for path, layer in model.named_modules()
+            if isinstance(layer, _BatchNorm)
+            and not isinstance(layer, nn.SyncBatchNorm | SyncBatchNorm)
+            and layer.running_mean is not None
+        }
+        self._calls: list[str] = []
+        self._moments: list[torch.Tensor] = []
+        self._before: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        torch.compiler.reset()  # code compiled before the hooks exist would run without them
+        for path, layer in self.layers.items():
+            # Inside a compiled graph, the lists that it appends to would be constants.
+            hook = torch.compiler.disable(partial(self._record, path))  # type: ignore[no-untyped-call]
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def end_step(self) -> None:
+        """Update the statistics with the passes since the last call, over all ranks. A collective.
+
+        Each rank sends one message, with three float64 numbers per channel for each pass through a layer.
+        """
+        if not self.layers or collectives.world_size() == 1:
+            return
+        own = torch.cat(self._moments, dim=1) if self._moments else torch.zeros(3, 0, dtype=torch.float64)
+        of_ranks = collectives.gather((self._calls, own.cpu().numpy()))
+        for buffer, before in (pair for pairs in self._before.values() for pair in pairs):
+            buffer.copy_(before)
+        self._calls, self._moments, self._before = [], [], {}
+        passes, side_by_side = self._aligned(of_ranks)
+        counts, mean, variance = combine(side_by_side)
+        device = next(iter(self.layers.values())).get_buffer("running_mean").device
+        mean, variance = torch.stack([mean, variance]).to(device)
+        start = 0
+        for layer in passes:
+            columns = slice(start, start + layer.num_features)
+            start = columns.stop
+            count = float(counts[columns][0])
+            if count > 1:
+                update_running(layer, mean[columns], variance[columns], count)
+
+    def _record(self, path: str, layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Record the moments of a training input, and what the layer is about to change."""
+        if not layer.training or collectives.world_size() == 1:
+            return
+        input = next(iter((*given, *named.values())))
+        if input.dim() < 2 or input.shape[1] != layer.num_features:
+            return  # the layer will refuse it
+        if path not in self._before:
+            buffers = (getattr(layer, name) for name in BUFFERS)
+            self._before[path] = [(buffer, buffer.clone()) for buffer in buffers if buffer is not None]
+        self._calls.append(path)
+        self._moments.append(moments(input))
+
+    def _aligned(self, of_ranks: list[tuple[list[str], Any]]) -> tuple[list[Any], torch.Tensor]:
+        """Align the ranks' passes through the layers in a step.
+
+        Args:
+            of_ranks: for each rank, the paths of the layers it passed through, and its moments [3, channels].
+
+        Returns:
+            The layers, one for each pass, and float64 [ranks, 3, channels], 0 where a rank passed less often.
+        """
+        found: dict[tuple[str, int], torch.Tensor] = {}
+        for rank, (calls, own) in enumerate(of_ranks):
+            widths = [self.layers[path].num_features for path in calls]
+            columns = torch.split(torch.from_numpy(own), widths, dim=1)
+            passes: Counter[str] = Counter()
+            for path, column in zip(calls, columns, strict=True):
+                key = path, passes[path]
+                passes[path] += 1
+                if key not in found:
+                    found[key] = torch.zeros(len(of_ranks), *column.shape, dtype=torch.float64)
+                found[key][rank] = column
+        nothing = torch.zeros(len(of_ranks), 3, 0, dtype=torch.float64)
+        return [self.layers[path] for path, _ in found], torch.cat([nothing, *found.values()], dim=2)
+
+
+def pool_over_ranks(
+    layers: Sequence[nn.Module], met: Sequence[tuple[float, float]]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the running mean and variance of all ranks, which have their own. A collective.
+
+    They are computed by `pool`, whose limits apply. `RunningStatistics` is exact for any momentum.
+
+    Args:
+        layers: with running statistics, the same on every rank and in the same order.
+        met: values per channel, and batches, that each layer has seen on this rank. Averages over all batches
+            (`momentum=None`) weight a rank by its values, others by its values per batch.
+
+    Returns:
+        Mean and variance of each layer, float64, on the CPU; this rank's own if no rank has seen two values.
+    """
+    own = []
+    for layer, (values, batches) in zip(layers, met, strict=True):
+        kept = (layer.get_buffer(name).double().cpu().numpy() for name in ("running_mean", "running_var"))
+        own.append((*kept, values / batches if batches else 0.0, batches))
+    found = []
+    for layer, this, of_ranks in zip(layers, own, zip(*collectives.gather(own), strict=True), strict=True):
+        means, variances, sizes, counters = zip(*of_ranks, strict=True)
+        mean, variance = this[:2]
+        if sum(sizes) > 1:
+            pooled = pool(means, variances, sizes, batches=counters if layer.momentum is None else None)
+            mean, variance = pooled.mean, pooled.variance
+        found.append((torch.from_numpy(mean), torch.from_numpy(variance)))
+    return found

@@ -1,0 +1,138 @@
+"""A model's state: its tensors by name, and everything else in the dict that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..inert_pickle.values import OrderedDict_, Record
+from ..tensors.ref import TensorRef
+from .dotted_names import Path, dotted
+from .nested_states import Container, regrouped
+from .rebuilt_tensors import plain_tensor, tensor_like
+from .tensor_likes import Shape, TensorLike, placeholder
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A model's state as a file holds it.
+
+    Attributes:
+        path: the keys that lead from the top of the file to the state; empty when the file itself is the
+            state.
+        container: the dict in the checkpoint's tree; for a pickled model the dict made from its modules, for
+            nested dicts their entries by dotted names.
+        tensors: name -> tensor, in the file's order and under the file's names.
+        others: the entries that are not plain tensors (`_extra_state`, counters kept as plain numbers, and
+            those of `likes`).
+        versions: torch's `_metadata`, module path -> {'version': …}; None when the file has none.
+        likes: the tensors that are not plain ones (sharded, sparse, quantised, …), by name.
+        module: the pickled model that holds the state; None when the state is a dict.
+        nested: the outermost of the nested dicts that `container` lists; None when it is one dict.
+        places: the path of each entry in `nested`, by its dotted name.
+    """
+
+    path: Path
+    container: Container
+    tensors: dict[str, TensorRef]
+    others: dict[str, object]
+    versions: dict[object, object] | None
+    likes: Mapping[str, TensorLike] = field(default_factory=dict)
+    module: Record | None = None
+    nested: Container | None = None
+    places: Mapping[str, Path] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"<State '{self.where}': {len(self.tensors)} tensors>"
+
+    @property
+    def where(self) -> str:
+        """The dotted path; `""` when the file itself is the state."""
+        return dotted(self.path)
+
+    def load(self) -> dict[str, torch.Tensor]:
+        """Return the tensors as torch tensors on the CPU, mapped from the file. Imports torch.
+
+        Values are read when they are first used. Writing to a tensor changes memory, never the file. Names
+        that share memory in the file share it here.
+
+        Raises:
+            Unsupported: the installed torch lacks the element type of a tensor.
+            Unreadable: the checkpoint was closed.
+        """
+        from ..tensors.to_torch import live_tensors
+
+        return live_tensors(self.tensors)
+
+    @property
+    def anchor(self) -> object:
+        """The object in the checkpoint's tree that holds the state: a dict, or the pickled model."""
+        if self.module is not None:
+            return self.module
+        return self.container if self.nested is None else self.nested
+
+    def restored(self, container: Container) -> Container:
+        """Return a changed `container` in the form that the tree has: nested dicts when names stayed."""
+        return container if self.nested is None else regrouped(self.nested, self.places, container)
+
+
+def make_state(
+    path: Path,
+    container: Container,
+    *,
+    module: Record | None = None,
+    nested: Container | None = None,
+    places: Mapping[str, Path] | None = None,
+    elsewhere: Mapping[str, Shape] | None = None,
+) -> State:
+    """Return a dict as a state, its tensors apart from its other entries.
+
+    Args:
+        path: the keys that lead to the dict.
+        container: the dict.
+        module: the pickled model that the dict was made from; None when the file holds the dict itself.
+        nested: the outermost of the nested dicts whose entries `container` lists; None for one dict.
+        places: the path of each entry in `nested`.
+        elsewhere: the shapes of parameters whose values may be in other files (`placeholders`).
+    """
+    tensors: dict[str, TensorRef] = {}
+    others: dict[str, object] = {}
+    likes: dict[str, TensorLike] = {}
+    if {*map(type, container)} <= {str} and {*map(type, container.values())} == {TensorRef} and not elsewhere:
+        tensors.update(container)  # type: ignore[arg-type]
+    else:
+        empty = _empty(container, elsewhere or {})
+        for key, value in container.items():
+            name = str(key)
+            tensor = plain_tensor(value)
+            if tensor is not None and name not in empty:
+                tensors[name] = tensor
+                continue
+            others[name] = value
+            like = empty.get(name) or tensor_like(value)
+            if like is not None:
+                likes[name] = like
+    versions = None
+    if isinstance(container, OrderedDict_) and isinstance(container.attributes, dict):
+        found = container.attributes.get("_metadata")
+        versions = found if isinstance(found, dict) else None
+    return State(path, container, tensors, others, versions, likes, module, nested, places or {})
+
+
+def _empty(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, TensorLike]:
+    """Return the empty tensors of a state that stand for parameters in other files.
+
+    Names that are not listed were renamed since, so when none is listed, every empty float tensor counts.
+    """
+    tensors = {str(key): plain_tensor(value) for key, value in container.items()} if elsewhere else {}
+    empty = {name: t for name, t in tensors.items() if t is not None and t.shape == (0,)}
+    listed = [name for name in tensors if name in elsewhere]
+    return {
+        name: placeholder(tensor, elsewhere.get(name))
+        for name, tensor in empty.items()
+        if name in elsewhere or (not listed and "float" in tensor.dtype.name)
+    }

@@ -1,0 +1,138 @@
+"""Tensors that are not one strided view of a storage: sharded, sparse, quantised, nested, without values."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..errors import Refused
+from ..inert_pickle.values import Global, Record
+from ..tensors.dtypes import DTYPES, DType
+from ..tensors.ref import MAX_AXES, MAX_BYTES, Computed, Storage, TensorRef, extent, is_count
+
+Shape = tuple[int, ...]
+
+SHARDED = ("DTensor", "ShardedTensor")
+"""Kinds of which a file usually holds one rank's piece."""
+
+PLACEHOLDER = "ZeRO-3 placeholder"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorLike:
+    """A tensor that a file describes by other tensors and settings.
+
+    Attributes:
+        kind: `DTensor`, `ShardedTensor`, `sparse COO`, `quantised`, `nested`, `meta`, `uninitialised`,
+            `ZeRO-3 placeholder`, or the name of a class that is not known here.
+        dtype: the element type; None when the file does not say.
+        shape: the shape of the whole tensor; None when the file does not say, or rows differ in length.
+        parts: the tensors of the file that its values are made of, by what they are.
+        form: the settings that its values also depend on, as text that is the same for the same tensor:
+            the scale of a quantised tensor, the place of a shard.
+        local_shape: the shape of the piece that this file holds; None when it holds all of the tensor.
+        known: whether `parts` and `form` determine the values.
+    """
+
+    kind: str
+    dtype: DType | None = None
+    shape: Shape | None = None
+    parts: Mapping[str, TensorRef] = field(default_factory=dict)
+    form: str = ""
+    local_shape: Shape | None = None
+    known: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parts that the file holds."""
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def is_piece(self) -> bool:
+        """Whether other files hold the rest of the tensor, or may do so."""
+        return self.local_shape is not None or (self.kind in SHARDED and not self.known)
+
+    def __str__(self) -> str:
+        """The tensor in words: `DTensor float32 [7, 5], here [3, 5], Shard(0), rank 1 of 2`."""
+        words = f"{self.kind}{f' {self.dtype.name}' if self.dtype else ''}"
+        words += f" {list(self.shape)}" if self.shape is not None else ""
+        here = None if self.local_shape is None else f"here {list(self.local_shape)}"
+        return ", ".join(filter(None, (words, here, self.form)))
+
+    def as_tensor(self) -> TensorRef:
+        """Return a tensor of the same dtype and shape without values, to list beside others."""
+        nothing = Storage(Computed("", 0, lambda start, nbytes: iter(())), "UntypedStorage", "meta")
+        return TensorRef.contiguous(nothing, self.dtype or DTYPES["uint8"], self.shape or (0,))
+
+
+def placeholders(tree: object) -> dict[str, Shape]:
+    """Return the shapes of the parameters that DeepSpeed keeps in other files, by their names in `module`.
+
+    ZeRO stage 3 cuts each parameter over the ranks and writes an empty tensor in its place. `param_shapes`
+    beside `module` has the names and shapes, also in the stages that write whole parameters.
+
+    Args:
+        tree: the contents of a file.
+    """
+    listed = [tree.get("param_shapes"), tree.get("frozen_param_shapes")] if isinstance(tree, dict) else []
+    groups = [group for each in listed for group in (each if isinstance(each, list) else [each])]
+    pairs = [pair for group in groups if isinstance(group, dict) for pair in group.items()]
+    found = ((name, shape_of(size)) for name, size in pairs if isinstance(name, str))
+    return {name: shape for name, shape in found if shape is not None and 0 not in shape}
+
+
+def placeholder(tensor: TensorRef, shape: Shape | None) -> TensorLike:
+    """Return the description of an empty tensor in the place of a parameter that ZeRO-3 keeps elsewhere.
+
+    Args:
+        tensor: the empty tensor.
+        shape: the parameter's shape; None when its name is not listed.
+    """
+    return TensorLike(PLACEHOLDER, tensor.dtype, shape, local_shape=tensor.shape)
+
+
+def shape_of(value: object) -> Shape | None:
+    """Return a tuple, list or torch.Size as a shape; None when it is not one that a tensor can have."""
+    if (
+        isinstance(value, Record)
+        and value.callable == Global("torch", "Size")
+        and isinstance(value.args, tuple)
+    ):
+        value = value.args[0] if value.args else ()
+    if not isinstance(value, tuple | list) or len(value) > MAX_AXES:
+        return None
+    sizes = tuple(each for each in value if is_count(each))
+    return sizes if len(sizes) == len(value) and extent(sizes) <= MAX_BYTES else None
+
+
+def _in_words(likes: Mapping[str, TensorLike], most: int = 3) -> str:
+    """Return some tensors by name: `'w' (sparse COO float32 [3, 3]) and 2 more`."""
+    named = [f"'{name[:80]}' ({like})" for name, like in list(likes.items())[:most]]
+    return ", ".join(named) + (f" and {len(likes) - most} more" if len(likes) > most else "")
+
+
+def _ways_out(path: str, likes: Iterable[TensorLike]) -> str:
+    """Return the next command for tensors that a format can't hold; the path is quoted for a shell."""
+    kinds = {like.kind for like in likes if like.is_piece}
+    if PLACEHOLDER in kinds:
+        return "the values are in the ranks' *_optim_states.pt; join them: python zero_to_fp32.py FOLDER OUT"
+    if kinds:
+        whole = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+        return f"save the whole with {whole}, or keep this rank's piece: ckpttool convert {path} out.pt"
+    return f"keep them: ckpttool convert {path} out.pt; or leave them out: --exclude NAME"
+
+
+def require_plain(path: str, likes: Mapping[str, TensorLike], why: str) -> None:
+    """Refuse tensors that are not plain ones, if there are any.
+
+    Args:
+        path: the file, for the message.
+        likes: the tensors by name.
+        why: what can't be done with them, to follow their names.
+
+    Raises:
+        Refused: there are such tensors; the message names the first of them.
+    """
+    if likes:
+        raise Refused(path, f"{_in_words(likes)} {why}", hint=_ways_out(shlex.quote(path), likes.values()))

@@ -1,0 +1,168 @@
+"""What a failed command says, and the exit code of every error that is expected."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shlex
+from contextlib import suppress
+from dataclasses import dataclass
+
+import click
+
+from ..errors import (
+    CkptToolError,
+    Damaged,
+    FileError,
+    Mismatch,
+    NothingToDo,
+    Unreadable,
+    Unsupported,
+    UsageFault,
+)
+from .console import coloured, mismatch_fields, printable, to_json
+
+HINTS = {
+    errno.ENOSPC: "free some space, or send the output elsewhere",
+    errno.EDQUOT: "free some space, or send the output elsewhere",
+    errno.EFBIG: "the file system or a limit (ulimit -f) allows no larger file: send the output elsewhere",
+    errno.EROFS: "the file system is read-only: send the output elsewhere",
+    errno.EMFILE: "allow more open files: ulimit -n 65536",
+}
+"""The next thing to do after an error of the operating system, by its number."""
+
+SHARED = ("-q", "--quiet", "-v", "--verbose", "--json", "--force", "--dry-run", "--state")
+"""Options of most commands, which some type before the command."""
+
+EXTRAS = {"torch": "torch", "safetensors": "torch", "torchvision": "train", "sklearn": "train"}
+"""Libraries that a plain install lacks, and the extra of ckpttool that brings each."""
+
+
+@dataclass(slots=True)
+class Call:
+    """What the report of an error needs to know of the command line; the options fill it in.
+
+    Attributes:
+        command: the command as it was typed: `ckpttool convert`.
+        paths: the files that were named as input.
+        to_stderr: the output file goes to stdout, so words must not.
+    """
+
+    command: str = "ckpttool"
+    paths: tuple[str, ...] = ()
+    to_stderr: bool = False
+
+
+def fail(error: BaseException, *, as_json: bool, call: Call | None = None) -> int:
+    """Print what went wrong, and return the exit code.
+
+    Args:
+        error: what was raised.
+        as_json: also print one object on stdout, `{"error": {"kind", "message", "hint"}}`. If the output
+            file goes to stdout, the object alone is printed, on stderr.
+        call: the command line, for the hint and for an error that names no file.
+
+    Raises:
+        BrokenPipeError: the reader of stdout has gone.
+        BaseException: `error` itself, if it is none that is expected: a bug.
+    """
+    call = call or Call()
+    _, message, hint, code = describe(error, call)
+    if as_json:
+        try:
+            click.echo(to_json(error_fields(error, call)), err=call.to_stderr)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass  # a full disk may be what went wrong
+        if call.to_stderr:
+            return code
+    label = (
+        coloured("nothing to do:", "yellow") if isinstance(error, NothingToDo) else coloured("error:", "red")
+    )
+    with suppress(OSError):
+        click.echo(f"{label} {printable(message)}", err=True)
+        if hint:
+            click.echo(f"{coloured('hint:', 'cyan')} {printable(hint)}", err=True)
+    return code
+
+
+def error_fields(error: BaseException, call: Call) -> dict[str, object]:
+    """Return the JSON of an error: the object `error`, and the fields that the command has on success."""
+    kind, message, hint, _ = describe(error, call)
+    body: dict[str, object] = {"kind": kind, "message": message, "hint": hint}
+    if isinstance(error, Mismatch):
+        return {"loaded": 0, **mismatch_fields(error), "error": body | mismatch_fields(error)}
+    return {"error": body}
+
+
+def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, int]:
+    """Return (kind, message, hint, exit code) of an error.
+
+    Raises:
+        BaseException: `error` itself, if it is none that is expected: a bug.
+    """
+    hint: str | None
+    if isinstance(error, CkptToolError):
+        hint = _extra_of(error.__cause__) or error.hint or _usual_hint(error, call)
+        return error.kind, _with_file(error, call), hint, error.exit_code
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else call.command
+        message = error.format_message().replace("\n\t", " ")  # click's lists of choices
+        if isinstance(error, click.NoSuchOption) and command == "ckpttool" and error.option_name in SHARED:
+            return "usage", message, f"options follow the command: ckpttool COMMAND {error.option_name}", 2
+        return "usage", message, f"{command} --help", error.exit_code
+    if isinstance(error, click.ClickException):
+        return "usage", error.format_message(), f"{call.command} --help", error.exit_code
+    if isinstance(error, MemoryError):
+        hint = "close other programs, or use a machine with more memory"
+        return "memory", ": ".join([*call.paths[:1], "not enough memory"]), hint, 3
+    if isinstance(error, OSError):
+        where = os.fsdecode(error.filename) if error.filename else "stdout" if _is_of_click(error) else ""
+        message = f"{where}: " * bool(where) + (error.strerror or str(error)).lower()
+        return "system", message, HINTS.get(error.errno or 0, "check the disk and the permissions"), 3
+    if isinstance(error, ImportError) and not (error.name or "").startswith("ckpttool"):
+        if (hint := _extra_of(error)) is not None:
+            return "not-installed", f"this needs {_library(error)}, which is not installed", hint, 2
+        reinstall = f"pip install --force-reinstall {_library(error) or 'ckpttool'}"
+        return "unsupported", f"a library can't be imported: {error}", reinstall, 3
+    raise error
+
+
+def _with_file(error: CkptToolError, call: Call) -> str:
+    """Return the message, which names the input where there is one and the library did not know it."""
+    if len(call.paths) != 1 or isinstance(error, UsageFault | FileError) or call.paths[0] in error.message:
+        return error.message
+    return f"{call.paths[0]}: {error.message}"
+
+
+def _usual_hint(error: CkptToolError, call: Call) -> str:
+    """Return the next thing to do after an error that has no hint of its own."""
+    if error.exit_code == 2:
+        return f"{call.command} --help"
+    path = error.path if isinstance(error, FileError) else next(iter(call.paths), "FILE")
+    if isinstance(error, Damaged):
+        return "copy or download it again, or use an older checkpoint"
+    if isinstance(error, Unreadable):
+        return f"check what is there, and its permissions: ls -ld {shlex.quote(path)}"
+    if isinstance(error, Unsupported) and call.command == "ckpttool inspect":
+        return "files of torch.save, safetensors, shards with an index and DCP folders can be read"
+    return f"see what is in it: ckpttool inspect {shlex.quote(path)}"
+
+
+def _is_of_click(error: OSError) -> bool:
+    """Whether click raised the error while it printed: what was printed then went to stdout."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and frame.tb_frame.f_globals.get("__name__", "").startswith("click.")
+
+
+def _library(error: ImportError) -> str:
+    return (error.name or "").partition(".")[0]
+
+
+def _extra_of(error: BaseException | None) -> str | None:
+    """Return the command that installs a missing library of EXTRAS, if that is what went wrong."""
+    extra = EXTRAS.get(_library(error)) if isinstance(error, ModuleNotFoundError) else None
+    return extra and f"pip install 'ckpttool[{extra}]'"

@@ -1,0 +1,173 @@
+"""Temporary files and folders beside their targets: names, locks, and the removal of abandoned ones.
+
+A temporary is called `.NAME.<boot><random>.ckpttool.tmp`. Its writer holds a lock (flock) on it, which the
+kernel drops however the process ends, so process ids, and containers that have their own, don't matter.
+Whoever saves into the same folder later removes the temporaries whose lock is free. A lock may not reach
+other machines (NFS mounted with `nolock`), so a temporary of another machine, or of this one before it was
+restarted, must also have been left alone for a day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import stat
+import time
+import zlib
+from collections.abc import Iterator
+from functools import cache
+
+TEMPORARY, OLD = ".ckpttool.tmp", ".ckpttool.old"
+"""Name endings: of a file or folder being written, and of a folder that a new one replaced."""
+
+NAME = re.compile(r"\.(?P<begin>.+)\.(?P<boot>[0-9a-f]{8})[0-9a-f]{12}\.ckpttool\.(tmp|old)", re.DOTALL)
+
+LONGEST = 190
+"""Bytes of the target's name that are used whole: file systems allow 255 for a name."""
+
+QUIET = 24 * 60 * 60
+"""Seconds without a change after which a temporary of another machine counts as abandoned."""
+
+
+def begin_of(target: str) -> str:
+    """Return how the names of a target's temporaries begin, after the dot."""
+    name = os.fsencode(os.path.basename(target))
+    if len(name) <= LONGEST:
+        return os.fsdecode(name)
+    return os.fsdecode(name[:LONGEST]) + f"~{zlib.crc32(name):08x}"
+
+
+def new_path(target: str) -> str:
+    """Return an unused path for a temporary of `target`, in the same folder."""
+    unique = f"{_boot()}{os.urandom(6).hex()}"
+    return os.path.join(os.path.dirname(target), f".{begin_of(target)}.{unique}{TEMPORARY}")
+
+
+def new_file(target: str, mode: int) -> tuple[int, str]:
+    """Create and lock a temporary file.
+
+    Args:
+        target: the file that it will replace.
+        mode: the permissions to create it with, as for `os.open`.
+
+    Returns:
+        A descriptor open for reading and writing, which holds the lock until it is closed, and the path.
+
+    Raises:
+        OSError: the file can't be created there.
+    """
+    while True:
+        path = new_path(target)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        if _lock_new(fd, path):
+            return fd, path
+        os.close(fd)
+
+
+def new_folder(target: str, mode: int) -> tuple[int, str]:
+    """Create and lock a temporary folder. Arguments and errors as of `new_file`."""
+    while True:
+        path = new_path(target)
+        os.mkdir(path, mode)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        if _lock_new(fd, path):
+            return fd, path
+        os.close(fd)
+
+
+def _lock_new(fd: int, path: str) -> bool:
+    """Lock a new temporary; return False if another process already took it for abandoned."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks, on which nobody removes anything
+        return True
+    return _is_at(fd, path)
+
+
+def _is_at(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def remove_abandoned(folder: str) -> None:
+    """Remove the temporaries in `folder` that were still being written when their process ended.
+
+    Other users' temporaries stay, and whatever can't be removed: a save does not depend on it.
+    """
+    for path in abandoned(folder, TEMPORARY):
+        with contextlib.suppress(OSError):
+            if os.path.isdir(path):
+                for name in os.listdir(path):  # files alone: no folder is ever made in a temporary one
+                    os.unlink(os.path.join(path, name))
+                os.rmdir(path)
+            else:
+                os.unlink(path)
+
+
+def abandoned(folder: str, ending: str, begin: str | None = None) -> Iterator[str]:
+    """Yield the paths of abandoned temporaries, each while its lock is held.
+
+    Args:
+        folder: where to look; one that can't be listed has none.
+        ending: `TEMPORARY` or `OLD`.
+        begin: take only those of the target whose `begin_of` this is.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return
+    for name in names:
+        found = NAME.fullmatch(name) if name.endswith(ending) else None
+        if found and begin in (None, found["begin"]):
+            path = os.path.join(folder, name)
+            with _claimed(path, found["boot"]) as is_abandoned:
+                if is_abandoned:
+                    yield path
+
+
+@contextlib.contextmanager
+def _claimed(path: str, boot: str) -> Iterator[bool]:
+    """Hold the lock of a temporary if no process does; yield whether it is abandoned."""
+    try:
+        kind = os.lstat(path).st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            yield False
+            return
+        access = os.O_RDWR if stat.S_ISREG(kind) else os.O_RDONLY  # NFS locks only what is open for writing
+        fd = os.open(path, access | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _is_abandoned(fd, path, boot)
+    finally:
+        os.close(fd)
+
+
+def _is_abandoned(fd: int, path: str, boot: str) -> bool:
+    facts = os.fstat(fd)
+    if facts.st_uid != os.geteuid():
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # its writer lives, or nobody can tell
+        return False
+    changed = max(facts.st_mtime, facts.st_ctime)
+    return _is_at(fd, path) and (boot == _boot() or time.time() - changed > QUIET)
+
+
+@cache
+def _boot() -> str:
+    """Return eight digits for this start of this kernel: all its containers share them, and its locks."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            known = file.read()
+    except OSError:
+        known = os.fsencode(os.uname().nodename)
+    return f"{zlib.crc32(known):08x}"

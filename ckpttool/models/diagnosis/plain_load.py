@@ -1,0 +1,102 @@
+"""Write the line of Python with which any program loads a state, by torch or safetensors where they can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.state import State
+from ...inert_pickle.values import Global, walk
+from ...tensors.dtypes import DTYPES
+from ...tensors.ref import Storage, TensorRef
+
+# Names that `torch.load(weights_only=True)` takes (torch/_weights_only_unpickler.py).
+TAKEN = {
+    "_codecs.encode",
+    *(
+        f"{module}.{name}"
+        for module in ("builtins", "__builtin__")
+        for name in ("bytearray", "complex", "set")
+    ),
+    "collections.Counter",
+    "collections.OrderedDict",
+    "torch.Size",
+    "torch.Tensor",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "torch.serialization._get_layout",
+    *(f"torch.{name}" for name in DTYPES),
+    *(f"torch.per_{what}" for what in ("tensor_affine", "channel_affine", "channel_affine_float_qparams")),
+    "torch._tensor._rebuild_from_type_v2",
+    *(f"torch._utils._rebuild_{what}" for what in ("parameter", "parameter_with_state", "qtensor")),
+    *(
+        f"torch._utils._rebuild_{what}"
+        for what in ("meta_tensor_no_storage", "sparse_tensor", "wrapper_subclass")
+    ),
+}
+
+PICKLED = ("torch-zip", "torch-legacy", "torch-tar")
+"""The formats that `torch.load` reads."""
+
+NEW_PROTOCOL = 4
+"""The pickle protocol from which Python's pickler uses opcodes that `weights_only` lacks."""
+
+
+def refused_by_torch(checkpoint: Checkpoint, *, rewritten: bool = False) -> tuple[str, ...]:
+    """Return what `torch.load(weights_only=True)`, torch's default, refuses a `.pt` file for.
+
+    Args:
+        checkpoint: its tree is, or will be, in the file.
+        rewritten: this package writes the file; it uses no opcodes of a newer protocol.
+
+    Returns:
+        Names of types and functions, and other words, each once; empty if torch takes the file.
+    """
+    names = dict.fromkeys(_refused(checkpoint.tree, checkpoint.protocol))
+    if checkpoint.protocol >= NEW_PROTOCOL and not rewritten:
+        names[f"pickle protocol {checkpoint.protocol}"] = None
+    return tuple(names)
+
+
+def _refused(tree: object, protocol: int) -> Iterator[str]:
+    for value in walk(tree):
+        if isinstance(value, Global) and str(value) not in TAKEN:
+            yield str(value)
+        elif isinstance(value, frozenset):
+            yield "frozenset"
+        elif isinstance(value, bytes | bytearray) and protocol > 2:
+            yield f"{type(value).__name__} of pickle protocol {protocol}"
+        elif isinstance(value, int) and value.bit_length() >= 8 * 256:
+            yield "an integer of more than 255 bytes"
+
+
+def python_line(checkpoint: Checkpoint, state: State, file: str, *, rewritten: bool) -> str:
+    """Return the line that loads a state strictly into `model`, whatever program runs it.
+
+    Args:
+        checkpoint: its tree is, or will be, in the file.
+        state: the state in it.
+        file: the file's name.
+        rewritten: this package writes the file, as `.safetensors` or `.pt` by its name.
+
+    Returns:
+        A call of torch or safetensors, or of `ckpttool.reload` where torch refuses the file.
+    """
+    form = checkpoint.format
+    if rewritten:
+        form = "safetensors" if file.endswith(".safetensors") else "torch-zip"
+    if form == "safetensors" and not checkpoint.full:
+        return f"safetensors.torch.load_model(model, {file!r})"
+    is_torch = form in PICKLED and state.module is None
+    if is_torch and not refused_by_torch(checkpoint, rewritten=rewritten):
+        device = ", map_location='cpu'" if _is_elsewhere(checkpoint.tree) else ""
+        keys = "".join(f"[{key!r}]" for key in state.path)
+        return f"model.load_state_dict(torch.load({file!r}{device}){keys})"
+    where = f", state={state.where!r}" if state.path else ""
+    return f"ckpttool.reload({file!r}, model{where})"
+
+
+def _is_elsewhere(tree: object) -> bool:
+    """Return whether a storage is tagged with another device than the CPU, which may be missing."""
+    storages = (value.storage if isinstance(value, TensorRef) else value for value in walk(tree))
+    return any(isinstance(each, Storage) and each.location != "cpu" for each in storages)

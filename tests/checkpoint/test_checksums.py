@@ -1,0 +1,239 @@
+"""Damage is refused and never given a new checksum, by whatever command reads the bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.errors import Damaged
+from ckpttool.transforms.keys import strip_prefix
+from tests.support.running import Ran
+
+Cli = Callable[..., Ran]
+
+WEIGHT = torch.arange(90_000.0).reshape(300, 300)
+LONG = -torch.arange(700_000.0)
+STATE = {"module.fc.weight": WEIGHT, "module.long": LONG, "module.bias": torch.arange(50.0)}
+NAMED = {"params": [0], "param_names": ["module.fc.weight"], "lr": 0.1}
+RUN = {"model": STATE, "optimizer": {"state": {0: {"momentum_buffer": WEIGHT + 1}}, "param_groups": [NAMED]}}
+
+
+def saved(value: Any, path: Path) -> Path:
+    torch.save(value, path)
+    return path
+
+
+def damage(path: Path, tensor: torch.Tensor) -> Path:
+    """Change one bit in the middle of a tensor's bytes."""
+    raw = bytearray(path.read_bytes())
+    values = tensor.contiguous().numpy().tobytes()
+    assert raw.count(values) == 1
+    raw[raw.index(values) + len(values) // 2] ^= 4
+    path.write_bytes(raw)
+    return path
+
+
+COMMANDS: dict[str, list[str]] = {
+    "convert to .safetensors": ["convert", "IN", "out.safetensors"],
+    "convert to .pt": ["convert", "IN", "out.pt"],
+    "convert to shards": ["convert", "IN", "out/", "--shard-size", "1MB"],
+    "convert to DCP": ["convert", "IN", "out", "--to", "dcp"],
+    "convert --full": ["convert", "IN", "out.safetensors", "--full"],
+    "convert --dtype": ["convert", "IN", "out.safetensors", "--dtype", "bf16"],
+    "convert --dtype to .pt": ["convert", "IN", "out.pt", "--dtype", "fp16"],
+    "convert --only": ["convert", "IN", "out.pt", "--only", "*fc.weight"],
+    "convert --permute": ["convert", "IN", "out.safetensors", "--permute", "*fc.weight=1,0"],
+    "strip-prefix": ["strip-prefix", "IN", "out.safetensors"],
+    "strip-prefix to .pt": ["strip-prefix", "IN", "out.pt"],
+    "add-prefix": ["add-prefix", "IN", "out.pt"],
+    "rename-keys": ["rename-keys", "IN", "out.pt", "--map", "fc=head"],
+    "slim": ["slim", "IN", "out.pt"],
+    "optimizer": ["optimizer", "IN", "out.pt", "--to", "names"],
+    "average, first": ["average", "IN", "whole.pt", "out.pt"],
+    "average, last": ["average", "whole.pt", "IN", "out.pt"],
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a whole and a damaged file, which the commands run in."""
+    saved(RUN, tmp_path / "whole.pt")
+    damage(saved(RUN, tmp_path / "in.pt"), WEIGHT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def arguments(command: str) -> list[str]:
+    return [{"IN": "in.pt"}.get(word, word) for word in COMMANDS[command]]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_damage_is_refused_by_every_command_that_passes_it_on(command: str, files: Path, cli: Cli) -> None:
+    before = sorted(os.listdir(files))
+    ran = cli(*arguments(command))
+    assert ran.code == 3, ran.err
+    assert "in.pt: the bytes of '" in ran.err
+    assert ("head.weight'" if command == "rename-keys" else "fc.weight'") in ran.err
+    assert "do not match their checksum" in ran.err
+    assert "ckpttool verify in.pt" in ran.err
+    assert sorted(os.listdir(files)) == before
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_verify_passes_damage_on(command: str, files: Path, cli: Cli) -> None:
+    assert cli(*arguments(command), "--no-verify").code == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_whole_file_passes(command: str, files: Path, cli: Cli) -> None:
+    (files / "in.pt").write_bytes((files / "whole.pt").read_bytes())
+    ran = cli(*arguments(command), "--verify")
+    assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize(
+    "command", [["digest", "in.pt"], ["diff", "in.pt", "whole.pt"], ["diff", "whole.pt", "in.pt"]]
+)
+def test_damage_is_refused_by_commands_that_only_read(command: list[str], files: Path, cli: Cli) -> None:
+    ran = cli(*command)
+    assert ran.code == 3, ran.err
+    assert "in.pt: the bytes of 'module.fc.weight' do not match their checksum" in ran.err
+    assert cli(*command, "--no-verify").code == (1 if command[0] == "diff" else 0)
+
+
+def test_the_old_output_stays_whole(files: Path, cli: Cli) -> None:
+    (files / "out.pt").write_bytes(b"old")
+    assert cli("strip-prefix", "in.pt", "out.pt", "--force").code == 3
+    assert (files / "out.pt").read_bytes() == b"old"
+    damaged = (files / "in.pt").read_bytes()
+    assert cli("strip-prefix", "in.pt", "in.pt", "--force").code == 3
+    assert (files / "in.pt").read_bytes() == damaged
+
+
+def test_damage_in_what_is_not_written_is_no_reason_to_refuse(files: Path, cli: Cli) -> None:
+    assert cli("convert", "in.pt", "out.pt", "--only", "*long", "--drop", "optimizer").code == 0
+    assert cli("convert", "in.pt", "other.safetensors", "--exclude", "*fc.weight").code == 0
+
+
+def test_a_dry_run_reads_no_values_unless_it_is_asked_to_verify(files: Path, cli: Cli) -> None:
+    assert cli("strip-prefix", "in.pt", "out.pt", "--dry-run").code == 0
+    assert cli("strip-prefix", "in.pt", "out.pt", "--dry-run", "--verify").code == 3
+
+
+@pytest.mark.parametrize(
+    "command", ["convert to .safetensors", "convert to .pt", "convert --dtype", "average, last"]
+)
+def test_a_file_without_checksums_is_not_damaged(command: str, files: Path, cli: Cli) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        damage(saved(RUN, files / "in.pt"), WEIGHT)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert cli(*arguments(command)).code == 0
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "turned": lambda t: {"w": t.t()},
+    "a row": lambda t: {"w": t[7]},
+    "every other": lambda t: {"w": t[:, ::2]},
+    "rows of one storage": lambda t: {"a": t[:100], "w": t[100:200], "c": t[200:]},
+    "tied": lambda t: {"w": t, "v": t},
+    "a view of a part": lambda t: {"w": t[100:200, 5:]},
+    "a parameter": lambda t: {"w": torch.nn.Parameter(t)},
+}
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_damage_is_found_whatever_part_of_a_storage_is_read(layout: str, ending: str, tmp_path: Path) -> None:
+    path = tmp_path / "in.pt"
+    saved(LAYOUTS[layout](WEIGHT), path)
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.save(checkpoint, tmp_path / f"whole{ending}")
+    damage(path, WEIGHT)
+    with ckpttool.open(path) as checkpoint, pytest.raises(Damaged, match="do not match their checksum"):
+        ckpttool.save(checkpoint, tmp_path / f"out{ending}")
+    assert not (tmp_path / f"out{ending}").exists()
+
+
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_every_byte_of_a_large_tensor_counts(place: str, tmp_path: Path) -> None:
+    path = saved({"long": LONG}, tmp_path / "in.pt")
+    raw = bytearray(path.read_bytes())
+    start, nbytes = raw.index(LONG.numpy().tobytes()), LONG.nbytes
+    raw[start + {"first": 0, "middle": nbytes // 2, "last": nbytes - 1}[place]] ^= 1
+    path.write_bytes(raw)
+    for ending in (".safetensors", ".pt"):
+        with ckpttool.open(path) as checkpoint, pytest.raises(Damaged, match="'long'"):
+            ckpttool.save(checkpoint, tmp_path / f"out{ending}")
+
+
+def test_bytes_of_a_checksummed_file_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved({"long": LONG, "w": WEIGHT}, tmp_path / "in.pt")
+    moved: list[int] = []
+    preadv = os.preadv
+
+    def counted(fd: int, buffers: list[Any], at: int) -> int:
+        moved.append(preadv(fd, buffers, at))
+        return moved[-1]
+
+    monkeypatch.setattr(os, "preadv", counted)
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+    assert sum(moved) == LONG.nbytes + WEIGHT.nbytes
+
+
+def test_shards_and_dcp_folders_are_held_to_the_checksums_of_their_files(files: Path, cli: Cli) -> None:
+    for kind, part in (("torch-sharded", "pytorch_model-*.bin"), ("dcp", "__0_0.distcp")):
+        assert cli("convert", "whole.pt", f"{kind}/", "--to", kind).code == 0
+        (file,) = (files / kind).glob(part)
+        damage(file, WEIGHT)
+        ran = cli(
+            "convert",
+            f"{kind}/",
+            f"from-{kind}.safetensors",
+            *(["--state", "model"] if kind == "dcp" else []),
+        )
+        assert ran.code == 3, ran.err
+        assert f"{file.relative_to(files)}: the bytes of" in ran.err
+        assert not (files / f"from-{kind}.safetensors").exists()
+
+
+def test_a_torchscript_archive_is_held_to_its_checksums(tmp_path: Path) -> None:
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(WEIGHT.clone())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    torch.jit.script(Layer()).save(tmp_path / "in.pt")
+    damage(tmp_path / "in.pt", WEIGHT)
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint, pytest.raises(Damaged, match="'weight'"):
+        ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+
+
+def test_a_checkpoint_can_be_saved_twice_and_to_two_places(tmp_path: Path) -> None:
+    path = saved(STATE, tmp_path / "in.pt")
+    with ckpttool.open(path) as checkpoint:
+        new, _ = strip_prefix(checkpoint)
+        for name in ("a.pt", "b.safetensors", "a.pt"):
+            ckpttool.save(new, tmp_path / name, force=True)
+    damage(path, WEIGHT)
+    with ckpttool.open(path) as checkpoint:
+        for name in ("c.pt", "d.safetensors"):
+            with pytest.raises(Damaged):
+                ckpttool.save(checkpoint, tmp_path / name)
+        ckpttool.save(checkpoint, tmp_path / "e.pt", verify=False)
+
+
+def test_damage_sent_to_standard_output_is_not_sent(files: Path, process: Callable[..., Any]) -> None:
+    ran = process("strip-prefix", "in.pt", "-")
+    assert (ran.returncode, ran.stdout) == (3, b"")

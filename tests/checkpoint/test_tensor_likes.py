@@ -1,0 +1,280 @@
+"""Tensors that are not plain ones are shown, compared and digested, and never dropped in silence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpttool
+from ckpttool.analysis.compare import compare
+from ckpttool.analysis.summary import summarize, tensor_rows
+from ckpttool.analysis.verify import verify
+from ckpttool.checkpoint.rebuilt_tensors import tensor_like
+from ckpttool.errors import Refused
+from ckpttool.inert_pickle.values import Global, Record
+from ckpttool.tensors.dtypes import DTYPES
+from ckpttool.transforms.average import average
+from ckpttool.transforms.selection import cast, select, slim
+from tests.ranks.shardings import save_pieces
+from tests.support.running import Ran
+from tests.support.tensor_kinds import IN_WORDS, KINDS, ROWS, save_kind, save_tagged, save_zero3
+
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture(scope="module")
+def pieces(run_ranks: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that two ranks saved, each its own."""
+    folder = tmp_path_factory.mktemp("pieces")
+    run_ranks(2, save_pieces, str(folder))
+    return folder
+
+
+# Tensors that one file holds.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_is_described_and_counted_with_the_state(kind: str, tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(save_kind(kind, tmp_path / "in.pt"))
+    state = checkpoint.state()
+    assert list(state.tensors) == ["plain"]
+    assert {name: str(like) for name, like in state.likes.items()} == {"x": IN_WORDS[kind]}
+    assert summarize(checkpoint).keys == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_safetensors_refuses_each_kind_by_name_with_the_way_out(kind: str, cli: Cli, tmp_path: Path) -> None:
+    path = save_kind(kind, tmp_path / "in.pt")
+    ran = cli("convert", path, tmp_path / "out.safetensors")
+    assert ran.code == 3
+    assert f"'x' ({IN_WORDS[kind]}) can't be held by safetensors" in ran.err
+    assert f"convert {path} out.pt; or leave them out: --exclude" in ran.err
+    assert not (tmp_path / "out.safetensors").exists()
+    assert cli("convert", path, tmp_path / "out.safetensors", "--exclude", "x").code == 0
+    assert list(load_file(tmp_path / "out.safetensors")) == ["plain"]
+
+
+@pytest.mark.parametrize("to", ["torch-sharded", "safetensors-sharded", "dcp"])
+def test_folders_of_plain_tensors_refuse_them_too(to: str, tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(save_kind("sparse COO", tmp_path / "in.pt"))
+    with pytest.raises(Refused, match=r"'x' \(sparse COO .* can't be held by"):
+        ckpttool.save(checkpoint, tmp_path / "out", to=to)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("through", ["out.pt", "full.safetensors"])
+def test_pt_and_full_keep_each_kind_as_it_is(kind: str, through: str, tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(save_kind(kind, tmp_path / "in.pt"))
+    ckpttool.save(checkpoint, tmp_path / through, full=through.startswith("full") or None)
+    ckpttool.save(ckpttool.open(tmp_path / through), tmp_path / "back.pt", full=False)
+    back = ckpttool.open(tmp_path / "back.pt")
+    assert str(back.state().likes["x"]) == IN_WORDS[kind]
+    assert compare(checkpoint, back).same
+    found, meant = (torch.load(tmp_path / name, weights_only=False)["x"] for name in ("back.pt", "in.pt"))
+    assert (type(found), found.layout) == (type(meant), meant.layout)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("masked",)])
+def test_the_digest_covers_them_and_is_the_same_in_each_format(kind: str, cli: Cli, tmp_path: Path) -> None:
+    path = save_kind(kind, tmp_path / "in.pt")
+    ckpttool.save(ckpttool.open(path), tmp_path / "full.safetensors", full=True)
+    digests = {cli("digest", each, "--json").json["digest"] for each in (path, tmp_path / "full.safetensors")}
+    torch.save({"plain": ROWS}, tmp_path / "less.pt")
+    digests.add(cli("digest", tmp_path / "less.pt", "--json").json["digest"])
+    assert len(digests) == 2
+
+
+def test_a_changed_value_or_setting_changes_the_digest_and_is_found(cli: Cli, tmp_path: Path) -> None:
+    made = {
+        "a": torch.quantize_per_tensor(ROWS, 0.1, 3, torch.qint8),
+        "other scale": torch.quantize_per_tensor(ROWS * 2, 0.2, 3, torch.qint8),
+        "other value": torch.quantize_per_tensor(ROWS + 1, 0.1, 3, torch.qint8),
+    }
+    for name, tensor in made.items():
+        torch.save({"model": {"x": tensor}, "epoch": 1}, tmp_path / f"{name}.pt")
+    first, *others = (tmp_path / f"{name}.pt" for name in made)
+    digests = {cli("digest", path, "--json").json["digest"] for path in (first, *others)}
+    assert len(digests) == 3
+    for other in others:
+        assert cli("diff", first, other).code == 1
+        assert cli("diff", first, other, "--model-only").code == 1
+        assert not verify(ckpttool.open(first), against=ckpttool.open(other), state="model").ok
+    assert cli("diff", first, first, "--model-only").code == 0
+
+
+def test_a_class_that_is_not_known_has_no_digest(cli: Cli, tmp_path: Path) -> None:
+    ran = cli("digest", save_kind("masked", tmp_path / "in.pt"))
+    assert ran.code == 3
+    assert "'x' (MaskedTensor float32 [3, 4]) have no digest" in ran.err
+
+
+def test_transforms_of_values_refuse_them(tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(save_kind("sparse COO", tmp_path / "in.pt"))
+    with pytest.raises(Refused, match=r"'x' .* can't be cast"):
+        cast(checkpoint, DTYPES["float16"])
+    with pytest.raises(Refused, match=r"'x' .* can't be averaged"):
+        average([checkpoint, checkpoint])
+
+
+def test_renaming_and_slim_keep_them(tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(save_kind("sparse COO", tmp_path / "in.pt"))
+    renamed, _ = ckpttool.add_prefix(checkpoint)
+    ckpttool.save(slim(renamed), tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["module.x"].is_sparse
+
+
+def test_inspect_lists_them_with_kind_and_shape(cli: Cli, tmp_path: Path) -> None:
+    path = save_kind("sparse COO", tmp_path / "in.pt")
+    rows = {row["name"]: row for row in json.loads(cli("inspect", path, "--json").out)["tensors"]}
+    assert set(rows) == {"plain", "x"}
+    assert (rows["x"]["kind"], rows["x"]["dtype"], rows["x"]["shape"]) == ("sparse COO", "float32", [3, 3])
+    assert "kind" not in rows["plain"]
+    assert "1 float32 sparse COO" in cli("inspect", path).out
+    assert "torch._utils._rebuild_sparse_tensor" not in [
+        other["type"] for other in json.loads(cli("inspect", path, "--json").out)["other"]
+    ]
+
+
+def test_a_subclass_that_is_a_plain_tensor_is_converted(tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(save_tagged(tmp_path / "in.pt"))
+    assert checkpoint.state().likes == {}
+    ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+    assert torch.equal(load_file(tmp_path / "out.safetensors")["x"], ROWS)
+
+
+def test_a_state_of_no_plain_tensor_is_a_state(cli: Cli, tmp_path: Path) -> None:
+    torch.save({"model": {"x": torch.eye(3).to_sparse()}, "epoch": 1}, tmp_path / "in.pt")
+    assert ckpttool.open(tmp_path / "in.pt").state().where == "model"
+    assert cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors").code == 3
+
+
+# Pieces of tensors that lie on several ranks.
+
+
+def test_a_rank_s_file_is_shown_with_whole_and_local_shapes(pieces: Path, cli: Cli) -> None:
+    checkpoint = ckpttool.open(pieces / "fsdp2-1.pt")
+    assert (
+        str(checkpoint.state().likes["0.weight"])
+        == "DTensor float32 [7, 5], here [3, 5], Shard(0), rank 1 of 2"
+    )
+    row = next(row for row in tensor_rows(checkpoint) if row.name == "0.weight")
+    assert (row.shape, row.local_shape, row.nbytes) == ((7, 5), (3, 5), 60)
+    summary = summarize(checkpoint)
+    assert (summary.keys, summary.parameters) == (7, 7 * 5 + 7 + 7 + 7)
+    shown = cli("inspect", pieces / "fsdp2-1.pt").out
+    assert "4 tensors of which this file has a piece" in shown
+    assert "here [3, 5]" in shown
+
+
+@pytest.mark.parametrize("name", ["fsdp2-0.pt", "placed-1.pt", "sharded-0.pt"])
+def test_a_rank_s_file_is_not_converted_as_if_it_were_whole(
+    name: str, pieces: Path, cli: Cli, tmp_path: Path
+) -> None:
+    ran = cli("convert", pieces / name, tmp_path / "out.safetensors")
+    assert ran.code == 3
+    assert "here [" in ran.err
+    assert "full_state_dict=True" in ran.err
+    assert not (tmp_path / "out.safetensors").exists()
+    assert cli("convert", pieces / name, tmp_path / "out.pt").code == 0
+    assert compare(ckpttool.open(pieces / name), ckpttool.open(tmp_path / "out.pt")).same
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "placed", "sharded"])
+def test_files_of_two_ranks_differ_and_have_no_digest(name: str, pieces: Path, cli: Cli) -> None:
+    zero, one = pieces / f"{name}-0.pt", pieces / f"{name}-1.pt"
+    assert cli("digest", zero).code == 3
+    assert cli("diff", zero, one).code == 1
+    assert cli("diff", zero, one, "--model-only").code == 1
+    assert cli("diff", zero, zero).code == 0
+
+
+def test_a_dtensor_of_which_the_file_holds_everything_is_a_plain_tensor(pieces: Path, tmp_path: Path) -> None:
+    checkpoint, _ = select(ckpttool.open(pieces / "placed-1.pt"), exclude=["cut"])
+    ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+    found = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(found["copied"], torch.arange(24.0).reshape(6, 4))
+    halves, _ = cast(checkpoint, DTYPES["float16"])
+    ckpttool.save(halves, tmp_path / "half.pt")
+    assert torch.load(tmp_path / "half.pt")["copied"].dtype == torch.float16
+
+
+# ZeRO-3.
+
+
+def test_placeholders_of_zero_3_are_not_taken_for_parameters(cli: Cli, tmp_path: Path) -> None:
+    path = save_zero3(tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    likes = ckpttool.open(path).state().likes
+    assert {name: str(like) for name, like in likes.items()} == {
+        "fc.weight": "ZeRO-3 placeholder float32 [4, 3], here [0]",
+        "fc.bias": "ZeRO-3 placeholder float32 [4], here [0]",
+    }
+    assert summarize(ckpttool.open(path)).parameters == 4 * 3 + 4
+    for command in (["convert"], ["slim"], ["convert", "--dtype", "bf16"]):
+        ran = cli(command[0], path, tmp_path / "out.safetensors", *command[1:])
+        assert ran.code == 3
+        assert "zero_to_fp32.py" in ran.err
+    assert cli("digest", path).code == 3
+
+
+def test_placeholders_are_known_under_new_names(cli: Cli, tmp_path: Path) -> None:
+    path = save_zero3(tmp_path / "in.pt")
+    assert cli("add-prefix", path, tmp_path / "out.safetensors").code == 3
+    assert cli("add-prefix", path, tmp_path / "out.pt").code == 0
+    assert cli("convert", tmp_path / "out.pt", tmp_path / "out.safetensors").code == 3
+
+
+def test_whole_parameters_beside_their_shapes_are_converted(cli: Cli, tmp_path: Path) -> None:
+    """The stages below 3 write the whole parameters, and the shapes too."""
+    module = {"fc.weight": torch.ones(4, 3), "mask": torch.empty(0)}
+    torch.save({"module": module, "param_shapes": [{"fc.weight": torch.Size([4, 3])}]}, tmp_path / "in.pt")
+    assert cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors").code == 0
+    assert set(load_file(tmp_path / "out.safetensors")) == {"fc.weight", "mask"}
+
+
+# Hostile descriptions.
+
+
+def rebuilt(function: str, *args: object) -> Record:
+    module, _, name = function.rpartition(".")
+    return Record("reduce", Global(module, name), args)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        rebuilt("torch._utils._rebuild_sparse_tensor"),
+        rebuilt("torch._utils._rebuild_sparse_tensor", 1, 2),
+        rebuilt("torch._utils._rebuild_qtensor", 1, 2, 3, 4, 5, 6, 7),
+        rebuilt("torch._utils._rebuild_nested_tensor", None),
+        rebuilt("torch._utils._rebuild_meta_tensor_no_storage", {}, (-1,), (), False),
+        rebuilt("torch._utils._rebuild_meta_tensor_no_storage", Global("torch", "float32"), (2**62,) * 60),
+        rebuilt("torch._tensor._rebuild_from_type_v2", {}, {}, {}, {}),
+        rebuilt(
+            "torch._tensor._rebuild_from_type_v2",
+            Global("torch._utils", "_rebuild_wrapper_subclass"),
+            Global("torch.distributed.tensor", "DTensor"),
+            (1, 2, (3,)),
+            (None, {"_local_tensor": 1, "_spec": []}),
+        ),
+    ],
+    ids=lambda value: str(value.callable),
+)
+def test_malformed_descriptions_are_tensors_of_which_nothing_is_known(value: Record) -> None:
+    found = tensor_like(value)
+    assert found is not None
+    assert not found.known or found.shape is None
+
+
+def test_descriptions_inside_descriptions_end(tmp_path: Path) -> None:
+    value: object = None
+    for _ in range(10_000):
+        value = rebuilt("torch._utils._rebuild_parameter", value, True, {})
+    assert tensor_like(value) is None

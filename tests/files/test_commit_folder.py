@@ -1,0 +1,560 @@
+"""Folders that appear complete or not at all, and what becomes of everything in the folder they replace."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import random
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import ckpttool
+from ckpttool.errors import Unreadable, UsageFault
+from ckpttool.files.commit_folder import NO_EXCHANGE, replacing_folder
+from ckpttool.files.signals import ENDING
+from ckpttool.formats.folders import sharded
+from tests.support.running import ROOT
+from tests.support.shards import shards_of
+
+
+def values_in(folder: Path) -> set[float]:
+    with ckpttool.open(folder) as checkpoint:
+        return {
+            value
+            for tensor in checkpoint.state().tensors.values()
+            for value in struct.unpack("<100f", tensor.storage.data.read())  # type: ignore[union-attr]
+        }
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take renameat2 away, as an old C library does."""
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
+
+
+@pytest.fixture(params=["in one step", "in two steps"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "in two steps":
+        without_exchange(monkeypatch)
+
+
+def replace(path: Path, meanwhile: Callable[[Path], object] = lambda _: None, **given: Any) -> Any:
+    """Replace a folder in which only `mine` may be replaced by one with a new `mine`."""
+    with replacing_folder(str(path), lambda _: ["mine"], **given) as new:
+        (Path(new.path) / "mine").write_text("new")
+        meanwhile(Path(new.path))
+    return new
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "f").mkdir()
+    (tmp_path / "f" / "mine").write_text("old")
+    return tmp_path / "f"
+
+
+# What becomes of the old folder.
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_file_that_another_process_put_there_meanwhile_is_in_the_new_folder(folder: Path) -> None:
+    new = replace(folder, lambda _: (folder / "trainer_state.json").write_text("{}"))
+    assert (folder / "mine").read_text() == "new"
+    assert (folder / "trainer_state.json").read_text() == "{}"
+    assert (new.given_back, new.not_removed) == (["trainer_state.json"], [])
+    assert names(folder.parent) == ["f"]
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_folder_that_another_process_put_there_meanwhile_is_in_the_new_one(folder: Path) -> None:
+    def meanwhile(_: Path) -> None:
+        (folder / "logs" / "deep").mkdir(parents=True)
+        (folder / "logs" / "deep" / "notes.txt").write_text("kept")
+
+    assert replace(folder, meanwhile).given_back == ["logs"]
+    assert (folder / "logs" / "deep" / "notes.txt").read_text() == "kept"
+
+
+def test_what_the_new_folder_has_a_file_of_the_same_name_for_gets_another_name(folder: Path) -> None:
+    def meanwhile(new: Path) -> None:
+        (new / "notes.txt").write_text("new")
+        (folder / "notes.txt").write_text("theirs")
+
+    (name,) = replace(folder, meanwhile).given_back
+    assert name.startswith("notes.txt.other-")
+    assert ((folder / "notes.txt").read_text(), (folder / name).read_text()) == ("new", "theirs")
+
+
+def test_a_folder_by_the_name_of_a_file_that_is_replaced_is_no_such_file(folder: Path) -> None:
+    def meanwhile(_: Path) -> None:
+        (folder / "mine").unlink()
+        (folder / "mine").mkdir()
+        (folder / "mine" / "notes.txt").write_text("kept")
+
+    (name,) = replace(folder, meanwhile).given_back
+    assert (folder / name / "notes.txt").read_text() == "kept"
+    assert (folder / "mine").read_text() == "new"
+
+
+def test_of_a_link_that_is_replaced_the_target_stays(folder: Path) -> None:
+    (folder / "mine").rename(folder.parent / "blob")
+    (folder / "mine").symlink_to("../blob")
+    assert replace(folder).given_back == []
+    assert (folder / "mine").read_text() == "new"
+    assert (folder.parent / "blob").read_text() == "old"
+
+
+def test_a_kept_file_that_changes_meanwhile_keeps_the_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "config.json").write_text("old")
+    link = os.link
+
+    def link_and_change(*given: Any, **more: Any) -> None:
+        link(*given, **more)
+        (folder / "edited").write_text("changed")
+        (folder / "edited").rename(folder / "config.json")
+
+    monkeypatch.setattr(os, "link", link_and_change)
+    replace(folder, kept=["config.json"])
+    assert (folder / "config.json").read_text() == "changed"
+    assert names(folder) == ["config.json", "mine"]
+
+
+def test_only_what_is_in_the_folder_is_removed_whatever_is_named(folder: Path) -> None:
+    (folder.parent / "outside").write_text("kept")
+    for name in ("../outside", str(folder.parent / "outside")):
+        with replacing_folder(str(folder), lambda _, name=name: [name, "mine"]) as new:  # type: ignore[misc]
+            (Path(new.path) / "mine").write_text("new")
+    assert (folder.parent / "outside").read_text() == "kept"
+
+
+def test_what_can_not_be_removed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unlink = os.unlink
+
+    def refuses(path: Any, *given: Any, **more: Any) -> None:
+        if ".ckpttool.old" in str(path):
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        unlink(path, *given, **more)
+
+    monkeypatch.setattr(os, "unlink", refuses)
+    new = replace(folder)
+    assert (folder / "mine").read_text() == "new"
+    (left,) = new.not_removed
+    assert left.startswith(f"{folder.parent}/.f.") and left.endswith(" (operation not permitted)")
+    monkeypatch.undo()
+    assert replace(folder).not_removed == []  # the next save removes it
+    assert names(folder.parent) == ["f"]
+
+
+def test_a_folder_that_holds_something_else_is_refused(folder: Path) -> None:
+    (folder / "theirs").write_text("kept")
+    with pytest.raises(UsageFault, match=r"holds other files too \(theirs\)"):
+        replace(folder)
+    assert names(folder) == ["mine", "theirs"]
+    assert names(folder.parent) == ["f"]
+
+
+# What killed processes leave.
+
+
+def killed(folder: Path, where: str) -> None:
+    """Replace a folder in a process that ends at a certain moment."""
+    script = f"""
+        import os
+        from pathlib import Path
+        from ckpttool.files.commit_folder import replacing_folder
+        folder, where = Path({str(folder)!r}), {where!r}
+        rename = os.rename
+        def rename_and_end(source, target):
+            rename(source, target)
+            if where == "before the exchange" and target.endswith(".old"):
+                os._exit(9)
+        os.rename = rename_and_end
+        def replaced(name):
+            if where == "after the exchange" and name.endswith(".old"):
+                os._exit(9)
+            return ["mine"]
+        with replacing_folder(str(folder), replaced) as new:
+            Path(new.path, "mine").write_text("new")
+            if where == "while it is written":
+                os._exit(9)
+            if where == "after the exchange":
+                Path(folder, "theirs").write_text("kept")
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, cwd=ROOT)
+    assert ran.returncode == 9
+
+
+def test_the_next_save_removes_a_folder_that_was_being_written(folder: Path) -> None:
+    killed(folder, "while it is written")
+    assert len(names(folder.parent)) == 2
+    replace(folder.parent / "another")
+    assert names(folder.parent) == ["another", "f"]
+    assert (folder / "mine").read_text() == "old"
+
+
+def test_the_next_save_removes_a_folder_that_never_took_its_place(folder: Path) -> None:
+    killed(folder, "before the exchange")
+    assert (folder / "mine").read_text() == "old"
+    assert replace(folder).given_back == []
+    assert (names(folder.parent), names(folder)) == (["f"], ["mine"])
+
+
+def test_the_next_save_gives_back_what_a_killed_process_could_not(folder: Path) -> None:
+    killed(folder, "after the exchange")
+    assert (names(folder), len(names(folder.parent))) == (["mine"], 2)
+    assert replace(folder).given_back == ["theirs"]
+    assert (folder / "theirs").read_text() == "kept"
+    assert names(folder.parent) == ["f"]
+
+
+def test_the_folder_of_a_living_process_is_never_removed(folder: Path) -> None:
+    def meanwhile(new: Path) -> None:
+        replace(folder)
+        assert (new / "mine").read_text() == "new"
+
+    replace(folder, meanwhile)
+    assert names(folder.parent) == ["f"]
+
+
+REPLACED_OVER_AND_OVER = """
+    import contextlib, os, sys
+    from pathlib import Path
+    from ckpttool.errors import UsageFault
+    from ckpttool.files.commit_folder import replacing_folder
+    folder = Path(sys.argv[1])
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # the other writer was faster
+            for name in os.listdir(folder):
+                if name not in ("mine", "index"):
+                    (folder / name).rename(folder.parent / "taken" / name)
+        with contextlib.suppress(UsageFault):  # there is a new one already
+            with replacing_folder(str(folder), lambda _: ["mine", "index"]) as new:
+                for name in "mine", "index":
+                    Path(new.path, name).write_text("new")
+"""
+
+
+@pytest.mark.parametrize("writers", [1, 2])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_file_of_another_process_is_lost_however_often_writers_are_killed(
+    seed: int, writers: int, folder: Path
+) -> None:
+    (folder.parent / "taken").mkdir()
+    command = [sys.executable, "-c", textwrap.dedent(REPLACED_OVER_AND_OVER), str(folder)]
+    drawn = random.Random(seed)
+    put: set[str] = set()
+    running: list[subprocess.Popen[bytes]] = []
+    until, seen = time.monotonic() + 2, set()
+    while time.monotonic() < until:
+        running += [
+            subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            for _ in range(writers - sum(each.poll() is None for each in running))
+        ]
+        for _ in range(drawn.randrange(50, 250)):
+            name = f"theirs-{len(put)}"
+            (folder / name).write_text(name)
+            put.add(name)
+            seen.add(folder.stat().st_ino)
+            time.sleep(0.003)
+        running[-1].kill()
+    for each in running:
+        each.kill()
+        each.wait()
+    for name in names(folder):
+        if name.startswith("theirs"):
+            (folder / name).rename(folder.parent / "taken" / name)
+    replace_with_index(folder)
+    found = {*names(folder), *names(folder.parent / "taken")}
+    assert put <= found
+    assert len(seen) > 5, "it was not replaced while files were put there"
+    assert names(folder.parent) == ["f", "taken"]
+
+
+def replace_with_index(folder: Path) -> None:
+    with replacing_folder(str(folder), lambda _: ["mine", "index"]) as new:
+        (Path(new.path) / "mine").write_text("last")
+
+
+# Permissions.
+
+
+@pytest.fixture
+def private(folder: Path) -> Iterator[Path]:
+    before = os.umask(0o022)
+    folder.chmod(0o700)
+    (folder / "mine").chmod(0o600)
+    yield folder
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_private_folder_stays_private_and_so_do_files_of_other_names(private: Path) -> None:
+    def meanwhile(new: Path) -> None:
+        (new / "more").write_text("new")
+        assert mode(new) == 0o700  # so nobody comes to the files, whose permissions are set last
+
+    replace(private, meanwhile)
+    assert (mode(private), mode(private / "mine"), mode(private / "more")) == (0o700, 0o600, 0o600)
+
+
+def test_files_that_are_kept_have_the_permissions_they_had(private: Path) -> None:
+    (private / "config.json").write_text("{}")
+    (private / "config.json").chmod(0o644)
+    replace(private, kept=["config.json"])
+    assert (mode(private / "mine"), mode(private / "config.json")) == (0o600, 0o644)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file away")
+def test_root_leaves_a_replaced_folder_to_its_owner(private: Path) -> None:
+    for path in (private, private / "mine"):
+        os.chown(path, 65534, 65533)
+    replace(private)
+    facts = [path.stat() for path in (private, private / "mine")]
+    assert {(each.st_uid, each.st_gid) for each in facts} == {(65534, 65533)}
+
+
+@pytest.mark.parametrize("kind", ["safetensors-sharded", "torch-sharded", "dcp"])
+def test_a_private_checkpoint_stays_private_when_its_keys_are_renamed(
+    kind: str, private: Path, cli: Callable[..., Any]
+) -> None:
+    import torch
+
+    torch.save({"module.a": torch.ones(3)}, private.parent / "in.pt")
+    shards = private.parent / "shards"
+    ckpttool.save(ckpttool.open(private.parent / "in.pt"), shards, to=kind)
+    for path in (shards, *shards.iterdir()):
+        path.chmod(0o700 if path == shards else 0o600)
+    assert cli("strip-prefix", shards, shards, "--force").code == 0
+    assert mode(shards) == 0o700
+    assert {mode(path) for path in shards.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("letter", ["a", "鍵"])
+def test_a_folder_may_have_a_name_as_long_as_a_file(letter: str, tmp_path: Path) -> None:
+    name = letter * (255 // len(letter.encode()))
+    for _ in range(2):
+        with replacing_folder(str(tmp_path / name), lambda _: ["f"]) as new:
+            (Path(new.path) / "f").write_bytes(b"x")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == [name, f"{name}/f"]
+
+
+# Readers meanwhile, signals and kills.
+
+
+REPLACED = """
+    import sys, time
+    from pathlib import Path
+    sys.path.insert(0, "tests")
+    from tests.support.shards import shards_of
+    folder = Path(sys.argv[1])
+    for number in range(int(sys.argv[2])):
+        shards_of(number, folder)
+        print(number, flush=True)
+"""
+
+
+def replacing_all_the_time(folder: Path, times: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", textwrap.dedent(REPLACED), str(folder), str(times)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
+
+
+def test_another_process_always_sees_a_whole_folder(tmp_path: Path) -> None:
+    seen: set[float] = set()
+    with replacing_all_the_time(tmp_path, 200) as running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        while running.poll() is None:
+            found = values_in(tmp_path / "out")
+            assert len(found) == 1, "shards of two checkpoints"
+            seen |= found
+    assert running.returncode == 0
+    assert len(seen) > 20, "it was not looked at while it was replaced"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_kill_at_any_moment_leaves_the_old_folder_or_the_new_one(seed: int, tmp_path: Path) -> None:
+    with replacing_all_the_time(tmp_path, 10**6) as running:
+        assert running.stdout is not None
+        for _ in range(3):
+            running.stdout.readline()
+        time.sleep(random.Random(seed).random() / 50)
+        running.kill()
+    assert len(values_in(tmp_path / "out")) == 1
+
+
+def test_a_file_system_without_an_exchange_gets_the_folder_in_two_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_exchange(monkeypatch)
+    for value in (1.0, 2.0, 3.0):
+        shards_of(value, tmp_path)
+        assert values_in(tmp_path / "out") == {value}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
+
+
+@pytest.mark.parametrize("number", sorted(NO_EXCHANGE))
+def test_an_old_kernel_or_file_system_has_no_exchange(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards_of(1.0, tmp_path)
+    monkeypatch.setattr(ctypes, "CDLL", refusing(number))
+    shards_of(2.0, tmp_path)
+    assert values_in(tmp_path / "out") == {2.0}
+    assert names(tmp_path) == ["in.pt", "out"]
+
+
+def test_an_exchange_that_fails_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards_of(1.0, tmp_path)
+    monkeypatch.setattr(ctypes, "CDLL", refusing(errno.EIO))
+    with pytest.raises(OSError, match="Input/output"):
+        shards_of(2.0, tmp_path)
+    monkeypatch.undo()
+    assert values_in(tmp_path / "out") == {1.0}
+    assert names(tmp_path) == ["in.pt", "out"]
+
+
+def refusing(number: int) -> Callable[..., Any]:
+    """A C library whose renameat2 fails with this error."""
+
+    def call(*_: object) -> int:
+        ctypes.set_errno(number)
+        return -1
+
+    return lambda *_, **__: SimpleNamespace(renameat2=call)
+
+
+def test_a_second_step_that_fails_puts_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards_of(1.0, tmp_path)
+    without_exchange(monkeypatch)
+    rename = os.rename
+
+    def second_fails(source: str, target: str) -> None:
+        if source.endswith(".tmp") and target == str(tmp_path / "out"):
+            raise OSError(errno.EIO, "broken")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", second_fails)
+    with pytest.raises(OSError, match="broken"):
+        shards_of(2.0, tmp_path)
+    monkeypatch.undo()
+    assert values_in(tmp_path / "out") == {1.0}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
+
+
+def test_a_kill_between_the_two_steps_leaves_the_old_folder_and_a_word_where_it_is(tmp_path: Path) -> None:
+    shards_of(1.0, tmp_path)
+    script = f"""
+        import ctypes, os
+        from pathlib import Path
+        import torch
+        from tests.support.shards import shards_of
+        ctypes.CDLL, rename = None, os.rename
+        def end_before_the_second(source, target):
+            if source.endswith(".tmp") and target.endswith("out"):
+                os._exit(9)
+            rename(source, target)
+        os.rename = end_before_the_second
+        shards_of(2.0, Path({str(tmp_path)!r}))
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, cwd=ROOT)
+    assert ran.returncode == 9
+    with pytest.raises(Unreadable, match="interrupted") as fault:
+        ckpttool.open(tmp_path / "out")
+    assert str(fault.value.hint).startswith("put them back: mv ")
+    subprocess.run(str(fault.value.hint).partition(": ")[2].split(), check=True)
+    assert values_in(tmp_path / "out") == {1.0}
+    shards_of(3.0, tmp_path)
+    assert values_in(tmp_path / "out") == {3.0}
+    assert names(tmp_path) == ["in.pt", "out"]
+
+
+DELETING = """
+    import os, sys, threading, time
+    from ckpttool import cli
+    unlink = os.unlink
+    def slowly(path, **given):
+        if ".ckpttool.old" in str(path):
+            print("deleting", flush=True)
+            time.sleep(0.2)
+        unlink(path, **given)
+    os.unlink = slowly
+    threading.Thread(target=time.sleep, args=[30], daemon=True).start()  # one that hears what the first masks
+    sys.argv = ["ckpttool", "convert", "--force", "--to", "safetensors-sharded", *sys.argv[1:]]
+    cli.main()
+"""
+
+
+@pytest.mark.parametrize("by, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_a_signal_while_the_old_folder_is_deleted_leaves_nothing_of_it(
+    by: int, code: int, tmp_path: Path
+) -> None:
+    import torch
+
+    shards_of(1.0, tmp_path)
+    torch.save({name: torch.full((100,), 2.0) for name in "abc"}, tmp_path / "in.pt")
+    command = [sys.executable, "-c", textwrap.dedent(DELETING), tmp_path / "in.pt", tmp_path / "out"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"deleting\n"
+        running.send_signal(by)
+        assert running.wait(20) == code
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
+    assert values_in(tmp_path / "out") == {2.0}
+
+
+def test_a_folder_is_replaced_in_any_thread_and_handlers_are_left_as_they_were(tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in ENDING]
+    for replace in (shards_of, in_a_thread(shards_of)):
+        for value in (1.0, 2.0):
+            replace(value, tmp_path)
+            assert values_in(tmp_path / "out") == {value}
+    assert [signal.getsignal(number) for number in ENDING] == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.pt", "out"]
+
+
+def in_a_thread(function: Callable[..., None]) -> Callable[..., None]:
+    def call(*given: object) -> None:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(function, *given).result()
+
+    return call
+
+
+def test_a_folder_that_another_one_takes_the_place_of_while_it_is_read_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the new one has other shards, so that the old index leads nowhere."""
+    shards_of(1.0, tmp_path)
+    read, rest = sharded.read, [2.0, 3.0]
+
+    def read_late(source: Any) -> Any:
+        if rest and source.path == str(tmp_path / "out"):  # not what saving itself looks at
+            shards_of(rest.pop(0), tmp_path)
+        return read(source)
+
+    monkeypatch.setattr(sharded, "read", read_late)
+    assert values_in(tmp_path / "out") == {3.0}

@@ -1,0 +1,120 @@
+"""The public names: they exist for use, for the type checker and for `help()`, and cost nothing to import."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import pytest
+
+import ckpttool
+from tests.support.running import ROOT
+
+LAZY = [
+    ".".join(("ckpttool", *path.parent.relative_to(ROOT / "ckpttool").parts))
+    for path in sorted((ROOT / "ckpttool").rglob("__init__.py"))
+    if "attributes(" in path.read_text(encoding="utf-8")
+]
+
+
+def imported_by(script: str) -> list[str]:
+    """Return the modules that a new interpreter has imported after a script."""
+    script += "; import sys; print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT)
+    return ran.stdout.split()
+
+
+def public(kind: type[Any]) -> list[str]:
+    """Return the public names that stand for things of a kind."""
+    return [name for name in ckpttool.__all__ if isinstance(getattr(ckpttool, name), kind)]
+
+
+def section(documented: Any, title: str) -> str:
+    """Return what a docstring says under `Args:`, `Returns:` and so on; empty without such a section."""
+    text = inspect.getdoc(documented) or ""
+    found = re.search(rf"^{title}:\n(.*?)(?=^\w+:\n|\Z)", text, re.MULTILINE | re.DOTALL)
+    return found[1] if found else ""
+
+
+def undocumented(names: list[str], text: str) -> list[str]:
+    """Return the names without an entry in a section; one entry may name several: `missing, unexpected:`."""
+    entries = re.findall(r"^    ([\w, ]+):", text, re.MULTILINE)
+    known = {name for entry in entries for name in re.split(r",\s*", entry)}
+    return [name for name in names if name not in known]
+
+
+def test_importing_the_package_imports_no_library_and_no_other_module_of_it() -> None:
+    found = imported_by("import ckpttool")
+    assert [name for name in found if name.startswith("ckpttool.") and name != "ckpttool.lazy"] == []
+    assert {"torch", "numpy", "click", "tqdm"}.isdisjoint(found)
+
+
+def test_using_a_public_name_imports_only_what_it_needs() -> None:
+    found = imported_by("import ckpttool; ckpttool.strip_prefix, ckpttool.open, ckpttool.reload")
+    assert {"torch", "numpy", "click", "tqdm"}.isdisjoint(found)
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_the_names_that_exist_are_those_that_the_type_checker_knows(package: str) -> None:
+    module = import_module(package)
+    typed = [
+        alias.asname
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    ]
+    assert sorted(typed) == sorted(module.__all__)
+    assert set(module.__all__) <= set(dir(module))
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_a_name_that_is_not_public_is_an_attribute_error(package: str) -> None:
+    module = import_module(package)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'no_such_name'"):
+        module.no_such_name  # noqa: B018 - looking it up is the test
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_no_public_name_is_that_of_a_module_which_would_replace_it(package: str) -> None:
+    module = import_module(package)
+    beside = {path.name.removesuffix(".py") for path in Path(str(module.__file__)).parent.iterdir()}
+    shared = beside & set(module.__all__)
+    assert [name for name in shared if not isinstance(getattr(module, name), ModuleType)] == []
+
+
+def test_public_functions_document_arguments_results_and_errors() -> None:
+    offenders = []
+    for name in public(FunctionType):
+        function: Callable[..., Any] = getattr(ckpttool, name)
+        signature = inspect.signature(function)
+        offenders += [
+            f"{name}: {each}" for each in undocumented(list(signature.parameters), section(function, "Args"))
+        ]
+        says_what = (inspect.getdoc(function) or "").startswith("Return ")
+        if not (says_what or section(function, "Returns") or section(function, "Yields")):
+            offenders.append(f"{name}: Returns")
+        if not section(function, "Raises") and name != "skeletons":
+            offenders.append(f"{name}: Raises")
+    assert offenders == []
+
+
+def test_public_classes_document_their_attributes() -> None:
+    offenders = []
+    for name in public(type):
+        made = getattr(ckpttool, name)
+        fields = [field.name for field in dataclasses.fields(made)] if dataclasses.is_dataclass(made) else []
+        offenders += [f"{name}: {each}" for each in undocumented(fields, section(made, "Attributes"))]
+        if not made.__doc__:
+            offenders.append(name)
+    assert offenders == []
