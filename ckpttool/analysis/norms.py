@@ -145,7 +145,8 @@ def _sums(a: NDArray[Any], b: NDArray[Any]) -> Norms:
         a, b = (each if each.ndim == 2 else np.stack([each, np.zeros_like(each)], axis=1) for each in (a, b))
     a, b = a.reshape(-1), b.reshape(-1)
     d = a - b
-    found = Norms(*(float(np.dot(x, y)) for x, y in ((a, a), (b, b), (d, d), (a, b))))
+    # Not np.dot: BLAS would start threads of its own, which wait busily for each other.
+    found = Norms(*(float((x * y).sum()) for x, y in ((a, a), (b, b), (d, d), (a, b))))
     if math.isfinite(found.dd):
         return found
     finite = np.isfinite(a) & np.isfinite(b)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.checksums import checksum
+from ..checkpoint.checksums import Checksums, checksum
 from ..checkpoint.state import State
 from ..errors import Collision
 from ..files.copying import BUFFER, Progress
@@ -105,7 +105,7 @@ def verify(
             and as numbers, and once more to compare them.
 
     Raises:
-        Damaged: a file ends early.
+        Damaged: a file ends early, or bytes of `against` do not match their checksum.
         NoState: neither file has a state at `state`.
         Refused: an expanded tensor more than 64 GiB larger than its bytes.
     """
@@ -192,7 +192,9 @@ def _compare(
     """Return what was compared, the differences, and the next thing to do about them."""
     states = both_states(a, b, where)
     whole = where is None and (states is None or all(map(_holds_more, (a, b), states)))
-    found = compare(a, b, state=where, model_only=not whole, progress=progress)
+    with Checksums(b, b.storages()) as checksums:  # those of `a` are among the problems already
+        found = compare(a, b, state=where, model_only=not whole, verify=False, progress=progress)
+        checksums.finish()
     problems = [
         *(Problem("only-here", name, "is not in the other file") for name in found.only_a),
         *(Problem("only-there", name, "is only in the other file") for name in found.only_b),

@@ -68,6 +68,7 @@ class Checkpoint:
         names: every name that the file's pickles mention, in the tree or not: a pickle can call a function
             and drop what it returned.
         remarks: where torch refuses the file, or no writer of torch's makes such a thing.
+        device: the device that storages are tagged with in a `.pt` written from this; None keeps their own.
     """
 
     source: Source
@@ -81,6 +82,7 @@ class Checkpoint:
     full: bool = False
     names: frozenset[Global] = frozenset()
     remarks: tuple[Remark, ...] = ()
+    device: str | None = None
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {self.format}, {self.nbytes} bytes>"

@@ -1,4 +1,4 @@
-"""Compares the bytes that a checkpoint is made of with the checksums that its files state."""
+"""Compare the bytes that a checkpoint is made of with the checksums that its files state."""
 
 from __future__ import annotations
 

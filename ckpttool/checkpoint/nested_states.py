@@ -90,8 +90,8 @@ def _with_tensors(root: Container) -> set[int]:
     stack, seen, ready = [root], {id(root)}, []
     while stack:
         value = stack.pop()
-        if not all(isinstance(key, str) for key in value):
-            continue
+        if not all(isinstance(key, str) for key in value) or {"state", "param_groups"} <= value.keys():
+            continue  # an optimizer's state is no model's
         if any(map(is_tensor, value.values())):
             ready.append(id(value))
         for item in value.values():

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 @click.option("--weights", metavar="W,W,…", help="The weight of each INPUT; equal if not given.")
 @options.state_option
 @options.shard_size_option
+@options.device_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option

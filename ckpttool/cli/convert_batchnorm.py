@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 )
 @options.state_option
 @options.shard_size_option
+@options.device_option
 @options.verify_option
 @options.dry_run_option
 @options.force_option

@@ -11,8 +11,6 @@ import click
 
 from . import options
 from .console import Console, counted, printable, terminal_width
-from .diff_page import details, page
-from .diff_rows import relative
 from .states import note_state
 
 if TYPE_CHECKING:
@@ -99,6 +97,8 @@ def command(
 
 
 def _report(console: Console, a: str, b: str, found: Comparison, sort: str | None) -> None:
+    from .diff_page import details, page
+
     for names, file in ((found.aside_a, b), (found.aside_b, a)):
         if names:
             console.note(f"not compared, as {printable(file)} holds only tensors: {console.names(names)}")
@@ -113,6 +113,8 @@ def _report(console: Console, a: str, b: str, found: Comparison, sort: str | Non
 
 
 def _data(found: Comparison, sort: str | None) -> dict[str, object]:
+    from .diff_rows import relative
+
     changed = sorted(found.changed, key=lambda change: -relative(change)) if sort == "size" else found.changed
     return {
         "same": found.same,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     "--stats", "measured", is_flag=True, help="Read every value: min, max, mean, standard deviation, NaN."
 )
 @options.state_option
+@options.no_verify_option
 @options.reading
 def command(
     files: tuple[str, ...],
@@ -36,6 +37,7 @@ def command(
     listed: bool,
     measured: bool,
     state: str | None,
+    no_verify: bool,
     **given: Any,
 ) -> int:
     """Show what is in each FILE, without loading it or running anything it names.
@@ -56,7 +58,7 @@ def command(
     def answer(file: str) -> Answer:
         with formats.open(file) as checkpoint:
             summary = summarize(checkpoint, state)
-            stats = _measure(console, checkpoint) if measured else {}
+            stats = _measure(console, checkpoint, not no_verify) if measured else {}
             if console.json:
                 return Answer("", _fields(summary, tensor_rows(checkpoint), stats))
             width = terminal_width(sys.stdout)
@@ -76,15 +78,18 @@ def _lines() -> int:
     return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
 
 
-def _measure(console: Console, checkpoint: Checkpoint) -> Mapping[str, Stats | None]:
+def _measure(console: Console, checkpoint: Checkpoint, verify: bool) -> Mapping[str, Stats | None]:
     from ..analysis.stats import measure
+    from ..checkpoint.checksums import Checksums
 
     found: dict[str, Stats | None] = {}
-    with console.progress(checkpoint.nbytes, "reading") as progress:
+    read = checkpoint.storages() if verify else ()
+    with console.progress(checkpoint.nbytes, "reading") as progress, Checksums(checkpoint, read) as checksums:
         for name, tensor in checkpoint.tensors():
             found[name] = measure(name, tensor)
             if progress:
                 progress(tensor.nbytes)
+        checksums.finish()
     return found
 
 

@@ -72,6 +72,11 @@ verify_option = click.option(
 no_verify_option = click.option(
     "--no-verify", is_flag=True, help="Do not compare the bytes read with their checksums."
 )
+device_option = click.option(
+    "--device",
+    metavar="NAME",
+    help="The device that a .pt tags its storages with, e.g. cpu; default: as INPUT.",
+)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for errors."
 )
@@ -125,6 +130,7 @@ writing = _all(
     output_argument,
     state_option,
     shard_size_option,
+    device_option,
     verify_option,
     dry_run_option,
     force_option,

@@ -84,7 +84,9 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
 
     started = time.perf_counter()
     console = console_of(options)
-    choices |= {name: options[name] for name in ("state", "shard_size", "verify", "force", "dry_run")}
+    choices |= {
+        name: options[name] for name in ("state", "shard_size", "device", "verify", "force", "dry_run")
+    }
     with formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
         if new.opened != checkpoint.opened:
@@ -161,6 +163,7 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "tied": saved.tied,
         "copied": saved.copied,
         "mentions": saved.mentions,
+        "devices": saved.devices,
         "bytes": saved.nbytes,
         "seconds": round(seconds, 4),
         **outcome.fields,
@@ -210,6 +213,11 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
     ):
         if names:
             console.note(f"{said}: {console.names(names)}")
+    if saved.devices:
+        console.note(
+            f"its storages are tagged {', '.join(map(printable, saved.devices))}: torch.load needs "
+            "map_location='cpu' on a machine without it; --device cpu writes it for any"
+        )
     if saved.mentions:  # all of them: what is left out here may be what matters
         console.note(
             "its pickle names what could run when it is loaded without weights_only: "

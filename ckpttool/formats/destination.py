@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import OutputExists, UsageFault
@@ -92,6 +93,26 @@ def require_sense(
         )
     if kind in folders.NAMES and path == "-":
         raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
+
+
+def require_device(path: str, kind: str, device: str) -> None:
+    """Check that a device can be written.
+
+    Args:
+        path: the output.
+        kind: its format.
+        device: the device that storages are tagged with.
+
+    Raises:
+        UsageFault: the format has no devices, or torch has no device of that form.
+    """
+    if kind not in PICKLES:
+        raise UsageFault(
+            f"{path}: {kind} names no devices, but --device {device} was given",
+            hint="leave it out, or write a .pt file",
+        )
+    if not re.fullmatch(r"[a-z]+(:[0-9]{1,3})?", device) or device == "meta":
+        raise UsageFault(f"'{device[:80]}' is not a device", hint="say for example: --device cpu")
 
 
 def require_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> None:

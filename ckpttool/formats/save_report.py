@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,11 @@ from ..checkpoint.dotted_names import contents, dotted
 from ..checkpoint.state import State
 from ..checkpoint.states import is_optimizer
 from ..inert_pickle.known_names import names_in, names_that_run
+from ..inert_pickle.values import walk
+from ..tensors.ref import Storage, TensorRef
 from .folders import dcp, dcp_writing, sharding
 from .pytorch import zip as torch_zip
+from .pytorch.tensor_pickle import written_device
 from .safetensors import format as safetensors
 
 PICKLES = (torch_zip.NAME, sharding.TORCH)
@@ -33,6 +36,8 @@ class Saved:
         copied: names that share memory and were written out each for itself.
         mentions: names in the output's pickle that could run something when it is unpickled without
             `weights_only`, whether or not the input was a pickle that had them.
+        devices: devices other than the CPU that the output tags storages with: on a machine without them
+            torch loads it only with `map_location`.
         text_keys: dicts with keys, such as numbers, that are text in the output.
         keyed_by_text: optimizers whose state is keyed by text where their groups list numbers, because it
             went into DCP or came out of it; outside DCP torch loads no momentum from them.
@@ -51,6 +56,7 @@ class Saved:
     tied: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
     mentions: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
     text_keys: tuple[str, ...] = ()
     keyed_by_text: tuple[str, ...] = ()
     not_copied: tuple[str, ...] = ()
@@ -91,6 +97,7 @@ def saved_whole(
         lost,
         copied=copied(state) if state and apart else (),
         mentions=_mentions(checkpoint, kind),
+        devices=_devices(checkpoint, walk(checkpoint.tree)) if kind in PICKLES else (),
         text_keys=dcp_writing.with_keys_made_text(checkpoint) if apart else (),
         keyed_by_text=_keyed_by_text(checkpoint, kind, full),
     )
@@ -112,9 +119,17 @@ def saved_state(
     lost = _beside(checkpoint, state) + checkpoint.unread
     if kind == sharding.TORCH:  # has no place for the text of a safetensors header, and keeps what is shared
         lost += _lost_metadata(checkpoint)
-        return Saved(path, kind, nbytes, len(state.tensors), lost)
+        devices = _devices(checkpoint, state.tensors.values())
+        return Saved(path, kind, nbytes, len(state.tensors), lost, devices=devices)
     apart = tuple(name for name in copied(state) if name not in ties)
     return Saved(path, kind, nbytes, len(state.tensors), lost, tuple(ties), apart)
+
+
+def _devices(checkpoint: Checkpoint, values: Iterable[object]) -> tuple[str, ...]:
+    """Return the devices other than the CPU that the storages among some values are written with."""
+    storages = (value.storage if isinstance(value, TensorRef) else value for value in values)
+    locations = {written_device(each, checkpoint.device) for each in storages if isinstance(each, Storage)}
+    return tuple(sorted(locations - {"cpu", "meta"}))
 
 
 def _lost_metadata(checkpoint: Checkpoint) -> tuple[str, ...]:

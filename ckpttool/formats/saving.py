@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 
 from ..checkpoint.argument import takes_checkpoint
@@ -10,7 +11,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..files.commit import require_folder
 from ..files.copying import Output, Progress
-from .destination import format_of_output, require_place, require_sense
+from .destination import format_of_output, require_device, require_place, require_sense
 from .folders import folders
 from .save_plan import SavePlan
 from .save_report import PICKLES, Saved
@@ -29,6 +30,7 @@ def save(
     verify: bool | None = None,
     force: bool = False,
     dry_run: bool = False,
+    device: str | None = None,
     progress: Progress | None = None,
     expect: Progress | None = None,
 ) -> Saved:
@@ -55,6 +57,7 @@ def save(
             if it holds others, it must be the one that the checkpoint was read from, where they stay.
         dry_run: write nothing: the same result, exact size included, and the same errors. Of DCP the size is
             that of the values alone, and an error of torch's own library is not foreseen.
+        device: the device that a `.pt` tags its storages with, as `cpu`; None keeps those of the file.
         progress: called with the number of bytes after each piece; with `verify=True` those of the values
             that are read back count too.
         expect: called first, with about the number of bytes that progress will come to.
@@ -78,6 +81,9 @@ def save(
     name = os.fspath(path)
     kind = format_of_output(name, checkpoint, to)
     require_sense(name, kind, state, full, keep_copies, shard_size)
+    if device is not None:
+        require_device(name, kind, device)
+        checkpoint = replace(checkpoint, device=device)
     require_place(checkpoint, name, kind, force)
     require_folder(name)
     whole = kind not in PICKLES and (checkpoint.full if full is None else full)

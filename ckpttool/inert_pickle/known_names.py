@@ -37,6 +37,9 @@ KNOWN = UNDERSTOOD | {
     *_names(["copyreg", "copy_reg"], "_reconstructor __newobj__ __newobj_ex__"),
     *_names(["collections"], "Counter defaultdict deque"),
     *_names(
+        ["pathlib", "pathlib._local"], "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
+    ),
+    *_names(
         ["torch._utils"],
         "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_qtensor _rebuild_sparse_tensor "
         "_rebuild_sparse_csr_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage "
@@ -71,18 +74,18 @@ KNOWN = UNDERSTOOD | {
 """Names of Python, torch and NumPy that run nothing by themselves: not reported as unknown."""
 
 CLASSES = (
-    re.compile(r"torch\.nn\.modules\.[a-z_]+|torch\.optim\.[a-z_]+|numpy\.dtypes"),
-    re.compile(r"[A-Z]\w*"),
+    re.compile(
+        r"torch\.nn\.modules\.[a-z_]+|torch\.optim\.[a-z_]+|numpy\.dtypes|"
+        r"torch\.distributed\.checkpoint\.(metadata|filesystem)"
+    ),
+    re.compile(r"_?[A-Z]\w*"),
 )
-"""Modules and names of torch's own layers, optimizers and schedulers, as in whole pickled models, and of
-NumPy's element types."""
+"""Modules and names of torch's own layers, optimizers and schedulers, as in whole pickled models, of NumPy's
+element types, and of the metadata of DCP."""
 
 PLAIN_DATA = {
     *_names(["argparse"], "Namespace"),
     *_names(["types"], "SimpleNamespace"),
-    *_names(
-        ["pathlib", "pathlib._local"], "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
-    ),
     *_names(["datetime"], "date datetime time timedelta timezone"),
     *_names(["decimal"], "Decimal"),
     *_names(["fractions"], "Fraction"),

@@ -97,7 +97,10 @@ def test_every_record_is_checked_even_if_no_tensor_uses_it(tmp_path: Path) -> No
     for record in (*more, "archive/version"):
         position = payload_bytes(path)[record][0]
         found = verify(ckpttool.open(with_a_flipped_bit(path, position, 3)))
-        assert problems(found) == [("checksum", f"record {record}")]
+        # A changed version is also one that torch does not write.
+        assert [each for each in problems(found) if each[0] == "checksum"] == [
+            ("checksum", f"record {record}")
+        ]
 
 
 @pytest.mark.parametrize("record", ["archive/data.pkl", "archive/byteorder"])

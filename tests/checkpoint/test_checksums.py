@@ -237,3 +237,20 @@ def test_a_checkpoint_can_be_saved_twice_and_to_two_places(tmp_path: Path) -> No
 def test_damage_sent_to_standard_output_is_not_sent(files: Path, process: Callable[..., Any]) -> None:
     ran = process("strip-prefix", "in.pt", "-")
     assert (ran.returncode, ran.stdout) == (3, b"")
+
+
+def test_statistics_of_damaged_values_are_refused_unless_asked_for(files: Path, cli: Cli) -> None:
+    ran = cli("inspect", "in.pt", "--stats")
+    assert ran.code == 3
+    assert "do not match their checksum" in ran.err
+    assert cli("inspect", "in.pt", "--stats", "--no-verify").code == 0
+    assert cli("inspect", "in.pt").code == 0  # values are not read
+
+
+def test_verify_lists_the_damage_of_its_file_and_refuses_a_damaged_other(files: Path, cli: Cli) -> None:
+    ran = cli("verify", "in.pt", "--against", "whole.pt", "--json")
+    assert ran.code == 1
+    assert {problem["kind"] for problem in ran.json["problems"]} == {"checksum", "values"}
+    other = cli("verify", "whole.pt", "--against", "in.pt")
+    assert other.code == 3
+    assert "in.pt" in other.err

@@ -213,10 +213,11 @@ def test_a_command_that_needs_one_state_is_exit_3(cli: Callable[..., Ran], tmp_p
 
 
 def test_all_of_them_are_taken_as_one_state_by_an_empty_name(cli: Callable[..., Ran], tmp_path: Path) -> None:
-    torch.save(GAN, tmp_path / "gan.pt")
+    by_name = {"state": {"weight": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["weight"]}]}
+    torch.save({**GAN, "optimizer": by_name}, tmp_path / "gan.pt")
     ran = cli("convert", tmp_path / "gan.pt", tmp_path / "all.safetensors", "--state", "", "--json")
     assert ran.code == 0
-    assert ran.json["left_out"] == ["epoch"]
+    assert ran.json["left_out"] == ["epoch", "optimizer"]
     names = {f"{name}.{part}" for name in ("generator", "discriminator") for part in ("weight", "bias")}
     assert set(load_file(tmp_path / "all.safetensors")) == names
 

@@ -65,6 +65,7 @@ def test_json_has_the_fields_that_scripts_rely_on(path: Path, cli: Cli) -> None:
         "tied": [],
         "copied": [],
         "mentions": [],
+        "devices": [],
         "bytes": out.stat().st_size,
         "seconds": 0,
         "overflows": 0,

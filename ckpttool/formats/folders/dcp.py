@@ -61,7 +61,7 @@ def read(source: Source) -> Checkpoint:
         Unsupported: it was written through an extension (compression), or its metadata has more than 1 GB.
     """
     try:
-        metadata = _metadata(source)
+        metadata, names = _metadata(source)
         items = _Items(source, metadata.get("storage_data"))
         flat = {name: items.value(name, found) for name, found in _names(metadata).items()}
         tree = _nest(flat, metadata.get("planner_data"))
@@ -70,7 +70,8 @@ def read(source: Source) -> Checkpoint:
     text = tree.get(full_json.ENTRY)
     is_full = isinstance(text, str)
     whole, protocol = full_json.decode_entry(source.path, tree, text) if isinstance(text, str) else (tree, 2)
-    return Checkpoint(source, NAME, whole, protocol, shards=tuple(items.files.values()), full=is_full)
+    shards = tuple(items.files.values())
+    return Checkpoint(source, NAME, whole, protocol, shards=shards, full=is_full, names=names | items.names)
 
 
 def file_names(source: Source) -> list[str]:
@@ -81,7 +82,7 @@ def file_names(source: Source) -> list[str]:
         Unsupported: it has more than 1 GB.
     """
     try:
-        return sorted(_file_names(_metadata(source).get("storage_data")))
+        return sorted(_file_names(_metadata(source)[0].get("storage_data")))
     except PickleFault as fault:
         raise Damaged(source.path, str(fault)) from None
 
@@ -95,11 +96,12 @@ def _file_names(storage_data: object) -> set[str]:
 # The metadata, as inert records.
 
 
-def _metadata(source: Source) -> dict[Any, Any]:
+def _metadata(source: Source) -> tuple[dict[Any, Any], frozenset[Global]]:
     """Read the metadata into memory: a mapping of it would end this process if the file became shorter."""
     if source.size > MAX_METADATA:
         raise Unsupported(source.path, "has metadata of more than 1 GB")
-    return _fields(read_pickle(source.read(0, source.size)).value, "Metadata")
+    pickle = read_pickle(source.read(0, source.size))
+    return _fields(pickle.value, "Metadata"), pickle.names
 
 
 def _fields(value: object, name: str) -> dict[Any, Any]:
@@ -149,6 +151,7 @@ class _Items:
         self.source = source
         self.folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
         self.files: dict[str, Source] = {}
+        self.names: frozenset[Global] = frozenset()
         self.places: dict[tuple[object, object], ByteRange] = {}
         if not isinstance(storage_data, dict):
             raise PickleFault("its metadata does not say where anything is stored")
@@ -235,7 +238,9 @@ class _Items:
         place = self.places.get((name, offsets))
         if place is None:
             raise PickleFault(f"its metadata does not say where '{name}' is stored")
-        return Archive(place.source, place).read_pickle().value
+        pickle = Archive(place.source, place).read_pickle()
+        self.names |= pickle.names
+        return pickle.value
 
 
 BYTES = {Global(f"{MODULE}.metadata", "BytesStorageMetadata")}

@@ -214,9 +214,14 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
 
 
 class StorageKeys:
-    """Numbers storages in the order in which they are first referred to, as torch does."""
+    """Numbers storages in the order in which they are first referred to, as torch does.
 
-    def __init__(self) -> None:
+    Args:
+        device: the device that storages are tagged with; None keeps their own.
+    """
+
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device
         self.order: list[Storage] = []
         self._ids: dict[int, tuple[object, ...]] = {}
 
@@ -227,7 +232,7 @@ class StorageKeys:
             self.order.append(storage)
             kind = UNTYPED if storage.kind == UNTYPED.name else Global("torch", storage.kind)
             numel = storage.nbytes // itemsize(storage.kind)
-            self._ids[id(storage)] = ("storage", kind, key, storage.location, numel)
+            self._ids[id(storage)] = ("storage", kind, key, written_device(storage, self.device), numel)
         return self._ids[id(storage)]
 
 
@@ -249,13 +254,30 @@ def reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
     return REBUILD_V3, (*args, bits) if bits else args
 
 
-def write_torch_pickle(value: object, protocol: int = 2) -> tuple[bytes, list[Storage]]:
+def written_device(storage: Storage, device: str | None) -> str:
+    """Return the device that a storage is tagged with in a pickle.
+
+    Args:
+        storage: one of the meta device, which has no bytes, stays there.
+        device: the device asked for; None keeps the storage's own.
+    """
+    return storage.location if device is None or storage.location == "meta" else device
+
+
+def write_torch_pickle(
+    value: object, protocol: int = 2, device: str | None = None
+) -> tuple[bytes, list[Storage]]:
     """Return the pickle of a value, and its storages in the order of their keys.
+
+    Args:
+        value: any tree of plain and inert values.
+        protocol: of the pickle.
+        device: the device that storages are tagged with; None keeps their own.
 
     Raises:
         TooDeep, ValueError: as `write_pickle`.
     """
-    keys = StorageKeys()
+    keys = StorageKeys(device)
     data = write_pickle(
         value, protocol=protocol, persistent_id=keys.persistent_id, reduce_tensor=reduce_tensor
     )

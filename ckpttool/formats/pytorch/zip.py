@@ -60,7 +60,7 @@ def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
         Refused: the tree is nested too deeply, has a name that no pickle can hold, or mixes byte orders.
     """
     try:
-        pickle, storages = write_torch_pickle(checkpoint.tree, checkpoint.protocol)
+        pickle, storages = write_torch_pickle(checkpoint.tree, checkpoint.protocol, checkpoint.device)
     except TooDeep:
         raise Refused(checkpoint.path, "its contents are nested too deeply to be written") from None
     except ValueError as error:

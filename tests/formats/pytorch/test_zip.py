@@ -215,13 +215,13 @@ def test_a_file_without_a_byte_order_is_little_endian(tmp_path: Path) -> None:
     assert ckpttool.open(path).state().tensors["a"].storage.byteorder == "little"
 
 
-def test_a_known_checksum_is_kept_without_reading_the_bytes(tmp_path: Path) -> None:
+def test_a_known_checksum_is_kept_where_it_is_not_compared(tmp_path: Path) -> None:
     """Damage to a storage then shows in the copy as well."""
     torch.save({"a": torch.zeros(1000)}, tmp_path / "in.pt")
     data = bytearray((tmp_path / "in.pt").read_bytes())
     data[ckpttool.open(tmp_path / "in.pt").state().tensors["a"].data.offset] ^= 1
     (tmp_path / "in.pt").write_bytes(data)
-    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.pt")
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out.pt", verify=False)
     with zipfile.ZipFile(tmp_path / "out.pt") as archive:
         assert str(archive.testzip()).endswith("data/0")
 
