@@ -29,7 +29,6 @@ class Named(NamedTuple):
 
 NUMBER = (int, float)
 SETTING = (str, int, float, bool, type(None), list, tuple)
-STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 STRUCTURE: dict[str, Any] = {
     "model": Named(str, torch.Tensor),
     "optimizer": {
@@ -56,13 +55,10 @@ STRUCTURE: dict[str, Any] = {
     "config": Named(str, SETTING),
     "digests": {"model": str, "optimizer": str, "run?": str},
     "versions": Named(str, (str, int)),
-    "statistics?": Each(
-        Named(str, {"met": Each(int)} | dict.fromkeys(STATISTICS, torch.Tensor)),
-    ),
 }
 """What a checkpoint holds: types, `Each` and `Named`, and dicts with keys, optional ones marked by `?`."""
 
-PARTS = ("scheduler", "progress", "plan", "rng", "config", "versions", "statistics")
+PARTS = ("scheduler", "progress", "plan", "rng", "config", "versions")
 """What `digests["run"]` is of."""
 
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import UsageFault
+from ckpttool.errors import CkptToolError, UsageFault
 from train import flags, launch
 from train.config import DataConfig, check_pictures
 
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         config = parse(arguments)
-    except UsageFault as fault:
+    except CkptToolError as fault:
         return launch.complain(fault, echo=launch.rank() != 0, as_json="--json" in arguments)
     if config.spawn:
         return launch.spawn(__file__, flags.without("--spawn", arguments), config.spawn)

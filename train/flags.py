@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
         if launch.rank() == 0:
-            super()._print_message(message, file)
+            launch.say(message.rstrip())
 
 
 def parse(arguments: Sequence[str] | None = None) -> TrainConfig:

@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckpttool.errors import UsageFault
+from ckpttool.errors import CkptToolError
 from train import flags, launch
 from train.config import TrainConfig
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         config = flags.parse(arguments)
-    except UsageFault as fault:
+    except CkptToolError as fault:
         return launch.complain(fault, echo=launch.rank() != 0)
     if config.spawn:
         return launch.spawn(__file__, flags.without("--spawn", arguments), config.spawn)

@@ -71,8 +71,8 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     progress, ranks = state["progress"], state["plan"]["world_size"]
     if min(progress["epoch"], progress["global_step"], progress["samples"]) < 0:
         raise Damaged(path, "its progress is negative")
-    if not 0 <= progress["step"] < trainer.plan.steps:
-        raise Damaged(path, f"step {progress['step']} is none of the {trainer.plan.steps} of an epoch")
+    if not 0 <= progress["step"] <= trainer.plan.steps:  # all of them: saved before the epoch was counted
+        raise Damaged(path, f"{progress['step']} steps of an epoch are done, which has {trainer.plan.steps}")
     for part, found in (("rng", state["rng"]), ("progress.sums", progress["sums"])):
         if len(found) != ranks:
             raise Damaged(path, f"{part} is of {len(found)} ranks, and the run had {ranks}")
@@ -89,8 +89,6 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
         )
     if len(saved["base_lrs"]) != len(own["base_lrs"]):
         raise Damaged(path, "scheduler.base_lrs has another length than it was saved with")
-    if trainer.statistics and len(state.get("statistics", ())) != ranks:
-        raise Damaged(path, f"lacks the statistics of some of {ranks} ranks")
 
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +19,10 @@ import torch
 
 from ckpttool.errors import FileError, UsageFault
 from ckpttool.files.commit import replacing
-from ckpttool.files.temporaries import new_file, new_path
 from train.config import TrainConfig
 
 LAST, BEST, LOG = "last.pt", "best.pt", "log.jsonl"
+LINK = ".link"
 NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
@@ -62,6 +63,7 @@ def claimed(config: TrainConfig, now: str) -> Iterator[str]:
             stack.enter_context(_locked(folder))
             _check_files(folder, config)
             check_writable(folder)
+            _remove_leftovers(folder)
             if not config.resume:
                 _clear(folder)
         except OSError as error:
@@ -106,11 +108,7 @@ def _check_files(folder: str, config: TrainConfig) -> None:
 
 def check_writable(folder: str) -> None:
     """Raise OSError if no file can be made in the folder: now, and not after an epoch."""
-    descriptor, path = new_file(os.path.join(folder, LOG), 0o600)
-    try:
-        os.unlink(path)
-    finally:
-        os.close(descriptor)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def _goes_on_in(folder: str, config: TrainConfig) -> bool:
@@ -134,12 +132,25 @@ def _clear(folder: str) -> None:
         os.unlink(path)
 
 
+def _remove_leftovers(folder: str) -> None:
+    """Remove second names that a killed run did not put in place; the lock says that no other run is at work.
+
+    What `replacing` leaves behind, its next use in the folder removes.
+    """
+    for name in os.listdir(folder):
+        if name.endswith(LINK) and _is_own(name.removesuffix(LINK)):
+            os.unlink(os.path.join(folder, name))
+
+
+def _is_own(name: str) -> bool:
+    return name in (LAST, BEST, LOG) or NUMBERED.fullmatch(name) is not None
+
+
 def _own_files(folder: str) -> list[str]:
     """Return a run's files in its folder. One that ended early may have left only a log and a best.pt."""
     if not os.path.isdir(folder):
         return []
-    names = (name for name in os.listdir(folder) if name in (LAST, BEST, LOG) or NUMBERED.fullmatch(name))
-    return [os.path.join(folder, name) for name in names]
+    return [os.path.join(folder, name) for name in os.listdir(folder) if _is_own(name)]
 
 
 def write(state: dict[str, Any], folder: str, names: list[str]) -> None:
@@ -222,13 +233,13 @@ def _system_error(error: BaseException) -> OSError | None:
 def _give_name(path: str, other: str) -> None:
     """Give a file just written a second name, atomically: a hard link, as no file is ever changed in place,
     or a copy if the file system has no links."""
-    temporary = new_path(other)  # what a killed process leaves under this name, the next save removes
+    temporary = f"{other}{LINK}"
     try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
         os.link(path, temporary)
         os.replace(temporary, other)
     except OSError:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
         with open(path, "rb") as source, replacing(other) as target:
             shutil.copyfileobj(source, target)
 

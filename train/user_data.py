@@ -26,7 +26,7 @@ def load(config: DataConfig, seed: int) -> Parts:
     if config.mean or config.std:
         raise UsageFault(f"--mean, --std: {config.data} makes its own images", hint="leave them out")
     made = factory.build(config.data)
-    if not isinstance(made, tuple) or len(made) != 2:
+    if not isinstance(made, tuple | list) or len(made) != 2:
         raise UsageFault(f"--data {config.data}: must return (train, test), two data sets")
     train, test = made
     for samples in made:

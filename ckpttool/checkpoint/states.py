@@ -171,8 +171,10 @@ def is_offered(path: Path, value: object) -> bool:
 
 
 def _is_rival(path: Path, value: object) -> bool:
-    """Return whether a candidate may be the model's state as well: one tensor that may be a weight is enough."""
-    return is_offered(path, value) or (isinstance(value, dict) and any(True for _ in _weights(value)))
+    """Return whether a candidate may be the state as well: one weight of more than one element is enough."""
+    if is_offered(path, value) or not isinstance(value, dict):
+        return True
+    return any(getattr(weight, "numel", 2) > 1 for weight in _weights(value))
 
 
 def _weights(value: Container) -> Iterator[object]:

@@ -131,9 +131,10 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
 
 def _with_file(error: CkptToolError, call: Call) -> str:
     """Return the message, which names the input where there is one and the library did not know it."""
-    if len(call.paths) != 1 or isinstance(error, UsageFault | FileError) or error.message.startswith(f"{call.paths[0]}:"):
+    if len(call.paths) != 1 or isinstance(error, UsageFault | FileError):
         return error.message
-    return f"{call.paths[0]}: {error.message}"
+    path = call.paths[0]
+    return error.message if error.message.startswith(f"{path}:") else f"{path}: {error.message}"
 
 
 def _usual_hint(error: CkptToolError, call: Call) -> str:

@@ -62,7 +62,7 @@ def _folded(name: str, rows: Sequence[OtherRow]) -> str:
     """Return the names of loops or callbacks, with keys such as `EarlyStopping{'mode': 'min'}`."""
     keys = (re.split(r"[.{]", row.name[len(name) + 1 :])[0] for row in rows)
     shown = printable(", ".join(filter(None, dict.fromkeys(keys))))
-    return f"{counted(len(rows), 'value', 'values')} of {shown}"
+    return f"{counted(len(rows), 'value', 'values')} of {shown}" if shown else _value(rows[0])
 
 
 def _value(row: OtherRow) -> str:

@@ -238,10 +238,17 @@ def _is_versions(name: str) -> bool:
     return name == "_metadata" or name.endswith("._metadata")
 
 
+def _unused(folder: str) -> str:
+    """Return a name for a .pt file beside a folder that no file has."""
+    stem = folder.rstrip("/")
+    names = (f"{stem}{number}.pt" for number in ("", *range(2, 1000)))
+    return next(name for name in names if not os.path.lexists(name))
+
+
 def _to_indices(saved: Saved) -> str:
     """Return the command that keys the optimizers of the output by numbers."""
     if saved.path == "-":
         return "ckpttool optimizer IN OUT --to indices"
     path = shlex.quote(saved.path)
-    output = "last.pt" if saved.format == "dcp" else f"{path} --force"
+    output = shlex.quote(_unused(saved.path)) if saved.format == "dcp" else f"{path} --force"
     return f"ckpttool optimizer {path} {output} --to indices"

@@ -305,3 +305,10 @@ def test_the_repr_of_a_checkpoint_is_one_line(opened: Any) -> None:
 def test_only_a_checkpoint_can_be_saved(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not OrderedDict"):
         ckpttool.save(OrderedDict(w=MANY), tmp_path / "out.pt")  # type: ignore[arg-type]
+
+
+def test_a_rival_state_of_one_tensor_is_refused_like_any_other(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2, 2), "v": torch.ones(2)}
+    torch.save({"encoder": state, "decoder": {"w": torch.ones(2, 2)}, "epoch": 3}, tmp_path / "in.pt")
+    with pytest.raises(NoState, match="'encoder', 'decoder'"):
+        ckpttool.open(tmp_path / "in.pt").state()

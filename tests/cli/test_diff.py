@@ -258,3 +258,19 @@ def test_integers_and_floats_are_shown_in_digits_that_differ(
     torch.save({"n": b}, tmp_path / "b.pt")
     ran = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--atol", "0")
     assert ran.out.splitlines()[0] == f"~ n  {said}"
+
+
+def test_a_tensor_that_became_infinite_or_nan_comes_first_among_many(cli: Any, tmp_path: Path) -> None:
+    """Norms leave out elements that are not finite, so the norm alone would put these tensors last."""
+    state = {f"layer{i}.x0.weight": torch.rand(4, 4) + 1 for i in range(60)}
+    other = {name: tensor * 1.001 for name, tensor in state.items()}
+    for name, value in (("layer58.x0.weight", torch.inf), ("layer59.x0.weight", torch.nan)):
+        other[name] = state[name].clone()
+        other[name][0, 0] = value
+    torch.save(state, tmp_path / "a.pt")
+    torch.save(other, tmp_path / "b.pt")
+    page = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt").out
+    assert "layer58" in page
+    assert "layer59" in page
+    first = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--sort", "size", "--json").json["changed"][:2]
+    assert {change["name"] for change in first} == {"layer58.x0.weight", "layer59.x0.weight"}

@@ -355,6 +355,24 @@ def test_the_lock_of_a_folder_ends_with_its_process_even_if_a_loading_process_ou
         rank.stdout.close()
 
 
+def test_a_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path):
+    code = (
+        "import time, torch; from train import run_folder\n"
+        "def save(state, file): file.write(b'half'); file.flush(); print('now', flush=True); time.sleep(60)\n"
+        f"torch.save = save; run_folder.write({{}}, {str(tmp_path)!r}, ['last.pt'])"
+    )
+    killed = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert killed.stdout.readline() == "now\n"
+    assert len(os.listdir(tmp_path)) == 1
+    killed.kill()
+    killed.communicate()
+    for name in ("step-000003.pt.link", "other.link"):
+        (tmp_path / name).touch()
+    claim(TrainConfig(out=str(tmp_path), resume="auto"))
+    run_folder.write({}, str(tmp_path), ["last.pt"])
+    assert sorted(os.listdir(tmp_path)) == ["last.pt", "other.link"]
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["last.pt", "log.jsonl"])
 def test_a_named_pipe_among_the_files_of_a_run_is_refused_and_not_waited_for(tmp_path, name):

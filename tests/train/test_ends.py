@@ -35,6 +35,12 @@ def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_a_missing_checkpoint_is_one_line_from_rank_0():
+    done = start([*TORCHRUN, "2", "train/evaluate.py", "/nowhere.pt", "--model", "simple-cnn"])
+    assert done.stderr.count("nowhere.pt: no such file") == done.stderr.count("error: ") == 1
+    assert "exitcode  : 3" in done.stderr
+
+
 def test_spawn_returns_the_ranks_exit_code_and_their_one_line(tmp_path):
     (tmp_path / "last.pt").touch()
     done = start([sys.executable, "train/main.py", "--spawn", "2", *TINY, "--out", str(tmp_path)])
@@ -131,10 +137,11 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed_as_soon_as_it_had_start
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
-def test_a_full_stdout_is_reported_in_one_line(tmp_path):
+@pytest.mark.parametrize("flags", [TINY, ["--help"]], ids=["training", "help"])
+def test_a_full_stdout_is_reported_in_one_line(tmp_path, flags):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "train/main.py", *TINY, "--out", str(tmp_path / "x")],
+            [sys.executable, "train/main.py", *flags, "--out", str(tmp_path / "x")],
             cwd=ROOT,
             env=environment(),
             stdout=full,

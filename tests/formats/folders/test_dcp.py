@@ -536,12 +536,10 @@ def test_keys_that_become_text_are_told_and_a_command_makes_them_numbers_again(
         ran = cli(*words)
         assert ran.code == 0
         told = shlex.split(ran.err.rpartition("outside DCP: optimizer; numbers again: ckpttool ")[2])
-        (tmp_path / "last.pt").unlink(missing_ok=True)
         assert told[:2] == ["optimizer", str(words[2])]
-        assert cli(*(tmp_path / word if word == "last.pt" else word for word in told)).code == 0
+        assert cli(*told).code == 0
     into = cli("convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", "--force")
     assert "keys became text, as dcp has no others (convert --full keeps them): optimizer.state\n" in into.err
-    assert "left out, as dcp has no place for it: model._metadata\n" in into.err
     found = torch.load(tmp_path / "back.pt")["optimizer"]
     assert_same(found["state"], training()["optimizer"]["state"])
 
