@@ -19,7 +19,8 @@ from train.saving import versions
 # Flags that may differ on resume; a change of any other would make it another training.
 FREE = {
     *("epochs", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
-    *("out", "save_every", "keep", "resume", "force", "data_root", "download"),
+    *("out", "save_every", "keep", "resume", "force", "change", "data_root", "download"),
+    *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
 }
 
 # Compared by content, not by value: the same folder may be elsewhere now.
