@@ -28,9 +28,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptToolError
 from train import flags, launch
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from train.engine import Trainer
     from train.report import Report
     from train.saving import Saver
+    from train.task import Task
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Job:
     place: Place
     data: Data
     model: nn.Module
+    task: Task
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,7 +122,7 @@ def train_in(folder: str, job: Job) -> None:
     from train.report import Report
     from train.saving import Saver
 
-    trainer = Trainer(job.config, job.data, job.model, job.place)
+    trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
     remarks = resuming.resume(trainer, folder)
     saver = Saver(trainer, folder)
     report = Report(trainer, folder)
@@ -137,13 +139,45 @@ def run_epochs(trainer: Trainer, saver: Saver, report: Report) -> None:
     """Train the remaining epochs, evaluating, reporting and saving after each."""
     while trainer.progress.epoch < trainer.config.epochs:
         began = time.monotonic()
-        for _ in report.bar(trainer.steps()):
+        for _ in report.bar(steps_of_epoch(trainer)):
             saver.after_step()
         trained = trainer.finish_epoch()
         tested = trainer.evaluate()
         best = trainer.note_best(tested)
         report.epoch(trained, tested, seconds=time.monotonic() - began, best=best)
         saver.after_epoch(best=best)  # after the log: a resume drops the entries it will log again
+
+
+def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
+    """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
+    for step, batches in trainer.rest_of_epoch():
+        take_step(trainer, step, batches)
+        trainer.advance(step)
+        yield
+
+
+def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
+    """Take one optimizer step: forward, loss, backward and update, on this rank's part of the global batch.
+
+    DDP averages gradients over the ranks. We want those of the mean loss over the samples of all ranks, so
+    each rank's loss is W · Σℓ / N: exact for shares of any size, unlike the mean of each rank's mean.
+    """
+    task, precision, counts = trainer.task, trainer.precision, []
+    passes = trainer.passes(step)
+    for number in range(1, passes + 1):
+        with trainer.gradients(reduced=number == passes):
+            if number > len(step.micro_batches):  # other ranks have samples left
+                trainer.stand_in()
+                continue
+            batch = next(batches)
+            with precision.autocast():
+                outputs = task.forward(trainer.ddp, batch)
+                loss, count = task.loss(outputs, batch)
+            precision.scale(loss * (trainer.place.world_size / step.global_size)).backward()
+        trainer.sums.add(loss, task.correct(outputs, batch), len(step.micro_batches[number - 1]), count)
+        counts.append(count)
+    trainer.average_over_count(step, counts)
+    trainer.update()
 
 
 if __name__ == "__main__":

@@ -23,6 +23,9 @@ FREE = {
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
 }
 
+# Settings of checkpoints that are older than the flag, where they are not its default.
+BEFORE = {"decay_norms": True}
+
 # Compared by content, not by value: the same folder may be elsewhere now.
 COMPARED_BY_CONTENT = {"data"}
 
@@ -72,12 +75,12 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     progress, ranks = state["progress"], state["plan"]["world_size"]
     if min(progress["epoch"], progress["global_step"], progress["samples"]) < 0:
         raise Damaged(path, "its progress is negative")
-    if not 0 <= progress["step"] <= trainer.plan.steps:  # all of them: saved before the epoch was counted
-        raise Damaged(path, f"{progress['step']} steps of an epoch are done, which has {trainer.plan.steps}")
+    if not 0 <= progress["step"] <= trainer.steps_per_epoch:  # all of them: saved before the epoch was counted
+        raise Damaged(path, f"{progress['step']} steps of an epoch are done, which has {trainer.steps_per_epoch}")
     for part, found in (("rng", state["rng"]), ("progress.sums", progress["sums"])):
         if len(found) != ranks:
             raise Damaged(path, f"{part} is of {len(found)} ranks, and the run had {ranks}")
-    if any(len(sums) != trainer.sums.numel() for sums in progress["sums"]):
+    if any(len(sums) != trainer.sums.values.numel() for sums in progress["sums"]):
         raise Damaged(path, "progress.sums has another length than it was saved with")
     saved, own = state["scheduler"], trainer.scheduler.state_dict()
     for name, value in own.items():
@@ -93,7 +96,7 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
 
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
-    now, then = trainer.config.plain(), {**TrainConfig().plain(), **state["config"]}
+    now, then = trainer.config.plain(), {**TrainConfig().plain(), **BEFORE, **state["config"]}
     other = [name for name in now if name not in FREE | COMPARED_BY_CONTENT and now[name] != then.get(name)]
     if other:
         flags = " ".join(_flag(name, then.get(name)) for name in other)
@@ -149,15 +152,18 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error
     trainer.optimizer.load_state_dict(saved)
     trainer.scheduler.load_state_dict(state["scheduler"])
+    trainer.precision.load_state_dict(state.get("scaler", {}))
+    if trainer.ema:
+        trainer.ema.load_state_dict(state["ema"])
     progress = dict(state["progress"])
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)
     if len(states) == trainer.place.world_size:
-        trainer.sums.copy_(torch.tensor(sums[rank], dtype=torch.float64))
+        trainer.sums.values.copy_(torch.tensor(sums[rank], dtype=torch.float64))
         randomness.put_back(states[rank])
         return
     if rank == 0:  # a different number of ranks: one of them holds the total
-        trainer.sums.copy_(torch.tensor(sums, dtype=torch.float64).sum(dim=0))
+        trainer.sums.values.copy_(torch.tensor(sums, dtype=torch.float64).sum(dim=0))
     seed = randomness.seed_from(trainer.config.seed, "rank", rank, progress["global_step"])
     randomness.seed_all(seed)
 
@@ -168,7 +174,7 @@ def _parameter_names(optimizer: dict[str, Any]) -> list[list[str]]:
 
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """What the user should know about this resume: its position, and why bits may differ."""
-    progress, steps = trainer.progress, trainer.plan.steps
+    progress, steps = trainer.progress, trainer.steps_per_epoch
     if progress.epoch >= trainer.config.epochs:
         done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)}"
         return [f"{path} already has {done}: nothing to do (--epochs N trains longer)"]

@@ -23,6 +23,7 @@ from ckpttool.errors import CheckFailed
 from train import run_folder
 from train.checkpoints import digest_of_run, named_optimizer
 from train.engine import Trainer
+from train.optimizers import consolidated
 
 ON_SOME_RANKS = "look for code that changes weights, buffers or the optimizer on only some ranks"
 
@@ -31,29 +32,33 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     """Return everything that the next step depends on. A collective.
 
     Raises:
-        RanksDiffer: on every rank, if parameters, buffers or optimizer states are not equal on all ranks.
+        RanksDiffer: on every rank, if parameters, buffers, averages or optimizer states are not equal on all
+            ranks.
     """
     with trainer.one_model():
-        model, optimizer = trainer.ddp.state_dict(), trainer.optimizer.state_dict()
-    digests = {
-        "model": collectives.compare(model, "before saving", hint=ON_SOME_RANKS),
-        "optimizer": collectives.compare(named_optimizer(optimizer), "before saving", hint=ON_SOME_RANKS),
-    }
+        model, optimizer = trainer.ddp.state_dict(), consolidated(trainer.optimizer)
+    compared = {"model": model, "optimizer": named_optimizer(optimizer)}
     state = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": trainer.scheduler.state_dict(),
+        "scaler": trainer.precision.state_dict(),
         "progress": dataclasses.asdict(trainer.progress)
-        | {"sums": collectives.gather(trainer.sums.tolist())},
+        | {"sums": collectives.gather(trainer.sums.values.tolist())},
         "plan": dataclasses.asdict(trainer.plan)
         | {"world_size": collectives.world_size(), "data": trainer.data.fingerprint}
         | {"contents": trainer.data.contents},
         "rng": collectives.gather(randomness.take()),
         "config": trainer.config.plain(),
-        "digests": digests,
         "versions": versions(trainer.place.device),
     }
-    digests["run"] = digest_of_run(state)
+    if trainer.ema:
+        compared["ema"] = state["ema"] = trainer.ema.state_dict()
+    digests = {
+        part: collectives.compare(values, "before saving", hint=ON_SOME_RANKS)
+        for part, values in compared.items()
+    }
+    state["digests"] = digests | {"run": digest_of_run(state)}
     return state
 
 
