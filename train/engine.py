@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics, SyncBatchNorm
 from ckpttool.distributed import collectives
+from ckpttool.distributed.plan import Plan, Step
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate
 from train import random_state
@@ -31,7 +32,6 @@ from train.evaluation import Evaluator
 from train.launch import Place
 from train.loading import load
 from train.optimizers import build_optimizer, build_scheduler
-from train.plan import Plan, Step
 from train.samples import count
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -89,7 +89,7 @@ class Trainer:
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
         self.ddp = DistributedDataParallel(model, device_ids=devices)
         self.optimizer = build_optimizer(config, self.ddp)
-        self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps)
+        self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps_of(place.world_size))
         self.sums = self._no_sums()
         self._stand_in = default_collate([data.train[0]])[0].to(place.device)
         self._settle_buckets()
@@ -190,10 +190,7 @@ class Trainer:
     def _passes(self, step: Step) -> int:
         """Return the number of forward passes in a step: this rank's own; or the most of any rank, if the
         layers are synchronised and every rank must pass them equally often."""
-        if self.config.batchnorm != "sync":
-            return max(len(step.micro_batches), 1)
-        largest_share = -(-step.global_size // self.place.world_size)
-        return min(self.config.accumulate, largest_share)
+        return step.passes if self.config.batchnorm == "sync" else max(len(step.micro_batches), 1)
 
     def _pass_standing_in(self, *, together: bool = True) -> None:
         """Take part in backward with a gradient of zero, on a rank that has no samples.

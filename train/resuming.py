@@ -69,10 +69,11 @@ def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
 def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     """Raise Damaged if the checkpoint's position is none in this training, or ranks are missing in it."""
     progress, ranks = state["progress"], state["plan"]["world_size"]
+    steps = trainer.plan.steps_of(trainer.place.world_size)
     if min(progress["epoch"], progress["global_step"], progress["samples"]) < 0:
         raise Damaged(path, "its progress is negative")
-    if not 0 <= progress["step"] <= trainer.plan.steps:  # all of them: saved before the epoch was counted
-        raise Damaged(path, f"{progress['step']} steps of an epoch are done, which has {trainer.plan.steps}")
+    if not 0 <= progress["step"] <= steps:  # all of them: saved before the epoch was counted
+        raise Damaged(path, f"{progress['step']} steps of an epoch are done, which has {steps}")
     for part, found in (("rng", state["rng"]), ("progress.sums", progress["sums"])):
         if len(found) != ranks:
             raise Damaged(path, f"{part} is of {len(found)} ranks, and the run had {ranks}")
@@ -167,7 +168,7 @@ def _parameter_names(optimizer: dict[str, Any]) -> list[list[str]]:
 
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """What the user should know about this resume: its position, and why bits may differ."""
-    progress, steps = trainer.progress, trainer.plan.steps
+    progress, steps = trainer.progress, trainer.plan.steps_of(trainer.place.world_size)
     if progress.epoch >= trainer.config.epochs:
         done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)}"
         return [f"{path} already has {done}: nothing to do (--epochs N trains longer)"]
