@@ -75,7 +75,9 @@ class Sums:
     def __init__(self, device: torch.device) -> None:
         self.values = torch.zeros(4, dtype=torch.float64, device=device)
 
-    def add(self, loss: torch.Tensor, correct: torch.Tensor | None, samples: int, count: int | torch.Tensor) -> None:
+    def add(
+        self, loss: torch.Tensor, correct: torch.Tensor | None, samples: int, count: int | torch.Tensor
+    ) -> None:
         """Add what one forward pass gave."""
         self.values[0] += loss.detach()
         if correct is not None:
@@ -176,7 +178,10 @@ class Trainer:
         """
         if self.task.counts_samples:
             return
-        own = sum((torch.as_tensor(count, device=self.place.device) for count in counts), torch.zeros((), dtype=torch.int64, device=self.place.device))
+        own = sum(
+            (torch.as_tensor(count, device=self.place.device) for count in counts),
+            torch.zeros((), dtype=torch.int64, device=self.place.device),
+        )
         total = int(collectives.total(own))
         if total <= 0:
             raise CheckFailed(

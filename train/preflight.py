@@ -13,11 +13,11 @@ from torch.utils.data import default_collate
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed.place import Place
+from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import make_plan
-from train.plan import Plan, deal
 from train.samples import Samples
 
 
@@ -28,7 +28,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> No
         UsageFault: they don't; names the flag to change.
     """
     plan, world_size = make_plan(config, data), place.world_size
-    _check_plan(config, plan)
+    _check_plan(config, plan, world_size)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
     sync = config.batchnorm == "sync"
@@ -38,8 +38,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> No
     if _has_torchs_sync(trial):  # can't be tried here: it works only on GPUs and in groups
         _check_on_gpu(config, place)
         return
-    # Synchronised layers see the samples of all ranks, as on a single rank.
-    outputs = _try_training(config, data, trial, plan, 1 if sync else world_size)
+    outputs = _try_training(config, data, trial, plan, world_size)
     _check_outputs(config.model, outputs, data)
 
 
@@ -69,13 +68,14 @@ def _check_on_gpu(config: TrainConfig, place: Place) -> None:
         )
 
 
-def _check_plan(config: TrainConfig, plan: Plan) -> None:
-    if not plan.steps:
+def _check_plan(config: TrainConfig, plan: Plan, world_size: int) -> None:
+    in_epoch = plan.steps_of(world_size)
+    if not in_epoch:
         raise UsageFault(
             f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}",
             hint=f"give --batch-size {plan.samples} or less",
         )
-    warmup, steps = config.warmup.in_steps(plan.steps), plan.steps * config.epochs
+    warmup, steps = config.warmup.in_steps(in_epoch), in_epoch * config.epochs
     if warmup >= steps:
         raise UsageFault(
             f"--warmup {config.warmup}: is {warmup} steps, but the whole training has only {steps}"
@@ -99,7 +99,11 @@ def _try_training(
     config: TrainConfig, data: Data, model: nn.Module, plan: Plan, world_size: int
 ) -> tuple[int, ...]:
     """Run a copy of the model on the smallest batch that any rank gets; return its output's shape."""
-    name, smallest = config.model, min(plan.micro_batch_sizes(world_size) - {0})
+    name = config.model
+    # Synchronised layers see the samples of all ranks.
+    together = config.batchnorm == "sync"
+    sizes = plan.pass_sizes(world_size) if together else plan.micro_batch_sizes(world_size)
+    smallest = min(sizes - {0})
     copied = copy.deepcopy(model).train()
     if config.batchnorm == "pooled":
         RunningStatistics(copied)
@@ -165,16 +169,21 @@ def _compiled_whole(name: str) -> UsageFault:
 
 def _batch_of_one(model: str, plan: Plan, world_size: int) -> UsageFault:
     whole = dataclasses.replace(plan, drop_last=True)
-    last_only = whole.steps and 1 not in whole.micro_batch_sizes(world_size)
-    size = plan.samples % plan.batch_size if last_only else plan.batch_size
+    last_only = whole.steps_of(world_size) and 1 not in whole.micro_batch_sizes(world_size)
+    last = plan.steps_of(world_size) - 1 if last_only else 0
+    given = f"--batch-size {plan.batch_size}"
     ways = [f"another --batch-size than {plan.batch_size}"]
+    for flag, weights in (("--rank-batch", plan.rank_batch), ("--rank-share", plan.rank_share)):
+        if weights:
+            given = f"{flag} {','.join(map(str, weights))}"
+            ways = [f"other numbers as {flag}"] + ways * (flag == "--rank-share")
     if last_only:
         ways.insert(0, "--drop-last")
     if plan.accumulate > 1:
         ways.append(f"a smaller --accumulate than {plan.accumulate}")
     return UsageFault(
-        f"--batch-size {plan.batch_size}: {'the last' if last_only else 'a'} batch of {size} gives a rank a "
-        f"single sample, and BatchNorm in {model} can't compute the statistics of one value",
+        f"{given}: {'the last' if last_only else 'a'} batch of {plan.global_size(last, world_size)} gives a "
+        f"rank a single sample, and BatchNorm in {model} can't compute the statistics of one value",
         hint=f"give {' or '.join(ways)}",
     )
 
@@ -189,15 +198,14 @@ def _check_outputs(model: str, outputs: tuple[int, ...], data: Data) -> None:
 
 def _check_passes(plan: Plan, world_size: int) -> None:
     """Refuse a plan in which a rank skips a pass: in torch's SyncBatchNorm the others would wait for it."""
-    last = plan.global_size(plan.steps - 1)
-    for size in dict.fromkeys((plan.global_size(0), last)):
-        passes = {min(plan.accumulate, len(share)) for share in deal(range(size), world_size)}
+    for sizes in plan.splits(world_size):
+        size, passes = sum(sizes), {min(plan.accumulate, share) for share in sizes}
         if len(passes) == 1:
             continue
         fault = f"gives one of {world_size} ranks fewer passes than another"
         if 0 in passes:
             fault = f"leaves one of {world_size} ranks without a sample"
-        of_last = size < plan.batch_size and plan.steps > 1
+        of_last = size < plan.batch_size < plan.length(world_size)
         raise UsageFault(
             f"--batch-size {plan.batch_size}: {'the last' if of_last else 'a'} batch of {size} {fault}, and "
             "SyncBatchNorm on GPUs needs every rank",

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 
 from ckpttool.distributed import collectives
+from ckpttool.distributed.plan import deal
 from ckpttool.metrics.certificate import Certificate
 from train import launch
 from train.config import TrainConfig
@@ -18,7 +19,6 @@ from train.data import Data
 from train.engine import Score, Trainer
 from train.flags import arguments_of
 from train.optimizers import learning_rate
-from train.plan import deal
 from train.run_folder import BEST, LAST, append_to_log, cut_log
 from train.samples import count
 
@@ -53,7 +53,8 @@ class Report:
         launch.say(f"data    {data.name}")
         launch.say(f"        {describe(data)}")
         launch.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
-        launch.say(f"batch   {shares(config.batch_size, place.world_size)}, {plan.steps} steps per epoch")
+        steps = plan.steps_of(place.world_size)
+        launch.say(f"batch   {shares(config.batch_size, place.world_size)}, {steps} steps per epoch")
         launch.say(f"train   {recipe(config)}")
         launch.say(f"out     {self.folder}")
         for remark in remarks or ():
@@ -63,7 +64,8 @@ class Report:
 
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
         """Yield the same steps, counted on a progress bar."""
-        progress, total = self.trainer.progress, self.trainer.plan.steps
+        progress = self.trainer.progress
+        total = self.trainer.plan.steps_of(self.trainer.place.world_size)
         if not (self.speaks and sys.stderr.isatty()):
             yield from steps
             return
@@ -93,6 +95,7 @@ class Report:
     def _log_epoch(self, trained: Score, tested: Certificate, seconds: float, best: bool) -> None:
         config, progress = self.trainer.config, self.trainer.progress
         epoch, epochs = progress.epoch, config.epochs
+        steps = self.trainer.plan.steps_of(self.trainer.place.world_size)
         launch.say(
             f"{f'{epoch}/{epochs}':>7}  {trained.loss:10.4f}  {trained.accuracy:7.2%}  "
             f"{tested.loss:10.4f}  {tested.accuracy:7.2%} {f'({tested.correct}/{tested.samples})':>12}  "
@@ -108,7 +111,7 @@ class Report:
             "train_loss": trained.loss,
             "train_accuracy": trained.accuracy,
             "threads": tested.evaluation.threads,
-            "lr": learning_rate(config, progress.global_step - 1, self.trainer.plan.steps),
+            "lr": learning_rate(config, progress.global_step - 1, steps),
         }
         append_to_log(self.folder, entry)
 
@@ -168,7 +171,7 @@ def shares(batch_size: int, world_size: int) -> str:
     """Return the global batch and, if there are few ranks, each one's share: `64 = 32+32`."""
     if not 1 < world_size <= 8:
         return str(batch_size)
-    return f"{batch_size} = {'+'.join(str(len(part)) for part in deal(range(batch_size), world_size))}"
+    return f"{batch_size} = {'+'.join(str(len(part)) for part in deal(range(batch_size), [1] * world_size))}"
 
 
 def recipe(config: TrainConfig) -> str:

@@ -73,10 +73,11 @@ def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
 def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     """Raise Damaged if the checkpoint's position is none in this training, or ranks are missing in it."""
     progress, ranks = state["progress"], state["plan"]["world_size"]
+    steps = trainer.steps_per_epoch
     if min(progress["epoch"], progress["global_step"], progress["samples"]) < 0:
         raise Damaged(path, "its progress is negative")
-    if not 0 <= progress["step"] <= trainer.steps_per_epoch:  # all of them: saved before the epoch was counted
-        raise Damaged(path, f"{progress['step']} steps of an epoch are done, which has {trainer.steps_per_epoch}")
+    if not 0 <= progress["step"] <= steps:  # all of them: saved before the epoch was counted
+        raise Damaged(path, f"{progress['step']} steps of an epoch are done, which has {steps}")
     for part, found in (("rng", state["rng"]), ("progress.sums", progress["sums"])):
         if len(found) != ranks:
             raise Damaged(path, f"{part} is of {len(found)} ranks, and the run had {ranks}")

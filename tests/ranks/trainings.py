@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from ckpttool.distributed.place import Place
+from ckpttool.distributed.plan import Plan
+from train import task
 from train.config import TrainConfig
 from train.data import Data
-from train import task
 from train.engine import Trainer
 from train.main import steps_of_epoch
-from train.plan import Plan
 
 
 def place(rank: int, world_size: int) -> Place:
