@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from train.loading import load
 from train.optimizers import build_optimizer, build_scheduler, clip
 from train.precision import Precision
 from train.samples import count
+from train.step_log import Sink, StepLog
 from train.task import Task
 from train.wrapping import wrap
 
@@ -70,20 +71,43 @@ class Score:
 
 
 class Sums:
-    """This rank's sums over the current epoch, kept on the device: loss, correct, samples, count."""
+    """This rank's sums over some forward passes. What lies on the device stays there: reading it would wait.
 
-    def __init__(self, device: torch.device) -> None:
-        self.values = torch.zeros(4, dtype=torch.float64, device=device)
+    Attributes:
+        loss, count: of the task; `loss / count` is the mean loss.
+        correct, samples: for the accuracy.
+    """
+
+    NAMES = ("loss", "correct", "samples", "count")
+
+    def __init__(self) -> None:
+        self.loss: torch.Tensor | float = 0.0
+        self.correct: torch.Tensor | float = 0
+        self.samples: int | float = 0
+        self.count: torch.Tensor | float = 0
 
     def add(
-        self, loss: torch.Tensor, correct: torch.Tensor | None, samples: int, count: int | torch.Tensor
+        self, loss: torch.Tensor, count: int | torch.Tensor, correct: torch.Tensor | None, *, samples: int
     ) -> None:
         """Add what one forward pass gave."""
-        self.values[0] += loss.detach()
-        if correct is not None:
-            self.values[1] += correct
-        self.values[2] += samples
-        self.values[3] += count
+        self.loss = self.loss + loss.detach().double()
+        self.correct = self.correct + (0 if correct is None else correct.detach())
+        self.samples += samples
+        self.count = self.count + count
+
+    def merge(self, other: Sums) -> None:
+        """Add the sums of other passes."""
+        for name in self.NAMES:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def values(self) -> list[float]:
+        """Return the sums as numbers, in the order of `NAMES`."""
+        return [float(getattr(self, name)) for name in self.NAMES]
+
+    def restore(self, values: Sequence[float]) -> None:
+        """Become the sums that `values` returned."""
+        for name, value in zip(self.NAMES, values, strict=True):
+            setattr(self, name, value)
 
 
 def make_plan(config: TrainConfig, data: Data) -> Plan:
@@ -104,7 +128,15 @@ def make_plan(config: TrainConfig, data: Data) -> Plan:
 class Trainer:
     """A model on this rank, wrapped in DDP, with its optimizer and its position in the plan."""
 
-    def __init__(self, config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Data,
+        model: nn.Module,
+        place: Place,
+        task: Task,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
         self.config, self.data, self.place, self.task = config, data, place, task
         self.plan = make_plan(config, data)
         self.steps_per_epoch = self.plan.steps_of(place.world_size)
@@ -125,7 +157,8 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.ddp)
         self.scheduler = build_scheduler(config, self.optimizer, self.steps_per_epoch)
         self.ema = Ema(model, config.ema) if config.ema else None
-        self.sums = Sums(place.device)
+        self.sums = Sums()
+        self.log = StepLog(config.log_every, place.device, sinks)
         self._stand_in = task.batch_to(default_collate([data.train[0]]), place.device)
         settle_buckets(self.ddp, lambda: self.stand_in(together=False))
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
@@ -163,27 +196,23 @@ class Trainer:
                 self.ddp, self._stand_in, lambda batch: self.task.forward(self.ddp, batch), together=together
             )
 
-    def average_over_count(self, step: Step, counts: list[int | torch.Tensor]) -> None:
-        """Make the reduced gradients those of the mean over all that the ranks counted in a step. A collective.
+    def average_over_count(self, step: Step, sums: Sums) -> None:
+        """Make the reduced gradients those of the mean over all that the ranks counted. A collective.
 
-        They are those of the sum divided by the number of samples, known to every rank before any pass. Where
+        They are those of the sum divided by the number of samples, which every rank knows before any pass. If
         a task counts tokens or pixels, their number is known only afterwards. It is one factor for all ranks
         after the reduction, so this is exact under SyncBatchNorm and accumulation too.
 
         Args:
-            counts: of this rank's forward passes.
+            sums: of this rank's passes in the step.
 
         Raises:
-            CheckFailed: all ranks together counted nothing: their mean loss has no value.
+            CheckFailed: all ranks together counted nothing, so the mean loss has no value.
         """
         if self.task.counts_samples:
             return
-        own = sum(
-            (torch.as_tensor(count, device=self.place.device) for count in counts),
-            torch.zeros((), dtype=torch.int64, device=self.place.device),
-        )
-        total = int(collectives.total(own))
-        if total <= 0:
+        total = float(collectives.total(torch.tensor(float(sums.count), dtype=torch.float64)))
+        if not total > 0:
             raise CheckFailed(
                 f"--task {self.config.task}: counted nothing in step {self.progress.global_step + 1}, whose "
                 "mean loss has no value",
@@ -193,25 +222,38 @@ class Trainer:
             gradients = [p.grad for p in self.ddp.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, step.global_size / total)
 
-    def update(self) -> torch.Tensor:
-        """Change the weights by the gradients, which are then gone; return their norm before clipping."""
+    def update(self) -> None:
+        """Change the weights by the gradients, and clear those."""
         self._check_gradients()
         if self.statistics:
             self.statistics.end_step()
         self.precision.unscale(self.optimizer)
-        norm = clip(self.ddp.parameters(), self.config.clip_norm)
+        self._gradient_norm = None
+        if self.config.clip_norm or self.log.due(self.progress.global_step + 1):
+            self._gradient_norm = clip([p for _, p in self._trained], self.config.clip_norm)
+        self._lr = self.optimizer.param_groups[0]["lr"]
         if self.precision.step(self.optimizer):
             self.scheduler.step()
             if self.ema:
                 self.ema.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
 
-    def advance(self, step: Step) -> None:
-        """Count a step that is done."""
-        self.progress.step += 1
-        self.progress.global_step += 1
-        self.progress.samples += step.global_size
+    def end_step(self, step: Step, sums: Sums) -> None:
+        """Count a step that is done, and log it. A collective."""
+        progress = self.progress
+        progress.step += 1
+        progress.global_step += 1
+        progress.samples += step.global_size
+        self.sums.merge(sums)
+        self.log.step(
+            progress.global_step,
+            sums.loss,
+            sums.count,
+            samples=step.global_size,
+            lr=self._lr,
+            epochs=progress.epoch + progress.step / self.steps_per_epoch,
+            grad_norm=self._gradient_norm,
+        )
 
     def finish_epoch(self) -> Score:
         """End the current epoch. A collective.
@@ -219,8 +261,9 @@ class Trainer:
         Returns:
             The score on the epoch's training samples, each as it was when it was used.
         """
-        loss, correct, samples, counted = collectives.total(self.sums.values).tolist()
-        self.sums = Sums(self.place.device)
+        own = torch.tensor(self.sums.values(), dtype=torch.float64)
+        loss, correct, samples, counted = collectives.total(own).tolist()
+        self.sums = Sums()
         self.progress.epoch += 1
         self.progress.step = 0
         return Score(loss / counted, int(correct) if self.task.has_classes else None, int(samples))

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ckpttool.distributed.place import Place
+    from ckpttool.distributed.plan import Step
     from train.data import Data
     from train.engine import Trainer
     from train.report import Report
@@ -152,32 +153,36 @@ def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
     for step, batches in trainer.rest_of_epoch():
         take_step(trainer, step, batches)
-        trainer.advance(step)
         yield
 
 
 def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
     """Take one optimizer step: forward, loss, backward and update, on this rank's part of the global batch.
 
-    DDP averages gradients over the ranks. We want those of the mean loss over the samples of all ranks, so
-    each rank's loss is W · Σℓ / N: exact for shares of any size, unlike the mean of each rank's mean.
+    DDP averages gradients over the W ranks. Wanted are those of the mean loss over the samples of all ranks,
+    so each rank's loss is W · Σℓ / N: exact for shares of any size, unlike the mean of each rank's mean.
     """
-    task, precision, counts = trainer.task, trainer.precision, []
+    task, precision, log = trainer.task, trainer.precision, trainer.log
+    sums = Sums()
     passes = trainer.passes(step)
     for number in range(1, passes + 1):
         with trainer.gradients(reduced=number == passes):
             if number > len(step.micro_batches):  # other ranks have samples left
                 trainer.stand_in()
                 continue
-            batch = next(batches)
-            with precision.autocast():
+            with log.phase("data"):
+                batch = next(batches)
+            with log.phase("forward"), precision.autocast():
                 outputs = task.forward(trainer.ddp, batch)
                 loss, count = task.loss(outputs, batch)
-            precision.scale(loss * (trainer.place.world_size / step.global_size)).backward()
-        trainer.sums.add(loss, task.correct(outputs, batch), len(step.micro_batches[number - 1]), count)
-        counts.append(count)
-    trainer.average_over_count(step, counts)
-    trainer.update()
+                loss_of_mean = precision.scale(loss * (trainer.place.world_size / step.global_size))
+            with log.phase("backward", loss_of_mean):
+                loss_of_mean.backward()
+        sums.add(loss, count, task.correct(outputs, batch), samples=len(step.micro_batches[number - 1]))
+    with log.phase("update"):
+        trainer.average_over_count(step, sums.count)
+        trainer.update()
+    trainer.end_step(step, sums)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ import torch
 from ckpttool.distributed import collectives
 from ckpttool.distributed.plan import deal
 from ckpttool.metrics.certificate import Certificate
-from train import launch
+from train import launch, log_file
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import Score, Trainer
 from train.flags import arguments_of
 from train.optimizers import learning_rate
-from train.run_folder import BEST, LAST, append_to_log, cut_log
+from train.run_folder import BEST, LAST
 from train.samples import count
 
 
@@ -42,7 +42,8 @@ class Report:
         """
         with collectives.together():
             if self.speaks:
-                cut_log(self.folder, self.trainer.progress.epoch)
+                progress = self.trainer.progress
+                log_file.cut(self.folder, epoch=progress.epoch, step=progress.global_step)
                 self._say_header(remarks)
 
     def _say_header(self, remarks: list[str] | None) -> None:
@@ -113,7 +114,7 @@ class Report:
             "threads": tested.evaluation.threads,
             "lr": learning_rate(config, progress.global_step - 1, steps),
         }
-        append_to_log(self.folder, entry)
+        log_file.append(self.folder, entry)
 
     def end(self) -> None:
         """Print what was saved, and the commands to use it. Raises as `begin`."""

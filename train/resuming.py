@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
 from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import Damaged, UsageFault
 from train import checkpoints, run_folder
@@ -81,7 +79,7 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     for part, found in (("rng", state["rng"]), ("progress.sums", progress["sums"])):
         if len(found) != ranks:
             raise Damaged(path, f"{part} is of {len(found)} ranks, and the run had {ranks}")
-    if any(len(sums) != trainer.sums.values.numel() for sums in progress["sums"]):
+    if any(len(sums) != len(trainer.sums.NAMES) for sums in progress["sums"]):
         raise Damaged(path, "progress.sums has another length than it was saved with")
     saved, own = state["scheduler"], trainer.scheduler.state_dict()
     for name, value in own.items():
@@ -160,11 +158,11 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)
     if len(states) == trainer.place.world_size:
-        trainer.sums.values.copy_(torch.tensor(sums[rank], dtype=torch.float64))
+        trainer.sums.restore(sums[rank])
         randomness.put_back(states[rank])
         return
     if rank == 0:  # a different number of ranks: one of them holds the total
-        trainer.sums.values.copy_(torch.tensor(sums, dtype=torch.float64).sum(dim=0))
+        trainer.sums.restore([sum(column) for column in zip(*sums, strict=True)])
     seed = randomness.seed_from(trainer.config.seed, "rank", rank, progress["global_step"])
     randomness.seed_all(seed)
 

@@ -44,7 +44,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "scheduler": trainer.scheduler.state_dict(),
         "scaler": trainer.precision.state_dict(),
         "progress": dataclasses.asdict(trainer.progress)
-        | {"sums": collectives.gather(trainer.sums.values.tolist())},
+        | {"sums": collectives.gather(trainer.sums.values())},
         "plan": dataclasses.asdict(trainer.plan)
         | {"world_size": collectives.world_size(), "data": trainer.data.fingerprint}
         | {"contents": trainer.data.contents},
