@@ -89,7 +89,7 @@ class Trainer:
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
         self.ddp = DistributedDataParallel(model, device_ids=devices)
         self.optimizer = build_optimizer(config, self.ddp)
-        self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps)
+        self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps * config.epochs)
         self.sums = self._no_sums()
         self._stand_in = default_collate([data.train[0]])[0].to(place.device)
         self._settle_buckets()
