@@ -37,7 +37,8 @@ STRUCTURE: dict[str, Any] = {
     },
     "scheduler": {"base_lrs": Each(NUMBER), "last_epoch": int},
     "scaler?": Named(str, NUMBER),
-    "ema?": Named(str, torch.Tensor),
+    "ema?": {"updates": int, "averages": Named(str, torch.Tensor)},
+    "log?": Each(Each(NUMBER)),
     "progress": {
         "epoch": int,
         "step": int,
@@ -121,7 +122,7 @@ def read(path: str) -> dict[str, Any]:
             "run": digest_of_run(state),
         }
         if "ema" in state:
-            found["ema"] = collectives.digest_all(state["ema"])
+            found["ema"] = collectives.digest_all(state["ema"]["averages"])
     for part, digest in state["digests"].items():
         if part in found and found[part] != digest:
             what = "values of the run" if part == "run" else f"{part}'s values"

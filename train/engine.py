@@ -25,6 +25,7 @@ from ckpttool.distributed.plan import Plan, Step
 from ckpttool.distributed.stand_in import pass_standing_in
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate
+from train import wrapping
 from train.config import TrainConfig
 from train.data import Data
 from train.ema import Ema
@@ -35,7 +36,6 @@ from train.precision import Precision
 from train.samples import count
 from train.step_log import Sink, StepLog
 from train.task import Task
-from train.wrapping import wrap
 
 
 @dataclass
@@ -147,7 +147,8 @@ class Trainer:
         if config.batchnorm == "sync":
             batchnorm.to_sync(model)
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
-        wrap(config, model)
+        if config.grad_checkpoint:
+            wrapping.checkpoint_blocks(model)
         self.ddp = DistributedDataParallel(
             model,
             device_ids=[place.device] if place.device.type == "cuda" else None,
@@ -155,12 +156,16 @@ class Trainer:
         )
         self._trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.optimizer = build_optimizer(config, self.ddp)
-        self.scheduler = build_scheduler(config, self.optimizer, self.steps_per_epoch)
+        self.scheduler = build_scheduler(
+            config, self.optimizer, self.steps_per_epoch * config.epochs, self.steps_per_epoch
+        )
         self.ema = Ema(model, config.ema) if config.ema else None
         self.sums = Sums()
         self.log = StepLog(config.log_every, place.device, sinks)
         self._stand_in = task.batch_to(default_collate([data.train[0]]), place.device)
         settle_buckets(self.ddp, lambda: self.stand_in(together=False))
+        if config.compile:
+            wrapping.compile_training(self.ddp)
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
 
     def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[Any]]]:
@@ -182,7 +187,7 @@ class Trainer:
         return step.passes if self.config.batchnorm == "sync" else max(len(step.micro_batches), 1)
 
     def gradients(self, *, reduced: bool) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a forward and backward pass: DDP reduces gradients in it, or only adds them."""
+        """Return the context of a pass: DDP reduces the gradients in it, or only adds them to its own."""
         return contextlib.nullcontext() if reduced else self.ddp.no_sync()
 
     def stand_in(self, *, together: bool = True) -> None:
@@ -191,7 +196,8 @@ class Trainer:
         Args:
             together: whether other ranks train in this pass.
         """
-        with self.precision.autocast():
+        eager = wrapping.not_compiled() if self.config.compile else contextlib.nullcontext()
+        with eager, self.precision.autocast():
             pass_standing_in(
                 self.ddp, self._stand_in, lambda batch: self.task.forward(self.ddp, batch), together=together
             )

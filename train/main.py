@@ -162,6 +162,8 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
     DDP averages gradients over the W ranks. Wanted are those of the mean loss over the samples of all ranks,
     so each rank's loss is W · Σℓ / N: exact for shares of any size, unlike the mean of each rank's mean.
     """
+    from train.engine import Sums
+
     task, precision, log = trainer.task, trainer.precision, trainer.log
     sums = Sums()
     passes = trainer.passes(step)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import Damaged, UsageFault
-from train import checkpoints, run_folder
+from train import checkpoints, optimizers, run_folder
 from train.config import TrainConfig
 from train.contents import Contents, flat
 from train.data import Data
@@ -86,7 +86,8 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
         kinds = (int, float) if isinstance(value, float) else type(value)
         if not isinstance(saved.get(name, value), kinds):
             raise Damaged(path, f"scheduler.{name} is a {type(saved[name]).__name__}")
-    if saved["last_epoch"] != progress["global_step"]:
+    skipped = state.get("scaler", {}).get("skipped", 0)
+    if saved["last_epoch"] + skipped != progress["global_step"]:
         raise Damaged(
             path, f"scheduler.last_epoch is {saved['last_epoch']} after {progress['global_step']} steps"
         )
@@ -149,11 +150,13 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error
-    trainer.optimizer.load_state_dict(saved)
+    optimizers.restore(trainer.optimizer, saved)
     trainer.scheduler.load_state_dict(state["scheduler"])
     trainer.precision.load_state_dict(state.get("scaler", {}))
     if trainer.ema:
         trainer.ema.load_state_dict(state["ema"])
+    if "log" in state:
+        trainer.log.restore(state["log"], trainer.place.rank, trainer.place.world_size)
     progress = dict(state["progress"])
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 import ckpttool
 from ckpttool.distributed import collectives, randomness
+from ckpttool.distributed.collectives import digest_all
 from ckpttool.errors import CheckFailed
 from train import run_folder
 from train.checkpoints import digest_of_run, named_optimizer
@@ -37,7 +38,6 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     """
     with trainer.one_model():
         model, optimizer = trainer.ddp.state_dict(), consolidated(trainer.optimizer)
-    compared = {"model": model, "optimizer": named_optimizer(optimizer)}
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -51,15 +51,28 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "rng": collectives.gather(randomness.take()),
         "config": trainer.config.plain(),
         "versions": versions(trainer.place.device),
+        "log": collectives.gather(trainer.log.state()),
     }
     if trainer.ema:
-        compared["ema"] = state["ema"] = trainer.ema.state_dict()
-    digests = {
-        part: collectives.compare(values, "before saving", hint=ON_SOME_RANKS)
-        for part, values in compared.items()
-    }
-    state["digests"] = digests | {"run": digest_of_run(state)}
+        state["ema"] = trainer.ema.state_dict()
+    state["digests"] = _compared(state, zero=trainer.config.zero)
+    state["digests"]["run"] = digest_of_run(state)
     return state
+
+
+def _compared(state: dict[str, Any], *, zero: bool) -> dict[str, str]:
+    """Return the digests of what must be equal on all ranks. Raises as `capture`."""
+    values = {"model": state["model"]}
+    if not zero:
+        values["optimizer"] = named_optimizer(state["optimizer"])
+    if "ema" in state:
+        values["ema"] = state["ema"]["averages"]
+    digests = {
+        part: collectives.compare(each, "before saving", hint=ON_SOME_RANKS) for part, each in values.items()
+    }
+    if zero:  # each rank has a part of its own, and rank 0 the whole, so there is nothing to compare
+        digests["optimizer"] = collectives.decide(lambda: digest_all(named_optimizer(state["optimizer"])))
+    return digests
 
 
 def versions(device: torch.device) -> dict[str, Any]:

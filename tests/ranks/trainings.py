@@ -57,7 +57,7 @@ def alone(make: Any, data: Data, batch_size: int, epochs: int = 1, **settings: A
 
 
 def trainer(rank: int, world_size: int, data: Data, model: nn.Module, **settings: Any) -> Trainer:
-    config = TrainConfig(**{"scheduler": "none", **settings})
+    config = TrainConfig(**{"scheduler": "none", "decay_norms": True, **settings})
     return Trainer(config, data, model, place(rank, world_size), task.build(config, data))
 
 
