@@ -43,9 +43,17 @@ class Scale:
 
     def apply(self, pictures: torch.Tensor) -> torch.Tensor:
         """Normalise (..., channels, height, width) in float32, as torchvision's Normalize does."""
-        mean = torch.tensor(self.mean, dtype=torch.float32).view(-1, 1, 1)
-        std = torch.tensor(self.std, dtype=torch.float32).view(-1, 1, 1)
+        mean, std = self._tensors()
         return (pictures - mean) / std
+
+    def undo(self, pictures: torch.Tensor) -> torch.Tensor:
+        """Return normalised images to [0, 1], up to rounding."""
+        mean, std = self._tensors()
+        return pictures * std + mean
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, std = (torch.tensor(values, dtype=torch.float32) for values in (self.mean, self.std))
+        return mean.view(-1, 1, 1), std.view(-1, 1, 1)
 
 
 COLOUR = Scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
