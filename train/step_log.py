@@ -9,9 +9,10 @@ Imports torch. In a training loop:
         loss, count = ...
     with log.phase("backward", loss):
         loss.backward()
+    log.add(loss, count)
     with log.phase("update"):
         optimizer.step()
-    log.step(number, loss_sum, count, samples=..., lr=..., epochs=...)
+    log.step(number, samples=..., lr=..., epochs=...)
 
 **What it costs.** A step reads the clock some ten times and adds the loss to a sum on the device. Nothing is
 read from the device, and nothing is sent, but once per interval.
@@ -93,11 +94,19 @@ class StepLog:
         """Return whether the interval ends with this step, so that its gradient norm will be written."""
         return number % self.every == 0
 
+    def add(self, loss_sum: torch.Tensor, count: int | torch.Tensor) -> None:
+        """Count the losses of one forward pass.
+
+        Args:
+            loss_sum: their sum, a scalar on the device.
+            count: how many they are: samples, tokens, pixels; on the device, if it is a tensor.
+        """
+        self._loss += loss_sum.detach()
+        self._count = self._count + count
+
     def step(
         self,
         number: int,
-        loss_sum: torch.Tensor,
-        count: int | torch.Tensor,
         *,
         samples: int,
         lr: float,
@@ -108,8 +117,6 @@ class StepLog:
 
         Args:
             number: optimizer steps done since the beginning, with this one.
-            loss_sum: the sum of the losses of this rank, a scalar on the device.
-            count: how many losses that is: samples, tokens, pixels.
             samples: samples of the step, over all ranks.
             lr: the learning rate it was taken with.
             epochs: epochs done so far, with their fraction.
@@ -123,8 +130,6 @@ class StepLog:
             self._clock.add(self._seconds, "step", self._begun, now)
             self._begun = None
         self._clock.settle(self._seconds)
-        self._loss += loss_sum.detach()
-        self._count = self._count + count
         self._samples += samples
         self._steps += 1
         self._last = {"step": number, "epochs": epochs, "lr": lr, "grad_norm": grad_norm}

@@ -29,7 +29,8 @@ class Kept:
 
 def take(log: StepLog, number: int, loss: float, count: int = 1, **more: Any) -> None:
     given = {"samples": 8, "lr": 0.1, "epochs": number / 10, **more}
-    log.step(number, torch.tensor(loss), count, **given)
+    log.add(torch.as_tensor(loss), count)
+    log.step(number, **given)
 
 
 def timeless(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
