@@ -11,30 +11,31 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics, SyncBatchNorm
-from ckpttool.distributed import collectives
+from ckpttool.distributed import collectives, nested
 from ckpttool.errors import CheckFailed
-from ckpttool.metrics.certificate import Certificate
 from train import random_state
 from train.config import TrainConfig
 from train.data import Data
-from train.evaluation import Evaluator
 from train.launch import Place
 from train.loading import load
 from train.optimizers import build_optimizer, build_scheduler
 from train.plan import Plan, Step
 from train.samples import count
+from train.scoring import Score as TestScore
+from train.scoring import Scorer, merit
+from train.task import Task
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = Any
 
 
 @dataclass
@@ -46,14 +47,14 @@ class Progress:
         step: optimizer steps done in the current epoch.
         global_step: optimizer steps done since the beginning.
         samples: samples used since the beginning, by all ranks.
-        best: the best accuracy on the test set so far.
+        best: the `merit` of the best score on the test set so far.
     """
 
     epoch: int = 0
     step: int = 0
     global_step: int = 0
     samples: int = 0
-    best: float = -1.0
+    best: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ def make_plan(config: TrainConfig, data: Data) -> Plan:
 class Trainer:
     """A model on this rank, wrapped in DDP, with its optimizer and its position in the plan."""
 
-    def __init__(self, config: TrainConfig, data: Data, model: nn.Module, place: Place) -> None:
-        self.config, self.data, self.place = config, data, place
+    def __init__(self, config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
+        self.config, self.data, self.place, self.task = config, data, place, task
         self.plan = make_plan(config, data)
-        self.evaluator = Evaluator(data, place, workers=config.workers)
+        self.scorer = Scorer(data, task, place, batch_size=config.eval_batch, workers=config.workers)
         self.progress = Progress()
         devices = [place.device] if place.device.type == "cuda" else None
         model = model.to(place.device)
@@ -91,7 +92,7 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.ddp)
         self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps)
         self.sums = self._no_sums()
-        self._stand_in = default_collate([data.train[0]])[0].to(place.device)
+        self._stand_in = task.batch_to(default_collate([data.train[0]]), place.device)
         self._settle_buckets()
         random_state.seed_all(random_state.seed_from(config.seed, "rank", place.rank))
 
@@ -124,23 +125,23 @@ class Trainer:
         self.progress.step = 0
         return Score(int(correct), int(samples), loss / samples)
 
-    def evaluate(self) -> Certificate:
+    def evaluate(self) -> TestScore:
         """Return what train/evaluate.py would give for the bare model as it would be saved. A collective.
 
         Raises:
             CheckFailed: a label is not one of the classes; ranks without that sample raise RankFailed.
         """
         with self.one_model():
-            return self.evaluator.evaluate(self.ddp.module).certificate
+            return self.scorer.score(self.ddp.module)
 
-    def note_best(self, score: Certificate) -> bool:
+    def note_best(self, score: TestScore) -> bool:
         """Return whether this is the best score on the test set so far, and if so remember it.
 
         A score with a loss of NaN never is.
         """
-        is_best = math.isfinite(score.loss) and score.accuracy > self.progress.best
+        is_best = merit(score) > self.progress.best
         if is_best:
-            self.progress.best = score.accuracy
+            self.progress.best = merit(score)
         return is_best
 
     @contextlib.contextmanager
@@ -156,21 +157,29 @@ class Trainer:
     def _take(self, step: Step, batches: Iterator[Batch]) -> None:
         """Take one optimizer step. Every rank runs backward exactly once with gradient synchronisation."""
         passes = self._passes(step)
+        counted = 0
         for number in range(1, passes + 1):
             in_sync = number == passes
             if number > len(step.micro_batches):
                 with contextlib.nullcontext() if in_sync else self.ddp.no_sync():
                     self._pass_standing_in()
                 continue
-            inputs, labels = (one.to(self.place.device, non_blocking=True) for one in next(batches))
+            batch = self.task.batch_to(next(batches), self.place.device)
             with contextlib.nullcontext() if in_sync else self.ddp.no_sync():
-                scores = self.ddp(inputs)
-                loss = F.cross_entropy(scores, labels, reduction="sum")
+                outputs = self.task.forward(self.ddp, batch)
+                loss, count = self.task.loss(outputs, batch)
                 (loss * (self.place.world_size / step.global_size)).backward()
+            correct = self.task.correct(outputs, batch)
             self.sums[0] += loss.detach()
-            self.sums[1] += (scores.detach().argmax(dim=1) == labels).sum()
-            self.sums[2] += len(labels)
+            self.sums[1] += 0 if correct is None else correct
+            self.sums[2] += count
+            counted += int(count)
         self._check_gradients()
+        total = int(collectives.total(torch.tensor([counted]))[0])
+        if total != step.global_size:
+            for parameter in self.ddp.parameters():
+                if parameter.grad is not None:
+                    parameter.grad *= step.global_size / total
         if self.statistics:
             self.statistics.end_step()
         self.optimizer.step()
@@ -212,7 +221,10 @@ class Trainer:
             layer.training = False
         for layer in taking_part:
             layer.absent = True
-        (self.ddp(self._stand_in).sum() * 0).backward()
+        outputs = [
+            one for one in nested.tensors(self.task.forward(self.ddp, self._stand_in)) if one.requires_grad
+        ]
+        torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
         for layer in frozen:
             layer.training = True
         for layer in taking_part:
@@ -243,9 +255,9 @@ class Trainer:
         # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
         seed = random_state.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
         loaded = load(samples, indices, self.place, self.config.workers, seed=seed)
-        for micro_batch, (inputs, labels) in zip(indices, loaded, strict=True):
-            self.data.check_labels(labels, micro_batch, "training")
-            yield inputs, labels.to(torch.int64)
+        for micro_batch, batch in zip(indices, loaded, strict=True):
+            self.task.check(batch, micro_batch, "training")
+            yield batch
 
     def _no_sums(self) -> torch.Tensor:
         """Return zeros for this rank's loss, correct predictions and samples in the current epoch."""

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from train.engine import Trainer
     from train.report import Report
     from train.saving import Saver
+    from train.task import Task
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Job:
     place: launch.Place
     data: Data
     model: nn.Module
+    task: Task
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,15 +80,17 @@ def prepare(config: TrainConfig) -> Job:
     import torch._dynamo  # noqa: F401  as DDP does; inside a process group, it would keep the group alive
 
     from train import data, models, preflight, random_state
+    from train import task as tasks
 
     place = launch.find_place(config.backend)
     if config.deterministic:
         launch.make_deterministic()
     loaded = data.load(config, seed=config.seed)
     random_state.seed_all(random_state.seed_from(config.seed, "weights"))
-    model = models.build(config.model, shape=loaded.shape, classes=len(loaded.classes))
-    preflight.check(config, loaded, model, place)
-    return Job(config, place, loaded, model)
+    task = tasks.build(config, loaded)
+    model = models.build(config.model, shape=loaded.shape, classes=task.outputs(loaded))
+    preflight.check(config, loaded, model, place, task)
+    return Job(config, place, loaded, model, task)
 
 
 def work(job: Job) -> None:
@@ -117,7 +121,7 @@ def train_in(folder: str, job: Job) -> None:
     from train.report import Report
     from train.saving import Saver
 
-    trainer = Trainer(job.config, job.data, job.model, job.place)
+    trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
     remarks = resuming.resume(trainer, folder)
     saver = Saver(trainer, folder)
     report = Report(trainer, folder)

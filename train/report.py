@@ -12,8 +12,8 @@ import torch
 
 from ckpttool.distributed import collectives
 from ckpttool.metrics.certificate import Certificate
-from train import launch
-from train.config import TrainConfig
+from train import launch, scoring
+from train.config import DataConfig, TrainConfig
 from train.data import Data
 from train.engine import Score, Trainer
 from train.flags import arguments_of
@@ -21,6 +21,8 @@ from train.optimizers import learning_rate
 from train.plan import deal
 from train.run_folder import BEST, LAST, append_to_log, cut_log
 from train.samples import count
+from train.scoring import Score as TestScore
+from train.task import Classification
 
 
 class Report:
@@ -59,7 +61,13 @@ class Report:
         for remark in remarks or ():
             launch.say(f"resume  {remark}")
         if self.trainer.progress.epoch < config.epochs:
-            launch.say("\n  epoch  train loss  correct   test loss  correct               seconds")
+            launch.say(self._heading())
+
+    def _heading(self) -> str:
+        """Return the heading of the epochs' lines."""
+        if isinstance(self.trainer.task, Classification):
+            return "\n  epoch  train loss  correct   test loss  correct               seconds"
+        return "\n  epoch  train loss   test loss  seconds"
 
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
         """Yield the same steps, counted on a progress bar."""
@@ -77,7 +85,7 @@ class Report:
                 yield step
                 bar.update()
 
-    def epoch(self, trained: Score, tested: Certificate, *, seconds: float, best: bool) -> None:
+    def epoch(self, trained: Score, tested: TestScore, *, seconds: float, best: bool) -> None:
         """Print one line about an epoch, and add one object to the log. Raises as `begin`.
 
         Args:
@@ -90,24 +98,26 @@ class Report:
             if self.speaks:
                 self._log_epoch(trained, tested, seconds, best)
 
-    def _log_epoch(self, trained: Score, tested: Certificate, seconds: float, best: bool) -> None:
+    def _log_epoch(self, trained: Score, tested: TestScore, seconds: float, best: bool) -> None:
         config, progress = self.trainer.config, self.trainer.progress
         epoch, epochs = progress.epoch, config.epochs
+        line = f"{f'{epoch}/{epochs}':>7}  {trained.loss:10.4f}  "
+        entry = {"epoch": epoch, **tested.score(), "seconds": round(seconds, 3), "train_loss": trained.loss}
+        for only_in_eval in ("per_class", "ranks"):
+            entry.pop(only_in_eval, None)
+        if isinstance(tested, Certificate):
+            right = f"({tested.correct}/{tested.samples})"
+            line += f"{trained.accuracy:7.2%}  {tested.loss:10.4f}  {tested.accuracy:7.2%} {right:>12}  "
+            entry["train_accuracy"] = trained.accuracy
+        else:
+            line += f"{tested.loss:10.4f}  "
+        metrics = "" if isinstance(tested, Certificate) else scoring.metrics_in_words(tested)
         launch.say(
-            f"{f'{epoch}/{epochs}':>7}  {trained.loss:10.4f}  {trained.accuracy:7.2%}  "
-            f"{tested.loss:10.4f}  {tested.accuracy:7.2%} {f'({tested.correct}/{tested.samples})':>12}  "
-            f"{seconds:7.1f}{'  best' if best else ''}"
+            f"{line}{seconds:7.1f}{'  best' if best else '      ' * bool(metrics)}  {metrics}".rstrip()
         )
-        entry = {
-            "epoch": epoch,
-            "loss": tested.loss,
-            "accuracy": tested.accuracy,
-            "correct": tested.correct,
-            "samples": tested.samples,
-            "seconds": round(seconds, 3),
-            "train_loss": trained.loss,
-            "train_accuracy": trained.accuracy,
+        entry |= {
             "threads": tested.evaluation.threads,
+            "batch_size": tested.evaluation.batch_size,
             "lr": learning_rate(config, progress.global_step - 1, self.trainer.plan.steps),
         }
         append_to_log(self.folder, entry)
@@ -124,7 +134,8 @@ class Report:
         if self.trainer.progress.epoch > self.first_epoch:
             launch.say(f"\nsaved   {last}")
             if best in saved:
-                launch.say(f"        {best} ({self.trainer.progress.best:.2%})")
+                score = scoring.merit_in_words(self.trainer.task, self.trainer.progress.best)
+                launch.say(f"        {best} ({score})")
         if saved:
             flags = flags_of(self.trainer.config) + flags_of_bits(self.trainer.place.device)
             launch.say("next:")
@@ -157,11 +168,9 @@ def program(name: str) -> str:
 
 def describe(data: Data) -> str:
     """Return the sizes, the shape and the number of classes of a data set, in words."""
-    shape = "×".join(map(str, data.shape))
-    return (
-        f"{count(data.train):,} training and {count(data.test):,} test samples of {shape}, "
-        f"{len(data.classes)} classes"
-    )
+    shape = f" of {'×'.join(map(str, data.shape))}" if data.shape else ""
+    classes = f", {len(data.classes)} classes" if data.classes else ""
+    return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
 
 
 def shares(batch_size: int, world_size: int) -> str:
@@ -194,6 +203,10 @@ def in_two_lines(command: str, flags: str) -> str:
 def flags_of(config: TrainConfig) -> str:
     """Return the flags with which an evaluation builds the same model and takes the same samples."""
     flags = [f"--model {shlex.quote(config.model)}", f"--data {shlex.quote(config.data)}"]
+    if config.task != DataConfig.task:
+        flags.append(f"--task {shlex.quote(config.task)}")
+    if config.eval_batch != DataConfig.eval_batch:
+        flags.append(f"--eval-batch {config.eval_batch}")
     for name, values in (("mean", config.mean), ("std", config.std)):
         if values:
             flags.append(f"--{name} {','.join(map(str, values))}")

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
+from train.evaluation import Evaluator
 
 from ckpttool import metrics
 from train.data import Data
-from train.evaluation import Evaluator
 from train.launch import Place
 from train.models import resnet20
 

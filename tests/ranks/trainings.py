@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from train import task
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import Trainer
@@ -56,7 +57,7 @@ def alone(make: Any, data: Data, batch_size: int, epochs: int = 1, **settings: A
 
 def trainer(rank: int, world_size: int, data: Data, model: nn.Module, **settings: Any) -> Trainer:
     config = TrainConfig(**{"scheduler": "none", **settings})
-    return Trainer(config, data, model, place(rank, world_size))
+    return Trainer(config, data, model, place(rank, world_size), task.build(config, data))
 
 
 def finish_epoch(trainer: Trainer) -> Any:
