@@ -24,18 +24,20 @@ from ckpttool.distributed.place import Place
 from ckpttool.distributed.plan import Plan, Step
 from ckpttool.distributed.stand_in import pass_standing_in
 from ckpttool.errors import CheckFailed
-from ckpttool.metrics.certificate import Certificate
 from train import wrapping
+from train.augment import augmented
 from train.config import TrainConfig
 from train.data import Data
 from train.ema import Ema
-from train.evaluation import Evaluator
+from train.limits import total_steps
 from train.loading import load
 from train.optimizers import build_optimizer, build_scheduler, clip
 from train.precision import Precision
 from train.samples import count
-from train.step_log import Sink, StepLog
-from train.task import Task
+from train.scoring import Score as TestScore
+from train.scoring import Scorer, merit
+from train.step_log import StepLog
+from train.task import Classification, Task
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Progress:
         step: optimizer steps done in the current epoch.
         global_step: optimizer steps done since the beginning.
         samples: samples used since the beginning, by all ranks.
-        best: the best score on the test set so far.
+        best: the `merit` of the best score on the test set so far.
     """
 
     epoch: int = 0
@@ -135,12 +137,12 @@ class Trainer:
         model: nn.Module,
         place: Place,
         task: Task,
-        sinks: Sequence[Sink] = (),
     ) -> None:
         self.config, self.data, self.place, self.task = config, data, place, task
+        self.samples = augmented(data.train, config, len(data.classes))
         self.plan = make_plan(config, data)
         self.steps_per_epoch = self.plan.steps_of(place.world_size)
-        self.evaluator = Evaluator(data, place, task, workers=config.workers, batch=config.eval_batch)
+        self.scorer = Scorer(data, task, place, batch_size=config.eval_batch, workers=config.workers)
         self.progress = Progress()
         self.precision = Precision(config.amp, place.device)
         model = model.to(place.device)
@@ -156,13 +158,14 @@ class Trainer:
         )
         self._trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.optimizer = build_optimizer(config, self.ddp)
-        self.scheduler = build_scheduler(
-            config, self.optimizer, self.steps_per_epoch * config.epochs, self.steps_per_epoch
-        )
+        steps = total_steps(config, self.steps_per_epoch)
+        self.scheduler = build_scheduler(config, self.optimizer, steps, self.steps_per_epoch)
         self.ema = Ema(model, config.ema) if config.ema else None
         self.sums = Sums()
-        self.log = StepLog(config.log_every, place.device, sinks)
-        self._stand_in = task.batch_to(default_collate([data.train[0]]), place.device)
+        self.lr = config.lr
+        self._gradient_norm: torch.Tensor | None = None
+        self.log = StepLog(config.log_every, place.device)
+        self._stand_in = task.batch_to(default_collate([self.samples[0]]), place.device)
         settle_buckets(self.ddp, lambda: self.stand_in(together=False))
         if config.compile:
             wrapping.compile_training(self.ddp)
@@ -237,7 +240,7 @@ class Trainer:
         self._gradient_norm = None
         if self.config.clip_norm or self.log.due(self.progress.global_step + 1):
             self._gradient_norm = clip([p for _, p in self._trained], self.config.clip_norm)
-        self._lr = self.optimizer.param_groups[0]["lr"]
+        self.lr = self.optimizer.param_groups[0]["lr"]
         if self.precision.step(self.optimizer):
             self.scheduler.step()
             if self.ema:
@@ -251,15 +254,23 @@ class Trainer:
         progress.global_step += 1
         progress.samples += step.global_size
         self.sums.merge(sums)
+        if isinstance(sums.loss, torch.Tensor):
+            self.log.add(sums.loss, sums.count)
         self.log.step(
             progress.global_step,
-            sums.loss,
-            sums.count,
             samples=step.global_size,
-            lr=self._lr,
-            epochs=progress.epoch + progress.step / self.steps_per_epoch,
+            lr=self.lr,
+            epochs=self.epochs_done(),
             grad_norm=self._gradient_norm,
         )
+
+    def epochs_done(self) -> float:
+        """Return the epochs done so far, with the fraction of the current one."""
+        return self.progress.epoch + self.progress.step / self.steps_per_epoch
+
+    def epoch_is_done(self) -> bool:
+        """Return whether all steps of the current epoch are done, so that it is to be finished."""
+        return self.progress.step >= self.steps_per_epoch
 
     def finish_epoch(self) -> Score:
         """End the current epoch. A collective.
@@ -272,16 +283,30 @@ class Trainer:
         self.sums = Sums()
         self.progress.epoch += 1
         self.progress.step = 0
-        return Score(loss / counted, int(correct) if self.task.has_classes else None, int(samples))
+        return Score(
+            loss / counted, int(correct) if isinstance(self.task, Classification) else None, int(samples)
+        )
 
-    def evaluate(self) -> Certificate:
+    def evaluate(self) -> TestScore:
         """Return what train/evaluate.py would give for the bare model as it would be saved. A collective.
+
+        With `--ema` it is the score of the averaged weights, which are saved as `ema.averages`.
 
         Raises:
             CheckFailed: a batch does not suit the task; ranks without that sample raise RankFailed.
         """
         with self.one_model(), self.ema.swapped() if self.ema else contextlib.nullcontext():
-            return self.evaluator.evaluate(self.ddp.module).certificate
+            return self.scorer.score(self.ddp.module)
+
+    def note_best(self, score: TestScore) -> bool:
+        """Return whether this is the best score on the test set so far, and if so remember it.
+
+        A score with a loss of NaN never is.
+        """
+        is_best = merit(score) > self.progress.best
+        if is_best:
+            self.progress.best = merit(score)
+        return is_best
 
     @contextlib.contextmanager
     def one_model(self) -> Iterator[None]:
@@ -308,7 +333,7 @@ class Trainer:
 
     def _load(self, steps: list[Step]) -> Iterator[Any]:
         """Yield the micro-batches of these steps, in order, on this rank's device."""
-        samples, epoch, step = self.data.train, self.progress.epoch, self.progress.step
+        samples, epoch, step = self.samples, self.progress.epoch, self.progress.step
         set_epoch = getattr(samples, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)

@@ -58,6 +58,7 @@ class Job:
     data: Data
     model: nn.Module
     task: Task
+    remarks: list[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -83,16 +84,19 @@ def prepare(config: TrainConfig) -> Job:
 
     from ckpttool.distributed import randomness
     from ckpttool.distributed.place import find_place
-    from train import data, models, preflight
+    from train import data, init_from, models, preflight
+    from train import task as tasks
 
     place = find_place(config.backend)
     if config.deterministic:
         launch.make_deterministic()
     loaded = data.load(config, seed=config.seed)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
-    model = models.build(config.model, shape=loaded.shape, classes=len(loaded.classes))
-    preflight.check(config, loaded, model, place)
-    return Job(config, place, loaded, model)
+    task = tasks.build(config, loaded)
+    model = models.build(config.model, shape=loaded.shape, classes=task.outputs(loaded))
+    preflight.check(config, loaded, model, place, task)
+    remarks = init_from.load(model, config.init, config.init_allow_missing) if config.init else []
+    return Job(config, place, loaded, model, task, remarks)
 
 
 def work(job: Job) -> None:
@@ -118,7 +122,8 @@ def train(job: Job) -> None:
 
 def train_in(folder: str, job: Job) -> None:
     """Train, with rank 0's files in a folder."""
-    from train import resuming
+    from ckpttool.distributed import collectives
+    from train import resuming, trackers
     from train.engine import Trainer
     from train.report import Report
     from train.saving import Saver
@@ -127,26 +132,42 @@ def train_in(folder: str, job: Job) -> None:
     remarks = resuming.resume(trainer, folder)
     saver = Saver(trainer, folder)
     report = Report(trainer, folder)
-    report.begin(remarks)
+    report.begin([("resume", text) for text in remarks] or [("init", text) for text in job.remarks])
+    with contextlib.ExitStack() as open_files:
+        with collectives.together():
+            if job.place.rank == 0:
+                opened = trackers.opened(job.config, folder, trainer.progress.global_step)
+                trainer.log.sinks = open_files.enter_context(opened)
+        try:
+            end = run(trainer, report, saver)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(report.how_to_go_on()) from None
+    report.end(end)
 
-    try:
-        run_epochs(trainer, saver, report)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(report.how_to_go_on()) from None
-    report.end()
 
+def run(trainer: Trainer, report: Report, saver: Saver) -> str:
+    """Train the rest of the run. After each step, do what is due: evaluate, report and save.
 
-def run_epochs(trainer: Trainer, saver: Saver, report: Report) -> None:
-    """Train the remaining epochs, evaluating, reporting and saving after each."""
-    while trainer.progress.epoch < trainer.config.epochs:
+    Returns:
+        The flag that ended it; `""` if there was nothing left to do.
+    """
+    from train.limits import Limits
+
+    limits = Limits(trainer.config, trainer.steps_per_epoch)
+    while not limits.is_over(trainer.progress):
         began = time.monotonic()
         for _ in report.bar(steps_of_epoch(trainer)):
-            saver.after_step()
-        trained = trainer.finish_epoch()
-        tested = trainer.evaluate()
-        best = trainer.note_best(tested)
-        report.epoch(trained, tested, seconds=time.monotonic() - began, best=best)
-        saver.after_epoch(best=best)  # after the log: a resume drops the entries it will log again
+            due = limits.due(trainer.progress)
+            trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
+            tested = trainer.evaluate() if due.evaluate else None
+            best = tested is not None and trainer.note_best(tested)
+            report.scores(trained, tested, seconds=time.monotonic() - began, best=best)
+            if limits.is_over(trainer.progress):
+                trainer.log.end()
+            saver.save(last=due.save, best=best)  # after the log: a resume drops what it will log again
+            if due.end:
+                return due.end
+    return ""
 
 
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:

@@ -28,7 +28,7 @@ BEFORE = {"decay_norms": True}
 COMPARED_BY_CONTENT = {"data"}
 
 
-def resume(trainer: Trainer, folder: str) -> list[str] | None:
+def resume(trainer: Trainer, folder: str) -> list[str]:
     """Continue from the checkpoint that `--resume` names, if there is one. A collective.
 
     Args:
@@ -36,7 +36,7 @@ def resume(trainer: Trainer, folder: str) -> list[str] | None:
         folder: the run's folder, for `--resume auto`.
 
     Returns:
-        Remarks for the user; None for a fresh start.
+        Remarks for the user; none for a fresh start.
 
     Raises:
         Unreadable, Damaged, Refused: on rank 0, as `checkpoints.read`; the other ranks raise RankFailed.
@@ -45,10 +45,12 @@ def resume(trainer: Trainer, folder: str) -> list[str] | None:
     config = trainer.config
     path = collectives.decide(lambda: _find(config, folder))
     if path is None:
-        return None
+        return []
     state = collectives.broadcast(lambda: read_fitting(path, trainer))
     with collectives.together(), checkpoints.malformed(path):
         restore(trainer, state)
+    if trainer.epoch_is_done():  # as older versions saved it
+        trainer.finish_epoch()
     return _remarks(trainer, state, path)
 
 

@@ -108,41 +108,35 @@ def save(trainer: Trainer, folder: str, names: list[str], *, keep: int = 0) -> N
 
 
 class Saver:
-    """Decides when to save: every `--save-every`, after the last epoch, and for the best model so far."""
+    """Writes the checkpoints of a run: last.pt, and best.pt for the best model so far."""
 
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder = trainer, folder
 
-    def after_step(self) -> None:
-        """Save if `--save-every` counts steps and this one is due. Raises as `save`, and CheckFailed."""
-        count, unit = self.trainer.config.save_every
-        if unit == "steps" and self.trainer.progress.global_step % count == 0:
-            self._save([run_folder.LAST])
-
-    def after_epoch(self, *, best: bool) -> None:
-        """Save what is due after an epoch.
+    def save(self, *, last: bool, best: bool) -> None:
+        """Write what is asked for, if anything. A collective.
 
         Args:
-            best: whether the model is the best so far.
+            last: write last.pt, and with `--keep` a numbered checkpoint.
+            best: write best.pt.
 
         Raises:
             CheckFailed: on the rank where a parameter or running statistic is NaN or infinite; the others
                 raise RankFailed. Earlier checkpoints stay.
             RanksDiffer, FileError: as `save`.
         """
-        count, unit = self.trainer.config.save_every
-        epoch = self.trainer.progress.epoch
-        due = (unit == "epochs" and epoch % count == 0) or epoch == self.trainer.config.epochs
-        self._save([run_folder.LAST] * due + [run_folder.BEST] * best)
-
-    def _save(self, names: list[str]) -> None:
+        if not last and not best:
+            return
         with collectives.together():  # before ranks are compared, NaN may be on one rank only
             self._check_finite()
         keep = self.trainer.config.keep
-        if run_folder.LAST in names and keep:
-            names = [*names, run_folder.numbered(self.trainer.progress.global_step)]
-        if names:
-            save(self.trainer, self.folder, names, keep=keep)
+        numbered = [run_folder.numbered(self.trainer.progress.global_step)] if last and keep else []
+        save(
+            self.trainer,
+            self.folder,
+            [run_folder.LAST] * last + [run_folder.BEST] * best + numbered,
+            keep=keep,
+        )
 
     def _check_finite(self) -> None:
         """Raise CheckFailed if training has diverged, before an earlier checkpoint is overwritten."""
