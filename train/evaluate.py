@@ -33,6 +33,7 @@ from train.flag_values import integer
 if TYPE_CHECKING:
     from torch import nn
 
+    from ckpttool.distributed.place import Place
     from ckpttool.metrics.certificate import Certificate
     from train.data import Data
     from train.evaluation import Evaluated
@@ -78,7 +79,7 @@ class Job:
     """An evaluation that has passed all checks."""
 
     config: EvaluateConfig
-    place: launch.Place
+    place: Place
     data: Data
     model: nn.Module
 
@@ -132,10 +133,11 @@ def prepare(config: EvaluateConfig) -> Job:
     """
     import torch
 
+    from ckpttool.distributed.place import find_place
     from train import data, models, preflight
 
     torch.set_num_threads(config.threads)  # the default differs with and without torchrun
-    place = launch.find_place(config.backend)
+    place = find_place(config.backend)
     loaded = data.load_test(config)
     model = models.build(config.model, shape=loaded.shape, classes=len(loaded.classes))
     preflight.check_evaluation(config.model, loaded, model)
@@ -144,7 +146,7 @@ def prepare(config: EvaluateConfig) -> Job:
 
 def work(job: Job) -> None:
     """Evaluate in a process group, and print the result on rank 0."""
-    from train.process_group import process_group
+    from ckpttool.distributed.group import process_group
 
     with process_group(job.place, job.config.timeout):
         found = evaluate(job)

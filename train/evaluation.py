@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.gather_rows import gather
+from ckpttool.distributed.place import Place
 from ckpttool.metrics.certificate import Certificate, certify
 from ckpttool.metrics.predictions import COLUMNS, Evaluation, Predictions
 from train.data import Data
-from train.launch import Place
 from train.loading import load
 from train.plan import evaluation_batches
 from train.samples import count

@@ -12,11 +12,11 @@ from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
+from ckpttool.distributed.place import Place
 from ckpttool.errors import UsageFault
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import make_plan
-from train.launch import Place
 from train.plan import Plan, deal
 from train.samples import Samples
 
