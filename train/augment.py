@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CheckFailed, UsageFault
 from train.config import TrainConfig
-from train.random_state import seeded
 from train.samples import Samples, Scale, count, scale_of
 
 PADDING = 8
