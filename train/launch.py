@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
-from ckpttool.distributed.place import given_rank as rank
+from ckpttool.distributed.place import given_rank, given_world_size, started_by_launcher
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
 
 Job = TypeVar("Job")
@@ -35,6 +35,9 @@ LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|remote pr
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
 UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
 TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
+
+
+rank, world_size, started_by_torchrun = given_rank, given_world_size, started_by_launcher
 
 
 def started_by_spawn() -> bool:

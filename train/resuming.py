@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
-
 from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import Damaged, UsageFault
-from train import checkpoints, run_folder
+from train import checkpoints, optimizers, run_folder
 from train.config import TrainConfig
 from train.contents import Contents, flat
 from train.data import Data
@@ -23,11 +21,14 @@ FREE = {
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
 }
 
+# Settings of checkpoints that are older than the flag, where they are not its default.
+BEFORE = {"decay_norms": True}
+
 # Compared by content, not by value: the same folder may be elsewhere now.
 COMPARED_BY_CONTENT = {"data"}
 
 
-def resume(trainer: Trainer, folder: str) -> list[str] | None:
+def resume(trainer: Trainer, folder: str) -> list[str]:
     """Continue from the checkpoint that `--resume` names, if there is one. A collective.
 
     Args:
@@ -35,7 +36,7 @@ def resume(trainer: Trainer, folder: str) -> list[str] | None:
         folder: the run's folder, for `--resume auto`.
 
     Returns:
-        Remarks for the user; None for a fresh start.
+        Remarks for the user; none for a fresh start.
 
     Raises:
         Unreadable, Damaged, Refused: on rank 0, as `checkpoints.read`; the other ranks raise RankFailed.
@@ -44,10 +45,12 @@ def resume(trainer: Trainer, folder: str) -> list[str] | None:
     config = trainer.config
     path = collectives.decide(lambda: _find(config, folder))
     if path is None:
-        return None
+        return []
     state = collectives.broadcast(lambda: read_fitting(path, trainer))
     with collectives.together(), checkpoints.malformed(path):
         restore(trainer, state)
+    if trainer.epoch_is_done():  # as older versions saved it
+        trainer.finish_epoch()
     return _remarks(trainer, state, path)
 
 
@@ -70,21 +73,23 @@ def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
 def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     """Raise Damaged if the checkpoint's position is none in this training, or ranks are missing in it."""
     progress, ranks = state["progress"], state["plan"]["world_size"]
+    steps = trainer.steps_per_epoch
     if min(progress["epoch"], progress["global_step"], progress["samples"]) < 0:
         raise Damaged(path, "its progress is negative")
-    if not 0 <= progress["step"] <= trainer.plan.steps:  # all of them: saved before the epoch was counted
-        raise Damaged(path, f"{progress['step']} steps of an epoch are done, which has {trainer.plan.steps}")
+    if not 0 <= progress["step"] <= steps:  # all of them: saved before the epoch was counted
+        raise Damaged(path, f"{progress['step']} steps of an epoch are done, which has {steps}")
     for part, found in (("rng", state["rng"]), ("progress.sums", progress["sums"])):
         if len(found) != ranks:
             raise Damaged(path, f"{part} is of {len(found)} ranks, and the run had {ranks}")
-    if any(len(sums) != trainer.sums.numel() for sums in progress["sums"]):
+    if any(len(sums) != len(trainer.sums.NAMES) for sums in progress["sums"]):
         raise Damaged(path, "progress.sums has another length than it was saved with")
     saved, own = state["scheduler"], trainer.scheduler.state_dict()
     for name, value in own.items():
         kinds = (int, float) if isinstance(value, float) else type(value)
         if not isinstance(saved.get(name, value), kinds):
             raise Damaged(path, f"scheduler.{name} is a {type(saved[name]).__name__}")
-    if saved["last_epoch"] != progress["global_step"]:
+    skipped = state.get("scaler", {}).get("skipped", 0)
+    if saved["last_epoch"] + skipped != progress["global_step"]:
         raise Damaged(
             path, f"scheduler.last_epoch is {saved['last_epoch']} after {progress['global_step']} steps"
         )
@@ -93,7 +98,7 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
 
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
-    now, then = trainer.config.plain(), {**TrainConfig().plain(), **state["config"]}
+    now, then = trainer.config.plain(), {**TrainConfig().plain(), **BEFORE, **state["config"]}
     other = [name for name in now if name not in FREE | COMPARED_BY_CONTENT and now[name] != then.get(name)]
     if other:
         flags = " ".join(_flag(name, then.get(name)) for name in other)
@@ -147,17 +152,22 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error
-    trainer.optimizer.load_state_dict(saved)
+    optimizers.restore(trainer.optimizer, saved)
     trainer.scheduler.load_state_dict(state["scheduler"])
+    trainer.precision.load_state_dict(state.get("scaler", {}))
+    if trainer.ema:
+        trainer.ema.load_state_dict(state["ema"])
+    if "log" in state:
+        trainer.log.restore(state["log"], trainer.place.rank, trainer.place.world_size)
     progress = dict(state["progress"])
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)
     if len(states) == trainer.place.world_size:
-        trainer.sums.copy_(torch.tensor(sums[rank], dtype=torch.float64))
+        trainer.sums.restore(sums[rank])
         randomness.put_back(states[rank])
         return
     if rank == 0:  # a different number of ranks: one of them holds the total
-        trainer.sums.copy_(torch.tensor(sums, dtype=torch.float64).sum(dim=0))
+        trainer.sums.restore([sum(column) for column in zip(*sums, strict=True)])
     seed = randomness.seed_from(trainer.config.seed, "rank", rank, progress["global_step"])
     randomness.seed_all(seed)
 
@@ -168,7 +178,7 @@ def _parameter_names(optimizer: dict[str, Any]) -> list[list[str]]:
 
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """What the user should know about this resume: its position, and why bits may differ."""
-    progress, steps = trainer.progress, trainer.plan.steps
+    progress, steps = trainer.progress, trainer.steps_per_epoch
     if progress.epoch >= trainer.config.epochs:
         done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)}"
         return [f"{path} already has {done}: nothing to do (--epochs N trains longer)"]

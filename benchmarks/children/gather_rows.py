@@ -22,7 +22,6 @@ from torch.utils.data import TensorDataset
 from ckpttool import metrics
 from ckpttool.distributed.place import Place
 from train.data import Data
-from train.evaluation import Evaluator
 from train.models import resnet20
 
 RANKS = 2

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
+from train.evaluation import BATCH, Evaluator
 
 from tests.ranks import trainings
 from tests.ranks.programs import ROOT, TORCHRUN, start
 from train import data, evaluate, flags, main, models
 from train.data import Data
-from train.evaluation import BATCH, Evaluator
 
 SAME = ("correct", "samples", "accuracy", "loss", "threads")
 
