@@ -53,6 +53,7 @@ STRUCTURE: dict[str, Any] = {
         "world_size": int,
         "data": str,
         "contents?": Named(str, Named(str, str)),
+        "init?": (str, type(None)),
     },
     "rng": Each({"python": list, "torch": torch.Tensor}),
     "config": Named(str, SETTING),

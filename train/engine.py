@@ -163,6 +163,7 @@ class Trainer:
         self.ema = Ema(model, config.ema) if config.ema else None
         self.sums = Sums()
         self.lr = config.lr
+        self.started_from: str | None = None
         self._gradient_norm: torch.Tensor | None = None
         self.log = StepLog(config.log_every, place.device)
         self._stand_in = task.batch_to(default_collate([self.samples[0]]), place.device)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import Damaged, UsageFault
-from train import checkpoints, optimizers, run_folder
+from train import changing, checkpoints, optimizers, run_folder
 from train.config import TrainConfig
 from train.contents import Contents, flat
 from train.data import Data
 from train.engine import Progress, Trainer
+from train.limits import total_steps
 from train.saving import versions
 
 # Flags that may differ on resume; a change of any other would make it another training.
 FREE = {
-    *("epochs", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
+    *("epochs", "max_steps", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
     *("out", "save_every", "keep", "resume", "force", "change", "data_root", "download"),
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
 }
@@ -24,8 +26,8 @@ FREE = {
 # Settings of checkpoints that are older than the flag, where they are not its default.
 BEFORE = {"decay_norms": True}
 
-# Compared by content, not by value: the same folder may be elsewhere now.
-COMPARED_BY_CONTENT = {"data"}
+# Compared by content, not by value: the same folder or file may be elsewhere now.
+COMPARED_BY_CONTENT = {"data", "init", "init_allow_missing"}
 
 
 def resume(trainer: Trainer, folder: str) -> list[str]:
@@ -45,6 +47,7 @@ def resume(trainer: Trainer, folder: str) -> list[str]:
     config = trainer.config
     path = collectives.decide(lambda: _find(config, folder))
     if path is None:
+        trainer.started_from = collectives.decide(lambda: _weights(config))
         return []
     state = collectives.broadcast(lambda: read_fitting(path, trainer))
     with collectives.together(), checkpoints.malformed(path):
@@ -52,6 +55,13 @@ def resume(trainer: Trainer, folder: str) -> list[str]:
     if trainer.epoch_is_done():  # as older versions saved it
         trainer.finish_epoch()
     return _remarks(trainer, state, path)
+
+
+def _weights(config: TrainConfig) -> str | None:
+    """Return the digest of the weights that `--init` names."""
+    from train import init_from
+
+    return init_from.digest(config.init) if config.init else None
 
 
 def _find(config: TrainConfig, folder: str) -> str | None:
@@ -99,11 +109,19 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     now, then = trainer.config.plain(), {**TrainConfig().plain(), **BEFORE, **state["config"]}
-    other = [name for name in now if name not in FREE | COMPARED_BY_CONTENT and now[name] != then.get(name)]
+    allowed = changing.fields(trainer.config.change)
+    free = FREE | COMPARED_BY_CONTENT | allowed
+    other = [name for name in now if name not in free and now[name] != then.get(name)]
     if other:
         flags = " ".join(_flag(name, then.get(name)) for name in other)
+        may = " ".join(f"--change {name.replace('_', '-')}" for name in other)
+        instead = may if {*other} <= changing.CHANGEABLE else "start another run"
+        raise UsageFault(f"{path}: belongs to a training with {flags}", hint=f"give the same, or {instead}")
+    changing.require_same_groups(now, then, allowed)
+    if trainer.config.init and _weights(trainer.config) != state["plan"].get("init"):
         raise UsageFault(
-            f"{path}: belongs to a training with {flags}", hint="give the same, or start another run"
+            f"{path}: belongs to a training that did not start from the weights in {trainer.config.init}",
+            hint="leave out --init, or start another run",
         )
     if state["plan"]["data"] != trainer.data.fingerprint:
         raise UsageFault(
@@ -142,6 +160,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     Raises:
         UsageFault: the model has parameters of other names or shapes than the saved one.
     """
+    fresh = [dict(group) for group in trainer.optimizer.param_groups]
     saved, own = state["optimizer"], trainer.optimizer.state_dict()
     if _parameter_names(saved) != _parameter_names(own):
         raise UsageFault(
@@ -154,6 +173,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error
     optimizers.restore(trainer.optimizer, saved)
     trainer.scheduler.load_state_dict(state["scheduler"])
+    changing.apply(trainer, fresh)
+    trainer.started_from = state["plan"].get("init")
     trainer.precision.load_state_dict(state.get("scaler", {}))
     if trainer.ema:
         trainer.ema.load_state_dict(state["ema"])
@@ -178,10 +199,13 @@ def _parameter_names(optimizer: dict[str, Any]) -> list[list[str]]:
 
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """What the user should know about this resume: its position, and why bits may differ."""
-    progress, steps = trainer.progress, trainer.steps_per_epoch
-    if progress.epoch >= trainer.config.epochs:
+    progress, steps, config = trainer.progress, trainer.steps_per_epoch, trainer.config
+    if progress.epoch >= config.epochs:
         done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)}"
         return [f"{path} already has {done}: nothing to do (--epochs N trains longer)"]
+    if config.max_steps and progress.global_step >= config.max_steps:
+        done = f"{progress.global_step} step{'s' * (progress.global_step != 1)}"
+        return [f"{path} already has {done}: nothing to do (--max-steps N trains longer)"]
     remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
@@ -192,6 +216,14 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     ]
     if changed:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
-    if state["config"].get("epochs") != trainer.config.epochs and trainer.config.scheduler != "none":
-        remarks.append(f"the learning rate now follows {trainer.config.epochs} epochs")
+    then = {**TrainConfig().plain(), **state["config"]}
+    remarks += [
+        f"{name.replace('_', '-')} {then[name]} -> {now}"
+        for name in sorted(changing.fields(config.change))
+        if then[name] != (now := config.plain()[name])
+    ]
+    before_it = replace(config, epochs=then["epochs"], max_steps=then["max_steps"])
+    if total_steps(before_it, steps) != total_steps(config, steps) and config.scheduler != "none":
+        length = f"{total_steps(config, steps)} steps" if config.max_steps else f"{config.epochs} epochs"
+        remarks.append(f"the learning rate now follows {length}")
     return remarks

@@ -47,7 +47,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         | {"sums": collectives.gather(trainer.sums.values())},
         "plan": dataclasses.asdict(trainer.plan)
         | {"world_size": collectives.world_size(), "data": trainer.data.fingerprint}
-        | {"contents": trainer.data.contents},
+        | {"contents": trainer.data.contents, "init": trainer.started_from},
         "rng": collectives.gather(randomness.take()),
         "config": trainer.config.plain(),
         "versions": versions(trainer.place.device),
