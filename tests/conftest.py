@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from ckpttool import cli as command_line
 from tests.ranks.fixtures import run_ranks
 from tests.support.running import SHARED, Ran
+from tests.support.warm_python import WarmPython
 
 __all__ = ["run_ranks"]
 
@@ -61,6 +62,14 @@ def process() -> Callable[..., subprocess.CompletedProcess[bytes]]:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """Run Python programs without the two seconds in which torch is imported."""
+    python = WarmPython()
+    yield python
+    python.close()
 
 
 @pytest.fixture

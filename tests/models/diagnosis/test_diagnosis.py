@@ -28,6 +28,7 @@ from ckpttool.models import factory
 from tests.support import architectures
 from tests.support.architectures import Net
 from tests.support.running import Ran
+from tests.support.warm_python import WarmPython
 
 Cli = Callable[..., Ran]
 ARCHITECTURES = Path(architectures.__file__)
@@ -350,7 +351,9 @@ def strictly_loaded(command: str, python: str) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-def test_nested_states_are_fixed_in_place_and_a_plain_program_loads_them(cli: Cli, tmp_path: Path) -> None:
+def test_nested_states_are_fixed_in_place_and_a_plain_program_loads_them(
+    cli: Cli, warm_python: WarmPython, tmp_path: Path
+) -> None:
     """One shell runs all printed commands but the reloads; one program without ckpttool runs all lines."""
     script, program = ["set -e"], ["import sys", "import torch, safetensors.torch"]
     program += [f"sys.path.insert(0, {str(ARCHITECTURES.parent)!r})", "import architectures"]
@@ -381,9 +384,7 @@ def test_nested_states_are_fixed_in_place_and_a_plain_program_loads_them(cli: Cl
         "layer-norm",
     }
     run_in_shell("\n".join(script))
-    ran = subprocess.run(
-        [sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, timeout=110
-    )
+    ran = warm_python.run("-c", "\n".join(program))
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
