@@ -72,6 +72,16 @@ def warm_python() -> Iterator[WarmPython]:
     python.close()
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Start a process group of this process alone, for DDP and FSDP."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture
 def resnet20() -> Path:
     """Return a public checkpoint of 2018 in the legacy format, with keys under `module.`."""
