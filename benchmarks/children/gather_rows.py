@@ -52,6 +52,10 @@ def work(rank: int, kind: str, count: int, repeats: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    work_in_group(rank, RANKS, kind, count, repeats)
+
+
+def work_in_group(rank: int, _: int, kind: str, count: int, repeats: int) -> None:
     rows, model = rows_of(rank, count), resnet20().eval()
     if kind == "epoch":
         pictures = TensorDataset(torch.randn(count, 3, 32, 32), torch.arange(count) % 10)

@@ -172,7 +172,7 @@ def test_loading_processes_live_as_long_as_the_scorer() -> None:
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[str, Any]]:
-    """`torchrun train/evaluate.py` on the digits: what it printed as JSON, and eval.json."""
+    """`train/evaluate.py` on the digits, under torchrun for several ranks: its JSON, and eval.json."""
     folder = tmp_path_factory.mktemp("started")
     model = trainings.seeded(lambda: models.build("simple-cnn", shape=(1, 8, 8), classes=10))
     torch.save(model.state_dict(), folder / "cnn.pt")
@@ -180,14 +180,15 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[s
     def run(ranks: int) -> tuple[str, Any]:
         out = folder / f"on-{ranks}"
         program = [str(ROOT / "train" / "evaluate.py"), "cnn.pt", "--model", "simple-cnn", "--json"]
-        done = start([*TORCHRUN, str(ranks), *program, "--out", str(out)], folder)
+        launcher = [sys.executable] if ranks == 1 else [*TORCHRUN, str(ranks)]
+        done = start([*launcher, *program, "--out", str(out)], folder)
         assert done.returncode == 0, done.stderr
         return done.stdout, json.loads((out / "eval.json").read_text())
 
     return run
 
 
-def test_torchrun_prints_the_same_json_on_1_rank_and_on_3_except_for_their_number(
+def test_torchrun_with_3_ranks_prints_the_json_of_one_process_except_for_their_number(
     started: Callable[[int], tuple[str, Any]],
 ) -> None:
     (one, statement), (three, of_three) = started(1), started(3)
