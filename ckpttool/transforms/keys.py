@@ -38,7 +38,7 @@ def rename_keys(
 
     Raises:
         NothingToDo: no key changes.
-        UsageFault: an expression or replacement is malformed.
+        UsageFault: an expression or replacement is malformed, or leaves a dot too many in a key.
         Collision: two keys, or two parameters of an optimizer, would get the same name, or a key none.
         NoState: the file holds no state, or none at `state`.
     """
