@@ -190,7 +190,7 @@ def say(text: str) -> None:
 
 
 def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False) -> int:
-    """Print an error as one line on stderr.
+    """Print an error as one line on stderr, and a hint of several lines below it.
 
     Args:
         echo: wait first, because another rank reports it too.
@@ -207,6 +207,7 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
         body = {"kind": error.kind, "message": str(error), "hint": error.hint}
         with contextlib.suppress(OSError):  # it goes to stderr too
             print(json.dumps({"error": body}, indent=2), flush=True)
-    hint = f" ({error.hint})" if error.hint else ""
-    print(f"error: {error}{hint}".replace("\n", " "), file=sys.stderr, flush=True)
+    message, hint = str(error).replace("\n", " "), error.hint or ""
+    below = f"\n{hint}" if "\n" in hint else f" ({hint})" if hint else ""
+    print(f"error: {message}{below}", file=sys.stderr, flush=True)
     return error.exit_code
