@@ -20,7 +20,7 @@ from ..tensors.ref import TensorRef
 from ..tensors.to_torch import live_tensors
 from .diagnosis import Diagnosis
 from .diagnosis.case import Case
-from .diagnosis.fit import Blueprint, compare
+from .diagnosis.fit import Blueprint, Fit, compare
 from .diagnosis.resize import resized
 from .diagnosis.shell import command_line
 from .diagnosis.treatment import as_reloaded
