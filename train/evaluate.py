@@ -25,13 +25,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.distributed.place import started_by_launcher
 from ckpttool.errors import CkptToolError, UsageFault
 from train import flags, launch
-from train.config import DataConfig, check_pictures
+from train.config import DataConfig, RanksConfig, check_pictures, flag
+from train.flag_values import integer
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from ckpttool.distributed.place import Place
     from ckpttool.metrics.certificate import Certificate
     from train.data import Data
     from train.evaluation import Evaluated
@@ -41,20 +44,35 @@ RANK_FILE = re.compile(r"rank\d+\.safetensors")
 
 
 @dataclass(frozen=True)
-class EvaluateConfig(DataConfig):
-    """The whole configuration of an evaluation. The field names are the flags' names."""
+class EvaluateConfig(RanksConfig, DataConfig):
+    """The whole configuration of an evaluation."""
 
     checkpoint: str = ""
-    model: str = ""
-    state: str | None = None
-    json: bool = False
-    out: str | None = None
-    force: bool = False
-    threads: int = 1
-    workers: int = 0
-    backend: str = "auto"
-    timeout: float = 600.0
-    spawn: int | None = None
+    model: str = flag(
+        "",
+        "evaluation",
+        "simple-cnn, resnet20, torchvision:NAME, file.py:factory",
+        required=True,
+        metavar="SPEC",
+    )
+    state: str | None = flag(
+        None, "evaluation", "which state to take if the file holds several", metavar="WHERE"
+    )
+    json: bool = flag(False, "evaluation", "print one JSON object on stdout")
+    out: str | None = flag(
+        None,
+        "evaluation",
+        f"write {STATEMENT} and one file of predictions per rank here; by default nothing is written",
+        metavar="DIR",
+    )
+    force: bool = flag(False, "evaluation", "overwrite an evaluation in --out")
+    threads: int = flag(
+        1,
+        "ranks",
+        "CPU threads per rank; their number changes the last bits (1)",
+        type=integer(1),
+        metavar="N",
+    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,7 @@ class Job:
     """An evaluation that has passed all checks."""
 
     config: EvaluateConfig
-    place: launch.Place
+    place: Place
     data: Data
     model: nn.Module
 
@@ -92,43 +110,15 @@ def parse(arguments: Sequence[str]) -> EvaluateConfig:
         epilog="example:\n  python train/evaluate.py runs/first/best.pt --model simple-cnn\n",
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="any checkpoint, with or without prefixes")
-    parser.add_argument(
-        "--model",
-        required=True,
-        metavar="SPEC",
-        help="simple-cnn, resnet20, torchvision:NAME, file.py:factory",
-    )
-    parser.add_argument("--state", metavar="WHERE", help="which state to take if the file holds several")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help=f"write {STATEMENT} and one file of predictions per rank here; by default nothing is written",
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite an evaluation in --out")
-    flags.add_data_flags(parser)
-    start = flags.add_start_flags(parser)
-    start.add_argument(
-        "--threads",
-        type=int,
-        default=EvaluateConfig.threads,
-        metavar="N",
-        help="CPU threads per rank; their number changes the last bits (1)",
-    )
-    start.add_argument(
-        "--spawn", type=int, metavar="N", help="start N ranks on this machine, without torchrun"
-    )
+    flags.add_flags(parser, EvaluateConfig)
     config = EvaluateConfig(**vars(parser.parse_args(arguments)))
     check(config)
     return config
 
 
 def check(config: EvaluateConfig) -> None:
-    """Raise UsageFault, naming the flag, for a value that is wrong whatever the data and the model."""
-    for flag, number in (("--threads", config.threads), ("--spawn", config.spawn)):
-        if number is not None and number < 1:
-            raise UsageFault(f"{flag} {number}: is less than 1")
-    if config.spawn and launch.started_by_torchrun():
+    """Raise UsageFault, naming the flag, for flags that contradict each other or the launcher."""
+    if config.spawn and started_by_launcher():
         raise UsageFault(
             "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
         )
@@ -144,10 +134,11 @@ def prepare(config: EvaluateConfig) -> Job:
     """
     import torch
 
+    from ckpttool.distributed.place import find_place
     from train import data, models, preflight
 
     torch.set_num_threads(config.threads)  # the default differs with and without torchrun
-    place = launch.find_place(config.backend)
+    place = find_place(config.backend)
     loaded = data.load_test(config)
     model = models.build(config.model, shape=loaded.shape, classes=len(loaded.classes))
     preflight.check_evaluation(config.model, loaded, model)
@@ -156,7 +147,7 @@ def prepare(config: EvaluateConfig) -> Job:
 
 def work(job: Job) -> None:
     """Evaluate in a process group, and print the result on rank 0."""
-    from train.process_group import process_group
+    from ckpttool.distributed.group import process_group
 
     with process_group(job.place, job.config.timeout):
         found = evaluate(job)

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.gather_rows import gather
+from ckpttool.distributed.place import Place
 from ckpttool.distributed.plan import evaluation_batches
 from ckpttool.metrics.certificate import Certificate, certify
 from ckpttool.metrics.predictions import COLUMNS, Evaluation, Predictions
 from train.data import Data
-from train.launch import Place
 from train.loading import load
 from train.samples import count
 

@@ -1,18 +1,17 @@
-"""The command line of the trainer, and the flags that it shares with the evaluation."""
+"""The command line, made from the fields of a configuration (train/config.py)."""
 
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 from typing import IO, Any, NoReturn
 
+from ckpttool.distributed.place import given_world_size
 from ckpttool.errors import UsageFault
 from train import launch
-from train.config import OPTIMIZERS, DataConfig, Every, TrainConfig, check
-
-BACKENDS = ("auto", "gloo", "nccl")
-BATCHNORMS = ("plain", "sync", "pooled")
+from train.config import OPTIMIZERS, OTHER_OPTIMIZERS, TrainConfig, check
+from train.planning import check_plan
 
 EXAMPLES = """\
 examples:
@@ -45,12 +44,20 @@ def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
         UsageFault: a value is wrong whatever the data and the model; names the flag.
     """
     values = vars(train_parser().parse_args(arguments))
-    for name, usual in OPTIMIZERS[values["optimizer"]].items():
+    for name, usual in optimizer_defaults(values["optimizer"]).items():
         if values[name] is None:
             values[name] = usual
-    config = TrainConfig(**values)
+    if values["batch_size"] is None:
+        values["batch_size"] = sum(values["rank_batch"] or [TrainConfig.batch_size])
+    config = TrainConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
     check(config)
+    check_plan(config, config.spawn or given_world_size())
     return config
+
+
+def optimizer_defaults(optimizer: str) -> dict[str, float]:
+    """Return the learning rate, momentum and weight decay that an optimizer gets where no flag is given."""
+    return OPTIMIZERS.get(optimizer, OTHER_OPTIMIZERS)
 
 
 def without(flag: str, arguments: Sequence[str]) -> list[str]:
@@ -65,13 +72,23 @@ def without(flag: str, arguments: Sequence[str]) -> list[str]:
 
 def arguments_of(config: TrainConfig) -> list[str]:
     """Return the command line that gives this configuration, without defaults."""
-    usual = {**TrainConfig().plain(), **OPTIMIZERS[config.optimizer]}
-    found = []
-    for name, value in config.plain().items():
-        if value != usual[name]:
+    usual = {**TrainConfig().plain(), **optimizer_defaults(config.optimizer)}
+    found: list[str] = []
+    for field in dataclasses.fields(config):
+        value = config.plain()[field.name]
+        if value == usual[field.name]:
+            continue
+        if field.metadata.get("action") == "append":
+            found += [part for item in value for part in (name_of(field), item)]
+        else:
             given = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            found += [f"--{name.replace('_', '-')}", *([] if value is True else [given])]
+            found += [name_of(field), *([] if isinstance(value, bool) else [given])]
     return found
+
+
+def name_of(field: dataclasses.Field[Any]) -> str:
+    """Return the flag of a field: `--batch-size`, or `--no-set-epoch` for one that is on by default."""
+    return f"--{'no-' * (field.default is True)}{field.name.replace('_', '-')}"
 
 
 def train_parser() -> Parser:
@@ -82,213 +99,36 @@ def train_parser() -> Parser:
         description="Train a model on one or many ranks, exactly.",
         epilog=EXAMPLES,
     )
-    add_data_flags(parser)
-    _add_training_flags(parser)
-    _add_optimizer_flags(parser)
-    _add_saving_flags(parser)
-    add_start_flags(parser).add_argument(
-        "--spawn", type=_at_least(1), metavar="N", help="start N ranks on this machine, without torchrun"
-    )
+    add_flags(parser, TrainConfig)
+    # Their defaults depend on the optimizer and on --rank-batch.
+    parser.set_defaults(**dict.fromkeys(OTHER_OPTIMIZERS), batch_size=None)
     return parser
 
 
-def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `DataConfig`."""
-    default = DataConfig()
-    flags = parser.add_argument_group("data")
-    flags.add_argument(
-        "--data",
-        default=default.data,
-        metavar="DATA",
-        help="digits (the default), cifar10, mnist, folder:PATH (PATH/train/<class>/* and PATH/test/..., or "
-        "one level of classes), fake:N, or file.py:factory, which returns (train, test)",
-    )
-    flags.add_argument(
-        "--data-root",
-        default=default.data_root,
-        metavar="DIR",
-        help="where cifar10 and mnist are stored (data)",
-    )
-    flags.add_argument("--download", action="store_true", help="download cifar10 or mnist if it is missing")
-    flags.add_argument(
-        "--mean",
-        type=_numbers,
-        metavar="M,M,M",
-        help="subtracted from each channel in [0, 1] (colour images: 0.485,0.456,0.406; others: none)",
-    )
-    flags.add_argument(
-        "--std", type=_numbers, metavar="S,S,S", help="each channel is then divided by it (0.229,0.224,0.225)"
-    )
-    flags.add_argument("--resize", type=_at_least(1), metavar="N", help="resize a folder's images to N by N")
+GROUPS = ("data", "task", "model", "training", "optimizer", "saving", "ranks")
+"""The headings of the help, in order; a configuration may have others, which come first."""
 
 
-def add_start_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the flags about ranks, and return their group."""
-    default = TrainConfig()
-    flags = parser.add_argument_group("ranks")
-    flags.add_argument(
-        "--workers",
-        type=_at_least(0),
-        default=default.workers,
-        metavar="N",
-        help="processes that load data, per rank (0: the rank itself)",
-    )
-    flags.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        default=default.backend,
-        help="auto: nccl if each rank has a GPU, otherwise gloo on the CPU",
-    )
-    flags.add_argument(
-        "--timeout",
-        type=_number(above=0),
-        default=default.timeout,
-        metavar="SECONDS",
-        help=f"how long a rank waits for the others ({default.timeout:.0f})",
-    )
-    return flags
+def add_flags(parser: argparse.ArgumentParser, config: type[Any]) -> None:
+    """Add the flags of a configuration, below the headings of its groups.
+
+    Args:
+        config: a dataclass; fields without help are no flags.
+    """
+    fields = [field for field in dataclasses.fields(config) if "help" in field.metadata]
+    groups = dict.fromkeys(field.metadata["group"] for field in fields)
+    for group in sorted(groups, key=lambda name: GROUPS.index(name) if name in GROUPS else -1):
+        add = parser.add_argument_group(group).add_argument
+        for field in fields:
+            if field.metadata["group"] == group:
+                add(name_of(field), **_options(field))
 
 
-def _add_training_flags(parser: argparse.ArgumentParser) -> None:
-    default = TrainConfig()
-    add = parser.add_argument_group("training").add_argument
-    add(
-        "--model",
-        default=default.model,
-        metavar="MODEL",
-        help="simple-cnn (the default), resnet20, torchvision:NAME, or file.py:factory",
-    )
-    add(
-        "--epochs",
-        type=_at_least(1),
-        default=default.epochs,
-        metavar="N",
-        help=f"passes over the training samples ({default.epochs})",
-    )
-    add(
-        "--batch-size",
-        type=_at_least(1),
-        default=default.batch_size,
-        metavar="N",
-        help=f"samples per optimizer step over all ranks ({default.batch_size})",
-    )
-    add(
-        "--accumulate",
-        type=_at_least(1),
-        default=default.accumulate,
-        metavar="N",
-        help="take each rank's share of the batch in N passes: the same training in less memory (1)",
-    )
-    add("--drop-last", action="store_true", help="leave out the short batch that ends an epoch")
-    add(
-        "--batchnorm",
-        choices=BATCHNORMS,
-        default=default.batchnorm,
-        help="plain (the default): normalise by each rank's samples, keep rank 0's statistics; sync: by all "
-        "ranks' samples; pooled: as plain, but with the running statistics of all ranks' samples",
-    )
-    add(
-        "--seed",
-        type=_at_least(0),
-        default=default.seed,
-        metavar="N",
-        help="seeds weights, dropout and the order of samples (0)",
-    )
-    add("--deterministic", action="store_true", help="use only algorithms that give the same bits each time")
-
-
-def _add_optimizer_flags(parser: argparse.ArgumentParser) -> None:
-    default = TrainConfig()
-    add = parser.add_argument_group("optimizer").add_argument
-    add("--optimizer", choices=tuple(OPTIMIZERS), default=default.optimizer, help="sgd by default")
-    add("--lr", type=_number(above=0), metavar="X", help="learning rate (sgd 0.1, adamw 0.001)")
-    add("--momentum", type=_number(least=0, below=1), metavar="X", help="for sgd (0.9)")
-    add("--weight-decay", type=_number(least=0), metavar="X", help="sgd 0.0001, adamw 0.01")
-    add(
-        "--scheduler",
-        choices=("none", "cosine", "step"),
-        default=default.scheduler,
-        help="learning rate schedule: cosine by default; step divides it by ten after half and after three "
-        "quarters of the epochs",
-    )
-    add(
-        "--warmup",
-        type=_every(least=0),
-        default=default.warmup,
-        metavar="N[steps|epochs]",
-        help="raise the learning rate from zero over this many (0)",
-    )
-
-
-def _add_saving_flags(parser: argparse.ArgumentParser) -> None:
-    default = TrainConfig()
-    add = parser.add_argument_group("saving").add_argument
-    add("--out", metavar="DIR", help="for last.pt, best.pt and log.jsonl (runs/<time>)")
-    add(
-        "--save-every",
-        type=_every(least=1),
-        default=default.save_every,
-        metavar="N[steps|epochs]",
-        help="how often to write last.pt; in epochs by default (1)",
-    )
-    add(
-        "--keep",
-        type=_at_least(0),
-        default=default.keep,
-        metavar="K",
-        help="also keep the last K of them, as step-<number>.pt (0)",
-    )
-    add(
-        "--resume",
-        nargs="?",
-        const="auto",
-        metavar="auto|PATH",
-        help="continue from this checkpoint; auto: from last.pt in --out, if it exists",
-    )
-    add("--force", action="store_true", help="start over in a folder that holds a run, and overwrite it")
-
-
-# ---- flag values ---------------------------------------------------------------------------------------
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
-        if value < least:
-            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
-        return value
-
-    return convert
-
-
-def _number(
-    *, above: float = -math.inf, least: float = -math.inf, below: float = math.inf
-) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-        if not (above < value < below and value >= least):
-            raise argparse.ArgumentTypeError(f"{text} is out of range")
-        return value
-
-    return convert
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    convert = _number()
-    return tuple(convert(part) for part in text.split(","))
-
-
-def _every(least: int) -> Callable[[str], Every]:
-    def convert(text: str) -> Every:
-        for unit in ("steps", "epochs"):
-            if text.endswith(unit):
-                return Every(_at_least(least)(text.removesuffix(unit)), unit)
-        return Every(_at_least(least)(text), "epochs")
-
-    return convert
+def _options(field: dataclasses.Field[Any]) -> dict[str, Any]:
+    """Return what argparse needs for a field."""
+    options = {name: value for name, value in field.metadata.items() if name != "group"}
+    if isinstance(field.default, bool):
+        return {**options, "dest": field.name, "action": f"store_{str(not field.default).lower()}"}
+    # argparse appends to the default itself.
+    default = list(field.default) if options.get("action") == "append" else field.default
+    return {**options, "dest": field.name, "default": default}

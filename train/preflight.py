@@ -12,12 +12,12 @@ from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
+from ckpttool.distributed.place import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import make_plan
-from train.launch import Place
 from train.samples import Samples
 
 

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from ckpttool import metrics
+from ckpttool.distributed.place import Place
 from train.data import Data
 from train.evaluation import Evaluator
-from train.launch import Place
 from train.models import resnet20
 
 RANKS = 2

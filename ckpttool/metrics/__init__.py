@@ -26,11 +26,15 @@ if TYPE_CHECKING:
     from .classification import TopK as TopK
     from .reducing import gather as gather
     from .reducing import reduce as reduce
+    from .regression import R2 as R2
+    from .regression import MeanAbsoluteError as MeanAbsoluteError
+    from .regression import MeanSquaredError as MeanSquaredError
     from .scores import AUROC as AUROC
     from .scores import CalibrationError as CalibrationError
     from .scores import Loss as Loss
     from .scores import MeanVariance as MeanVariance
     from .scores import Moments as Moments
+    from .scores import Perplexity as Perplexity
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
@@ -38,6 +42,7 @@ else:
             "base": ("Metric",),
             "classification": ("Accuracy", "ClassScore", "ConfusionMatrix", "Count", "PerClass", "TopK"),
             "reducing": ("gather", "reduce"),
-            "scores": ("AUROC", "CalibrationError", "Loss", "MeanVariance", "Moments"),
+            "regression": ("MeanAbsoluteError", "MeanSquaredError", "R2"),
+            "scores": ("AUROC", "CalibrationError", "Loss", "MeanVariance", "Moments", "Perplexity"),
         },
     )

@@ -39,6 +39,40 @@ class Loss(Metric[float]):
         return self.sums[0].over(int(self.counts[0]))
 
 
+class Perplexity(Metric[float]):
+    """e to the mean loss over tokens, whose exact sum is divided and rounded once; NaN of no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(counts=1, sums=1)
+
+    def update(self, losses: Any, counts: Any = None) -> None:
+        """Add a batch.
+
+        Args:
+            losses: numbers [n]: the cross entropy of each token in nats, or sums of these.
+            counts: integers [n], 0 or more: the tokens in each sum; None for 1 each.
+
+        Raises:
+            TypeError: losses are not real numbers, or counts are not integers.
+            ValueError: another shape, different lengths, or a negative count.
+        """
+        values = as_floats(losses, dims=1)
+        tokens = None if counts is None else as_labels(counts)
+        if tokens is not None:
+            same_length(values, tokens)
+            if (tokens < 0).any():
+                raise ValueError(f"a count is {tokens.min()}")
+        self.counts[0] += len(values) if tokens is None else int(tokens.sum())
+        self.sums[0].add(values)
+
+    def compute(self) -> float:
+        mean = self.sums[0].over(int(self.counts[0]))
+        try:
+            return math.exp(mean)
+        except OverflowError:
+            return math.inf
+
+
 @dataclass(frozen=True, slots=True)
 class Moments:
     """Count, mean and variance (divided by the count) of numbers; NaN of no numbers."""

@@ -26,6 +26,9 @@ BINARY = (LABELS > 2).astype(np.int64)
 COARSE = np.round(SCORES[:, 0], 1).astype(np.float64)  # with many ties
 CONFIDENCES = RANDOM.random(SAMPLES).astype(np.float32)
 LOSSES = RANDOM.normal(size=SAMPLES) * 10.0 ** RANDOM.integers(-20, 20, size=SAMPLES)
+TARGETS = RANDOM.normal(size=(SAMPLES, 3)) * (1.0, 10.0, 0.1) + (0.0, 1e6, 0.0)
+FOUND = TARGETS + RANDOM.normal(size=(SAMPLES, 3)) / 4
+TOKENS = RANDOM.integers(1000, size=SAMPLES)
 
 CASES: dict[str, tuple[Callable[[], metrics.Metric[Any]], tuple[np.ndarray, ...]]] = {
     "Count": (metrics.Count, (LABELS,)),
@@ -35,6 +38,10 @@ CASES: dict[str, tuple[Callable[[], metrics.Metric[Any]], tuple[np.ndarray, ...]
     "ConfusionMatrix": (lambda: metrics.ConfusionMatrix(CLASSES), (PREDICTIONS, LABELS)),
     "PerClass": (lambda: metrics.PerClass(CLASSES), (PREDICTIONS, LABELS)),
     "MeanVariance": (metrics.MeanVariance, (LOSSES,)),
+    "MeanSquaredError": (metrics.MeanSquaredError, (FOUND, TARGETS)),
+    "MeanAbsoluteError": (metrics.MeanAbsoluteError, (FOUND, TARGETS)),
+    "R2": (lambda: metrics.R2(3), (FOUND, TARGETS)),
+    "Perplexity": (metrics.Perplexity, (TOKENS * CONFIDENCES, TOKENS)),
     "AUROC": (metrics.AUROC, (COARSE, BINARY)),
     "CalibrationError": (metrics.CalibrationError, (CONFIDENCES, BINARY)),
 }
@@ -96,6 +103,53 @@ def test_the_calibration_error_equals_that_of_scikit_learns_curve():
     sizes = np.bincount(np.searchsorted(np.linspace(0, 1, 16)[1:-1], CONFIDENCES), minlength=15)
     expected = (np.abs(right - confident) * sizes[sizes > 0]).sum() / SAMPLES
     assert updated("CalibrationError").compute() == pytest.approx(expected, rel=1e-7)
+
+
+def test_errors_and_r2_equal_those_of_scikit_learn():
+    from sklearn import metrics as sk
+
+    for name, function in (
+        ("MeanSquaredError", sk.mean_squared_error),
+        ("MeanAbsoluteError", sk.mean_absolute_error),
+        ("R2", sk.r2_score),
+    ):
+        assert updated(name).compute() == pytest.approx(function(TARGETS, FOUND), rel=1e-13), name
+    single = metrics.R2()
+    single.update(FOUND[:, 0], TARGETS[:, 0])
+    single.update(FOUND[:9, :1], TARGETS[:9, :1])
+    both = [np.concatenate([each[:, 0], each[:9, 0]]) for each in (TARGETS, FOUND)]
+    assert single.compute() == pytest.approx(sk.r2_score(*both), rel=1e-13)
+
+
+def test_r2_beside_a_large_mean_is_right():
+    metric = metrics.R2()
+    targets = 1e9 + np.arange(4.0)
+    metric.update(targets + 0.5, targets)
+    assert metric.compute() == 1 - 1 / 5
+
+
+def test_r2_of_equal_targets_and_of_what_is_not_finite_is_nan():
+    for found, targets in (([1.0, 2.0], [3.0, 3.0]), ([math.inf, 0.0], [1.0, 2.0]), ([], [])):
+        metric = metrics.R2()
+        metric.update(found, targets)
+        assert math.isnan(metric.compute())
+
+
+def test_perplexity_is_that_of_torchs_cross_entropy():
+    scores, labels = torch.from_numpy(SCORES).double(), torch.from_numpy(LABELS)
+    losses = torch.nn.functional.cross_entropy(scores, labels, reduction="none")
+    expected = torch.nn.functional.cross_entropy(scores, labels).exp().item()
+    tokens, sums = metrics.Perplexity(), metrics.Perplexity()
+    tokens.update(losses)
+    sums.update([losses[:100].sum().item(), 0.0, losses[100:].sum().item()], [100, 0, SAMPLES - 100])
+    assert tokens.compute() == pytest.approx(expected, rel=1e-13)
+    assert sums.compute() == pytest.approx(expected, rel=1e-13)
+
+
+def test_a_perplexity_beyond_float64_is_infinite():
+    metric = metrics.Perplexity()
+    metric.update([1e6])
+    assert metric.compute() == math.inf
 
 
 def test_loss_mean_and_variance_are_exact_and_rounded_once():
@@ -240,6 +294,14 @@ def test_a_predicted_class_out_of_range_is_wrong_and_counts_for_no_class():
         (lambda: metrics.PerClass(2).update(np.array([0]), np.array([-1])), "one of these is -1"),
         (lambda: metrics.TopK(1).update(np.zeros((1, 3)), np.array([3])), "3 classes"),
         (lambda: metrics.AUROC().update(np.array([math.nan]), np.array([1])), "NaN"),
+        (lambda: metrics.MeanSquaredError().update(np.zeros((3, 1)), np.zeros(3)), "shape \\(3, 1\\)"),
+        (lambda: metrics.MeanAbsoluteError().update(np.zeros(1), 0.0), "targets \\(\\)"),
+        (lambda: metrics.R2().update(np.zeros((3, 2)), np.zeros((3, 2))), "needs 1 per sample"),
+        (lambda: metrics.R2().update(0.0, 0.0), "needs 1 per sample"),
+        (lambda: metrics.R2(0), "at least 1"),
+        (lambda: metrics.Perplexity().update([1.0], [-1]), "a count is -1"),
+        (lambda: metrics.Perplexity().update([1.0], [1.0]), "integers"),
+        (lambda: metrics.Perplexity().update([1.0, 2.0], [1]), "2 samples on one side, 1"),
         (lambda: metrics.CalibrationError().update(np.array([1.5]), np.array([True])), "between 0 and 1"),
         (lambda: metrics.TopK(1).merge(metrics.TopK(2)), "TopK\\(1\\) can't be merged with TopK\\(2\\)"),
         (lambda: metrics.Count().merge(metrics.Loss()), "can't be merged"),

@@ -18,7 +18,8 @@ from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadab
 from tests.ranks import trainings
 from tests.support.running import ROOT
 from train import checkpoints, models, run_folder, saving
-from train.config import Every, TrainConfig
+from train.config import TrainConfig
+from train.flag_values import Every
 
 PLAIN = (type(None), bool, int, float, str, torch.Tensor)
 

@@ -10,7 +10,7 @@ import pytest
 from ckpttool.errors import UsageFault
 from tests.support.running import ROOT
 from train import evaluate, flags, launch
-from train.config import Every
+from train.flag_values import Every
 from train.main import main
 
 

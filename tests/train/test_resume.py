@@ -17,7 +17,8 @@ from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
 from train import checkpoints
-from train.config import Every, TrainConfig
+from train.config import TrainConfig
+from train.flag_values import Every
 from train.main import Job, train
 
 EPOCHS, STEPS = 3, 4
