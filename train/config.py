@@ -220,8 +220,8 @@ class TrainConfig(RanksConfig, DataConfig):
         "exact",
         "training",
         "exact (the default): every sample once in an epoch; torch: as DistributedSampler, "
-        "which repeats samples or drops them",
-        choices=("exact", "torch"),
+        "which repeats samples or drops them; none: as without one, for --preview only",
+        choices=("exact", "torch", "none"),
     )
     drop_last: bool = flag(False, "training", "leave out the short batch that ends an epoch")
     set_epoch: bool = flag(True, "training", "give every epoch the same order, as without set_epoch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpttool.distributed.plan import Plan, check
+from ckpttool.errors import UsageFault
 from train.config import TrainConfig
 
 
@@ -28,8 +29,14 @@ def check_plan(config: TrainConfig, world_size: int) -> None:
     """Check that batches can be dealt as the flags say, whatever the data.
 
     Raises:
-        UsageFault: they can't; names the flag, under the conditions of `ckpttool.distributed.plan.check`.
+        UsageFault: they can't, under the conditions of `ckpttool.distributed.plan.check`, or `--sampler none`
+            is given without `--preview`; names the flag.
     """
+    if config.sampler == "none" and not config.preview:
+        raise UsageFault(
+            "--sampler none: every rank would train on all samples",
+            hint="give exact or torch, or --preview to see it",
+        )
     check(make_plan(config, config.batch_size), world_size, called=flag)
 
 
