@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from ckpttool.distributed import collectives
+from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import UsageFault
-from train.random_state import Keyed
 from train.samples import Samples, checked, count, leaves
 
 DRAWN = 4

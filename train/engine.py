@@ -8,6 +8,7 @@ the usual mean of each rank's mean.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,18 +16,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
-from ckpttool.batchnorm import RunningStatistics, SyncBatchNorm
-from ckpttool.distributed import collectives, nested
+from ckpttool.batchnorm import RunningStatistics
+from ckpttool.distributed import collectives, randomness
+from ckpttool.distributed.buckets import settle_buckets
+from ckpttool.distributed.mean_loss import global_mean_loss
+from ckpttool.distributed.place import Place
+from ckpttool.distributed.stand_in import pass_standing_in
 from ckpttool.errors import CheckFailed
-from train import random_state
 from train.config import TrainConfig
 from train.data import Data
-from train.launch import Place
 from train.loading import load
 from train.optimizers import build_optimizer, build_scheduler
 from train.plan import Plan, Step
@@ -93,8 +95,8 @@ class Trainer:
         self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps)
         self.sums = self._no_sums()
         self._stand_in = task.batch_to(default_collate([data.train[0]]), place.device)
-        self._settle_buckets()
-        random_state.seed_all(random_state.seed_from(config.seed, "rank", place.rank))
+        settle_buckets(self.ddp, lambda: self._pass_standing_in(together=False))
+        randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
 
     def steps(self) -> Iterator[None]:
         """Train the rest of the current epoch, and yield after each optimizer step. A collective.
@@ -168,7 +170,7 @@ class Trainer:
             with contextlib.nullcontext() if in_sync else self.ddp.no_sync():
                 outputs = self.task.forward(self.ddp, batch)
                 loss, count = self.task.loss(outputs, batch)
-                (loss * (self.place.world_size / step.global_size)).backward()
+                global_mean_loss(loss, step.global_size).backward()
             correct = self.task.correct(outputs, batch)
             self.sums[0] += loss.detach()
             self.sums[1] += 0 if correct is None else correct
@@ -205,45 +207,9 @@ class Trainer:
         return min(self.config.accumulate, largest_share)
 
     def _pass_standing_in(self, *, together: bool = True) -> None:
-        """Take part in backward with a gradient of zero, on a rank that has no samples.
-
-        A sample stands in for the empty batch, because models fail on those (`view(0, -1)`) and a mean over
-        nothing is NaN. It must leave no trace: normalisation layers are frozen, and buffers are restored.
-        Synchronised layers take part, with a count of 0: the other ranks wait for this one, and all keep the
-        same statistics. If no rank trains in this pass (not `together`), they are frozen too.
-        """
-        layers = [m for m in self.ddp.modules() if isinstance(m, _NormBase) and m.training]
-        taking_part = [m for m in layers if isinstance(m, SyncBatchNorm) and together]
-        frozen = [m for m in layers if m not in taking_part]
-        shared = {id(buffer) for layer in taking_part for buffer in layer.buffers()}
-        buffers = [(buffer, buffer.clone()) for buffer in self.ddp.buffers() if id(buffer) not in shared]
-        for layer in frozen:
-            layer.training = False
-        for layer in taking_part:
-            layer.absent = True
-        outputs = [
-            one for one in nested.tensors(self.task.forward(self.ddp, self._stand_in)) if one.requires_grad
-        ]
-        torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
-        for layer in frozen:
-            layer.training = True
-        for layer in taking_part:
-            layer.absent = False
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-
-    def _settle_buckets(self) -> None:
-        """Make DDP settle on its buckets now.
-
-        It rebuilds them after the first backward pass, and sums gradients in another order from then on. A
-        resumed run would take its first step in the old order, and with three or more ranks
-        it would differ in the last bits from a run that never stopped. So both begin like this.
-        """
-        self.ddp.train()
-        for _ in range(2):
-            self._pass_standing_in(together=False)
-        self.optimizer.zero_grad(set_to_none=True)
+        """Take part in a forward and backward pass without samples."""
+        forward = functools.partial(self.task.forward, self.ddp)
+        pass_standing_in(self.ddp, self._stand_in, forward, together=together)
 
     def _load(self, steps: list[Step]) -> Iterator[Batch]:
         """Yield the micro-batches of these steps, in order. Raise CheckFailed for an unknown label."""
@@ -253,7 +219,7 @@ class Trainer:
             set_epoch(epoch)
         indices = [micro_batch for step in steps for micro_batch in step.micro_batches]
         # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
-        seed = random_state.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
+        seed = randomness.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
         loaded = load(samples, indices, self.place, self.config.workers, seed=seed)
         for micro_batch, batch in zip(indices, loaded, strict=True):
             self.task.check(batch, micro_batch, "training")

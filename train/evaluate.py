@@ -34,6 +34,7 @@ from train.flag_values import integer
 if TYPE_CHECKING:
     from torch import nn
 
+    from ckpttool.distributed.place import Place
     from ckpttool.metrics.predictions import Predictions
     from train.data import Data
     from train.scoring import Score
@@ -80,7 +81,7 @@ class Job:
     """An evaluation that has passed all checks."""
 
     config: EvaluateConfig
-    place: launch.Place
+    place: Place
     data: Data
     model: nn.Module
     task: Task
@@ -135,11 +136,12 @@ def prepare(config: EvaluateConfig) -> Job:
     """
     import torch
 
+    from ckpttool.distributed.place import find_place
     from train import data, models, preflight
     from train import task as tasks
 
     torch.set_num_threads(config.threads)  # the default differs with and without torchrun
-    place = launch.find_place(config.backend)
+    place = find_place(config.backend)
     loaded = data.load_test(config)
     task = tasks.build(config, loaded)
     model = models.build(config.model, shape=loaded.shape, classes=task.outputs(loaded))
@@ -149,7 +151,7 @@ def prepare(config: EvaluateConfig) -> Job:
 
 def work(job: Job) -> None:
     """Evaluate in a process group, and print the result on rank 0."""
-    from train.process_group import process_group
+    from ckpttool.distributed.group import process_group
 
     with process_group(job.place, job.config.timeout):
         found = evaluate(job)

@@ -12,13 +12,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
-from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer, UsageFault
-
-if TYPE_CHECKING:
-    import torch
+from ckpttool.distributed.place import given_rank as rank
+from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
 
 Job = TypeVar("Job")
 
@@ -40,61 +37,9 @@ UNFINISHED = re.compile("Expected to have finished reduction in the prior iterat
 TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
 
 
-@dataclass(frozen=True)
-class Place:
-    """This process's rank, world size, backend and device."""
-
-    rank: int
-    world_size: int
-    backend: str
-    device: torch.device
-
-
-def rank() -> int:
-    """Return this process's rank as set by torchrun, 0 without it; needs no torch."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def world_size() -> int:
-    """Return the number of ranks as set by torchrun, 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def started_by_torchrun() -> bool:
-    """Return whether a launcher has given this process a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def started_by_spawn() -> bool:
     """Return whether `--spawn` has started this rank."""
     return SPAWNED in os.environ
-
-
-def find_place(backend: str) -> Place:
-    """Return this process's place: with NCCL if each rank here can have its own GPU, else gloo on the CPU.
-
-    Args:
-        backend: `auto`, `nccl` or `gloo`.
-
-    Raises:
-        UsageFault: `--backend nccl` without enough GPUs.
-    """
-    import torch
-
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if backend == "auto":
-        backend = "nccl" if gpus >= wanted else "gloo"
-    if backend == "gloo":
-        return Place(rank(), world_size(), "gloo", torch.device("cpu"))
-    if gpus < wanted:
-        raise UsageFault(
-            f"--backend nccl: {wanted} rank{'s' * (wanted != 1)} on this machine, which has {gpus} usable "
-            f"GPU{'s' * (gpus != 1)}",
-            hint="start fewer ranks, or give --backend gloo",
-        )
-    return Place(rank(), world_size(), "nccl", torch.device("cuda", local_rank))
 
 
 def make_deterministic() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from ckpttool.distributed.place import Place
 from ckpttool.errors import CkptToolError
-from train.launch import Place
 from train.samples import Samples, count
 
 

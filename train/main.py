@@ -40,6 +40,7 @@ from train.config import TrainConfig
 if TYPE_CHECKING:
     from torch import nn
 
+    from ckpttool.distributed.place import Place
     from train.data import Data
     from train.engine import Trainer
     from train.report import Report
@@ -52,7 +53,7 @@ class Job:
     """A training run that has passed all checks."""
 
     config: TrainConfig
-    place: launch.Place
+    place: Place
     data: Data
     model: nn.Module
     task: Task
@@ -79,14 +80,16 @@ def prepare(config: TrainConfig) -> Job:
     """
     import torch._dynamo  # noqa: F401  as DDP does; inside a process group, it would keep the group alive
 
-    from train import data, models, preflight, random_state
+    from ckpttool.distributed import randomness
+    from ckpttool.distributed.place import find_place
+    from train import data, models, preflight
     from train import task as tasks
 
-    place = launch.find_place(config.backend)
+    place = find_place(config.backend)
     if config.deterministic:
         launch.make_deterministic()
     loaded = data.load(config, seed=config.seed)
-    random_state.seed_all(random_state.seed_from(config.seed, "weights"))
+    randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, loaded)
     model = models.build(config.model, shape=loaded.shape, classes=task.outputs(loaded))
     preflight.check(config, loaded, model, place, task)
@@ -95,7 +98,7 @@ def prepare(config: TrainConfig) -> Job:
 
 def work(job: Job) -> None:
     """Train in a process group."""
-    from train.process_group import process_group
+    from ckpttool.distributed.group import process_group
 
     with process_group(job.place, job.config.timeout):
         train(job)

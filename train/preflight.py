@@ -14,13 +14,13 @@ from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
+from ckpttool.distributed.place import Place
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.metrics.evaluating import measures, update
 from ckpttool.models import factory
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import make_plan
-from train.launch import Place
 from train.plan import Plan, deal
 from train.task import PAIR, Classification, Own, Task
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ckpttool.distributed import collectives
+from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import Damaged, UsageFault
-from train import checkpoints, random_state, run_folder
+from train import checkpoints, run_folder
 from train.config import TrainConfig
 from train.contents import Contents, flat
 from train.data import Data
@@ -154,12 +154,12 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.progress = Progress(**progress)
     if len(states) == trainer.place.world_size:
         trainer.sums.copy_(torch.tensor(sums[rank], dtype=torch.float64))
-        random_state.put_back(states[rank])
+        randomness.put_back(states[rank])
         return
     if rank == 0:  # a different number of ranks: one of them holds the total
         trainer.sums.copy_(torch.tensor(sums, dtype=torch.float64).sum(dim=0))
-    seed = random_state.seed_from(trainer.config.seed, "rank", rank, progress["global_step"])
-    random_state.seed_all(seed)
+    seed = randomness.seed_from(trainer.config.seed, "rank", rank, progress["global_step"])
+    randomness.seed_all(seed)
 
 
 def _parameter_names(optimizer: dict[str, Any]) -> list[list[str]]:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 import ckpttool
-from ckpttool.distributed import collectives
+from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import CheckFailed
-from train import random_state, run_folder
+from train import run_folder
 from train.checkpoints import digest_of_run, named_optimizer
 from train.engine import Trainer
 
@@ -48,7 +48,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "plan": dataclasses.asdict(trainer.plan)
         | {"world_size": collectives.world_size(), "data": trainer.data.fingerprint}
         | {"contents": trainer.data.contents},
-        "rng": collectives.gather(random_state.take()),
+        "rng": collectives.gather(randomness.take()),
         "config": trainer.config.plain(),
         "digests": digests,
         "versions": versions(trainer.place.device),

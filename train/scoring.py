@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from ckpttool.distributed.place import Place
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from ckpttool.metrics.evaluating import Evaluated, Evaluator, measures
 from ckpttool.metrics.predictions import Evaluation
 from train.data import Data
-from train.launch import Place
 from train.loading import load
 from train.task import Classification, Task
 

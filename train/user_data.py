@@ -6,11 +6,11 @@ from typing import Any
 
 from torch.utils.data import TensorDataset
 
+from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import UsageFault
 from ckpttool.models import factory
 from train.config import DataConfig
 from train.contents import CLASSIFICATION
-from train.random_state import Keyed
 from train.samples import Parts, count
 
 

@@ -21,6 +21,8 @@ from ..lazy import attributes
 
 if TYPE_CHECKING:
     from . import gather_rows as gather_rows
+    from . import randomness as randomness
+    from .buckets import settle_buckets as settle_buckets
     from .collectives import RankFailed as RankFailed
     from .collectives import agree as agree
     from .collectives import alike as alike
@@ -35,11 +37,18 @@ if TYPE_CHECKING:
     from .collectives import together as together
     from .collectives import total as total
     from .collectives import world_size as world_size
+    from .group import process_group as process_group
+    from .mean_loss import global_mean_loss as global_mean_loss
+    from .place import Place as Place
+    from .place import find_place as find_place
+    from .randomness import Keyed as Keyed
+    from .stand_in import pass_standing_in as pass_standing_in
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
-            "": ("gather_rows",),
+            "": ("gather_rows", "randomness"),
+            "buckets": ("settle_buckets",),
             "collectives": (
                 "RankFailed",
                 "agree",
@@ -56,5 +65,10 @@ else:
                 "total",
                 "world_size",
             ),
+            "group": ("process_group",),
+            "mean_loss": ("global_mean_loss",),
+            "place": ("Place", "find_place"),
+            "randomness": ("Keyed",),
+            "stand_in": ("pass_standing_in",),
         },
     )

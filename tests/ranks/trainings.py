@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from ckpttool.distributed.place import Place
 from train import task
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import Trainer
-from train.launch import Place
 from train.plan import Plan
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ckpttool.distributed import collectives
+from ckpttool.distributed.place import Place
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
 from train import flags, models, preflight, resuming, saving
 from train.config import TrainConfig
-from train.launch import Place
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 SHAPE = (1, 6, 6)

@@ -18,13 +18,13 @@ import torch._dynamo  # the first DDP would import it inside a process group, wh
 import torch.distributed as dist
 
 from ckpttool.distributed.collectives import RankFailed
+from ckpttool.distributed.group import process_group
 from ckpttool.errors import CkptToolError, RanksDiffer
 from tests.ranks import trainings
 from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, start
 from train import flags, launch, main, report
 from train.config import TrainConfig
 from train.engine import Trainer
-from train.process_group import process_group
 
 
 def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path):

@@ -235,13 +235,13 @@ def test_a_training_label_without_a_class_names_its_sample(run_ranks, label):
 
 
 def train_without_randomness(rank: int, world_size: int) -> Any:
-    from train import random_state
+    from ckpttool.distributed import randomness
 
     trainer = trainings.trainer(rank, world_size, trainings.tensors((10,), 30), nn.Linear(10, 10))
-    before = random_state.take()
+    before = randomness.take()
     trainings.finish_epoch(trainer)
     trainer.evaluate()
-    return torch.equal(before["torch"], random_state.take()["torch"])
+    return torch.equal(before["torch"], randomness.take()["torch"])
 
 
 def test_loading_data_draws_nothing_from_the_global_random_state(run_ranks):

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ckpttool.distributed.group import process_group
+from ckpttool.distributed.place import Place, find_place
 from tests.ranks.programs import OWN_DATA, ROOT, TINY, TORCHRUN, start
-from train import launch, main
-from train.launch import Place
-from train.process_group import process_group
+from train import main
 
 WAYS = {
     "torchrun by path": ([*TORCHRUN, "2", "train/main.py"], 2),
@@ -120,7 +120,7 @@ def test_backend_and_device_depend_on_the_gpus(monkeypatch, backend, gpus, local
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setenv("LOCAL_RANK", local[0])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", local[1])
-    place = launch.find_place(backend)
+    place = find_place(backend)
     assert (place.backend, str(place.device)) == expected
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from ckpttool.distributed.group import process_group
+from ckpttool.distributed.place import Place
 from tests.ranks import trainings
 from tests.ranks.programs import OWN_DATA
 from train import main
 from train.engine import Trainer
-from train.launch import Place
-from train.process_group import process_group
 
 
 class Noisy(Dataset[Any]):

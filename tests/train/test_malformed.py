@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from ckpttool.distributed.group import process_group
 from ckpttool.errors import CkptToolError, Damaged
 from train import checkpoints, main, resuming, saving
 from train import flags as flags_of_train
 from train.engine import Trainer
-from train.process_group import process_group
 
 MODEL = """
 from torch import nn

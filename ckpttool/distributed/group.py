@@ -1,4 +1,10 @@
-"""The process group of a run: how ranks find each other, also after torchrun has started them again."""
+"""The process group of a run: how ranks find each other, also after torchrun has started them again.
+
+    with distributed.process_group() as place:
+        model = DistributedDataParallel(model.to(place.device))
+
+The same script then runs under torchrun, and by `python` alone as one rank.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +20,11 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.errors import CheckFailed
-from train import launch
+from ..errors import CheckFailed, UsageFault
+from .place import Place, find_place, started_by_launcher
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 CONNECT_TIMEOUT = 60.0
 """Seconds that ranks have to exchange their addresses, once all of them have come."""
@@ -28,21 +34,32 @@ POLL = 0.05
 
 
 @contextlib.contextmanager
-def process_group(place: launch.Place, timeout: float) -> Iterator[None]:
+def process_group(place: Place | None = None, timeout: float = 600.0) -> Iterator[Place]:
     """Hold the default process group during the block, and destroy it however the block ends.
 
     A single process gets one too (its store is in memory: no port, no network), so that DDP and its
-    `module.` keys are the same however a run was started.
+    `module.` keys are the same however a run was started. After a failure no thread of the group is left
+    that could abort the process at its end, and the other ranks are not left waiting.
 
     Args:
+        place: of this rank; by default what torchrun has set, with NCCL if each rank can have a GPU.
         timeout: seconds that this rank waits for the others, to come and in each collective.
 
+    Yields:
+        The place.
+
     Raises:
+        UsageFault: there is a process group already, which is left alone.
         CheckFailed: this rank could not join the others.
     """
     import torch
     import torch.distributed as dist
 
+    if dist.is_initialized():
+        raise UsageFault(
+            "this process has a process group already", hint="take away the other init_process_group"
+        )
+    place = place or find_place()
     options: dict[str, Any] = {"timeout": timedelta(seconds=timeout)}
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
@@ -52,7 +69,7 @@ def process_group(place: launch.Place, timeout: float) -> Iterator[None]:
             dist.init_process_group(place.backend, **options, **_store(place, timeout))
         except (RuntimeError, ValueError) as error:
             raise CheckFailed(f"rank {place.rank} could not join the others: {error}") from error
-        yield
+        yield place
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # frames hold the model, which holds the group
         raise
@@ -64,19 +81,23 @@ def process_group(place: launch.Place, timeout: float) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def _store(place: launch.Place, timeout: float) -> dict[str, Any]:
+def _store(place: Place, timeout: float) -> dict[str, Any]:
     """Return the arguments of `init_process_group` that say where ranks meet; none for torch's own way."""
-    import torch.distributed as dist
+    from torch.distributed import (  # type: ignore[attr-defined]
+        HashStore,
+        PrefixStore,
+        rendezvous,
+    )
 
-    if not launch.started_by_torchrun():
-        return {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if not started_by_launcher():
+        return {"store": HashStore(), "rank": 0, "world_size": 1}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     # torchrun serves one store and keeps it over restarts, with the addresses of ranks that are dead: a rank
     # that is started again may read those and wait for them (torch 2.15). So each attempt has its own keys.
     wait = timedelta(seconds=timeout)
-    store, rank, world_size = next(dist.rendezvous("env://", place.rank, place.world_size, timeout=wait))
-    store = dist.PrefixStore(agree_on_attempt(store, rank, world_size, timeout), store)
+    store, rank, world_size = next(rendezvous("env://", place.rank, place.world_size, timeout=wait))
+    store = PrefixStore(agree_on_attempt(store, rank, world_size, timeout), store)
     store.set_timeout(timedelta(seconds=CONNECT_TIMEOUT))
     return {"store": store, "rank": rank, "world_size": world_size}
 
@@ -111,7 +132,7 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -
             if store.add(f"{name}/joined", 0) == world_size:
                 return name
         time.sleep(POLL)
-    raise CheckFailed(f"rank {rank}: no answer from another rank within --timeout")
+    raise CheckFailed(f"rank {rank}: no answer from another rank within {timeout:g} s")
 
 
 def _list_ranks(store: Store, world_size: int) -> None:

@@ -1,0 +1,126 @@
+"""The forward and backward pass of a rank that has no samples, while the others have some. Imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ..errors import UsageFault
+from . import randomness
+
+
+def pass_standing_in(
+    model: nn.Module,
+    batch: Any,
+    forward: Callable[[Any], Any] | None = None,
+    *,
+    together: bool = True,
+) -> None:
+    """Take part in one forward and backward pass with a gradient of zero, on a rank that has no samples.
+
+    DistributedDataParallel waits for every rank in every backward pass. A real batch stands in for the empty
+    one, because models fail on empty batches (`view(0, -1)`) and a mean over nothing is NaN. It leaves no
+    trace: parameters get a gradient of zero, plain normalisation layers are frozen, and buffers and random
+    states are restored. Layers with an attribute `absent` (`ckpttool.batchnorm.SyncBatchNorm`) take part with
+    a count of 0, since the other ranks wait for this one in them, and all ranks keep the same statistics.
+
+    Args:
+        model: usually a DistributedDataParallel module, in training mode.
+        batch: any batch that `forward` takes, such as one of a single sample, on the model's device.
+        forward: returns the outputs or a loss for a batch, as tensors in any nesting; by default `model`.
+            Every parameter that other ranks' passes use must affect it.
+        together: whether other ranks train in this pass. If not, synchronised layers are frozen too.
+
+    Raises:
+        UsageFault: the model has torch's own SyncBatchNorm, which can't take part without samples.
+    """
+    layers = [one for one in model.modules() if isinstance(one, _NormBase) and one.training]
+    taking_part = [one for one in layers if together and hasattr(one, "absent")]
+    if together:
+        require_no_torch_sync(model)
+    with _frozen([one for one in layers if one not in taking_part]), _absent(taking_part):
+        kept = {id(buffer) for layer in taking_part for buffer in layer.buffers()}
+        with _buffers_restored(model, kept), _random_state_restored():
+            outputs = [one for one in _tensors((forward or model)(batch)) if one.requires_grad]
+            # Zeros from the start: a loss of infinity times 0 would be NaN.
+            torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+
+
+def require_no_torch_sync(model: nn.Module) -> None:
+    """Raise UsageFault if a layer in training mode is torch's own SyncBatchNorm."""
+    for path, layer in model.named_modules():
+        if isinstance(layer, nn.SyncBatchNorm) and layer.training:
+            raise UsageFault(
+                f"'{path}' is torch's SyncBatchNorm, which can't take part on a rank without samples",
+                hint="make it ckpttool.batchnorm.SyncBatchNorm: call ckpttool.batchnorm.to_sync(model) "
+                "before moving the model to a GPU",
+            )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested mappings, sequences and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+@contextlib.contextmanager
+def _frozen(layers: list[_NormBase]) -> Iterator[None]:
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
+
+
+@contextlib.contextmanager
+def _absent(layers: list[Any]) -> Iterator[None]:
+    for layer in layers:
+        layer.absent = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.absent = False
+
+
+@contextlib.contextmanager
+def _buffers_restored(model: nn.Module, kept: set[int]) -> Iterator[None]:
+    """Restore the buffers of a model after the block, also those that it replaces; leave those in `kept`."""
+    before = [
+        (module._buffers, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and id(buffer) not in kept
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffers, name, buffer, value in before:
+                buffers[name] = buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _random_state_restored() -> Iterator[None]:
+    before = randomness.take()
+    try:
+        yield
+    finally:
+        randomness.put_back(before)
