@@ -10,8 +10,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from ckpttool.distributed.place import given_world_size, started_by_launcher
 from ckpttool.errors import UsageFault
-from train import launch
 from train.flag_values import (
     Every,
     duration,
@@ -360,11 +360,11 @@ def check(config: TrainConfig) -> None:
         raise UsageFault(
             f"--accumulate {config.accumulate}: more passes than the {config.batch_size} samples in a batch"
         )
-    if config.spawn and launch.started_by_torchrun():
+    if config.spawn and started_by_launcher():
         raise UsageFault(
             "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
         )
-    check_batch(config.batch_size, config.spawn or launch.world_size())
+    check_batch(config.batch_size, config.spawn or given_world_size())
     check_pictures(config)
 
 
