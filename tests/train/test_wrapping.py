@@ -17,6 +17,7 @@ from ckpttool.batchnorm import RunningStatistics
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
 from train import wrapping
+from train.config import TrainConfig
 from train.models import resnet20, simple_cnn
 
 
@@ -148,8 +149,17 @@ def test_statistics_over_ranks_are_updated_once(run_ranks: Any, kind: str) -> No
 # ---- compilation ----------------------------------------------------------------------------------------
 
 
+class Broken(nn.Sequential):
+    """Layers, with something between them that the compiler can't trace."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self[1](self[0](x))
+        torch._dynamo.graph_break()
+        return self[2](x)
+
+
 def layers() -> nn.Module:
-    inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+    inner = Broken(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
     return nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 3)).double()
 
 
@@ -157,10 +167,7 @@ def last_gradients(rank: int, size: int, sizes: list[int], compiled: bool, check
     """Train without an update in batches of these sizes; return the keys and what the last batch gives."""
     torch.compiler.reset()
     model = trainings.seeded(layers)
-    if checkpoints:
-        wrapping.checkpoint_blocks(model)
-    if compiled:
-        wrapping.compile_training(model)
+    wrapping.wrap(TrainConfig(compile=compiled, grad_checkpoint=checkpoints), model)
     ddp = DistributedDataParallel(model)
     before = counters["stats"]["unique_graphs"]
     for number in sizes:
