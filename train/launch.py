@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
+from ckpttool.distributed.lost_rank import is_lost_rank
 from ckpttool.distributed.place import given_rank, given_world_size, started_by_launcher
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
 
@@ -31,7 +32,6 @@ SPAWNED = "CKPTTOOL_SPAWNED"
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
-LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.IGNORECASE)
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
 UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
 TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
@@ -125,14 +125,14 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         known = _known(error)
         if known is None:
             raise
-        return complain(known, echo=bool(LOST_PEER.search(str(error))), as_json=as_json)
+        return complain(known, echo=is_lost_rank(error), as_json=as_json)
     return 0
 
 
 def _known(error: RuntimeError) -> CheckFailed | None:
     """Return an error of torch, gloo or NCCL in our words, if it is known by its message, its only mark."""
     said = str(error)
-    if LOST_PEER.search(said):
+    if is_lost_rank(error):
         return CheckFailed(f"rank {rank()}: lost the connection to another rank")
     if TIMED_OUT.search(said):
         return CheckFailed(f"rank {rank()}: no answer from another rank within --timeout")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -213,7 +214,13 @@ class LanguageModel(Task):
         return scores.argmax(dim=-1)[targets != IGNORED], targets[targets != IGNORED]
 
     def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
-        self.data.check_tokens(target_of(batch), indices, part, ignored=IGNORED)
+        targets = target_of(batch)
+        if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.dim() < 2:
+            raise UsageFault(
+                f"--task {self.name}: the targets of {part} samples are {_kind(targets)}, not tokens",
+                hint="a sample is (inputs, targets), both int64 [length]",
+            )
+        self.data.check_tokens(targets, indices, part, ignored=IGNORED)
 
 
 class ModelLoss(Task):
@@ -264,6 +271,8 @@ class Own(Task):
             if callable(own) and not (method == "forward" and isinstance(made, nn.Module)):
                 setattr(self, method, own)
         given = getattr(made, "metrics", {})
+        if isinstance(given, ModuleType):  # of a task that is a module itself, which has imported ours
+            given = {}
         try:
             self.metrics = given() if callable(given) else given
             measures(self.metrics)
@@ -381,7 +390,7 @@ def _own_loss(outputs: Any) -> tuple[torch.Tensor, Any]:
     if isinstance(outputs, Mapping):
         found, count = outputs.get("loss"), outputs.get("count")
     elif isinstance(outputs, tuple | list):
-        scalars = [one for one in outputs if _is_scalar(one)]
+        scalars = [one for one in outputs if _is_scalar(one) and not one.dim()]
         found = scalars[0] if len(scalars) == 1 else None
     elif isinstance(outputs, torch.Tensor):
         found = outputs

@@ -18,21 +18,23 @@ GRAPHS = 64
 """Versions of one function that are compiled before torch gives up: each shape and each mode has its own."""
 
 
-def compile_training(ddp: nn.Module) -> None:
-    """Compile the passes through a DDP wrapper, in place, so that no key gets a prefix.
+def compile_training(model: nn.Module) -> None:
+    """Compile a model in place, before DDP wraps it, so that no key gets a prefix.
 
-    The model itself is not compiled: it is evaluated as whoever loads the saved file evaluates it. Each batch
-    size has code of its own. If torch made one for all sizes when it met the second, which step runs
-    which code would depend on the steps before, and a resumed run would differ in the last bits.
-
-    The code is made in the first step of each batch size, which takes seconds to minutes.
+    Each batch size has code of its own. If torch made one for all sizes when it met the second, which code a
+    step runs would depend on the steps before, and a resumed run would differ in the last bits. The code is
+    made in the first step of each batch size, which takes seconds to minutes.
     """
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-    ddp.compile(dynamic=False)
+    model.compile(dynamic=False)
 
 
 def not_compiled() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which compiled modules run as they are, for passes that are not worth compiling."""
+    """Return a context in which compiled modules run as they are.
+
+    For evaluation, whose score is then that of the saved file in anyone's hands, and for passes that are not
+    worth compiling.
+    """
     return torch.compiler.set_stance("force_eager")
 
 

@@ -119,7 +119,7 @@ def evaluate_classes(
     """
     evaluator = Evaluator(samples, batch_size=batch_size, device=device)
     about = Evaluation(classes=tuple(classes))
-    return evaluator.classes(model, about=about, check=lambda *_: None).certificate
+    return evaluator.classes(model, about=about).certificate
 
 
 def measures(metrics: Mapping[str, Any]) -> dict[str, Measure]:
@@ -187,7 +187,7 @@ class Evaluator:
         model: nn.Module,
         *,
         about: Evaluation,
-        check: Callable[[Any, Sequence[int]], None],
+        check: Callable[[Any, Sequence[int]], None] | None = None,
         forward: Forward | None = None,
     ) -> Evaluated:
         """Score the class of each sample, and join the results of all ranks. A collective.
@@ -202,9 +202,33 @@ class Evaluator:
             CheckFailed: a label is not one of the classes.
             Exception: what `check`, loading or the model raised; RankFailed on the other ranks.
         """
+        own = self.rows(model, check=check, forward=forward or _forward)
+        columns = {name: column for name, column in own.items() if name != "index"}
+        joined = gather(own["index"], columns, samples=self.samples)
+        whole = _predictions({"index": torch.arange(self.samples), **joined})
+        said = self.described(about)
+        return Evaluated(
+            _predictions(own), collectives.alike(lambda: certify(whole, said, self.rank_samples))
+        )
+
+    def rows(
+        self,
+        model: nn.Module,
+        *,
+        check: Callable[[Any, Sequence[int]], None] | None = None,
+        forward: Forward | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return this rank's rows, by column. A collective, in which nothing is joined.
+
+        Args and Raises are those of `classes`.
+
+        Returns:
+            `index`, `prediction`, `label` (int64) and `loss` (float64), each with one value per sample.
+        """
 
         def score(indices: list[int], batch: Any) -> tuple[torch.Tensor, ...]:
-            check(batch, indices)
+            if check is not None:
+                check(batch, indices)
             labels = batch[-1].to(torch.int64)
             scores = (forward or _forward)(model, nested.moved(batch, self.device)).cpu()
             losses = F.cross_entropy(scores.double(), labels, reduction="none")
@@ -212,15 +236,7 @@ class Evaluator:
 
         whole, real = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
         columns = zip((whole, whole, whole, real), *self._each(model, score), strict=True)
-        own = {name: torch.cat(column) for name, column in zip(COLUMNS, columns, strict=True)}
-        joined = gather(
-            own["index"],
-            {name: column for name, column in own.items() if name != "index"},
-            samples=self.samples,
-        )
-        rows = _predictions({"index": torch.arange(self.samples), **joined})
-        said = self.described(about)
-        return Evaluated(_predictions(own), collectives.alike(lambda: certify(rows, said, self.rank_samples)))
+        return {name: torch.cat(column) for name, column in zip(COLUMNS, columns, strict=True)}
 
     def losses(
         self,

@@ -17,6 +17,7 @@ from ckpttool.errors import Mismatch, NoState, NothingToDo, Refused
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.layouts import LAYOUTS, LAZY, WIDTHS, big_endian, numbers
+from tests.support.saved import prefixed
 
 
 class Net(torch.nn.Module):
@@ -42,10 +43,6 @@ def net() -> Net:
 def saved(value: Any, path: Path, **given: Any) -> Path:
     torch.save(value, path, **given)
     return path
-
-
-def prefixed(state: Any, prefix: str) -> Any:
-    return OrderedDict((prefix + key, value) for key, value in state.items())
 
 
 def fresh() -> Net:
