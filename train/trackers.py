@@ -138,7 +138,10 @@ class WeightsAndBiases:
         self.run.log(tagged(entry), step=step)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        import wandb
+
         self.run.finish(exit_code=0 if kind is None else 1)
+        wandb.teardown()  # waits for the process that writes the file, which `finish` does not
 
 
 def tagged(entry: Mapping[str, Any]) -> dict[str, float]:
