@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from .place import find_place as find_place
     from .randomness import Keyed as Keyed
     from .stand_in import pass_standing_in as pass_standing_in
+    from .stand_in import standing_in as standing_in
+    from .uneven import Uneven as Uneven
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
@@ -69,6 +71,7 @@ else:
             "mean_loss": ("global_mean_loss",),
             "place": ("Place", "find_place"),
             "randomness": ("Keyed",),
-            "stand_in": ("pass_standing_in",),
+            "stand_in": ("pass_standing_in", "standing_in"),
+            "uneven": ("Uneven",),
         },
     )

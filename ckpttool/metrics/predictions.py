@@ -68,6 +68,7 @@ class Evaluation:
         data: the name of the data set.
         classes: the names of the classes, by label.
         device, threads: the device type and the number of CPU threads, which changes the last bits.
+        batch_size: the number of samples in a forward pass, which changes them too.
     """
 
     world_size: int | None = None
@@ -77,6 +78,7 @@ class Evaluation:
     classes: tuple[str, ...] | None = None
     device: str | None = None
     threads: int | None = None
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,10 @@ def _as_metadata(evaluation: Evaluation, rank: int) -> dict[str, str]:
 
 def _of_metadata(path: str, metadata: Mapping[str, str]) -> tuple[int | None, Evaluation]:
     found: dict[str, Any] = {}
-    kinds = {"rank": int, "world_size": int, "samples": int, "threads": int, "classes": list}
+    kinds = {
+        **dict.fromkeys(("rank", "world_size", "samples", "threads", "batch_size"), int),
+        "classes": list,
+    }
     for name in ("rank", *(field.name for field in dataclasses.fields(Evaluation))):
         if name not in metadata:
             continue

@@ -20,6 +20,7 @@ from tests.support.running import ROOT
 from train import checkpoints, models, run_folder, saving
 from train.config import TrainConfig
 from train.flag_values import Every
+from train.main import steps_of_epoch
 
 PLAIN = (type(None), bool, int, float, str, torch.Tensor)
 
@@ -194,7 +195,7 @@ def files_of_a_run(rank: int, world_size: int, folder: str, best: list[bool], se
     trainer = make_trainer(rank, world_size, epochs=len(best), **settings)
     saver, seen = saving.Saver(trainer, folder), []
     for is_best in best:
-        for _ in trainer.steps():
+        for _ in steps_of_epoch(trainer):
             saver.after_step()
         trainer.finish_epoch()
         saver.after_epoch(best=is_best)

@@ -1,0 +1,311 @@
+"""The plan of a training: which rank takes which sample, at which step.
+
+Pure arithmetic, so every rank knows the whole plan without communication. An epoch is an order of the sample
+indices that depends on (seed, epoch) alone. It is cut into global batches, and each of them is dealt to the
+ranks in proportion to their weights. So the steps of an epoch take the same samples on any number of ranks
+and whatever their weights, and a run can resume at any step on other ranks.
+
+`DistributedSampler` repeats or drops samples to make all shares equal; `sampler="torch"` is its order, cut
+and dealt in the same way. torch is imported only for that.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import cycle, islice, zip_longest
+from typing import TypeVar
+
+from ..errors import UsageFault
+
+Item = TypeVar("Item")
+
+SAMPLERS = ("exact", "torch", "none")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One rank's part of one optimizer step.
+
+    Attributes:
+        index: number of the step in its epoch.
+        global_size: samples that all ranks together take in this step; repeats count.
+        micro_batches: sample indices, one list per forward pass; none if this rank's share is empty.
+        passes: forward passes of the rank that has the most; at least 1.
+    """
+
+    index: int
+    global_size: int
+    micro_batches: tuple[list[int], ...]
+    passes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an epoch of samples is ordered, cut into global batches, and dealt to ranks.
+
+    Attributes:
+        samples: size of the data set.
+        batch_size: samples per optimizer step over all ranks.
+        seed: with the epoch, determines the order.
+        drop_last: leave out the short batch that ends an epoch; with `sampler="torch"` also the samples that
+            do not divide by the ranks, as `drop_last` of the sampler and of the loader do together.
+        accumulate: forward passes of a rank per step; fewer if its share is smaller.
+        sampler: `exact`: each sample once, in an order by Python's generator. `torch`: rank r takes what
+            `DataLoader(data, batch_size // ranks, sampler=DistributedSampler(data, ranks, r, True, seed))`
+            takes: a random order by torch's generator, which repeats samples from its front until it divides
+            by the ranks. `none`: every rank takes all samples, as without a sampler.
+        set_epoch: give each epoch its own order; if not, all have that of epoch 0.
+        rank_batch: samples of each rank in a full batch; `batch_size` is their sum.
+        rank_share: weights of the ranks in every batch.
+        share_changes: pairs (step, weights), by step: from this optimizer step on, counted since the start
+            of the training, these weights hold instead of `rank_share`.
+    """
+
+    samples: int
+    batch_size: int
+    seed: int = 0
+    drop_last: bool = False
+    accumulate: int = 1
+    sampler: str = "exact"
+    set_epoch: bool = True
+    rank_batch: tuple[int, ...] | None = None
+    rank_share: tuple[int, ...] | None = None
+    share_changes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def length(self, world_size: int) -> int:
+        """Return the number of samples in an epoch's order over all ranks; repeats count."""
+        if self.sampler == "torch":
+            each = self.samples // world_size if self.drop_last else -(-self.samples // world_size)
+            return each * world_size
+        return self.samples * (world_size if self.sampler == "none" else 1)
+
+    def steps_of(self, world_size: int) -> int:
+        """Return the number of optimizer steps in an epoch, the same on every rank."""
+        whole, rest = divmod(self.length(world_size), self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def order(self, epoch: int, world_size: int = 1) -> list[int]:
+        """Return the sample indices of an epoch in their order, before they are cut into batches.
+
+        Only the repeats of `sampler="torch"` and `sampler="none"` depend on the number of ranks.
+        """
+        permutation = self._permutation(epoch if self.set_epoch else 0)
+        if self.sampler == "none":
+            return [index for index in permutation for _ in range(world_size)]
+        return list(islice(cycle(permutation), self.length(world_size)))
+
+    def _permutation(self, epoch: int) -> list[int]:
+        if self.sampler == "exact":
+            indices = list(range(self.samples))
+            # A string seed is hashed by random itself, the same way on every Python and machine.
+            random.Random(f"{self.seed}:{epoch}").shuffle(indices)
+            return indices
+        import torch
+
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(self.samples, generator=generator).tolist()
+
+    def global_size(self, step: int, world_size: int = 1) -> int:
+        """Return the number of samples in a step of an epoch over all ranks; repeats count.
+
+        Only the last step may be smaller than the others.
+        """
+        return min(self.batch_size, self.length(world_size) - step * self.batch_size)
+
+    def weights(self, world_size: int, step: int = 0) -> tuple[int, ...]:
+        """Return the ranks' weights in an optimizer step, counted since the start of the training."""
+        changed = [weights for since, weights in self.share_changes if since <= step]
+        return changed[-1] if changed else self.rank_batch or self.rank_share or (1,) * world_size
+
+    def of_rank(self, epoch: int, rank: int, world_size: int, start: int = 0) -> Iterator[Step]:
+        """Yield one rank's steps of an epoch, from step `start` on."""
+        order, steps = self.order(epoch, world_size), self.steps_of(world_size)
+        for index in range(start, steps):
+            batch = order[index * self.batch_size : (index + 1) * self.batch_size]
+            places = _places(len(batch), self.weights(world_size, epoch * steps + index))
+            share = [batch[place] for place in places[rank]]
+            passes = max(1, min(self.accumulate, max(map(len, places))))
+            yield Step(index, len(batch), tuple(self._micro_batches(share)), passes)
+
+    def _micro_batches(self, share: list[int]) -> list[list[int]]:
+        return deal(share, (1,) * min(self.accumulate, len(share)))
+
+    def with_shares(self, step: int, weights: tuple[int, ...]) -> Plan:
+        """Return this plan with other weights from an optimizer step on, counted since the start."""
+        kept = tuple(change for change in self.share_changes if change[0] < step)
+        return replace(self, share_changes=(*kept, (step, weights)))
+
+    def share_sizes(self, world_size: int) -> set[int]:
+        """Return all sizes that a rank's share of a step can have."""
+        return {size for sizes in self.splits(world_size) for size in sizes}
+
+    def micro_batch_sizes(self, world_size: int) -> set[int]:
+        """Return all sizes that the batch of a forward pass can have, on any rank in any step."""
+        return {size for share in self.share_sizes(world_size) for size in self._pass_sizes(share)}
+
+    def pass_sizes(self, world_size: int) -> set[int]:
+        """Return all numbers of samples that the ranks can have together in a forward pass of a step."""
+        steps = [[self._pass_sizes(share) for share in sizes] for sizes in self.splits(world_size)]
+        return {sum(sizes) for step in steps for sizes in zip_longest(*step, fillvalue=0)}
+
+    def _pass_sizes(self, share: int) -> list[int]:
+        passes = min(self.accumulate, share)
+        return dealt_sizes(share, (1,) * passes)
+
+    def splits(self, world_size: int) -> list[list[int]]:
+        """Return how many samples each rank gets in a full batch and in the last one, by any weights."""
+        steps = self.steps_of(world_size)
+        batches = dict.fromkeys(self.global_size(step, world_size) for step in (0, steps - 1) if steps)
+        weights = [self.weights(world_size), *(weights for _, weights in self.share_changes)]
+        return [dealt_sizes(size, each) for size in batches for each in weights]
+
+    def seen(self, epoch: int, world_size: int) -> Counter[int]:
+        """Return how often all ranks together take each sample in an epoch; 0 for one that is left out."""
+        taken = self.order(epoch, world_size)
+        if self.drop_last:
+            taken = taken[: self.steps_of(world_size) * self.batch_size]
+        counted = Counter(dict.fromkeys(range(self.samples), 0))
+        counted.update(taken)
+        return counted
+
+
+def check(plan: Plan, world_size: int, called: Callable[[str], str] = str) -> None:
+    """Check that a plan can be dealt to this many ranks. Its number of samples does not matter.
+
+    Args:
+        plan: what to check.
+        world_size: the number of ranks.
+        called: maps a field's name to how the user knows it, for the message.
+
+    Raises:
+        UsageFault: `batch_size` or `accumulate` is below 1, or `sampler` is none of `SAMPLERS`; `rank_batch`
+            and `rank_share` are both given, or one of them with another sampler than `exact`; their count is
+            not that of the ranks, or a number is below 1; `rank_batch` does not sum to `batch_size`;
+            `batch_size` does not divide by the ranks for another sampler than `exact`; or a full batch
+            leaves a rank without a sample.
+    """
+    for field in ("batch_size", "accumulate"):
+        if getattr(plan, field) < 1:
+            raise UsageFault(f"{called(field)} {getattr(plan, field)}: must be 1 or more")
+    if plan.sampler not in SAMPLERS:
+        raise UsageFault(f"{called('sampler')} {plan.sampler}: is none of {', '.join(SAMPLERS)}")
+    if plan.rank_batch is not None and plan.rank_share is not None:
+        raise UsageFault(
+            f"{called('rank_batch')} and {called('rank_share')}: both say how a batch is dealt",
+            hint="give one of them",
+        )
+    field = "rank_share" if plan.rank_batch is None else "rank_batch"
+    if (weights := getattr(plan, field)) is not None:
+        _check_weights(plan, world_size, weights, called, field)
+    elif plan.sampler != "exact" and plan.batch_size % world_size:
+        lower = plan.batch_size - plan.batch_size % world_size
+        raise UsageFault(
+            f"{called('batch_size')} {plan.batch_size}: does not divide by {world_size} ranks, and "
+            f"{called('sampler')} {plan.sampler} gives each the same number",
+            hint=f"give {f'{lower} or ' * (lower > 0)}{lower + world_size}, or {called('sampler')} exact",
+        )
+    for weights in (plan.weights(world_size), *(weights for _, weights in plan.share_changes)):
+        _check_nobody_idle(plan, weights, called, field)
+
+
+def _check_weights(
+    plan: Plan, world_size: int, weights: tuple[int, ...], called: Callable[[str], str], field: str
+) -> None:
+    given = f"{called(field)} {','.join(map(str, weights))}"
+    if plan.sampler != "exact":
+        raise UsageFault(
+            f"{given}: {called('sampler')} {plan.sampler} gives each rank the same number of samples",
+            hint=f"leave out {called(field)} or {called('sampler')}",
+        )
+    if len(weights) != world_size:
+        numbers, ranks = f"{len(weights)} number{'s' * (len(weights) != 1)}", f"{world_size} rank"
+        raise UsageFault(
+            f"{given}: {numbers} for {ranks}{'s' * (world_size != 1)}",
+            hint="give one number for each rank, or start as many ranks as numbers",
+        )
+    if min(weights) < 1:
+        raise UsageFault(
+            f"{given}: gives rank {weights.index(min(weights))} nothing",
+            hint="give every rank 1 or more, or start fewer ranks",
+        )
+    if field == "rank_batch" and sum(weights) != plan.batch_size:
+        raise UsageFault(
+            f"{given}: its sum is {sum(weights)}, and {called('batch_size')} is {plan.batch_size}",
+            hint=f"leave out {called('batch_size')}, or give {sum(weights)}",
+        )
+
+
+def _check_nobody_idle(
+    plan: Plan, weights: tuple[int, ...], called: Callable[[str], str], field: str
+) -> None:
+    sizes, batch = dealt_sizes(plan.batch_size, weights), called("batch_size")
+    if min(sizes):
+        return
+    least, idle = min(weights), f"leaves rank {sizes.index(0)} without samples in every step"
+    enough = sum((weight + least) // (2 * least) for weight in weights)
+    if least == max(weights):
+        raise UsageFault(
+            f"{batch} {plan.batch_size}: {idle}, on {len(weights)} ranks",
+            hint=f"give {batch} {enough} or more, or start fewer ranks",
+        )
+    raise UsageFault(
+        f"{called(field)} {','.join(map(str, weights))}: {idle}, with {batch} {plan.batch_size}",
+        hint=f"give {batch} {enough} or more, or closer numbers",
+    )
+
+
+def dealt_sizes(size: int, weights: Sequence[int]) -> list[int]:
+    """Return how many of `size` items each rank gets by its weight."""
+    return [len(places) for places in _places(size, tuple(weights))]
+
+
+def deal(items: Sequence[Item], weights: Sequence[int]) -> list[list[Item]]:
+    """Deal items like cards, each to the part that is furthest behind its share.
+
+    The k-th card of a part with weight w is due at (k - ½) / w (the divisor method of Webster and
+    Sainte-Laguë). So equal weights take turns; a total of the weights gives each part exactly its weight;
+    and with more items no part gets fewer.
+
+    Args:
+        items: what is dealt.
+        weights: a positive number for each part; none for no parts, if there are no items.
+
+    Returns:
+        The items of each part, in their order.
+    """
+    return [[items[place] for place in places] for places in _places(len(items), tuple(weights))]
+
+
+@lru_cache(maxsize=256)
+def _places(size: int, weights: tuple[int, ...]) -> tuple[Sequence[int], ...]:
+    """Return the places of each part's items among `size` items."""
+    if len(set(weights)) <= 1:  # taking turns, which the general way below would find too
+        return tuple(range(part, size, len(weights)) for part in range(len(weights)))
+    whole = math.lcm(*weights)
+    due = [(whole // weight, part) for part, weight in enumerate(weights)]  # of (2k - 1) * whole / weight
+    heapq.heapify(due)
+    places: tuple[list[int], ...] = tuple([] for _ in weights)
+    for place in range(size):
+        when, part = due[0]
+        places[part].append(place)
+        heapq.heapreplace(due, (when + 2 * (whole // weights[part]), part))
+    return places
+
+
+def evaluation_batches(samples: int, batch_size: int, rank: int, world_size: int) -> dict[int, range]:
+    """Return this rank's batches of a test set, by their number.
+
+    The set is cut into batches before whole batches are dealt, so a sample is in the same batch on any number
+    of ranks, and gets the same numbers.
+    """
+    count = -(-samples // batch_size)
+    return {
+        number: range(number * batch_size, min((number + 1) * batch_size, samples))
+        for number in range(rank, count, world_size)
+    }

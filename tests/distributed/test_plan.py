@@ -1,0 +1,259 @@
+"""The plan of an epoch: every sample once, in the same global batches on any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from ckpttool.distributed.plan import Plan, check, deal, dealt_sizes, evaluation_batches
+from ckpttool.errors import UsageFault
+
+settings = st.builds(
+    Plan,
+    samples=st.integers(1, 200),
+    batch_size=st.integers(1, 70),
+    seed=st.integers(0, 5),
+    drop_last=st.booleans(),
+    accumulate=st.integers(1, 5),
+    set_epoch=st.booleans(),
+)
+world_sizes = st.integers(1, 9)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Plan, int]:
+    """A plan and a number of ranks, with equal or unequal shares, which may change in the first epoch."""
+    plan, world_size = draw(settings), draw(world_sizes)
+    share = st.none() | st.lists(st.integers(1, 12), min_size=world_size, max_size=world_size).map(tuple)
+    plan = dataclasses.replace(plan, rank_share=draw(share))
+    if later := draw(share):
+        plan = plan.with_shares(draw(st.integers(0, 5)), later)
+    return plan, world_size
+
+
+def taken(plan: Plan, epoch: int, world_size: int, start: int = 0) -> list[list[list[int]]]:
+    """The samples of each step, by rank."""
+    by_rank = [list(plan.of_rank(epoch, rank, world_size, start)) for rank in range(world_size)]
+    steps = range(len(by_rank[0]))
+    return [[[i for m in by_rank[r][s].micro_batches for i in m] for r in range(world_size)] for s in steps]
+
+
+def flat(steps: list[list[list[int]]]) -> list[int]:
+    return [index for step in steps for share in step for index in share]
+
+
+@given(plans(), st.integers(0, 3))
+@example((Plan(5, 2), 4), 0)
+def test_every_sample_is_taken_exactly_once_an_epoch(case, epoch):
+    plan, world_size = case
+    found = flat(taken(plan, epoch, world_size))
+    assert len(found) == len(set(found))
+    left_out = plan.samples % plan.batch_size if plan.drop_last else 0
+    assert len(found) == plan.samples - left_out
+    assert set(found) <= set(range(plan.samples))
+
+
+@given(plans(), st.integers(0, 3))
+def test_the_global_batches_depend_neither_on_the_number_of_ranks_nor_on_their_shares(case, epoch):
+    plan, world_size = case
+    alone = dataclasses.replace(plan, rank_share=None, share_changes=())
+
+    def batches(plan: Plan, size: int) -> list[list[int]]:
+        return [sorted(i for share in step for i in share) for step in taken(plan, epoch, size)]
+
+    assert batches(plan, world_size) == batches(alone, 1)
+
+
+@given(settings, world_sizes)
+@example(Plan(samples=9, batch_size=4), 4)
+def test_equal_shares_differ_by_at_most_one_and_rank_0_never_has_fewer(plan, world_size):
+    for step in taken(plan, 0, world_size):
+        sizes = [len(share) for share in step]
+        assert max(sizes) - min(sizes) <= 1
+        assert sizes[0] == max(sizes)
+
+
+@given(plans())
+def test_all_ranks_take_the_same_number_of_steps_and_know_each_global_size(case):
+    plan, world_size = case
+    by_rank = [list(plan.of_rank(0, rank, world_size)) for rank in range(world_size)]
+    assert {len(steps) for steps in by_rank} == {plan.steps_of(world_size)}
+    for steps in zip(*by_rank, strict=True):
+        in_all = sum(len(micro) for step in steps for micro in step.micro_batches)
+        assert {step.global_size for step in steps} == {in_all}
+        assert in_all == plan.global_size(steps[0].index, world_size)
+
+
+@given(plans())
+def test_all_ranks_know_how_often_the_busiest_one_passes_the_model(case):
+    plan, world_size = case
+    by_rank = [list(plan.of_rank(0, rank, world_size)) for rank in range(world_size)]
+    for steps in zip(*by_rank, strict=True):
+        assert {step.passes for step in steps} == {max(len(step.micro_batches) for step in steps)}
+
+
+@given(plans(), st.data())
+def test_an_epoch_can_start_at_any_step(case, data):
+    plan, world_size = case
+    start = data.draw(st.integers(0, plan.steps_of(world_size)))
+    assert taken(plan, 1, world_size, start) == taken(plan, 1, world_size)[start:]
+
+
+@given(plans())
+def test_micro_batches_are_at_most_accumulate_and_never_empty(case):
+    plan, world_size = case
+    for rank in range(world_size):
+        for step in plan.of_rank(0, rank, world_size):
+            assert len(step.micro_batches) <= plan.accumulate
+            assert all(step.micro_batches)
+
+
+@given(settings, world_sizes, st.data())
+def test_the_announced_sizes_are_those_that_occur(plan, world_size, data):
+    share = st.lists(st.integers(1, 12), min_size=world_size, max_size=world_size).map(tuple)
+    plan = dataclasses.replace(plan, rank_share=data.draw(st.none() | share))
+    by_rank = [list(plan.of_rank(0, rank, world_size)) for rank in range(world_size)]
+    shares, micros, passes = set(), set(), set()
+    for steps in zip(*by_rank, strict=True):
+        shares.update(sum(map(len, step.micro_batches)) for step in steps)
+        micros.update(len(micro) for step in steps for micro in step.micro_batches)
+        for number in range(plan.accumulate):
+            passes.add(sum(len(micro) for step in steps for micro in step.micro_batches[number : number + 1]))
+    assert plan.share_sizes(world_size) == shares
+    assert plan.micro_batch_sizes(world_size) == micros
+    assert plan.pass_sizes(world_size) == passes - {0}
+
+
+@given(st.integers(0, 300), st.lists(st.integers(1, 50), min_size=1, max_size=9))
+def test_shares_follow_the_weights_as_closely_as_whole_samples_allow(size, weights):
+    sizes = dealt_sizes(size, weights)
+    assert sum(sizes) == size
+    # Divided by Sainte-Laguë's rule: no transfer of one item brings two parts closer to their weights.
+    for one, weight in zip(sizes, weights, strict=True):
+        for other, its_weight in zip(sizes, weights, strict=True):
+            assert (2 * one - 1) * its_weight <= (2 * other + 1) * weight
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(1, 4))
+def test_a_multiple_of_the_weights_is_dealt_exactly_by_the_weights(weights, times):
+    assert dealt_sizes(sum(weights) * times, weights) == [weight * times for weight in weights]
+
+
+@given(st.integers(0, 200), st.lists(st.integers(1, 50), min_size=1, max_size=9))
+def test_with_one_more_sample_no_share_shrinks(size, weights):
+    assert all(
+        a <= b for a, b in zip(dealt_sizes(size, weights), dealt_sizes(size + 1, weights), strict=True)
+    )
+
+
+def test_a_rank_batch_gives_each_rank_its_number_and_the_last_batch_in_proportion():
+    plan = Plan(samples=18, batch_size=12, rank_batch=(2, 10))
+    assert [[len(share) for share in step] for step in taken(plan, 0, 2)] == [[2, 10], [1, 5]]
+
+
+def test_other_shares_hold_from_a_step_of_the_whole_training_on():
+    plan = Plan(samples=24, batch_size=8).with_shares(4, (1, 3)).with_shares(7, (3, 1))
+    sizes = [[len(share) for share in step] for epoch in range(3) for step in taken(plan, epoch, 2)]
+    assert sizes == [[4, 4]] * 4 + [[2, 6]] * 3 + [[6, 2]] * 2
+    assert plan.with_shares(4, (1, 1)) == Plan(samples=24, batch_size=8).with_shares(4, (1, 1))
+
+
+def test_a_rank_may_have_no_sample_in_a_short_last_batch():
+    assert taken(Plan(samples=5, batch_size=4, seed=1), 0, 4)[1][1:] == [[], [], []]
+
+
+def test_epochs_and_seeds_differ_in_order():
+    plan = Plan(samples=50, batch_size=10)
+    orders = {tuple(plan.order(0)), tuple(plan.order(1)), tuple(Plan(50, 10, seed=1).order(0))}
+    assert len(orders) == 3
+
+
+def test_the_order_of_an_epoch_never_changes_so_that_old_runs_can_continue():
+    assert Plan(samples=10, batch_size=4, seed=7).order(3) == [8, 6, 3, 4, 7, 1, 9, 0, 2, 5]
+
+
+@pytest.mark.parametrize(("samples", "batch_size", "drop_last", "steps"), [
+    (10, 4, False, 3), (10, 4, True, 2), (8, 4, False, 2), (3, 4, False, 1), (3, 4, True, 0),
+])  # fmt: skip
+def test_steps_of_an_epoch(samples, batch_size, drop_last, steps):
+    assert Plan(samples, batch_size, drop_last=drop_last).steps_of(4) == steps
+
+
+@given(st.lists(st.integers()), st.lists(st.integers(1, 50), min_size=1, max_size=9))
+def test_dealing_keeps_every_item(items, weights):
+    assert sorted(item for part in deal(items, weights) for item in part) == sorted(items)
+
+
+def test_without_set_epoch_all_epochs_have_the_order_of_the_first():
+    plan = Plan(samples=50, batch_size=10, set_epoch=False)
+    assert plan.order(3) == plan.order(0) == Plan(samples=50, batch_size=10).order(0)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------
+
+
+REFUSED = {
+    "batch_size 3: leaves rank 3 without samples in every step, on 4 ranks": (Plan(9, 3), 4),
+    "batch_size 0: must be 1 or more": (Plan(9, 0), 1),
+    "accumulate 0: must be 1 or more": (Plan(9, 3, accumulate=0), 1),
+    "sampler random: is none of exact, torch, none": (Plan(9, 3, sampler="random"), 1),
+    "rank_share 1,3: 2 numbers for 4 ranks": (Plan(9, 8, rank_share=(1, 3)), 4),
+    "rank_share 1,3: 2 numbers for 1 rank": (Plan(9, 8, rank_share=(1, 3)), 1),
+    "rank_batch 8: 1 number for 2 ranks": (Plan(9, 8, rank_batch=(8,)), 2),
+    "rank_share 1,0: gives rank 1 nothing": (Plan(9, 8, rank_share=(1, 0)), 2),
+    "rank_batch -2,10: gives rank 0 nothing": (Plan(9, 8, rank_batch=(-2, 10)), 2),
+    "rank_batch 2,10: its sum is 12, and batch_size is 64": (Plan(99, 64, rank_batch=(2, 10)), 2),
+    "rank_batch and rank_share: both say how a batch is dealt": (
+        Plan(9, 8, rank_batch=(4, 4), rank_share=(1, 1)),
+        2,
+    ),
+    "rank_share 1,100: leaves rank 0 without samples in every step, with batch_size 16": (
+        Plan(99, 16, rank_share=(1, 100)),
+        2,
+    ),
+    "batch_size 10: does not divide by 4 ranks, and sampler torch gives each the same number": (
+        Plan(99, 10, sampler="torch"),
+        4,
+    ),
+    "rank_share 1,3: sampler torch gives each rank the same number of samples": (
+        Plan(99, 8, sampler="torch", rank_share=(1, 3)),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_a_plan_that_can_not_be_dealt_is_refused_by_name(said):
+    with pytest.raises(UsageFault) as refused:
+        check(*REFUSED[said])
+    assert str(refused.value) == said
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6).map(tuple), st.integers(1, 40))
+def test_the_batch_that_is_advised_leaves_no_rank_without_samples(weights, batch_size):
+    plan = Plan(1000, batch_size, rank_share=weights)
+    try:
+        check(plan, len(weights))
+    except UsageFault as refused:
+        advised = int(re.findall(r"batch_size (\d+) or more", refused.hint)[0])
+        assert advised > batch_size
+        check(dataclasses.replace(plan, batch_size=advised), len(weights))
+
+
+# ---- evaluation ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 200), st.integers(1, 40), world_sizes)
+def test_evaluation_takes_each_sample_once_in_the_same_batch_on_any_number_of_ranks(
+    samples, batch_size, world_size
+):
+    by_rank = [evaluation_batches(samples, batch_size, rank, world_size) for rank in range(world_size)]
+    together = {number: list(batch) for batches in by_rank for number, batch in batches.items()}
+    alone = evaluation_batches(samples, batch_size, 0, 1)
+    assert together == {number: list(batch) for number, batch in alone.items()}
+    assert sum(map(len, by_rank)) == len(together)
+    assert [i for number in sorted(together) for i in together[number]] == list(range(samples))
