@@ -56,7 +56,8 @@ def curves(name: str, entries: Iterable[Mapping[str, Any]]) -> Run:
         if "epoch" in entry:
             _add_epoch(by_epoch, entry)
         elif "test_loss" in entry:
-            _add_score(by_epoch.test, _number(entry.get("epochs")), {**entry, "loss": entry["test_loss"]})
+            tested = {name.removeprefix("test_"): value for name, value in entry.items()}
+            _add_score(by_epoch.test, _number(entry.get("epochs")), tested)
         elif "step" in entry:
             at = _number(entry.get("epochs"))
             for quantity in ("loss", "lr", "samples_per_second"):

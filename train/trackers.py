@@ -10,13 +10,15 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CheckFailed, UsageFault
 from train import log_file
 from train.config import TrainConfig
 from train.file_errors import naming
-from train.step_log import Sink
+
+if TYPE_CHECKING:
+    from train.step_log import Sink
 
 ABOUT_POSITION = {"step", "steps", "epoch", "epochs"}
 ABOUT_TRAINING = {"lr", "threads", "batch_size"}
@@ -150,9 +152,8 @@ def tagged(entry: Mapping[str, Any]) -> dict[str, float]:
     `train/loss` is that of the steps since the last entry, `epoch/train_loss` of a whole epoch, `test/…` of
     the test set, and `time/…` are seconds.
     """
-    metrics = entry.get("metrics")
-    flat = {**entry, **(metrics if isinstance(metrics, dict) else {})}
     group = "epoch" if "epoch" in entry else "test" if "test_loss" in entry else "train"
+    flat = {**entry, **entry.get("metrics", {}), **entry.get("test_metrics", {})}
     return {
         _tag(name, group): value
         for name, value in flat.items()

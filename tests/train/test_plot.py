@@ -86,6 +86,12 @@ def test_another_task_shows_its_own_scores_and_no_accuracy(tmp_path: Path) -> No
     assert points[0] == (1, 0.5) and points[1][1] != points[1][1]  # null is a gap
 
 
+def test_an_evaluation_of_another_task_within_an_epoch_has_its_scores(tmp_path: Path) -> None:
+    evaluated = {"step": 2, "epochs": 0.5, "test_loss": 1.75, "test_metrics": {"mae": 0.25}}
+    panels = drawn(write(tmp_path / "a", [step(2), evaluated, step(4)]))
+    assert lines(panels["Mean absolute error"]) == [[(0.5, 0.25)]]
+
+
 def test_runs_of_different_tasks_share_a_picture(tmp_path: Path) -> None:
     panels = drawn(write(tmp_path / "a", classes()), write(tmp_path / "b", regression()))
     assert list(panels) == ["Loss", "Accuracy", "Mean absolute error", "R²", *CLASSES[2:]]
@@ -93,7 +99,7 @@ def test_runs_of_different_tasks_share_a_picture(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_within_an_epoch_is_a_point_of_the_test_set(tmp_path: Path) -> None:
-    evaluated = {"step": 2, "epochs": 0.5, "test_loss": 1.75, "accuracy": 0.25}
+    evaluated = {"step": 2, "epochs": 0.5, "test_loss": 1.75, "test_accuracy": 0.25}
     panels = drawn(write(tmp_path / "a", [step(2), evaluated, step(4), epoch(1, accuracy=0.5)]))
     assert lines(panels["Loss"])[1] == [(0.5, 1.75), (1, 2.0)]
     assert lines(panels["Accuracy"])[0] == [(0.5, 0.25), (1, 0.5)]

@@ -30,8 +30,14 @@ STEP = {
     "data_seconds": 0.25,
 }
 EPOCH = {"epoch": 1, "loss": 1.25, "accuracy": 0.5, "samples": 10, "train_loss": float("nan"), "seconds": 7.0}
-EVALUATION = {"step": 3, "epochs": 0.75, "test_loss": 1.0, "metrics": {"mae": 0.75, "each": [1.0]}}
-AT_3 = {"test/loss": 1.0, "test/mae": 0.75}
+EVALUATION = {
+    "step": 3,
+    "epochs": 0.75,
+    "test_loss": 1.0,
+    "test_samples": 9,
+    "test_metrics": {"mae": 0.5, "all": [1]},
+}
+AT_3 = {"test/loss": 1.0, "test/samples": 9, "test/mae": 0.5}
 
 AT_2 = {
     "train/loss": 1.5,
