@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import formats
-from ..errors import Damaged, OutputExists, Unsupported
+from ..errors import Damaged, OutputExists, Unreadable, Unsupported
 from ..files.commit import replacing
 from ..files.copying import Output
 from ..files.digest import digest
@@ -131,6 +132,10 @@ def read(path: str | os.PathLike[str]) -> RankFile:
         Damaged: the file breaks its format's rules, or its rows do not have the digest in its metadata.
         Unsupported: a column is missing or of another dtype or shape, or the metadata has another type.
     """
+    if os.path.isdir(path):
+        inside = shlex.quote(os.path.join(path, "")) + "*.safetensors"
+        hint = f"name the files of all ranks: ckpttool gather-metrics {inside}"
+        raise Unreadable(path, "is a folder, not one rank's prediction file", hint=hint)
     with formats.open(path) as checkpoint:
         tensors = dict(checkpoint.tensors())
         columns = {name: _column(checkpoint.path, tensors, name) for name in COLUMNS}

@@ -20,12 +20,10 @@ from ..tensors.ref import TensorRef
 from ..tensors.to_torch import live_tensors
 from .diagnosis import Diagnosis
 from .diagnosis.case import Case
-from .diagnosis.fit import Blueprint, Fit, compare
-from .diagnosis.name_remedies import wrappers
+from .diagnosis.fit import Blueprint, compare
 from .diagnosis.resize import resized
 from .diagnosis.shell import command_line
-from .diagnosis.treatment import treat
-from .diagnosis.value_remedies import ties
+from .diagnosis.treatment import as_reloaded
 from .doctor import doctor
 from .loading_rules import accepts, with_versions
 
@@ -105,7 +103,7 @@ def reload(
         blueprint = Blueprint.of(model)
         patterns = tuple(allow_missing)
         _require_matches(patterns, blueprint)
-        prefix, case = _fitting(checkpoint, found, blueprint)
+        prefix, case = as_reloaded(checkpoint, found, blueprint)
         case, kept = _without_kept(case, patterns)
         values = _values(checkpoint.path, case.state)
         if case.fit.distance and not accepts(model, case.state):
@@ -159,20 +157,6 @@ def _without_kept(case: Case, patterns: tuple[str, ...]) -> tuple[Case, tuple[st
     places = {name: place for name, place in case.blueprint.places.items() if name not in kept}
     blueprint = replace(case.blueprint, places=places)
     return replace(case, state=state, blueprint=blueprint, fit=compare(state, blueprint)), kept
-
-
-def _fitting(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tuple[str, Case]:
-    """Return the removed prefix, `""` for none, and the state without wrappers' prefixes and with its ties.
-
-    Leave out entries that are not tensors and that the model does not ask for (an epoch beside the weights).
-    """
-    alone = replace(checkpoint, tree=state.container)
-    treated = treat(Case(alone, state, blueprint, compare(state, blueprint), None, state), (wrappers, ties))
-    prefix = "".join(remedy.command[2] for remedy in treated.remedies if remedy.kind == "prefix")
-    fitted = treated.case.state
-    asked = {name: value for name, value in fitted.others.items() if name in blueprint.places}
-    fitted = replace(fitted, others=asked)
-    return prefix, replace(treated.case, state=fitted, fit=compare(fitted, blueprint))
 
 
 def _values(path: str, state: State) -> dict[str, Any]:

@@ -400,6 +400,20 @@ def test_the_output_is_a_shell_script(cli: Cli, tmp_path: Path) -> None:
     assert "loaded 9 of 9 tensors" in run_in_shell(script)
 
 
+def test_a_prefix_that_reload_strips_by_itself_is_said(cli: Cli, tmp_path: Path) -> None:
+    torch.save({"model": prefixed(made("Net").state_dict(), "module.")}, tmp_path / "ddp.pt")
+    found = cli("doctor", tmp_path / "ddp.pt", "--model", spec("Net"), "--json")
+    assert (found.code, found.json["loads"]) == (1, False)
+    remark = next(problem for problem in found.json["problems"] if problem["kind"] == "reload")
+    assert remark["remark"] is True
+    assert "strips 'module.' by itself" in remark["message"]
+    assert "load_state_dict does not" in remark["message"]
+    assert remark["command"] == f"ckpttool reload {tmp_path}/ddp.pt --model {spec('Net')}"
+    assert cli(*shlex.split(remark["command"])[1:]).code == 0
+    page = cli("doctor", tmp_path / "ddp.pt", "--model", spec("Net")).out
+    assert f"\n#   {remark['command']}" in page
+
+
 def test_a_file_that_loads_is_exit_0_with_remarks(cli: Cli, tmp_path: Path) -> None:
     half = {
         key: value.half() if value.is_floating_point() else value
