@@ -154,7 +154,7 @@ class Trainer:
         self.lr = config.lr
         self.started_from: str | None = None
         self._gradient_norm: torch.Tensor | None = None
-        self.log = StepLog(config.log_every, place.device)
+        self.log = StepLog(config.log_every, place.device, last=steps)
         self._stand_in = task.batch_to(default_collate([self.samples[0]]), place.device)
         settle_buckets(self.ddp, lambda: self.stand_in(together=False))
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
