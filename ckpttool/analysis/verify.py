@@ -56,7 +56,7 @@ class Verified:
         checked_bytes: bytes of storages and, in a zip, of all other records that were read, and compared
             with a checksum where there is one.
         unsummed: storages that no checksum covers.
-        free: how many bytes nothing vouches for, by what they are: values and contents without a checksum,
+        free: how many bytes no checksum covers, by what they are: values and contents,
             and of a zip fields of its headers, bytes between records, comments.
         non_finite: tensor -> number of values that are NaN or infinite.
         problems: the problems found.
@@ -113,7 +113,7 @@ def verify(
         if checkpoint.format in ZIPS and source.read(0, 4) == SIGNATURE:
             sums.check_records(source)
         else:
-            sums.free["contents without a checksum"] += source.size - sums.within[id(source)]
+            sums.free["contents"] += source.size - sums.within[id(source)]
     problems: list[Problem] = []
     if no_code:
         running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
@@ -156,7 +156,7 @@ class _Checksums:
             self.checked += storage.nbytes
             if storage.crc32 is None:
                 self.unsummed += 1
-                self.free["values without a checksum"] += storage.nbytes
+                self.free["values"] += storage.nbytes
             elif crc != storage.crc32:
                 self.problems.append(Problem("checksum", name, "its bytes do not match their checksum"))
 
@@ -171,7 +171,7 @@ class _Checksums:
             self.checked += record.size
             intact = is_intact(source, record)
             if intact is None:
-                self.free["records without a checksum"] += record.size
+                self.free["records"] += record.size
             if intact is False:
                 where = f"record {record.name}"
                 self.problems.append(Problem("checksum", where, "its bytes do not match their checksum"))
