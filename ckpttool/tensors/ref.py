@@ -193,11 +193,13 @@ def checked_tensor(
         room: bytes of the storage that the tensor may use; all when None.
 
     Raises:
-        BadTensor: shape and stride are no tuples of one length up to MAX_AXES; a number is no int, negative
-            or larger than MAX_BYTES; a lazy bit does not fit the dtype; an element lies past `room`.
+        BadTensor: shape and stride are no tuples of one length, or longer than MAX_AXES; a number is no int,
+            negative or larger than MAX_BYTES; a lazy bit does not fit the dtype; an element lies past `room`.
     """
     room = storage.nbytes if room is None else room
-    counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride) <= MAX_AXES
+    counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride)
+    if counts and len(shape) > MAX_AXES:
+        raise BadTensor(f"of {len(shape)} axes, more than the {MAX_AXES} that are read here")
     for number in (offset, *shape, *stride) if counts else (None,):
         if type(number) is not int or not 0 <= number <= MAX_BYTES:
             raise BadTensor("of malformed size, stride or offset")
