@@ -39,8 +39,9 @@ class SavePlan:
 
     Raises:
         NoState: the format holds only a state, and there is none, or none at that path.
-        Refused: the keys of a pickled object were changed, which the format would have to hold; or the
-            format holds only plain tensors, and one is sharded, sparse, quantised or the like.
+        Refused: the checkpoint holds one rank's pieces of tensors; the keys of a pickled object were changed,
+            which the format would have to hold; or the format holds only plain tensors, and one is sharded,
+            sparse, quantised or the like.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SavePlan:
     ) -> None:
         self.checkpoint, self.path, self.format = checkpoint, path, kind
         self.where, self.full = state, full
+        checkpoint.require_whole()
         self.state = None if kind in WHOLE or full else checkpoint.state(state)
         if self.state is None and checkpoint.opened:
             raise Refused(
