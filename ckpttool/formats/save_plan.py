@@ -15,7 +15,7 @@ from ..files.copying import DryOutput, Output, Progress
 from ..tensors.ref import Source, Storage, TensorRef
 from .destination import WHOLE
 from .folders import dcp, folders, sharding
-from .folders.folder_plan import FolderPlan, FolderWritten
+from .folders.folder_plan import FolderPlan, Written
 from .pytorch import zip as torch_zip
 from .reading import open as open_any
 from .reading import read
@@ -120,7 +120,7 @@ class SavePlan:
         self._write(out)
         source = self.checkpoint.source
         nbytes = out.position if self._header_in_place is None else source.size
-        return self._saved(FolderWritten(nbytes, 0))
+        return self._saved(Written(nbytes, 0))
 
     def write_file(self, opened: sharding.Opened, check: Check) -> Saved:
         """Write a file and put it in place. Arguments as of `write_folder`."""
@@ -131,7 +131,7 @@ class SavePlan:
                 else:
                     in_place.write(self.checkpoint.source, self._header_in_place, out)
             check(read(Source(self.path, os.dup(file.fileno()))))
-        return self._saved(FolderWritten(out.position, 0))
+        return self._saved(Written(out.position, 0))
 
     def _write(self, out: Output) -> None:
         if self.format == torch_zip.NAME:
@@ -186,7 +186,7 @@ class SavePlan:
         if not same:
             raise Damaged(self.path, "does not read back as intended, and was not kept")
 
-    def _saved(self, written: FolderWritten) -> Saved:
+    def _saved(self, written: Written) -> Saved:
         report = (self.checkpoint, self.path, self.format, written.nbytes)
         if self.state is not None:
             saved = saved_state(*report, self.state, self.ties)
