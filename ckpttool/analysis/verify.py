@@ -14,7 +14,7 @@ from ..formats.folders.sharding import TORCH
 from ..formats.pytorch import torchscript
 from ..formats.pytorch import zip as torch_zip
 from ..formats.pytorch.archive import is_intact
-from ..formats.zip.reader import read_directory
+from ..formats.zip.reader import Record, read_directory
 from ..inert_pickle.known_names import names_in, names_that_run
 from ..tensors.cast import FLOATS, count_non_finite
 from ..tensors.dtypes import real_dtype
@@ -27,6 +27,15 @@ from .zip_frame import zip_frame
 ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)
 """The formats that are zips, or folders of zips."""
 
+OWN_RECORDS = {
+    *("data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"),
+    *(".data/version", ".data/serialization_id"),
+}
+"""The records that torch.save writes beside storages."""
+
+PROTO, NEWEST = b"\x80", b"\x05"
+"""The first byte of a pickle of protocol 2 or newer, and the newest protocol, which follows it."""
+
 SIGNATURE = b"PK\x03\x04"
 """The first bytes of a zip; the index of a folder has others."""
 
@@ -37,8 +46,8 @@ class Problem:
 
     Attributes:
         kind: `checksum`, `frame` (the bytes around a record), `non-finite`, `torch` (a remark of the reader),
-            `code` (a name that could run), or the difference from another file: `only-here`, `only-there`,
-            `form` (dtype or shape) or `values`.
+            `code` (a name that could run, or a record that nothing refers to), or the difference from another
+            file: `only-here`, `only-there`, `form` (dtype or shape) or `values`.
         name: the tensor or record.
         message: the problem, to be read after the name.
     """
@@ -97,7 +106,8 @@ def verify(
             must be the same too.
         state: dotted path of the model's state, in both or in one of them; found when None.
         finite: NaN and infinity are problems; otherwise they are only counted.
-        no_code: names in the file's pickle that could run something are problems.
+        no_code: names in the file's pickle that could run something are problems, and records of the zip that
+            nothing in it refers to.
         progress: called with the number of bytes after each piece. All bytes are read twice, for checksums
             and as numbers, and once more to compare them.
 
@@ -116,6 +126,7 @@ def verify(
             sums.free["contents"] += source.size - sums.within[id(source)]
     problems: list[Problem] = []
     if no_code:
+        problems += sums.strays if checkpoint.format != torchscript.NAME else ()  # it has its code in records
         running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
         problems += [Problem("code", name, "could run, when loaded without weights_only") for name in running]
     problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
@@ -139,6 +150,7 @@ class _Checksums:
     def __init__(self, progress: Progress | None) -> None:
         self.progress = progress
         self.problems: list[Problem] = []
+        self.strays: list[Problem] = []
         self.checked = self.unsummed = 0
         self.free: Counter[str] = Counter()
         self.within: Counter[int] = Counter()  # bytes of storages in each source, by its id
@@ -169,6 +181,8 @@ class _Checksums:
             if (id(source), record.data.offset) in self.seen:
                 continue
             self.checked += record.size
+            if record.size and record.name.partition("/")[2] not in OWN_RECORDS:
+                self.strays.append(_stray(source, record))
             intact = is_intact(source, record)
             if intact is None:
                 self.free["records"] += record.size
@@ -181,6 +195,13 @@ class _Checksums:
             self.seen.add((id(data.source), data.offset))
             self.within[id(data.source)] += data.nbytes
         return checksum(data, self.buffer, self.progress)
+
+
+def _stray(source: Source, record: Record) -> Problem:
+    """Return the problem of a record that torch.save does not write and that no tensor lies in."""
+    head = source.read(record.data.offset, min(2, record.data.nbytes))
+    what = "is a pickle that" if head[:1] == PROTO and head[1:] <= NEWEST else "is a record that"
+    return Problem("code", f"record {record.name}", f"{what} nothing in the file refers to")
 
 
 def _compare(

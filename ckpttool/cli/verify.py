@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 )
 @click.option("--finite", is_flag=True, help="Count NaN and infinity as problems.")
 @click.option(
-    "--no-code", is_flag=True, help="Count names that could run as problems: all but those known as harmless."
+    "--no-code",
+    is_flag=True,
+    help="Count as problems names that could run, all but harmless ones, and records nothing refers to.",
 )
 @options.state_option
 @options.reading

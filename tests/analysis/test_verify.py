@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import tempfile
 import zipfile
 from collections import OrderedDict
@@ -459,3 +460,17 @@ def test_a_missing_empty_dict_is_a_difference(tmp_path: Path) -> None:
     theirs = {"model": {"w": torch.ones(1)}, "epoch": 3}
     found = verify(opened(mine, tmp_path), against=opened(theirs, tmp_path, "other.pt"))
     assert problems(found) == [("only-here", "loops")]
+
+
+def test_records_that_nothing_refers_to_are_named_with_no_code(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "empty": torch.ones(0)}, tmp_path / "m.pt")
+    assert verify(ckpttool.open(tmp_path / "m.pt"), no_code=True).ok
+    with zipfile.ZipFile(tmp_path / "m.pt", "a") as archive:
+        archive.writestr("m/evil.pkl", pickle.dumps(print))
+        archive.writestr("m/data/99", b"anything else")
+    found = verify(ckpttool.open(tmp_path / "m.pt"), no_code=True)
+    assert {(problem.kind, problem.name, problem.message) for problem in found.problems} == {
+        ("code", "record m/evil.pkl", "is a pickle that nothing in the file refers to"),
+        ("code", "record m/data/99", "is a record that nothing in the file refers to"),
+    }
+    assert verify(ckpttool.open(tmp_path / "m.pt")).ok
