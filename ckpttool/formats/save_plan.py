@@ -95,6 +95,13 @@ class SavePlan:
             dry_run: write nothing.
             opened: makes an output of a file.
             check: called with what was written, as it reads back, before it may replace anything.
+
+        Raises:
+            UsageFault: the place can't be written, is a file, or holds other files.
+            Refused: the format can't hold something.
+            Damaged: the input ended early, or what was written does not read back as intended; or as `check`
+                raises it.
+            OSError: the disk is full, or a file can't be written.
         """
         size = shard_size or sharding.DEFAULT_SIZE
         plan = FolderPlan(self.checkpoint, self.format, self.state, self.full, self.ties, size)
@@ -115,7 +122,12 @@ class SavePlan:
         return self._saved(plan.write(self.path, opened, check_folder))
 
     def dry_run(self) -> Saved:
-        """Return what `write_file` would, and raise what it would."""
+        """Return what `write_file` would.
+
+        Raises:
+            Refused: the format can't hold something.
+            Damaged: the input ended early.
+        """
         out = DryOutput()
         self._write(out)
         source = self.checkpoint.source
@@ -123,7 +135,17 @@ class SavePlan:
         return self._saved(Written(nbytes, 0))
 
     def write_file(self, opened: sharding.Opened, check: Check) -> Saved:
-        """Write a file and put it in place. Arguments as of `write_folder`."""
+        """Write a file and put it in place.
+
+        Args:
+            opened, check: as for `write_folder`.
+
+        Raises:
+            UsageFault: the place can't be written.
+            Refused: the format can't hold something.
+            Damaged: the input ended early, or what was written is no checkpoint; or as `check` raises it.
+            OSError: the disk is full, or the file can't be written.
+        """
         with replacing(self.path) as file:
             with opened(file) as out:
                 if self._header_in_place is None:

@@ -69,8 +69,10 @@ class FolderPlan:
             check: called with the path of the finished folder before it takes its place.
 
         Raises:
-            UsageFault: the place can't be written, or holds other files.
-            Refused: something that the format can't hold.
+            UsageFault: the place can't be written, is a file, or holds other files.
+            Refused: the format can't hold something.
+            Damaged, Unreadable: the input ended early or was closed meanwhile; or as `check` raises them.
+            OSError: the disk is full, or a file can't be written.
         """
         kept = companions(self.checkpoint, path)
         with replacing_folder(path, replaced_by(self.checkpoint, path), kept) as new:
