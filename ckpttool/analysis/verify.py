@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -11,6 +12,7 @@ from ..checkpoint.checksums import Checksums, checksum
 from ..checkpoint.state import State
 from ..files.copying import BUFFER, Progress
 from ..formats.folders.sharding import TORCH
+from ..formats.opened import File, opened
 from ..formats.pytorch import torchscript
 from ..formats.pytorch import zip as torch_zip
 from ..formats.pytorch.archive import is_intact
@@ -89,9 +91,9 @@ class Verified:
 
 
 def verify(
-    checkpoint: Checkpoint,
+    file: File,
     *,
-    against: Checkpoint | None = None,
+    against: File | None = None,
     state: str | None = None,
     finite: bool = False,
     no_code: bool = False,
@@ -100,8 +102,8 @@ def verify(
     """Read a file whole. Its structure was checked against the format's rules when it was opened.
 
     Args:
-        checkpoint: the file.
-        against: a file whose state must have the same names, types, shapes and values. When both files hold
+        file: a path, or an open checkpoint as it was read.
+        against: another, whose state must have the same names, types, shapes and values. When both files hold
             more than that, or either holds no state, and none is named, everything else but module versions
             must be the same too.
         state: dotted path of the model's state, in both or in one of them; found when None.
@@ -111,11 +113,29 @@ def verify(
         progress: called with the number of bytes after each piece. All bytes are read twice, for checksums
             and as numbers, and once more to compare them.
 
+    Returns:
+        What was read and found: `.ok`, `.problems`, `.checked_bytes`, `.non_finite`.
+
     Raises:
-        Damaged: a file ends early, or bytes of `against` do not match their checksum.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early,
+            or bytes of `against` do not match their checksum.
         NoState: neither file has a state at `state`.
         Refused: an expanded tensor more than 64 GiB larger than its bytes.
     """
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(opened(file))
+        other = None if against is None else stack.enter_context(opened(against))
+        return _verify(checkpoint, other, state, finite, no_code, progress)
+
+
+def _verify(
+    checkpoint: Checkpoint,
+    against: Checkpoint | None,
+    state: str | None,
+    finite: bool,
+    no_code: bool,
+    progress: Progress | None,
+) -> Verified:
     sums = _Checksums(progress)
     sums.check_storages(checkpoint)
     sources = [checkpoint.source, *checkpoint.shards]
