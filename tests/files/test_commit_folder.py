@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -291,12 +292,10 @@ def test_no_file_of_another_process_is_lost_however_often_writers_are_killed(
 def write_into_a_replaced_folder(path: Path) -> None:
     """Write a file; again if its folder was replaced and removed after the kernel had found it."""
     for _ in range(99):
-        try:
+        with contextlib.suppress(FileNotFoundError):
             path.write_text(path.name)
-        except FileNotFoundError:
-            assert path.parent.is_dir(), "there is a moment without a folder"
-        else:
             return
+        assert path.parent.is_dir(), "there is a moment without a folder"
     pytest.fail(f"{path} can't be written")
 
 
