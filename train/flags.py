@@ -8,9 +8,11 @@ import difflib
 from collections.abc import Sequence
 from typing import IO, Any, NoReturn
 
+from ckpttool.distributed.place import given_world_size
 from ckpttool.errors import UsageFault
 from train import launch
 from train.config import OPTIMIZERS, OTHER_OPTIMIZERS, TrainConfig, check
+from train.planning import check_plan
 
 EXAMPLES = """\
 examples:
@@ -93,8 +95,11 @@ def parse(arguments: Sequence[str] | None = None) -> TrainConfig:
     for name, usual in optimizer_defaults(values["optimizer"]).items():
         if values[name] is None:
             values[name] = usual
+    if values["batch_size"] is None:
+        values["batch_size"] = sum(values["rank_batch"] or [TrainConfig.batch_size])
     config = TrainConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
     check(config)
+    check_plan(config, config.spawn or given_world_size())
     return config
 
 
@@ -143,8 +148,8 @@ def train_parser() -> Parser:
         epilog=EXAMPLES,
     )
     add_flags(parser, TrainConfig)
-    # Their defaults depend on the optimizer.
-    parser.set_defaults(**dict.fromkeys(OTHER_OPTIMIZERS))
+    # Their defaults depend on the optimizer and on --rank-batch.
+    parser.set_defaults(**dict.fromkeys(OTHER_OPTIMIZERS), batch_size=None)
     return parser
 
 

@@ -68,6 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = flags.parse(arguments)
     except CkptToolError as fault:
         return launch.complain(fault, echo=launch.rank() != 0)
+    if config.preview:
+        from train import preview
+
+        return launch.run_program(lambda: preview.run(config), lambda _: None)
     if config.spawn:
         return launch.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
     return launch.run_program(lambda: prepare(config), work)
