@@ -20,6 +20,7 @@ from train.saving import versions
 FREE = {
     *("epochs", "max_steps", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
     *("out", "save_every", "keep", "resume", "force", "change", "data_root", "download"),
+    *("zero", "grad_checkpoint"),  # the same bits
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
 }
 
@@ -168,8 +169,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         UsageFault: the model has parameters of other names or shapes than the saved one.
     """
     fresh = [dict(group) for group in trainer.optimizer.param_groups]
-    saved, own = state["optimizer"], trainer.optimizer.state_dict()
-    if _parameter_names(saved) != _parameter_names(own):
+    saved = state["optimizer"]
+    if _parameter_names(saved) != _parameter_names({"param_groups": fresh}):
         raise UsageFault(
             f"--model {trainer.config.model}: its parameters have other names than the saved ones"
         )
