@@ -10,8 +10,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from ckpttool.distributed.place import started_by_launcher
 from ckpttool.errors import UsageFault
-from train import changing, launch
+from train import changing
 from train.flag_values import (
     Every,
     duration,
@@ -220,8 +221,8 @@ class TrainConfig(RanksConfig, DataConfig):
         "exact",
         "training",
         "exact (the default): every sample once in an epoch; torch: as DistributedSampler, "
-        "which repeats samples or drops them",
-        choices=("exact", "torch"),
+        "which repeats samples or drops them; none: as without one, for --preview only",
+        choices=("exact", "torch", "none"),
     )
     drop_last: bool = flag(False, "training", "leave out the short batch that ends an epoch")
     set_epoch: bool = flag(True, "training", "give every epoch the same order, as without set_epoch")
@@ -343,7 +344,7 @@ def check(config: TrainConfig) -> None:
 
     Raises:
         UsageFault: flags contradict each other, one lacks another that it needs, or the batch is smaller
-            than the number of ranks or passes; names the flag.
+            than the number of passes; names the flag.
     """
     if config.optimizer in ("adam", "adamw") and config.momentum:
         raise UsageFault(f"--momentum: {config.optimizer} has none", hint="leave it out")
@@ -362,21 +363,11 @@ def check(config: TrainConfig) -> None:
         raise UsageFault(
             f"--accumulate {config.accumulate}: more passes than the {config.batch_size} samples in a batch"
         )
-    if config.spawn and launch.started_by_torchrun():
+    if config.spawn and started_by_launcher():
         raise UsageFault(
             "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
         )
-    check_batch(config.batch_size, config.spawn or launch.world_size())
     check_pictures(config)
-
-
-def check_batch(batch_size: int, world_size: int) -> None:
-    """Raise UsageFault if the global batch has fewer samples than there are ranks."""
-    if batch_size < world_size:
-        raise UsageFault(
-            f"--batch-size {batch_size}: leaves a rank without samples in every step, on {world_size} ranks",
-            hint=f"give --batch-size {world_size} or more, or start fewer ranks",
-        )
 
 
 def check_pictures(config: DataConfig) -> None:

@@ -24,7 +24,7 @@ from ckpttool.distributed.place import Place
 from ckpttool.distributed.plan import Plan, Step
 from ckpttool.distributed.stand_in import pass_standing_in
 from ckpttool.errors import CheckFailed
-from train import wrapping
+from train import planning, wrapping
 from train.augment import augmented
 from train.config import TrainConfig
 from train.data import Data
@@ -114,17 +114,7 @@ class Sums:
 
 def make_plan(config: TrainConfig, data: Data) -> Plan:
     """Return how the training samples are cut into batches and dealt to ranks."""
-    return Plan(
-        samples=count(data.train),
-        batch_size=config.batch_size,
-        seed=config.seed,
-        drop_last=config.drop_last,
-        accumulate=config.accumulate,
-        sampler=config.sampler,
-        set_epoch=config.set_epoch,
-        rank_batch=config.rank_batch,
-        rank_share=config.rank_share,
-    )
+    return planning.make_plan(config, count(data.train))
 
 
 class Trainer:
@@ -164,7 +154,7 @@ class Trainer:
         self.lr = config.lr
         self.started_from: str | None = None
         self._gradient_norm: torch.Tensor | None = None
-        self.log = StepLog(config.log_every, place.device)
+        self.log = StepLog(config.log_every, place.device, last=steps)
         self._stand_in = task.batch_to(default_collate([self.samples[0]]), place.device)
         settle_buckets(self.ddp, lambda: self.stand_in(together=False))
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckpttool.distributed.place import started_by_launcher
 from ckpttool.errors import CkptToolError, UsageFault
 from train import flags, launch
 from train.config import DataConfig, RanksConfig, check_pictures, flag
@@ -120,7 +121,7 @@ def parse(arguments: Sequence[str]) -> EvaluateConfig:
 
 def check(config: EvaluateConfig) -> None:
     """Raise UsageFault, naming the flag, for flags that contradict each other or the launcher."""
-    if config.spawn and launch.started_by_torchrun():
+    if config.spawn and started_by_launcher():
         raise UsageFault(
             "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
         )

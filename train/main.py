@@ -68,6 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = flags.parse(arguments)
     except CkptToolError as fault:
         return launch.complain(fault, echo=launch.rank() != 0)
+    if config.preview:
+        from train import preview
+
+        return launch.run_program(lambda: preview.run(config), lambda _: None)
     if config.spawn:
         return launch.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
     return launch.run_program(lambda: prepare(config), work)
@@ -84,9 +88,10 @@ def prepare(config: TrainConfig) -> Job:
 
     from ckpttool.distributed import randomness
     from ckpttool.distributed.place import find_place
-    from train import data, init_from, models, preflight
+    from train import data, init_from, models, preflight, trackers
     from train import task as tasks
 
+    trackers.check(config)
     place = find_place(config.backend)
     if config.deterministic:
         launch.make_deterministic()
@@ -162,8 +167,6 @@ def run(trainer: Trainer, report: Report, saver: Saver) -> str:
             tested = trainer.evaluate() if due.evaluate else None
             best = tested is not None and trainer.note_best(tested)
             report.scores(trained, tested, seconds=time.monotonic() - began, best=best)
-            if limits.is_over(trainer.progress):
-                trainer.log.end()
             saver.save(last=due.save, best=best)  # after the log: a resume drops what it will log again
             if due.end:
                 return due.end

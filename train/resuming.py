@@ -76,9 +76,16 @@ def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
     """Return the checkpoint, if it is intact and belongs to this training; else raise as `resume`."""
     state = checkpoints.read(path)
     with checkpoints.malformed(path):
+        _count_samples(state)
         _check_same_training(path, state, trainer)
         _check_position(path, state, trainer)
     return state
+
+
+def _count_samples(state: dict[str, Any]) -> None:
+    """Complete the sums of an older version, which did classification alone: the count is of samples."""
+    progress = state["progress"]
+    progress["sums"] = [[*sums, sums[2]] if len(sums) == 3 else sums for sums in progress["sums"]]
 
 
 def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:

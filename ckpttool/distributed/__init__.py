@@ -41,7 +41,10 @@ if TYPE_CHECKING:
     from .mean_loss import global_mean_loss as global_mean_loss
     from .place import Place as Place
     from .place import find_place as find_place
+    from .plan import Plan as Plan
     from .randomness import Keyed as Keyed
+    from .sampler import ExactBatchSampler as ExactBatchSampler
+    from .sampler import distribute as distribute
     from .stand_in import pass_standing_in as pass_standing_in
     from .stand_in import standing_in as standing_in
     from .uneven import Uneven as Uneven
@@ -70,7 +73,9 @@ else:
             "group": ("process_group",),
             "mean_loss": ("global_mean_loss",),
             "place": ("Place", "find_place"),
+            "plan": ("Plan",),
             "randomness": ("Keyed",),
+            "sampler": ("ExactBatchSampler", "distribute"),
             "stand_in": ("pass_standing_in", "standing_in"),
             "uneven": ("Uneven",),
         },

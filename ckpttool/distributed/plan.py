@@ -123,12 +123,17 @@ class Plan:
         changed = [weights for since, weights in self.share_changes if since <= step]
         return changed[-1] if changed else self.rank_batch or self.rank_share or (1,) * world_size
 
+    def batches(self, epoch: int, world_size: int = 1, start: int = 0) -> Iterator[list[int]]:
+        """Yield the global batches of an epoch, before they are dealt, from step `start` on."""
+        order = self.order(epoch, world_size)
+        for index in range(start, self.steps_of(world_size)):
+            yield order[index * self.batch_size : (index + 1) * self.batch_size]
+
     def of_rank(self, epoch: int, rank: int, world_size: int, start: int = 0) -> Iterator[Step]:
         """Yield one rank's steps of an epoch, from step `start` on."""
-        order, steps = self.order(epoch, world_size), self.steps_of(world_size)
-        for index in range(start, steps):
-            batch = order[index * self.batch_size : (index + 1) * self.batch_size]
-            places = _places(len(batch), self.weights(world_size, epoch * steps + index))
+        first = epoch * self.steps_of(world_size)
+        for index, batch in enumerate(self.batches(epoch, world_size, start), start):
+            places = _places(len(batch), self.weights(world_size, first + index))
             share = [batch[place] for place in places[rank]]
             passes = max(1, min(self.accumulate, max(map(len, places))))
             yield Step(index, len(batch), tuple(self._micro_batches(share)), passes)
@@ -167,11 +172,9 @@ class Plan:
 
     def seen(self, epoch: int, world_size: int) -> Counter[int]:
         """Return how often all ranks together take each sample in an epoch; 0 for one that is left out."""
-        taken = self.order(epoch, world_size)
-        if self.drop_last:
-            taken = taken[: self.steps_of(world_size) * self.batch_size]
         counted = Counter(dict.fromkeys(range(self.samples), 0))
-        counted.update(taken)
+        for batch in self.batches(epoch, world_size):
+            counted.update(batch)
         return counted
 
 

@@ -51,6 +51,11 @@ def test_a_configuration_becomes_flags_again_without_defaults(line):
     assert len(again) == len(line.split())
 
 
+def test_a_rank_batch_stands_for_the_batch_size():
+    assert flags.parse(["--spawn", "2", "--rank-batch", "2,10"]).batch_size == 12
+    assert flags.parse(["--spawn", "2", "--rank-batch", "2,10", "--batch-size", "12"]).batch_size == 12
+
+
 def test_resume_without_a_value_means_auto():
     assert flags.parse(["--resume", "--out", "x"]).resume == "auto"
 
@@ -71,6 +76,16 @@ WRONG = [
     (["--accumulate", "65"], "--accumulate"),
     (["--spawn", "0"], "--spawn"),
     (["--spawn", "3", "--batch-size", "2"], "--batch-size"),
+    (["--spawn", "2", "--rank-share", "1,2,3"], "--rank-share"),
+    (["--rank-share", "1,3"], "--rank-share"),
+    (["--spawn", "2", "--rank-share", "1,0"], "--rank-share"),
+    (["--spawn", "2", "--rank-share", "1,900"], "--rank-share"),
+    (["--spawn", "2", "--rank-batch", "2,10", "--batch-size", "16"], "--rank-batch"),
+    (["--spawn", "2", "--rank-batch", "2,0"], "--rank-batch"),
+    (["--spawn", "2", "--rank-batch", "2,2", "--rank-share", "1,1"], "--rank-share"),
+    (["--spawn", "3", "--sampler", "torch"], "--batch-size"),
+    (["--spawn", "2", "--sampler", "torch", "--rank-share", "1,3"], "--rank-share"),
+    (["--sampler", "none"], "--sampler"),
     (["--mean", "0,x"], "--mean"),
     (["--std", "1,0,1"], "--std"),
     (["--resize", "32"], "--resize"),

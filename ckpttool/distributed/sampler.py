@@ -1,0 +1,289 @@
+"""Batch samplers that deal each global batch to the ranks, for training loops of one's own. Imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import DistributedSampler, Sampler
+
+from ..errors import UsageFault
+from . import collectives
+from .place import given_world_size
+from .plan import Plan, check, deal
+from .randomness import seed_from, seeded
+
+Drawn = list[list[list[Any]]]
+"""The indices of each global batch, by rank."""
+
+
+class DealtBatches(Sampler[list[int]]):
+    """This rank's part of each global batch of an epoch; a `batch_sampler` for DataLoader.
+
+    All ranks take the same number of steps, unless a global batch has fewer samples than there are ranks:
+    such a step is refused, or with `uneven` left out on the ranks without a sample. `Uneven` then waits for
+    them.
+
+    Attributes:
+        rank, world_size: of this process.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[int], Drawn],
+        about: Mapping[str, Any],
+        *,
+        rank: int,
+        world_size: int,
+        uneven: bool,
+        compared: bool,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._draw, self._uneven, self._epoch, self._start = draw, uneven, 0, 0
+        self._drawn: Drawn | None = None
+        if compared:
+            hint = "create it with the same arguments on every rank, after seeding what it draws from"
+            collectives.agree(lambda: ({**about, "samples": self._dealt()}, 0), "in the sampler", hint=hint)
+        else:
+            self._dealt()
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Take the samples of an epoch, from its step `start` on. Without it, every epoch is epoch 0."""
+        if epoch != self._epoch:
+            self._drawn = None
+        self._epoch, self._start = epoch, start
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's indices of each global batch."""
+        for shares in self._dealt()[self._start :]:
+            if shares[self.rank]:
+                yield shares[self.rank]
+
+    def __len__(self) -> int:
+        """Return the number of this rank's batches in the epoch, from its start on."""
+        return sum(bool(shares[self.rank]) for shares in self._dealt()[self._start :])
+
+    @property
+    def global_sizes(self) -> list[int]:
+        """The samples of all ranks in each step, in the order of the batches, for `global_mean_loss`."""
+        return [sum(map(len, shares)) for shares in self._dealt()[self._start :]]
+
+    def _dealt(self) -> Drawn:
+        if self._drawn is None:
+            drawn = self._draw(self._epoch)
+            for shares in () if self._uneven else drawn:
+                _check_all_have_some(shares)
+            self._drawn = drawn
+        return self._drawn
+
+
+def _check_all_have_some(shares: list[list[Any]]) -> None:
+    idle = [rank for rank, share in enumerate(shares) if not share]
+    if idle:
+        raise UsageFault(
+            f"a batch of {sum(map(len, shares))} leaves {len(idle)} of {len(shares)} ranks without a sample, "
+            "and the others would wait for them",
+            hint="leave it out by drop_last=True, or give uneven=True and wrap the loader in "
+            "ckpttool.distributed.Uneven",
+        )
+
+
+class ExactBatchSampler(DealtBatches):
+    """The batches of a `Plan`: every sample once in an epoch, in the same steps on any number of ranks.
+
+    batches = ExactBatchSampler(dataset, batch_size=64)
+    loader = DataLoader(dataset, batch_sampler=batches)
+    for epoch in range(epochs):
+        batches.set_epoch(epoch)
+        for (inputs, target), size in zip(loader, batches.global_sizes):
+            loss_sum = F.cross_entropy(ddp(inputs), target, reduction="sum")
+            global_mean_loss(loss_sum, size).backward()
+    """
+
+    def __init__(
+        self,
+        samples: Sized | int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank_batch: tuple[int, ...] | None = None,
+        rank_share: tuple[int, ...] | None = None,
+        uneven: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        """Make the plan. A collective, unless `rank` and `world_size` are given.
+
+        Args:
+            samples: the data set, or its length.
+            batch_size: samples per step over all ranks.
+            seed: with the epoch, determines the order.
+            drop_last: leave out the short batch that ends an epoch.
+            rank_batch, rank_share: unequal shares, as in `Plan`.
+            uneven: let ranks without a sample in the last batch end a step earlier.
+            rank, world_size: those of the process group by default.
+
+        Raises:
+            UsageFault: the plan can't be dealt (`plan.check`); the last batch leaves a rank with nothing, and
+                `uneven` is False; only one of `rank` and `world_size` is given, or none, before a process
+                group is initialised in a process that torchrun has started with others.
+            RanksDiffer: the arguments or data sets differ between ranks.
+        """
+        count = samples if isinstance(samples, int) else len(samples)
+        plan = Plan(
+            count, batch_size, seed, drop_last, rank_batch=_tuple(rank_batch), rank_share=_tuple(rank_share)
+        )
+        own, ranks = _place(rank, world_size)
+        check(plan, ranks)
+
+        def draw(epoch: int) -> Drawn:
+            return [deal(batch, plan.weights(ranks)) for batch in plan.batches(epoch, ranks)]
+
+        super().__init__(
+            draw, {"plan": plan}, rank=own, world_size=ranks, uneven=uneven, compared=rank is None
+        )
+
+
+def distribute(
+    sampler: Iterable[Any],
+    batch_size: int | None = None,
+    *,
+    seed: int = 0,
+    drop_last: bool = False,
+    rank_share: tuple[int, ...] | None = None,
+    uneven: bool = False,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> DealtBatches:
+    """Return a batch sampler that deals what another sampler draws to the ranks, each index exactly once.
+
+    Every rank draws the whole sequence of an epoch, with Python's, numpy's and torch's generators, and those
+    that are attributes of the sampler, seeded by (seed, epoch). So all draw alike, and the training is that
+    of one process on the whole batches. What a sampler draws twice, as a weighted one does, is taken twice.
+
+    A batch sampler's batches are global: each is split over the ranks and not given to one of them, so that
+    more ranks do not mean larger steps.
+
+        sampler = WeightedRandomSampler(weights, 10_000)
+        loader = DataLoader(dataset, batch_sampler=distribute(sampler, batch_size=64))
+
+    A collective, unless `rank` and `world_size` are given.
+
+    Args:
+        sampler: yields indices, or batches of them as lists or tuples; ends. Its `set_epoch` is called if it
+            has one.
+        batch_size: samples per step over all ranks; None if the sampler yields batches.
+        seed: with the epoch, determines what is drawn.
+        drop_last: leave out a last batch that is smaller than `batch_size`.
+        rank_share: weights of the ranks in every batch; equal by default.
+        uneven: let a rank leave out the steps in which it has no sample.
+        rank, world_size: those of the process group by default.
+
+    Raises:
+        UsageFault: the sampler is already distributed, yields batches though `batch_size` is given, or
+            indices though it is not, or draws differently each time; otherwise as `ExactBatchSampler`.
+        RanksDiffer: the ranks draw different samples.
+    """
+    own, ranks = _place(rank, world_size)
+    shares = _tuple(rank_share)
+    # Its batches may have any size, so only the numbers are checked if the sampler makes them itself.
+    check(Plan(0, batch_size or sum(shares or (ranks,)), rank_share=shares), ranks)
+    reseeding = _generators(sampler)
+
+    def sequence(epoch: int) -> list[Any]:
+        with seeded(seed, "sampler", epoch), _reseeded(reseeding, seed, epoch):
+            if isinstance(sampler, Sampler) and callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+            return list(sampler)
+
+    def draw(epoch: int) -> Drawn:
+        drawn = sequence(epoch)
+        if repr(drawn) != repr(sequence(epoch)):
+            raise UsageFault(
+                f"{type(sampler).__name__} draws other samples each time from one seed, "
+                "so ranks would differ",
+                hint="let it draw from torch's generator, or from a torch.Generator that is its attribute",
+            )
+        batches = _cut(drawn, batch_size, drop_last)
+        return [deal(batch, shares or (1,) * ranks) for batch in batches if batch]
+
+    return DealtBatches(draw, {}, rank=own, world_size=ranks, uneven=uneven, compared=rank is None)
+
+
+def _cut(drawn: list[Any], batch_size: int | None, drop_last: bool) -> list[list[Any]]:
+    """Return the global batches of what a sampler has drawn."""
+    in_batches = [isinstance(one, list | tuple) for one in drawn]
+    if batch_size is None:
+        if not all(in_batches):
+            raise UsageFault("the sampler yields indices, not batches", hint="give batch_size")
+        return [list(batch) for batch in drawn]
+    if any(isinstance(one, list) for one in drawn):
+        raise UsageFault("the sampler yields batches, not indices", hint="leave out batch_size")
+    batches = [drawn[start : start + batch_size] for start in range(0, len(drawn), batch_size)]
+    return batches[:-1] if drop_last and batches and len(batches[-1]) < batch_size else batches
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return the rank and the number of ranks: those given, or those of the process group."""
+    if (rank is None) != (world_size is None):
+        raise UsageFault("rank and world_size: only one of them is given", hint="give both or neither")
+    if rank is not None and world_size is not None:
+        if not 0 <= rank < world_size:
+            raise UsageFault(f"rank {rank}: is none of {world_size} ranks", hint="count from 0")
+        return rank, world_size
+    if given_world_size() > 1 and not torch.distributed.is_initialized():
+        raise UsageFault(
+            f"one of {given_world_size()} ranks would take every sample, as there is no process group",
+            hint="call init_process_group first, or give rank and world_size",
+        )
+    return collectives.rank(), collectives.world_size()
+
+
+def _tuple(weights: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if weights is None else tuple(weights)
+
+
+def _generators(sampler: Any) -> list[Any]:
+    """Return the random generators among the attributes of a sampler and of the samplers in it."""
+    import numpy
+
+    found: list[Any] = []
+    waiting, seen = [sampler], set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, DistributedSampler | DealtBatches):
+            raise UsageFault(
+                f"{type(one).__name__} is already distributed", hint="give the sampler that it deals"
+            )
+        for value in getattr(one, "__dict__", {}).values():
+            if isinstance(value, torch.Generator | random.Random | numpy.random.Generator):
+                found.append(value)
+            elif isinstance(value, Sampler):
+                waiting.append(value)
+    return found
+
+
+@contextlib.contextmanager
+def _reseeded(generators: list[Any], *parts: object) -> Iterator[None]:
+    """Seed generators by `parts`, each differently, and restore them after the block."""
+    with contextlib.ExitStack() as restored:
+        for number, one in enumerate(generators):
+            seed = seed_from(*parts, number)
+            if isinstance(one, torch.Generator):
+                restored.callback(one.set_state, one.get_state())
+                one.manual_seed(seed)
+            elif isinstance(one, random.Random):
+                restored.callback(one.setstate, one.getstate())
+                one.seed(seed)
+            else:
+                bits = one.bit_generator
+                restored.callback(setattr, bits, "state", bits.state)
+                bits.state = type(bits)(seed).state
+        yield
