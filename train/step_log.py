@@ -165,6 +165,8 @@ class StepLog:
         Raises:
             ValueError: a state has another length.
         """
+        if any(len(state) != 3 for state in states):
+            raise ValueError(f"the state of a log has {len(states[0])} numbers")
         same = len(states) == world_size
         steps, loss, count = states[rank] if same else states[0]
         if not same:
