@@ -16,7 +16,7 @@ import torch
 from ckpttool.distributed import collectives
 from ckpttool.distributed.plan import deal
 from ckpttool.metrics.certificate import Certificate, LossCertificate
-from train import launch, log_file, scoring
+from train import launch, log_file, scoring, spawning
 from train.config import DataConfig, TrainConfig
 from train.data import Data
 from train.engine import Score, Trainer
@@ -220,7 +220,7 @@ class Report:
         last, place = os.path.join(self.folder, LAST), self.trainer.place
         if not os.path.exists(last):
             return "nothing was saved yet (--save-every N[steps|epochs])"
-        spawn = place.world_size if launch.started_by_spawn() else None
+        spawn = place.world_size if spawning.started_by_spawn() else None
         resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=spawn)
         if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
