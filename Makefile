@@ -9,7 +9,7 @@ demo: $(INSTALLED)
 	$(BIN)/python train/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +27,8 @@ from .markdown import check_marks, put_between_marks
 EXAMPLE = CHILDREN / "digits_by_class.py"
 ROOT = Path(__file__).parents[1]
 RANK_BATCH = 16
+
+Train = Callable[[Sequence[str], int, Path], object]
 
 
 @dataclass(frozen=True)
@@ -47,19 +49,31 @@ class Measured:
     same_weights: bool
 
 
-def measure(folder: Path, *, ranks: int = 4, epochs: int = 4, seed: int = 0) -> Measured:
-    """Runs the whole example in an empty folder; about 40 seconds on two cores.
+def train(arguments: Sequence[str], ranks: int, statistics: Path) -> None:
+    """Run `train/main.py` on several ranks, which leave their statistics in the folder `statistics`.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; its output is on stderr.
+    """
+    _run(PYTHON, ROOT / "train/main.py", "--spawn", ranks, *arguments, STATISTICS=str(statistics))
+
+
+def measure(
+    folder: Path, *, ranks: int = 4, epochs: int = 4, seed: int = 0, train: Train = train
+) -> Measured:
+    """Run the whole example in an empty folder; about 40 seconds on two cores.
+
+    Args:
+        train: called as `train(arguments, ranks, folder)`, for ranks that run already.
 
     Raises:
         subprocess.CalledProcessError: one of its commands failed; its output is on stderr.
     """
     for kind in ("plain", "pooled"):
-        _run(
-            *(PYTHON, ROOT / "train/main.py", "--spawn", ranks, "--batchnorm", kind, "--out", folder / kind),
-            *("--data", f"{EXAMPLE}:shards", "--model", f"{EXAMPLE}:network", "--lr", 0.05, "--drop-last"),
-            *("--batch-size", RANK_BATCH * ranks, "--epochs", epochs, "--seed", seed),
-            STATISTICS=str(folder),
-        )
+        arguments = ["--batchnorm", kind, "--out", folder / kind, "--drop-last", "--lr", 0.05]
+        arguments += ["--data", f"{EXAMPLE}:shards", "--model", f"{EXAMPLE}:network"]
+        arguments += ["--batch-size", RANK_BATCH * ranks, "--epochs", epochs, "--seed", seed]
+        train([str(argument) for argument in arguments], ranks, folder)
     own, offline = write_rank_files(folder / "pooled/last.pt", folder), folder / "offline.pt"
     counts = ",".join([str(RANK_BATCH)] * ranks)
     _run(*tool("convert-batchnorm", *own, offline, "--counts", counts))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,15 @@ from hypothesis import HealthCheck, settings
 from ckpttool import cli as command_line
 from tests.ranks.fixtures import run_ranks
 from tests.support.running import SHARED, Ran
+from tests.support.warm_python import WarmPython
 
 __all__ = ["run_ranks"]
 
+
+# A shell that starts the tests in the background has them ignore Ctrl-C. Programs started by a test would
+# inherit that, but not a handler.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Deterministic, so that a failure can be repeated; without a deadline, as time varies on shared machines.
 settings.register_profile(
@@ -55,6 +62,24 @@ def process() -> Callable[..., subprocess.CompletedProcess[bytes]]:
         )
 
     return run
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[WarmPython]:
+    """Run Python programs without the two seconds in which torch is imported."""
+    python = WarmPython()
+    yield python
+    python.close()
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    """Start a process group of this process alone, for DDP and FSDP."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.architecture_page import BEGIN, END, FOLDERS, PAGE, tables, write
-from tests.support.imports import FILES, PACKAGE, calls, first_line, floors, imports_of, own_imports, tree_of
+from tests.support.imports import FILES, PACKAGE, calls, first_line, imports_of, levels, own_imports, tree_of
 from tests.support.running import ROOT
 
 TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,7 +44,7 @@ def test_a_folder_imports_only_from_those_before_it() -> None:
 
 
 def test_no_imports_form_a_circle() -> None:
-    floors()
+    levels()
 
 
 def test_a_folder_init_is_empty_or_lazy() -> None:
@@ -160,7 +160,7 @@ def test_the_wheel_ships_the_package_alone() -> None:
 
 def test_a_circle_would_be_found() -> None:
     """Without this the test of circles could pass because nothing is read."""
-    heights = floors()
+    heights = levels()
     assert heights["ckpttool.errors"] == 0
     assert (
         heights["ckpttool.cli.inspect"]

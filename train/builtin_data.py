@@ -17,6 +17,8 @@ from train.samples import HELD_OUT, Parts, Scale, scale_of, split
 
 CLASSES = tuple("0123456789")
 FAKE_SHAPE = (3, 32, 32)
+UNIFORM = Scale((0.5,), (12**-0.5,))
+"""The mean and standard deviation of numbers drawn evenly from [0, 1)."""
 
 
 def digits(config: DataConfig) -> Parts:
@@ -106,12 +108,14 @@ class _Bytes(Dataset[tuple[torch.Tensor, int]]):
 def fake(config: DataConfig, argument: str) -> Parts:
     """Return noise of CIFAR's shape, for trying things out: N training samples, a fifth as many test samples.
 
+    It is uniform with mean 0 and standard deviation 1, as images are when they are normalised.
+
     Raises:
         UsageFault: `argument`, N, is not a positive number.
     """
     if not argument.isdecimal() or not int(argument):
         raise UsageFault(f"--data {config.data}: needs a number of samples", hint="for example fake:64")
-    number, scale = int(argument), scale_of(config, FAKE_SHAPE[0], usual=Scale())
+    number, scale = int(argument), scale_of(config, FAKE_SHAPE[0], usual=UNIFORM)
     train = _Noise(0, number, scale)
     test = _Noise(number, max(1, number // HELD_OUT), scale)
     return Parts(train, test, CLASSES, "fake")

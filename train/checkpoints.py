@@ -36,6 +36,9 @@ STRUCTURE: dict[str, Any] = {
         "param_groups": Each({"params": Each(int), "param_names": Each(str)}),
     },
     "scheduler": {"base_lrs": Each(NUMBER), "last_epoch": int},
+    "scaler?": Named(str, NUMBER),
+    "ema?": {"updates": int, "averages": Named(str, torch.Tensor)},
+    "log?": Each(Each(NUMBER)),
     "progress": {
         "epoch": int,
         "step": int,
@@ -50,6 +53,7 @@ STRUCTURE: dict[str, Any] = {
         "world_size": int,
         "data": str,
         "contents?": Named(str, Named(str, str)),
+        "init?": (str, type(None)),
     },
     "rng": Each({"python": list, "torch": torch.Tensor}),
     "config": Named(str, SETTING),
@@ -58,13 +62,13 @@ STRUCTURE: dict[str, Any] = {
 }
 """What a checkpoint holds: types, `Each` and `Named`, and dicts with keys, optional ones marked by `?`."""
 
-PARTS = ("scheduler", "progress", "plan", "rng", "config", "versions")
+PARTS = ("scheduler", "scaler", "progress", "plan", "rng", "config", "versions")
 """What `digests["run"]` is of."""
 
 
 def digest_of_run(state: Mapping[str, Any]) -> str:
     """Return the SHA-256 of everything in a checkpoint but the model and the optimizer."""
-    return collectives.digest_all({part: _plain(state.get(part)) for part in PARTS})
+    return collectives.digest_all({part: _plain(state[part]) for part in PARTS if part in state})
 
 
 def _plain(value: Any) -> Any:
@@ -118,6 +122,8 @@ def read(path: str) -> dict[str, Any]:
             "optimizer": collectives.digest_all(named_optimizer(state["optimizer"])),
             "run": digest_of_run(state),
         }
+        if "ema" in state:
+            found["ema"] = collectives.digest_all(state["ema"]["averages"])
     for part, digest in state["digests"].items():
         if part in found and found[part] != digest:
             what = "values of the run" if part == "run" else f"{part}'s values"

@@ -12,6 +12,7 @@ from typing import Any
 
 from ckpttool.distributed.place import started_by_launcher
 from ckpttool.errors import UsageFault
+from train import changing
 from train.flag_values import (
     Every,
     duration,
@@ -315,7 +316,8 @@ class TrainConfig(RanksConfig, DataConfig):
     change: tuple[str, ...] = flag(
         (),
         "saving",
-        "with --resume: let this setting differ from the saved run's, as lr; may be repeated",
+        "with --resume: let this setting differ from the saved run's; may be repeated. One of "
+        + ", ".join(sorted(changing.CHANGEABLE)).replace("_", "-"),
         action="append",
         metavar="NAME",
     )
@@ -352,6 +354,7 @@ def check(config: TrainConfig) -> None:
         raise UsageFault("--force starts over and --resume continues", hint="give one of them")
     if config.change and not config.resume:
         raise UsageFault("--change: says what may differ on a resume", hint="give --resume, or leave it out")
+    changing.fields(config.change)
     if config.init_allow_missing and not config.init:
         raise UsageFault("--init-allow-missing: needs --init", hint="give --init FILE, or leave it out")
     if config.json and not config.preview:

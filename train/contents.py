@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import UsageFault
-from train.samples import Samples, checked, count
+from train.samples import Samples, checked, count, leaves
 
 DRAWN = 4
 """Samples read besides the first and the last, at places that depend only on their number."""
@@ -32,11 +32,20 @@ REDRAWS = 8
 
 ONE_SHAPE = "samples of one batch need one shape: resize, crop or pad them in the data set"
 
+CLASSIFICATION = "classification"
+"""The task whose samples are pairs of a tensor and a label."""
+
+SAMPLE, LABEL = "sample", "label"
+"""The parts of a sample with a label. Those of any other sample are `sample` and their place: `sample[0]`."""
+
+Leaves = Mapping[str, Any]
+"""The parts of one sample."""
+
 Contents = Mapping[str, Mapping[str, str]]
 """`training sample` -> `17` -> digest."""
 
 
-def describe(part: str, samples: Samples, name: str) -> dict[str, dict[str, str]]:
+def describe(part: str, samples: Samples, name: str, task: str = CLASSIFICATION) -> dict[str, dict[str, str]]:
     """Return what is in one part of a data set.
 
     A data set can say itself what is to be compared, for example if it differs between ranks on purpose: by
@@ -46,25 +55,27 @@ def describe(part: str, samples: Samples, name: str) -> dict[str, dict[str, str]
         part: "training" or "test".
         samples: of that part.
         name: of the data set, for errors.
+        task: for which samples may be something else than a tensor and its label.
 
     Raises:
-        UsageFault, CheckFailed: a sample that was read can't be used, as `samples.checked`.
+        UsageFault: a sample that was read can't be used, as `samples.checked` and `samples.leaves` say.
     """
     own = getattr(_source(samples), "fingerprint", None)
     if isinstance(own, str):
         return {"fingerprint": {f"of the {part} samples": own}}
-    found: dict[str, dict[str, str]] = {f"{part} sample": {}, f"label of {part} sample": {}}
-    shape = None
+    found: dict[str, dict[str, str]] = {}
+    first: Leaves = {}
     for index in places(count(samples)):
-        sample, label = _read(part, samples, index, name)
-        shape = _same_shape(shape, sample, f"--data {name}: {part} sample {index}")
-        for kind, digest in _digests(part, sample, label).items():
-            found[kind][str(index)] = digest
+        sample = _read(part, samples, index, name, task)
+        first = first or sample
+        _same_shapes(first, sample, f"--data {name}: {part} sample {index}")
+        for kind, leaf in sample.items():
+            found.setdefault(_title(part, kind), {})[str(index)] = _digest(leaf)
     found[f"labels of {part} samples"] = dict(_listed(samples))
     return found
 
 
-def redrawn(part: str, samples: Samples, before: Contents, name: str) -> set[str]:
+def redrawn(part: str, samples: Samples, before: Contents, name: str, task: str = CLASSIFICATION) -> set[str]:
     """Return the kinds of contents that are others each time they are read, although the seeds are the same.
 
     They are from a data set with generators of its own, and can't be compared.
@@ -75,10 +86,13 @@ def redrawn(part: str, samples: Samples, before: Contents, name: str) -> set[str
     changed: set[str] = set()
     if not isinstance(samples, Keyed):
         return changed
-    for index in map(int, before.get(f"{part} sample", ())):
+    read = {index for kind, digests in before.items() if f"{part} sample" in kind for index in digests}
+    for index in sorted(map(int, (one for one in read if one.isdigit()))):
         for _ in range(REDRAWS):
-            again = _digests(part, *_read(part, samples, index, name))
-            changed |= {kind for kind, digest in again.items() if digest != before[kind][str(index)]}
+            for kind, leaf in _read(part, samples, index, name, task).items():
+                title = _title(part, kind)
+                if _digest(leaf) != before[title][str(index)]:
+                    changed.add(title)
     return changed
 
 
@@ -121,28 +135,43 @@ def listed_labels(samples: Any) -> torch.Tensor | None:
     return labels.to(torch.int64, copy=True).cpu()
 
 
-def _read(part: str, samples: Samples, index: int, name: str) -> tuple[Any, int]:
-    """Return a sample and its label; for a file, a digest of its bytes: decoders differ in the last bits."""
+def _read(part: str, samples: Samples, index: int, name: str, task: str) -> Leaves:
+    """Return the parts of a sample; of a file, a digest of its bytes, as decoders differ in the last bits."""
     source, place = _source(samples), index
     while isinstance(source, Subset):
         source, place = _source(source.dataset), source.indices[place]
-    raw = getattr(source, "raw_sample", None)
-    if raw is not None:
-        return raw(place)  # type: ignore[no-any-return]
-    return checked(samples[index], f"--data {name}: {part} sample {index}")
+    raw, where = getattr(source, "raw_sample", None), f"--data {name}: {part} sample {index}"
+    if raw is not None or task == CLASSIFICATION:
+        sample, label = checked(samples[index], where) if raw is None else raw(place)
+        return {SAMPLE: sample, LABEL: label}
+    return {f"{SAMPLE}{key}": leaf for key, leaf in leaves(samples[index], where).items()}
 
 
-def _same_shape(shape: tuple[int, ...] | None, sample: Any, where: str) -> tuple[int, ...] | None:
-    """Return the shape of a sample, if it is that of the ones before; else raise UsageFault."""
-    own = tuple(sample.shape) if isinstance(sample, torch.Tensor) else None
-    if shape is not None and own != shape:
-        sizes = ["×".join(map(str, one or ())) for one in (own, shape)]
-        raise UsageFault(f"{where} has the shape {sizes[0]}, and sample 0 has {sizes[1]}", hint=ONE_SHAPE)
-    return own
+def _title(part: str, kind: str) -> str:
+    """Return the full name of a kind of contents: `training sample[0]`, `label of training sample`."""
+    return f"label of {part} sample" if kind == LABEL else f"{part} {kind}"
 
 
-def _digests(part: str, sample: Any, label: int) -> dict[str, str]:
-    return {f"{part} sample": _digest(sample), f"label of {part} sample": _digest(label)}
+def _same_shapes(first: Leaves, sample: Leaves, where: str) -> None:
+    """Raise UsageFault if a sample has other parts than the first one, or parts of other shapes."""
+    if list(first) != list(sample):
+        raise UsageFault(f"{where} has other parts than sample 0: {_names(sample)}, not {_names(first)}")
+    for kind, leaf in sample.items():
+        shapes = [_shape(leaf), _shape(first[kind])]
+        if shapes[0] != shapes[1]:
+            sizes = ["×".join(map(str, shape)) for shape in shapes]
+            place = kind.removeprefix(SAMPLE)
+            raise UsageFault(
+                f"{where}{place} has the shape {sizes[0]}, and sample 0 has {sizes[1]}", hint=ONE_SHAPE
+            )
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
+
+
+def _names(sample: Leaves) -> str:
+    return ", ".join(kind.removeprefix(SAMPLE) or "itself" for kind in sample) or "none"
 
 
 def _listed(samples: Samples) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,8 @@
 """Data sets by name, each as (training samples, test samples).
 
-A sample is (image, label): a float32 tensor of channels × height × width, and an int. Nothing here is
-random, except in a user's own data set; that is keyed by (seed, epoch, sample).
+A sample of the data sets known by name is (image, label): a float32 tensor of channels × height × width, and
+an int. One of a user's own can be any structure of tensors that its task takes. Nothing here is random,
+except in a user's own data set; that is keyed by (seed, epoch, sample).
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CheckFailed, RanksDiffer, UsageFault
 from train import builtin_data, contents, pictures, user_data
 from train.config import DataConfig
-from train.contents import Contents
-from train.samples import Parts, Samples, checked, count
+from train.contents import CLASSIFICATION, Contents
+from train.samples import Parts, Samples, count, leaves
 
 NAMES = "digits, cifar10, mnist, folder:PATH, fake:N or file.py:factory"
 
@@ -30,10 +31,11 @@ class Data:
     Attributes:
         name: as on the command line.
         train, test: map-style data sets.
-        classes: their names, by label.
-        shape: channels, height and width of the first image.
+        classes: their names, by label; none where the task has none.
+        shape: of the first tensor in a sample: channels, height and width of an image.
         fingerprint: differs between data sets with different samples, as far as known without reading them.
         contents: digests of some samples and of the labels.
+        task: what the data is for; classification has a label per sample.
     """
 
     name: str
@@ -43,12 +45,13 @@ class Data:
     shape: tuple[int, ...]
     fingerprint: str
     contents: Contents = field(default_factory=dict)
+    task: str = CLASSIFICATION
 
     def redrawn(self) -> set[str]:
         """Return the kinds of `contents` that are others each time they are read; see `contents.redrawn`."""
         parts = (("training", self.train), ("test", self.test))
         return set[str]().union(
-            *(contents.redrawn(part, samples, self.contents, self.name) for part, samples in parts)
+            *(contents.redrawn(part, samples, self.contents, self.name, self.task) for part, samples in parts)
         )
 
     def check_labels(self, labels: torch.Tensor, samples: Sequence[int], part: str) -> None:
@@ -68,6 +71,31 @@ class Data:
                     f"classes (0 to {classes - 1})",
                     hint=f"check the labels of --data {self.name}",
                 )
+
+    def check_tokens(self, targets: torch.Tensor, samples: Sequence[int], part: str, *, ignored: int) -> None:
+        """Check the target tokens of sequences, as `check_labels` does labels.
+
+        Args:
+            targets: integers [n, ...], of the samples with the indices `samples` in `part`.
+            ignored: a target that stands for no token.
+
+        Raises:
+            CheckFailed: a target is not `ignored`, and none of the tokens, which are the data set's classes;
+                of a data set without classes, if it is negative.
+        """
+        known = len(self.classes)
+        wrong = (targets < 0) | (targets >= known) if known else targets < 0
+        wrong = (wrong & (targets != ignored)).flatten(1)
+        if wrong.any():
+            row = int(wrong.any(dim=1).nonzero()[0])
+            token = int(targets.flatten(1)[row][wrong[row]][0])
+            tokens = (
+                f"one of the {known} tokens (0 to {known - 1})" if known else "a token, which is 0 or more"
+            )
+            raise CheckFailed(
+                f"{part} sample {samples[row]} has the target {token}, which is not {tokens}",
+                hint=f"check the targets of --data {self.name}; {ignored} stands for none",
+            )
 
 
 def load(config: DataConfig, *, seed: int = 0) -> Data:
@@ -122,14 +150,15 @@ def _parts(config: DataConfig, seed: int) -> Parts:
 
 
 def _data(config: DataConfig, parts: Parts, sizes: str) -> Data:
-    shape = tuple(checked(parts.test[0], f"--data {config.data}: test sample 0")[0].shape)
     fingerprint = f"{parts.source}{sizes}{_preparation(config)}"
     found: dict[str, dict[str, str]] = {}
     for part, samples in {"test": parts.test, "training": parts.train}.items():
         if part == "test" or samples is not parts.test:
-            for kind, digests in contents.describe(part, samples, config.data).items():
+            for kind, digests in contents.describe(part, samples, config.data, config.task).items():
                 found.setdefault(kind, {}).update(digests)
-    return Data(config.data, parts.train, parts.test, parts.classes, shape, fingerprint, found)
+    parts_of_first = leaves(parts.test[0], f"--data {config.data}: test sample 0").values()
+    shape = next((tuple(one.shape) for one in parts_of_first if isinstance(one, torch.Tensor)), ())
+    return Data(config.data, parts.train, parts.test, parts.classes, shape, fingerprint, found, config.task)
 
 
 def compare(data: Data, when: str) -> None:

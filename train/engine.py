@@ -1,20 +1,18 @@
-"""One epoch of training: the arithmetic of data parallelism.
+"""A run on this rank: its model, optimizer, position in the plan, and what the training loop calls.
 
-DDP averages gradients over W ranks. The gradient we want is that of the mean loss over the N samples of a
-global batch, so each rank's loss is W · Σℓ / N over its own samples: exact for shares of any size, unlike
-the usual mean of each rank's mean.
+The loop itself, forward, loss, backward and step, is in train/main.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
@@ -22,21 +20,24 @@ from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, randomness
 from ckpttool.distributed.buckets import settle_buckets
-from ckpttool.distributed.mean_loss import global_mean_loss
 from ckpttool.distributed.place import Place
 from ckpttool.distributed.plan import Plan, Step
 from ckpttool.distributed.stand_in import pass_standing_in
 from ckpttool.errors import CheckFailed
-from ckpttool.metrics.certificate import Certificate
-from train import planning
+from train import planning, wrapping
+from train.augment import augmented
 from train.config import TrainConfig
 from train.data import Data
-from train.evaluation import Evaluator
+from train.ema import Ema
+from train.limits import total_steps
 from train.loading import load
-from train.optimizers import build_optimizer, build_scheduler
+from train.optimizers import build_optimizer, build_scheduler, clip
+from train.precision import Precision
 from train.samples import count
-
-Batch = tuple[torch.Tensor, torch.Tensor]
+from train.scoring import Score as TestScore
+from train.scoring import Scorer, merit
+from train.step_log import StepLog
+from train.task import Classification, Task
 
 
 @dataclass
@@ -48,27 +49,67 @@ class Progress:
         step: optimizer steps done in the current epoch.
         global_step: optimizer steps done since the beginning.
         samples: samples used since the beginning, by all ranks.
-        best: the best accuracy on the test set so far.
+        best: the `merit` of the best score on the test set so far.
     """
 
     epoch: int = 0
     step: int = 0
     global_step: int = 0
     samples: int = 0
-    best: float = -1.0
+    best: float = -math.inf
 
 
 @dataclass(frozen=True)
 class Score:
-    """A model's score on the samples it was trained on."""
+    """A model's score on the samples it was trained on; `correct` is None where the task has no classes."""
 
-    correct: int
-    samples: int
     loss: float
+    correct: int | None
+    samples: int
 
     @property
-    def accuracy(self) -> float:
-        return self.correct / self.samples if self.samples else 0.0
+    def accuracy(self) -> float | None:
+        return self.correct / self.samples if self.correct is not None and self.samples else None
+
+
+class Sums:
+    """This rank's sums over some forward passes. What lies on the device stays there: reading it would wait.
+
+    Attributes:
+        loss, count: of the task; `loss / count` is the mean loss.
+        correct, samples: for the accuracy.
+    """
+
+    NAMES = ("loss", "correct", "samples", "count")
+
+    def __init__(self) -> None:
+        self.loss: torch.Tensor | float = 0.0
+        self.correct: torch.Tensor | float = 0
+        self.samples: int | float = 0
+        self.count: torch.Tensor | float = 0
+
+    def add(
+        self, loss: torch.Tensor, count: int | torch.Tensor, correct: torch.Tensor | None, *, samples: int
+    ) -> None:
+        """Add what one forward pass gave."""
+        self.loss = self.loss + loss.detach().double()
+        self.correct = self.correct + (0 if correct is None else correct.detach())
+        self.samples += samples
+        self.count = self.count + count
+
+    def merge(self, other: Sums) -> None:
+        """Add the sums of other passes."""
+        for name in self.NAMES:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    def values(self) -> list[float]:
+        """Return the sums as numbers, in the order of `NAMES`."""
+        return [float(getattr(self, name)) for name in self.NAMES]
+
+    def restore(self, values: Sequence[float]) -> None:
+        """Become the sums that `values` returned."""
+        for name, value in zip(self.NAMES, values, strict=True):
+            setattr(self, name, value)
 
 
 def make_plan(config: TrainConfig, data: Data) -> Plan:
@@ -79,40 +120,148 @@ def make_plan(config: TrainConfig, data: Data) -> Plan:
 class Trainer:
     """A model on this rank, wrapped in DDP, with its optimizer and its position in the plan."""
 
-    def __init__(self, config: TrainConfig, data: Data, model: nn.Module, place: Place) -> None:
-        self.config, self.data, self.place = config, data, place
+    def __init__(
+        self,
+        config: TrainConfig,
+        data: Data,
+        model: nn.Module,
+        place: Place,
+        task: Task,
+    ) -> None:
+        self.config, self.data, self.place, self.task = config, data, place, task
+        self.samples = augmented(data.train, config, len(data.classes))
         self.plan = make_plan(config, data)
-        self.evaluator = Evaluator(data, place, workers=config.workers)
+        self.steps_per_epoch = self.plan.steps_of(place.world_size)
+        self.scorer = Scorer(data, task, place, batch_size=config.eval_batch, workers=config.workers)
         self.progress = Progress()
-        devices = [place.device] if place.device.type == "cuda" else None
+        self.precision = Precision(config.amp, place.device)
         model = model.to(place.device)
         if config.batchnorm == "sync":
             batchnorm.to_sync(model)
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
-        self.ddp = DistributedDataParallel(model, device_ids=devices)
+        if config.grad_checkpoint:
+            wrapping.checkpoint_blocks(model)
+        self.ddp = DistributedDataParallel(
+            model,
+            device_ids=[place.device] if place.device.type == "cuda" else None,
+            find_unused_parameters=config.find_unused,
+        )
+        self._trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.optimizer = build_optimizer(config, self.ddp)
-        self.scheduler = build_scheduler(config, self.optimizer, self.plan.steps_of(place.world_size))
-        self.sums = self._no_sums()
-        self._stand_in = default_collate([data.train[0]])[0].to(place.device)
-        settle_buckets(self.ddp, lambda: pass_standing_in(self.ddp, self._stand_in, together=False))
+        steps = total_steps(config, self.steps_per_epoch)
+        self.scheduler = build_scheduler(config, self.optimizer, steps, self.steps_per_epoch)
+        self.ema = Ema(model, config.ema) if config.ema else None
+        self.sums = Sums()
+        self.lr = config.lr
+        self.started_from: str | None = None
+        self._gradient_norm: torch.Tensor | None = None
+        self.log = StepLog(config.log_every, place.device)
+        self._stand_in = task.batch_to(default_collate([self.samples[0]]), place.device)
+        settle_buckets(self.ddp, lambda: self.stand_in(together=False))
+        if config.compile:
+            wrapping.compile_training(self.ddp)
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
 
-    def steps(self) -> Iterator[None]:
-        """Train the rest of the current epoch, and yield after each optimizer step. A collective.
+    def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[Any]]]:
+        """Yield this rank's remaining steps of the current epoch, each with the iterator of its batches.
 
         Raises:
-            CheckFailed: a label is not one of the classes.
+            CheckFailed: a batch does not suit the task, such as a label that is not one of the classes.
         """
         progress, place = self.progress, self.place
-        self.ddp.train()
         steps = list(self.plan.of_rank(progress.epoch, place.rank, place.world_size, start=progress.step))
         batches = self._load(steps)
+        self.ddp.train()
         for step in steps:
-            self._take(step, batches)
-            progress.step += 1
-            progress.global_step += 1
-            progress.samples += step.global_size
-            yield
+            yield step, batches
+
+    def passes(self, step: Step) -> int:
+        """Return the number of forward passes of this rank in a step: its own, at least one; or the most of
+        any rank, if layers are synchronised and every rank must pass them equally often."""
+        return step.passes if self.config.batchnorm == "sync" else max(len(step.micro_batches), 1)
+
+    def gradients(self, *, reduced: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return the context of a pass: DDP reduces the gradients in it, or only adds them to its own."""
+        return contextlib.nullcontext() if reduced else self.ddp.no_sync()
+
+    def stand_in(self, *, together: bool = True) -> None:
+        """Run a forward and backward pass with a gradient of zero, as this rank has no samples for it.
+
+        Args:
+            together: whether other ranks train in this pass.
+        """
+        eager = wrapping.not_compiled() if self.config.compile else contextlib.nullcontext()
+        with eager, self.precision.autocast():
+            pass_standing_in(
+                self.ddp, self._stand_in, lambda batch: self.task.forward(self.ddp, batch), together=together
+            )
+
+    def average_over_count(self, step: Step, sums: Sums) -> None:
+        """Make the reduced gradients those of the mean over all that the ranks counted. A collective.
+
+        They are those of the sum divided by the number of samples, which every rank knows before any pass. If
+        a task counts tokens or pixels, their number is known only afterwards. It is one factor for all ranks
+        after the reduction, so this is exact under SyncBatchNorm and accumulation too.
+
+        Args:
+            sums: of this rank's passes in the step.
+
+        Raises:
+            CheckFailed: all ranks together counted nothing, so the mean loss has no value.
+        """
+        if self.task.counts_samples:
+            return
+        total = float(collectives.total(torch.tensor(float(sums.count), dtype=torch.float64)))
+        if not total > 0:
+            raise CheckFailed(
+                f"--task {self.config.task}: counted nothing in step {self.progress.global_step + 1}, whose "
+                "mean loss has no value",
+                hint="give samples that count, or leave them out of the data set",
+            )
+        if total != step.global_size:
+            gradients = [p.grad for p in self.ddp.parameters() if p.grad is not None]
+            torch._foreach_mul_(gradients, step.global_size / total)
+
+    def update(self) -> None:
+        """Change the weights by the gradients, and clear those."""
+        self._check_gradients()
+        if self.statistics:
+            self.statistics.end_step()
+        self.precision.unscale(self.optimizer)
+        self._gradient_norm = None
+        if self.config.clip_norm or self.log.due(self.progress.global_step + 1):
+            self._gradient_norm = clip([p for _, p in self._trained], self.config.clip_norm)
+        self.lr = self.optimizer.param_groups[0]["lr"]
+        if self.precision.step(self.optimizer):
+            self.scheduler.step()
+            if self.ema:
+                self.ema.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def end_step(self, step: Step, sums: Sums) -> None:
+        """Count a step that is done, and log it. A collective."""
+        progress = self.progress
+        progress.step += 1
+        progress.global_step += 1
+        progress.samples += step.global_size
+        self.sums.merge(sums)
+        if isinstance(sums.loss, torch.Tensor):
+            self.log.add(sums.loss, sums.count)
+        self.log.step(
+            progress.global_step,
+            samples=step.global_size,
+            lr=self.lr,
+            epochs=self.epochs_done(),
+            grad_norm=self._gradient_norm,
+        )
+
+    def epochs_done(self) -> float:
+        """Return the epochs done so far, with the fraction of the current one."""
+        return self.progress.epoch + self.progress.step / self.steps_per_epoch
+
+    def epoch_is_done(self) -> bool:
+        """Return whether all steps of the current epoch are done, so that it is to be finished."""
+        return self.progress.step >= self.steps_per_epoch
 
     def finish_epoch(self) -> Score:
         """End the current epoch. A collective.
@@ -120,29 +269,34 @@ class Trainer:
         Returns:
             The score on the epoch's training samples, each as it was when it was used.
         """
-        loss, correct, samples = collectives.total(self.sums).tolist()
-        self.sums = self._no_sums()
+        own = torch.tensor(self.sums.values(), dtype=torch.float64)
+        loss, correct, samples, counted = collectives.total(own).tolist()
+        self.sums = Sums()
         self.progress.epoch += 1
         self.progress.step = 0
-        return Score(int(correct), int(samples), loss / samples)
+        return Score(
+            loss / counted, int(correct) if isinstance(self.task, Classification) else None, int(samples)
+        )
 
-    def evaluate(self) -> Certificate:
+    def evaluate(self) -> TestScore:
         """Return what train/evaluate.py would give for the bare model as it would be saved. A collective.
 
-        Raises:
-            CheckFailed: a label is not one of the classes; ranks without that sample raise RankFailed.
-        """
-        with self.one_model():
-            return self.evaluator.evaluate(self.ddp.module).certificate
+        With `--ema` it is the score of the averaged weights, which are saved as `ema.averages`.
 
-    def note_best(self, score: Certificate) -> bool:
+        Raises:
+            CheckFailed: a batch does not suit the task; ranks without that sample raise RankFailed.
+        """
+        with self.one_model(), self.ema.swapped() if self.ema else contextlib.nullcontext():
+            return self.scorer.score(self.ddp.module)
+
+    def note_best(self, score: TestScore) -> bool:
         """Return whether this is the best score on the test set so far, and if so remember it.
 
         A score with a loss of NaN never is.
         """
-        is_best = math.isfinite(score.loss) and score.accuracy > self.progress.best
+        is_best = merit(score) > self.progress.best
         if is_best:
-            self.progress.best = score.accuracy
+            self.progress.best = merit(score)
         return is_best
 
     @contextlib.contextmanager
@@ -155,48 +309,22 @@ class Trainer:
         collectives.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
         yield
 
-    def _take(self, step: Step, batches: Iterator[Batch]) -> None:
-        """Take one optimizer step. Every rank runs backward exactly once with gradient synchronisation."""
-        passes = self._passes(step)
-        for number in range(1, passes + 1):
-            in_sync = number == passes
-            if number > len(step.micro_batches):
-                with contextlib.nullcontext() if in_sync else self.ddp.no_sync():
-                    pass_standing_in(self.ddp, self._stand_in)
-                continue
-            inputs, labels = (one.to(self.place.device, non_blocking=True) for one in next(batches))
-            with contextlib.nullcontext() if in_sync else self.ddp.no_sync():
-                scores = self.ddp(inputs)
-                loss = F.cross_entropy(scores, labels, reduction="sum")
-                global_mean_loss(loss, step.global_size).backward()
-            self.sums[0] += loss.detach()
-            self.sums[1] += (scores.detach().argmax(dim=1) == labels).sum()
-            self.sums[2] += len(labels)
-        self._check_gradients()
-        if self.statistics:
-            self.statistics.end_step()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.step()
-
     def _check_gradients(self) -> None:
         """Raise CheckFailed if a parameter did not affect this step's loss: DDP has not averaged it then."""
-        for name, parameter in self.ddp.module.named_parameters():
-            if parameter.requires_grad and parameter.grad is None:
+        if self.config.find_unused:
+            return
+        for name, parameter in self._trained:
+            if parameter.grad is None:
                 raise CheckFailed(
                     f"--model {self.config.model}: parameter {name} did not affect the output in step "
                     f"{self.progress.global_step + 1}, and ranks average the gradients of all parameters",
-                    hint="let every forward pass use it (times 0 if need be), or set requires_grad=False",
+                    hint="give --find-unused, let every forward pass use it (times 0 if need be), or set "
+                    "requires_grad=False",
                 )
 
-    def _passes(self, step: Step) -> int:
-        """Return the number of forward passes in a step: this rank's own; or the most of any rank, if the
-        layers are synchronised and every rank must pass them equally often."""
-        return step.passes if self.config.batchnorm == "sync" else max(len(step.micro_batches), 1)
-
-    def _load(self, steps: list[Step]) -> Iterator[Batch]:
-        """Yield the micro-batches of these steps, in order. Raise CheckFailed for an unknown label."""
-        samples, epoch, step = self.data.train, self.progress.epoch, self.progress.step
+    def _load(self, steps: list[Step]) -> Iterator[Any]:
+        """Yield the micro-batches of these steps, in order, on this rank's device."""
+        samples, epoch, step = self.samples, self.progress.epoch, self.progress.step
         set_epoch = getattr(samples, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(epoch)
@@ -204,10 +332,6 @@ class Trainer:
         # With the step: a run resumed in the middle of an epoch would otherwise draw its first numbers again.
         seed = randomness.seed_from(self.config.seed, "workers", self.place.rank, epoch, step)
         loaded = load(samples, indices, self.place, self.config.workers, seed=seed)
-        for micro_batch, (inputs, labels) in zip(indices, loaded, strict=True):
-            self.data.check_labels(labels, micro_batch, "training")
-            yield inputs, labels.to(torch.int64)
-
-    def _no_sums(self) -> torch.Tensor:
-        """Return zeros for this rank's loss, correct predictions and samples in the current epoch."""
-        return torch.zeros(3, dtype=torch.float64, device=self.place.device)
+        for micro_batch, batch in zip(indices, loaded, strict=True):
+            self.task.check(batch, micro_batch, "training")
+            yield self.task.batch_to(batch, self.place.device)

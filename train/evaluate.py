@@ -12,7 +12,8 @@ rank 0 reads it. Every test sample is scored once; a folder with one level of cl
     eval.json            the numbers and their basis: every sample once, and which checkpoint
     rank0.safetensors    the predictions of rank 0, and so on for each rank
 
-from which `ckpttool gather-metrics eval/rank*.safetensors` recomputes the numbers.
+from which `ckpttool gather-metrics eval/rank*.safetensors` recomputes the numbers. Other tasks than
+classification (`--task`) have their loss and metrics in eval.json, and no files of predictions.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ckpttool.distributed.place import Place
-    from ckpttool.metrics.certificate import Certificate
+    from ckpttool.metrics.predictions import Predictions
     from train.data import Data
-    from train.evaluation import Evaluated
+    from train.scoring import Score
+    from train.task import Task
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
@@ -83,6 +85,7 @@ class Job:
     place: Place
     data: Data
     model: nn.Module
+    task: Task
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -136,13 +139,15 @@ def prepare(config: EvaluateConfig) -> Job:
 
     from ckpttool.distributed.place import find_place
     from train import data, models, preflight
+    from train import task as tasks
 
     torch.set_num_threads(config.threads)  # the default differs with and without torchrun
     place = find_place(config.backend)
     loaded = data.load_test(config)
-    model = models.build(config.model, shape=loaded.shape, classes=len(loaded.classes))
-    preflight.check_evaluation(config.model, loaded, model)
-    return Job(config, place, loaded, model)
+    task = tasks.build(config, loaded)
+    model = models.build(config.model, shape=loaded.shape, classes=task.outputs(loaded))
+    preflight.check_evaluation(config.model, loaded, model, task)
+    return Job(config, place, loaded, model, task)
 
 
 def work(job: Job) -> None:
@@ -155,27 +160,35 @@ def work(job: Job) -> None:
         launch.say(json.dumps(as_json(job, found), indent=2) if job.config.json else in_words(job, found))
 
 
-def evaluate(job: Job) -> Certificate:
+def evaluate(job: Job) -> Score:
     """Return the certificate, on every rank. A collective; only rank 0 reads the checkpoint.
 
     Raises:
         FileError, Mismatch, NoState, OutputExists: on rank 0, as `load`; the other ranks raise RankFailed.
         RanksDiffer: the ranks have loaded different data.
-        CheckFailed: a label is not one of the classes; ranks without that sample raise RankFailed.
+        CheckFailed: a sample can't be scored; ranks without that sample raise RankFailed.
     """
     from ckpttool.distributed import collectives
-    from train import data, evaluation
+    from train import data
+    from train.scoring import Scorer
+    from train.task import Classification
 
     config, model = job.config, job.model
     data.compare(job.data, "before evaluating")
     digest = collectives.decide(lambda: load(job))
     model.to(job.place.device)
     collectives.broadcast_into(model.state_dict().values())
-    evaluator = evaluation.Evaluator(job.data, job.place, workers=config.workers)
-    found = evaluator.evaluate(model, checkpoint=digest)
+    scorer = Scorer(job.data, job.task, job.place, batch_size=config.eval_batch, workers=config.workers)
+    score: Score
+    own: Predictions | None = None
+    if isinstance(job.task, Classification):
+        found = scorer.classes(model, checkpoint=digest)
+        own, score = found.own, found.certificate
+    else:
+        score = scorer.score(model, checkpoint=digest)
     if config.out is not None:
-        write(job, found)
-    return found.certificate
+        write(job, score, own)
+    return score
 
 
 def load(job: Job) -> str:
@@ -231,8 +244,11 @@ def prepare_output(config: EvaluateConfig) -> list[str]:
     return [os.path.join(config.out, name) for name in earlier]
 
 
-def write(job: Job, found: Evaluated) -> None:
+def write(job: Job, score: Score, own: Predictions | None) -> None:
     """Write each rank's file and, once all are written, eval.json. A collective.
+
+    Args:
+        own: this rank's predictions; None if the task has no classes, and so no such file.
 
     Raises:
         FileError, UsageFault: on the rank whose file can't be written; the other ranks raise RankFailed.
@@ -244,27 +260,29 @@ def write(job: Job, found: Evaluated) -> None:
     folder, rank = str(job.config.out), job.place.rank
     with collectives.together():
         os.makedirs(folder, exist_ok=True)  # ranks of another machine have another disk
-        path = os.path.join(folder, f"rank{rank}.safetensors")
-        predictions.write(path, found.own, found.certificate.evaluation, rank, force=job.config.force)
+        if own is not None:
+            path = os.path.join(folder, f"rank{rank}.safetensors")
+            predictions.write(path, own, score.evaluation, rank, force=job.config.force)
     with collectives.together():
         if rank == 0:
-            said = {"checkpoint": job.config.checkpoint, **found.certificate.statement()}
+            said = {"checkpoint": job.config.checkpoint, **score.statement()}
             with replacing(os.path.join(folder, STATEMENT)) as file:
                 file.write(f"{json.dumps(said, indent=2, allow_nan=False)}\n".encode())
 
 
-def as_json(job: Job, found: Certificate) -> dict[str, Any]:
+def as_json(job: Job, score: Score) -> dict[str, Any]:
     """Return the result as `--json` prints it."""
-    return {"checkpoint": job.config.checkpoint, **found.score(), "threads": found.evaluation.threads}
+    of = score.evaluation
+    basis = {"threads": of.threads, "batch_size": of.batch_size}
+    return {"checkpoint": job.config.checkpoint, **score.score(), **basis}
 
 
-def in_words(job: Job, found: Certificate) -> str:
+def in_words(job: Job, score: Score) -> str:
     """Return the result as one line."""
+    from train import scoring
+
     size = job.place.world_size
-    return (
-        f"{job.config.checkpoint}: {found.correct} of {found.samples} correct ({found.accuracy:.2%}), "
-        f"loss {found.loss:.4f}, on {size} rank{'s' * (size != 1)}"
-    )
+    return f"{job.config.checkpoint}: {scoring.in_words(score)}, on {size} rank{'s' * (size != 1)}"
 
 
 if __name__ == "__main__":

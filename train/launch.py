@@ -14,7 +14,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
-from ckpttool.distributed.place import given_rank as rank
+from ckpttool.distributed.lost_rank import is_lost_rank
+from ckpttool.distributed.place import given_rank, given_world_size, started_by_launcher
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
 
 Job = TypeVar("Job")
@@ -31,10 +32,12 @@ SPAWNED = "CKPTTOOL_SPAWNED"
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
 
-LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.IGNORECASE)
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
 UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
 TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
+
+
+rank, world_size, started_by_torchrun = given_rank, given_world_size, started_by_launcher
 
 
 def started_by_spawn() -> bool:
@@ -122,14 +125,14 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         known = _known(error)
         if known is None:
             raise
-        return complain(known, echo=bool(LOST_PEER.search(str(error))), as_json=as_json)
+        return complain(known, echo=is_lost_rank(error), as_json=as_json)
     return 0
 
 
 def _known(error: RuntimeError) -> CheckFailed | None:
     """Return an error of torch, gloo or NCCL in our words, if it is known by its message, its only mark."""
     said = str(error)
-    if LOST_PEER.search(said):
+    if is_lost_rank(error):
         return CheckFailed(f"rank {rank()}: lost the connection to another rank")
     if TIMED_OUT.search(said):
         return CheckFailed(f"rank {rank()}: no answer from another rank within --timeout")
@@ -187,7 +190,7 @@ def say(text: str) -> None:
 
 
 def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False) -> int:
-    """Print an error as one line on stderr.
+    """Print an error as one line on stderr, and a hint of several lines below it.
 
     Args:
         echo: wait first, because another rank reports it too.
@@ -204,6 +207,7 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
         body = {"kind": error.kind, "message": str(error), "hint": error.hint}
         with contextlib.suppress(OSError):  # it goes to stderr too
             print(json.dumps({"error": body}, indent=2), flush=True)
-    hint = f" ({error.hint})" if error.hint else ""
-    print(f"error: {error}{hint}".replace("\n", " "), file=sys.stderr, flush=True)
+    message, hint = str(error).replace("\n", " "), error.hint or ""
+    below = f"\n{hint}" if "\n" in hint else f" ({hint})" if hint else ""
+    print(f"error: {message}{below}", file=sys.stderr, flush=True)
     return error.exit_code

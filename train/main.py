@@ -28,9 +28,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptToolError
 from train import flags, launch
@@ -41,10 +41,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ckpttool.distributed.place import Place
+    from ckpttool.distributed.plan import Step
     from train.data import Data
     from train.engine import Trainer
     from train.report import Report
     from train.saving import Saver
+    from train.task import Task
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Job:
     place: Place
     data: Data
     model: nn.Module
+    task: Task
+    remarks: list[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,16 +88,19 @@ def prepare(config: TrainConfig) -> Job:
 
     from ckpttool.distributed import randomness
     from ckpttool.distributed.place import find_place
-    from train import data, models, preflight
+    from train import data, init_from, models, preflight
+    from train import task as tasks
 
     place = find_place(config.backend)
     if config.deterministic:
         launch.make_deterministic()
     loaded = data.load(config, seed=config.seed)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
-    model = models.build(config.model, shape=loaded.shape, classes=len(loaded.classes))
-    preflight.check(config, loaded, model, place)
-    return Job(config, place, loaded, model)
+    task = tasks.build(config, loaded)
+    model = models.build(config.model, shape=loaded.shape, classes=task.outputs(loaded))
+    preflight.check(config, loaded, model, place, task)
+    remarks = init_from.load(model, config.init, config.init_allow_missing) if config.init else []
+    return Job(config, place, loaded, model, task, remarks)
 
 
 def work(job: Job) -> None:
@@ -119,35 +126,90 @@ def train(job: Job) -> None:
 
 def train_in(folder: str, job: Job) -> None:
     """Train, with rank 0's files in a folder."""
-    from train import resuming
+    from ckpttool.distributed import collectives
+    from train import resuming, trackers
     from train.engine import Trainer
     from train.report import Report
     from train.saving import Saver
 
-    trainer = Trainer(job.config, job.data, job.model, job.place)
+    trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
     remarks = resuming.resume(trainer, folder)
     saver = Saver(trainer, folder)
     report = Report(trainer, folder)
-    report.begin(remarks)
+    report.begin([("resume", text) for text in remarks] or [("init", text) for text in job.remarks])
+    with contextlib.ExitStack() as open_files:
+        with collectives.together():
+            if job.place.rank == 0:
+                opened = trackers.opened(job.config, folder, trainer.progress.global_step)
+                trainer.log.sinks = open_files.enter_context(opened)
+        try:
+            end = run(trainer, report, saver)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(report.how_to_go_on()) from None
+    report.end(end)
 
-    try:
-        run_epochs(trainer, saver, report)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(report.how_to_go_on()) from None
-    report.end()
 
+def run(trainer: Trainer, report: Report, saver: Saver) -> str:
+    """Train the rest of the run. After each step, do what is due: evaluate, report and save.
 
-def run_epochs(trainer: Trainer, saver: Saver, report: Report) -> None:
-    """Train the remaining epochs, evaluating, reporting and saving after each."""
-    while trainer.progress.epoch < trainer.config.epochs:
+    Returns:
+        The flag that ended it; `""` if there was nothing left to do.
+    """
+    from train.limits import Limits
+
+    limits = Limits(trainer.config, trainer.steps_per_epoch)
+    while not limits.is_over(trainer.progress):
         began = time.monotonic()
-        for _ in report.bar(trainer.steps()):
-            saver.after_step()
-        trained = trainer.finish_epoch()
-        tested = trainer.evaluate()
-        best = trainer.note_best(tested)
-        report.epoch(trained, tested, seconds=time.monotonic() - began, best=best)
-        saver.after_epoch(best=best)  # after the log: a resume drops the entries it will log again
+        for _ in report.bar(steps_of_epoch(trainer)):
+            due = limits.due(trainer.progress)
+            trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
+            tested = trainer.evaluate() if due.evaluate else None
+            best = tested is not None and trainer.note_best(tested)
+            report.scores(trained, tested, seconds=time.monotonic() - began, best=best)
+            if limits.is_over(trainer.progress):
+                trainer.log.end()
+            saver.save(last=due.save, best=best)  # after the log: a resume drops what it will log again
+            if due.end:
+                return due.end
+    return ""
+
+
+def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
+    """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
+    for step, batches in trainer.rest_of_epoch():
+        take_step(trainer, step, batches)
+        yield
+
+
+def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
+    """Take one optimizer step: forward, loss, backward and update, on this rank's part of the global batch.
+
+    DDP averages gradients over the W ranks. Wanted are those of the mean loss over the samples of all ranks,
+    so each rank's loss is W · Σℓ / N: exact for shares of any size, unlike the mean of each rank's mean.
+    """
+    from train.engine import Sums
+
+    task, precision, log = trainer.task, trainer.precision, trainer.log
+    sums = Sums()
+    passes = trainer.passes(step)
+    for number in range(1, passes + 1):
+        with trainer.gradients(reduced=number == passes):
+            if number > len(step.micro_batches):  # other ranks have samples left
+                trainer.stand_in()
+                continue
+            with log.phase("data"):
+                batch = next(batches)
+            with log.phase("forward"), precision.autocast():
+                outputs = task.forward(trainer.ddp, batch)
+                loss, count = task.loss(outputs, batch)
+                loss_of_mean = precision.scale(loss * (trainer.place.world_size / step.global_size))
+            with log.phase("backward", loss_of_mean):
+                loss_of_mean.backward()
+        sums.add(loss, count, task.correct(outputs, batch), samples=len(step.micro_batches[number - 1]))
+    with log.phase("update"):
+        trainer.average_over_count(step, sums.count)
+        trainer.update()
+    trainer.end_step(step, sums)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,19 @@ def build(name: str, *, shape: tuple[int, ...], classes: int) -> nn.Module:
     Args:
         name: as on the command line.
         shape: of a sample; channels, height and width for the models of images.
-        classes: how many outputs the model needs; a user's factory gets it as `num_classes`.
+        classes: how many outputs the model needs; a user's factory gets it as `num_classes`. 0 if that is
+            not known: then a factory gets nothing.
 
     Raises:
         UsageFault: there is no such model, it does not take samples of this shape, or the user's factory
             raised an error or returned no module.
     """
     if name in ("simple-cnn", "resnet20"):
+        if not classes:
+            raise UsageFault(
+                f"--model {name}: has an output per class, and --data names none",
+                hint="give --model file.py:factory, or classes = [...] to the data set",
+            )
         if len(shape) != 3:
             raise UsageFault(f"--model {name}: takes images, not samples of shape {list(shape)}")
         if name == "resnet20":
@@ -35,7 +41,7 @@ def build(name: str, *, shape: tuple[int, ...], classes: int) -> nn.Module:
         return simple_cnn(num_classes=classes, channels=shape[0], height=shape[1], width=shape[2])
     if ":" not in name:
         raise UsageFault(f"--model {name}: no such model", hint=f"one of {NAMES}")
-    made: Any = factory.build(name, num_classes=classes)
+    made: Any = factory.build(name, **({"num_classes": classes} if classes else {}))
     if not isinstance(made, nn.Module):
         raise UsageFault(f"--model {name}: returned {type(made).__name__}, not a torch.nn.Module")
     return made

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,18 +16,21 @@ from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed.place import Place
 from ckpttool.distributed.plan import Plan
-from ckpttool.errors import UsageFault
+from ckpttool.errors import CkptToolError, UsageFault
+from ckpttool.metrics.evaluating import measures, update
+from ckpttool.models import factory
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import make_plan
-from train.samples import Samples
+from train.task import PAIR, Classification, Own, Task
 
 
-def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> None:
-    """Check that the plan, the data and the model fit.
+def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
+    """Check that the plan, the data, the model and the task fit.
 
     Raises:
         UsageFault: they don't; names the flag to change.
+        CheckFailed: the first sample has a label that is not one of the classes.
     """
     plan, world_size = make_plan(config, data), place.world_size
     _check_plan(config, plan, world_size)
@@ -38,8 +43,8 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place) -> No
     if _has_torchs_sync(trial):  # can't be tried here: it works only on GPUs and in groups
         _check_on_gpu(config, place)
         return
-    outputs = _try_training(config, data, trial, plan, world_size)
-    _check_outputs(config.model, outputs, data)
+    _try_training(config, data, trial, plan, world_size, task)
+    _check_sum(Trial(config.model, data, task, "training"), model)
 
 
 def _as_trained(config: TrainConfig, model: nn.Module) -> nn.Module:
@@ -82,75 +87,180 @@ def _check_plan(config: TrainConfig, plan: Plan, world_size: int) -> None:
         )
 
 
-def check_evaluation(name: str, data: Data, model: nn.Module) -> None:
+def check_evaluation(name: str, data: Data, model: nn.Module, task: Task) -> None:
     """Check that a model can be evaluated.
 
     Raises:
-        UsageFault: it does not take the test samples, or has fewer outputs than there are classes.
+        UsageFault: it does not take the test samples, has fewer outputs than there are classes, or its task
+            can't score them.
+        CheckFailed: the first test sample has a label that is not one of the classes.
     """
+    trial = Trial(name, data, task, "test")
     try:
-        outputs = _dry_run(data.test, model.eval(), 1)
+        outputs, batch = trial.forward(model.eval(), 1)
     except Exception as error:
-        raise _unfit(name, data, error) from error
-    _check_outputs(name, outputs, data)
+        raise trial.unfit(error) from error
+    trial.loss(outputs, batch)
+    trial.measure(outputs, batch)
+    _check_sum(trial, model)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A dry run on copies of one sample.
+
+    Attributes:
+        model: as on the command line.
+        part: "training" or "test".
+    """
+
+    model: str
+    data: Data
+    task: Task
+    part: str
+
+    def forward(self, model: nn.Module, size: int) -> tuple[Any, Any]:
+        """Return the model's outputs for a batch of `size` copies, in its current mode; and the batch.
+
+        Raises:
+            UsageFault, CheckFailed: the outputs are no class scores of the data's classes, or the sample's
+                label is none of these.
+            Exception: what the model raised.
+        """
+        samples = self.data.train if self.part == "training" else self.data.test
+        sample = samples[0]
+        batch = default_collate([sample] * size)
+        if isinstance(self.task, Classification):
+            outputs = self.task.forward(model, batch)
+            self._check_scores(outputs, size)
+        else:
+            self.task.check(batch, [0] * size, self.part)
+            outputs = self.task.forward(model, batch)
+        return outputs, batch
+
+    def _check_scores(self, outputs: Any, size: int) -> None:
+        """Refuse what is no row of scores per sample, and too few: a label would be out of bounds."""
+        if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (size,) or outputs.dim() != 2:
+            raise TypeError("its output is not one row of class scores per sample")
+        if outputs.shape[1] < len(self.data.classes):
+            raise UsageFault(
+                f"--model {self.model}: has {outputs.shape[1]} outputs, but {self.data.name} has "
+                f"{len(self.data.classes)} classes"
+            )
+
+    def loss(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        """Return the loss of a batch, as (sum, count).
+
+        Raises:
+            UsageFault: the task can't compute it, or it is something else.
+            CheckFailed: a label is not one of the classes.
+        """
+        self.task.check(batch, [0] * self.task.sample_count(batch), self.part)
+        try:
+            total, count = self.task.loss(outputs, batch)
+        except CkptToolError:
+            raise
+        except Exception as error:
+            raise UsageFault(
+                f"--task {self.task.name}: the loss of {self.part} sample 0 of {self.data.name}: "
+                f"{factory.described(error)}"
+            ) from error
+        return total, int(count)
+
+    def measure(self, outputs: Any, batch: Any) -> None:
+        """Raise UsageFault if a metric does not take the outputs."""
+        try:
+            for name, measure in measures(self.task.metrics).items():
+                update(name, measure.make(), measure.arguments, outputs, batch)
+        except CkptToolError as fault:
+            raise UsageFault(f"--task {self.task.name}: {fault}", hint=fault.hint) from fault
+
+    def unfit(self, error: Exception) -> CkptToolError:
+        """Return the error for a model that failed."""
+        if isinstance(error, CkptToolError):
+            return error
+        shape = "×".join(map(str, self.data.shape))
+        return UsageFault(
+            f"--model {self.model}: does not take the {shape} samples of {self.data.name}: {_reason(error)}"
+        )
 
 
 def _try_training(
-    config: TrainConfig, data: Data, model: nn.Module, plan: Plan, world_size: int
-) -> tuple[int, ...]:
-    """Run a copy of the model on the smallest batch that any rank gets; return its output's shape."""
+    config: TrainConfig, data: Data, model: nn.Module, plan: Plan, world_size: int, task: Task
+) -> None:
+    """Run a copy of the model on the smallest batch that any rank gets, forward and backward."""
     name = config.model
     # Synchronised layers see the samples of all ranks.
     together = config.batchnorm == "sync"
     sizes = plan.pass_sizes(world_size) if together else plan.micro_batch_sizes(world_size)
     smallest = min(sizes - {0})
+    trial = Trial(name, data, task, "training")
     copied = copy.deepcopy(model).train()
     if config.batchnorm == "pooled":
         RunningStatistics(copied)
     try:
-        outputs = _dry_run(data.train, copied, smallest, backward=True)
+        outputs, batch = trial.forward(copied, smallest)
     except Exception as error:
         if config.batchnorm == "pooled" and _can_not_be_compiled(error):
             raise _compiled_whole(name) from error
-        if smallest == 1 and _takes_two(data, model):
+        if smallest == 1 and not isinstance(error, CkptToolError) and _takes_two(trial, model):
             raise _batch_of_one(name, plan, world_size) from error
-        raise _unfit(name, data, error) from error
-    idle = [n for n, p in copied.named_parameters() if p.requires_grad and p.grad is None]
+        raise trial.unfit(error) from error
+    total, _ = trial.loss(outputs, batch)
+    if not total.requires_grad:
+        raise UsageFault(
+            f"--task {task.name}: the sum that loss returned does not depend on the model's parameters",
+            hint="compute it from the outputs, without .item(), .detach() or torch.no_grad()",
+        )
+    with torch.no_grad():
+        trial.measure(outputs, batch)
+    total.backward()
+    _check_used(name, copied)
+
+
+def _check_used(name: str, model: nn.Module) -> None:
+    idle = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if idle:
         raise UsageFault(
             f"--model {name}: parameter {idle[0]} does not affect the output, and DDP would wait "
             "for its gradient",
             hint="set requires_grad=False on it, or remove it",
         )
-    return outputs
 
 
-def _takes_two(data: Data, model: nn.Module) -> bool:
+def _check_sum(trial: Trial, model: nn.Module) -> None:
+    """Refuse a user's loss that is a mean: it is the same for one sample and for two copies of it.
+
+    A mean would make each rank's samples count the more the fewer they are, and nothing else would show it.
+    """
+    if not isinstance(trial.task, Own):
+        return
+    quiet = copy.deepcopy(model).eval()
     try:
-        _dry_run(data.train, copy.deepcopy(model).train(), 2)
+        with torch.no_grad():
+            found = [trial.loss(*trial.forward(quiet, size)) for size in (1, 2)]
+    except Exception:  # one that only a batch of this size raises, which may never come
+        return
+    (one, of_one), (two, of_two) = ((float(total), count) for total, count in found)
+    if one and of_two == 2 * of_one and abs(two - one) <= 1e-3 * abs(one):
+        raise UsageFault(
+            f"--task {trial.task.name}: loss returned {one:g} for one sample and for two copies of it, with "
+            f"counts of {of_one} and {of_two}: a mean, not a sum",
+            hint=PAIR,
+        )
+
+
+def _takes_two(trial: Trial, model: nn.Module) -> bool:
+    try:
+        with torch.no_grad():
+            trial.forward(copy.deepcopy(model).train(), 2)
     except Exception:
         return False
     return True
 
 
-def _dry_run(
-    samples: Samples, model: nn.Module, batch_size: int, *, backward: bool = False
-) -> tuple[int, ...]:
-    """Return the shape of the model's output, in its current mode, for a batch of copies of one sample."""
-    sample, _ = default_collate([samples[0]])
-    with torch.set_grad_enabled(backward):
-        outputs = model(sample.expand(batch_size, *sample.shape[1:]).contiguous())
-    if not isinstance(outputs, torch.Tensor) or outputs.shape[:1] != (batch_size,) or outputs.dim() != 2:
-        raise TypeError("its output is not one row of class scores per sample")
-    if backward:
-        outputs.sum().backward()
-    return tuple(outputs.shape)
-
-
-def _unfit(name: str, data: Data, error: Exception) -> UsageFault:
-    shape = "×".join(map(str, data.shape))
-    reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    return UsageFault(f"--model {name}: does not take the {shape} samples of {data.name}: {reason}")
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _can_not_be_compiled(error: Exception) -> bool:
@@ -186,14 +296,6 @@ def _batch_of_one(model: str, plan: Plan, world_size: int) -> UsageFault:
         f"rank a single sample, and BatchNorm in {model} can't compute the statistics of one value",
         hint=f"give {' or '.join(ways)}",
     )
-
-
-def _check_outputs(model: str, outputs: tuple[int, ...], data: Data) -> None:
-    """Refuse a model with fewer outputs than classes: a label would be out of bounds."""
-    if outputs[-1] < len(data.classes):
-        raise UsageFault(
-            f"--model {model}: has {outputs[-1]} outputs, but {data.name} has {len(data.classes)} classes"
-        )
 
 
 def _check_passes(plan: Plan, world_size: int) -> None:

@@ -7,34 +7,38 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.plan import deal
-from ckpttool.metrics.certificate import Certificate
-from train import launch
-from train.config import TrainConfig
+from ckpttool.metrics.certificate import Certificate, LossCertificate
+from train import launch, log_file, scoring
+from train.config import DataConfig, TrainConfig
 from train.data import Data
 from train.engine import Score, Trainer
 from train.flags import arguments_of
-from train.optimizers import learning_rate
-from train.run_folder import BEST, LAST, append_to_log, cut_log
+from train.run_folder import BEST, LAST
 from train.samples import count
+from train.scoring import Score as TestScore
+from train.task import Classification
 
 
 class Report:
     """Lines on stdout, a progress bar on stderr if it is a terminal, and the log. Silent on other ranks.
 
-    `begin`, `epoch` and `end` are collectives: if rank 0 can't print or log, every rank fails.
+    `begin`, `scores` and `end` are collectives: if rank 0 can't print or log, every rank fails.
     """
 
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
-        self.first_epoch = trainer.progress.epoch
 
-    def begin(self, remarks: list[str] | None) -> None:
-        """Print the header and the remarks of a resume; drop from the log what will be trained again.
+    def begin(self, remarks: list[tuple[str, str]]) -> None:
+        """Print the header and remarks; drop from the log what will be trained again.
+
+        Args:
+            remarks: pairs of a word for the first column and a sentence.
 
         Raises:
             FileError: on rank 0, if the log can't be changed; the other ranks raise RankFailed.
@@ -42,10 +46,11 @@ class Report:
         """
         with collectives.together():
             if self.speaks:
-                cut_log(self.folder, self.trainer.progress.epoch)
+                progress = self.trainer.progress
+                log_file.cut(self.folder, epoch=progress.epoch, step=progress.global_step)
                 self._say_header(remarks)
 
-    def _say_header(self, remarks: list[str] | None) -> None:
+    def _say_header(self, remarks: list[tuple[str, str]]) -> None:
         config, data, plan = self.trainer.config, self.trainer.data, self.trainer.plan
         place = self.trainer.place
         parameters = sum(parameter.numel() for parameter in self.trainer.ddp.parameters())
@@ -57,10 +62,16 @@ class Report:
         launch.say(f"batch   {shares(config.batch_size, place.world_size)}, {steps} steps per epoch")
         launch.say(f"train   {recipe(config)}")
         launch.say(f"out     {self.folder}")
-        for remark in remarks or ():
-            launch.say(f"resume  {remark}")
+        for word, remark in remarks:
+            launch.say(f"{word:<6}  {remark}")
         if self.trainer.progress.epoch < config.epochs:
-            launch.say("\n  epoch  train loss  correct   test loss  correct               seconds")
+            launch.say(self._heading())
+
+    def _heading(self) -> str:
+        """Return the heading of the epochs' lines."""
+        if isinstance(self.trainer.task, Classification):
+            return "\n  epoch  train loss  correct   test loss  correct               seconds"
+        return "\n  epoch  train loss   test loss  seconds"
 
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
         """Yield the same steps, counted on a progress bar."""
@@ -79,57 +90,84 @@ class Report:
                 yield step
                 bar.update()
 
-    def epoch(self, trained: Score, tested: Certificate, *, seconds: float, best: bool) -> None:
-        """Print one line about an epoch, and add one object to the log. Raises as `begin`.
+    def scores(self, trained: Score | None, tested: TestScore | None, *, seconds: float, best: bool) -> None:
+        """Print one line about scores, and add one object to the log; nothing if there are none.
 
         Args:
-            trained: on the training samples, each as it was used.
-            tested: on the test set, after the epoch.
-            seconds: that the epoch and its evaluation took.
+            trained: on the samples of the epoch that has just ended, each as it was used.
+            tested: on the test set, now.
+            seconds: since the epoch began.
             best: whether `tested` is the best result so far.
+
+        Raises:
+            as `begin`.
+        """
+        if trained is None and tested is None:
+            return
+        with collectives.together():
+            if self.speaks:
+                launch.say(self._line(trained, tested, seconds, best))
+        self.trainer.log.write(self._entry(trained, tested, seconds), self.trainer.progress.global_step)
+
+    def _line(self, trained: Score | None, tested: TestScore | None, seconds: float, best: bool) -> str:
+        progress, epochs = self.trainer.progress, self.trainer.config.epochs
+        done = f"{progress.epoch}" if trained else f"{self.trainer.epochs_done():.2f}"
+        columns = [f"{f'{done}/{epochs}':>7}", f"{trained.loss:10.4f}" if trained else " " * 10]
+        with_classes = isinstance(self.trainer.task, Classification)
+        if with_classes:
+            columns.append(f"{trained.accuracy:7.2%}" if trained else " " * 7)
+        columns.append(f"{tested.loss:10.4f}" if tested else " " * 10)
+        if with_classes:
+            right = tested if isinstance(tested, Certificate) else None
+            counted = f"({right.correct}/{right.samples})" if right else ""
+            columns.append(f"{right.accuracy:7.2%} {counted:>12}" if right else " " * 20)
+        columns.append(f"{seconds:7.1f}{'  best' if best else '      '}")
+        if isinstance(tested, LossCertificate):
+            columns.append(scoring.metrics_in_words(tested))
+        return "  ".join(columns).rstrip()
+
+    def _entry(self, trained: Score | None, tested: TestScore | None, seconds: float) -> dict[str, Any]:
+        """Return the object for the log: an epoch's has `epoch`, one in the middle of an epoch `step`."""
+        score = {} if tested is None else tested.score()
+        for only_in_an_evaluation in ("per_class", "ranks"):
+            score.pop(only_in_an_evaluation, None)
+        if trained is None:
+            entry = {"step": self.trainer.progress.global_step, "epochs": self.trainer.epochs_done()}
+            return entry | {f"test_{name}": value for name, value in score.items()}
+        entry = {"epoch": self.trainer.progress.epoch, **score, "seconds": round(seconds, 3)}
+        entry |= {"train_loss": trained.loss, "train_samples": trained.samples}
+        if trained.accuracy is not None:
+            entry["train_accuracy"] = trained.accuracy
+        if tested is not None:
+            entry |= {
+                "test_samples": tested.samples,
+                "threads": tested.evaluation.threads,
+                "batch_size": tested.evaluation.batch_size,
+            }
+        return entry | {"lr": self.trainer.lr}
+
+    def end(self, ended_by: str) -> None:
+        """Print what was saved, and the commands to use it. Raises as `begin`.
+
+        Args:
+            ended_by: the flag that ended the run; `""` if there was nothing to do.
         """
         with collectives.together():
             if self.speaks:
-                self._log_epoch(trained, tested, seconds, best)
+                self._say_end(ended_by)
 
-    def _log_epoch(self, trained: Score, tested: Certificate, seconds: float, best: bool) -> None:
-        config, progress = self.trainer.config, self.trainer.progress
-        epoch, epochs = progress.epoch, config.epochs
-        steps = self.trainer.plan.steps_of(self.trainer.place.world_size)
-        launch.say(
-            f"{f'{epoch}/{epochs}':>7}  {trained.loss:10.4f}  {trained.accuracy:7.2%}  "
-            f"{tested.loss:10.4f}  {tested.accuracy:7.2%} {f'({tested.correct}/{tested.samples})':>12}  "
-            f"{seconds:7.1f}{'  best' if best else ''}"
-        )
-        entry = {
-            "epoch": epoch,
-            "loss": tested.loss,
-            "accuracy": tested.accuracy,
-            "correct": tested.correct,
-            "samples": tested.samples,
-            "seconds": round(seconds, 3),
-            "train_loss": trained.loss,
-            "train_accuracy": trained.accuracy,
-            "threads": tested.evaluation.threads,
-            "lr": learning_rate(config, progress.global_step - 1, steps),
-        }
-        append_to_log(self.folder, entry)
-
-    def end(self) -> None:
-        """Print what was saved, and the commands to use it. Raises as `begin`."""
-        with collectives.together():
-            if self.speaks:
-                self._say_end()
-
-    def _say_end(self) -> None:
+    def _say_end(self, ended_by: str) -> None:
         last, best = (os.path.join(self.folder, name) for name in (LAST, BEST))
         saved = [path for path in (best, last) if os.path.exists(path)]
-        if self.trainer.progress.epoch > self.first_epoch:
+        if ended_by:
             launch.say(f"\nsaved   {last}")
             if best in saved:
-                launch.say(f"        {best} ({self.trainer.progress.best:.2%})")
+                score = scoring.merit_in_words(self.trainer.task, self.trainer.progress.best)
+                launch.say(f"        {best} ({score})")
         if saved:
             flags = flags_of(self.trainer.config) + flags_of_bits(self.trainer.place.device)
+            if ended_by == "--max-time":
+                launch.say(f"\nended   by --max-time; {self.how_to_go_on()}")
             launch.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
             model = shlex.quote(os.path.join(self.folder, "model.safetensors"))
@@ -160,11 +198,9 @@ def program(name: str) -> str:
 
 def describe(data: Data) -> str:
     """Return the sizes, the shape and the number of classes of a data set, in words."""
-    shape = "×".join(map(str, data.shape))
-    return (
-        f"{count(data.train):,} training and {count(data.test):,} test samples of {shape}, "
-        f"{len(data.classes)} classes"
-    )
+    shape = f" of {'×'.join(map(str, data.shape))}" if data.shape else ""
+    classes = f", {len(data.classes)} classes" if data.classes else ""
+    return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
 
 
 def shares(batch_size: int, world_size: int) -> str:
@@ -197,6 +233,10 @@ def in_two_lines(command: str, flags: str) -> str:
 def flags_of(config: TrainConfig) -> str:
     """Return the flags with which an evaluation builds the same model and takes the same samples."""
     flags = [f"--model {shlex.quote(config.model)}", f"--data {shlex.quote(config.data)}"]
+    if config.task != DataConfig.task:
+        flags.append(f"--task {shlex.quote(config.task)}")
+    if config.eval_batch != DataConfig.eval_batch:
+        flags.append(f"--eval-batch {config.eval_batch}")
     for name, values in (("mean", config.mean), ("std", config.std)):
         if values:
             flags.append(f"--{name} {','.join(map(str, values))}")

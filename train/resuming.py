@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
-
-import torch
 
 from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import Damaged, UsageFault
-from train import checkpoints, run_folder
+from train import changing, checkpoints, optimizers, run_folder
 from train.config import TrainConfig
 from train.contents import Contents, flat
 from train.data import Data
 from train.engine import Progress, Trainer
+from train.limits import total_steps
 from train.saving import versions
 
 # Flags that may differ on resume; a change of any other would make it another training.
 FREE = {
-    *("epochs", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
+    *("epochs", "max_steps", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
     *("out", "save_every", "keep", "resume", "force", "change", "data_root", "download"),
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
 }
 
-# Compared by content, not by value: the same folder may be elsewhere now.
-COMPARED_BY_CONTENT = {"data"}
+# Settings of checkpoints that are older than the flag, where they are not its default.
+BEFORE = {"decay_norms": True}
+
+# Compared by content, not by value: the same folder or file may be elsewhere now.
+COMPARED_BY_CONTENT = {"data", "init", "init_allow_missing"}
 
 
-def resume(trainer: Trainer, folder: str) -> list[str] | None:
+def resume(trainer: Trainer, folder: str) -> list[str]:
     """Continue from the checkpoint that `--resume` names, if there is one. A collective.
 
     Args:
@@ -35,7 +38,7 @@ def resume(trainer: Trainer, folder: str) -> list[str] | None:
         folder: the run's folder, for `--resume auto`.
 
     Returns:
-        Remarks for the user; None for a fresh start.
+        Remarks for the user; none for a fresh start.
 
     Raises:
         Unreadable, Damaged, Refused: on rank 0, as `checkpoints.read`; the other ranks raise RankFailed.
@@ -44,11 +47,21 @@ def resume(trainer: Trainer, folder: str) -> list[str] | None:
     config = trainer.config
     path = collectives.decide(lambda: _find(config, folder))
     if path is None:
-        return None
+        trainer.started_from = collectives.decide(lambda: _weights(config))
+        return []
     state = collectives.broadcast(lambda: read_fitting(path, trainer))
     with collectives.together(), checkpoints.malformed(path):
         restore(trainer, state)
+    if trainer.epoch_is_done():  # as older versions saved it
+        trainer.finish_epoch()
     return _remarks(trainer, state, path)
+
+
+def _weights(config: TrainConfig) -> str | None:
+    """Return the digest of the weights that `--init` names."""
+    from train import init_from
+
+    return init_from.digest(config.init) if config.init else None
 
 
 def _find(config: TrainConfig, folder: str) -> str | None:
@@ -70,7 +83,7 @@ def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
 def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     """Raise Damaged if the checkpoint's position is none in this training, or ranks are missing in it."""
     progress, ranks = state["progress"], state["plan"]["world_size"]
-    steps = trainer.plan.steps_of(trainer.place.world_size)
+    steps = trainer.steps_per_epoch
     if min(progress["epoch"], progress["global_step"], progress["samples"]) < 0:
         raise Damaged(path, "its progress is negative")
     if not 0 <= progress["step"] <= steps:  # all of them: saved before the epoch was counted
@@ -78,14 +91,15 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     for part, found in (("rng", state["rng"]), ("progress.sums", progress["sums"])):
         if len(found) != ranks:
             raise Damaged(path, f"{part} is of {len(found)} ranks, and the run had {ranks}")
-    if any(len(sums) != trainer.sums.numel() for sums in progress["sums"]):
+    if any(len(sums) != len(trainer.sums.NAMES) for sums in progress["sums"]):
         raise Damaged(path, "progress.sums has another length than it was saved with")
     saved, own = state["scheduler"], trainer.scheduler.state_dict()
     for name, value in own.items():
         kinds = (int, float) if isinstance(value, float) else type(value)
         if not isinstance(saved.get(name, value), kinds):
             raise Damaged(path, f"scheduler.{name} is a {type(saved[name]).__name__}")
-    if saved["last_epoch"] != progress["global_step"]:
+    skipped = state.get("scaler", {}).get("skipped", 0)
+    if saved["last_epoch"] + skipped != progress["global_step"]:
         raise Damaged(
             path, f"scheduler.last_epoch is {saved['last_epoch']} after {progress['global_step']} steps"
         )
@@ -94,12 +108,20 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
 
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
-    now, then = trainer.config.plain(), {**TrainConfig().plain(), **state["config"]}
-    other = [name for name in now if name not in FREE | COMPARED_BY_CONTENT and now[name] != then.get(name)]
+    now, then = trainer.config.plain(), {**TrainConfig().plain(), **BEFORE, **state["config"]}
+    allowed = changing.fields(trainer.config.change)
+    free = FREE | COMPARED_BY_CONTENT | allowed
+    other = [name for name in now if name not in free and now[name] != then.get(name)]
     if other:
         flags = " ".join(_flag(name, then.get(name)) for name in other)
+        may = " ".join(f"--change {name.replace('_', '-')}" for name in other)
+        instead = may if {*other} <= changing.CHANGEABLE else "start another run"
+        raise UsageFault(f"{path}: belongs to a training with {flags}", hint=f"give the same, or {instead}")
+    changing.require_same_groups(now, then, allowed)
+    if trainer.config.init and _weights(trainer.config) != state["plan"].get("init"):
         raise UsageFault(
-            f"{path}: belongs to a training with {flags}", hint="give the same, or start another run"
+            f"{path}: belongs to a training that did not start from the weights in {trainer.config.init}",
+            hint="leave out --init, or start another run",
         )
     if state["plan"]["data"] != trainer.data.fingerprint:
         raise UsageFault(
@@ -138,6 +160,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     Raises:
         UsageFault: the model has parameters of other names or shapes than the saved one.
     """
+    fresh = [dict(group) for group in trainer.optimizer.param_groups]
     saved, own = state["optimizer"], trainer.optimizer.state_dict()
     if _parameter_names(saved) != _parameter_names(own):
         raise UsageFault(
@@ -148,17 +171,24 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     except RuntimeError as error:
         reason = " ".join(str(error).split())
         raise UsageFault(f"--model {trainer.config.model}: differs from the saved model: {reason}") from error
-    trainer.optimizer.load_state_dict(saved)
+    optimizers.restore(trainer.optimizer, saved)
     trainer.scheduler.load_state_dict(state["scheduler"])
+    changing.apply(trainer, fresh)
+    trainer.started_from = state["plan"].get("init")
+    trainer.precision.load_state_dict(state.get("scaler", {}))
+    if trainer.ema:
+        trainer.ema.load_state_dict(state["ema"])
+    if "log" in state:
+        trainer.log.restore(state["log"], trainer.place.rank, trainer.place.world_size)
     progress = dict(state["progress"])
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)
     if len(states) == trainer.place.world_size:
-        trainer.sums.copy_(torch.tensor(sums[rank], dtype=torch.float64))
+        trainer.sums.restore(sums[rank])
         randomness.put_back(states[rank])
         return
     if rank == 0:  # a different number of ranks: one of them holds the total
-        trainer.sums.copy_(torch.tensor(sums, dtype=torch.float64).sum(dim=0))
+        trainer.sums.restore([sum(column) for column in zip(*sums, strict=True)])
     seed = randomness.seed_from(trainer.config.seed, "rank", rank, progress["global_step"])
     randomness.seed_all(seed)
 
@@ -169,10 +199,13 @@ def _parameter_names(optimizer: dict[str, Any]) -> list[list[str]]:
 
 def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     """What the user should know about this resume: its position, and why bits may differ."""
-    progress, steps = trainer.progress, trainer.plan.steps_of(trainer.place.world_size)
-    if progress.epoch >= trainer.config.epochs:
+    progress, steps, config = trainer.progress, trainer.steps_per_epoch, trainer.config
+    if progress.epoch >= config.epochs:
         done = f"{progress.epoch} epoch{'s' * (progress.epoch != 1)}"
         return [f"{path} already has {done}: nothing to do (--epochs N trains longer)"]
+    if config.max_steps and progress.global_step >= config.max_steps:
+        done = f"{progress.global_step} step{'s' * (progress.global_step != 1)}"
+        return [f"{path} already has {done}: nothing to do (--max-steps N trains longer)"]
     remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
@@ -183,6 +216,14 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     ]
     if changed:
         remarks.append(f"the last bits may differ: {', '.join(changed)}")
-    if state["config"].get("epochs") != trainer.config.epochs and trainer.config.scheduler != "none":
-        remarks.append(f"the learning rate now follows {trainer.config.epochs} epochs")
+    then = {**TrainConfig().plain(), **state["config"]}
+    remarks += [
+        f"{name.replace('_', '-')} {then[name]} -> {now}"
+        for name in sorted(changing.fields(config.change))
+        if then[name] != (now := config.plain()[name])
+    ]
+    before_it = replace(config, epochs=then["epochs"], max_steps=then["max_steps"])
+    if total_steps(before_it, steps) != total_steps(config, steps) and config.scheduler != "none":
+        length = f"{total_steps(config, steps)} steps" if config.max_steps else f"{config.epochs} epochs"
+        remarks.append(f"the learning rate now follows {length}")
     return remarks

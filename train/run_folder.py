@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
-import math
 import os
 import re
 import shutil
@@ -17,11 +15,13 @@ from typing import Any
 
 import torch
 
-from ckpttool.errors import FileError, UsageFault
+from ckpttool.errors import UsageFault
 from ckpttool.files.commit import replacing
 from train.config import TrainConfig
+from train.file_errors import naming
+from train.log_file import LOG
 
-LAST, BEST, LOG = "last.pt", "best.pt", "log.jsonl"
+LAST, BEST = "last.pt", "best.pt"
 LINK = ".link"
 NUMBERED = re.compile(r"step-(\d+)\.pt")
 
@@ -160,74 +160,11 @@ def write(state: dict[str, Any], folder: str, names: list[str]) -> None:
         FileError: the disk is full, or the folder can't be written; an older file of that name is unchanged.
     """
     path = os.path.join(folder, names[0])
-    with _named(path, "written"):
+    with naming(path):
         with replacing(path) as file:
             torch.save(state, file)
         for name in names[1:]:
             _give_name(path, os.path.join(folder, name))
-
-
-def append_to_log(folder: str, entry: dict[str, Any]) -> None:
-    """Add one JSON object to the log, on a line of its own; NaN and infinity become null.
-
-    Raises:
-        FileError: the log can't be written.
-    """
-    path = os.path.join(folder, LOG)
-    known = {key: value if _is_finite(value) else None for key, value in entry.items()}
-    with _named(path, "written"), open(path, "a") as file:
-        file.write(json.dumps(known) + "\n")
-
-
-def _is_finite(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def cut_log(folder: str, epoch: int) -> None:
-    """Remove from the log what comes after an epoch, because it will be trained again.
-
-    Raises:
-        FileError: the log can't be read or written.
-    """
-    path = os.path.join(folder, LOG)
-    if not os.path.exists(path):
-        return
-    with _named(path, "written"):
-        with open(path, "rb") as file:
-            kept = [line for line in file if _epoch_of(line) <= epoch]
-        with replacing(path) as file:
-            file.writelines(kept)
-
-
-def _epoch_of(line: bytes) -> float:
-    """Return the epoch of a log line; infinity for a line cut off by a crash."""
-    try:
-        return float(json.loads(line)["epoch"])
-    except (ValueError, KeyError, TypeError):
-        return math.inf
-
-
-@contextlib.contextmanager
-def _named(path: str, done: str) -> Iterator[None]:
-    """Raise FileError, with the path and what could not be done, for the system's errors in the block."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:  # RuntimeError: torch's zip writer, closing a file cut short
-        behind = _system_error(error)
-        reason = (behind.strerror or "").lower() if behind else str(error).splitlines()[0]
-        no_space = behind is None or behind.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        hint = "is the disk full?" if no_space else None
-        raise FileError(path, f"could not be {done}: {reason}", hint=hint) from error
-
-
-def _system_error(error: BaseException) -> OSError | None:
-    """Return the system's own error, if there is one behind this one."""
-    behind: BaseException | None = error
-    while behind is not None:
-        if isinstance(behind, OSError) and behind.strerror:
-            return behind
-        behind = behind.__context__
-    return None
 
 
 def _give_name(path: str, other: str) -> None:
@@ -257,9 +194,9 @@ def drop_old(folder: str, keep: int) -> None:
     Raises:
         FileError: one can't be removed.
     """
-    with _named(folder, "listed"):
+    with naming(folder, "listed"):
         found = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
         found.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name))
     for entry in found[: max(0, len(found) - keep)]:
-        with _named(entry.path, "removed"):
+        with naming(entry.path, "removed"):
             os.unlink(entry.path)

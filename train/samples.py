@@ -1,23 +1,24 @@
-"""Samples of a data set: their types, how a set is divided, and how images become numbers."""
+"""Samples of a data set: what they may be, how a set is divided, and how images become numbers."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from ckpttool.errors import UsageFault
 from train.config import DataConfig
 
-Samples = Dataset[tuple[torch.Tensor, int]]
-"""A map-style data set of (sample, label)."""
+Samples = Dataset[Any]
+"""A map-style data set. A sample is (tensor, label) for classification, else what default_collate takes."""
 
-NEEDED = "a sample is (tensor, integer): the trainer does classification, with one class per sample"
+NEEDED = "for classification a sample is (tensor, integer); --task names other tasks"
+PARTS = "a sample is made of tensors, numbers, texts, and tuples, lists and dicts of these"
 LABELS = (int, torch.Tensor, numpy.integer, numpy.ndarray)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -26,7 +27,10 @@ HELD_OUT = 5
 
 
 class Parts(NamedTuple):
-    """A data set as loaded: both parts, the names of the classes by label, and what it was made from."""
+    """A data set as loaded: both parts, the names of the classes by label, and what it was made from.
+
+    There are no classes where the task has none.
+    """
 
     train: Samples
     test: Samples
@@ -43,9 +47,17 @@ class Scale:
 
     def apply(self, pictures: torch.Tensor) -> torch.Tensor:
         """Normalise (..., channels, height, width) in float32, as torchvision's Normalize does."""
-        mean = torch.tensor(self.mean, dtype=torch.float32).view(-1, 1, 1)
-        std = torch.tensor(self.std, dtype=torch.float32).view(-1, 1, 1)
+        mean, std = self._tensors()
         return (pictures - mean) / std
+
+    def undo(self, pictures: torch.Tensor) -> torch.Tensor:
+        """Return normalised images to [0, 1], up to rounding."""
+        mean, std = self._tensors()
+        return pictures * std + mean
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        mean, std = (torch.tensor(values, dtype=torch.float32) for values in (self.mean, self.std))
+        return mean.view(-1, 1, 1), std.view(-1, 1, 1)
 
 
 COLOUR = Scale((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -81,6 +93,31 @@ def checked(sample: object, where: str) -> tuple[torch.Tensor, int]:
     if label is None or label.dim() or label.dtype not in INTEGERS:
         raise UsageFault(f"{where} has {_kind(sample[1])} as its label, not a class number", hint=NEEDED)
     return sample[0], int(label)
+
+
+def leaves(sample: object, where: str) -> dict[str, torch.Tensor | str]:
+    """Return the parts of a nested sample, by their place in it: `[0]['mask']`.
+
+    Args:
+        where: which sample it is, for the error.
+
+    Raises:
+        UsageFault: a part is none that `default_collate` puts into a batch.
+    """
+    if isinstance(sample, Mapping):
+        inner: Iterable[tuple[object, object]] = sample.items()
+    elif isinstance(sample, tuple | list):
+        inner = enumerate(sample)
+    elif isinstance(sample, str | bytes):
+        return {"": repr(sample)}
+    else:
+        try:
+            return {"": default_collate([sample])[0]}
+        except (TypeError, RuntimeError, ValueError) as error:
+            raise UsageFault(
+                f"{where} holds {_kind(sample)}, which can't be put into a batch", hint=PARTS
+            ) from error
+    return {f"[{key!r}]{rest}": leaf for key, part in inner for rest, leaf in leaves(part, where).items()}
 
 
 def _kind(value: object) -> str:

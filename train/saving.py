@@ -19,10 +19,12 @@ from torch.nn.modules.batchnorm import _NormBase
 
 import ckpttool
 from ckpttool.distributed import collectives, randomness
+from ckpttool.distributed.collectives import digest_all
 from ckpttool.errors import CheckFailed
 from train import run_folder
 from train.checkpoints import digest_of_run, named_optimizer
 from train.engine import Trainer
+from train.optimizers import consolidated
 
 ON_SOME_RANKS = "look for code that changes weights, buffers or the optimizer on only some ranks"
 
@@ -31,30 +33,46 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     """Return everything that the next step depends on. A collective.
 
     Raises:
-        RanksDiffer: on every rank, if parameters, buffers or optimizer states are not equal on all ranks.
+        RanksDiffer: on every rank, if parameters, buffers, averages or optimizer states are not equal on all
+            ranks.
     """
     with trainer.one_model():
-        model, optimizer = trainer.ddp.state_dict(), trainer.optimizer.state_dict()
-    digests = {
-        "model": collectives.compare(model, "before saving", hint=ON_SOME_RANKS),
-        "optimizer": collectives.compare(named_optimizer(optimizer), "before saving", hint=ON_SOME_RANKS),
-    }
+        model, optimizer = trainer.ddp.state_dict(), consolidated(trainer.optimizer)
     state = {
         "model": model,
         "optimizer": optimizer,
         "scheduler": trainer.scheduler.state_dict(),
+        "scaler": trainer.precision.state_dict(),
         "progress": dataclasses.asdict(trainer.progress)
-        | {"sums": collectives.gather(trainer.sums.tolist())},
+        | {"sums": collectives.gather(trainer.sums.values())},
         "plan": dataclasses.asdict(trainer.plan)
         | {"world_size": collectives.world_size(), "data": trainer.data.fingerprint}
-        | {"contents": trainer.data.contents},
+        | {"contents": trainer.data.contents, "init": trainer.started_from},
         "rng": collectives.gather(randomness.take()),
         "config": trainer.config.plain(),
-        "digests": digests,
         "versions": versions(trainer.place.device),
+        "log": collectives.gather(trainer.log.state()),
     }
-    digests["run"] = digest_of_run(state)
+    if trainer.ema:
+        state["ema"] = trainer.ema.state_dict()
+    state["digests"] = _compared(state, zero=trainer.config.zero)
+    state["digests"]["run"] = digest_of_run(state)
     return state
+
+
+def _compared(state: dict[str, Any], *, zero: bool) -> dict[str, str]:
+    """Return the digests of what must be equal on all ranks. Raises as `capture`."""
+    values = {"model": state["model"]}
+    if not zero:
+        values["optimizer"] = named_optimizer(state["optimizer"])
+    if "ema" in state:
+        values["ema"] = state["ema"]["averages"]
+    digests = {
+        part: collectives.compare(each, "before saving", hint=ON_SOME_RANKS) for part, each in values.items()
+    }
+    if zero:  # each rank has a part of its own, and rank 0 the whole, so there is nothing to compare
+        digests["optimizer"] = collectives.decide(lambda: digest_all(named_optimizer(state["optimizer"])))
+    return digests
 
 
 def versions(device: torch.device) -> dict[str, Any]:
@@ -90,41 +108,35 @@ def save(trainer: Trainer, folder: str, names: list[str], *, keep: int = 0) -> N
 
 
 class Saver:
-    """Decides when to save: every `--save-every`, after the last epoch, and for the best model so far."""
+    """Writes the checkpoints of a run: last.pt, and best.pt for the best model so far."""
 
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder = trainer, folder
 
-    def after_step(self) -> None:
-        """Save if `--save-every` counts steps and this one is due. Raises as `save`, and CheckFailed."""
-        count, unit = self.trainer.config.save_every
-        if unit == "steps" and self.trainer.progress.global_step % count == 0:
-            self._save([run_folder.LAST])
-
-    def after_epoch(self, *, best: bool) -> None:
-        """Save what is due after an epoch.
+    def save(self, *, last: bool, best: bool) -> None:
+        """Write what is asked for, if anything. A collective.
 
         Args:
-            best: whether the model is the best so far.
+            last: write last.pt, and with `--keep` a numbered checkpoint.
+            best: write best.pt.
 
         Raises:
             CheckFailed: on the rank where a parameter or running statistic is NaN or infinite; the others
                 raise RankFailed. Earlier checkpoints stay.
             RanksDiffer, FileError: as `save`.
         """
-        count, unit = self.trainer.config.save_every
-        epoch = self.trainer.progress.epoch
-        due = (unit == "epochs" and epoch % count == 0) or epoch == self.trainer.config.epochs
-        self._save([run_folder.LAST] * due + [run_folder.BEST] * best)
-
-    def _save(self, names: list[str]) -> None:
+        if not last and not best:
+            return
         with collectives.together():  # before ranks are compared, NaN may be on one rank only
             self._check_finite()
         keep = self.trainer.config.keep
-        if run_folder.LAST in names and keep:
-            names = [*names, run_folder.numbered(self.trainer.progress.global_step)]
-        if names:
-            save(self.trainer, self.folder, names, keep=keep)
+        numbered = [run_folder.numbered(self.trainer.progress.global_step)] if last and keep else []
+        save(
+            self.trainer,
+            self.folder,
+            [run_folder.LAST] * last + [run_folder.BEST] * best + numbered,
+            keep=keep,
+        )
 
     def _check_finite(self) -> None:
         """Raise CheckFailed if training has diverged, before an earlier checkpoint is overwritten."""

@@ -10,6 +10,7 @@ from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import UsageFault
 from ckpttool.models import factory
 from train.config import DataConfig
+from train.contents import CLASSIFICATION
 from train.samples import Parts, count
 
 
@@ -21,7 +22,7 @@ def load(config: DataConfig, seed: int) -> Parts:
 
     Raises:
         UsageFault: the function can't be called, does not return two map-style data sets, or the first does
-            not know its classes; or a flag does not fit.
+            not know its classes, which classification needs; or a flag does not fit.
     """
     if config.mean or config.std:
         raise UsageFault(f"--mean, --std: {config.data} makes its own images", hint="leave them out")
@@ -31,19 +32,22 @@ def load(config: DataConfig, seed: int) -> Parts:
     train, test = made
     for samples in made:
         count(samples)
-    return Parts(Keyed(train, seed), Keyed(test, seed), _classes(train, config.data), config.data)
+    return Parts(Keyed(train, seed), Keyed(test, seed), _classes(train, config), config.data)
 
 
-def _classes(samples: Any, name: str) -> tuple[str, ...]:
+def _classes(samples: Any, config: DataConfig) -> tuple[str, ...]:
+    """Return the names of the classes; those of another task than classification only if they are named."""
     known = getattr(samples, "classes", None)
     if known is not None:
         return tuple(str(one) for one in known)
+    if config.task != CLASSIFICATION:
+        return ()
     labels = getattr(samples, "targets", None)
     if labels is None and isinstance(samples, TensorDataset):
         labels = samples.tensors[-1]
     if labels is None:
         raise UsageFault(
-            f"--data {name}: the training data set does not say its classes",
+            f"--data {config.data}: the training data set does not say its classes",
             hint="give it an attribute: classes = ['cat', 'dog']",
         )
     return tuple(str(label) for label in range(int(max(labels)) + 1))

@@ -46,6 +46,10 @@ def work(rank: int, kind: str, steps: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    work_in_group(rank, RANKS, kind, steps)
+
+
+def work_in_group(rank: int, _: int, kind: str, steps: int) -> None:
     torch.manual_seed(rank)
     model, batch = KINDS[kind](resnet20()), torch.randn(SAMPLES, 3, 32, 32)
     for _ in range(0 if kind == "start" else steps):

@@ -20,9 +20,7 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 from ckpttool import metrics
-from ckpttool.distributed.place import Place
-from train.data import Data
-from train.evaluation import Evaluator
+from ckpttool.metrics.evaluating import Evaluator
 from train.models import resnet20
 
 RANKS = 2
@@ -54,13 +52,14 @@ def work(rank: int, kind: str, count: int, repeats: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    work_in_group(rank, RANKS, kind, count, repeats)
+
+
+def work_in_group(rank: int, _: int, kind: str, count: int, repeats: int) -> None:
     rows, model = rows_of(rank, count), resnet20().eval()
     if kind == "epoch":
-        place = Place(rank, RANKS, "gloo", torch.device("cpu"))
         pictures = TensorDataset(torch.randn(count, 3, 32, 32), torch.arange(count) % 10)
-        classes = tuple(map(str, range(10)))
-        data = Data("pictures", pictures, pictures, classes, (3, 32, 32), "pictures")
-        Evaluator(data, place).rows(model)
+        Evaluator(pictures).rows(model)
     elif kind != "start":
         for _ in range(repeats):
             found = joined(kind, rows, count)

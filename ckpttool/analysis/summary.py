@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from operator import attrgetter
 from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint, Remark
-from ..checkpoint.dotted_names import Entry, contents, dotted
+from ..checkpoint.dotted_names import Entry, Path, contents, dotted
 from ..checkpoint.nested_states import is_tensor
 from ..checkpoint.rebuilt_tensors import plain_tensor, tensor_like
 from ..checkpoint.state import State
@@ -74,6 +75,21 @@ class Kinds:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherTensors:
+    """The tensors below one name beside the state and the optimizers.
+
+    Attributes:
+        name: dotted path of the container, or of a tensor that lies in none.
+        tensors: how many.
+        nbytes: their bytes, ties counted once.
+    """
+
+    name: str
+    tensors: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """A file at a glance.
 
@@ -91,6 +107,7 @@ class Summary:
         here, beside: the tensors of the state, and all the others.
         unused: bytes of storages that no tensor uses.
         optimizers, schedulers: those found, in short.
+        other_tensors: the tensors of `beside` that are in no optimizer, by the name they lie below.
         other: everything that is not a tensor.
         unknown: names in the file's pickle that are not understood here, those that could run something
             first; never imported.
@@ -116,6 +133,7 @@ class Summary:
     unused: int
     optimizers: tuple[OptimizerRow, ...]
     schedulers: tuple[SchedulerRow, ...]
+    other_tensors: tuple[OtherTensors, ...]
     other: tuple[OtherRow, ...]
     unknown: tuple[str, ...]
     running: tuple[str, ...]
@@ -138,8 +156,8 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     modules = outline(_in_order(found) if found and likes else tensors)
     here = _Looks([*tensors.values(), *(part for like in likes.values() for part in like.parts.values())])
     outside = list(_outside(checkpoint, found))
-    everything = here.beside(outside) if outside else here
-    mine = set(here.storages) if outside else set()
+    everything = here.beside(tensor for _, tensor in outside) if outside else here
+    others = [(path, tensor) for path, tensor in outside if id(tensor.storage) not in here.storages]
     optimizers, schedulers = _training_rows(checkpoint.tree)
     names = checkpoint.names | names_in(checkpoint.tree)
     return Summary(
@@ -156,10 +174,11 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         modules=modules,
         ties=tuple(_ties(tensors)) if here.shared else (),
         here=_with_likes(tensors, likes, here.kinds()),
-        beside=_Looks(tensor for tensor in outside if id(tensor.storage) not in mine).kinds(),
+        beside=_Looks(tensor for _, tensor in others).kinds(),
         unused=everything.unused(),
         optimizers=optimizers,
         schedulers=schedulers,
+        other_tensors=tuple(_other_tensors(others, found, [row.name for row in optimizers])),
         other=tuple(other_rows(checkpoint, found)),
         unknown=tuple(unknown_names(names)),
         running=tuple(names_that_run(names)),
@@ -206,15 +225,33 @@ def _with_likes(tensors: Mapping[str, TensorRef], likes: Mapping[str, TensorLike
     return replace(parts, dtypes=dict(dtypes.most_common()))
 
 
-def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[TensorRef]:
-    """Yield the tensors that are not directly in the state."""
+def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[tuple[Path, TensorRef]]:
+    """Yield the tensors that are not directly in the state, with their paths."""
 
     def inside(value: object) -> Iterable[Entry] | None:
         if state is None or state.module is not None or value is not state.anchor:
             return contents(value)
         return [(name, item) for name, item in state.others.items() if name not in state.likes]
 
-    return (tensor for _, value in checkpoint.named(inside) if (tensor := tensor_of(value)) is not None)
+    return (
+        (path, found) for path, value in checkpoint.named(inside) if (found := tensor_of(value)) is not None
+    )
+
+
+def _other_tensors(
+    tensors: Iterable[tuple[Path, TensorRef]], state: State | None, optimizers: list[str]
+) -> Iterator[OtherTensors]:
+    """Yield the tensors beside the state, together for each path that leaves the state's."""
+    way = state.path if state else ()
+    inside = tuple(f"{name}." for name in optimizers if name)
+    groups: dict[str, list[TensorRef]] = {}
+    for path, tensor in tensors:
+        if "" not in optimizers and not dotted(path).startswith(inside):
+            shared = takewhile(lambda steps: steps[0] == steps[1], zip(path, way, strict=False))
+            levels = len([*shared])
+            groups.setdefault(dotted(path[: levels + 1]), []).append(tensor)
+    for name, group in groups.items():
+        yield OtherTensors(name, len(group), _Looks(group).kinds().nbytes)
 
 
 class _Looks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums, checksum
 from ..checkpoint.state import State
-from ..errors import Collision
 from ..files.copying import BUFFER, Progress
 from ..formats.folders.sharding import TORCH
 from ..formats.pytorch import torchscript
@@ -22,8 +20,7 @@ from ..tensors.cast import FLOATS, count_non_finite
 from ..tensors.dtypes import real_dtype
 from ..tensors.ref import ByteRange, Computed, Source
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
-from ..transforms.renaming import strip_names
-from ..transforms.wrappers import found_prefixes
+from ..transforms.keys import stripping
 from .compare import Change, both_states, compare
 from .zip_frame import zip_frame
 
@@ -200,7 +197,9 @@ def _compare(
         *(Problem("only-there", name, "is only in the other file") for name in found.only_b),
         *map(_problem, found.changed),
     ]
-    hint = (_hint(a, *states) or _hint(b, *reversed(states))) if problems and states else None
+    hint = None
+    if problems and states:
+        hint = stripping(a.path, *states) or stripping(b.path, *reversed(states))
     return "everything" if whole else "state", problems, hint
 
 
@@ -213,22 +212,6 @@ def _problem(change: Change) -> Problem:
 
 def _holds_more(checkpoint: Checkpoint, state: State) -> bool:
     return len(state.others) > len(state.likes) or bool(checkpoint.outside(state))
-
-
-def _hint(checkpoint: Checkpoint, state: State, other: State) -> str | None:
-    """Return the command that gives one state the names of the other, when a wrapper's prefix will do."""
-    for found in found_prefixes(state.tensors):
-        try:
-            plain = strip_names(state.tensors, found.prefix).names.values()
-        except Collision:
-            continue
-        if set(plain) == set(other.tensors):
-            path = shlex.quote(checkpoint.path)
-            return (
-                f"the names differ only in '{found.prefix}'; remove it, and compare again: "
-                f"ckpttool strip-prefix {path} plain.safetensors --prefix {found.prefix}"
-            )
-    return None
 
 
 def _non_finite(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[tuple[str, int]]:

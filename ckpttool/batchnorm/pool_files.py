@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,10 @@ from .pooling import Counts, pool
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+MAX_NAMED = 8
+"""The most keys that a hint lists, each with its flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +165,18 @@ def _check_alike(
         raise Refused(
             differing[wrong[0]],
             f"'{wrong[0]}' is not as in {first}{more}: ranks of a run differ only in BatchNorm's statistics",
-            hint=f"are they of one step? to take the first file's: --keep-first {shlex.quote(wrong[0])}",
+            hint=f"are they of one step? to take the first file's: {_keeping(wrong)}",
         )
     return tuple(differing)
+
+
+def _keeping(names: Sequence[str]) -> str:
+    """Return the flags that take keys from the first file; of many keys, by their first modules."""
+    patterns = dict.fromkeys(map(glob.escape, names))
+    if len(patterns) > MAX_NAMED:
+        patterns = dict.fromkeys(f"{glob.escape(name.partition('.')[0])}*" for name in names)
+    shown = patterns if len(patterns) <= MAX_NAMED else ("*",)
+    return " ".join(f"--keep-first {shlex.quote(each)}" for each in shown)
 
 
 def _described(state: State, own: set[str]) -> dict[str, tuple[object, ...]]:

@@ -90,6 +90,8 @@ class RunningStatistics:
         """Record the moments of a training input, and what the layer is about to change."""
         if not layer.training or collectives.world_size() == 1:
             return
+        if torch._C._current_graph_task_id() != -1:
+            return  # in a backward pass: a gradient checkpoint computes again what has been recorded
         input = next(iter((*given, *named.values())))
         if input.dim() < 2 or input.shape[1] != layer.num_features:
             return  # the layer will refuse it

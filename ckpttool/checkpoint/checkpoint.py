@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from types import TracebackType
 from typing import NamedTuple
 
@@ -287,13 +288,21 @@ class Checkpoint:
         if isinstance(value, Record):
             return self._of_module(value)
         assert isinstance(value, dict)
-        return dict(values_at(value, self._places(value))) if is_nested(path, value) else value
+        try:
+            return dict(values_at(value, self._places(value))) if is_nested(path, value) else value
+        except Refused:  # as soon as this state is taken; another one may be named
+            return value
 
     def _only(self) -> Path:
         """Return the path of the one state that is likelier than all others."""
         ranked = self._ranked()
         if not ranked:
-            reason = "holds no dict of tensors, so no model's state"
+            reason = "holds no dict of tensors by name, so no model's state"
+            for path, value in self.named(contents):
+                if (key := _key_that_is_no_name(value)) is not None:
+                    where = f"'{dotted(path)[:80]}'" if path else "the dict at the top"
+                    reason += f": {where} has tensors, but its key {key} is no text"
+                    break
             raise NoState(self.path, reason, hint=self._where_to_look())
         first, *rivals = equally_likely(self.tree, ranked)
         if rivals:
@@ -320,7 +329,11 @@ class Checkpoint:
             raise Unsupported(self.path, "its dotted names need too much memory") from None
         except TwiceNamed as fault:
             reason = f"two entries of its nested dicts are named '{str(fault)[:80]}'"
-            raise Refused(self.path, reason, hint="take one of the dicts: --state PREFIX") from None
+            named = self.named(contents)
+            dicts = (path for path, each in named if path and isinstance(each, dict) and is_state(each))
+            choices = " or ".join(f"--state {shlex.quote(dotted(path))}" for path in islice(dicts, 4))
+            hint = f"take one of the dicts: {choices}" if choices else None
+            raise Refused(self.path, reason, hint=hint) from None
 
     def _of_module(self, value: Record) -> dict[object, object]:
         try:
@@ -330,6 +343,8 @@ class Checkpoint:
 
     def _no_dict(self, path: Path) -> NoState:
         reason = f"'{dotted(path)[:80]}' is not a dict of tensors by name"
+        if (key := _key_that_is_no_name(follow(self.tree, path))) is not None:
+            reason += f": it has the key {key}, which is no text"
         return NoState(self.path, reason, hint=self._where_to_look())
 
     def _where_to_look(self) -> str:
@@ -339,3 +354,10 @@ class Checkpoint:
         if names == ["''"]:
             return "the file itself is the state: leave out --state"
         return f"there are: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
+
+
+def _key_that_is_no_name(value: object) -> str | None:
+    """Return a key of a dict of tensors that is no text, as a number; None if all keys are text."""
+    if not isinstance(value, dict) or not any(map(is_tensor, value.values())):
+        return None
+    return next((in_brief(key) for key in value if not isinstance(key, str)), None)

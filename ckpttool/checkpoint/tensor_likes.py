@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..errors import Refused
@@ -15,6 +16,9 @@ Shape = tuple[int, ...]
 
 SHARDED = ("DTensor", "ShardedTensor")
 """Kinds of which a file usually holds one rank's piece."""
+
+MAX_NAMED = 8
+"""The most names that a hint lists, each with its flag."""
 
 PLACEHOLDER = "ZeRO-3 placeholder"
 
@@ -112,27 +116,33 @@ def _in_words(likes: Mapping[str, TensorLike], most: int = 3) -> str:
     return ", ".join(named) + (f" and {len(likes) - most} more" if len(likes) > most else "")
 
 
-def _ways_out(path: str, likes: Iterable[TensorLike]) -> str:
-    """Return the next command for tensors that a format can't hold; the path is quoted for a shell."""
-    kinds = {like.kind for like in likes if like.is_piece}
+def _ways_out(path: str, likes: Mapping[str, TensorLike], holds: bool) -> str:
+    """Return the next command for tensors that are no plain ones; the path is quoted for a shell."""
+    kinds = {like.kind for like in likes.values() if like.is_piece}
     if PLACEHOLDER in kinds:
         return "the values are in the ranks' *_optim_states.pt; join them: python zero_to_fp32.py FOLDER OUT"
     if kinds:
         whole = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
         return f"save the whole with {whole}, or keep this rank's piece: ckpttool convert {path} out.pt"
-    return f"keep them: ckpttool convert {path} out.pt; or leave them out: --exclude NAME"
+    few = len(likes) <= MAX_NAMED
+    names = (
+        " ".join(f"--exclude {shlex.quote(glob.escape(name))}" for name in likes) if few else "--exclude GLOB"
+    )
+    keep = "" if holds else f"keep them: ckpttool convert {path} out.pt; or "
+    return f"{keep}leave them out: ckpttool convert {path} plain.pt {names}"
 
 
-def require_plain(path: str, likes: Mapping[str, TensorLike], why: str) -> None:
+def require_plain(path: str, likes: Mapping[str, TensorLike], why: str, *, holds: bool = True) -> None:
     """Refuse tensors that are not plain ones, if there are any.
 
     Args:
         path: the file, for the message.
         likes: the tensors by name.
         why: what can't be done with them, to follow their names.
+        holds: whether the output's format could hold them, so that another format is no way out.
 
     Raises:
         Refused: there are such tensors; the message names the first of them.
     """
     if likes:
-        raise Refused(path, f"{_in_words(likes)} {why}", hint=_ways_out(shlex.quote(path), likes.values()))
+        raise Refused(path, f"{_in_words(likes)} {why}", hint=_ways_out(shlex.quote(path), likes, holds))

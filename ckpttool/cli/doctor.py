@@ -31,7 +31,8 @@ def command(file: str, model: str, state: str | None, **given: Any) -> None:
 
     The output is a script: the commands are ready to paste, or to pipe into sh, and what follows # is for
     reading. Each command was tried, in memory, on the names and shapes of FILE; the last one loads the result
-    strictly. Exit 0 if FILE loads as it is, 1 if it does not.
+    strictly. Exit 0 if torch's load_state_dict takes FILE as it is, 1 if it does not. A wrapper's prefix is
+    a problem for torch alone: reload strips it by itself, and a remark says so.
 
     \b
     Example:

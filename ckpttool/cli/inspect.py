@@ -114,6 +114,7 @@ def _fields(
         "optimizers": [asdict(row) for row in summary.optimizers],
         "schedulers": [asdict(row) for row in summary.schedulers],
         "tensors": [_tensor_fields(row, stats) for row in rows],
+        "other_tensors": [asdict(row) for row in summary.other_tensors],
         "other": [_other_fields(row) for row in summary.other],
         "unknown": summary.unknown,
         "could_run": summary.running,

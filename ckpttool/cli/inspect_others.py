@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ..transforms.wrappers import LIGHTNING
-from .console import counted, printable
+from .console import counted, printable, show_bytes
 
 if TYPE_CHECKING:
     from ..analysis.other_values import OtherRow
@@ -27,7 +27,8 @@ FOLDED = ("loops", "callbacks")
 def others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
     """Yield name and value of everything that no other part of the page shows.
 
-    Of a Lightning file the hyper-parameters come first, and loops and callbacks are a line each.
+    Tensors beside the state are counted last, in a line for each container. Of a Lightning file the
+    hyper-parameters come first, and loops and callbacks are a line each.
 
     Args:
         summary: what is in the file.
@@ -52,6 +53,11 @@ def others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
         yield from ((printable(row.name), _value(row)) for row in rows[:most])
         if len(rows) > most:
             yield f"{printable(name)}.…", f"{len(rows) - most:,} more: -v shows them all"
+    most = len(summary.other_tensors) if everything else MAX_OTHERS
+    for held in summary.other_tensors[:most]:
+        yield printable(held.name), f"{counted(held.tensors, 'tensor', 'tensors')}, {show_bytes(held.nbytes)}"
+    if len(summary.other_tensors) > most:
+        yield "…", f"{len(summary.other_tensors) - most:,} more with tensors: -v shows them all"
 
 
 def _group(row: OtherRow) -> str:

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from .sampler import ExactBatchSampler as ExactBatchSampler
     from .sampler import distribute as distribute
     from .stand_in import pass_standing_in as pass_standing_in
+    from .stand_in import standing_in as standing_in
+    from .uneven import Uneven as Uneven
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
@@ -74,6 +76,7 @@ else:
             "plan": ("Plan",),
             "randomness": ("Keyed",),
             "sampler": ("ExactBatchSampler", "distribute"),
-            "stand_in": ("pass_standing_in",),
+            "stand_in": ("pass_standing_in", "standing_in"),
+            "uneven": ("Uneven",),
         },
     )

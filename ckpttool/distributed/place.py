@@ -64,8 +64,8 @@ def find_place(backend: str = "auto") -> Place:
         return Place(given_rank(), given_world_size(), "gloo", torch.device("cpu"))
     if gpus < wanted:
         raise UsageFault(
-            f"backend {backend}: {wanted} rank{'s' * (wanted != 1)} on this machine, which has {gpus} usable "
+            f"{backend}: {wanted} rank{'s' * (wanted != 1)} on this machine, which has {gpus} usable "
             f"GPU{'s' * (gpus != 1)}",
-            hint="start fewer ranks, or use the backend gloo",
+            hint="start fewer ranks, or use gloo (--backend gloo)",
         )
     return Place(given_rank(), given_world_size(), backend, torch.device("cuda", local_rank))

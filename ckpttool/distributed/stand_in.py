@@ -40,16 +40,35 @@ def pass_standing_in(
     Raises:
         UsageFault: the model has torch's own SyncBatchNorm, which can't take part without samples.
     """
+    with standing_in(model, together=together):
+        outputs = [one for one in _tensors((forward or model)(batch)) if one.requires_grad]
+        torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module, *, together: bool = True) -> Iterator[None]:
+    """Let what the block passes through a model leave no trace in it, as `pass_standing_in` does.
+
+    Args:
+        model: in training mode.
+        together: whether other ranks train meanwhile, so that synchronised layers have to take part.
+
+    Raises:
+        UsageFault: the model has torch's own SyncBatchNorm, which can't take part without samples.
+    """
     layers = [one for one in model.modules() if isinstance(one, _NormBase) and one.training]
     taking_part = [one for one in layers if together and hasattr(one, "absent")]
     if together:
         require_no_torch_sync(model)
-    with _frozen([one for one in layers if one not in taking_part]), _absent(taking_part):
-        kept = {id(buffer) for layer in taking_part for buffer in layer.buffers()}
-        with _buffers_restored(model, kept), _random_state_restored():
-            outputs = [one for one in _tensors((forward or model)(batch)) if one.requires_grad]
-            # Zeros from the start: a loss of infinity times 0 would be NaN.
-            torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
+    # A frozen layer changes nothing itself; DDP gives it rank 0's statistics, as it does on every rank.
+    kept = {id(buffer) for layer in layers for buffer in layer.buffers()}
+    with (
+        _set(taking_part, "absent", True),
+        _set([one for one in layers if one not in taking_part], "training", False),
+        _buffers_restored(model, kept),
+        _random_state_restored(),
+    ):
+        yield
 
 
 def require_no_torch_sync(model: nn.Module) -> None:
@@ -79,25 +98,15 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _frozen(layers: list[_NormBase]) -> Iterator[None]:
+def _set(layers: list[_NormBase], name: str, value: bool) -> Iterator[None]:
+    """Set an attribute that has the other value, and set it back after the block."""
     for layer in layers:
-        layer.training = False
+        setattr(layer, name, value)
     try:
         yield
     finally:
         for layer in layers:
-            layer.training = True
-
-
-@contextlib.contextmanager
-def _absent(layers: list[Any]) -> Iterator[None]:
-    for layer in layers:
-        layer.absent = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.absent = False
+            setattr(layer, name, not value)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import OutputExists, UsageFault
@@ -51,7 +52,8 @@ def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
         return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
     raise UsageFault(
         f"{path}: its ending does not say which format",
-        hint=f"end it in {', '.join(ENDINGS)}, or in / for a folder of shards",
+        hint=f"end it in {', '.join(ENDINGS)}, or in / for a folder of shards; "
+        f"for a DCP folder: ckpttool convert IN {shlex.quote(path)} --to dcp",
     )
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from .classification import Count as Count
     from .classification import PerClass as PerClass
     from .classification import TopK as TopK
+    from .evaluating import evaluate as evaluate
+    from .evaluating import evaluate_classes as evaluate_classes
     from .reducing import gather as gather
     from .reducing import reduce as reduce
     from .regression import R2 as R2
@@ -41,6 +43,7 @@ else:
         {
             "base": ("Metric",),
             "classification": ("Accuracy", "ClassScore", "ConfusionMatrix", "Count", "PerClass", "TopK"),
+            "evaluating": ("evaluate", "evaluate_classes"),
             "reducing": ("gather", "reduce"),
             "regression": ("MeanAbsoluteError", "MeanSquaredError", "R2"),
             "scores": ("AUROC", "CalibrationError", "Loss", "MeanVariance", "Moments", "Perplexity"),

@@ -6,8 +6,8 @@ An evaluation, and whoever checks its prediction files later, compute the same c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from itertools import count, islice
 from typing import Any
 
@@ -72,17 +72,76 @@ class Certificate:
 
     def statement(self) -> dict[str, Any]:
         """Return the whole certificate as JSON values, as in eval.json."""
-        of = self.evaluation
+        return {**self.score(), **_basis(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class LossCertificate:
+    """The result of an evaluation with any loss and metrics, in which every sample appears exactly once.
+
+    Attributes:
+        evaluation: what was evaluated, and on what.
+        samples: the number of samples.
+        count: the number of what the loss is a mean over: samples, tokens, pixels.
+        loss: the mean loss, rounded once from the exact sum of the batches' sums.
+        metrics: what each metric's `compute` returned, over all ranks.
+        rank_samples: the number of samples that each rank scored.
+        index_digest: SHA-256 of the set of samples.
+    """
+
+    evaluation: Evaluation
+    samples: int
+    count: int
+    loss: float
+    metrics: Mapping[str, Any]
+    rank_samples: tuple[int, ...]
+    index_digest: str
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rank_samples)
+
+    def score(self) -> dict[str, Any]:
+        """Return the results as JSON values, NaN and inf as None. Only `ranks` depends on their number."""
         return {
-            **self.score(),
-            "rank_samples": list(self.rank_samples),
-            "every_sample_once": True,
-            "index_digest": self.index_digest,
-            "digest": of.checkpoint,
-            "data": of.data,
-            "device": of.device,
-            "threads": of.threads,
+            "loss": _or_null(self.loss),
+            "samples": self.samples,
+            "count": self.count,
+            "metrics": {name: as_json(value) for name, value in self.metrics.items()},
+            "ranks": self.ranks,
         }
+
+    def statement(self) -> dict[str, Any]:
+        """Return the whole certificate as JSON values, as in eval.json."""
+        return {**self.score(), **_basis(self)}
+
+
+def as_json(value: Any) -> Any:
+    """Return what a metric's `compute` returned as JSON values: arrays as lists, NaN and inf as None."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "tolist"):
+        return as_json(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(key): as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in value]
+    return _or_null(value) if isinstance(value, float) else value
+
+
+def _basis(of: Certificate | LossCertificate) -> dict[str, Any]:
+    """Return what a certificate rests on, as JSON values."""
+    evaluation = of.evaluation
+    return {
+        "rank_samples": list(of.rank_samples),
+        "every_sample_once": True,
+        "index_digest": of.index_digest,
+        "digest": evaluation.checkpoint,
+        "data": evaluation.data,
+        "device": evaluation.device,
+        "threads": evaluation.threads,
+        "batch_size": evaluation.batch_size,
+    }
 
 
 def certify(joined: Predictions, evaluation: Evaluation, rank_samples: Sequence[int]) -> Certificate:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .. import formats
-from ..errors import Damaged, OutputExists, Unsupported
+from ..errors import Damaged, OutputExists, Unreadable, Unsupported
 from ..files.commit import replacing
 from ..files.copying import Output
 from ..files.digest import digest
@@ -68,6 +69,7 @@ class Evaluation:
         data: the name of the data set.
         classes: the names of the classes, by label.
         device, threads: the device type and the number of CPU threads, which changes the last bits.
+        batch_size: the number of samples in a forward pass, which changes them too.
     """
 
     world_size: int | None = None
@@ -77,6 +79,7 @@ class Evaluation:
     classes: tuple[str, ...] | None = None
     device: str | None = None
     threads: int | None = None
+    batch_size: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,10 @@ def read(path: str | os.PathLike[str]) -> RankFile:
         Damaged: the file breaks its format's rules, or its rows do not have the digest in its metadata.
         Unsupported: a column is missing or of another dtype or shape, or the metadata has another type.
     """
+    if os.path.isdir(path):
+        inside = shlex.quote(os.path.join(path, "")) + "*.safetensors"
+        hint = f"name the files of all ranks: ckpttool gather-metrics {inside}"
+        raise Unreadable(path, "is a folder, not one rank's prediction file", hint=hint)
     with formats.open(path) as checkpoint:
         tensors = dict(checkpoint.tensors())
         columns = {name: _column(checkpoint.path, tensors, name) for name in COLUMNS}
@@ -176,7 +183,10 @@ def _as_metadata(evaluation: Evaluation, rank: int) -> dict[str, str]:
 
 def _of_metadata(path: str, metadata: Mapping[str, str]) -> tuple[int | None, Evaluation]:
     found: dict[str, Any] = {}
-    kinds = {"rank": int, "world_size": int, "samples": int, "threads": int, "classes": list}
+    kinds = {
+        **dict.fromkeys(("rank", "world_size", "samples", "threads", "batch_size"), int),
+        "classes": list,
+    }
     for name in ("rank", *(field.name for field in dataclasses.fields(Evaluation))):
         if name not in metadata:
             continue

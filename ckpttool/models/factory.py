@@ -50,7 +50,7 @@ def build(spec: str, **defaults: object) -> Any:
             return factory(**{**accepted, **arguments})
         except (Exception, SystemExit) as error:
             hint = _missing_arguments(factory, spec) or _missing_file(error)
-            raise UsageFault(f"{spec}: {_in_words(error)}{_place(error)}", hint=hint) from error
+            raise UsageFault(f"{spec}: {described(error)}", hint=hint) from error
 
 
 def parse(spec: str) -> tuple[str, str, dict[str, object]]:
@@ -135,7 +135,7 @@ def _find(spec: str, where: str, name: str) -> Callable[..., Any]:
         raise
     except (Exception, SystemExit) as error:
         hint = f"forms: {FORMS}" if isinstance(error, ModuleNotFoundError) else None
-        raise UsageFault(f"{spec}: {_in_words(error)}{_place(error)}", hint=hint) from error
+        raise UsageFault(f"{spec}: {described(error)}", hint=hint) from error
     found = getattr(module, name, None)
     if not callable(found):
         raise UsageFault(f"{spec}: '{where}' has no factory '{name}'", hint=_similar(module, name))
@@ -193,6 +193,11 @@ def _similar(module: ModuleType, name: str) -> str | None:
     names = [n for n in dir(module) if not n.startswith("_") and callable(getattr(module, n, None))]
     close = difflib.get_close_matches(name, names, n=3) or names[:5]
     return f"it has: {', '.join(close)}" if close else None
+
+
+def described(error: BaseException) -> str:
+    """Return an error of the user's code in one line, with its place in that code if it has one there."""
+    return f"{_in_words(error)}{_place(error)}"
 
 
 def _in_words(error: BaseException) -> str:

@@ -6,25 +6,24 @@ not fit is reported by name and shape before any parameter changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.state import State
-from ..errors import Mismatch, Refused, UsageFault
+from ..errors import Mismatch, NothingToDo, Refused, UsageFault
 from ..formats.opened import File, opened
 from ..inert_pickle.values import is_plain
 from ..tensors.ref import TensorRef
 from ..tensors.to_torch import live_tensors
 from .diagnosis import Diagnosis
 from .diagnosis.case import Case
-from .diagnosis.fit import Blueprint, Fit, compare
-from .diagnosis.name_remedies import wrappers
+from .diagnosis.fit import Blueprint, compare
 from .diagnosis.resize import resized
 from .diagnosis.shell import command_line
-from .diagnosis.treatment import treat
-from .diagnosis.value_remedies import ties
+from .diagnosis.treatment import as_reloaded
 from .doctor import doctor
 from .loading_rules import accepts, with_versions
 
@@ -47,6 +46,7 @@ class Reloaded:
         loaded: names of the model that got values.
         added: BatchNorm's counters that the file lacks; they keep the model's values.
         without_values: parameters and buffers that are on the meta device afterwards, as no file holds them.
+        kept: names of `allow_missing` that keep the model's values, as the file lacks them or has others.
     """
 
     path: str
@@ -56,6 +56,7 @@ class Reloaded:
     loaded: tuple[str, ...]
     added: tuple[str, ...]
     without_values: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 def reload(
@@ -65,6 +66,7 @@ def reload(
     state: str | None = None,
     assign: bool = False,
     spec: str | None = None,
+    allow_missing: Iterable[str] = (),
 ) -> Reloaded:
     """Load a checkpoint's state into a model, as strictly as `load_state_dict(strict=True)`.
 
@@ -79,6 +81,8 @@ def reload(
             parameters that the model no longer has.
         spec: the SPEC that built the model, if one did: hints name it, and its factory may be run again to
             find the sizes in which the model fits.
+        allow_missing: shell patterns (`fc.*`) of names of the model that keep its values if the file lacks
+            them or has them in another shape, as for a new head.
 
     Returns:
         What was loaded: names, the state's place in the file, the prefix that was removed.
@@ -86,6 +90,7 @@ def reload(
     Raises:
         Mismatch: names or shapes differ, or a module refuses the state; with differing names and shapes the
             model is unchanged. The hint is the next command.
+        NothingToDo: a pattern of `allow_missing` matches no name of the model.
         NoState: the file has no model state, or none at `state`.
         UsageFault: a parameter or buffer to be loaded is on the meta device, and `assign` is False.
         Refused: the model asks for an object that only code could create.
@@ -96,11 +101,16 @@ def reload(
     with opened(file) as checkpoint:
         found = checkpoint.state(state)
         blueprint = Blueprint.of(model)
-        prefix, case = _fitting(checkpoint, found, blueprint)
+        patterns = tuple(allow_missing)
+        _require_matches(patterns, blueprint)
+        prefix, case = as_reloaded(checkpoint, found, blueprint)
+        case, kept = _without_kept(case, patterns)
         values = _values(checkpoint.path, case.state)
         if case.fit.distance and not accepts(model, case.state):
             advice = doctor(checkpoint, model, state=state, spec=spec)
             raise _mismatch(checkpoint, case.fit, _hint(case, advice, state, spec))
+        loaded = tuple(values)
+        values.update((name, value) for name, value in model.state_dict().items() if name in kept)
         try:
             if assign:
                 _assign(model, values)
@@ -114,24 +124,39 @@ def reload(
         checkpoint.format,
         found.where,
         prefix,
-        tuple(values),
+        loaded,
         case.fit.added,
         _on_meta(model),
+        kept,
     )
 
 
-def _fitting(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tuple[str, Case]:
-    """Return the removed prefix, `""` for none, and the state without wrappers' prefixes and with its ties.
+def _require_matches(patterns: tuple[str, ...], blueprint: Blueprint) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in blueprint.places):
+            last = "".join([*blueprint.places][-1:])
+            raise NothingToDo(f"no name of the model matches '{pattern}'", hint=f"its last name is '{last}'")
 
-    Leave out entries that are not tensors and that the model does not ask for (an epoch beside the weights).
-    """
-    alone = replace(checkpoint, tree=state.container)
-    treated = treat(Case(alone, state, blueprint, compare(state, blueprint), None, state), (wrappers, ties))
-    prefix = "".join(remedy.command[2] for remedy in treated.remedies if remedy.kind == "prefix")
-    fitted = treated.case.state
-    asked = {name: value for name, value in fitted.others.items() if name in blueprint.places}
-    fitted = replace(fitted, others=asked)
-    return prefix, replace(treated.case, state=fitted, fit=compare(fitted, blueprint))
+
+def _without_kept(case: Case, patterns: tuple[str, ...]) -> tuple[Case, tuple[str, ...]]:
+    """Return the case without what may differ, and the names of the model that keep its values."""
+    fit = case.fit
+    differ = {*fit.missing, *(name for name, *_ in fit.mismatched)}
+    kept = tuple(
+        name
+        for name in case.blueprint.places
+        if name in differ and any(fnmatchcase(name, p) for p in patterns)
+    )
+    if not kept:
+        return case, ()
+    state = replace(
+        case.state,
+        tensors={name: tensor for name, tensor in case.state.tensors.items() if name not in kept},
+        others={name: value for name, value in case.state.others.items() if name not in kept},
+    )
+    places = {name: place for name, place in case.blueprint.places.items() if name not in kept}
+    blueprint = replace(case.blueprint, places=places)
+    return replace(case, state=state, blueprint=blueprint, fit=compare(state, blueprint)), kept
 
 
 def _values(path: str, state: State) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ..inert_pickle.values import remade
 from ..tensors.dtypes import DType, real_dtype
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
+from .keys import stripping
 from .mean import mean
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -117,6 +118,8 @@ def _checked(weights: Sequence[float] | None, count: int) -> list[float]:
 
 def _require_same(one: Checkpoint, a: State, other: Checkpoint, b: State) -> None:
     hint = f"ckpttool diff --model-only {shlex.quote(one.path)} {shlex.quote(other.path)}"
+    if a.tensors.keys() != b.tensors.keys():
+        hint = stripping(one.path, a, b) or stripping(other.path, b, a) or hint
     for mine, theirs, has, lacks in ((a, b, one, other), (b, a, other, one)):
         for name in mine.tensors:
             if name not in theirs.tensors:
@@ -156,9 +159,9 @@ class _Averaging:
             return last
         if part.name not in FLOATS:
             raise Refused(
-                last.storage.data.path,
+                path := last.storage.data.path,
                 f"'{name}' is {last.dtype.name}, which can't be averaged",
-                hint="convert the files first: ckpttool convert --dtype bf16",
+                hint=f"convert each file first: ckpttool convert {shlex.quote(path)} bf16.pt --dtype bf16",
             )
         for each in inputs:
             require_bounded(name, each)

@@ -14,7 +14,7 @@ from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.state import State
 from ..checkpoint.states import follow, is_optimizer
-from ..errors import NothingToDo
+from ..errors import CkptToolError, NothingToDo
 from ..inert_pickle.values import OrderedDict_, remade
 from .optimizer_renaming import rename_parameters
 from .renaming import MAX_LEVELS, Renaming, add_names, parent, rename_names, strip_names
@@ -38,7 +38,7 @@ def rename_keys(
 
     Raises:
         NothingToDo: no key changes.
-        UsageFault: an expression or replacement is malformed.
+        UsageFault: an expression or replacement is malformed, or leaves a dot too many in a key.
         Collision: two keys, or two parameters of an optimizer, would get the same name, or a key none.
         NoState: the file holds no state, or none at `state`.
     """
@@ -125,6 +125,27 @@ def add_prefix(
     parts = prefix.removesuffix(".").split(".")
     wrappers = {".".join(parts[:count]): {"version": 1} for count in range(len(parts))}
     return _apply(checkpoint, found, add_names(_keys(found), prefix), others, wrappers)
+
+
+def stripping(path: str, state: State, other: State) -> str | None:
+    """Return the command that gives one state the names of another; None where a wrapper's prefix won't do.
+
+    Args:
+        path: the file of the first state.
+        state: the state whose names may have a prefix.
+        other: the state with the names to get.
+    """
+    for found in found_prefixes(state.tensors):
+        try:
+            plain = strip_names(state.tensors, found.prefix).names.values()
+        except CkptToolError:
+            continue
+        if set(plain) == set(other.tensors):
+            return (
+                f"the names differ only in '{found.prefix}'; strip it first: ckpttool strip-prefix "
+                f"{shlex.quote(path)} plain.safetensors --prefix {found.prefix}"
+            )
+    return None
 
 
 def _keys(state: State) -> list[str]:

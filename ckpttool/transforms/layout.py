@@ -152,7 +152,7 @@ def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str 
         state: dotted path of the model's state; found when None.
 
     Raises:
-        NothingToDo: there is no tensor of the existing name.
+        NothingToDo: there is no tensor of the existing name, or both names are one tensor already.
         Collision: the new name is taken.
         NoState: the file holds no state, or none at `state`.
     """
@@ -164,6 +164,9 @@ def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str 
                 f"{checkpoint.path}: no tensor is named '{old}'",
                 hint=f"the first key is '{next(iter(found.tensors), '')}'",
             )
+        known = found.tensors.get(new)
+        if known is not None and known.view == found.tensors[old].view:
+            raise NothingToDo(f"{checkpoint.path}: '{new}' and '{old}' are one tensor already")
         if new in found.container or new in more:
             raise Collision(f"'{new}' would be another name of '{old}', but already exists")
         more[new] = found.container[old]

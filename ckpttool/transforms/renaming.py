@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ..errors import Collision, UsageFault
@@ -83,11 +84,12 @@ def strip_names(
         UsageFault: the prefix is empty, or lacks its dot.
     """
     _require(prefix)
+    hints = replace(PREFIXES, dots=lambda old, new: f"with its dot: --prefix {prefix}.")
     if repeat and anywhere and prefix.endswith("."):
-        return checked(names, partial(_without, prefix.split(".")[:-1]), PREFIXES, prefix)
+        return checked(names, partial(_without, prefix.split(".")[:-1]), hints)
     # Match only where a part begins, so that `submodule.` is never taken for `module.`.
     found = re.compile(rf"(^{'|[.]' if anywhere else ''})({re.escape(prefix)}){'+' if repeat else ''}")
-    return checked(names, partial(found.sub, r"\1"), PREFIXES, prefix)
+    return checked(names, partial(found.sub, r"\1"), hints)
 
 
 def _without(parts: list[str], name: str) -> str:
@@ -108,7 +110,7 @@ def add_names(names: Iterable[str], prefix: str = "module.") -> Renaming:
         UsageFault: the prefix is empty.
     """
     _require(prefix)
-    return checked(names, lambda name: prefix + name, PREFIXES, prefix)
+    return checked(names, lambda name: prefix + name, PREFIXES)
 
 
 def _require(prefix: str) -> None:
@@ -123,10 +125,13 @@ class Hints:
     Attributes:
         same: when two keys would get the same name.
         none: when a key would be left without a name.
+        dots: return it for (old, new) where the new name begins or ends with a dot, or has two in a row;
+            None allows such names.
     """
 
     same: str
     none: str
+    dots: Callable[[str, str], str] | None = None
 
 
 PREFIXES = Hints(
@@ -137,18 +142,18 @@ MAPS = Hints(
 )
 
 
-def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints, prefix: str = ".") -> Renaming:
+def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints) -> Renaming:
     """Return the renaming that a rule makes, refused when it is not one-to-one.
 
     Args:
         names: the old names.
         rule: old name -> new name.
         hints: the hints of its errors.
-        prefix: the prefix that the rule strips; a name may keep a leading dot only when it ends in one.
 
     Raises:
         Collision: two names would become the same, or one would become empty.
-        UsageFault: a new name begins with the dot that `prefix` lacks.
+        UsageFault: a new name begins or ends with a dot, or has two in a row, and the old one does not:
+            no module of torch has an empty name. Only with `hints.dots`.
     """
     renamed: dict[str, str] = {}
     owners: dict[str, str] = {}
@@ -161,12 +166,17 @@ def checked(names: Iterable[str], rule: Callable[[str], str], hints: Hints, pref
             )
         if not new:
             raise Collision(f"'{old}' would be left without a name", hint=hints.none)
-        if new.startswith(".") and new != old and not prefix.endswith("."):
-            hint = f"with its dot: --prefix {prefix}."
-            raise UsageFault(f"'{prefix}' leaves the dot of '{new}'", hint=hint)
+        if hints.dots and new != old and _has_empty_part(new) and not _has_empty_part(old):
+            raise UsageFault(
+                f"'{old}' would be named '{new}', with a dot too many", hint=hints.dots(old, new)
+            )
         owners[new] = old
         renamed[old] = new
     return Renaming(renamed)
+
+
+def _has_empty_part(name: str) -> bool:
+    return f".{name}.".find("..") >= 0
 
 
 def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Renaming:
@@ -177,17 +187,39 @@ def rename_names(names: Iterable[str], rules: Iterable[tuple[str, str]]) -> Rena
         rules: (expression, replacement) pairs.
 
     Raises:
-        UsageFault: an expression or a replacement is malformed.
+        UsageFault: an expression or a replacement is malformed, or leaves a dot too many in a name.
         Collision: two names would become the same, or one would become empty.
     """
+    rules = list(rules)
     try:
-        compiled = [(re.compile(expression), replacement) for expression, replacement in rules]
-
-        def rule(name: str) -> str:
-            for expression, replacement in compiled:
-                name = expression.sub(replacement, name)
-            return name
-
-        return checked(names, rule, MAPS)
+        hints = replace(MAPS, dots=partial(_with_its_dot, rules))
+        return checked(names, _applied(rules), hints)
     except (re.error, IndexError, OverflowError, RecursionError) as error:
         raise UsageFault(f"--map: {error}", hint="for example: --map '^backbone\\.=model.'") from None
+
+
+def _applied(rules: Iterable[tuple[str, str]]) -> Callable[[str], str]:
+    compiled = [(re.compile(expression), replacement) for expression, replacement in rules]
+
+    def rule(name: str) -> str:
+        for expression, replacement in compiled:
+            name = expression.sub(replacement, name)
+        return name
+
+    return rule
+
+
+def _with_its_dot(rules: Sequence[tuple[str, str]], old: str, new: str) -> str:
+    """Return the hint that gives the rules again, the one that leaves a dot too many with this dot."""
+    for index, (expression, replacement) in enumerate(rules):
+        whole = f"(?:{expression})" if "|" in expression else expression
+        for with_dot in () if replacement else (f"{whole}\\.", f"\\.{whole}"):
+            changed = [*rules[:index], (with_dot, replacement), *rules[index + 1 :]]
+            try:
+                name = _applied(changed)(old)
+            except re.error:  # flags such as `(?i)` stand first
+                continue
+            if name not in ("", old) and not _has_empty_part(name):
+                maps = (shlex.quote(f"{each}={by}") for each, by in changed)
+                return "match the dot too: " + " ".join(f"--map {each}" for each in maps)
+    return "give a --map that leaves no empty part between dots"

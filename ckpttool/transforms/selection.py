@@ -5,10 +5,12 @@ Each function returns a new Checkpoint whose tensors still lie in the old file.
 
 from __future__ import annotations
 
+import glob
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import accumulate
 
 from ..checkpoint import full_json
 from ..checkpoint.argument import takes_checkpoint
@@ -82,12 +84,11 @@ def select(
     found = checkpoint.state(state)
     keys = [key for key in found.container if isinstance(key, str)]
     only, exclude = tuple(only), tuple(exclude)
-    for pattern in (*only, *exclude):
-        if not any(fnmatchcase(key, pattern) for key in keys):
-            raise NothingToDo(
-                f"{checkpoint.path}: no key matches '{pattern}'",
-                hint=f"the first key is '{next(iter(keys), '')}'",
-            )
+    for flag, patterns in (("--only", only), ("--exclude", exclude)):
+        for pattern in patterns:
+            if not any(fnmatchcase(key, pattern) for key in keys):
+                hint = _wider(flag, pattern, keys)
+                raise NothingToDo(f"{checkpoint.path}: no key matches '{pattern}'", hint=hint)
     kept = {key for key in keys if not only or any(fnmatchcase(key, pattern) for pattern in only)}
     kept -= {key for key in kept if any(fnmatchcase(key, pattern) for pattern in exclude)}
     if not kept:
@@ -98,6 +99,17 @@ def select(
         lambda old: type(old)({k: v for k, v in old.items() if k in kept or not isinstance(k, str)}),
     )
     return new, Selection(tuple(k for k in keys if k in kept), tuple(k for k in keys if k not in kept))
+
+
+def _wider(flag: str, pattern: str, keys: list[str]) -> str:
+    """Return a hint for a pattern that no key matches, and that some key would behind its first modules."""
+    modules = [f"{part}." for part in accumulate(keys[0].split(".")[:-1], "{}.{}".format)] if keys else []
+    common = [each for each in modules if all(key.startswith(each) for key in keys)][-1:]
+    for wider in (*(glob.escape(each) + pattern for each in common), f"*.{pattern}"):
+        count = sum(fnmatchcase(key, wider) for key in keys)
+        if count:
+            return f"{flag} {shlex.quote(wider)} matches {count} of {len(keys)} keys"
+    return f"the first key is '{next(iter(keys), '')}'"
 
 
 def cast(checkpoint: Checkpoint, to: DType, *, state: str | None = None) -> tuple[Checkpoint, CastReport]:

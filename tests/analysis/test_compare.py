@@ -549,16 +549,15 @@ def test_rarer_formats_hold_the_same_state(name: str, tmp_path: Path) -> None:
         assert compare(b, a, model_only=True).same
 
 
-@pytest.mark.timeout(300)  # half a minute alone, minutes where others work too
-def test_one_bit_in_one_of_100_000_tensors_is_found_and_named(tmp_path: Path) -> None:
-    torch.save({f"layer.{i}": torch.full((4,), float(i)) for i in range(100_000)}, tmp_path / "a.pt")
+def test_one_bit_in_one_of_20_000_tensors_is_found_and_named(tmp_path: Path) -> None:
+    torch.save({f"layer.{i}": torch.full((4,), float(i)) for i in range(20_000)}, tmp_path / "a.pt")
     raw = bytearray((tmp_path / "a.pt").read_bytes())
     with ckpttool.open(tmp_path / "a.pt") as checkpoint:
-        raw[checkpoint.state().tensors["layer.77777"].data.offset + 4] ^= 1  # type: ignore[union-attr]
+        raw[checkpoint.state().tensors["layer.17777"].data.offset + 4] ^= 1  # type: ignore[union-attr]
     (tmp_path / "b.pt").write_bytes(raw)
     with ckpttool.open(tmp_path / "a.pt") as a, ckpttool.open(tmp_path / "b.pt") as b:
         (change,) = compare(a, b, verify=False).changed
-    assert (change.name, change.index) == ("layer.77777", (1,))
+    assert (change.name, change.index) == ("layer.17777", (1,))
     assert change.distance is not None and (change.distance.differ, change.distance.max_ulp) == (1, 1)
 
 

@@ -43,11 +43,12 @@ def test_norms_are_those_of_float64(dtype: torch.dtype, tmp_path: Path) -> None:
     assert_right(measured(tmp_path, a, b), a, b)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS | LAZY)
-def test_norms_cover_tensors_of_every_layout(layout: str, tmp_path: Path) -> None:
-    a = (LAYOUTS | LAZY)[layout]
-    if not a.isfinite().all():
-        pytest.skip("has elements that are not finite")
+FINITE = {layout: tensor for layout, tensor in (LAYOUTS | LAZY).items() if tensor.isfinite().all()}
+
+
+@pytest.mark.parametrize("layout", FINITE)
+def test_norms_cover_finite_tensors_of_every_layout(layout: str, tmp_path: Path) -> None:
+    a = FINITE[layout]
     b = a.clone(memory_format=torch.contiguous_format)
     b.view(-1)[0] += 3
     if float(b.norm()) and float(a.norm()):

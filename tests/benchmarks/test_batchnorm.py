@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
 
 from benchmarks import batchnorm
 from benchmarks.case import Run
-from benchmarks.children.batchnorm_steps import KINDS
+from benchmarks.children.batchnorm_steps import KINDS, RANKS, work_in_group
 from ckpttool.batchnorm.sync_batchnorm import SyncBatchNorm
 from train.models import resnet20
 
@@ -33,9 +34,13 @@ def test_the_models_differ_only_in_their_normalisation(kind: str, norms: list[ty
     assert sum(isinstance(m, nn.Conv2d) for m in model.modules()) == 19
 
 
-@pytest.mark.parametrize("kind", ["none", "sync"])
-def test_the_steps_run_on_two_ranks(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["none", "plain", "sync"])
+def test_the_steps_of_each_kind_run(run_ranks: Any, kind: str) -> None:
+    run_ranks(RANKS, work_in_group, kind, 1)
+
+
+def test_the_program_runs_steps_on_two_ranks() -> None:
     done = subprocess.run(
-        [sys.executable, batchnorm.CHILD, kind, "1"], capture_output=True, text=True, timeout=90
+        [sys.executable, batchnorm.CHILD, "sync", "1"], capture_output=True, text=True, timeout=90
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

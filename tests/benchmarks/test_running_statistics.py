@@ -1,9 +1,12 @@
-"""The example of docs/batchnorm.md, by its own command: what statistics of one rank cost, and pooling."""
+"""The example of docs/batchnorm.md: what statistics of one rank cost, and what pooling recovers."""
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +14,23 @@ import torch
 from benchmarks.children.digits_by_class import shards
 from benchmarks.running_statistics import Measured, as_markdown, measure, write_rank_files
 from tests.support.running import ROOT
+from train import flags, main
 
-pytestmark = pytest.mark.timeout(300)
+
+def train_on_ranks(rank: int, world_size: int, arguments: Sequence[str], statistics: str) -> None:
+    os.environ["STATISTICS"] = statistics
+    try:
+        main.train(main.prepare(flags.parse(arguments)))
+    finally:
+        del os.environ["STATISTICS"]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
-    return measure(tmp_path_factory.mktemp("statistics"))
+def measured(tmp_path_factory: pytest.TempPathFactory, run_ranks: Any) -> Measured:
+    def train(arguments: Sequence[str], ranks: int, folder: Path) -> None:
+        run_ranks(ranks, train_on_ranks, arguments, str(folder), timeout=90)
+
+    return measure(tmp_path_factory.mktemp("statistics"), train=train)
 
 
 def test_both_trainings_end_with_the_same_weights(measured: Measured) -> None:

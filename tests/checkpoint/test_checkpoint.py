@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import ckpttool
-from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.errors import Damaged, NoState, Unreadable, Unsupported
 from tests.support.crafting import (
     call,
@@ -27,15 +26,6 @@ from tests.support.crafting import (
 
 ONE = torch.ones(1)
 MANY = torch.ones(100)
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Any:
-    def open(value: Any) -> Checkpoint:
-        torch.save(value, tmp_path / "f.pt")
-        return ckpttool.open(tmp_path / "f.pt")
-
-    return open
 
 
 OPTIMIZER = {"state": {0: {"exp_avg": MANY}}, "param_groups": [{"params": [0]}]}
@@ -298,7 +288,7 @@ def test_the_repr_of_a_checkpoint_is_one_line(opened: Any) -> None:
     checkpoint = opened({"model": {f"w{i}": MANY for i in range(1000)}})
     state = checkpoint.state()
     assert repr(state) == "<State 'model': 1000 tensors>"
-    assert repr(checkpoint).endswith(f"f.pt: torch-zip, {checkpoint.nbytes} bytes>")
+    assert repr(checkpoint).endswith(f"in.pt: torch-zip, {checkpoint.nbytes} bytes>")
     assert repr(state.tensors["w1"]).startswith("<TensorRef float32 [100] in ")
 
 

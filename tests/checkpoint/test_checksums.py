@@ -14,6 +14,7 @@ import ckpttool
 from ckpttool.errors import Damaged
 from ckpttool.transforms.keys import strip_prefix
 from tests.support.running import Ran
+from tests.support.saved import saved
 
 Cli = Callable[..., Ran]
 
@@ -22,11 +23,6 @@ LONG = -torch.arange(700_000.0)
 STATE = {"module.fc.weight": WEIGHT, "module.long": LONG, "module.bias": torch.arange(50.0)}
 NAMED = {"params": [0], "param_names": ["module.fc.weight"], "lr": 0.1}
 RUN = {"model": STATE, "optimizer": {"state": {0: {"momentum_buffer": WEIGHT + 1}}, "param_groups": [NAMED]}}
-
-
-def saved(value: Any, path: Path) -> Path:
-    torch.save(value, path)
-    return path
 
 
 def damage(path: Path, tensor: torch.Tensor) -> Path:

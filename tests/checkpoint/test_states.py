@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 import ckpttool
 from ckpttool.analysis.compare import compare
 from ckpttool.analysis.verify import verify
-from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.errors import NoState, Refused, Unsupported
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.transforms.selection import cast, select, slim
@@ -27,15 +26,6 @@ def weights(seed: float) -> dict[str, torch.Tensor]:
 
 
 OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Callable[[Any], Checkpoint]:
-    def open(value: Any) -> Checkpoint:
-        torch.save(value, tmp_path / "f.pt")
-        return ckpttool.open(tmp_path / "f.pt")
-
-    return open
 
 
 # Nested dicts.

@@ -225,3 +225,31 @@ def test_a_state_named_where_the_file_is_the_state(tmp_path: Path, cli: Any) -> 
         3,
         "hint: the file itself is the state: leave out --state",
     )
+
+
+def test_what_holds_only_tensors_beside_the_state_is_named_with_its_count_and_size(
+    tmp_path: Path, cli: Any
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    tree = {
+        "run": {
+            "state_dict": model.state_dict(),
+            "cb": {"a": torch.zeros(4), "deep": {"b": torch.ones(2, 2)}},
+        },
+        "optimizer": optimizer.state_dict(),
+        "queue": torch.zeros(7, dtype=torch.int64),
+        "mixed": {"shadow": torch.zeros(3), "decay": 0.9},
+    }
+    torch.save(tree, tmp_path / "last.pt")
+    lines = cli("inspect", tmp_path / "last.pt").out.partition("other contents\n")[2].splitlines()
+    assert [line.split(maxsplit=1) for line in lines] == [
+        ["mixed.decay", "0.9"],
+        ["run.cb", "2 tensors, 32 bytes"],
+        ["queue", "1 tensor, 56 bytes"],
+        ["mixed", "1 tensor, 12 bytes"],
+    ]
+    data = json.loads(cli("inspect", tmp_path / "last.pt", "--json").out)
+    assert data["other_tensors"][0] == {"name": "run.cb", "tensors": 2, "nbytes": 32}

@@ -85,8 +85,8 @@ CONVERSIONS: list[tuple[str, tuple[str, ...]]] = [
     ("pairs, transposed", ("--complex", "join")),
 ]
 
-SIZE = 160 << 20
-"""Bytes of each tensor: two and a half times of what a command may take."""
+SIZE = 96 << 20
+"""Bytes of each tensor: half as much again as a command may take, to which Python adds 30 MB."""
 
 needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 pytestmark = [needs_proc, pytest.mark.timeout(120)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import torch
 
 from ckpttool.cli import group
 from ckpttool.metrics import predictions
+from tests.support.warm_python import WarmPython
 
 ARGUMENTS = {
     "inspect": "last.pt",
@@ -59,24 +59,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def ran(folder: Path, words: list[str], stdout: int) -> tuple[int, list[str]]:
-    command = [sys.executable, "-m", "ckpttool", *words]
-    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, cwd=folder, text=True, check=False)
-    return done.returncode, [line for line in done.stderr.splitlines() if not NOTE.match(line)]
+Run = Callable[[list[str]], tuple[int, list[str]]]
 
 
-def into_a_full_disk(folder: Path, words: list[str]) -> tuple[int, list[str]]:
-    with open("/dev/full", "wb") as full:
-        return ran(folder, words, full.fileno())
+def ran(python: WarmPython, folder: Path, words: list[str], stdout: int) -> tuple[int, list[str]]:
+    done = python.run("-m", "ckpttool", *words, stdout=stdout, cwd=folder)
+    return done.returncode, [line for line in done.stderr.decode().splitlines() if not NOTE.match(line)]
 
 
-def into_a_broken_pipe(folder: Path, words: list[str]) -> tuple[int, list[str]]:
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        return ran(folder, words, writer)
-    finally:
-        os.close(writer)
+@pytest.fixture
+def into_a_full_disk(folder: Path, warm_python: WarmPython) -> Run:
+    def run(words: list[str]) -> tuple[int, list[str]]:
+        with open("/dev/full", "wb") as full:
+            return ran(warm_python, folder, words, full.fileno())
+
+    return run
+
+
+@pytest.fixture
+def into_a_broken_pipe(folder: Path, warm_python: WarmPython) -> Run:
+    def run(words: list[str]) -> tuple[int, list[str]]:
+        reader, writer = os.pipe()
+        os.close(reader)
+        try:
+            return ran(warm_python, folder, words, writer)
+        finally:
+            os.close(writer)
+
+    return run
 
 
 def words_of(name: str, output: str) -> list[str]:
@@ -94,48 +104,54 @@ NOT_FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /de
 @pytest.mark.parametrize("more", [[], ["--json"]], ids=" ".join)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_result_that_stdout_has_no_space_for_is_one_line_and_exit_3(
-    name: str, more: list[str], folder: Path, tmp_path: Path
+    name: str, more: list[str], into_a_full_disk: Run, tmp_path: Path
 ) -> None:
-    code, lines = into_a_full_disk(folder, [*words_of(name, str(tmp_path / "out.pt")), *more])
+    code, lines = into_a_full_disk([*words_of(name, str(tmp_path / "out.pt")), *more])
     assert (code, lines[0]) == (3, "error: stdout: no space left on device")
     assert len(lines) == 2 and lines[1].startswith("hint: ")
 
 
 @NOT_FULL
 @pytest.mark.parametrize("words", [["--help"], ["--version"], [], ["inspect", "--help"]], ids=" ".join)
-def test_help_that_stdout_has_no_space_for_is_one_line_and_exit_3(words: list[str], folder: Path) -> None:
-    code, lines = into_a_full_disk(folder, words)
+def test_help_that_stdout_has_no_space_for_is_one_line_and_exit_3(
+    words: list[str], into_a_full_disk: Run
+) -> None:
+    code, lines = into_a_full_disk(words)
     assert (code, lines[0]) == (3, "error: stdout: no space left on device")
 
 
 @NOT_FULL
 @pytest.mark.parametrize("name", WRITERS)
-def test_an_output_that_stdout_has_no_space_for_is_one_line_and_exit_3(name: str, folder: Path) -> None:
-    code, lines = into_a_full_disk(folder, words_of(name, "-"))
+def test_an_output_that_stdout_has_no_space_for_is_one_line_and_exit_3(
+    name: str, into_a_full_disk: Run
+) -> None:
+    code, lines = into_a_full_disk(words_of(name, "-"))
     assert code == 3
     assert lines[0].startswith("error: ") and lines[0].endswith("no space left on device")
     assert all(line.startswith("hint: ") for line in lines[1:])
 
 
 @NOT_FULL
-def test_an_error_whose_object_stdout_has_no_space_for_keeps_its_exit_code(folder: Path) -> None:
-    code, lines = into_a_full_disk(folder, ["inspect", "missing.pt", "--json"])
+def test_an_error_whose_object_stdout_has_no_space_for_keeps_its_exit_code(into_a_full_disk: Run) -> None:
+    code, lines = into_a_full_disk(["inspect", "missing.pt", "--json"])
     assert (code, lines[0]) == (3, "error: missing.pt: no such file")
-    assert into_a_full_disk(folder, ["inspect", "--json"])[0] == 2
+    assert into_a_full_disk(["inspect", "--json"])[0] == 2
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]], ids=" ".join)
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_reader_that_has_gone_is_exit_141_without_a_word(
-    name: str, more: list[str], folder: Path, tmp_path: Path
+    name: str, more: list[str], into_a_broken_pipe: Run, tmp_path: Path
 ) -> None:
     words = [*words_of(name, str(tmp_path / "out.pt")), *more]
-    assert into_a_broken_pipe(folder, words) == (141, [])
+    assert into_a_broken_pipe(words) == (141, [])
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_a_reader_of_the_output_that_has_gone_is_exit_141_without_a_word(name: str, folder: Path) -> None:
-    assert into_a_broken_pipe(folder, words_of(name, "-")) == (141, [])
+def test_a_reader_of_the_output_that_has_gone_is_exit_141_without_a_word(
+    name: str, into_a_broken_pipe: Run
+) -> None:
+    assert into_a_broken_pipe(words_of(name, "-")) == (141, [])
 
 
 @pytest.mark.parametrize(
@@ -143,14 +159,16 @@ def test_a_reader_of_the_output_that_has_gone_is_exit_141_without_a_word(name: s
     [["--help"], ["--version"], [], ["inspect", "missing.pt", "--json"], ["inspect", "--json"]],
     ids=" ".join,
 )
-def test_a_reader_of_help_and_of_errors_that_has_gone_is_exit_141(words: list[str], folder: Path) -> None:
-    assert into_a_broken_pipe(folder, words)[0] == 141
+def test_a_reader_of_help_and_of_errors_that_has_gone_is_exit_141(
+    words: list[str], into_a_broken_pipe: Run
+) -> None:
+    assert into_a_broken_pipe(words)[0] == 141
 
 
 def test_a_reader_of_completions_that_has_gone_is_exit_141(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    into_a_broken_pipe: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("_CKPTTOOL_COMPLETE", "bash_complete")
     monkeypatch.setenv("COMP_WORDS", "ckpttool ")
     monkeypatch.setenv("COMP_CWORD", "1")
-    assert into_a_broken_pipe(folder, []) == (141, [])
+    assert into_a_broken_pipe([]) == (141, [])

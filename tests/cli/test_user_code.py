@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.warm_python import WarmPython
+
 SOURCE = """
 import atexit, os, pathlib, subprocess
 import torch
@@ -50,24 +52,32 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_the_model_s_code_prints_goes_to_stderr(command: str, folder: Path, process: Any) -> None:
-    ran = process(*command.split(), "--model", "net.py:make", "--json")
+def test_what_the_model_s_code_prints_goes_to_stderr(
+    command: str, folder: Path, warm_python: WarmPython
+) -> None:
+    ran = warm_python.run("-m", "ckpttool", *command.split(), "--model", "net.py:make", "--json")
     assert ran.returncode == 0, ran.stderr
     json.loads(ran.stdout)
     for word in (b"imported", b"made", b"of a child process", b"goodbye"):
         assert word in ran.stderr
 
 
-def test_an_output_on_stdout_holds_nothing_that_the_model_s_code_prints(folder: Path, process: Any) -> None:
-    ran = process("optimizer", "last.pt", "-", "--to", "names", "--model", "net.py:make")
+def test_an_output_on_stdout_holds_nothing_that_the_model_s_code_prints(
+    folder: Path, warm_python: WarmPython
+) -> None:
+    ran = warm_python.run(
+        "-m", "ckpttool", "optimizer", "last.pt", "-", "--to", "names", "--model", "net.py:make"
+    )
     assert (ran.returncode, ran.stdout[:2]) == (0, b"PK")
     (folder / "out.pt").write_bytes(ran.stdout)
     assert torch.load(folder / "out.pt")["optimizer"]["param_groups"][0]["params"][0] == "0.weight"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_the_model_s_code_left_to_atexit_runs(command: str, folder: Path, process: Any) -> None:
-    process(*command.split(), "--model", "net.py:make")
+def test_what_the_model_s_code_left_to_atexit_runs(
+    command: str, folder: Path, warm_python: WarmPython
+) -> None:
+    warm_python.run("-m", "ckpttool", *command.split(), "--model", "net.py:make")
     assert (folder / "left.txt").read_text() == "atexit ran"
 
 

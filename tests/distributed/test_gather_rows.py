@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.children.gather_rows import RANKS, work_in_group
 from ckpttool.distributed import gather_rows, transport
 from ckpttool.distributed.exactly_once import faults, index_digest
 from tests.support.running import ROOT
@@ -247,9 +248,13 @@ def test_over_nccl_rows_stay_on_the_gpu(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["rows", "tuples", "tensors", "epoch"])
-def test_each_way_of_the_benchmark_runs(kind):
-    """The program checks its own result."""
-    command = [sys.executable, "benchmarks/children/gather_rows.py", kind, "130", "2"]
+def test_each_way_of_the_benchmark_runs(run_ranks, kind):
+    """It checks its own result."""
+    run_ranks(RANKS, work_in_group, kind, 130, 2)
+
+
+def test_the_program_of_the_benchmark_runs():
+    command = [sys.executable, "benchmarks/children/gather_rows.py", "rows", "130", "2"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=100)
     assert (ran.returncode, ran.stderr) == (0, "")
 

@@ -17,7 +17,7 @@ import ckpttool
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 
-lightning = pytest.importorskip("lightning", reason="needs Lightning: pip install 'ckpttool[interop]'")
+lightning = pytest.importorskip("lightning", reason="needs the extra interop")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -15,32 +15,32 @@ from ckpttool.inert_pickle.reader import PickleFault, read_pickle
 from ckpttool.inert_pickle.values import OrderedDict_, Set_
 from tests.support.crafting import program
 
-MANY = 100_000
+MANY = 40_000
 
 
 def test_one_large_tuple_in_very_many_keys_takes_bounded_time() -> None:
     large = b"(" + b"K\1" * 990 + b"tq\0"
     keys = b"".join(b"J" + struct.pack("<i", i) + b"h\0\x86N" for i in range(MANY))
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(PickleFault, match="one of too many large tuples as a key"):
         read_pickle(program(large + b"0}(" + keys + b"u"))
-    assert time.perf_counter() - start < 20  # it took a minute
+    assert time.process_time() - start < 8  # it took half a minute
 
 
 def test_one_large_tuple_in_very_many_json_keys_takes_bounded_time() -> None:
     pairs = [[["tuple", i, ["ref", 0]], None] for i in range(MANY)]
     tree = ["list", ["def", 0, ["tuple", *[1] * 990]], ["dict", *pairs]]
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(BadJson):
         decode({}, json.dumps({"version": 1, "protocol": 2, "tree": tree}))
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 8
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_many_honest_tuples_are_accepted_as_keys(protocol: int) -> None:
     value = {(i, "layer", (i, 2, 3)): i for i in range(MANY)}
-    assert len(value) * 5 < BASE_PARTS
     value.update({(-i, *range(30)): i for i in range(1, MANY)})  # type: ignore[misc]
+    assert sum(map(len, value)) > BASE_PARTS
     assert read_pickle(pickle.dumps(value, protocol)).value == value
 
 

@@ -13,10 +13,11 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool import reload
-from ckpttool.errors import Mismatch, NoState, Refused
+from ckpttool.errors import Mismatch, NoState, NothingToDo, Refused
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.layouts import LAYOUTS, LAZY, WIDTHS, big_endian, numbers
+from tests.support.saved import prefixed
 
 
 class Net(torch.nn.Module):
@@ -42,10 +43,6 @@ def net() -> Net:
 def saved(value: Any, path: Path, **given: Any) -> Path:
     torch.save(value, path, **given)
     return path
-
-
-def prefixed(state: Any, prefix: str) -> Any:
-    return OrderedDict((prefix + key, value) for key, value in state.items())
 
 
 def fresh() -> Net:
@@ -434,3 +431,32 @@ def test_a_type_that_this_torch_lacks_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.delattr(torch, "uint16")
     with pytest.raises(ckpttool.CkptToolError, match="has no type uint16, which 't' has"):
         live(path)
+
+
+# ---- what may be missing -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_may_be_missing_keeps_the_model_s_values_and_the_rest_is_loaded(
+    assign: bool, net: Net, tmp_path: Path
+) -> None:
+    state = {name: value for name, value in net.state_dict().items() if name != "norm.running_mean"}
+    path, model = saved(prefixed(state, "module."), tmp_path / "f"), Net(classes=7)
+    own = {name: values(value) for name, value in model.state_dict().items()}
+    loaded = reload(path, model, allow_missing=["head.*", "*.running_mean", "conv.*"], assign=assign)
+    assert loaded.kept == ("norm.running_mean", "head.weight", "head.bias")
+    assert set(loaded.loaded) == set(own) - set(loaded.kept)
+    for name, value in model.state_dict().items():
+        assert values(value) == (own[name] if name in loaded.kept else values(net.state_dict()[name]))
+
+
+def test_what_may_be_missing_does_not_cover_other_names(net: Net, tmp_path: Path) -> None:
+    model = Net(width=5, classes=7)
+    with pytest.raises(Mismatch) as caught:
+        reload(saved(net.state_dict(), tmp_path / "f"), model, allow_missing=["head.*"])
+    assert {name.partition(".")[0] for name, *_ in caught.value.mismatched} == {"conv", "norm"}
+
+
+def test_a_pattern_of_what_may_be_missing_has_to_match_the_model(net: Net, tmp_path: Path) -> None:
+    with pytest.raises(NothingToDo, match=r"no name of the model matches 'fc\.\*'"):
+        reload(saved(net.state_dict(), tmp_path / "f"), fresh(), allow_missing=["fc.*"])

@@ -1,8 +1,8 @@
 """A pool of ranks, kept alive for a whole test session.
 
-Starting a rank costs two seconds, most of it `import torch`. So a pool starts its ranks once, in a gloo
-process group on the CPU, and runs case after case in them. A case is an importable function
-`case(rank, world_size, *arguments)`; what it returns on each rank comes back in a list.
+Importing torch takes two seconds. So one server process imports it, each rank is a fork of that server, and a
+pool starts its ranks once, in a gloo process group on the CPU, and runs case after case in them. A case is an
+importable function `case(rank, world_size, *arguments)`; what it returns on each rank comes back in a list.
 
 A rank that dies, or a case that takes too long, fails that one test, with what each rank has said; the ranks
 are ended by their own process ids and started anew for the next case. A case has less time than a rank that
@@ -23,6 +23,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
+
+PRELOADED = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"]
+"""What the server imports: torch, and what the first DDP or DTensor would import, in the time of a case."""
 
 START_TIMEOUT = 90.0
 SHOWN = 4000
@@ -70,7 +73,8 @@ class Pool:
 
     def _start(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="ranks-")
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for number in range(self.size):
             ours, theirs = context.Pipe()
             log = os.path.join(self.folder, f"{number}.log")
@@ -157,7 +161,6 @@ def _serve(rank: int, size: int, folder: str, log: str, pipe: Connection) -> Non
         GLOO_SOCKET_IFNAME="lo",
     )
     import torch
-    import torch._dynamo  # the first DDP would import it, in the time of a case
     import torch.distributed as dist
 
     torch.set_num_threads(1)

@@ -11,9 +11,11 @@ from torch.utils.data import TensorDataset
 
 from ckpttool.distributed.place import Place
 from ckpttool.distributed.plan import Plan
+from train import task
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import Trainer
+from train.main import steps_of_epoch
 
 
 def place(rank: int, world_size: int) -> Place:
@@ -55,11 +57,11 @@ def alone(make: Any, data: Data, batch_size: int, epochs: int = 1, **settings: A
 
 
 def trainer(rank: int, world_size: int, data: Data, model: nn.Module, **settings: Any) -> Trainer:
-    config = TrainConfig(**{"scheduler": "none", **settings})
-    return Trainer(config, data, model, place(rank, world_size))
+    config = TrainConfig(**{"scheduler": "none", "decay_norms": True, **settings})
+    return Trainer(config, data, model, place(rank, world_size), task.build(config, data))
 
 
 def finish_epoch(trainer: Trainer) -> Any:
-    for _ in trainer.steps():
+    for _ in steps_of_epoch(trainer):
         pass
     return trainer.finish_epoch()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.imports import PACKAGE, first_line, floors, name_of
+from tests.support.imports import PACKAGE, first_line, levels, name_of
 from tests.support.running import ROOT
 
 PAGE = ROOT / "docs" / "architecture.md"
@@ -49,7 +49,7 @@ def _lines() -> Iterator[str]:
 
 def _files(folder: Path) -> Iterator[str]:
     """Yield a table of the files of a folder, from the ground up."""
-    heights = floors()
+    heights = levels()
     paths = [path for path in folder.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
     yield from ("| file | purpose |", "|---|---|")
     for path in sorted(paths, key=lambda path: (heights[name_of(path)], path.name)):

@@ -107,7 +107,7 @@ def first_line(path: Path) -> str:
     return (ast.get_docstring(tree_of(path)) or "").partition("\n")[0]
 
 
-def floors() -> dict[str, int]:
+def levels() -> dict[str, int]:
     """Return how many imports lie below each module, on the longest way down to one that imports nothing.
 
     Raises:

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import torch
 
+from ckpttool.tensors.dtypes import DTYPES
+
+PLAIN_DTYPES = [name for name in DTYPES if not name.startswith("q")]
+"""The names of the dtypes of plain tensors; a tensor of another is quantised."""
+
 ROWS = torch.arange(12.0).reshape(3, 4)
 
 

@@ -15,6 +15,7 @@ from ckpttool.errors import UsageFault
 from tests.ranks import trainings
 from train import flags, models, preflight, resuming, saving
 from train.config import TrainConfig
+from train.main import steps_of_epoch
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 SHAPE = (1, 6, 6)
@@ -160,7 +161,7 @@ def record_passes(rank: int, world_size: int) -> Any:
     trainer = trainings.trainer(rank, world_size, data, model, **settings)
     inputs.clear()
     passes = []
-    for _ in trainer.steps():
+    for _ in steps_of_epoch(trainer):
         passes.append(inputs[: len(inputs)])
         inputs.clear()
     return passes, state(trainer.ddp.module)
@@ -183,13 +184,13 @@ def go_on(rank: int, world_size: int, stop: int | None) -> Any:
     """Take six steps, without a stop or resumed from a checkpoint in between and evaluated there."""
     settings = {"batchnorm": "pooled", "batch_size": 10, "epochs": 1}
     trainer = make_trainer(rank, world_size, 60, **settings)
-    for step, _ in enumerate(trainer.steps(), 1):
+    for step, _ in enumerate(steps_of_epoch(trainer), 1):
         if step == stop:
             saved = copy.deepcopy(saving.capture(trainer))
             trainer = make_trainer(rank, world_size, 60, **settings)
             resuming.restore(trainer, saved)
             trainer.evaluate()
-            for _ in trainer.steps():
+            for _ in steps_of_epoch(trainer):
                 pass
             break
     return saving.capture(trainer)["digests"]["model"]

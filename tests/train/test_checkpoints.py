@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
+from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
 from tests.ranks import trainings
 from tests.support.running import ROOT
 from train import checkpoints, models, run_folder, saving
 from train.config import TrainConfig
 from train.flag_values import Every
+from train.main import steps_of_epoch
 
 PLAIN = (type(None), bool, int, float, str, torch.Tensor)
 
@@ -194,7 +195,7 @@ def files_of_a_run(rank: int, world_size: int, folder: str, best: list[bool], se
     trainer = make_trainer(rank, world_size, epochs=len(best), **settings)
     saver, seen = saving.Saver(trainer, folder), []
     for is_best in best:
-        for _ in trainer.steps():
+        for _ in steps_of_epoch(trainer):
             saver.after_step()
         trainer.finish_epoch()
         saver.after_epoch(best=is_best)
@@ -250,23 +251,6 @@ def test_only_numbered_checkpoints_beyond_keep_are_removed(tmp_path, keep):
         (tmp_path / run_folder.numbered(number)).touch()
     run_folder.drop_old(str(tmp_path), keep=keep)
     assert len(os.listdir(tmp_path)) == min(5, keep)
-
-
-def test_a_log_that_cant_be_written_is_an_error_that_names_it(tmp_path):
-    (tmp_path / "log.jsonl").mkdir()
-    with pytest.raises(FileError, match=r"log\.jsonl: could not be written"):
-        run_folder.append_to_log(str(tmp_path), {"epoch": 1})
-
-
-def test_a_loss_of_nan_is_null_in_the_log(tmp_path):
-    run_folder.append_to_log(str(tmp_path), {"epoch": 1, "loss": float("nan"), "lr": 0.5})
-    assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 1, "loss": null, "lr": 0.5}\n'
-
-
-def test_cutting_the_log_removes_later_epochs_and_a_line_cut_off_by_a_crash(tmp_path):
-    (tmp_path / "log.jsonl").write_text('{"epoch": 1}\n{"epoch": 2}\n{"epoch": 3}\n{"epo')
-    run_folder.cut_log(str(tmp_path), 2)
-    assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 1}\n{"epoch": 2}\n'
 
 
 def test_the_second_file_is_a_copy_if_the_file_system_has_no_links(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from ckpttool.errors import CheckFailed
 from tests.ranks import trainings
 from train import models
+from train.main import steps_of_epoch
 
 SETTINGS: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}
 
@@ -202,7 +203,7 @@ def test_evaluation_counts_each_sample_once_and_gives_the_same_bits_on_any_numbe
 def evaluate_after_steps(rank: int, world_size: int) -> Any:
     data, model = trainings.tensors((3, 32, 32), 16), trainings.seeded(models.resnet20)
     trainer = trainings.trainer(rank, world_size, data, model, batch_size=8, lr=0.1)
-    for _ in trainer.steps():
+    for _ in steps_of_epoch(trainer):
         pass
     apart = model.bn1.running_mean.clone()
     score = trainer.evaluate()

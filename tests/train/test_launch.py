@@ -18,7 +18,7 @@ from train import main
 
 WAYS = {
     "torchrun by path": ([*TORCHRUN, "2", "train/main.py"], 2),
-    "torchrun by module": ([*TORCHRUN, "2", "-m", "train.main"], 2),
+    "torchrun by module": ([*TORCHRUN, "1", "-m", "train.main"], 1),
     "python": ([sys.executable, "train/main.py"], 1),
     "spawn": ([sys.executable, "train/main.py", "--spawn", "2"], 2),
 }

@@ -16,6 +16,7 @@ from tests.ranks import trainings
 from tests.ranks.programs import OWN_DATA
 from train import main
 from train.engine import Trainer
+from train.main import steps_of_epoch
 
 
 class Noisy(Dataset[Any]):
@@ -53,7 +54,7 @@ def drawn(rank: int = 0, seed: int = 0, *, start: int = 0) -> list[torch.Tensor]
         trainer.progress.step = start
         for _ in range(2):
             model.seen.clear()
-            for _ in trainer.steps():
+            for _ in steps_of_epoch(trainer):
                 pass
             trainer.finish_epoch()
             found.append(torch.cat(model.seen)[:4])

@@ -15,6 +15,7 @@ from ckpttool.errors import CkptToolError, Damaged
 from train import checkpoints, main, resuming, saving
 from train import flags as flags_of_train
 from train.engine import Trainer
+from train.main import steps_of_epoch
 
 MODEL = """
 from torch import nn
@@ -121,7 +122,7 @@ def test_a_changed_field_without_the_digest_of_the_run_is_refused_or_harmless(ru
                 assert error.exit_code in (2, 3), path
                 assert "\n" not in str(error), path
                 continue
-            next(trainer.steps())
+            next(steps_of_epoch(trainer))
             saving.capture(trainer)
 
 

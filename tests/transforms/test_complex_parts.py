@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,27 +13,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import ckpttool
-from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.errors import Collision, NothingToDo, Refused
 from ckpttool.tensors import values as tensor_values
 from ckpttool.transforms import complex_parts
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
-
-
-def opened(value: Any, folder: Path) -> Checkpoint:
-    torch.save(value, folder / "in.pt")
-    return ckpttool.open(folder / "in.pt")
-
-
-def loaded(checkpoint: Checkpoint, folder: Path) -> Any:
-    """Return what torch reads from the checkpoint written as a `.pt` file."""
-    ckpttool.save(checkpoint, folder / "out.pt", force=True)
-    return torch.load(folder / "out.pt", weights_only=False)
-
-
-def numbers(n: int) -> torch.Tensor:
-    return torch.arange(n, dtype=torch.float32)
+from tests.support.layouts import numbers
+from tests.support.saved import loaded, opened
 
 
 def complex_numbers(*shape: int, dtype: torch.dtype = torch.complex64) -> torch.Tensor:

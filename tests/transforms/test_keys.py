@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from collections import OrderedDict
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +17,7 @@ from ckpttool.errors import Collision, NothingToDo, UsageFault
 from ckpttool.transforms.renaming import add_names, strip_names
 from ckpttool.transforms.wrappers import found_prefixes, inner_prefixes
 from tests.support.comparing import assert_same
+from tests.support.saved import saved
 
 
 def stripped(*names: str, prefix: str = "module.", **given: bool) -> list[str]:
@@ -84,7 +83,7 @@ def test_a_key_of_the_prefix_alone_is_refused() -> None:
 
 @pytest.mark.parametrize("prefix", ["module", "module.a"])
 def test_a_prefix_without_its_dot_is_refused(prefix: str) -> None:
-    with pytest.raises(UsageFault, match=f"'{prefix}' leaves") as refusal:
+    with pytest.raises(UsageFault, match="with a dot too many") as refusal:
         strip_names(["module.a.b"], prefix)
     assert refusal.value.hint == f"with its dot: --prefix {prefix}."
 
@@ -194,19 +193,6 @@ class Net(torch.nn.Module):
         self.register_buffer("scale", torch.ones(1))
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def saved(value: Any, path: Path) -> Path:
-    torch.save(value, path)
-    return path
-
-
 def rewritten(change: Any, path: Path, **given: Any) -> Any:
     """Return what torch loads after a command that writes another `.pt`."""
     changed, _ = change(ckpttool.open(path), **given)
@@ -218,7 +204,7 @@ def metadata(state: Any) -> Any:
     return state._metadata
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_stripping_a_ddp_state_gives_the_plain_state(tmp_path: Path) -> None:
     net = Net()
     wrapped = torch.nn.parallel.DistributedDataParallel(net)
@@ -228,7 +214,7 @@ def test_stripping_a_ddp_state_gives_the_plain_state(tmp_path: Path) -> None:
     assert list(metadata(found)) == list(metadata(net.state_dict()))
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_adding_to_a_plain_state_gives_the_ddp_state(tmp_path: Path) -> None:
     net = Net()
     wrapped = torch.nn.parallel.DistributedDataParallel(net)

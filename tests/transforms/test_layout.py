@@ -19,6 +19,7 @@ import ckpttool
 from ckpttool.errors import CkptToolError, Collision, NothingToDo, UsageFault
 from ckpttool.transforms.layout import permute, reshape, tie
 from tests.support.comparing import assert_same
+from tests.support.saved import loaded, opened
 
 BASE = torch.arange(24.0).reshape(2, 3, 4)
 
@@ -30,17 +31,6 @@ VIEWS: dict[str, torch.Tensor] = {
     "expanded": torch.arange(4.0).expand(2, 3, 4),
     "conjugate": torch.complex(BASE, BASE + 1).conj(),
 }
-
-
-def opened(value: Any, folder: Path) -> ckpttool.Checkpoint:
-    torch.save(value, folder / "in.pt")
-    return ckpttool.open(folder / "in.pt")
-
-
-def loaded(checkpoint: ckpttool.Checkpoint, folder: Path) -> Any:
-    """Return what torch reads from the output."""
-    ckpttool.save(checkpoint, folder / "out.pt", force=True)
-    return torch.load(folder / "out.pt")
 
 
 @pytest.mark.parametrize("axes", [*itertools.permutations(range(3))], ids=str)

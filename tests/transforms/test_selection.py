@@ -12,28 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import ckpttool
-from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.errors import NoState, NothingToDo, Refused
 from ckpttool.tensors.dtypes import DTYPES
 from ckpttool.transforms import complex_parts, selection
 from tests.support.comparing import assert_same, values
-
-
-def opened(value: Any, folder: Path) -> Checkpoint:
-    torch.save(value, folder / "in.pt")
-    return ckpttool.open(folder / "in.pt")
-
-
-def loaded(checkpoint: Checkpoint, folder: Path) -> Any:
-    """Return what torch reads from the checkpoint written as a `.pt` file."""
-    ckpttool.save(checkpoint, folder / "out.pt", force=True)
-    return torch.load(folder / "out.pt", weights_only=False)
-
-
-def numbers(n: int) -> torch.Tensor:
-    return torch.arange(n, dtype=torch.float32)
-
+from tests.support.layouts import numbers
+from tests.support.saved import loaded, opened
 
 # select
 

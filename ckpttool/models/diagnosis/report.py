@@ -19,7 +19,7 @@ from .case import Case, Rebuild
 from .fit import Fit, shortened
 from .plain_load import PICKLED, python_line, refused_by_torch
 from .shell import command_line
-from .treatment import Treatment
+from .treatment import Treatment, as_reloaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class Diagnosis:
         path: the file as it was named.
         format: its format, as `torch-zip`.
         state: dotted path of the state that fits best, `""` for the file itself, None if there is none.
-        loads: `load_state_dict(strict=True)` takes this state as it is.
+        loads: torch's `load_state_dict(strict=True)` takes this state as it is; `ckpttool.reload`, which
+            strips wrappers' prefixes by itself, takes more.
         fit: the differences that keep the state from loading.
         problems: in the order in which to fix them.
         then: the command that loads the result strictly, after all the others; None if none can.
@@ -93,6 +94,7 @@ class Report:
     def written(self, rebuild: Rebuild | None) -> Diagnosis:
         """Return the diagnosis; ask `rebuild` for a model in other sizes if nothing else helps."""
         case, after = self.case, self.treatment.case
+        as_it_is = self._as_it_is()
         if case.taken_out is not None and not self.loads:
             self._add(*self._taking_out(case.original), "slim", *case.taken_out)
         for remedy in self.treatment.remedies:
@@ -107,6 +109,7 @@ class Report:
         else:
             self.problems += [Problem(kind, message) for kind, message in misfits.in_words(after)]
         python = self._python() if then else None
+        self.problems += as_it_is if then else ()
         self.problems += self._remarks(bool(then))
         path, kind = case.checkpoint.path, case.checkpoint.format
         problems = tuple(self.problems)
@@ -142,6 +145,14 @@ class Report:
 
     def _reload(self, spec: str) -> str:
         return command_line(["ckpttool", "reload", self.file, "--model", spec, *self._where])
+
+    def _as_it_is(self) -> list[Problem]:
+        """Return a remark if `reload` strips the prefix by itself, which torch's load_state_dict does not."""
+        prefix, fitted = as_reloaded(self.original, self.case.original, self.case.blueprint)
+        if self.loads or not prefix or fitted.fit.distance:
+            return []
+        message = f"ckpttool reload strips '{prefix}' by itself and loads the file; load_state_dict does not"
+        return [Problem("reload", message, self._reload(self.spec), is_remark=True)]
 
     def _add_objects(self) -> bool:
         """Add a problem if the model asks for objects, which torch.load creates and this package does not."""

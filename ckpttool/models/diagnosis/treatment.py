@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...errors import CkptToolError
 from . import name_remedies, value_remedies
 from .case import Case, Finder, Remedy
-from .fit import Fit, compare
+from .fit import Blueprint, Fit, compare
 
 FINDERS: tuple[Finder, ...] = (
     value_remedies.complex_parts,
@@ -86,3 +87,25 @@ def _after(case: Case, remedy: Remedy) -> Case | None:
     except CkptToolError:
         return None  # the command would fail too
     return replace(case, checkpoint=checkpoint, state=state, fit=compare(state, case.blueprint))
+
+
+def as_reloaded(checkpoint: Checkpoint, state: State, blueprint: Blueprint) -> tuple[str, Case]:
+    """Return a state as `reload` loads it: without wrappers' prefixes, with its ties, without stray values.
+
+    Args:
+        checkpoint: the file.
+        state: the state in it.
+        blueprint: of the model.
+
+    Returns:
+        The prefix that was removed, `""` for none, and the state with its fit. Entries that are not tensors
+        and that the model does not ask for (an epoch beside the weights) are left out.
+    """
+    alone = replace(checkpoint, tree=state.container)
+    finders = name_remedies.wrappers, value_remedies.ties
+    treated = treat(Case(alone, state, blueprint, compare(state, blueprint), None, state), finders)
+    prefix = "".join(remedy.command[2] for remedy in treated.remedies if remedy.kind == "prefix")
+    fitted = treated.case.state
+    asked = {name: value for name, value in fitted.others.items() if name in blueprint.places}
+    fitted = replace(fitted, others=asked)
+    return prefix, replace(treated.case, state=fitted, fit=compare(fitted, blueprint))

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -28,6 +27,10 @@ from ckpttool.models import factory
 from tests.support import architectures
 from tests.support.architectures import Net
 from tests.support.running import Ran
+from tests.support.saved import prefixed
+from tests.support.warm_python import WarmPython
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 Cli = Callable[..., Ran]
 ARCHITECTURES = Path(architectures.__file__)
@@ -37,14 +40,6 @@ def spec(name: str) -> str:
     return f"{ARCHITECTURES}:{name}"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank() -> Iterator[None]:
-    """Start a process group of this process alone, for DDP and FSDP."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def made(name: str) -> nn.Module:
     torch.manual_seed(7)
     model: nn.Module = getattr(architectures, name)()
@@ -52,10 +47,6 @@ def made(name: str) -> nn.Module:
         if buffer.is_floating_point():
             buffer.uniform_(0.5, 1.5)
     return model
-
-
-def prefixed(state: Any, prefix: str) -> Any:
-    return OrderedDict((prefix + key, value) for key, value in state.items())
 
 
 class ModelEma(nn.Module):
@@ -350,7 +341,9 @@ def strictly_loaded(command: str, python: str) -> dict[str, Any]:
     return dict(model.state_dict())
 
 
-def test_nested_states_are_fixed_in_place_and_a_plain_program_loads_them(cli: Cli, tmp_path: Path) -> None:
+def test_nested_states_are_fixed_in_place_and_a_plain_program_loads_them(
+    cli: Cli, warm_python: WarmPython, tmp_path: Path
+) -> None:
     """One shell runs all printed commands but the reloads; one program without ckpttool runs all lines."""
     script, program = ["set -e"], ["import sys", "import torch, safetensors.torch"]
     program += [f"sys.path.insert(0, {str(ARCHITECTURES.parent)!r})", "import architectures"]
@@ -381,9 +374,7 @@ def test_nested_states_are_fixed_in_place_and_a_plain_program_loads_them(cli: Cl
         "layer-norm",
     }
     run_in_shell("\n".join(script))
-    ran = subprocess.run(
-        [sys.executable, "-c", "\n".join(program)], capture_output=True, text=True, timeout=110
-    )
+    ran = warm_python.run("-c", "\n".join(program))
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
@@ -407,6 +398,20 @@ def test_the_output_is_a_shell_script(cli: Cli, tmp_path: Path) -> None:
     torch.save(AveragedModel(nn.DataParallel(made("net"))).state_dict(), path)
     script = cli("doctor", path, "--model", spec("net")).out
     assert "loaded 9 of 9 tensors" in run_in_shell(script)
+
+
+def test_a_prefix_that_reload_strips_by_itself_is_said(cli: Cli, tmp_path: Path) -> None:
+    torch.save({"model": prefixed(made("Net").state_dict(), "module.")}, tmp_path / "ddp.pt")
+    found = cli("doctor", tmp_path / "ddp.pt", "--model", spec("Net"), "--json")
+    assert (found.code, found.json["loads"]) == (1, False)
+    remark = next(problem for problem in found.json["problems"] if problem["kind"] == "reload")
+    assert remark["remark"] is True
+    assert "strips 'module.' by itself" in remark["message"]
+    assert "load_state_dict does not" in remark["message"]
+    assert remark["command"] == f"ckpttool reload {tmp_path}/ddp.pt --model {spec('Net')}"
+    assert cli(*shlex.split(remark["command"])[1:]).code == 0
+    page = cli("doctor", tmp_path / "ddp.pt", "--model", spec("Net")).out
+    assert f"\n#   {remark['command']}" in page
 
 
 def test_a_file_that_loads_is_exit_0_with_remarks(cli: Cli, tmp_path: Path) -> None:
@@ -703,7 +708,7 @@ def test_a_named_state_is_the_one_that_is_diagnosed(cli: Cli, tmp_path: Path) ->
 
 def test_a_checkpoint_that_lightning_wrote_is_fixed(cli: Cli, tmp_path: Path) -> None:
     """A checkpoint that Lightning itself wrote, and its Fabric's prefix."""
-    lightning = pytest.importorskip("lightning", reason="the extra `interop` is not installed")
+    lightning = pytest.importorskip("lightning", reason="needs the extra interop")
     module = lightning.LightningModule()
     module.net = made("net")
     trainer = lightning.Trainer(logger=False, barebones=False, enable_checkpointing=False, accelerator="cpu")

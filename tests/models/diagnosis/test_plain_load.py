@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +17,10 @@ from ckpttool.models.diagnosis.plain_load import refused_by_torch
 from tests.support import architectures
 from tests.support.running import Ran
 from tests.support.trees import TREES
+from tests.support.warm_python import WarmPython
 
 Cli = Callable[..., Ran]
+Run = Callable[[str], None]
 SPEC = f"{architectures.__file__}:net"
 
 
@@ -54,25 +54,31 @@ def line(cli: Cli, path: Path, *more: str) -> str:
     return str(cli("doctor", path, "--model", SPEC, "--json", *more).json["python"])
 
 
-def run(python: str) -> None:
-    """Run the line in a new interpreter that has just built the model."""
-    script = f"""
+PROGRAM = f"""
 import sys
 sys.path.insert(0, {str(Path(architectures.__file__).parent)!r})
 import ckpttool, safetensors.torch, torch
 from architectures import net
 model = net()
-{python}
 """
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110)
-    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.fixture
+def run(warm_python: WarmPython) -> Run:
+    """Return a function that runs a line in a process that has just built the model."""
+
+    def run_line(python: str) -> None:
+        ran = warm_python.run("-c", PROGRAM + python)
+        assert ran.returncode == 0, ran.stderr
+
+    return run_line
 
 
 def state(**given: Any) -> dict[str, torch.Tensor]:
     return dict(architectures.net(**given).state_dict())
 
 
-def test_a_nested_state_is_taken_out_of_its_dicts(cli: Cli, tmp_path: Path) -> None:
+def test_a_nested_state_is_taken_out_of_its_dicts(cli: Cli, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "it's.pt"
     torch.save({"epoch": 1, "all of it": {"model": state()}}, path)
     python = line(cli, path)
@@ -86,7 +92,7 @@ def test_a_named_state_is_taken_by_its_name(cli: Cli, tmp_path: Path) -> None:
     assert line(cli, tmp_path / "f.pt", "--state", "teacher").endswith("['teacher'])")
 
 
-def test_safetensors_are_loaded_by_their_own_library(cli: Cli, tmp_path: Path) -> None:
+def test_safetensors_are_loaded_by_their_own_library(cli: Cli, run: Run, tmp_path: Path) -> None:
     save_file(state(), tmp_path / "f.safetensors")
     python = line(cli, tmp_path / "f.safetensors")
     assert python == f"safetensors.torch.load_model(model, '{tmp_path}/f.safetensors')"
@@ -94,7 +100,7 @@ def test_safetensors_are_loaded_by_their_own_library(cli: Cli, tmp_path: Path) -
 
 
 def test_a_file_from_a_gpu_is_mapped_to_the_cpu(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each storage is tagged with its device, which torch.load looks for."""
     with monkeypatch.context() as patch:
@@ -105,7 +111,9 @@ def test_a_file_from_a_gpu_is_mapped_to_the_cpu(
     run(python)
 
 
-def test_objects_in_the_file_are_said_with_the_command_that_leaves_them_out(cli: Cli, tmp_path: Path) -> None:
+def test_objects_in_the_file_are_said_with_the_command_that_leaves_them_out(
+    cli: Cli, run: Run, tmp_path: Path
+) -> None:
     prefixed = {f"module.{name}": value for name, value in state().items()}
     tree = {"model": prefixed, "args": argparse.Namespace(lr=0.1), "epoch": 1}
     torch.save(tree, tmp_path / "f.pt")
@@ -121,7 +129,7 @@ def test_objects_in_the_file_are_said_with_the_command_that_leaves_them_out(cli:
 
 
 @pytest.mark.parametrize("kind", ["shards", "dcp"])
-def test_folders_are_loaded_by_ckpttool(kind: str, cli: Cli, tmp_path: Path) -> None:
+def test_folders_are_loaded_by_ckpttool(kind: str, cli: Cli, run: Run, tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "f.pt")
     to = {"shards": "safetensors-sharded", "dcp": "dcp"}[kind]
     with ckpttool.open(tmp_path / "f.pt") as checkpoint:

@@ -15,13 +15,15 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
+from ckpttool.metrics.evaluating import BATCH
 from tests.ranks import trainings
 from tests.ranks.programs import ROOT, TORCHRUN, start
 from train import data, evaluate, flags, main, models
 from train.data import Data
-from train.evaluation import BATCH, Evaluator
+from train.scoring import Scorer
+from train.task import Classification
 
-SAME = ("correct", "samples", "accuracy", "loss", "threads")
+SAME = ("correct", "samples", "accuracy", "loss", "threads", "batch_size")
 
 MODEL = """
 from torch import nn
@@ -98,9 +100,9 @@ def evaluate_some(rank: int, world_size: int, samples: int, last_label: int | No
         labels[-1] = last_label
     rows = TensorDataset(inputs, labels)
     whole = Data("some", rows, rows, tuple("0123456789"), (10,), "some")
-    evaluator = Evaluator(whole, trainings.place(rank, world_size))
+    scorer = Scorer(whole, Classification(whole), trainings.place(rank, world_size), batch_size=BATCH)
     try:
-        found = evaluator.evaluate(trainings.seeded(lambda: nn.Linear(10, 10)))
+        found = scorer.classes(trainings.seeded(lambda: nn.Linear(10, 10)))
     except Exception as error:
         return type(error).__name__, str(error)
     return found.certificate.rank_samples, len(found.own), found.certificate.score() | {"ranks": 0}
@@ -149,18 +151,18 @@ class Watching(nn.Module):
         return inputs
 
 
-def test_loading_processes_live_as_long_as_the_evaluator() -> None:
+def test_loading_processes_live_as_long_as_the_scorer() -> None:
     whole = Data("loader", Loader(), Loader(), ("one",), (1,), "loader")
-    evaluator = Evaluator(whole, trainings.place(0, 1), workers=2)
+    scorer = Scorer(whole, Classification(whole), trainings.place(0, 1), batch_size=BATCH, workers=2)
     seen = []
     for _ in range(2):
         watching = Watching()
-        evaluator.evaluate(watching)
+        scorer.score(watching)
         seen.append(watching.seen)
     assert seen[0] == seen[1]
     assert len(seen[0]) == 2
     assert os.getpid() not in seen[0]
-    del evaluator
+    del scorer
     gc.collect()
     assert not any(Path(f"/proc/{pid}").exists() for pid in seen[0])
 
@@ -170,7 +172,7 @@ def test_loading_processes_live_as_long_as_the_evaluator() -> None:
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[str, Any]]:
-    """`torchrun train/evaluate.py` on the digits: what it printed as JSON, and eval.json."""
+    """`train/evaluate.py` on the digits, under torchrun for several ranks: its JSON, and eval.json."""
     folder = tmp_path_factory.mktemp("started")
     model = trainings.seeded(lambda: models.build("simple-cnn", shape=(1, 8, 8), classes=10))
     torch.save(model.state_dict(), folder / "cnn.pt")
@@ -178,14 +180,15 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[s
     def run(ranks: int) -> tuple[str, Any]:
         out = folder / f"on-{ranks}"
         program = [str(ROOT / "train" / "evaluate.py"), "cnn.pt", "--model", "simple-cnn", "--json"]
-        done = start([*TORCHRUN, str(ranks), *program, "--out", str(out)], folder)
+        launcher = [sys.executable] if ranks == 1 else [*TORCHRUN, str(ranks)]
+        done = start([*launcher, *program, "--out", str(out)], folder)
         assert done.returncode == 0, done.stderr
         return done.stdout, json.loads((out / "eval.json").read_text())
 
     return run
 
 
-def test_torchrun_prints_the_same_json_on_1_rank_and_on_3_except_for_their_number(
+def test_torchrun_with_3_ranks_prints_the_json_of_one_process_except_for_their_number(
     started: Callable[[int], tuple[str, Any]],
 ) -> None:
     (one, statement), (three, of_three) = started(1), started(3)

@@ -1,0 +1,65 @@
+"""Tensors in nested batches: tuples, lists, mappings and dataclasses of them. Imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, in order.
+
+    Args:
+        value: a tensor, or tuples, lists, mappings and dataclasses of tensors and others, in any nesting.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors(getattr(value, field.name))
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a value with each tensor replaced by what `change` returns for it; the rest stays as it is.
+
+    Args:
+        value: as for `tensors`. Lists, tuples, named tuples, dicts and dataclasses keep their types; another
+            mapping becomes a dict.
+        change: returns a tensor.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        made = {key: mapped(one, change) for key, one in value.items()}
+        return _like(value, made)
+    if isinstance(value, list | tuple):
+        items = [mapped(one, change) for one in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return dataclasses.replace(value, **{name: mapped(getattr(value, name), change) for name in names})
+    return value
+
+
+def moved(batch: Any, device: torch.device | str) -> Any:
+    """Return a batch with its tensors on a device, copied without waiting where memory is pinned."""
+    return mapped(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _like(mapping: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
+    """Return a dict as a mapping's own type, if that can be made of one, as transformers' outputs can."""
+    if type(mapping) is dict:
+        return made
+    try:
+        return type(mapping)(made)  # type: ignore[call-arg]
+    except TypeError:
+        return made

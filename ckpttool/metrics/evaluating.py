@@ -1,0 +1,383 @@
+"""Evaluations of a model: every sample once, with the same bits on any number of ranks. Imports torch.
+
+    def loss(outputs, batch):                                  # of a batch: a sum, and of how many
+        return F.mse_loss(outputs, batch[1], reduction="sum"), batch[1].numel()
+
+    found = metrics.evaluate(model, test_set, loss, {"mae": metrics.MeanAbsoluteError})
+    print(found.loss, found.metrics["mae"], found.samples)     # over all ranks, on every rank
+
+The samples are cut into batches before whole batches are dealt to ranks, so a sample's batch does not depend
+on the number of ranks; the size of a batch changes the last bits, as the number of threads does. The results
+are joined by sample, and all numbers are computed from what was joined.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from ..distributed import collectives, nested
+from ..distributed.exactly_once import index_digest
+from ..distributed.gather_rows import gather
+from ..errors import CheckFailed
+from .base import Metric
+from .certificate import Certificate, LossCertificate, certify
+from .exact_sum import ExactSum
+from .predictions import COLUMNS, Evaluation, Predictions
+from .reducing import reduce
+
+T = TypeVar("T")
+
+BATCH = 128
+"""Samples in one forward pass, by default."""
+
+Forward = Callable[[nn.Module, Any], Any]
+"""Returns a model's outputs for a batch on the model's device."""
+
+Loss = Callable[[Any, Any], tuple[Any, Any]]
+"""Returns, of a model's outputs and a batch, the sum of the losses and the number of what was summed."""
+
+Load = Callable[[list[list[int]]], Iterable[Any]]
+"""Returns the batches of these samples, in order, each time it is iterated."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric to be computed: how to make one, and what its `update` gets of (outputs, batch)."""
+
+    make: Callable[[], Metric[Any]]
+    arguments: Callable[[Any, Any], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The result of an evaluation of classes: this rank's rows, and the certificate over all ranks' rows."""
+
+    own: Predictions
+    certificate: Certificate
+
+
+def evaluate(
+    model: nn.Module,
+    samples: Dataset[Any],
+    loss: Loss,
+    metrics: Mapping[str, Any] | None = None,
+    *,
+    forward: Forward | None = None,
+    batch_size: int = BATCH,
+    device: torch.device | str = "cpu",
+) -> LossCertificate:
+    """Evaluate a model with any loss and metrics, over the ranks. A collective.
+
+    Args:
+        model: the same on every rank, on `device`; its mode is restored afterwards.
+        samples: a map-style data set whose samples `default_collate` takes; the same on every rank.
+        loss: (outputs, batch) -> (sum, count): the sum of the batch's losses, and of how many samples, tokens
+            or pixels, as an integer or a tensor of one.
+        metrics: name -> as `measures` takes it.
+        forward: (model, batch) -> outputs; by default `model(inputs)` for a batch of (inputs, target).
+        batch_size: samples in a forward pass; determines the last bits.
+        device: where batches are moved to.
+
+    Raises:
+        TypeError: a metric is not one of `ckpttool.metrics`, or `loss` does not return (sum, count).
+        CheckFailed: a metric does not take the outputs; names it.
+        RankFailed: another rank failed; all ranks end after the current batch.
+    """
+    evaluator = Evaluator(samples, batch_size=batch_size, device=device)
+    return evaluator.losses(model, loss, measures(metrics or {}), forward=forward or _forward)
+
+
+def evaluate_classes(
+    model: nn.Module,
+    samples: Dataset[Any],
+    classes: Sequence[str],
+    *,
+    batch_size: int = BATCH,
+    device: torch.device | str = "cpu",
+) -> Certificate:
+    """Evaluate a classifier over the ranks: accuracy, mean cross entropy, and the counts of each class.
+
+    A collective.
+
+    Args:
+        model: the same on every rank, on `device`; returns scores [n, classes or more].
+        samples: a map-style data set of (input, label), the same on every rank.
+        classes: their names, by label.
+        batch_size, device: as for `evaluate`.
+
+    Raises:
+        CheckFailed: a label is not one of the classes.
+        RankFailed: another rank failed; all ranks end after the current batch.
+    """
+    evaluator = Evaluator(samples, batch_size=batch_size, device=device)
+    about = Evaluation(classes=tuple(classes))
+    return evaluator.classes(model, about=about).certificate
+
+
+def measures(metrics: Mapping[str, Any]) -> dict[str, Measure]:
+    """Return metrics in one form.
+
+    Args:
+        metrics: name -> a class of `ckpttool.metrics`, a function that makes one, or one itself, which is
+            left as it is; its `update` gets (outputs, target), where the target is the last of a batch's
+            parts. Or a pair of that and a function (outputs, batch) -> what `update` gets.
+
+    Raises:
+        TypeError: it is no mapping, or one of its values is something else; names it.
+    """
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics is a {type(metrics).__name__}, not a mapping of names to metrics")
+    found = {}
+    for name, given in metrics.items():
+        make, arguments = given if isinstance(given, tuple | list) and len(given) == 2 else (given, _compared)
+        if isinstance(make, Metric):
+            make = _copier(make)
+        one = make() if callable(make) else make
+        if not isinstance(one, Metric):
+            raise TypeError(
+                f"metrics[{name!r}] makes a {type(one).__name__}, not a metric of ckpttool.metrics"
+            )
+        if not callable(arguments):
+            raise TypeError(f"metrics[{name!r}]: the second of a pair is a function of (outputs, batch)")
+        found[str(name)] = Measure(make, arguments)
+    return found
+
+
+class Evaluator:
+    """Evaluates models on one data set. Keeps what loads its batches from one evaluation to the next."""
+
+    def __init__(
+        self,
+        samples: Dataset[Any],
+        *,
+        batch_size: int = BATCH,
+        device: torch.device | str = "cpu",
+        load: Load | None = None,
+    ) -> None:
+        self.samples, self.batch_size, self.device = (
+            len(cast(Sized, samples)),
+            batch_size,
+            torch.device(device),
+        )
+        self.rank, self.world_size = collectives.rank(), collectives.world_size()
+        self.numbers = range(self.rank, self.number_of_batches, self.world_size)
+        self.batches = [list(self._batch(number)) for number in self.numbers]
+        self.loader: Iterable[Any] = (load or _loader(samples))(self.batches)
+
+    @property
+    def number_of_batches(self) -> int:
+        return -(-self.samples // self.batch_size)
+
+    @property
+    def rank_samples(self) -> list[int]:
+        """The number of samples that each rank scores."""
+        dealt = [range(rank, self.number_of_batches, self.world_size) for rank in range(self.world_size)]
+        return [sum(len(self._batch(number)) for number in numbers) for numbers in dealt]
+
+    def classes(
+        self,
+        model: nn.Module,
+        *,
+        about: Evaluation,
+        check: Callable[[Any, Sequence[int]], None] | None = None,
+        forward: Forward | None = None,
+    ) -> Evaluated:
+        """Score the class of each sample, and join the results of all ranks. A collective.
+
+        Args:
+            model: on this rank's device; its mode is restored afterwards.
+            about: what is evaluated; the rest of it is filled in.
+            check: called with each batch and the indices of its samples; raises what ends the evaluation.
+            forward: as for `evaluate`; must return scores [n, classes or more].
+
+        Raises:
+            CheckFailed: a label is not one of the classes.
+            Exception: what `check`, loading or the model raised; RankFailed on the other ranks.
+        """
+        own = self.rows(model, check=check, forward=forward or _forward)
+        columns = {name: column for name, column in own.items() if name != "index"}
+        joined = gather(own["index"], columns, samples=self.samples)
+        whole = _predictions({"index": torch.arange(self.samples), **joined})
+        said = self.described(about)
+        return Evaluated(
+            _predictions(own), collectives.alike(lambda: certify(whole, said, self.rank_samples))
+        )
+
+    def rows(
+        self,
+        model: nn.Module,
+        *,
+        check: Callable[[Any, Sequence[int]], None] | None = None,
+        forward: Forward | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return this rank's rows, by column. A collective, in which nothing is joined.
+
+        Args and Raises are those of `classes`.
+
+        Returns:
+            `index`, `prediction`, `label` (int64) and `loss` (float64), each with one value per sample.
+        """
+
+        def score(indices: list[int], batch: Any) -> tuple[torch.Tensor, ...]:
+            if check is not None:
+                check(batch, indices)
+            labels = batch[-1].to(torch.int64)
+            scores = (forward or _forward)(model, nested.moved(batch, self.device)).cpu()
+            losses = F.cross_entropy(scores.double(), labels, reduction="none")
+            return torch.tensor(indices), scores.argmax(dim=1), labels, losses
+
+        whole, real = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+        columns = zip((whole, whole, whole, real), *self._each(model, score), strict=True)
+        return {name: torch.cat(column) for name, column in zip(COLUMNS, columns, strict=True)}
+
+    def losses(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        measured: Mapping[str, Measure],
+        *,
+        about: Evaluation | None = None,
+        check: Callable[[Any, Sequence[int]], None] | None = None,
+        forward: Forward | None = None,
+        move: Callable[[Any, torch.device], Any] = nested.moved,
+    ) -> LossCertificate:
+        """Sum the losses of all samples and compute metrics, over all ranks. A collective.
+
+        Args:
+            model, loss, forward: as for `evaluate`.
+            measured: as `measures` returns them.
+            about: what is evaluated; the rest of it is filled in.
+            check: as for `classes`.
+            move: (batch, device) -> the batch there.
+
+        Raises:
+            TypeError: `loss` does not return (sum, count).
+            CheckFailed: a metric does not take the outputs; names it.
+            Exception: what `check`, loading, the model or `loss` raised; RankFailed on the other ranks.
+        """
+        own = {name: measure.make() for name, measure in measured.items()}
+
+        def score(indices: list[int], batch: Any) -> tuple[list[int], float, int]:
+            if check is not None:
+                check(batch, indices)
+            batch = move(batch, self.device)
+            outputs = (forward or _forward)(model, batch)
+            total, count = _pair(loss(outputs, batch))
+            for name, measure in measured.items():
+                update(name, own[name], measure.arguments, outputs, batch)
+            return indices, total, count
+
+        rows = self._each(model, score)
+        # Each rank has taken whole batches; that all samples were taken once is what the certificate says.
+        taken = [index for indices, _, _ in rows for index in indices]
+        gather(torch.tensor(taken, dtype=torch.int64), {}, samples=self.samples)
+        joined = gather(
+            torch.tensor(self.numbers, dtype=torch.int64),
+            {
+                "loss": torch.tensor([total for _, total, _ in rows], dtype=torch.float64),
+                "count": torch.tensor([count for _, _, count in rows], dtype=torch.int64),
+            },
+            samples=self.number_of_batches,
+        )
+        count, exact = int(joined["count"].sum()), ExactSum()
+        exact.add(joined["loss"].numpy())
+        return LossCertificate(
+            self.described(about or Evaluation()),
+            self.samples,
+            count,
+            exact.over(count),
+            {name: reduce(metric).compute() for name, metric in own.items()},
+            tuple(self.rank_samples),
+            index_digest(self.samples),
+        )
+
+    def described(self, about: Evaluation) -> Evaluation:
+        """Return what is evaluated with what this evaluator knows of it."""
+        known = {name: getattr(about, name) for name in ("checkpoint", "data", "classes")}
+        return Evaluation(
+            self.world_size,
+            self.samples,
+            device=self.device.type,
+            threads=torch.get_num_threads(),
+            batch_size=self.batch_size,
+            **known,
+        )
+
+    def _batch(self, number: int) -> range:
+        return range(number * self.batch_size, min((number + 1) * self.batch_size, self.samples))
+
+    def _each(self, model: nn.Module, score: Callable[[list[int], Any], T]) -> list[T]:
+        """Return what `score` returns for each of this rank's batches. A collective.
+
+        All ranks advance batch by batch together, so none waits for one that has failed.
+        """
+        found: list[T] = []
+        was_training = model.training
+        model.eval()
+        try:
+            with torch.inference_mode():
+                loaded: Iterator[Any] | None = None
+                for number in range(-(-self.number_of_batches // self.world_size)):
+                    with collectives.together():
+                        if number < len(self.batches):
+                            loaded = loaded or iter(self.loader)
+                            found.append(score(self.batches[number], next(loaded)))
+        finally:
+            model.train(was_training)
+        return found
+
+
+def update(
+    name: str,
+    metric: Metric[Any],
+    arguments: Callable[[Any, Any], Sequence[Any]],
+    outputs: Any,
+    batch: Any,
+) -> None:
+    """Update a metric with a batch.
+
+    Raises:
+        CheckFailed: its arguments can't be computed, or it does not take them; names the metric.
+    """
+    try:
+        metric.update(*arguments(outputs, batch))  # type: ignore[attr-defined]
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError, RuntimeError) as error:
+        hint = "give a pair of the metric and a function: (outputs, batch) -> the arguments of its update"
+        raise CheckFailed(f"metric '{name}': {type(error).__name__}: {error}", hint=hint) from error
+
+
+def _forward(model: nn.Module, batch: Any) -> Any:
+    """Return the outputs for a batch of (inputs, target), or of inputs alone."""
+    return model(batch[0] if isinstance(batch, tuple | list) else batch)
+
+
+def _compared(outputs: Any, batch: Any) -> tuple[Any, Any]:
+    """Return what most metrics are updated with: the outputs, and the last part of the batch."""
+    return outputs, batch[-1] if isinstance(batch, tuple | list) else batch
+
+
+def _copier(metric: Metric[Any]) -> Callable[[], Metric[Any]]:
+    return lambda: copy.deepcopy(metric)
+
+
+def _pair(returned: Any) -> tuple[float, int]:
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise TypeError(f"loss returned a {type(returned).__name__}, not (sum, count)")
+    return float(returned[0]), int(returned[1])
+
+
+def _loader(samples: Dataset[Any]) -> Load:
+    # Without a generator of its own, each pass would draw from the global one and shift dropout.
+    return lambda batches: DataLoader(samples, batch_sampler=batches, generator=torch.Generator())
+
+
+def _predictions(columns: dict[str, torch.Tensor]) -> Predictions:
+    return Predictions(**{name: column.numpy() for name, column in columns.items()})

@@ -1,0 +1,38 @@
+"""The gradient of the mean over all ranks' samples, whatever each rank has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpttool.distributed import global_mean_loss
+
+
+def gradients(rank: int, world_size: int) -> tuple[float, float]:
+    """Return the gradient of 1 and 3 samples with the global mean, and with the mean of each rank's."""
+    samples = [torch.tensor([[8.0]]), torch.tensor([[1.0], [2.0], [3.0]])][rank]
+    found = []
+    for loss in (lambda out: global_mean_loss(out.sum(), 4), torch.mean):
+        ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        loss(ddp(samples)).backward()
+        found.append(ddp.module.weight.grad.item())
+    return found[0], found[1]
+
+
+def test_every_sample_counts_the_same_whatever_its_rank_has(run_ranks: Any) -> None:
+    """The mean of 8, 1, 2 and 3 is 3.5; the mean of the means 8 and 2 is 5."""
+    assert run_ranks(2, gradients) == [(3.5, 5.0)] * 2
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0), -1])
+def test_a_mean_over_nothing_is_refused(count: Any) -> None:
+    with pytest.raises(ValueError, match="has no value"):
+        global_mean_loss(torch.zeros(()), count)
+
+
+def test_the_count_may_be_a_tensor() -> None:
+    assert global_mean_loss(torch.tensor(6.0), torch.tensor(4)).item() == 1.5

@@ -1,0 +1,294 @@
+"""The log of a run while it trains: loss, learning rate, gradient norm, speed, and where the time goes.
+
+Imports torch. In a training loop:
+
+    log = StepLog(50, device, sinks)
+    with log.phase("data"):
+        batch = next(batches)
+    with log.phase("forward"):
+        loss, count = ...
+    with log.phase("backward", loss):
+        loss.backward()
+    log.add(loss, count)
+    with log.phase("update"):
+        optimizer.step()
+    log.step(number, samples=..., lr=..., epochs=...)
+
+**What it costs.** A step reads the clock some ten times and adds the loss to a sum on the device. Nothing is
+read from the device, and nothing is sent, but once per interval.
+
+**What a phase is.** On a CPU, the time that this rank spent in it. On a GPU, where kernels run long after
+they were launched, the time between two events on its stream, which includes the time it stood idle there.
+
+**What `reduce` is.** DDP sums gradients over ranks while backward is still computing others, so the two can't
+be told apart in full. `backward` ends when this rank has computed its own gradients; `reduce` is what it then
+waits until they are summed: the part of the communication that computing does not hide, and the time that a
+faster rank waits for slower ones.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from ckpttool.distributed import collectives
+
+PHASES = ("data", "forward", "backward", "reduce", "update")
+
+
+class Sink(Protocol):
+    """Where the entries of the log go: a file, or a tracker of experiments. Only rank 0 has any."""
+
+    def write(self, entry: Mapping[str, Any], step: int) -> None:
+        """Write an entry, so that it is kept if the process is killed afterwards.
+
+        Args:
+            entry: numbers by name; `epoch` or `step` says what it is about.
+            step: optimizer steps done since the beginning.
+        """
+
+
+class StepLog:
+    """Sums over an interval of steps, written as one entry at its end.
+
+    Every rank has one. `step` and `end` are collectives where they write an entry, and `write` is always one.
+
+    Args:
+        every: optimizer steps per interval; it ends where the number of steps is divisible by this.
+        device: where the losses are.
+        sinks: where entries go, on rank 0; empty on the others.
+    """
+
+    def __init__(self, every: int, device: torch.device, sinks: Sequence[Sink] = ()) -> None:
+        self.every, self.sinks = every, sinks
+        self._clock: Any = _DeviceClock() if device.type == "cuda" else _HostClock()
+        self._phases = {name: _Phase(self, name) for name in PHASES}
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._count: int | torch.Tensor = 0
+        self._steps = self._samples = 0
+        self._seconds = dict.fromkeys(("step", *PHASES), 0.0)
+        self._begun: Any = None
+        self._last: dict[str, Any] = {}
+
+    def phase(self, name: str, loss: torch.Tensor | None = None) -> _Phase:
+        """Return a context whose time is counted as this phase of the step.
+
+        Args:
+            name: one of `PHASES`.
+            loss: for "backward": what backward is called on in it. It gets a hook that tells when this rank's
+                own gradients are complete; the time from there on is then counted as "reduce".
+
+        Raises:
+            KeyError: there is no such phase.
+        """
+        phase = self._phases[name]
+        phase.loss = loss
+        return phase
+
+    def due(self, number: int) -> bool:
+        """Return whether the interval ends with this step, so that its gradient norm will be written."""
+        return number % self.every == 0
+
+    def add(self, loss_sum: torch.Tensor, count: int | torch.Tensor) -> None:
+        """Count the losses of one forward pass.
+
+        Args:
+            loss_sum: their sum, a scalar on the device.
+            count: how many they are: samples, tokens, pixels; on the device, if it is a tensor.
+        """
+        self._loss += loss_sum.detach()
+        self._count = self._count + count
+
+    def step(
+        self,
+        number: int,
+        *,
+        samples: int,
+        lr: float,
+        epochs: float,
+        grad_norm: torch.Tensor | float | None = None,
+    ) -> None:
+        """End an optimizer step, and write an entry if the interval ends with it.
+
+        Args:
+            number: optimizer steps done since the beginning, with this one.
+            samples: samples of the step, over all ranks.
+            lr: the learning rate it was taken with.
+            epochs: epochs done so far, with their fraction.
+            grad_norm: of the whole gradient, before it was clipped; needed only where `due(number)`.
+
+        Raises:
+            FileError: on rank 0, if the log can't be written; the other ranks raise RankFailed.
+        """
+        now = self._clock.now()
+        if self._begun is not None:
+            self._clock.add(self._seconds, "step", self._begun, now)
+            self._begun = None
+        self._clock.settle(self._seconds)
+        self._samples += samples
+        self._steps += 1
+        self._last = {"step": number, "epochs": epochs, "lr": lr, "grad_norm": grad_norm}
+        if self.due(number):
+            self.end()
+
+    def end(self) -> None:
+        """Write the entry of an interval that is not complete, if there is one. Raises as `step`."""
+        if not self._steps:
+            return
+        entry, step = self._entry(), self._last["step"]
+        self._clear()
+        self.write(entry, step)
+
+    def write(self, entry: Mapping[str, Any], step: int) -> None:
+        """Write an entry of any kind, given on rank 0. A collective. Raises as `step`."""
+        with collectives.together():
+            for sink in self.sinks:
+                sink.write(entry, step)
+
+    def state(self) -> list[float]:
+        """Return this rank's sums of the unfinished interval, for a checkpoint."""
+        self._clock.settle(self._seconds, wait=True)
+        return [
+            float(self._steps),
+            float(self._samples),
+            float(self._loss),
+            float(self._count),
+            *(self._seconds[name] for name in ("step", *PHASES)),
+        ]
+
+    def restore(self, states: Sequence[Sequence[float]], rank: int, world_size: int) -> None:
+        """Continue an unfinished interval.
+
+        Args:
+            states: `state()` of each rank that saved.
+            rank: of this process.
+            world_size: the ranks there are now. If they were others, rank 0 takes the sums of all of them.
+
+        Raises:
+            ValueError: a state has another length.
+        """
+        same = len(states) == world_size
+        steps, samples, loss, count, *seconds = states[rank] if same else states[0]
+        if len(seconds) != 1 + len(PHASES):
+            raise ValueError(f"the state of a log has {4 + len(seconds)} numbers")
+        if not same:
+            loss, count = (sum(state[i] for state in states) if rank == 0 else 0.0 for i in (2, 3))
+        self._steps, self._samples, self._count = int(steps), int(samples), int(count)
+        self._loss.fill_(loss)
+        self._seconds = dict(zip(("step", *PHASES), seconds, strict=True))
+
+    def _entry(self) -> dict[str, Any]:
+        """Return the entry of this interval: the mean loss over all ranks' samples, and ranks' mean times."""
+        self._clock.settle(self._seconds, wait=True)
+        own = [float(self._loss), float(self._count), *self._seconds.values()]
+        loss, count, *seconds = collectives.total(torch.tensor(own, dtype=torch.float64)).tolist()
+        ranks = collectives.world_size()
+        whole, *phases = (round(one / ranks, 6) for one in seconds)
+        norm = self._last["grad_norm"]
+        return {
+            "step": self._last["step"],
+            "epochs": round(self._last["epochs"], 6),
+            "steps": self._steps,
+            "loss": loss / count if count else None,
+            "lr": self._last["lr"],
+            "grad_norm": None if norm is None else float(norm),
+            "samples_per_second": round(self._samples / whole, 3) if whole else None,
+            "seconds": whole,
+            **{f"{name}_seconds": value for name, value in zip(PHASES, phases, strict=True)},
+        }
+
+    def _clear(self) -> None:
+        self._loss.zero_()
+        self._count = 0
+        self._steps = self._samples = 0
+        self._seconds = dict.fromkeys(("step", *PHASES), 0.0)
+
+    def _enter(self) -> Any:
+        now = self._clock.now()
+        if self._begun is None:  # the first phase begins the step: what lies between steps is not training
+            self._begun = now
+        return now
+
+    def _leave(self, name: str, start: Any, end: Any) -> None:
+        self._clock.add(self._seconds, name, start, end)
+
+
+class _Phase:
+    """The context of one phase."""
+
+    __slots__ = ("log", "loss", "name", "own_end", "start")
+
+    def __init__(self, log: StepLog, name: str) -> None:
+        self.log, self.name = log, name
+        self.loss: torch.Tensor | None = None
+        self.own_end: Any = None
+        self.start: Any = None
+
+    def __enter__(self) -> None:
+        if self.loss is not None and self.loss.requires_grad:
+            self.loss.register_hook(self._at_begin_of_backward)  # type: ignore[no-untyped-call]
+        self.start = self.log._enter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        end = self.log._clock.now()
+        own_end, self.own_end, self.loss = self.own_end, None, None
+        if own_end is None:
+            self.log._leave(self.name, self.start, end)
+        else:
+            self.log._leave(self.name, self.start, own_end)
+            self.log._leave("reduce", own_end, end)
+
+    def _at_begin_of_backward(self, _: torch.Tensor) -> None:
+        # When the graph is done, the engine calls what was queued, in that order. DDP queues its wait for the
+        # reductions with the last gradient; this is queued with the first one, and so is called before.
+        torch.autograd.Variable._execution_engine.queue_callback(self._at_end_of_own_backward)
+
+    def _at_end_of_own_backward(self) -> None:
+        self.own_end = self.log._clock.now()
+
+
+class _HostClock:
+    """The clock of a device whose work is done when its call returns."""
+
+    now = staticmethod(time.perf_counter)
+
+    def add(self, seconds: dict[str, float], name: str, start: float, end: float) -> None:
+        seconds[name] += end - start
+
+    def settle(self, seconds: dict[str, float], *, wait: bool = False) -> None:
+        """Do nothing: what was added is counted."""
+
+
+class _DeviceClock:
+    """The clock of a GPU: events on its stream, read when they have passed, without waiting for them."""
+
+    def __init__(self) -> None:
+        self._spans: collections.deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = collections.deque()
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def add(
+        self, seconds: dict[str, float], name: str, start: torch.cuda.Event, end: torch.cuda.Event
+    ) -> None:
+        self._spans.append((name, start, end))
+
+    def settle(self, seconds: dict[str, float], *, wait: bool = False) -> None:
+        """Count the spans whose end has passed; wait for all of them if told to."""
+        while self._spans:
+            name, start, end = self._spans[0]
+            if wait:
+                end.synchronize()
+            elif not end.query():  # type: ignore[no-untyped-call]
+                return
+            seconds[name] += start.elapsed_time(end) / 1e3
+            self._spans.popleft()

@@ -1,0 +1,439 @@
+"""Tasks: how a model is called on a batch, what it is trained to make small, and how it is scored.
+
+`--task` takes a name of `TASKS`, or `file.py:factory`, whose object needs only
+
+    def loss(self, outputs, batch):      # the sum of the batch's losses, and how many they are
+        return F.l1_loss(outputs, batch[1], reduction="sum"), batch[1].numel()
+
+    metrics = {"mae": metrics.MeanAbsoluteError}     # of ckpttool.metrics, updated with (outputs, target)
+
+The ranks' sums and counts are added before they are divided, so the loss is the mean over all samples, tokens
+or pixels, whatever each rank has of them. A metric whose `update` needs something else is given as a pair
+with a function: `{"top5": (lambda: metrics.TopK(5), lambda outputs, batch: (outputs[0], batch["label"]))}`.
+Any of the other methods of `Task` may be given too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ckpttool import metrics as exact
+from ckpttool.distributed import nested
+from ckpttool.errors import UsageFault
+from ckpttool.metrics.evaluating import measures
+from ckpttool.models import factory
+from train.config import DataConfig
+
+if TYPE_CHECKING:
+    from train.data import Data
+
+Loss = tuple[torch.Tensor, "int | torch.Tensor"]
+"""The sum of a batch's losses, a scalar with a gradient, and the number of what was summed."""
+
+IGNORED = -100
+"""The target of tokens that are no part of the loss: torch's `ignore_index`."""
+
+TARGETS = ("labels", "label", "targets", "target", "y")
+"""The names by which a batch that is a mapping may hold its target."""
+
+PAIR = "return (sum, count): the sum of the batch's losses as a tensor, and their number as an integer"
+
+
+class Task:
+    """A task, with what holds for most. A user's object may be a subclass, or any object with `loss`.
+
+    Attributes:
+        name: as on the command line.
+        metrics: what an evaluation computes beside the loss, as `metrics.evaluating.measures` takes it.
+    """
+
+    name = "task"
+    metrics: Mapping[str, Any] = {}
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        """Return the model's outputs for a batch on its device.
+
+        Args:
+            model: possibly wrapped in DDP.
+            batch: (inputs, target), of which the model gets the inputs; (input, input, ..., target) likewise;
+                a mapping, as keyword arguments; or anything else, as it is.
+        """
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch[:-1]) if isinstance(batch, tuple | list) else model(batch)
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        """Return the sum of the losses, a scalar tensor, and how many samples, tokens or pixels it is of."""
+        raise NotImplementedError
+
+    def sample_count(self, batch: Any) -> int:
+        """Return the number of samples in a batch: the length of its first tensor."""
+        return next((len(tensor) for tensor in nested.tensors(batch) if tensor.dim()), 0)
+
+    def batch_to(self, batch: Any, device: torch.device) -> Any:
+        """Return a batch on a device, in the same structure."""
+        return nested.moved(batch, device)
+
+    def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
+        """Raise CheckFailed, naming the sample, if a batch can't be trained on.
+
+        Args:
+            batch: before it is moved.
+            indices: of its samples.
+            part: "training" or "test".
+        """
+
+    def correct(self, outputs: Any, batch: Any) -> torch.Tensor | None:
+        """Return the number of samples predicted correctly, an integer scalar; None if it means nothing."""
+        return None
+
+    def outputs(self, data: Data) -> int:
+        """Return how many outputs the model needs, which a factory gets as `num_classes`; 0 if unknown."""
+        return len(data.classes)
+
+
+class Classification(Task):
+    """One class per sample: cross entropy of scores [n, classes]; labels are int [n], or soft [n, classes].
+
+    The loss is a mean over samples.
+    """
+
+    name = "classification"
+    counts_samples = True
+
+    def __init__(self, data: Data, label_smoothing: float = 0.0) -> None:
+        self.data, self.label_smoothing = data, label_smoothing
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        labels = batch[-1]
+        labels = labels if labels.is_floating_point() else labels.to(torch.int64)
+        smoothing = self.label_smoothing
+        loss = F.cross_entropy(_wide(outputs), labels, reduction="sum", label_smoothing=smoothing)
+        return loss, len(labels)
+
+    def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
+        if not batch[-1].is_floating_point():  # a mixture, of labels that were checked before
+            self.data.check_labels(batch[-1], indices, part)
+
+    def correct(self, outputs: Any, batch: Any) -> torch.Tensor | None:
+        labels = batch[-1].argmax(dim=1) if batch[-1].is_floating_point() else batch[-1]
+        return (outputs.detach().argmax(dim=1) == labels).sum()
+
+
+class Regression(Task):
+    """Numbers: the squared error, as a mean over all numbers of all samples (as `nn.MSELoss` of them all).
+
+    The target is the last part of a batch, or the batch itself, for a model that reproduces its input. It has
+    the shape of the outputs, apart from axes of length 1 at the end.
+    """
+
+    name = "regression"
+
+    def __init__(self, outputs: int = 1) -> None:
+        self.numbers = outputs
+        self.metrics = {
+            "mse": (exact.MeanSquaredError, self.compared),
+            "mae": (exact.MeanAbsoluteError, self.compared),
+            "r2": (lambda: exact.R2(max(outputs, 1)), self.compared),
+        }
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        found, wanted = self.compared(outputs, batch)
+        return F.mse_loss(found, wanted, reduction="sum"), found.numel()
+
+    def compared(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return outputs and targets in one shape and dtype.
+
+        Raises:
+            TypeError: their shapes differ; torch would broadcast, and compare each output with each target.
+        """
+        found, wanted = _wide(outputs), target_of(batch)
+        if not isinstance(wanted, torch.Tensor) or _trimmed(found.shape) != _trimmed(wanted.shape):
+            shapes = f"outputs of the shape {list(found.shape)}"
+            raise TypeError(
+                f"{shapes} can't be compared with targets of {list(getattr(wanted, 'shape', ()))}"
+            )
+        return found, wanted.to(found.dtype).reshape(found.shape)
+
+    def outputs(self, data: Data) -> int:
+        return self.numbers
+
+
+class LanguageModel(Task):
+    """Sequences of tokens: the cross entropy of each token, as a mean over all tokens that are not ignored.
+
+    Outputs are scores [n, length, tokens], targets int [n, length], with -100 where a token is left out.
+    The classes of the data set, if it has some, are its tokens.
+    """
+
+    name = "language-model"
+
+    def __init__(self, data: Data, label_smoothing: float = 0.0) -> None:
+        self.data, self.label_smoothing = data, label_smoothing
+        self.metrics = {
+            "perplexity": (exact.Perplexity, self.token_losses),
+            "token_accuracy": (exact.Accuracy, self.token_predictions),
+        }
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        scores, targets = self.tokens(outputs, batch)
+        smoothing = self.label_smoothing
+        loss = F.cross_entropy(scores, targets, reduction="sum", label_smoothing=smoothing)
+        return loss, (targets != IGNORED).sum()
+
+    def tokens(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return scores [n · length, tokens] and targets int64 [n · length].
+
+        Raises:
+            TypeError: the outputs are not scores for each token of the targets.
+        """
+        scores, targets = _wide(outputs), target_of(batch)
+        if scores.shape[:-1] != targets.shape:
+            shapes = f"outputs of the shape {list(scores.shape)}"
+            raise TypeError(
+                f"{shapes} are not scores [..., tokens] for targets of the shape {list(targets.shape)}"
+            )
+        return scores.flatten(0, -2), targets.flatten().to(torch.int64)
+
+    def token_losses(self, outputs: Any, batch: Any) -> tuple[torch.Tensor]:
+        """Return the loss of each token that counts, without label smoothing."""
+        scores, targets = self.tokens(outputs, batch)
+        return (F.cross_entropy(scores, targets, reduction="none")[targets != IGNORED],)
+
+    def token_predictions(self, outputs: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the likeliest token and the right one, of each token that counts."""
+        scores, targets = self.tokens(outputs, batch)
+        return scores.argmax(dim=-1)[targets != IGNORED], targets[targets != IGNORED]
+
+    def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
+        targets = target_of(batch)
+        if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.dim() < 2:
+            raise UsageFault(
+                f"--task {self.name}: the targets of {part} samples are {_kind(targets)}, not tokens",
+                hint="a sample is (inputs, targets), both int64 [length]",
+            )
+        self.data.check_tokens(targets, indices, part, ignored=IGNORED)
+
+
+class ModelLoss(Task):
+    """The model's own mean loss: a scalar, or in an attribute, key or element of what it returns.
+
+    A model gets the whole batch, target included: as keyword arguments of a mapping, else one by one. The
+    loss is taken to be a mean over the samples of the batch, unless the model returns a `count` beside its
+    `loss` that says of how many tokens or pixels it is the mean.
+    """
+
+    name = "model-loss"
+
+    def forward(self, model: nn.Module, batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        found, count = _own_loss(outputs)
+        count = self.sample_count(batch) if count is None else count
+        return found.reshape(()) * count, count
+
+    def outputs(self, data: Data) -> int:
+        return len(data.classes)
+
+
+class Own(Task):
+    """A user's object: what it returns is checked, and what it lacks is taken from `Task`.
+
+    Raises:
+        UsageFault: it has no `loss`, or its metrics are none of `ckpttool.metrics`.
+    """
+
+    def __init__(self, made: Any, name: str) -> None:
+        self.name, self.made = name, made
+        if not callable(getattr(made, "loss", None)):
+            raise UsageFault(
+                f"--task {name}: {_kind(made)} has no method loss",
+                hint=f"give it loss(self, outputs, batch), and {PAIR}",
+            )
+        if isinstance(made, nn.Module) and any(one.requires_grad for one in made.parameters()):
+            raise UsageFault(
+                f"--task {name}: has parameters, which are not trained", hint="make them part of the model"
+            )
+        for method in ("forward", "sample_count", "batch_to", "check", "correct"):
+            own = getattr(made, method, None)
+            # nn.Module has a `forward`, which means something else.
+            if callable(own) and not (method == "forward" and isinstance(made, nn.Module)):
+                setattr(self, method, own)
+        given = getattr(made, "metrics", {})
+        if isinstance(given, ModuleType):  # of a task that is a module itself, which has imported ours
+            given = {}
+        try:
+            self.metrics = given() if callable(given) else given
+            measures(self.metrics)
+        except Exception as error:
+            raise UsageFault(
+                f"--task {name}: {factory.described(error)}",
+                hint="for example metrics = {'mae': MeanAbsoluteError}, of ckpttool.metrics",
+            ) from error
+
+    def loss(self, outputs: Any, batch: Any) -> Loss:
+        """Return what the user's `loss` returns.
+
+        Raises:
+            UsageFault: it is not (sum, count).
+        """
+        returned = self.made.loss(outputs, batch)
+        wrong = wrong_pair(returned)
+        if wrong:
+            raise UsageFault(f"--task {self.name}: loss returned {wrong}", hint=PAIR)
+        total, count = returned
+        return total.reshape(()), count if isinstance(count, torch.Tensor) else int(count)
+
+
+TASKS: dict[str, Callable[[Data, Any], Task]] = {
+    "classification": lambda data, config: Classification(data, _smoothing(config)),
+    "regression": lambda data, config: Regression(numbers_of(target_of(data.test[0]))),
+    "language-model": lambda data, config: LanguageModel(data, _smoothing(config)),
+    "model-loss": lambda data, config: ModelLoss(),
+}
+NAMES = f"{', '.join(TASKS)} or file.py:factory"
+
+
+def build(config: DataConfig, data: Data) -> Task:
+    """Return the task that `--task` names.
+
+    Args:
+        config: of a training or an evaluation.
+        data: what it is done on.
+
+    Raises:
+        UsageFault: there is no such task, a flag has no meaning for it, or the user's factory raised an error
+            or returned no object with `loss`.
+    """
+    for flag, tasks in (
+        ("label_smoothing", ("classification", "language-model")),
+        ("mixup", ("classification",)),
+        ("cutmix", ("classification",)),
+    ):
+        if getattr(config, flag, 0) and config.task not in tasks:
+            shown = f"--{flag.replace('_', '-')}"
+            raise UsageFault(f"{shown}: --task {config.task} has no labels to change", hint="leave it out")
+    if config.task in TASKS:
+        return TASKS[config.task](data, config)
+    if ":" not in config.task:
+        raise UsageFault(f"--task {config.task}: no such task", hint=f"one of {NAMES}")
+    return adapt(factory.build(config.task), config.task)
+
+
+def adapt(made: Any, name: str) -> Task:
+    """Return a user's object as a task. One of the tasks of this module stays as it is.
+
+    Args:
+        made: an instance, a class that takes no arguments, a module or a namespace.
+        name: of the task, for errors.
+
+    Raises:
+        UsageFault: it is no task.
+    """
+    if isinstance(made, type):
+        try:
+            made = made()
+        except Exception as error:
+            raise UsageFault(
+                f"--task {name}: {factory.described(error)}", hint="return an instance"
+            ) from error
+    return made if isinstance(made, Task) and type(made).__module__ == __name__ else Own(made, name)
+
+
+def wrong_pair(returned: Any) -> str | None:
+    """Return what is wrong with a loss that should be (sum, count), in words; None if it is one."""
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        return f"{_kind(returned)}, not (sum, count)"
+    total, count = returned
+    if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.is_floating_point():
+        return f"{_kind(total)} as its sum, not a tensor of one number"
+    if isinstance(count, torch.Tensor):
+        if count.numel() != 1 or count.is_floating_point() or count.dtype in (torch.bool, torch.complex64):
+            return f"{_kind(count)} as its count, not an integer"
+        if count.device.type != "cpu":  # looking at it would wait for the device
+            return None
+    elif isinstance(count, bool) or not isinstance(count, int | numpy.integer):
+        return f"{count if isinstance(count, float) else _kind(count)} as its count, not an integer"
+    if int(count) < 0:
+        return f"a count of {int(count)}"
+    if int(count) == 0 and total.device.type == "cpu" and float(total.detach()) != 0:
+        return f"a count of 0 for a sum of {float(total.detach()):g}"
+    return None
+
+
+def target_of(batch: Any) -> Any:
+    """Return the target of a batch or a sample: the last of a tuple, or a mapping's labels; else itself."""
+    if isinstance(batch, Mapping):
+        return next((batch[name] for name in TARGETS if name in batch), None)
+    return batch[-1] if isinstance(batch, tuple | list) else batch
+
+
+def numbers_of(target: Any) -> int:
+    """Return how many numbers a sample's target is."""
+    return target.numel() if isinstance(target, torch.Tensor) else int(numpy.size(target))
+
+
+def _own_loss(outputs: Any) -> tuple[torch.Tensor, Any]:
+    """Return the loss in what a model returned, and its count if there is one."""
+    count = None
+    if isinstance(outputs, Mapping):
+        found, count = outputs.get("loss"), outputs.get("count")
+    elif isinstance(outputs, tuple | list):
+        scalars = [one for one in outputs if _is_scalar(one) and not one.dim()]
+        found = scalars[0] if len(scalars) == 1 else None
+    elif isinstance(outputs, torch.Tensor):
+        found = outputs
+    else:
+        found, count = getattr(outputs, "loss", None), getattr(outputs, "count", None)
+    if not _is_scalar(found):
+        raise TypeError(
+            f"the model returned {_kind(outputs)}, in which there is no loss, a tensor of one number"
+        )
+    return found, count
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
+
+
+def _wide(outputs: Any) -> torch.Tensor:
+    """Return outputs that are a tensor, or have one as `logits`; those of 16 bits as float32."""
+    if isinstance(outputs, Mapping):
+        outputs = outputs.get("logits", outputs)
+    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, torch.Tensor):
+        raise TypeError(f"the model returned {_kind(outputs)}, not a tensor")
+    return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+
+
+def _trimmed(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape without the axes of length 1 at its end, apart from the first."""
+    kept = list(shape)
+    while len(kept) > 1 and kept[-1] == 1:
+        kept.pop()
+    return tuple(kept)
+
+
+def _smoothing(config: Any) -> float:
+    return float(getattr(config, "label_smoothing", 0.0))
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of {str(value.dtype).removeprefix('torch.')} with the shape {list(value.shape)}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"

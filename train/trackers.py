@@ -1,0 +1,165 @@
+"""TensorBoard and Weights & Biases: what log.jsonl gets, they get too. Both are optional packages.
+
+Each is a `Sink` of train/step_log.py. `check` refuses a missing package before anything starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpttool.errors import CheckFailed, UsageFault
+from train import log_file
+from train.config import TrainConfig
+from train.file_errors import naming
+from train.step_log import Sink
+
+ABOUT_POSITION = {"step", "steps", "epoch", "epochs"}
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse a tracker whose package is missing.
+
+    Raises:
+        UsageFault: `--tensorboard` or `--wandb` without its package; names the extra.
+    """
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name) and not _is_installed(name):
+            raise UsageFault(
+                f"--{name}: the package {name} is not installed", hint=f"pip install 'ckpttool[{name}]'"
+            )
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a package is installed. A mere folder of that name, as W&B makes one, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+@contextlib.contextmanager
+def opened(config: TrainConfig, folder: str, step: int) -> Iterator[list[Sink]]:
+    """Open the log and the trackers that the flags ask for; close them after the block. On rank 0 only.
+
+    Args:
+        folder: the run's folder, in which all of them write.
+        step: optimizer steps done since the beginning; what a tracker knows of later ones is void.
+
+    Raises:
+        FileError: a tracker can't write in the folder.
+        CheckFailed: W&B does not start.
+    """
+    with contextlib.ExitStack() as stack:
+        sinks: list[Sink] = [LogFile(folder)]
+        if config.tensorboard:
+            sinks.append(stack.enter_context(TensorBoard(folder, step)))
+        if config.wandb:
+            sinks.append(stack.enter_context(WeightsAndBiases(config, folder)))
+        yield sinks
+
+
+class LogFile:
+    """log.jsonl in a run's folder."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def write(self, entry: Mapping[str, Any], step: int) -> None:
+        """Add a line. Raise FileError if it can't be written."""
+        log_file.append(self.folder, entry)
+
+
+class TensorBoard:
+    """Events for `tensorboard --logdir runs`, in the folder `tensorboard` of a run.
+
+    Args:
+        folder: the run's folder.
+        step: where the run continues; TensorBoard then hides what an interrupted run wrote after it.
+    """
+
+    def __init__(self, folder: str, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = os.path.join(folder, "tensorboard")
+        with naming(self.path):
+            self.writer = SummaryWriter(self.path, purge_step=step + 1 if step else None)
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def write(self, entry: Mapping[str, Any], step: int) -> None:
+        """Write each number as a scalar at this step. Raise FileError if it can't be written."""
+        with naming(self.path):
+            for tag, value in tagged(entry).items():
+                self.writer.add_scalar(tag, value, step)
+            self.writer.flush()
+
+    def __exit__(self, *_: object) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases:
+    """A W&B run in the folder `wandb` of a run; offline, unless WANDB_MODE says otherwise.
+
+    W&B takes no values for steps that lie behind. So each start is a W&B run of its own; runs that continue
+    one another are one group, named after the folder.
+
+    Args:
+        config: shown as the configuration.
+        folder: the run's folder.
+    """
+
+    def __init__(self, config: TrainConfig, folder: str) -> None:
+        import wandb
+
+        whole = os.path.abspath(folder)
+        try:
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "ckpttool"),
+                group=os.path.basename(whole),
+                dir=whole,
+                config=config.plain(),
+                mode=None if "WANDB_MODE" in os.environ else "offline",
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise CheckFailed(f"--wandb: {error}", hint="WANDB_MODE=offline needs no account") from error
+
+    def __enter__(self) -> WeightsAndBiases:
+        return self
+
+    def write(self, entry: Mapping[str, Any], step: int) -> None:
+        """Log all numbers at this step."""
+        self.run.log(tagged(entry), step=step)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.run.finish(exit_code=0 if kind is None else 1)
+
+
+def tagged(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of an entry, under the names with which trackers make groups of charts.
+
+    `train/loss` is that of the steps since the last entry, `epoch/train_loss` of a whole epoch, `test/…` of
+    the test set, and `time/…` are seconds.
+    """
+    found: dict[str, float] = {}
+    for name, value in entry.items():
+        if name not in ABOUT_POSITION and isinstance(value, int | float) and math.isfinite(value):
+            found[_tag(name, about_epoch="epoch" in entry)] = value
+    return found
+
+
+def _tag(name: str, *, about_epoch: bool) -> str:
+    if name.endswith("_seconds") or name == "seconds":
+        phase = name.removesuffix("_seconds")
+        return f"time/{'epoch' if about_epoch else 'interval' if phase == 'seconds' else phase}"
+    if name.startswith("test_"):
+        return f"test/{name.removeprefix('test_')}"
+    if not about_epoch:
+        return f"train/{name}"
+    if name.startswith("train_") or name in ("lr", "threads"):
+        return f"epoch/{name}"
+    return f"test/{name}"
