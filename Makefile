@@ -23,6 +23,7 @@ bench: $(INSTALLED)
 # What the program says of itself: its help, the table of formats, the tables of files. Tests fail when one is stale.
 docs: $(INSTALLED)
 	$(BIN)/python -m tests.cli.test_reference
+	$(BIN)/python -m tests.train.test_trainer_page
 	$(BIN)/python -m tests.formats.test_format_table
 	$(BIN)/python -m tests.test_architecture
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from . import metrics as metrics
     from .analysis.checks import diff as diff
     from .analysis.checks import digest as digest
-    from .analysis.checks import verify as verify
+    from .analysis.verify import verify as verify
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.state import State as State
     from .errors import CkptToolError as CkptToolError
@@ -60,7 +60,8 @@ else:
         __name__,
         {
             "": ("batchnorm", "errors", "metrics"),
-            "analysis.checks": ("diff", "digest", "verify"),
+            "analysis.checks": ("diff", "digest"),
+            "analysis.verify": ("verify",),
             "checkpoint.checkpoint": ("Checkpoint",),
             "checkpoint.state": ("State",),
             "errors": ("CkptToolError",),

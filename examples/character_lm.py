@@ -3,7 +3,7 @@
     python train/main.py --task language-model --data examples/character_lm.py:data \
         --model examples/character_lm.py:model --optimizer adamw --lr 0.003 --batch-size 16 \
         --epochs 60 --out runs/sonnets
-    python examples/character_lm.py runs/sonnets/last.pt "Shall I "
+    python examples/character_lm.py runs/sonnets/last.pt "When "
 
 On any number of ranks (`torchrun --nproc-per-node 2 train/main.py ...`) the loss is the mean over all
 characters of a step. A line at a time is a sample, and lines differ in length: they are padded, and what is
@@ -55,23 +55,15 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
-        self.norm1, self.attention, self.joined = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-        )
-        self.norm2, self.wide, self.narrow = (
-            nn.LayerNorm(width),
-            nn.Linear(width, 4 * width),
-            nn.Linear(4 * width, width),
-        )
+        self.asked, self.found = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        queries, keys, values = (
-            self.attention(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        )
+        asked = self.asked(self.norm1(x)).unflatten(2, (3, self.heads, -1))
+        queries, keys, values = asked.permute(2, 0, 3, 1, 4)  # each [n, heads, length, width of a head]
         found = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-        x = x + self.joined(found.transpose(1, 2).flatten(2))
+        x = x + self.found(found.transpose(1, 2).flatten(2))
         return x + self.narrow(F.gelu(self.wide(self.norm2(x))))
 
 

@@ -139,8 +139,7 @@ class Trainer:
         if config.batchnorm == "sync":
             batchnorm.to_sync(model)
         self.statistics = RunningStatistics(model) if config.batchnorm == "pooled" else None
-        if config.grad_checkpoint:
-            wrapping.checkpoint_blocks(model)
+        wrapping.wrap(config, model)
         self.ddp = DistributedDataParallel(
             model,
             device_ids=[place.device] if place.device.type == "cuda" else None,
@@ -155,11 +154,9 @@ class Trainer:
         self.lr = config.lr
         self.started_from: str | None = None
         self._gradient_norm: torch.Tensor | None = None
-        self.log = StepLog(config.log_every, place.device)
+        self.log = StepLog(config.log_every, place.device, last=steps)
         self._stand_in = task.batch_to(default_collate([self.samples[0]]), place.device)
         settle_buckets(self.ddp, lambda: self.stand_in(together=False))
-        if config.compile:
-            wrapping.compile_training(self.ddp)
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
 
     def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[Any]]]:
@@ -190,11 +187,14 @@ class Trainer:
         Args:
             together: whether other ranks train in this pass.
         """
-        eager = wrapping.not_compiled() if self.config.compile else contextlib.nullcontext()
-        with eager, self.precision.autocast():
+        with self.not_compiled(), self.precision.autocast():
             pass_standing_in(
                 self.ddp, self._stand_in, lambda batch: self.task.forward(self.ddp, batch), together=together
             )
+
+    def not_compiled(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which a model that is compiled runs as it is."""
+        return wrapping.not_compiled() if self.config.compile else contextlib.nullcontext()
 
     def average_over_count(self, step: Step, sums: Sums) -> None:
         """Make the reduced gradients those of the mean over all that the ranks counted. A collective.
@@ -286,7 +286,8 @@ class Trainer:
         Raises:
             CheckFailed: a batch does not suit the task; ranks without that sample raise RankFailed.
         """
-        with self.one_model(), self.ema.swapped() if self.ema else contextlib.nullcontext():
+        averaged = self.ema.swapped() if self.ema else contextlib.nullcontext()
+        with self.one_model(), averaged, self.not_compiled():
             return self.scorer.score(self.ddp.module)
 
     def note_best(self, score: TestScore) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 from collections.abc import Sequence
 from typing import IO, Any, NoReturn
 
@@ -29,12 +30,59 @@ class Parser(argparse.ArgumentParser):
         # An abbreviated flag would reach torchrun's ranks under a name that is not recognised.
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
+    def parse_args(self, arguments: Any = None, namespace: Any = None) -> Any:
+        """Return the values of the flags; raise UsageFault with a suggestion for a flag that is none."""
+        values, unknown = self.parse_known_args(arguments, namespace)
+        if unknown:
+            self._refuse(next((one for one in unknown if one.startswith("--")), unknown[0]))
+        return values
+
+    def _refuse(self, argument: str) -> NoReturn:
+        flag = argument.partition("=")[0]
+        if not flag.startswith("--"):
+            self.error(f"{argument}: belongs to no flag")
+        meant = closest(flag, [each for each in self._option_string_actions if each.startswith("--")])
+        help_lists = f"{self.prog} --help lists the flags"
+        raise UsageFault(f"{flag}: no such flag", hint=f"did you mean {meant}?" if meant else help_lists)
+
     def error(self, message: str) -> NoReturn:
         raise UsageFault(message, hint=f"{self.prog} --help lists the flags")
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
         if launch.rank() == 0:
             launch.say(message.rstrip())
+
+
+ELSEWHERE = {
+    "--learning-rate": "--lr",
+    "--num-workers": "--workers",
+    "--wd": "--weight-decay",
+    "--output-dir": "--out",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--max-grad-norm": "--clip-norm",
+    "--mixed-precision": "--amp",
+    "--pretrained": "--init",
+}
+"""What other trainers call a flag."""
+
+
+def closest(flag: str, flags: Sequence[str]) -> str | None:
+    """Return the flag that was probably meant, or None.
+
+    Args:
+        flag: as it was typed: with `_`, abbreviated, misspelt, or as other trainers call it.
+        flags: those that there are.
+    """
+    typed = flag.lower().replace("_", "-")
+    if ELSEWHERE.get(typed) in flags:
+        return ELSEWHERE[typed]
+    begin_so = [one for one in flags if one.startswith(typed)]
+    if len(begin_so) == 1:
+        return begin_so[0]
+    # Dashes are often left out: they shall not count.
+    plain = {one.replace("-", ""): one for one in flags}
+    near = difflib.get_close_matches(typed.replace("-", ""), plain, n=1, cutoff=0.7)
+    return plain[near[0]] if near else None
 
 
 def parse(arguments: Sequence[str] | None = None) -> TrainConfig:

@@ -27,9 +27,8 @@ def append(folder: str, entry: Mapping[str, Any]) -> None:
         FileError: the log can't be written.
     """
     path = os.path.join(folder, LOG)
-    known = {key: value if _is_finite(value) else None for key, value in entry.items()}
     with naming(path), open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(known) + "\n")
+        file.write(json.dumps(_finite(entry)) + "\n")
 
 
 def cut(folder: str, *, epoch: int, step: int) -> None:
@@ -114,5 +113,10 @@ def _number(entry: Mapping[str, Any], name: str) -> float:
     return value if isinstance(value, int | float) else -math.inf
 
 
-def _is_finite(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
+def _finite(value: Any) -> Any:
+    """Return a JSON value with null in place of NaN and infinity, which JSON lacks."""
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

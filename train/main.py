@@ -88,9 +88,10 @@ def prepare(config: TrainConfig) -> Job:
 
     from ckpttool.distributed import randomness
     from ckpttool.distributed.place import find_place
-    from train import data, init_from, models, preflight
+    from train import data, init_from, models, preflight, trackers
     from train import task as tasks
 
+    trackers.check(config)
     place = find_place(config.backend)
     if config.deterministic:
         launch.make_deterministic()
@@ -168,8 +169,6 @@ def run(trainer: Trainer, report: Report, saver: Saver) -> str:
             tested = trainer.evaluate() if due.evaluate else None
             best = tested is not None and trainer.note_best(tested)
             report.scores(trained, tested, seconds=time.monotonic() - began, best=best)
-            if limits.is_over(trainer.progress):
-                trainer.log.end()
             saver.save(last=due.save, best=best)  # after the log: a resume drops what it will log again
             if due.end:
                 return due.end
@@ -208,8 +207,9 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
             with log.phase("backward", loss_of_mean):
                 loss_of_mean.backward()
         sums.add(loss, count, task.correct(outputs, batch), samples=len(step.micro_batches[number - 1]))
-    with log.phase("update"):
+    with log.phase("reduce"):
         trainer.average_over_count(step, sums)
+    with log.phase("update"):
         trainer.update()
     trainer.end_step(step, sums)
 

@@ -19,6 +19,7 @@ from ckpttool.distributed.plan import Plan
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.metrics.evaluating import measures, update
 from ckpttool.models import factory
+from train import optimizers, precision, wrapping
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import make_plan
@@ -36,6 +37,8 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     _check_plan(config, plan, world_size)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
+    precision.check(config.amp, place.device, model)
+    optimizers.check(config, model)
     sync = config.batchnorm == "sync"
     trial = _as_trained(config, model)
     if place.device.type == "cuda" and (sync or _has_torchs_sync(model)):
@@ -198,6 +201,8 @@ def _try_training(
     copied = copy.deepcopy(model).train()
     if config.batchnorm == "pooled":
         RunningStatistics(copied)
+    if config.grad_checkpoint:
+        wrapping.checkpoint_blocks(copied)
     try:
         outputs, batch = trial.forward(copied, smallest)
     except Exception as error:
@@ -215,7 +220,8 @@ def _try_training(
     with torch.no_grad():
         trial.measure(outputs, batch)
     total.backward()
-    _check_used(name, copied)
+    if not config.find_unused:
+        _check_used(name, copied)
 
 
 def _check_used(name: str, model: nn.Module) -> None:
@@ -224,7 +230,7 @@ def _check_used(name: str, model: nn.Module) -> None:
         raise UsageFault(
             f"--model {name}: parameter {idle[0]} does not affect the output, and DDP would wait "
             "for its gradient",
-            hint="set requires_grad=False on it, or remove it",
+            hint="set requires_grad=False on it, remove it, or give --find-unused",
         )
 
 

@@ -21,6 +21,7 @@ FREE = {
     *("epochs", "max_steps", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
     *("out", "save_every", "keep", "resume", "force", "change", "data_root", "download"),
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
+    *("zero", "grad_checkpoint"),  # the same bits
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
 }
 
@@ -76,9 +77,16 @@ def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
     """Return the checkpoint, if it is intact and belongs to this training; else raise as `resume`."""
     state = checkpoints.read(path)
     with checkpoints.malformed(path):
+        _count_samples(state)
         _check_same_training(path, state, trainer)
         _check_position(path, state, trainer)
     return state
+
+
+def _count_samples(state: dict[str, Any]) -> None:
+    """Complete the sums of an older version, which did classification alone: the count is of samples."""
+    progress = state["progress"]
+    progress["sums"] = [[*sums, sums[2]] if len(sums) == 3 else sums for sums in progress["sums"]]
 
 
 def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
@@ -162,8 +170,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         UsageFault: the model has parameters of other names or shapes than the saved one.
     """
     fresh = [dict(group) for group in trainer.optimizer.param_groups]
-    saved, own = state["optimizer"], trainer.optimizer.state_dict()
-    if _parameter_names(saved) != _parameter_names(own):
+    saved = state["optimizer"]
+    if _parameter_names(saved) != _parameter_names({"param_groups": fresh}):
         raise UsageFault(
             f"--model {trainer.config.model}: its parameters have other names than the saved ones"
         )

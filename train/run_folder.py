@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from train.log_file import LOG
 
 LAST, BEST = "last.pt", "best.pt"
 LINK = ".link"
+TENSORBOARD = os.path.join("tensorboard", "events.out.tfevents.*")
 NUMBERED = re.compile(r"step-(\d+)\.pt")
 
 
@@ -128,7 +130,7 @@ def _unused(folder: str) -> str:
 
 def _clear(folder: str) -> None:
     """Remove a run's own files from its folder, so that nothing is left of an overwritten run."""
-    for path in _own_files(folder):
+    for path in (*_own_files(folder), *glob.glob(os.path.join(glob.escape(folder), TENSORBOARD))):
         os.unlink(path)
 
 

@@ -56,16 +56,19 @@ class Sink(Protocol):
 class StepLog:
     """Sums over an interval of steps, written as one entry at its end.
 
-    Every rank has one. `step` and `end` are collectives where they write an entry, and `write` is always one.
+    Every rank has one. `step` is a collective where it writes an entry, and `write` always.
 
     Args:
         every: optimizer steps per interval; it ends where the number of steps is divisible by this.
         device: where the losses are.
         sinks: where entries go, on rank 0; empty on the others.
+        last: the number of the training's last step, where the interval ends too.
     """
 
-    def __init__(self, every: int, device: torch.device, sinks: Sequence[Sink] = ()) -> None:
-        self.every, self.sinks = every, sinks
+    def __init__(
+        self, every: int, device: torch.device, sinks: Sequence[Sink] = (), *, last: int | None = None
+    ) -> None:
+        self.every, self.sinks, self.last = every, sinks, last
         self._clock: Any = _DeviceClock() if device.type == "cuda" else _HostClock()
         self._phases = {name: _Phase(self, name) for name in PHASES}
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
@@ -73,7 +76,6 @@ class StepLog:
         self._steps = self._samples = 0
         self._seconds = dict.fromkeys(("step", *PHASES), 0.0)
         self._begun: Any = None
-        self._last: dict[str, Any] = {}
 
     def phase(self, name: str, loss: torch.Tensor | None = None) -> _Phase:
         """Return a context whose time is counted as this phase of the step.
@@ -92,7 +94,7 @@ class StepLog:
 
     def due(self, number: int) -> bool:
         """Return whether the interval ends with this step, so that its gradient norm will be written."""
-        return number % self.every == 0
+        return number % self.every == 0 or number == self.last
 
     def add(self, loss_sum: torch.Tensor, count: int | torch.Tensor) -> None:
         """Count the losses of one forward pass.
@@ -132,17 +134,12 @@ class StepLog:
         self._clock.settle(self._seconds)
         self._samples += samples
         self._steps += 1
-        self._last = {"step": number, "epochs": epochs, "lr": lr, "grad_norm": grad_norm}
         if self.due(number):
-            self.end()
-
-    def end(self) -> None:
-        """Write the entry of an interval that is not complete, if there is one. Raises as `step`."""
-        if not self._steps:
-            return
-        entry, step = self._entry(), self._last["step"]
-        self._clear()
-        self.write(entry, step)
+            norm = None if grad_norm is None else float(grad_norm)
+            entry = {"step": number, "epochs": round(epochs, 6), "lr": lr, "grad_norm": norm}
+            entry |= self._of_interval()
+            self._clear()
+            self.write(entry, number)
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
         """Write an entry of any kind, given on rank 0. A collective. Raises as `step`."""
@@ -182,21 +179,16 @@ class StepLog:
         self._loss.fill_(loss)
         self._seconds = dict(zip(("step", *PHASES), seconds, strict=True))
 
-    def _entry(self) -> dict[str, Any]:
-        """Return the entry of this interval: the mean loss over all ranks' samples, and ranks' mean times."""
+    def _of_interval(self) -> dict[str, Any]:
+        """Return the mean loss over all ranks' samples in the interval, and the means of the ranks' times."""
         self._clock.settle(self._seconds, wait=True)
         own = [float(self._loss), float(self._count), *self._seconds.values()]
         loss, count, *seconds = collectives.total(torch.tensor(own, dtype=torch.float64)).tolist()
         ranks = collectives.world_size()
         whole, *phases = (round(one / ranks, 6) for one in seconds)
-        norm = self._last["grad_norm"]
         return {
-            "step": self._last["step"],
-            "epochs": round(self._last["epochs"], 6),
-            "steps": self._steps,
             "loss": loss / count if count else None,
-            "lr": self._last["lr"],
-            "grad_norm": None if norm is None else float(norm),
+            "steps": self._steps,
             "samples_per_second": round(self._samples / whole, 3) if whole else None,
             "seconds": whole,
             **{f"{name}_seconds": value for name, value in zip(PHASES, phases, strict=True)},

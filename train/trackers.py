@@ -10,15 +10,19 @@ import importlib.util
 import math
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CheckFailed, UsageFault
 from train import log_file
 from train.config import TrainConfig
 from train.file_errors import naming
-from train.step_log import Sink
+
+if TYPE_CHECKING:
+    from train.step_log import Sink
 
 ABOUT_POSITION = {"step", "steps", "epoch", "epochs"}
+ABOUT_TRAINING = {"lr", "threads", "batch_size"}
+"""Fields of an entry about an epoch that are not about the test set, beside `train_...`."""
 
 
 def check(config: TrainConfig) -> None:
@@ -136,7 +140,10 @@ class WeightsAndBiases:
         self.run.log(tagged(entry), step=step)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        import wandb
+
         self.run.finish(exit_code=0 if kind is None else 1)
+        wandb.teardown()  # waits for the process that writes the file, which `finish` does not
 
 
 def tagged(entry: Mapping[str, Any]) -> dict[str, float]:
@@ -145,21 +152,18 @@ def tagged(entry: Mapping[str, Any]) -> dict[str, float]:
     `train/loss` is that of the steps since the last entry, `epoch/train_loss` of a whole epoch, `test/…` of
     the test set, and `time/…` are seconds.
     """
-    found: dict[str, float] = {}
-    for name, value in entry.items():
-        if name not in ABOUT_POSITION and isinstance(value, int | float) and math.isfinite(value):
-            found[_tag(name, about_epoch="epoch" in entry)] = value
-    return found
+    group = "epoch" if "epoch" in entry else "test" if "test_loss" in entry else "train"
+    flat = {**entry, **entry.get("metrics", {}), **entry.get("test_metrics", {})}
+    return {
+        _tag(name, group): value
+        for name, value in flat.items()
+        if name not in ABOUT_POSITION and isinstance(value, int | float) and math.isfinite(value)
+    }
 
 
-def _tag(name: str, *, about_epoch: bool) -> str:
-    if name.endswith("_seconds") or name == "seconds":
-        phase = name.removesuffix("_seconds")
-        return f"time/{'epoch' if about_epoch else 'interval' if phase == 'seconds' else phase}"
-    if name.startswith("test_"):
-        return f"test/{name.removeprefix('test_')}"
-    if not about_epoch:
-        return f"train/{name}"
-    if name.startswith("train_") or name in ("lr", "threads"):
-        return f"epoch/{name}"
-    return f"test/{name}"
+def _tag(name: str, group: str) -> str:
+    if name == "seconds" or name.endswith("_seconds"):
+        return f"time/{'epoch' if group == 'epoch' else name.removesuffix('_seconds')}"
+    if group == "epoch" and not name.startswith("train_") and name not in ABOUT_TRAINING:
+        return f"test/{name}"
+    return f"{group}/{name.removeprefix('test_')}"

@@ -13,20 +13,27 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from ckpttool.errors import UsageFault
+from train.config import TrainConfig
 
 GRAPHS = 64
 """Versions of one function that are compiled before torch gives up: each shape and each mode has its own."""
 
 
-def compile_training(model: nn.Module) -> None:
-    """Compile a model in place, before DDP wraps it, so that no key gets a prefix.
+def wrap(config: TrainConfig, model: nn.Module) -> None:
+    """Apply `--compile` and `--grad-checkpoint` to a model, in place, before DDP wraps it: no key changes.
 
-    Each batch size has code of its own. If torch made one for all sizes when it met the second, which code a
-    step runs would depend on the steps before, and a resumed run would differ in the last bits. The code is
-    made in the first step of each batch size, which takes seconds to minutes.
+    Each batch size has compiled code of its own. If torch made one for all sizes when it met the second,
+    which code a step runs would depend on the steps before, and a resumed run would differ in the last bits.
+    The code is made in the first step of each batch size, which takes seconds to minutes.
+
+    Raises:
+        UsageFault: `--grad-checkpoint`, and the model has no blocks.
     """
     torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
-    model.compile(dynamic=False)
+    if config.grad_checkpoint:
+        checkpoint_blocks(model, compiled=config.compile)
+    elif config.compile:
+        model.compile(dynamic=False)
 
 
 def not_compiled() -> contextlib.AbstractContextManager[Any]:
@@ -38,7 +45,7 @@ def not_compiled() -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
-def checkpoint_blocks(model: nn.Module) -> list[str]:
+def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> list[str]:
     """Let a model's blocks keep only their inputs in a forward pass, and compute the rest again in backward.
 
     The gradients are the same, to the bit (Chen et al. 2016, arXiv 1604.06174). A block is a module with
@@ -51,6 +58,8 @@ def checkpoint_blocks(model: nn.Module) -> list[str]:
 
     Args:
         model: changed in place; its state, its classes and its hooks stay.
+        compiled: compile each block by itself. Were the checkpoint compiled with the model, a break of the
+            compiler's graph inside a block would leave it without what undoes the changes.
 
     Returns:
         The paths of the blocks.
@@ -61,7 +70,8 @@ def checkpoint_blocks(model: nn.Module) -> list[str]:
     paths: list[str] = []
     for path, module in model.named_modules():
         if _is_block(model, path) and not any(path.startswith(f"{outer}.") for outer in paths):
-            module.forward = functools.partial(_checkpointed, module, module.forward)  # type: ignore[method-assign]
+            forward = torch.compile(module.forward, dynamic=False) if compiled else module.forward
+            module.forward = functools.partial(_checkpointed, module, forward)  # type: ignore[method-assign]
             paths.append(path)
     if not paths:
         raise UsageFault(
@@ -88,8 +98,6 @@ def _is_block(model: nn.Module, path: str) -> bool:
 def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **named)
-    if torch.compiler.is_compiling():  # the compiler keeps one update of each buffer by itself
-        return checkpoint(forward, *args, use_reentrant=False, **named)
     again = _Again(block)
     return checkpoint(
         forward, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), again), **named

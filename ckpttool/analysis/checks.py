@@ -1,19 +1,15 @@
-"""Check files or open checkpoints: their digest, their differences, their damage."""
+"""The digest and the differences of files, by path or opened already."""
 
 from __future__ import annotations
-
-from contextlib import ExitStack
 
 from ..checkpoint.checksums import Checksums
 from ..errors import UsageFault
 from ..files.copying import Progress
 from ..formats.opened import File, opened
 from . import compare as comparing
-from . import verify as verifying
 from .compare import Comparison
 from .equality import Tolerance
 from .state_digest import state_digest
-from .verify import Verified
 
 
 def digest(
@@ -96,38 +92,4 @@ def diff(
             ignore_prefix=ignore_prefix,
             verify=verify,
             progress=progress,
-        )
-
-
-def verify(
-    file: File,
-    *,
-    against: File | None = None,
-    state: str | None = None,
-    finite: bool = False,
-    no_code: bool = False,
-    progress: Progress | None = None,
-) -> Verified:
-    """Read a file whole: checksums, values that are not finite, and whether another file is the same.
-
-    Args:
-        file: a path, or an open checkpoint as it was read.
-        against: a file that must have the same contents, whatever its format.
-        state: dotted path of the model's state, in both files or in one of them; found when None.
-        finite: count NaN and infinity as problems.
-        no_code: count names in the file's pickle that could run something as problems.
-        progress: called with the number of bytes after each piece.
-
-    Returns:
-        What was read and found: `.ok`, `.problems`, `.checked_bytes`, `.non_finite`.
-
-    Raises:
-        NoState: there is nothing to compare.
-        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early.
-    """
-    with ExitStack() as stack:
-        checkpoint = stack.enter_context(opened(file))
-        other = None if against is None else stack.enter_context(opened(against))
-        return verifying.verify(
-            checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -11,10 +12,11 @@ from ..checkpoint.checksums import Checksums, checksum
 from ..checkpoint.state import State
 from ..files.copying import BUFFER, Progress
 from ..formats.folders.sharding import TORCH
+from ..formats.opened import File, opened
 from ..formats.pytorch import torchscript
 from ..formats.pytorch import zip as torch_zip
 from ..formats.pytorch.archive import is_intact
-from ..formats.zip.reader import read_directory
+from ..formats.zip.reader import Record, read_directory
 from ..inert_pickle.known_names import names_in, names_that_run
 from ..tensors.cast import FLOATS, count_non_finite
 from ..tensors.dtypes import real_dtype
@@ -27,6 +29,15 @@ from .zip_frame import zip_frame
 ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)
 """The formats that are zips, or folders of zips."""
 
+OWN_RECORDS = {
+    *("data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"),
+    *(".data/version", ".data/serialization_id"),
+}
+"""The records that torch.save writes beside storages."""
+
+PROTO, NEWEST = b"\x80", b"\x05"
+"""The first byte of a pickle of protocol 2 or newer, and the newest protocol, which follows it."""
+
 SIGNATURE = b"PK\x03\x04"
 """The first bytes of a zip; the index of a folder has others."""
 
@@ -37,8 +48,8 @@ class Problem:
 
     Attributes:
         kind: `checksum`, `frame` (the bytes around a record), `non-finite`, `torch` (a remark of the reader),
-            `code` (a name that could run), or the difference from another file: `only-here`, `only-there`,
-            `form` (dtype or shape) or `values`.
+            `code` (a name that could run, or a record that nothing refers to), or the difference from another
+            file: `only-here`, `only-there`, `form` (dtype or shape) or `values`.
         name: the tensor or record.
         message: the problem, to be read after the name.
     """
@@ -56,7 +67,7 @@ class Verified:
         checked_bytes: bytes of storages and, in a zip, of all other records that were read, and compared
             with a checksum where there is one.
         unsummed: storages that no checksum covers.
-        free: how many bytes nothing vouches for, by what they are: values and contents without a checksum,
+        free: how many bytes no checksum covers, by what they are: values and contents,
             and of a zip fields of its headers, bytes between records, comments.
         non_finite: tensor -> number of values that are NaN or infinite.
         problems: the problems found.
@@ -80,9 +91,9 @@ class Verified:
 
 
 def verify(
-    checkpoint: Checkpoint,
+    file: File,
     *,
-    against: Checkpoint | None = None,
+    against: File | None = None,
     state: str | None = None,
     finite: bool = False,
     no_code: bool = False,
@@ -91,21 +102,40 @@ def verify(
     """Read a file whole. Its structure was checked against the format's rules when it was opened.
 
     Args:
-        checkpoint: the file.
-        against: a file whose state must have the same names, types, shapes and values. When both files hold
+        file: a path, or an open checkpoint as it was read.
+        against: another, whose state must have the same names, types, shapes and values. When both files hold
             more than that, or either holds no state, and none is named, everything else but module versions
             must be the same too.
         state: dotted path of the model's state, in both or in one of them; found when None.
         finite: NaN and infinity are problems; otherwise they are only counted.
-        no_code: names in the file's pickle that could run something are problems.
+        no_code: names in the file's pickle that could run something are problems, and records of the zip that
+            nothing in it refers to.
         progress: called with the number of bytes after each piece. All bytes are read twice, for checksums
             and as numbers, and once more to compare them.
 
+    Returns:
+        What was read and found: `.ok`, `.problems`, `.checked_bytes`, `.non_finite`.
+
     Raises:
-        Damaged: a file ends early, or bytes of `against` do not match their checksum.
+        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them; Damaged also if a file ends early,
+            or bytes of `against` do not match their checksum.
         NoState: neither file has a state at `state`.
         Refused: an expanded tensor more than 64 GiB larger than its bytes.
     """
+    with ExitStack() as stack:
+        checkpoint = stack.enter_context(opened(file))
+        other = None if against is None else stack.enter_context(opened(against))
+        return _verify(checkpoint, other, state, finite, no_code, progress)
+
+
+def _verify(
+    checkpoint: Checkpoint,
+    against: Checkpoint | None,
+    state: str | None,
+    finite: bool,
+    no_code: bool,
+    progress: Progress | None,
+) -> Verified:
     sums = _Checksums(progress)
     sums.check_storages(checkpoint)
     sources = [checkpoint.source, *checkpoint.shards]
@@ -113,9 +143,10 @@ def verify(
         if checkpoint.format in ZIPS and source.read(0, 4) == SIGNATURE:
             sums.check_records(source)
         else:
-            sums.free["contents without a checksum"] += source.size - sums.within[id(source)]
+            sums.free["contents"] += source.size - sums.within[id(source)]
     problems: list[Problem] = []
     if no_code:
+        problems += sums.strays if checkpoint.format != torchscript.NAME else ()  # it has its code in records
         running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
         problems += [Problem("code", name, "could run, when loaded without weights_only") for name in running]
     problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
@@ -139,6 +170,7 @@ class _Checksums:
     def __init__(self, progress: Progress | None) -> None:
         self.progress = progress
         self.problems: list[Problem] = []
+        self.strays: list[Problem] = []
         self.checked = self.unsummed = 0
         self.free: Counter[str] = Counter()
         self.within: Counter[int] = Counter()  # bytes of storages in each source, by its id
@@ -156,7 +188,7 @@ class _Checksums:
             self.checked += storage.nbytes
             if storage.crc32 is None:
                 self.unsummed += 1
-                self.free["values without a checksum"] += storage.nbytes
+                self.free["values"] += storage.nbytes
             elif crc != storage.crc32:
                 self.problems.append(Problem("checksum", name, "its bytes do not match their checksum"))
 
@@ -169,9 +201,11 @@ class _Checksums:
             if (id(source), record.data.offset) in self.seen:
                 continue
             self.checked += record.size
+            if record.size and record.name.partition("/")[2] not in OWN_RECORDS:
+                self.strays.append(_stray(source, record))
             intact = is_intact(source, record)
             if intact is None:
-                self.free["records without a checksum"] += record.size
+                self.free["records"] += record.size
             if intact is False:
                 where = f"record {record.name}"
                 self.problems.append(Problem("checksum", where, "its bytes do not match their checksum"))
@@ -181,6 +215,13 @@ class _Checksums:
             self.seen.add((id(data.source), data.offset))
             self.within[id(data.source)] += data.nbytes
         return checksum(data, self.buffer, self.progress)
+
+
+def _stray(source: Source, record: Record) -> Problem:
+    """Return the problem of a record that torch.save does not write and that no tensor lies in."""
+    head = source.read(record.data.offset, min(2, record.data.nbytes))
+    what = "is a pickle that" if head[:1] == PROTO and head[1:] <= NEWEST else "is a record that"
+    return Problem("code", f"record {record.name}", f"{what} nothing in the file refers to")
 
 
 def _compare(

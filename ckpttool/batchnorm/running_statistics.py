@@ -126,7 +126,7 @@ class RunningStatistics:
 
 
 def pool_over_ranks(
-    layers: Sequence[nn.Module], met: Sequence[tuple[float, float]]
+    layers: Sequence[nn.Module], seen: Sequence[tuple[float, float]]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return the running mean and variance of all ranks, which have their own. A collective.
 
@@ -134,14 +134,14 @@ def pool_over_ranks(
 
     Args:
         layers: with running statistics, the same on every rank and in the same order.
-        met: values per channel, and batches, that each layer has seen on this rank. Averages over all batches
-            (`momentum=None`) weight a rank by its values, others by its values per batch.
+        seen: values per channel, and batches, that each layer has seen on this rank. Averages over all
+            batches (`momentum=None`) weight a rank by its values, others by its values per batch.
 
     Returns:
         Mean and variance of each layer, float64, on the CPU; this rank's own if no rank has seen two values.
     """
     own = []
-    for layer, (values, batches) in zip(layers, met, strict=True):
+    for layer, (values, batches) in zip(layers, seen, strict=True):
         kept = (layer.get_buffer(name).double().cpu().numpy() for name in ("running_mean", "running_var"))
         own.append((*kept, values / batches if batches else 0.0, batches))
     found = []

@@ -36,6 +36,10 @@ OF_TORCH = {"format": "pt"}
 header that has metadata but not this entry."""
 
 
+SHARDING = "DCP_SHARDING_INFO"
+"""The metadata by which HuggingFaceStorageWriter says where a rank's pieces lie in their tensors."""
+
+
 class Remark(NamedTuple):
     """Something in a file that its format does not allow.
 
@@ -166,7 +170,7 @@ class Checkpoint:
             NoState: the file holds no dict of tensors, or none at `where`, or several that are equally
                 likely; the hint lists those it has.
             Damaged: the state is a pickled model whose modules contain themselves.
-            Refused: two entries of nested dicts have one dotted name.
+            Refused: two entries of nested dicts have one dotted name; or as `require_whole`.
             Unsupported: the dotted names of nested dicts together would fill the memory.
         """
         path = self._only() if where is None else self._named(where)
@@ -184,6 +188,7 @@ class Checkpoint:
             NoState: the path leads to no dict of tensors.
             Damaged, Refused, Unsupported: as for `state`.
         """
+        self.require_whole()
         value, elsewhere = follow(self.tree, path), placeholders(self.tree)
         if isinstance(value, Record) and is_module(value):
             return make_state(path, self._of_module(value), module=value, elsewhere=elsewhere)
@@ -196,6 +201,20 @@ class Checkpoint:
         if not any(map(is_tensor, entries.values())):
             raise self._no_dict(path)
         return make_state(path, entries, nested=value, places=places, elsewhere=elsewhere)
+
+    def require_whole(self) -> None:
+        """Check that tensors are whole, not one rank's pieces whose places only the metadata tells.
+
+        Raises:
+            Refused: HuggingFaceStorageWriter wrote the file for one rank of several.
+        """
+        if SHARDING in self.metadata:
+            raise Refused(
+                self.path,
+                f"holds one rank's pieces of tensors ({SHARDING}), and no file says how large the whole is",
+                hint="take the consolidated files, if the training wrote them: often one folder up; "
+                "the whole is only in the files of all ranks, shard-*.safetensors",
+            )
 
     def tensor_likes(self) -> Iterator[tuple[str, TensorLike]]:
         """Yield every tensor of the file that is not a plain one, with its dotted path.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ..inert_pickle.values import OrderedDict_, Record
@@ -11,7 +12,7 @@ from ..tensors.ref import TensorRef
 from .dotted_names import Path, dotted
 from .nested_states import Container, regrouped
 from .rebuilt_tensors import plain_tensor, tensor_like
-from .tensor_likes import Shape, TensorLike, placeholder
+from .tensor_likes import Shape, TensorLike, placeholder, require_plain
 
 if TYPE_CHECKING:
     import torch
@@ -61,11 +62,17 @@ class State:
         that share memory in the file share it here.
 
         Raises:
+            Refused: a tensor is not a plain one, but sharded, sparse, quantised or the like.
             Unsupported: the installed torch lacks the element type of a tensor.
             Unreadable: the checkpoint was closed.
         """
         from ..tensors.to_torch import live_tensors
 
+        if self.likes:
+            parts = (part for like in self.likes.values() for part in like.parts.values())
+            first = next(chain(self.tensors.values(), parts), None)
+            path = self.where if first is None else first.storage.data.path
+            require_plain(path, self.likes, "can't be loaded as plain tensors")
         return live_tensors(self.tensors)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import IntEnum
 from itertools import islice
 
 from ..inert_pickle.values import Record
@@ -109,7 +110,19 @@ def candidates(root: object) -> Iterator[Path]:
         level = below
 
 
-Likelihood = tuple[int, int, int]
+class Kind(IntEnum):
+    """What a candidate is by its name and place, the likeliest first."""
+
+    NAMED = 0
+    """It has a name under which checkpoints keep the model's state."""
+    FILE = 1
+    """It is a file that is mostly tensors."""
+    UNKNOWN = 2
+    AVERAGE = 3
+    OF_TRAINING = 4
+
+
+Likelihood = tuple[Kind, int, int]
 
 
 def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> Likelihood:
@@ -126,16 +139,16 @@ def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> 
     ranks = [rank for name in path if (rank := _rank(name)) is not None]
     if words & AVERAGES:
         averages = [AVERAGE_NAMES.index(n.lower()) for n in path if n.lower() in AVERAGE_NAMES]
-        return 3, max(averages, default=len(AVERAGE_NAMES)), len(path)
+        return Kind.AVERAGE, max(averages, default=len(AVERAGE_NAMES)), len(path)
     if ranks:
-        return 0, max(ranks), len(path)
+        return Kind.NAMED, max(ranks), len(path)
     if words & OF_TRAINING:
-        return 4, 0, len(path)
+        return Kind.OF_TRAINING, 0, len(path)
     value = container()
     sizes = [each.nbytes for item in value.values() if (each := plain_tensor(item) or tensor_like(item))]
     if not path and 2 * len(sizes) > len(value):
-        return 1, 0, 0
-    return 2, -sum(sizes), len(path)
+        return Kind.FILE, 0, 0
+    return Kind.UNKNOWN, -sum(sizes), len(path)
 
 
 def equally_likely(root: object, ranked: list[tuple[Likelihood, Path]]) -> list[Path]:
@@ -150,8 +163,8 @@ def equally_likely(root: object, ranked: list[tuple[Likelihood, Path]]) -> list[
         unknown names with a tensor that may be a weight, whatever their size.
     """
     (first, path), *rest = ranked
-    if first[0] == 2:
-        rivals = [at for likely, at in rest if likely[0] == 2 and _is_rival(at, follow(root, at))]
+    if first[0] is Kind.UNKNOWN:
+        rivals = [at for likely, at in rest if likely[0] is Kind.UNKNOWN and _is_rival(at, follow(root, at))]
     else:
         rivals = [at for likely, at in rest if likely == first]
     return [path, *rivals]

@@ -56,20 +56,25 @@ def rows_of(items: list[Item]) -> list[Row]:
     """Return a row for each item while they are at most ROWS, else for each module.
 
     Modules are told apart by as many parts of their names as make at most ROWS rows; or by one more part, if
-    that would make fewer than FEW.
+    that would make fewer than FEW. The parts are as many on both sides.
     """
     if len(items) <= ROWS:
         return [_row(item) for item in items]
     deepest = max(name.count(".") for _, name, _ in items)
-    finer = [[item] for item in items]
+    finer, chosen = [[item] for item in items], deepest
     for depth in range(deepest, 0, -1):
         groups = _grouped(items, depth)
         if len(groups) < FEW:
             break
-        finer = groups
+        finer, chosen = groups, depth
         if len(groups) <= ROWS:
             break
-    return [_group(group) if len(group) > 1 else _row(group[0]) for group in finer]
+    shared: dict[str, list[str]] = {}  # what all names in a module begin with, whichever file they are in
+    for _, name, _ in items:
+        path = name.split(".")[:-1]
+        module = ".".join(path[:chosen])
+        shared[module] = [*_shared([shared.get(module, path), path])]
+    return [_group(group, shared, chosen) if len(group) > 1 else _row(group[0]) for group in finer]
 
 
 def _grouped(items: list[Item], depth: int) -> list[list[Item]]:
@@ -92,10 +97,9 @@ def _row(item: Item) -> Row:
     return _measured(mark, name, [change])
 
 
-def _group(items: list[Item]) -> Row:
-    mark, _, first = items[0]
-    names = [name.split(".")[:-1] for _, name, _ in items]
-    name = ".".join(_shared(names)) + ".*"
+def _group(items: list[Item], shared: dict[str, list[str]], depth: int) -> Row:
+    mark, first_name, first = items[0]
+    name = ".".join(shared[".".join(first_name.split(".")[:-1][:depth])]) + ".*"
     changes = [change for _, _, change in items if change is not None]
     if first is not None and first.norms is not None:
         return _measured(mark, name, changes)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..analysis.module_tree import shape_in_words, tensors_in_words
 from ..analysis.optimizers import in_words
+from ..checkpoint.checkpoint import SHARDING
 from .columns import columns, cut, cut_middle, left, right, table, wrapped
 from .console import counted, printable, show_bytes, show_names
 from .inspect_others import MAX_OTHERS, others
@@ -61,7 +62,8 @@ def page(
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     most = 1_000_000 if everything else 6
     if summary.state is None:
-        yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
+        none = "several, name one" if summary.other_states else "none: it holds no dict of tensors"
+        yield "state", "none: it holds one rank's pieces of tensors" if SHARDING in summary.metadata else none
     else:
         where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 )
 @click.option("--finite", is_flag=True, help="Count NaN and infinity as problems.")
 @click.option(
-    "--no-code", is_flag=True, help="Count names that could run as problems: all but those known as harmless."
+    "--no-code",
+    is_flag=True,
+    help="Count as problems names that could run, all but harmless ones, and records nothing refers to.",
 )
 @options.state_option
 @options.reading
@@ -93,7 +95,7 @@ def _line(file: str, against: str | None, found: Verified) -> str:
     same = f", same {what} as {printable(against)}" if against and found.ok else ""
     verdict = f"ok{same}" if found.ok else counted(len(found.problems), "problem", "problems")
     free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in found.free.items())
-    checked = f"{show_bytes(found.checked_bytes)} checked" + (f"; nothing vouches for {free}" if free else "")
+    checked = f"{show_bytes(found.checked_bytes)} checked" + (f"; no checksum covers {free}" if free else "")
     return f"{printable(file)}: {verdict} ({checked})"
 
 

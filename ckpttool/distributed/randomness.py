@@ -61,12 +61,23 @@ def put_back(state: dict[str, Any]) -> None:
 @contextmanager
 def seeded(*parts: object) -> Iterator[None]:
     """Run the block with random numbers seeded by `parts`, on the CPU; restore the state afterwards."""
-    before = take(gpu=False)
-    seed_all(seed_from(*parts), gpu=False)
+    with _restored():
+        seed_all(seed_from(*parts), gpu=False)
+        yield
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    """Restore what `take(gpu=False)` takes, as it is: `take` makes tensors of it, which takes longer."""
+    python, of_torch = random.getstate(), torch.get_rng_state()
+    numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
     try:
         yield
     finally:
-        put_back(before)
+        random.setstate(python)
+        torch.set_rng_state(of_torch)
+        if numpy is not None:
+            sys.modules["numpy"].random.set_state(numpy)
 
 
 class Keyed(Dataset[Any]):
@@ -86,5 +97,14 @@ class Keyed(Dataset[Any]):
         return len(cast(Sized, self.samples))
 
     def __getitem__(self, index: int) -> Any:
-        with seeded(self.seed, self.epoch, index):
-            return self.samples[index]
+        with _restored():
+            return self._drawn(index)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Return the samples of a batch, for a DataLoader: what was drawn before is restored once."""
+        with _restored():
+            return [self._drawn(index) for index in indices]
+
+    def _drawn(self, index: int) -> Any:
+        seed_all(seed_from(self.seed, self.epoch, index), gpu=False)
+        return self.samples[index]

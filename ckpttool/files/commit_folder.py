@@ -238,9 +238,8 @@ def _take_apart(old: str, target: str, replaced: Replaced, kept: Collection[str]
     try:
         for _ in range(ATTEMPTS):
             found = {*os.listdir(old)}
-            mine = dict.fromkeys(
-                name for name in replaced(old) if name in found
-            )  # no path that leads elsewhere
+            # Only names in the folder itself: an index may hold a path that leads elsewhere.
+            mine = dict.fromkeys(name for name in replaced(old) if name in found)
             for name in (*(found - mine.keys()), *mine):  # the index last: only it says what is replaced
                 _remove_or_give_back(old, target, name, name in mine, name in kept, new)
             with contextlib.suppress(OSError):  # a process that has the folder open wrote into it again

@@ -15,7 +15,7 @@ from ..files.copying import DryOutput, Output, Progress
 from ..tensors.ref import Source, Storage, TensorRef
 from .destination import WHOLE
 from .folders import dcp, folders, sharding
-from .folders.folder_plan import FolderPlan, FolderWritten
+from .folders.folder_plan import FolderPlan, Written
 from .pytorch import zip as torch_zip
 from .reading import open as open_any
 from .reading import read
@@ -39,8 +39,9 @@ class SavePlan:
 
     Raises:
         NoState: the format holds only a state, and there is none, or none at that path.
-        Refused: the keys of a pickled object were changed, which the format would have to hold; or the
-            format holds only plain tensors, and one is sharded, sparse, quantised or the like.
+        Refused: the checkpoint holds one rank's pieces of tensors; the keys of a pickled object were changed,
+            which the format would have to hold; or the format holds only plain tensors, and one is sharded,
+            sparse, quantised or the like.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SavePlan:
     ) -> None:
         self.checkpoint, self.path, self.format = checkpoint, path, kind
         self.where, self.full = state, full
+        checkpoint.require_whole()
         self.state = None if kind in WHOLE or full else checkpoint.state(state)
         if self.state is None and checkpoint.opened:
             raise Refused(
@@ -93,6 +95,13 @@ class SavePlan:
             dry_run: write nothing.
             opened: makes an output of a file.
             check: called with what was written, as it reads back, before it may replace anything.
+
+        Raises:
+            UsageFault: the place can't be written, is a file, or holds other files.
+            Refused: the format can't hold something.
+            Damaged: the input ended early, or what was written does not read back as intended; or as `check`
+                raises it.
+            OSError: the disk is full, or a file can't be written.
         """
         size = shard_size or sharding.DEFAULT_SIZE
         plan = FolderPlan(self.checkpoint, self.format, self.state, self.full, self.ties, size)
@@ -113,15 +122,30 @@ class SavePlan:
         return self._saved(plan.write(self.path, opened, check_folder))
 
     def dry_run(self) -> Saved:
-        """Return what `write_file` would, and raise what it would."""
+        """Return what `write_file` would.
+
+        Raises:
+            Refused: the format can't hold something.
+            Damaged: the input ended early.
+        """
         out = DryOutput()
         self._write(out)
         source = self.checkpoint.source
         nbytes = out.position if self._header_in_place is None else source.size
-        return self._saved(FolderWritten(nbytes, 0))
+        return self._saved(Written(nbytes, 0))
 
     def write_file(self, opened: sharding.Opened, check: Check) -> Saved:
-        """Write a file and put it in place. Arguments as of `write_folder`."""
+        """Write a file and put it in place.
+
+        Args:
+            opened, check: as for `write_folder`.
+
+        Raises:
+            UsageFault: the place can't be written.
+            Refused: the format can't hold something.
+            Damaged: the input ended early, or what was written is no checkpoint; or as `check` raises it.
+            OSError: the disk is full, or the file can't be written.
+        """
         with replacing(self.path) as file:
             with opened(file) as out:
                 if self._header_in_place is None:
@@ -129,7 +153,7 @@ class SavePlan:
                 else:
                     in_place.write(self.checkpoint.source, self._header_in_place, out)
             check(read(Source(self.path, os.dup(file.fileno()))))
-        return self._saved(FolderWritten(out.position, 0))
+        return self._saved(Written(out.position, 0))
 
     def _write(self, out: Output) -> None:
         if self.format == torch_zip.NAME:
@@ -184,7 +208,7 @@ class SavePlan:
         if not same:
             raise Damaged(self.path, "does not read back as intended, and was not kept")
 
-    def _saved(self, written: FolderWritten) -> Saved:
+    def _saved(self, written: Written) -> Saved:
         report = (self.checkpoint, self.path, self.format, written.nbytes)
         if self.state is not None:
             saved = saved_state(*report, self.state, self.ties)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.state import State
+from ..checkpoint.tensor_likes import require_plain
 from ..errors import Mismatch, NothingToDo, Refused, UsageFault
 from ..formats.opened import File, opened
 from ..inert_pickle.values import is_plain
@@ -20,7 +21,7 @@ from ..tensors.ref import TensorRef
 from ..tensors.to_torch import live_tensors
 from .diagnosis import Diagnosis
 from .diagnosis.case import Case
-from .diagnosis.fit import Blueprint, compare
+from .diagnosis.fit import Blueprint, Fit, compare
 from .diagnosis.resize import resized
 from .diagnosis.shell import command_line
 from .diagnosis.treatment import as_reloaded
@@ -93,13 +94,15 @@ def reload(
         NothingToDo: a pattern of `allow_missing` matches no name of the model.
         NoState: the file has no model state, or none at `state`.
         UsageFault: a parameter or buffer to be loaded is on the meta device, and `assign` is False.
-        Refused: the model asks for an object that only code could create.
+        Refused: the model asks for an object that only code could create; or a tensor of the state is not a
+            plain one, but sharded, sparse, quantised or the like.
         Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
     """
     if not assign:
         _require_memory(model)
     with opened(file) as checkpoint:
         found = checkpoint.state(state)
+        require_plain(checkpoint.path, found.likes, "can't be loaded into a model")
         blueprint = Blueprint.of(model)
         patterns = tuple(allow_missing)
         _require_matches(patterns, blueprint)

@@ -181,7 +181,7 @@ def checked_tensor(
     conj: bool = False,
     neg: bool = False,
     *,
-    room: int | None = None,
+    limit: int | None = None,
 ) -> TensorRef:
     """Return a tensor as a file describes it, each of whose elements lies in its storage.
 
@@ -190,14 +190,17 @@ def checked_tensor(
         dtype: element type.
         shape, stride, offset: whatever the file holds in their places, of any type.
         requires_grad, conj, neg: as for TensorRef.
-        room: bytes of the storage that the tensor may use; all when None.
+        limit: bytes of the storage that the tensor may use; all when None.
 
     Raises:
-        BadTensor: shape and stride are no tuples of one length up to MAX_AXES; a number is no int, negative
-            or larger than MAX_BYTES; a lazy bit does not fit the dtype; an element lies past `room`.
+        BadTensor: shape and stride are no tuples of one length, or longer than MAX_AXES; a number is no int,
+            negative or larger than MAX_BYTES; a lazy bit does not fit the dtype; an element lies past
+            `limit`.
     """
-    room = storage.nbytes if room is None else room
-    counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride) <= MAX_AXES
+    limit = storage.nbytes if limit is None else limit
+    counts = type(shape) is tuple and type(stride) is tuple and len(shape) == len(stride)
+    if counts and len(shape) > MAX_AXES:
+        raise BadTensor(f"of {len(shape)} axes, more than the {MAX_AXES} that are read here")
     for number in (offset, *shape, *stride) if counts else (None,):
         if type(number) is not int or not 0 <= number <= MAX_BYTES:
             raise BadTensor("of malformed size, stride or offset")
@@ -206,6 +209,6 @@ def checked_tensor(
     if extent(shape) * dtype.itemsize > MAX_BYTES:
         raise BadTensor("of a shape larger than any file")
     tensor = TensorRef(storage, dtype, shape, stride, offset, requires_grad, conj, neg)
-    if tensor.span[1] > room:
-        raise BadTensor(f"of shape {str(list(shape))[:80]} that reaches past its storage of {room} bytes")
+    if tensor.span[1] > limit:
+        raise BadTensor(f"of shape {str(list(shape))[:80]} that reaches past its storage of {limit} bytes")
     return tensor

@@ -73,7 +73,7 @@ def test_doctor_and_reload_take_paths_and_checkpoints(files: tuple[Path, Path]) 
     assert not ckpttool.doctor(files[0], model).loads
     with ckpttool.open(files[0]) as checkpoint:
         found = ckpttool.doctor(checkpoint, model)
-        assert [problem.kind for problem in found.problems] == ["prefix"]
+        assert [problem.kind for problem in found.problems] == ["prefix", "reload"]
         assert ckpttool.reload(checkpoint, model).prefix == "module."
         assert ckpttool.digest(checkpoint)  # still open
     assert model["w"].tolist() == [0, 1, 2, 3, 4, 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import tempfile
 import zipfile
 from collections import OrderedDict
@@ -132,7 +133,7 @@ def test_a_view_of_a_storage_does_not_hide_the_rest_of_it(tmp_path: Path) -> Non
     assert problems(verify(flipped)) == [("checksum", "row")]
 
 
-def test_files_without_checksums_say_how_many_bytes_nothing_vouches_for(tmp_path: Path) -> None:
+def test_files_without_checksums_say_how_many_bytes_no_checksum_covers(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         found = verify(opened(STATE, tmp_path))
@@ -158,7 +159,7 @@ def test_each_shard_of_torch_is_checked(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_each_flipped_bit_of_a_zip_is_found_or_its_byte_is_counted(seed: int, tmp_path: Path) -> None:
-    """The bytes that may change unseen are no more than the count of those that nothing vouches for."""
+    """The bytes that may change unseen are no more than the count of those that no checksum covers."""
     torch.save({"w": torch.arange(5.0), "b": torch.ones(3)}, tmp_path / "in.pt")
     with ckpttool.open(tmp_path / "in.pt") as checkpoint:
         free = verify(checkpoint).free
@@ -178,14 +179,14 @@ def test_padding_and_descriptors_are_checked(tmp_path: Path) -> None:
         assert [problem.kind for problem in found.problems] == ["frame"]
 
 
-def test_what_nothing_vouches_for_is_counted_in_every_format(tmp_path: Path) -> None:
+def test_what_no_checksum_covers_is_counted_in_every_format(tmp_path: Path) -> None:
     checkpoint = opened({"w": base}, tmp_path)
     ckpttool.save(checkpoint, tmp_path / "out.safetensors")
     ckpttool.save(checkpoint, tmp_path / "out.pt")
     assert set(verify(ckpttool.open(tmp_path / "out.pt")).free) == {"header fields"}
     found = verify(ckpttool.open(tmp_path / "out.safetensors")).free
     size = (tmp_path / "out.safetensors").stat().st_size
-    assert found == {"values without a checksum": 96, "contents without a checksum": size - 96}
+    assert found == {"values": 96, "contents": size - 96}
     torch.save({"w": base}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
     found = verify(ckpttool.open(tmp_path / "legacy.pt")).free
     assert sum(found.values()) == (tmp_path / "legacy.pt").stat().st_size
@@ -459,3 +460,17 @@ def test_a_missing_empty_dict_is_a_difference(tmp_path: Path) -> None:
     theirs = {"model": {"w": torch.ones(1)}, "epoch": 3}
     found = verify(opened(mine, tmp_path), against=opened(theirs, tmp_path, "other.pt"))
     assert problems(found) == [("only-here", "loops")]
+
+
+def test_records_that_nothing_refers_to_are_named_with_no_code(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2), "empty": torch.ones(0)}, tmp_path / "m.pt")
+    assert verify(ckpttool.open(tmp_path / "m.pt"), no_code=True).ok
+    with zipfile.ZipFile(tmp_path / "m.pt", "a") as archive:
+        archive.writestr("m/evil.pkl", pickle.dumps(print))
+        archive.writestr("m/data/99", b"anything else")
+    found = verify(ckpttool.open(tmp_path / "m.pt"), no_code=True)
+    assert {(problem.kind, problem.name, problem.message) for problem in found.problems} == {
+        ("code", "record m/evil.pkl", "is a pickle that nothing in the file refers to"),
+        ("code", "record m/data/99", "is a record that nothing in the file refers to"),
+    }
+    assert verify(ckpttool.open(tmp_path / "m.pt")).ok

@@ -278,3 +278,15 @@ def test_descriptions_inside_descriptions_end(tmp_path: Path) -> None:
     for _ in range(10_000):
         value = rebuilt("torch._utils._rebuild_parameter", value, True, {})
     assert tensor_like(value) is None
+
+
+@pytest.mark.parametrize("kind", ["sparse COO", "quantised", "nested"])
+def test_loading_refuses_each_kind_by_name(kind: str, tmp_path: Path) -> None:
+    path = save_kind(kind, tmp_path / "in.pt")
+    with pytest.raises(Refused, match=r"'x' \(.* can't be loaded as plain tensors"):
+        ckpttool.open(path).state().load()
+    model = torch.nn.Module()
+    model.register_buffer("x", torch.zeros(2, 2))
+    model.register_buffer("plain", torch.zeros(2))
+    with pytest.raises(Refused, match=r"'x' \(.* can't be loaded into a model"):
+        ckpttool.reload(path, model)

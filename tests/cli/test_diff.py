@@ -274,3 +274,16 @@ def test_a_tensor_that_became_infinite_or_nan_comes_first_among_many(cli: Any, t
     assert "layer59" in page
     first = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt", "--sort", "size", "--json").json["changed"][:2]
     assert {change["name"] for change in first} == {"layer58.x0.weight", "layer59.x0.weight"}
+
+
+def test_both_sides_are_grouped_at_one_depth(cli: Cli, tmp_path: Path) -> None:
+    """Of each part one file has one block, the other three: the rows of the first are no deeper for that."""
+    old = {f"p{i}.block.0.{name}": torch.ones(2) for i in range(15) for name in ("a", "b", "c")}
+    new = {
+        f"p{i}.block.{j}.{name}": torch.ones(2) for i in range(15) for j in (0, 1, 2) for name in ("d", "e")
+    }
+    torch.save(old, tmp_path / "a.pt")
+    torch.save(new, tmp_path / "b.pt")
+    lines = cli("diff", tmp_path / "a.pt", tmp_path / "b.pt").out.splitlines()
+    names = {line[0]: line.split()[1] for line in lines if ".*" in line}
+    assert names["-"].count(".") == names["+"].count("."), lines

@@ -153,3 +153,10 @@ def test_a_dict_with_numbers_as_keys_is_named_with_one_of_them(
     number = next(key for key in tree.get("model", tree) if isinstance(key, int))
     assert f"no dict of tensors by name, so no model's state: {where} has tensors, " in ran.err
     assert f"but its key {number} is no text\n" in ran.err
+
+
+def test_a_tensor_of_too_many_axes_is_called_that(cli: Cli, tmp_path: Path) -> None:
+    path = saved(tmp_path / "axes.pt", {"a": TWO, "w": torch.zeros([1] * 70)})
+    ran = cli("inspect", path)
+    assert ran.code == 3
+    assert "its pickle has a tensor of 70 axes, more than the 64 that are read here\n" in ran.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -20,6 +21,7 @@ from tests.support.running import ROOT
 from train import checkpoints, models, run_folder, saving
 from train.config import TrainConfig
 from train.flag_values import Every
+from train.limits import Limits
 from train.main import steps_of_epoch
 
 PLAIN = (type(None), bool, int, float, str, torch.Tensor)
@@ -73,7 +75,7 @@ def test_the_optimizers_state_names_its_parameters_as_the_model_does(saved):
 def test_a_checkpoint_records_the_progress_the_plan_and_the_versions(saved):
     state = saved["state"]
     assert state["progress"] == {
-        "epoch": 1, "step": 0, "global_step": 2, "samples": 8, "best": -1.0, "sums": [[0.0] * 3] * 2,
+        "epoch": 1, "step": 0, "global_step": 2, "samples": 8, "best": -math.inf, "sums": [[0.0] * 4] * 2,
     }  # fmt: skip
     assert (state["plan"]["samples"], state["plan"]["world_size"]) == (8, 2)
     assert state["config"]["batch_size"] == 4
@@ -143,7 +145,7 @@ def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value:
     if rank == on:
         trainer.ddp.module.state_dict()[name][0] = value
     try:
-        saving.Saver(trainer, folder).after_epoch(best=True)
+        saving.Saver(trainer, folder).save(last=True, best=True)
     except CkptToolError as error:
         return type(error).__name__, str(error)
     return None
@@ -193,12 +195,13 @@ def test_a_failed_write_on_rank_0_stops_every_rank_and_leaves_the_old_file(run_r
 def files_of_a_run(rank: int, world_size: int, folder: str, best: list[bool], settings: Any) -> Any:
     """Return the files after each epoch of a run in which the marked epochs are the best so far."""
     trainer = make_trainer(rank, world_size, epochs=len(best), **settings)
-    saver, seen = saving.Saver(trainer, folder), []
+    saver, limits, seen = saving.Saver(trainer, folder), Limits(trainer.config, trainer.steps_per_epoch), []
     for is_best in best:
         for _ in steps_of_epoch(trainer):
-            saver.after_step()
-        trainer.finish_epoch()
-        saver.after_epoch(best=is_best)
+            due, ends = limits.due(trainer.progress), trainer.epoch_is_done()
+            if ends:
+                trainer.finish_epoch()
+            saver.save(last=due.save, best=is_best and ends)
         seen.append(sorted(os.listdir(folder)))
     return seen
 

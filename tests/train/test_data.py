@@ -66,6 +66,16 @@ def test_fake_samples_are_the_same_each_time_and_differ_between_train_and_test()
     assert not torch.equal(noise.train[0][0], noise.test[0][0])
 
 
+def test_fake_samples_are_normalised_by_default_and_as_the_flags_say():
+    noise = load("fake:200").train
+    pictures = torch.stack([noise[index][0] for index in range(200)])
+    assert pictures.mean(dim=(0, 2, 3)).abs().max() < 0.01
+    assert (pictures.std(dim=(0, 2, 3)) - 1).abs().max() < 0.01
+    plain = load("fake:200", mean=(0.0,), std=(1.0,)).train[7][0]
+    assert 0 <= plain.min() < 0.01 < 0.99 < plain.max() < 1
+    assert torch.allclose(noise[7][0], (plain - 0.5) * 12**0.5, atol=1e-6)
+
+
 def test_another_normalisation_gives_another_fingerprint(tmp_path):
     make_pictures = load("fake:8", mean=(0.5, 0.5, 0.5))
     assert make_pictures.fingerprint != load("fake:8").fingerprint

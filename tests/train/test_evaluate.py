@@ -221,7 +221,7 @@ def test_the_numbers_are_those_of_plain_pytorch(saved, capsys):
         (["ddp.pt", "--model", "no-such", "--data", "fake:9"], 2, "no such model"),
         (["ddp.pt", "--data", "fake:9"], 2, "--model"),
         (["--model", "resnet20"], 2, "CKPT"),
-        (["ddp.pt", "--model", "resnet20", "--threads", "0"], 2, "--threads 0: is less than 1"),
+        (["ddp.pt", "--model", "resnet20", "--threads", "0"], 2, "--threads: 0 is less than 1"),
         (["ddp.pt", "--model", "resnet20", "--data", "fake:9", "--out", "ddp.pt"], 2, "--out ddp.pt: "),
     ],
     ids=[

@@ -21,8 +21,10 @@ def test_a_log_that_cant_be_written_is_an_error_that_names_it(tmp_path):
 
 
 def test_a_loss_of_nan_is_null_in_the_log(tmp_path):
-    log_file.append(str(tmp_path), {"epoch": 1, "loss": float("nan"), "lr": 0.5})
-    assert (tmp_path / "log.jsonl").read_text() == '{"epoch": 1, "loss": null, "lr": 0.5}\n'
+    infinite = {"mse": float("inf"), "each": [1.0, float("nan")]}
+    log_file.append(str(tmp_path), {"epoch": 1, "loss": float("nan"), "metrics": infinite})
+    (text,) = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert text == '{"epoch": 1, "loss": null, "metrics": {"mse": null, "each": [1.0, null]}}'
 
 
 def test_cutting_removes_later_epochs_and_a_line_cut_off_by_a_crash(tmp_path):

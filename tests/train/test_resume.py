@@ -181,7 +181,7 @@ def test_a_run_can_continue_within_an_epoch_on_another_number_of_ranks(run_ranks
     assert final["plan"]["world_size"] == after
     # Two epochs are left, and the first of them was met in part before: its sums are taken along.
     sums = torch.load(tmp_path / "on" / "step-000007.pt", weights_only=True)["progress"]["sums"]
-    assert sum(samples for _, _, samples in sums) == 36
+    assert sum(samples for _, _, samples, _ in sums) == 36
     assert [entry["epoch"] for entry in log(tmp_path / "on")] == [2, 3]
 
 

@@ -49,17 +49,13 @@ def test_an_entry_has_the_mean_of_its_interval_and_the_rates_of_its_last_step():
     ]
 
 
-def test_the_end_of_a_run_writes_the_steps_that_fill_no_interval_once():
+def test_the_last_step_of_a_training_ends_an_interval_too():
     kept = Kept()
-    log = StepLog(3, CPU, [kept])
+    log = StepLog(3, CPU, [kept], last=4)
     for number in range(1, 5):
-        take(log, number, loss=float(number))
-    log.end()
-    log.end()
-    assert [(entry["step"], entry["steps"], entry["loss"]) for entry in kept.entries] == [
-        (3, 3, 2.0),
-        (4, 1, 4.0),
-    ]
+        take(log, number, loss=float(number), grad_norm=1.5 if log.due(number) else None)
+    found = [(entry["step"], entry["steps"], entry["loss"], entry["grad_norm"]) for entry in kept.entries]
+    assert found == [(3, 3, 2.0, 1.5), (4, 1, 4.0, 1.5)]
 
 
 def test_tokens_may_be_counted_on_the_device():
@@ -240,7 +236,6 @@ def continued(rank: int, world_size: int, states: list[list[float]]) -> list[dic
     log.restore(json.loads(json.dumps(states)), rank, world_size)
     for number in (7, 8):
         take(log, number, loss=0.1 * (number + rank), count=1 + rank)
-    log.end()
     return timeless(kept.entries)
 
 
@@ -251,10 +246,9 @@ def test_a_run_that_continues_within_an_interval_logs_what_the_uninterrupted_one
 
 def on_other_ranks(rank: int, world_size: int, states: list[list[float]]) -> list[dict[str, Any]]:
     kept = Kept()
-    log = StepLog(4, CPU, [kept] if rank == 0 else [])
+    log = StepLog(4, CPU, [kept] if rank == 0 else [], last=7)
     log.restore(states, rank, world_size)
     take(log, 7, loss=0.0, count=0)
-    log.end()
     return kept.entries
 
 

@@ -17,6 +17,7 @@ from ckpttool.batchnorm import RunningStatistics
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
 from train import wrapping
+from train.config import TrainConfig
 from train.models import resnet20, simple_cnn
 
 
@@ -157,10 +158,7 @@ def last_gradients(rank: int, size: int, sizes: list[int], compiled: bool, check
     """Train without an update in batches of these sizes; return the keys and what the last batch gives."""
     torch.compiler.reset()
     model = trainings.seeded(layers)
-    if checkpoints:
-        wrapping.checkpoint_blocks(model)
-    if compiled:
-        wrapping.compile_training(model)
+    wrapping.wrap(TrainConfig(compile=compiled, grad_checkpoint=checkpoints), model)
     ddp = DistributedDataParallel(model)
     before = counters["stats"]["unique_graphs"]
     for number in sizes:
@@ -184,9 +182,26 @@ def test_compiled_training_has_the_keys_of_ddp_and_the_same_bits_after_other_bat
     run_ranks: Any, checkpoints: bool
 ) -> None:
     eager = run_ranks(1, last_gradients, [6], False, False)[0]
-    straight = run_ranks(1, last_gradients, [1, 6, 2, 4, 6], True, checkpoints)[0]
-    resumed = run_ranks(1, last_gradients, [1, 6], True, checkpoints)[0]
+    straight = run_ranks(1, last_gradients, [1, 6, 2, 4, 6], True, checkpoints, timeout=100)[0]
+    resumed = run_ranks(1, last_gradients, [1, 6], True, checkpoints, timeout=100)[0]
     assert eager[0] == straight[0]
     assert same(straight[1], resumed[1])
     for name, value in eager[1].items():
         torch.testing.assert_close(straight[1][name], value, rtol=1e-12, atol=1e-12)
+
+
+class Broken(nn.BatchNorm1d):
+    """A layer after which the compiler can't go on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return x
+
+
+def test_a_compiled_block_that_the_compiler_breaks_updates_its_statistics_once() -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Broken(2)))
+    wrapping.wrap(TrainConfig(compile=True, grad_checkpoint=True), model)
+    model(torch.rand(3, 2)).sum().backward()
+    assert model[1][0].num_batches_tracked.item() == 1

@@ -24,7 +24,7 @@ from .folders import companions, replaced_by
 
 
 @dataclass(frozen=True, slots=True)
-class FolderWritten:
+class Written:
     """What writing a folder came to.
 
     Attributes:
@@ -60,7 +60,7 @@ class FolderPlan:
     ties: Mapping[str, str]
     shard_size: int
 
-    def write(self, path: str, opened: sharding.Opened, check: Callable[[str], None]) -> FolderWritten:
+    def write(self, path: str, opened: sharding.Opened, check: Callable[[str], None]) -> Written:
         """Write the folder and put it in place.
 
         Args:
@@ -69,15 +69,17 @@ class FolderPlan:
             check: called with the path of the finished folder before it takes its place.
 
         Raises:
-            UsageFault: the place can't be written, or holds other files.
-            Refused: something that the format can't hold.
+            UsageFault: the place can't be written, is a file, or holds other files.
+            Refused: the format can't hold something.
+            Damaged, Unreadable: the input ended early or was closed meanwhile; or as `check` raises them.
+            OSError: the disk is full, or a file can't be written.
         """
         kept = companions(self.checkpoint, path)
         with replacing_folder(path, replaced_by(self.checkpoint, path), kept) as new:
             self._write_into(new.path, opened)
             check(new.path)
             sizes = {entry.name: entry.stat().st_size for entry in os.scandir(new.path)}
-        return FolderWritten(
+        return Written(
             sum(sizes.values()), self._count(list(sizes)), tuple(new.given_back), tuple(new.not_removed)
         )
 
@@ -88,19 +90,19 @@ class FolderPlan:
             shards, text = self._shards()
             sharding.write(folder, self.kind, shards, text, self._write_shard, opened)
 
-    def dry(self) -> FolderWritten:
+    def dry(self) -> Written:
         """Return what `write` would, of DCP the bytes of the values alone, and raise what it would."""
         if self.kind == dcp.NAME:
             whole = self._for_dcp()
             dcp_writing.check(whole)
-            return FolderWritten(sum(tensor.nbytes for _, tensor in whole.tensors()), 0)
+            return Written(sum(tensor.nbytes for _, tensor in whole.tensors()), 0)
         shards, text = self._shards()
         total = len(text.encode())
         for shard in shards:
             out = DryOutput()
             self._write_shard(shard.name, shard.tensors, out)
             total += out.position
-        return FolderWritten(total, len(shards))
+        return Written(total, len(shards))
 
     def _count(self, names: list[str]) -> int:
         telling = (dcp.METADATA, sharding.INDEX)

@@ -148,7 +148,8 @@ def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
     if source is None or kind not in NAMES or is_in_place(checkpoint, path):
         return ()
     beside = others_in(source, files_of_checkpoints(source))
-    return tuple(name for name in beside if not name.startswith("."))
+    own = os.path.relpath(os.path.realpath(path), os.path.realpath(source)).split(os.sep)[0]
+    return tuple(name for name in beside if not name.startswith(".") and name != own)
 
 
 def _folder_of(checkpoint: Checkpoint) -> str | None:

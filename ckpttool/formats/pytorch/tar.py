@@ -221,8 +221,8 @@ def _tensor(
     root, dtype = storage.storage, STORAGE_DTYPES[storage.storage.kind]
     if not is_count(offset):
         raise BadTensor("of a negative offset")
-    room = (storage.offset + storage.numel) * dtype.itemsize
-    return checked_tensor(root, dtype, shape, stride, storage.offset + offset, room=room)
+    limit = (storage.offset + storage.numel) * dtype.itemsize
+    return checked_tensor(root, dtype, shape, stride, storage.offset + offset, limit=limit)
 
 
 def _triple(member: _Member, what: str) -> tuple[object, object, object]:

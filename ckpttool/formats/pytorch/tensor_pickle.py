@@ -193,14 +193,14 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
         bits: torch's `{'conj': …, 'neg': …}`, or None.
     """
     storage, offset, shape, stride = args[:4]
-    room, kind = 0, ""
+    limit, kind = 0, ""
     if isinstance(storage, StorageView):
         kind = storage.kind or storage.storage.kind
-        room = (storage.offset + storage.numel) * itemsize(kind)
+        limit = (storage.offset + storage.numel) * itemsize(kind)
         offset = offset + storage.offset if is_count(offset) else offset
         storage = storage.storage
     elif isinstance(storage, Storage):
-        room, kind = storage.nbytes, storage.kind
+        limit, kind = storage.nbytes, storage.kind
     if not isinstance(storage, Storage):
         raise PickleFault("its pickle has a tensor without a storage")
     if bits and (not isinstance(bits, dict) or not bits.keys() <= {"conj", "neg"}):
@@ -208,7 +208,7 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
     conj, neg = (bits.get(flag) is True for flag in ("conj", "neg")) if bits else (False, False)
     dtype = dtype or element_type(kind)
     try:
-        return checked_tensor(storage, dtype, shape, stride, offset, requires_grad, conj, neg, room=room)
+        return checked_tensor(storage, dtype, shape, stride, offset, requires_grad, conj, neg, limit=limit)
     except BadTensor as fault:
         raise PickleFault(f"its pickle has a tensor {fault}") from None
 

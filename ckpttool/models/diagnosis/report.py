@@ -253,7 +253,7 @@ def _output(file: str, checkpoint: Checkpoint) -> str:
     stem = path if os.path.isdir(path) else os.path.splitext(path)[0]
     end = ".safetensors" if checkpoint.format.startswith("safetensors") and not checkpoint.full else ".pt"
     output, count = f"{stem}.mended{end}", 1
-    while os.path.exists(output):
+    while os.path.lexists(output):
         count += 1
         output = f"{stem}.mended-{count}{end}"
     return output

@@ -129,6 +129,8 @@ def test_other_files_that_a_new_folder_does_not_get_are_named(
     assert "other files of the folder, not copied: config.json, vocab.txt\n" in ran.err
     ran = cli("strip-prefix", source, f"{tmp_path / 'other'}/", "--json")
     assert ran.json["not_copied"] == ["config.json", "vocab.txt"]
+    inside = cli("strip-prefix", source, f"{folder / 'stripped'}/", "--json")
+    assert inside.json["not_copied"] == ["config.json", "vocab.txt"]
     for path in (tmp_path / "one.pt", folder):
         assert "not_copied" not in cli("strip-prefix", source, path, "--force", "--json").json
 

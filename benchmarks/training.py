@@ -1,0 +1,117 @@
+"""Steps per second of train/main.py against a bare DDP loop, accelerate and Lightning Fabric.
+
+    python -m benchmarks.training
+
+The same ResNet-20, data in memory, global batch and optimizer, on two ranks over gloo on the CPU. The ways
+take turns of some steps, round after round, in one pair of processes; a ratio is the median of the rounds'.
+The bare loop runs twice: what the two differ by is noise. CPU
+seconds of rank 0 depend less on what else the machine does. accelerate and Lightning are left out where they
+are not installed (`pip install -e '.[interop]'`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from . import machine
+from .commands import CHILDREN, PYTHON
+from .markdown import check_marks, put_between_marks
+
+CHILD = CHILDREN / "training_turns.py"
+NAMES = {
+    "bare": "a bare loop",
+    "again": "the same loop again (noise)",
+    "accelerate": "accelerate",
+    "fabric": "Lightning Fabric",
+    "ours": "train/main.py",
+}
+Seconds = dict[str, list[tuple[float, float]]]
+
+NEEDS = {"accelerate": "accelerate", "fabric": "lightning"}
+
+
+def measure(
+    folder: Path, ways: Sequence[str], *, ranks: int = 2, rounds: int = 15, steps: int = 8, batch: int = 64
+) -> Seconds:
+    """Return the seconds, and the CPU seconds of rank 0, of each way's steps in each round.
+
+    Raises:
+        subprocess.CalledProcessError: a rank failed; its output is on stderr.
+    """
+    launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, CHILD]
+    given = [*launcher, folder, rounds, steps, batch, *ways]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([str(one) for one in given], check=True, stdout=subprocess.DEVNULL, env=environment)
+    found: Seconds = json.loads((folder / "seconds.json").read_text())
+    return found
+
+
+def ratio(seconds: Seconds, way: str, *, cpu: bool = False) -> float:
+    """Return the speed of a way against the bare loop: the median over rounds."""
+    return statistics.median(ratios(seconds, way, cpu=cpu))
+
+
+def ratios(seconds: Seconds, way: str, *, cpu: bool = False) -> list[float]:
+    """Return the speed of a way against the bare loop in each round."""
+    return [bare[cpu] / own[cpu] for bare, own in zip(seconds["bare"], seconds[way], strict=True)]
+
+
+def as_markdown(seconds: Seconds, steps: int) -> str:
+    """Return the table of steps per second and of ratios, with the middle half of the rounds."""
+    head = ["", "steps/s", "× the bare loop", "middle half of the rounds", "× by CPU time"]
+    rows = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for way, own in seconds.items():
+        of_rounds, quarter = sorted(ratios(seconds, way)), len(own) // 4
+        spread = f"{of_rounds[quarter]:.2f} – {of_rounds[-1 - quarter]:.2f}"
+        speed = steps / statistics.median(wall for wall, _ in own)
+        both = [f"{ratio(seconds, way, cpu=cpu):.3f}" for cpu in (False, True)]
+        rows.append([_named(way), f"{speed:.2f}", both[0], spread, both[1]])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _named(way: str) -> str:
+    try:
+        return f"{NAMES[way]} {version(NEEDS[way])}" if way in NEEDS else NAMES[way]
+    except PackageNotFoundError:
+        return NAMES[way]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    for name, usual in (("ranks", 2), ("rounds", 15), ("steps", 8), ("batch", 64)):
+        parser.add_argument(f"--{name}", type=int, default=usual, metavar="N", help="(%(default)s)")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to FILE")
+    options = parser.parse_args()
+    if options.markdown:
+        try:
+            check_marks(options.markdown)
+        except ValueError as error:
+            parser.error(f"--markdown {error}")
+    ways = [way for way in NAMES if way not in NEEDS or find_spec(NEEDS[way])]
+    with tempfile.TemporaryDirectory(prefix="ckpttool-bench-") as name:
+        folder = Path(name)
+        load = machine.load()
+        counts = {"ranks": options.ranks, "rounds": options.rounds, "steps": options.steps}
+        seconds = measure(folder, ways, **counts, batch=options.batch)
+        about = f"{machine.date()}; {machine.versions()}; {machine.size(folder)}; {load} at the start"
+    what = f"ResNet-20, {options.ranks} ranks, gloo, global batch {options.batch}, {options.rounds} rounds"
+    markdown = f"{as_markdown(seconds, options.steps)}\n\n{what} of {options.steps} steps. Measured {about}."
+    print(markdown)
+    if options.markdown:
+        put_between_marks(options.markdown, markdown)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

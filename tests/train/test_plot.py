@@ -1,0 +1,276 @@
+"""train/plot.py: what is drawn of which log, how runs are named, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.programs import ROOT, start
+from train import curves, plot
+
+matplotlib = pytest.importorskip("matplotlib")
+Image = pytest.importorskip("PIL.Image")
+
+
+def epoch(number: int, **more: Any) -> dict[str, Any]:
+    usual = {"epoch": number, "loss": 2.0 / number, "train_loss": 1.5 / number, "lr": 0.1, "samples": 10}
+    return {**usual, "seconds": 2.0, "train_samples": 100, **more}
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    usual = {"step": number, "epochs": number / 4, "loss": 3.0 / number, "lr": 0.2, "grad_norm": 1.0}
+    return {**usual, "samples_per_second": 50.0 + number, **more}
+
+
+def classes(epochs: int = 3) -> list[dict[str, Any]]:
+    return [
+        entry
+        for e in range(1, epochs + 1)
+        for entry in (
+            *(step(4 * (e - 1) + s) for s in (2, 4)),
+            epoch(e, accuracy=1 - 0.5 / e, train_accuracy=1 - 0.4 / e),
+        )
+    ]
+
+
+def regression() -> list[dict[str, Any]]:
+    scores = {"mae": 0.5, "r2": 0.1, "each": [1.0, 2.0]}
+    return [step(2), step(4), epoch(1, metrics=scores), step(6), epoch(2, metrics={**scores, "mae": None})]
+
+
+def write(folder: Path, entries: list[dict[str, Any]]) -> str:
+    folder.mkdir(parents=True)
+    (folder / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return str(folder)
+
+
+def drawn(*paths: str) -> dict[str, Any]:
+    """Return each panel of the picture by its title."""
+    figure = plot.picture(curves.read(paths))
+    figure.canvas.draw()  # a picture that can't be laid out fails here
+    return {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_visible()}
+
+
+def lines(axes: Any) -> list[list[tuple[float, float]]]:
+    return [[(float(x), float(y)) for x, y in line.get_xydata()] for line in axes.get_lines()]
+
+
+CLASSES = ["Loss", "Accuracy", "Learning rate", "Throughput, samples per second"]
+
+
+def test_training_and_test_curves_are_over_epochs(tmp_path: Path) -> None:
+    panels = drawn(write(tmp_path / "a", classes(2)))
+    assert list(panels) == CLASSES
+    trained, tested = lines(panels["Loss"])
+    assert trained == [(s / 4, 3.0 / s) for s in (2, 4, 6, 8)]
+    assert tested == [(1, 2.0), (2, 1.0)]
+    assert lines(panels["Accuracy"])[1] == [(1, 0.5), (2, 0.75)]
+    assert lines(panels["Throughput, samples per second"]) == [[(s / 4, 50.0 + s) for s in (2, 4, 6, 8)]]
+
+
+def test_a_log_without_steps_is_drawn_from_its_epochs(tmp_path: Path) -> None:
+    panels = drawn(write(tmp_path / "a", [epoch(1, accuracy=0.5), epoch(2, accuracy=0.6)]))
+    assert list(panels) == CLASSES
+    assert lines(panels["Loss"])[0] == [(1, 1.5), (2, 0.75)]
+    assert lines(panels["Throughput, samples per second"]) == [[(1, 50.0), (2, 50.0)]]
+
+
+def test_another_task_shows_its_own_scores_and_no_accuracy(tmp_path: Path) -> None:
+    panels = drawn(write(tmp_path / "a", regression()))
+    assert list(panels) == ["Loss", "Mean absolute error", "R²", *CLASSES[2:]]
+    (points,) = lines(panels["Mean absolute error"])
+    assert points[0] == (1, 0.5) and points[1][1] != points[1][1]  # null is a gap
+
+
+def test_an_evaluation_of_another_task_within_an_epoch_has_its_scores(tmp_path: Path) -> None:
+    evaluated = {"step": 2, "epochs": 0.5, "test_loss": 1.75, "test_metrics": {"mae": 0.25}}
+    panels = drawn(write(tmp_path / "a", [step(2), evaluated, step(4)]))
+    assert lines(panels["Mean absolute error"]) == [[(0.5, 0.25)]]
+
+
+def test_runs_of_different_tasks_share_a_picture(tmp_path: Path) -> None:
+    panels = drawn(write(tmp_path / "a", classes()), write(tmp_path / "b", regression()))
+    assert list(panels) == ["Loss", "Accuracy", "Mean absolute error", "R²", *CLASSES[2:]]
+    assert [len(lines(panels[name])) for name in ("Loss", "Accuracy", "R²")] == [4, 2, 1]
+
+
+def test_an_evaluation_within_an_epoch_is_a_point_of_the_test_set(tmp_path: Path) -> None:
+    evaluated = {"step": 2, "epochs": 0.5, "test_loss": 1.75, "test_accuracy": 0.25}
+    panels = drawn(write(tmp_path / "a", [step(2), evaluated, step(4), epoch(1, accuracy=0.5)]))
+    assert lines(panels["Loss"])[1] == [(0.5, 1.75), (1, 2.0)]
+    assert lines(panels["Accuracy"])[0] == [(0.5, 0.25), (1, 0.5)]
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [[step(1)], [epoch(1)], [epoch(1, loss=None, train_loss=None)], [step(1, loss=0.0, lr=0.0)], classes(1)],
+    ids=["one step", "one epoch", "NaN", "zero", "short"],
+)
+def test_a_run_of_one_point_can_be_drawn(tmp_path: Path, entries: list[dict[str, Any]]) -> None:
+    assert "Loss" in drawn(write(tmp_path / "a", entries))
+
+
+def test_an_accuracy_that_hardly_changes_does_not_look_like_much(tmp_path: Path) -> None:
+    panels = drawn(write(tmp_path / "a", [epoch(1, accuracy=0.99), epoch(2, accuracy=0.991)]))
+    low, high = panels["Accuracy"].get_ylim()
+    assert high - low >= 0.05 and low < 0.99 and 0.991 < high < 1.01
+
+
+def test_losses_of_several_magnitudes_have_a_logarithmic_axis(tmp_path: Path) -> None:
+    entries = [step(s, loss=10.0**-s) for s in range(1, 5)]
+    assert drawn(write(tmp_path / "a", entries))["Loss"].get_yscale() == "log"
+    assert drawn(write(tmp_path / "b", [*entries, step(5, loss=0.0)]))["Loss"].get_yscale() == "linear"
+
+
+def test_many_runs_differ_in_colour_mark_or_line() -> None:
+    looks = [tuple(plot.look_of(number).values()) for number in range(20)]
+    assert len({(colour, line) for colour, _, line in looks}) == len(looks)
+    assert len({colour for colour, _, _ in looks[:7]}) == len({mark for _, mark, _ in looks[:7]}) == 7
+
+
+def test_colours_are_told_apart_by_the_colour_blind() -> None:
+    """Simulate red and green blindness (Viénot, Brettel and Mollon 1999) and compare in CIE Lab."""
+    import numpy as np
+
+    def lab(rgb: Any) -> Any:
+        xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ rgb
+        f = np.cbrt(xyz / np.array([0.9505, 1.0, 1.089]))
+        return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+    protan = np.array([[0.11238, 0.88762, 0], [0.11238, 0.88762, 0], [0.00401, -0.00401, 1]])
+    deutan = np.array([[0.29275, 0.70725, 0], [0.29275, 0.70725, 0], [-0.02234, 0.02234, 1]])
+    colours = [np.array([int(c[i : i + 2], 16) / 255 for i in (1, 3, 5)]) ** 2.2 for c in plot.COLOURS]
+    for view in (np.eye(3), protan, deutan):
+        seen = [lab(np.clip(view @ colour, 0, 1)) for colour in colours]
+        apart = [float(np.linalg.norm(a - b)) for i, a in enumerate(seen) for b in seen[:i]]
+        assert min(apart) > 12, f"{min(apart):.1f}"
+
+
+# ---- names ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (["runs/a", "runs/b/"], ["a", "b"]),
+        (["runs/a/log.jsonl"], ["a"]),
+        (["one/a", "two/a", "b"], ["one/a", "two/a", "b"]),
+        (["runs/a", "runs/a"], ["a (1)", "a (2)"]),
+        (["x/a", "x/a/a"], ["x/a", "a/a"]),
+        (["other.jsonl"], ["other.jsonl"]),
+        (["n" * 30 + "o" * 40], ["n" * 21 + "…" + "o" * 22]),
+    ],
+)
+def test_a_run_is_named_by_the_end_of_its_path_that_tells_it_apart(
+    paths: list[str], names: list[str]
+) -> None:
+    assert curves.names_of(paths) == names
+
+
+def test_any_name_can_be_shown(tmp_path: Path) -> None:
+    names = ["_hidden", "$x^2$ $", "%s {0}", "名前", "a\\b"]
+    figure = plot.picture(curves.read([write(tmp_path / name, classes()) for name in names]))
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == names
+    plot.write(figure, str(tmp_path / "a.png"))
+
+
+# ---- the program ---------------------------------------------------------------------------------------
+
+
+def run(*arguments: object) -> int:
+    return plot.main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf", "PNG"])
+def test_the_picture_is_written_and_named(tmp_path: Path, ending: str, capsys: Any) -> None:
+    picture = tmp_path / f"curves.{ending}"
+    assert run(write(tmp_path / "a", classes()), write(tmp_path / "b", classes(2)), "-o", picture) == 0
+    assert capsys.readouterr().out == f"drew 2 runs -> {picture}\n"
+    if ending.lower() == "png":
+        with Image.open(picture) as image:
+            assert image.size[0] == 1500 and 900 < image.size[1] < 1100
+    else:
+        assert picture.read_bytes()[:5] == {"svg": b"<?xml", "pdf": b"%PDF-"}[ending]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_the_same_logs_give_the_same_bytes(tmp_path: Path, ending: str) -> None:
+    log = write(tmp_path / "a", classes())
+    pictures = [tmp_path / f"{number}.{ending}" for number in (1, 2)]
+    for picture in pictures:
+        assert run(log, "-o", picture) == 0
+    assert pictures[0].read_bytes() == pictures[1].read_bytes()
+
+
+def test_a_picture_is_overwritten_only_with_force(tmp_path: Path, capsys: Any) -> None:
+    log, picture = write(tmp_path / "a", classes()), tmp_path / "a.png"
+    picture.write_text("mine")
+    assert run(log, "-o", picture) == 2
+    assert capsys.readouterr().err == f"error: {picture}: already exists (write it anyway with --force)\n"
+    assert picture.read_text() == "mine"
+    assert run(log, "-o", picture, "--force") == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no such file"),
+        ("", "holds no entries yet"),
+        ("epoch 1: loss 2\n", "line 1 is not a JSON object"),
+        ('{"correct": 3}\n', "holds no entry with a loss or a score"),
+        ('{"epoch": 1}\n{"epoch": "two", "loss": 1}\n', "holds no entry with a loss or a score"),
+    ],
+)
+def test_a_log_without_curves_is_one_line_and_exit_code_3(
+    tmp_path: Path, text: str | None, said: str, capsys: Any
+) -> None:
+    if text is not None:
+        (tmp_path / "log.jsonl").write_text(text)
+    assert run(tmp_path, "-o", tmp_path / "a.png") == 3
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1 and str(tmp_path) in error
+    assert not (tmp_path / "a.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-o", "a.jpg", "run"], "a.jpg: has none of the endings"),
+        (["run"], "required: -o"),
+        (["-o", "a.png"], "required: RUN"),
+        (["run", "-o", "no/such/folder/a.png"], "no/such/folder"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(
+    tmp_path: Path, arguments: list[str], said: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "run", classes())
+    assert run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_without_matplotlib_the_extra_is_named(tmp_path: Path) -> None:
+    hide = "import sys; sys.modules['matplotlib'] = None; sys.argv = sys.argv[1:]; import runpy; "
+    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    program = str(ROOT / "train" / "plot.py")
+    done = start([sys.executable, "-c", hide, program, write(tmp_path / "a", classes()), "-o", "x.png"])
+    assert done.returncode == 2, done.stderr
+    said = "train/plot.py needs matplotlib, which is not installed (pip install 'ckpttool[plots]')"
+    assert done.stderr == f"error: {said}\n"
+
+
+def test_it_runs_as_a_program_without_torch_and_without_a_display(tmp_path: Path) -> None:
+    hide = "import sys; sys.modules['torch'] = None; sys.argv = sys.argv[1:]; import runpy; "
+    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    program, picture = str(ROOT / "train" / "plot.py"), tmp_path / "a.png"
+    log = write(tmp_path / "a", classes())
+    done = start([sys.executable, "-c", hide, program, log, "-o", str(picture)], MPLBACKEND="TkAgg")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert picture.exists()

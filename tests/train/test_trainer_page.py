@@ -1,0 +1,206 @@
+"""docs/trainer.md: its flags are those of the program, and its commands run. `make docs` writes the flags."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.programs import ROOT, environment
+from train import flags
+from train.config import TrainConfig
+
+PAGE = ROOT / "docs" / "trainer.md"
+BEGIN, END = "<!-- flags -->\n", "<!-- /flags -->"
+BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+# ---- the flags -----------------------------------------------------------------------------------------
+
+
+def reference() -> str:
+    """Return the generated part: a table of flags for each heading of the help."""
+    return "\n".join(_lines())
+
+
+def _lines() -> Iterator[str]:
+    fields = [field for field in dataclasses.fields(TrainConfig) if "help" in field.metadata]
+    for group in flags.GROUPS:
+        yield from ("", f"### {group.capitalize()}", "", "| flag | |", "|---|---|")
+        for field in fields:
+            if field.metadata["group"] == group:
+                yield f"| `{_usage(field)}` | {field.metadata['help'].replace('|', chr(92) + '|')} |"
+    yield "\n"
+
+
+def _usage(field: dataclasses.Field[Any]) -> str:
+    """Return a flag with the value that it takes, in a form that fits into a cell of a table."""
+    options = field.metadata
+    values = "\\|".join(options["choices"]) if "choices" in options else options.get("metavar", "")
+    values = values.replace("|", "\\|") if "choices" not in options else values
+    values = f"[{values}]" if options.get("nargs") == "?" else values
+    return f"{flags.name_of(field)} {values}".strip()
+
+
+def split(page: str) -> tuple[str, str, str]:
+    before, begin, rest = page.partition(BEGIN)
+    made, end, after = rest.partition(END)
+    assert begin and end, f"{PAGE} has no lines {BEGIN}{END}"
+    return before, made, after
+
+
+def write(page: Path = PAGE) -> None:
+    before, _, after = split(page.read_text(encoding="utf-8"))
+    page.write_text(f"{before}{BEGIN}{reference()}{END}{after}", encoding="utf-8")
+
+
+def test_the_page_says_what_the_program_says() -> None:
+    _, made, _ = split(PAGE.read_text(encoding="utf-8"))
+    assert made == reference(), "docs/trainer.md is stale: run `make docs` and commit it"
+
+
+def test_every_flag_of_the_program_is_on_the_page() -> None:
+    shown = re.findall(r"^\| `(--[a-z-]+)", reference(), re.MULTILINE)
+    taken = [flag for flag in flags.train_parser()._option_string_actions if flag.startswith("--")]
+    assert sorted(shown) == sorted(set(taken) - {"--help"})
+
+
+def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(f"mine\n{BEGIN}stale words\n{END}\nmine too\n", encoding="utf-8")
+    write(tmp_path / "page.md")
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert text.startswith(f"mine\n{BEGIN}") and text.endswith(f"{END}\nmine too\n")
+    assert "stale words" not in text and "--batch-size N" in text
+
+
+def test_every_link_of_the_page_leads_to_a_file() -> None:
+    links = re.findall(r"\]\(([^)#]+)", PAGE.read_text(encoding="utf-8"))
+    assert [link for link in links if not (PAGE.parent / link).exists()] == []
+
+
+# ---- the commands --------------------------------------------------------------------------------------
+
+
+def blocks(language: str, name: str = "") -> list[str]:
+    return [
+        text
+        for lang, title, text in BLOCK.findall(PAGE.read_text(encoding="utf-8"))
+        if (lang, title) == (language, name)
+    ]
+
+
+def commands(text: str) -> list[str]:
+    """Return the commands of a block, each in one line and without its comment."""
+    whole = text.replace("\\\n", " ").splitlines()
+    return [shlex.join(shlex.split(line, comments=True)) for line in whole if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder in which the page's commands can run as they stand."""
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "train").symlink_to(ROOT / "train")
+    (folder / "own.py").write_text("\n".join(blocks("python")))
+    return folder
+
+
+def run(command: str, folder: Path, **more: str) -> str:
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environment(**{**PATHS, **more}),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+PATHS = {
+    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    "PYTHONPATH": str(ROOT),
+}
+
+
+@pytest.mark.timeout(600)
+def test_the_commands_of_the_page_run_one_after_another(folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for text in blocks("sh"):
+        for command in commands(text):
+            run(command, folder)
+    assert (folder / "curves.png").exists()
+    (code,) = blocks("python", "log")
+    found: dict[str, Any] = {}
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        exec(code, found)
+    finally:
+        os.chdir(here)
+    assert found["best"]["accuracy"] > 0.5 and found["losses"]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.timeout(300)
+def test_the_commands_for_two_nodes_train_together(folder: Path) -> None:
+    (text,) = blocks("sh", "nodes")
+    here = text.replace("node0", "127.0.0.1").replace("29500", str(free_port()))
+    here = here.replace("--nproc-per-node 4", "--nproc-per-node 1")
+    first, second = (f"{command} --data fake:16 --batch-size 8 --epochs 1" for command in commands(here))
+    other = subprocess.Popen(
+        ["bash", "-c", f"exec {second}"],
+        cwd=folder,
+        env=environment(**PATHS),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said = run(first, folder)
+        told, _ = other.communicate(timeout=60)
+    finally:
+        other.kill()
+    assert "ranks   2 on cpu" in said and (folder / "runs" / "a" / "last.pt").exists()
+    assert (other.returncode, told) == (0, "")
+
+
+@pytest.mark.timeout(300)
+def test_the_script_for_slurm_starts_one_training_on_two_nodes(folder: Path) -> None:
+    (script,) = blocks("sh", "slurm")
+    stubs = folder / "slurm"
+    stubs.mkdir()
+    (stubs / "scontrol").write_text("#!/bin/sh\n[ $1 = show ] && echo 127.0.0.1 && echo other\n")
+    (stubs / "srun").write_text('#!/bin/sh\n"$@" & first=$!\n"$@" || exit 1\nwait $first\n')
+    for stub in stubs.iterdir():
+        stub.chmod(0o755)
+    script = script.replace("29500", str(free_port())).replace("--nproc-per-node 4", "--nproc-per-node 1")
+    (folder / "job.sh").write_text(script.replace("--max-time", "--data fake:16 --epochs 1 --max-time"))
+    given = {
+        "SLURM_JOB_NODELIST": "node[0-1]",
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "job",
+    }
+    said = run("bash job.sh", folder, **{**given, "PATH": f"{stubs}{os.pathsep}{PATHS['PATH']}"})
+    assert said.count("ranks   2 on cpu") == 1
+    assert (folder / "runs" / "job" / "last.pt").exists()
+
+
+if __name__ == "__main__":
+    write()
