@@ -128,16 +128,18 @@ def train(job: Job) -> None:
 def train_in(folder: str, job: Job) -> None:
     """Train, with rank 0's files in a folder."""
     from ckpttool.distributed import collectives
-    from train import resuming, trackers
+    from train import resuming, shares, trackers
     from train.engine import Trainer
     from train.report import Report
     from train.saving import Saver
 
     trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
     remarks = resuming.resume(trainer, folder)
+    measured = [("shares", text) for text in shares.settle(trainer)]
     saver = Saver(trainer, folder)
     report = Report(trainer, folder)
-    report.begin([("resume", text) for text in remarks] or [("init", text) for text in job.remarks])
+    began = [("resume", text) for text in remarks] or [("init", text) for text in job.remarks]
+    report.begin(began + measured)
     with contextlib.ExitStack() as open_files:
         with collectives.together():
             if job.place.rank == 0:

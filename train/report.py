@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.plan import deal
+from ckpttool.distributed.plan import Plan, dealt_sizes
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from train import launch, log_file, scoring, spawning
 from train.config import DataConfig, TrainConfig
@@ -66,7 +66,7 @@ class Report:
         launch.say(f"        {describe(data)}")
         launch.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
         steps = plan.steps_of(place.world_size)
-        launch.say(f"batch   {shares(config.batch_size, place.world_size)}, {steps} steps per epoch")
+        launch.say(f"batch   {shares(plan, place.world_size)}, {steps} steps per epoch")
         launch.say(f"train   {in_lines(recipe(config))}")
         launch.say(f"out     {self.folder}")
         for word, remark in remarks:
@@ -243,11 +243,11 @@ def describe(data: Data) -> str:
     return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
 
 
-def shares(batch_size: int, world_size: int) -> str:
+def shares(plan: Plan, world_size: int) -> str:
     """Return the global batch and, if there are few ranks, each one's share: `64 = 32+32`."""
     if not 1 < world_size <= 8:
-        return str(batch_size)
-    return f"{batch_size} = {'+'.join(str(len(part)) for part in deal(range(batch_size), [1] * world_size))}"
+        return str(plan.batch_size)
+    return f"{plan.batch_size} = {'+'.join(map(str, dealt_sizes(plan.batch_size, plan.weights(world_size))))}"
 
 
 def recipe(config: TrainConfig) -> str:
