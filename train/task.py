@@ -53,8 +53,7 @@ class Task:
     Attributes:
         name: as on the command line.
         metrics: what an evaluation computes beside the loss, as `metrics.evaluating.measures` takes it.
-        counts_samples: whether the count of a loss is always the number of samples, which is known before a
-            step. If not, the ranks add their counts in each step.
+        counts_samples: whether the count of `loss` is always the number of samples, which all ranks know.
     """
 
     name = "task"
