@@ -205,8 +205,9 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
             with log.phase("backward", loss_of_mean):
                 loss_of_mean.backward()
         sums.add(loss, count, task.correct(outputs, batch), samples=len(step.micro_batches[number - 1]))
+    with log.phase("reduce"):
+        trainer.average_over_count(step, sums)
     with log.phase("update"):
-        trainer.average_over_count(step, sums.count)
         trainer.update()
     trainer.end_step(step, sums)
 

@@ -53,10 +53,12 @@ class Task:
     Attributes:
         name: as on the command line.
         metrics: what an evaluation computes beside the loss, as `metrics.evaluating.measures` takes it.
+        counts_samples: whether the count of `loss` is always the number of samples, which all ranks know.
     """
 
     name = "task"
     metrics: Mapping[str, Any] = {}
+    counts_samples = False
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's outputs for a batch on its device.

@@ -16,7 +16,7 @@ from torch import nn
 from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
-from train import checkpoints
+from train import checkpoints, task
 from train.config import TrainConfig
 from train.flag_values import Every
 from train.main import Job, train
@@ -45,7 +45,8 @@ def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], sampl
     settings = {"epochs": EPOCHS, "batch_size": 12, "warmup": Every(2, "steps"), **settings}
     config = TrainConfig(**{"out": folder, "keep": 99, "save_every": Every(1, "steps"), **settings})
     data = trainings.tensors((10,), samples)
-    job = Job(config, trainings.place(rank, world_size), data, trainings.seeded(Restless))
+    model = trainings.seeded(Restless)
+    job = Job(config, trainings.place(rank, world_size), data, model, task.build(config, data), [])
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
