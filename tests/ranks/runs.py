@@ -1,0 +1,137 @@
+"""Whole runs of the trainer in the ranks of a pool: straight, and stopped and resumed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpttool.distributed import collectives
+from ckpttool.errors import CkptToolError
+from tests.ranks import trainings
+from train import task
+from train.config import TrainConfig
+from train.flag_values import Every
+from train.main import Job, train
+
+SHAPE = (3, 8, 8)
+BATCH, SAMPLES = 12, 34
+"""Three steps in an epoch, and the last is short."""
+STEPS = 6
+
+PARTS = ("model", "optimizer", "ema", "scheduler", "scaler", "progress", "plan", "rng", "log")
+
+
+class Block(nn.Module):
+    """A convolution with a shortcut around it."""
+
+    def __init__(self, norm: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.conv, self.norm, self.dropout = nn.Conv2d(6, 6, 3, padding=1), norm, dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.dropout(self.norm(self.conv(x)).relu(), self.dropout, self.training)
+
+
+class Net(nn.Module):
+    """A small network for images, with BatchNorm and dropout, or with neither."""
+
+    def __init__(self, *, batchnorm: bool, dropout: float) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, stride=2)
+        norms = [nn.BatchNorm2d(6) if batchnorm else nn.GroupNorm(2, 6) for _ in range(2)]
+        self.blocks = nn.Sequential(*(Block(norm, dropout) for norm in norms))
+        self.head = nn.Linear(6, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.stem(x)).mean(dim=(2, 3)))
+
+
+def restless() -> nn.Module:
+    """Return a network with what a resume can get wrong: buffers and random numbers."""
+    return Net(batchnorm=True, dropout=0.3)
+
+
+def steady() -> nn.Module:
+    """Return a network whose outputs for a sample do not depend on other samples or on random numbers."""
+    return Net(batchnorm=False, dropout=0.0)
+
+
+def with_batchnorm() -> nn.Module:
+    """Return a network without random numbers whose outputs depend on the other samples of a batch."""
+    return Net(batchnorm=True, dropout=0.0)
+
+
+def run(rank: int, size: int, make: Any, folder: str, settings: dict[str, Any]) -> str:
+    """Run the trainer for two epochs of three steps; return what it printed, or the error that ended it."""
+    usual = {"epochs": 2, "batch_size": BATCH, "lr": 0.05, "warmup": Every(2, "steps"), "timeout": 20.0}
+    config = TrainConfig(**{"out": folder, **usual, **settings})
+    data = trainings.tensors(SHAPE, SAMPLES)
+    model = trainings.seeded(make)
+    job = Job(config, trainings.place(rank, size), data, model, task.build(config, data), [])
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            train(job)
+    except CkptToolError as error:
+        return f"{type(error).__name__}: {error}"
+    return said.getvalue()
+
+
+def straight_and_resumed(
+    rank: int, size: int, make: Any, folder: str, settings: dict[str, Any], stops: Iterable[int]
+) -> tuple[dict[str, Any], dict[int, list[str]]]:
+    """Run straight, and again from the checkpoint of each of these steps.
+
+    Returns:
+        The straight run's last checkpoint; and for each step the entries that differ in the last checkpoint
+        of the run that was resumed there, of all that a checkpoint holds. Empty on ranks other than 0.
+    """
+    whole = Path(folder, f"{size}-straight")
+    often = {"keep": 99, "save_every": Every(1, "steps")}
+    said = run(rank, size, make, str(whole), {**settings, **often})
+    assert "Error" not in said, said
+    found: dict[int, list[str]] = {}
+    for stop in stops:
+        rest = Path(folder, f"{size}-from-{stop}")
+        stopped = {"resume": str(whole / f"step-{stop:06d}.pt")}
+        said = run(rank, size, make, str(rest), {**settings, **stopped})
+        if rank == 0:
+            assert "continues from" in said, said
+            found[stop] = different(read(whole / "last.pt"), read(rest / "last.pt"))
+    return (read(whole / "last.pt") if rank == 0 else {}), found
+
+
+def read(path: Path) -> dict[str, Any]:
+    return torch.load(path, weights_only=True)
+
+
+def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the names of what differs in two checkpoints, in any bit."""
+    flat = [dict(_flat(each)) for each in (one, other)]
+    names = flat[0].keys() | flat[1].keys()
+    return sorted(name for name in names if flat[0].get(name) != flat[1].get(name))
+
+
+def _flat(state: Any, name: str = "") -> Iterable[tuple[str, bytes]]:
+    if isinstance(state, dict):
+        for key, value in state.items():
+            if name or key in PARTS:
+                yield from _flat(value, f"{name}/{key}")
+    elif isinstance(state, list | tuple):
+        yield from _flat(dict(enumerate(state)), name)
+    else:
+        yield name, collectives.digest(state)
+
+
+def largest_difference(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return the largest difference of two models' parameters and averages."""
+    pairs = [(one["model"], other["model"])]
+    if "ema" in one:
+        pairs.append((one["ema"]["averages"], other["ema"]["averages"]))
+    return max(float((a[name].double() - b[name].double()).abs().max()) for a, b in pairs for name in a)

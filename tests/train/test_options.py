@@ -1,0 +1,167 @@
+"""Options of a training through the whole trainer: bits after a resume, and what two ranks give."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import runs, trainings
+from train.flag_values import Every
+
+ADAMW = {"optimizer": "adamw", "momentum": 0.0, "lr": 0.01, "weight_decay": 0.1}
+ALL_BUT_ZERO = {"amp": "bf16", "clip_norm": 0.5, "ema": 0.7, "accumulate": 2}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16": {"amp": "bf16"},
+    "clipped": {"clip_norm": 0.5},
+    "averaged": {"ema": 0.7},
+    "checkpoints": {"grad_checkpoint": True},
+    "all decay": {"decay_norms": True, "weight_decay": 0.1},
+    "linear": {"scheduler": "linear"},
+    "step": {"scheduler": "step", "warmup": Every(1, "steps")},
+    "find unused": {"find_unused": True},
+    "adam": {**ADAMW, "optimizer": "adam"},
+    "Adagrad": {**ADAMW, "optimizer": "Adagrad"},
+    "RMSprop with momentum": {"optimizer": "RMSprop", "lr": 0.01, "weight_decay": 0.1},
+    "divided": {**ADAMW, "zero": True},
+    "bf16, clipped, averaged, accumulated": ALL_BUT_ZERO,
+    "divided, clipped": {**ADAMW, "zero": True, "clip_norm": 0.5},
+    "divided, all": {**ALL_BUT_ZERO, **ADAMW, "zero": True, "grad_checkpoint": True},
+    "shares, bf16": {"rank_share": (1, 3), "amp": "bf16"},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_resumed_run_equals_the_straight_one_bit_for_bit(
+    run_ranks: Any, tmp_path: Any, option: str
+) -> None:
+    arguments = runs.restless, str(tmp_path), OPTIONS[option], (2, 3)
+    _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
+    assert differences == {2: [], 3: []}
+
+
+def final(run_ranks: Any, size: int, make: Any, folder: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    return run_ranks(size, runs.straight_and_resumed, make, str(folder), settings, ())[0][0]
+
+
+# The largest difference of a parameter after six steps. Parameters are about 1, in float32.
+ROUNDING = 2e-6
+BF16 = 3e-3
+BF16_ADAMW = 5e-2
+"""AdamW divides a gradient by its own size, and so makes the rounding of a small one large."""
+
+
+def bound(settings: dict[str, Any]) -> float:
+    if "amp" not in settings:
+        return ROUNDING
+    return BF16_ADAMW if settings.get("optimizer") == "adamw" else BF16
+
+
+@pytest.mark.parametrize(
+    "option", [name for name, settings in OPTIONS.items() if "rank_share" not in settings]
+)
+def test_two_ranks_give_what_one_gives_but_for_rounding(run_ranks: Any, tmp_path: Any, option: str) -> None:
+    one, two = (final(run_ranks, size, runs.steady, tmp_path, OPTIONS[option]) for size in (1, 2))
+    difference = runs.largest_difference(one, two)
+    assert difference < bound(OPTIONS[option]), difference
+
+
+@pytest.mark.parametrize("batchnorm", ["sync", "pooled"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"amp": "bf16", "rank_share": (1, 3)},
+        {"grad_checkpoint": True, "ema": 0.7},
+        {"amp": "bf16", "grad_checkpoint": True, "clip_norm": 0.5, "accumulate": 2},
+    ],
+    ids=["bf16, shares", "checkpoints, averaged", "bf16, checkpoints, clipped, accumulated"],
+)
+def test_statistics_of_all_ranks_resume_bit_for_bit(
+    run_ranks: Any, tmp_path: Any, batchnorm: str, settings: dict[str, Any]
+) -> None:
+    arguments = runs.restless, str(tmp_path), {**settings, "batchnorm": batchnorm}, (2,)
+    _, differences = run_ranks(2, runs.straight_and_resumed, *arguments)[0]
+    assert differences == {2: []}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"rank_share": (1, 3)}, {"grad_checkpoint": True, "ema": 0.7, "clip_norm": 0.5}, {"amp": "bf16"}],
+    ids=["plain", "shares", "checkpoints, averaged, clipped", "bf16"],
+)
+def test_synchronised_layers_give_on_two_ranks_what_one_gives(
+    run_ranks: Any, tmp_path: Any, settings: dict[str, Any]
+) -> None:
+    alone = {name: value for name, value in settings.items() if name != "rank_share"}
+    one = final(run_ranks, 1, runs.with_batchnorm, tmp_path, alone)
+    two = final(run_ranks, 2, runs.with_batchnorm, tmp_path, {**settings, "batchnorm": "sync"})
+    assert runs.largest_difference(one, two) < bound(settings)
+
+
+@pytest.mark.parametrize("change", [{"grad_checkpoint": True}, {"zero": True}])
+def test_what_saves_memory_changes_no_bit_and_may_begin_on_a_resume(
+    run_ranks: Any, tmp_path: Any, change: dict[str, Any]
+) -> None:
+    plain, _ = run_ranks(2, runs.straight_and_resumed, runs.restless, str(tmp_path), ADAMW, ())[0]
+    saving = final(run_ranks, 2, runs.restless, tmp_path / "saving", {**ADAMW, **change})
+    assert runs.different(plain, saving) == []
+    stopped = {"resume": str(tmp_path / "2-straight" / "step-000002.pt")}
+    said, _ = run_ranks(2, runs.run, runs.restless, str(tmp_path / "on"), {**ADAMW, **change, **stopped})
+    assert "continues from" in said
+    assert runs.different(plain, runs.read(tmp_path / "on" / "last.pt")) == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_a_divided_run_continues_on_another_number_of_ranks(
+    run_ranks: Any, tmp_path: Any, before: int, after: int
+) -> None:
+    settings = {**ADAMW, "zero": True, "ema": 0.7}
+    whole = final(run_ranks, before, runs.steady, tmp_path, settings)
+    stopped = {"resume": str(tmp_path / f"{before}-straight" / "step-000002.pt")}
+    said = run_ranks(after, runs.run, runs.steady, str(tmp_path / "on"), {**settings, **stopped})[0]
+    assert f"saved by {before} rank" in said
+    assert runs.largest_difference(whole, runs.read(tmp_path / "on" / "last.pt")) < ROUNDING
+
+
+def with_a_scale_that_is_too_large(rank: int, size: int, *arguments: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=2.0**21))
+        return runs.straight_and_resumed(rank, size, *arguments)
+
+
+def test_skipped_steps_of_fp16_count_and_change_nothing(run_ranks: Any, tmp_path: Any) -> None:
+    """A CPU is refused, as it would be slow; the arithmetic is the same."""
+    arguments = runs.restless, str(tmp_path), {"amp": "fp16", "ema": 0.7}, (1, 2, 4)
+    last, differences = run_ranks(2, with_a_scale_that_is_too_large, *arguments)[0]
+    assert differences == {1: [], 2: [], 4: []}
+    skipped = last["scaler"]["skipped"]
+    assert 1 < skipped < runs.STEPS
+    assert last["progress"]["global_step"] == runs.STEPS
+    assert last["scheduler"]["last_epoch"] == last["ema"]["updates"] == runs.STEPS - skipped
+    first = runs.read(tmp_path / "2-straight" / "step-000001.pt")
+    assert all(torch.equal(first["model"][name], value) for name, value in initial().items())
+
+
+def initial() -> dict[str, torch.Tensor]:
+    model = trainings.seeded(runs.restless)
+    return {f"module.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def test_the_score_and_the_saved_averages_are_of_the_same_weights(run_ranks: Any, tmp_path: Any) -> None:
+    last = final(run_ranks, 2, runs.restless, tmp_path, {"ema": 0.9})
+    assert list(last["ema"]["averages"]) == [name.removeprefix("module.") for name in last["model"]]
+    assert last["ema"]["updates"] == runs.STEPS
+
+
+def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks: Any, tmp_path: Any) -> None:
+    settings = {"compile": True, "amp": "bf16", "ema": 0.7}
+    arguments = runs.steady, str(tmp_path), settings, (3,)
+    last, differences = run_ranks(2, runs.straight_and_resumed, *arguments, timeout=110)[0]
+    assert differences == {3: []}
+    plain = final(run_ranks, 2, runs.steady, tmp_path / "plain", {"amp": "bf16", "ema": 0.7})
+    assert list(last["model"]) == list(plain["model"])
+    assert runs.largest_difference(last, plain) < BF16
+    assert not any("_orig_mod" in name for name in torch.load(tmp_path / "2-straight" / "last.pt")["model"])
