@@ -41,7 +41,7 @@ NEEDS = {"accelerate": "accelerate", "fabric": "lightning"}
 
 
 def measure(
-    folder: Path, ways: Sequence[str], *, ranks: int = 2, rounds: int = 15, steps: int = 8, batch: int = 64
+    folder: Path, ways: Sequence[str], *, ranks: int = 2, rounds: int = 60, steps: int = 2, batch: int = 64
 ) -> Seconds:
     """Return the seconds, and the CPU seconds of rank 0, of each way's steps in each round.
 
@@ -89,7 +89,7 @@ def _named(way: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name, usual in (("ranks", 2), ("rounds", 15), ("steps", 8), ("batch", 64)):
+    for name, usual in (("ranks", 2), ("rounds", 60), ("steps", 2), ("batch", 64)):
         parser.add_argument(f"--{name}", type=int, default=usual, metavar="N", help="(%(default)s)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to FILE")
     options = parser.parse_args()
