@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.plan import deal
+from ckpttool.distributed.plan import Plan, dealt_sizes
 from ckpttool.metrics.certificate import Certificate, LossCertificate
-from train import launch, log_file, scoring
+from train import launch, log_file, scoring, spawning
 from train.config import DataConfig, TrainConfig
 from train.data import Data
 from train.engine import Score, Trainer
@@ -66,7 +66,7 @@ class Report:
         launch.say(f"        {describe(data)}")
         launch.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
         steps = plan.steps_of(place.world_size)
-        launch.say(f"batch   {shares(config.batch_size, place.world_size)}, {steps} steps per epoch")
+        launch.say(f"batch   {shares(plan, place.world_size)}, {steps} steps per epoch")
         launch.say(f"train   {in_lines(recipe(config))}")
         launch.say(f"out     {self.folder}")
         for word, remark in remarks:
@@ -220,7 +220,7 @@ class Report:
         last, place = os.path.join(self.folder, LAST), self.trainer.place
         if not os.path.exists(last):
             return "nothing was saved yet (--save-every N[steps|epochs])"
-        spawn = place.world_size if launch.started_by_spawn() else None
+        spawn = place.world_size if spawning.started_by_spawn() else None
         resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=spawn)
         if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
@@ -243,11 +243,11 @@ def describe(data: Data) -> str:
     return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
 
 
-def shares(batch_size: int, world_size: int) -> str:
+def shares(plan: Plan, world_size: int) -> str:
     """Return the global batch and, if there are few ranks, each one's share: `64 = 32+32`."""
     if not 1 < world_size <= 8:
-        return str(batch_size)
-    return f"{batch_size} = {'+'.join(str(len(part)) for part in deal(range(batch_size), [1] * world_size))}"
+        return str(plan.batch_size)
+    return f"{plan.batch_size} = {'+'.join(map(str, dealt_sizes(plan.batch_size, plan.weights(world_size))))}"
 
 
 def recipe(config: TrainConfig) -> str:
