@@ -49,9 +49,11 @@ def read(paths: Sequence[str]) -> list[Run]:
 def curves(name: str, entries: Iterable[Mapping[str, Any]]) -> Run:
     """Return the curves of a run from the entries of its log.
 
-    The training loss comes from entries about steps, and where a log has none, from those about epochs.
+    The training loss comes from entries about steps, and where a log has none, from those about epochs. Loss
+    and speed of less than half an interval, as at the end of a training, say little and are left out.
     """
-    run, by_epoch = Run(name), Run(name)
+    run, by_epoch, entries = Run(name), Run(name), list(entries)
+    usual = max((_number(entry["steps"]) for entry in entries if "steps" in entry), default=1.0)
     for entry in entries:
         if "epoch" in entry:
             _add_epoch(by_epoch, entry)
@@ -60,7 +62,8 @@ def curves(name: str, entries: Iterable[Mapping[str, Any]]) -> Run:
             _add_score(by_epoch.test, _number(entry.get("epochs")), tested)
         elif "step" in entry:
             at = _number(entry.get("epochs"))
-            for quantity in ("loss", "lr", "samples_per_second"):
+            too_short = 2 * _number(entry.get("steps", usual)) < usual
+            for quantity in ("lr",) if too_short else ("loss", "lr", "samples_per_second"):
                 _add(run.train, quantity, at, entry.get(quantity))
     return Run(name, {**by_epoch.train, **run.train}, by_epoch.test)
 

@@ -10,7 +10,7 @@ ranks makes a run faster and changes nothing else. Rank 0 writes to `--out`:
 
     last.pt      the current state; `--resume auto` continues from it, even in the middle of an epoch
     best.pt      the state when the test accuracy was best
-    log.jsonl    one object per epoch
+    log.jsonl    one object per epoch, and one per --log-every steps; train/plot.py draws them
 
     python train/main.py --out runs/a --save-every 100steps
     python train/main.py --out runs/a --resume auto --epochs 20    # after a power cut, or to train longer
@@ -196,7 +196,8 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
     for number in range(1, passes + 1):
         with trainer.gradients(reduced=number == passes):
             if number > len(step.micro_batches):  # other ranks have samples left
-                trainer.stand_in()
+                with log.phase("backward"):
+                    trainer.stand_in()
                 continue
             with log.phase("data"):
                 batch = next(batches)

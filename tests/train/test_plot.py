@@ -72,6 +72,13 @@ def test_training_and_test_curves_are_over_epochs(tmp_path: Path) -> None:
     assert lines(panels["Throughput, samples per second"]) == [[(s / 4, 50.0 + s) for s in (2, 4, 6, 8)]]
 
 
+def test_the_few_steps_at_the_end_of_a_training_are_no_outlier(tmp_path: Path) -> None:
+    entries = [step(4, steps=4), step(8, steps=4), step(10, steps=2), step(11, steps=1, loss=9.0)]
+    panels = drawn(write(tmp_path / "a", entries))
+    assert lines(panels["Loss"]) == [[(1.0, 0.75), (2.0, 0.375), (2.5, 0.3)]]
+    assert len(lines(panels["Learning rate"])[0]) == 4
+
+
 def test_a_log_without_steps_is_drawn_from_its_epochs(tmp_path: Path) -> None:
     panels = drawn(write(tmp_path / "a", [epoch(1, accuracy=0.5), epoch(2, accuracy=0.6)]))
     assert list(panels) == CLASSES

@@ -105,6 +105,53 @@ def test_a_sink_that_fails_ends_the_step_with_its_error():
         take(StepLog(1, CPU, [Full()]), 1, loss=1.0)
 
 
+class Event:
+    """A stand-in for a GPU's event, which passes long after it was recorded."""
+
+    recorded: list[Event] = []  # noqa: RUF012
+    passed = 0
+    waits = 0
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.number = len(Event.recorded)
+        Event.recorded.append(self)
+
+    def query(self) -> bool:
+        return self.number < Event.passed
+
+    def synchronize(self) -> None:
+        if not self.query():
+            Event.waits += 1
+            Event.passed = self.number + 1
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.query() and end.query(), "times are known only after both have passed"
+        return float(end.number - self.number)
+
+
+def test_on_a_gpu_nothing_is_waited_for_within_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU at hand, its events are stood in for: one millisecond apart, and each passed late."""
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **given: zeros(*size, dtype=given["dtype"]))
+    kept = Kept()
+    log = StepLog(3, torch.device("cuda"), [kept])
+    for number in (1, 2, 3):
+        with log.phase("data"):
+            pass
+        with log.phase("forward"):
+            pass
+        Event.passed = max(0, len(Event.recorded) - 4)
+        assert Event.waits == 0
+        take(log, number, loss=1.0)
+    entry = kept.entries[0]
+    assert entry["data_seconds"] == entry["forward_seconds"] == pytest.approx(0.003)
+    assert entry["seconds"] == pytest.approx(3 * 0.004)
+
+
 # ---- several ranks -------------------------------------------------------------------------------------
 
 

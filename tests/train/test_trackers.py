@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ckpttool.errors import CkptToolError, UsageFault
+from tests.ranks.programs import ROOT, TINY, start
 from train import trackers
 from train.config import TrainConfig
 
@@ -196,3 +197,16 @@ def test_a_folder_named_wandb_is_no_package(tmp_path: Path, monkeypatch: pytest.
 def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda *_, **__: None)
     trackers.check(TrainConfig())
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_run_without_the_package_ends_in_one_line_before_its_folder_is_made(
+    tmp_path: Path, name: str
+) -> None:
+    hide = f"import sys; sys.modules['{name}'] = None; sys.argv = sys.argv[1:]; import runpy; "
+    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    program, folder = str(ROOT / "train" / "main.py"), tmp_path / "run"
+    done = start([sys.executable, "-c", hide, program, f"--{name}", *TINY, "--out", str(folder)])
+    said = f"error: --{name}: the package {name} is not installed (pip install 'ckpttool[{name}]')\n"
+    assert (done.returncode, done.stderr) == (2, said)
+    assert not folder.exists()
