@@ -1,4 +1,4 @@
-"""The programs of examples/, as their own docstrings start them: the same weights on any number of ranks."""
+"""The examples of tasks, as their docstrings start them: the same weights on any number of ranks."""
 
 from __future__ import annotations
 
