@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from ckpttool.metrics.evaluating import BATCH
 from tests.ranks import trainings
 from tests.ranks.programs import ROOT, TORCHRUN, start
+from tests.support.run_log import epochs_of
 from train import data, evaluate, flags, main, models
 from train.data import Data
 from train.scoring import Scorer
@@ -57,7 +58,7 @@ def test_the_log_and_the_evaluation_of_the_checkpoint_agree_to_the_last_digit(
     saving = ["--out", str(tmp_path / "run"), "--keep", "9"]
     training = [*model, *saving, "--epochs", "2", "--batchnorm", batchnorm]
     assert {error for error, _ in run_ranks(size, train_on_ranks, training, timeout=200)} == {""}
-    logged = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    logged = epochs_of(tmp_path / "run")
     for entry, checkpoint in zip(logged, sorted((tmp_path / "run").glob("step-*.pt")), strict=True):
         for other in {1, 5 - size}:
             for found in run_ranks(other, score_on_ranks, [str(checkpoint), *model], timeout=200):
@@ -212,5 +213,5 @@ def test_the_proposed_evaluation_gives_the_logged_numbers_on_as_many_threads(tmp
     assert arguments[-2:] == ["--threads", "2"]
     said_by("-m", "ckpttool", "strip-prefix", "run/best.pt", "run/model.safetensors")
     found = json.loads(said_by(str(ROOT / program), *arguments, "--json"))
-    logged = json.loads((tmp_path / "run/log.jsonl").read_text())
+    (logged,) = epochs_of(tmp_path / "run")
     assert [found[name] for name in SAME] == [logged[name] for name in SAME]

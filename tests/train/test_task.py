@@ -19,6 +19,7 @@ from ckpttool import metrics
 from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.metrics.evaluating import measures
 from tests.ranks import trainings
+from tests.support.run_log import epochs_of
 from train import evaluate, main, task
 from train.config import TrainConfig
 
@@ -411,7 +412,6 @@ def test_a_task_is_trained_logged_and_evaluated(run, own, tmp_path, capsys, name
     code, said, errors = run(name, *flags)
     assert (code, errors) == (0, "")
     assert shown in said
-    last = (tmp_path / "run/log.jsonl").read_text().splitlines()[-1]
     given = [
         "--model",
         f"{own}:net",
@@ -422,7 +422,7 @@ def test_a_task_is_trained_logged_and_evaluated(run, own, tmp_path, capsys, name
     ]
     assert evaluate.main([str(tmp_path / "run/last.pt"), *given, *flags, "--json"]) == 0
 
-    found, logged = json.loads(capsys.readouterr().out), json.loads(last)
+    found, logged = json.loads(capsys.readouterr().out), epochs_of(tmp_path / "run")[-1]
     same = ("loss", "samples", "count", "metrics", "batch_size")
     assert [found[one] for one in same] == [logged[one] for one in same]
     assert "accuracy" not in logged

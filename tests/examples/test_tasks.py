@@ -1,8 +1,7 @@
-"""The programs of examples/, as their own docstrings start them: the same weights on any number of ranks."""
+"""The examples of tasks, as their docstrings start them: the same weights on any number of ranks."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from tests.ranks.programs import TORCHRUN, start
+from tests.support.run_log import epochs_of
 from tests.support.running import ROOT
 
 SHORT = {"regression": ["--epochs", "5"], "character_lm": ["--epochs", "2"]}
@@ -49,8 +49,8 @@ def test_an_example_ends_with_the_same_weights_on_one_rank_and_on_many(tmp_path,
     many = train(name, ranks, tmp_path / "many", *PLAIN)
     assert many["plan"]["world_size"] == ranks
     assert farthest(alone, many) <= bound
-    logs = [(tmp_path / run / "log.jsonl").read_text().splitlines() for run in ("alone", "many")]
-    for one, other in zip(*(map(json.loads, log) for log in logs), strict=True):
+    logs = [epochs_of(tmp_path / run) for run in ("alone", "many")]
+    for one, other in zip(*logs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-5)
 
