@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptToolError
-from train import flags, launch
+from train import flags, launch, spawning
 from train.config import TrainConfig
 
 # torch is imported only where it is needed, so that wrong flags are refused within a tenth of a second.
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return launch.run_program(lambda: preview.run(config), lambda _: None)
     if config.spawn:
-        return launch.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
+        return spawning.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
     return launch.run_program(lambda: prepare(config), work)
 
 
@@ -94,7 +94,7 @@ def prepare(config: TrainConfig) -> Job:
     trackers.check(config)
     place = find_place(config.backend)
     if config.deterministic:
-        launch.make_deterministic()
+        randomness.make_deterministic()
     loaded = data.load(config, seed=config.seed)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, loaded)

@@ -54,9 +54,10 @@ def resume(trainer: Trainer, folder: str) -> list[str]:
     state = collectives.broadcast(lambda: read_fitting(path, trainer))
     with collectives.together(), checkpoints.malformed(path):
         restore(trainer, state)
+        remarks = _remarks(trainer, state, path)
     if trainer.epoch_is_done():  # as older versions saved it
         trainer.finish_epoch()
-    return _remarks(trainer, state, path)
+    return remarks
 
 
 def _weights(config: TrainConfig) -> str | None:
