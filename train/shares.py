@@ -20,7 +20,7 @@ from ckpttool.distributed.stand_in import standing_in
 from train import planning, wrapping
 from train.engine import Trainer
 
-WARM, TIMED = 2, 5
+WARM, TIMED = 2, 9
 """Passes before the clock starts, and passes whose median counts."""
 
 
@@ -91,11 +91,14 @@ def measure(trainer: Trainer) -> Speed:
     steps = trainer.plan.of_rank(trainer.progress.epoch, trainer.place.rank, trainer.place.world_size)
     step = next(steps)
     indices = step.micro_batches[0]
-    few = max(1, len(indices) // 2)
+    few = max(1, len(indices) // 4)
     trainer.ddp.train()
     with standing_in(trainer.ddp, together=False), wrapping.not_compiled():
-        load = _seconds(lambda: default_collate([trainer.samples[index] for index in indices]))
-        whole, part = (_seconds(_pass(trainer, indices[:size])) for size in (len(indices), few))
+        load, whole, part = _seconds(
+            lambda: default_collate([trainer.samples[index] for index in indices]),
+            _pass(trainer, indices),
+            _pass(trainer, indices[:few]),
+        )
     trainer.optimizer.zero_grad(set_to_none=True)
     most = whole / len(indices)
     each = min((whole - part) / (len(indices) - few), most) if len(indices) > few else most
@@ -122,14 +125,15 @@ def _pass(trainer: Trainer, indices: list[int]) -> Callable[[], None]:
     return run
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    """Return the median time of a function."""
-    times = []
+def _seconds(*functions: Callable[[], object]) -> list[float]:
+    """Return the median time of each function; they take turns, so that a busy moment meets all of them."""
+    times: list[list[float]] = [[] for _ in functions]
     for _ in range(WARM + TIMED):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[WARM:])
+        for function, its_times in zip(functions, times, strict=True):
+            began = time.perf_counter()
+            function()
+            its_times.append(time.perf_counter() - began)
+    return [statistics.median(its_times[WARM:]) for its_times in times]
 
 
 def propose(speeds: Sequence[Speed], plan: Plan) -> list[int]:
