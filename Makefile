@@ -6,7 +6,7 @@ INSTALLED := .venv/.installed
 .PHONY: demo test lint bench docs clean
 
 demo: $(INSTALLED)
-	$(BIN)/python train/demo.py
+	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -9,8 +9,8 @@
     python train/plot.py runs/one runs/four -o curves.png   # both in one picture
 
 The batch is the global one, so four ranks take four samples each, and the gradient is that of the mean over
-all sixteen: only the order of sums differs. docs/fine-tuning.md has the figures. `net(double=True)` computes in
-float64, where what is left of the difference shows that it is rounding.
+all sixteen: only the order of sums differs. `net(double=True)` computes in float64, where what is left of the
+difference shows that it is rounding. docs/fine-tuning.md has the figures.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def augmented(samples: Samples, config: TrainConfig, classes: int) -> Samples:
         target is a float32 tensor of `classes` probabilities.
 
     Raises:
-        UsageFault: the samples are no images, or a flag does not fit the data or the task.
+        UsageFault: the samples are no images, or a flag does not fit the data.
     """
     if config.augment == "none" and not config.mixup and not config.cutmix:
         return samples
@@ -48,10 +48,6 @@ def _check(samples: Samples, config: TrainConfig) -> None:
     sample = samples[0]
     picture = sample[0] if isinstance(sample, tuple | list) and len(sample) == 2 else None
     for flag, value in (("--mixup", config.mixup), ("--cutmix", config.cutmix)):
-        if value and config.task != "classification":
-            raise UsageFault(
-                f"{flag}: mixes the labels of classes, and --task is {config.task}", hint="leave it out"
-            )
         if value and not (isinstance(picture, torch.Tensor) and picture.is_floating_point()):
             raise UsageFault(f"{flag}: samples of --data {config.data} are no tensors of real numbers")
     flag = "--cutmix" if config.augment == "none" else f"--augment {config.augment}"

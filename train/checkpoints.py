@@ -62,7 +62,7 @@ STRUCTURE: dict[str, Any] = {
 }
 """What a checkpoint holds: types, `Each` and `Named`, and dicts with keys, optional ones marked by `?`."""
 
-PARTS = ("scheduler", "scaler", "progress", "plan", "rng", "config", "versions")
+PARTS = ("scheduler", "scaler", "progress", "plan", "rng", "config", "versions", "log")
 """What `digests["run"]` is of."""
 
 

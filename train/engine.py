@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -207,20 +207,24 @@ class Trainer:
             sums: of this rank's passes in the step.
 
         Raises:
-            CheckFailed: all ranks together counted nothing, so the mean loss has no value.
+            CheckFailed: all ranks together counted nothing, so the mean loss has no value. RankFailed on all
+                but rank 0.
         """
         if self.task.counts_samples:
             return
         total = float(collectives.total(torch.tensor(float(sums.count), dtype=torch.float64)))
         if not total > 0:
-            raise CheckFailed(
-                f"--task {self.config.task}: counted nothing in step {self.progress.global_step + 1}, whose "
-                "mean loss has no value",
-                hint="give samples that count, or leave them out of the data set",
-            )
+            collectives.alike(self._refuse_to_count_nothing)
         if total != step.global_size:
             gradients = [p.grad for p in self.ddp.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, step.global_size / total)
+
+    def _refuse_to_count_nothing(self) -> NoReturn:
+        raise CheckFailed(
+            f"--task {self.config.task}: counted nothing in step {self.progress.global_step + 1}, whose mean "
+            "loss has no value",
+            hint="leave out samples without anything that counts, or take a larger --batch-size",
+        )
 
     def update(self) -> None:
         """Change the weights by the gradients, and clear those."""

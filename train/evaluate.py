@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.distributed.place import started_by_launcher
 from ckpttool.errors import CkptToolError, UsageFault
-from train import flags, launch
+from train import flags, launch, spawning
 from train.config import DataConfig, RanksConfig, check_pictures, flag
 from train.flag_values import integer
 
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CkptToolError as fault:
         return launch.complain(fault, echo=launch.rank() != 0, as_json="--json" in arguments)
     if config.spawn:
-        return launch.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
+        return spawning.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
     return launch.run_program(lambda: prepare(config), work, as_json=config.json)
 
 

@@ -1,9 +1,8 @@
-"""How ranks start and end."""
+"""A program on one rank: how it runs, says what it has to say, and ends."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import re
@@ -11,12 +10,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
 from ckpttool.distributed.lost_rank import is_lost_rank
 from ckpttool.distributed.place import given_rank, given_world_size, started_by_launcher
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
+from train import spawning
 
 Job = TypeVar("Job")
 
@@ -26,77 +26,12 @@ PATIENCE = 5.0
 Torchrun ends the waiting ranks as soon as the failed one has exited, so under it no rank waits this long.
 """
 
-SPAWNED = "CKPTTOOL_SPAWNED"
-"""The environment variable that tells a rank which process started it by `--spawn`."""
-
-PR_SET_PDEATHSIG = 1
-"""From linux/prctl.h."""
-
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
 UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
 TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
 
 
 rank, world_size, started_by_torchrun = given_rank, given_world_size, started_by_launcher
-
-
-def started_by_spawn() -> bool:
-    """Return whether `--spawn` has started this rank."""
-    return SPAWNED in os.environ
-
-
-def make_deterministic() -> None:
-    """Allow only algorithms that give the same bits each time. Call it before CUDA starts."""
-    import torch
-
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-
-
-def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
-    """Run a program on several ranks of this machine, as torchrun would.
-
-    Returns:
-        Its exit code: that of the rank that failed first, 128 + the signal if one was killed.
-    """
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    # torchrun would set it to 1 and print a note.
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    os.environ[SPAWNED] = str(os.getpid())
-    import logging
-
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    # torchrun reports a failure with a traceback of this process; the failed rank has reported its own.
-    logging.disable(logging.CRITICAL)
-    options = run.parse_args(["--standalone", "--nproc-per-node", str(ranks), script, *arguments])
-    try:
-        run.run(options)
-    except ChildFailedError as error:
-        index, failure = error.get_first_failure()
-        if failure.exitcode >= 0:
-            return int(failure.exitcode)
-        print(f"error: rank {index} was killed by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
-        return 128 - int(failure.exitcode)
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
-
-
-def end_with_torchrun() -> None:
-    """Let the kernel end this rank if torchrun exits without ending it, as after `kill -9`.
-
-    Without this the rank would go on training or waiting unseen, and hold its GPU. Linux only. Not for other
-    launchers, whose process may legitimately exit before the ranks.
-    """
-    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        # Of a launcher that has ended before, the kernel does not tell.
-        if os.environ.get(SPAWNED, str(os.getppid())) != str(os.getppid()):
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_json: bool = False) -> int:
@@ -108,7 +43,7 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         work: what the ranks do together, with what `prepare` returned.
         as_json: also print an error as one JSON object on stdout.
     """
-    end_with_torchrun()
+    spawning.end_with_torchrun()
     try:
         job = prepare()
     except CkptToolError as error:

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptToolError
-from train import flags, launch
+from train import flags, launch, spawning
 from train.config import TrainConfig
 
 # torch is imported only where it is needed, so that wrong flags are refused within a tenth of a second.
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return launch.run_program(lambda: preview.run(config), lambda _: None)
     if config.spawn:
-        return launch.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
+        return spawning.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
     return launch.run_program(lambda: prepare(config), work)
 
 
@@ -94,7 +94,7 @@ def prepare(config: TrainConfig) -> Job:
     trackers.check(config)
     place = find_place(config.backend)
     if config.deterministic:
-        launch.make_deterministic()
+        randomness.make_deterministic()
     loaded = data.load(config, seed=config.seed)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, loaded)
@@ -128,16 +128,18 @@ def train(job: Job) -> None:
 def train_in(folder: str, job: Job) -> None:
     """Train, with rank 0's files in a folder."""
     from ckpttool.distributed import collectives
-    from train import resuming, trackers
+    from train import resuming, shares, trackers
     from train.engine import Trainer
     from train.report import Report
     from train.saving import Saver
 
     trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
     remarks = resuming.resume(trainer, folder)
+    measured = [("shares", text) for text in shares.settle(trainer)]
     saver = Saver(trainer, folder)
     report = Report(trainer, folder)
-    report.begin([("resume", text) for text in remarks] or [("init", text) for text in job.remarks])
+    began = [("resume", text) for text in remarks] or [("init", text) for text in job.remarks]
+    report.begin(began + measured)
     with contextlib.ExitStack() as open_files:
         with collectives.together():
             if job.place.rank == 0:
@@ -205,8 +207,9 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
             with log.phase("backward", loss_of_mean):
                 loss_of_mean.backward()
         sums.add(loss, count, task.correct(outputs, batch), samples=len(step.micro_batches[number - 1]))
+    with log.phase("reduce"):
+        trainer.average_over_count(step, sums)
     with log.phase("update"):
-        trainer.average_over_count(step, sums.count)
         trainer.update()
     trainer.end_step(step, sums)
 

@@ -29,13 +29,19 @@ def check_plan(config: TrainConfig, world_size: int) -> None:
     """Check that batches can be dealt as the flags say, whatever the data.
 
     Raises:
-        UsageFault: they can't, under the conditions of `ckpttool.distributed.plan.check`, or `--sampler none`
-            is given without `--preview`; names the flag.
+        UsageFault: they can't, under the conditions of `ckpttool.distributed.plan.check`, `--sampler none`
+            is given without `--preview`, or `--rank-share auto` with another sampler than `exact` or with
+            `--rank-batch`; names the flag.
     """
     if config.sampler == "none" and not config.preview:
         raise UsageFault(
             "--sampler none: every rank would train on all samples",
             hint="give exact or torch, or --preview to see it",
+        )
+    if config.rank_share == "auto" and (config.rank_batch or config.sampler != "exact"):
+        other = "--rank-batch" if config.rank_batch else f"--sampler {config.sampler}"
+        raise UsageFault(
+            f"--rank-share auto: {other} says already how a batch is dealt", hint="give one of them"
         )
     check(make_plan(config, config.batch_size), world_size, called=flag)
 

@@ -20,9 +20,11 @@ from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.metrics.evaluating import measures, update
 from ckpttool.models import factory
 from train import optimizers, precision, wrapping
+from train.augment import augmented
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import make_plan
+from train.limits import total_steps
 from train.task import PAIR, Classification, Own, Task
 
 
@@ -35,6 +37,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
     """
     plan, world_size = make_plan(config, data), place.world_size
     _check_plan(config, plan, world_size)
+    augmented(data.train, config, len(data.classes))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
     precision.check(config.amp, place.device, model)
@@ -83,7 +86,7 @@ def _check_plan(config: TrainConfig, plan: Plan, world_size: int) -> None:
             f"--drop-last: leaves none of {plan.samples} samples with batches of {plan.batch_size}",
             hint=f"give --batch-size {plan.samples} or less",
         )
-    warmup, steps = config.warmup.in_steps(in_epoch), in_epoch * config.epochs
+    warmup, steps = config.warmup.in_steps(in_epoch), total_steps(config, in_epoch)
     if warmup >= steps:
         raise UsageFault(
             f"--warmup {config.warmup}: is {warmup} steps, but the whole training has only {steps}"

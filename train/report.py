@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,9 +14,9 @@ from typing import Any
 import torch
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.plan import deal
+from ckpttool.distributed.plan import Plan, dealt_sizes
 from ckpttool.metrics.certificate import Certificate, LossCertificate
-from train import launch, log_file, scoring
+from train import launch, log_file, scoring, spawning
 from train.config import DataConfig, TrainConfig
 from train.data import Data
 from train.engine import Score, Trainer
@@ -23,6 +25,9 @@ from train.run_folder import BEST, LAST
 from train.samples import count
 from train.scoring import Score as TestScore
 from train.task import Classification
+
+FIXED_COLUMNS = len("  train loss   test loss  seconds  best")
+"""What a line has beside the epoch and a task's metrics."""
 
 
 class Report:
@@ -33,6 +38,8 @@ class Report:
 
     def __init__(self, trainer: Trainer, folder: str) -> None:
         self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
+        self.metrics = self._metrics()
+        self._bar: Any = None
 
     def begin(self, remarks: list[tuple[str, str]]) -> None:
         """Print the header and remarks; drop from the log what will be trained again.
@@ -59,8 +66,8 @@ class Report:
         launch.say(f"        {describe(data)}")
         launch.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
         steps = plan.steps_of(place.world_size)
-        launch.say(f"batch   {shares(config.batch_size, place.world_size)}, {steps} steps per epoch")
-        launch.say(f"train   {recipe(config)}")
+        launch.say(f"batch   {shares(plan, place.world_size)}, {steps} steps per epoch")
+        launch.say(f"train   {in_lines(recipe(config))}")
         launch.say(f"out     {self.folder}")
         for word, remark in remarks:
             launch.say(f"{word:<6}  {remark}")
@@ -68,10 +75,31 @@ class Report:
             launch.say(self._heading())
 
     def _heading(self) -> str:
-        """Return the heading of the epochs' lines."""
-        if isinstance(self.trainer.task, Classification):
-            return "\n  epoch  train loss  correct   test loss  correct               seconds"
-        return "\n  epoch  train loss   test loss  seconds"
+        """Return the heading of the lines of scores."""
+        names = [f"{name:>{width}}" for name, width in self.metrics]
+        right = f"  correct{'':13}" if self._has_classes() else ""
+        correct = "  correct" if self._has_classes() else ""
+        columns = "".join(f"  {name}" for name in names)
+        return f"\n{'epoch':>{self._width()}}  train loss{correct}   test loss{right}{columns}  seconds"
+
+    def _has_classes(self) -> bool:
+        return isinstance(self.trainer.task, Classification)
+
+    def _width(self) -> int:
+        """Return the columns of `3/10`, or of `2.50/10` where scores come in the middle of epochs."""
+        config = self.trainer.config
+        return max(7, len(f"{config.epochs}/{config.epochs}") + 3 * (config.eval_every.unit == "steps"))
+
+    def _metrics(self) -> list[tuple[str, int]]:
+        """Return the task's metrics that fit on a line, with their widths; the log has all."""
+        found, left = [], shutil.get_terminal_size().columns - self._width() - FIXED_COLUMNS
+        for name in () if self._has_classes() else self.trainer.task.metrics:
+            width = max(len(name), len("1.234e-05"))
+            left -= width + 2
+            if left < 0:
+                break
+            found.append((name, width))
+        return found
 
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
         """Yield the same steps, counted on a progress bar."""
@@ -85,10 +113,21 @@ class Report:
         label = f"epoch {progress.epoch + 1}/{self.trainer.config.epochs}"
         with tqdm(
             total=total, initial=progress.step, desc=label, unit="step", leave=False, dynamic_ncols=True
-        ) as bar:
+        ) as self._bar:
             for step in steps:
+                self._bar.update()
                 yield step
-                bar.update()
+        self._bar = None
+
+    def _say_above_bar(self, line: str) -> None:
+        """Print a line in the place of the progress bar, which then moves down; at its end, it is gone."""
+        if self._bar is None:
+            launch.say(line)
+            return
+        self._bar.clear()
+        launch.say(line)
+        if self._bar.n < self._bar.total:
+            self._bar.refresh()
 
     def scores(self, trained: Score | None, tested: TestScore | None, *, seconds: float, best: bool) -> None:
         """Print one line about scores, and add one object to the log; nothing if there are none.
@@ -106,25 +145,25 @@ class Report:
             return
         with collectives.together():
             if self.speaks:
-                launch.say(self._line(trained, tested, seconds, best))
+                self._say_above_bar(self._line(trained, tested, seconds, best))
         self.trainer.log.write(self._entry(trained, tested, seconds), self.trainer.progress.global_step)
 
     def _line(self, trained: Score | None, tested: TestScore | None, seconds: float, best: bool) -> str:
-        progress, epochs = self.trainer.progress, self.trainer.config.epochs
-        done = f"{progress.epoch}" if trained else f"{self.trainer.epochs_done():.2f}"
-        columns = [f"{f'{done}/{epochs}':>7}", f"{trained.loss:10.4f}" if trained else " " * 10]
-        with_classes = isinstance(self.trainer.task, Classification)
-        if with_classes:
+        epochs = self.trainer.config.epochs
+        done = f"{self.trainer.progress.epoch}" if trained else f"{self.trainer.epochs_done():.2f}"
+        columns = [f"{f'{done}/{epochs}':>{self._width()}}", f"{trained.loss:10.4f}" if trained else " " * 10]
+        if self._has_classes():
             columns.append(f"{trained.accuracy:7.2%}" if trained else " " * 7)
         columns.append(f"{tested.loss:10.4f}" if tested else " " * 10)
-        if with_classes:
+        if self._has_classes():
             right = tested if isinstance(tested, Certificate) else None
             counted = f"({right.correct}/{right.samples})" if right else ""
             columns.append(f"{right.accuracy:7.2%} {counted:>12}" if right else " " * 20)
-        columns.append(f"{seconds:7.1f}{'  best' if best else '      '}")
-        if isinstance(tested, LossCertificate):
-            columns.append(scoring.metrics_in_words(tested))
-        return "  ".join(columns).rstrip()
+        for name, width in self.metrics:
+            value = tested.metrics.get(name) if isinstance(tested, LossCertificate) else None
+            columns.append(f"{value:{width}.4g}" if isinstance(value, int | float) else " " * width)
+        columns.append(f"{seconds:7.1f}{'  best' * best}")
+        return "  ".join(columns)
 
     def _entry(self, trained: Score | None, tested: TestScore | None, seconds: float) -> dict[str, Any]:
         """Return the object for the log: an epoch's has `epoch`, one in the middle of an epoch `step`."""
@@ -132,7 +171,8 @@ class Report:
         for only_in_an_evaluation in ("per_class", "ranks"):
             score.pop(only_in_an_evaluation, None)
         if trained is None:
-            entry = {"step": self.trainer.progress.global_step, "epochs": self.trainer.epochs_done()}
+            epochs = round(self.trainer.epochs_done(), 6)
+            entry = {"step": self.trainer.progress.global_step, "epochs": epochs}
             return entry | {f"test_{name}": value for name, value in score.items()}
         entry = {"epoch": self.trainer.progress.epoch, **score, "seconds": round(seconds, 3)}
         entry |= {"train_loss": trained.loss, "train_samples": trained.samples}
@@ -180,7 +220,7 @@ class Report:
         last, place = os.path.join(self.folder, LAST), self.trainer.place
         if not os.path.exists(last):
             return "nothing was saved yet (--save-every N[steps|epochs])"
-        spawn = place.world_size if launch.started_by_spawn() else None
+        spawn = place.world_size if spawning.started_by_spawn() else None
         resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=spawn)
         if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
@@ -203,15 +243,16 @@ def describe(data: Data) -> str:
     return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
 
 
-def shares(batch_size: int, world_size: int) -> str:
+def shares(plan: Plan, world_size: int) -> str:
     """Return the global batch and, if there are few ranks, each one's share: `64 = 32+32`."""
     if not 1 < world_size <= 8:
-        return str(batch_size)
-    return f"{batch_size} = {'+'.join(str(len(part)) for part in deal(range(batch_size), [1] * world_size))}"
+        return str(plan.batch_size)
+    return f"{plan.batch_size} = {'+'.join(map(str, dealt_sizes(plan.batch_size, plan.weights(world_size))))}"
 
 
 def recipe(config: TrainConfig) -> str:
     """Return the main settings of a training, in brief."""
+    plain = TrainConfig()
     parts = [
         f"{config.epochs} epoch{'s' * (config.epochs != 1)}",
         f"{config.optimizer} lr {config.lr:g}",
@@ -221,7 +262,18 @@ def recipe(config: TrainConfig) -> str:
         parts.append(f"warmup {config.warmup}")
     if config.accumulate > 1:
         parts.append(f"{config.accumulate} passes per step")
+    for name in ("amp", "clip_norm", "ema", "augment", "mixup", "cutmix", "label_smoothing"):
+        value = getattr(config, name)
+        if value != getattr(plain, name):
+            parts.append(f"{name.replace('_', '-')} {value}")
     return ", ".join([*parts, f"seed {config.seed}"])
+
+
+def in_lines(recipe: str) -> str:
+    """Return a recipe with line breaks between its parts, for 80 columns with eight before each line."""
+    unbreakable = recipe.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
+    lines = textwrap.wrap(unbreakable, width=72, break_long_words=False, break_on_hyphens=False)
+    return f"\n{'':8}".join(lines).replace("\N{NO-BREAK SPACE}", " ")
 
 
 def in_two_lines(command: str, flags: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import Damaged, UsageFault
-from train import changing, checkpoints, optimizers, run_folder
+from train import changing, checkpoints, optimizers, run_folder, shares
 from train.config import TrainConfig
 from train.contents import Contents, flat
 from train.data import Data
@@ -20,6 +20,7 @@ from train.saving import versions
 FREE = {
     *("epochs", "max_steps", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
     *("out", "save_every", "keep", "resume", "force", "change", "data_root", "download"),
+    *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
 }
@@ -53,9 +54,10 @@ def resume(trainer: Trainer, folder: str) -> list[str]:
     state = collectives.broadcast(lambda: read_fitting(path, trainer))
     with collectives.together(), checkpoints.malformed(path):
         restore(trainer, state)
+        remarks = _remarks(trainer, state, path)
     if trainer.epoch_is_done():  # as older versions saved it
         trainer.finish_epoch()
-    return _remarks(trainer, state, path)
+    return remarks
 
 
 def _weights(config: TrainConfig) -> str | None:
@@ -186,6 +188,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.precision.load_state_dict(state.get("scaler", {}))
     if trainer.ema:
         trainer.ema.load_state_dict(state["ema"])
+    shares.restore(trainer, state["plan"], state["config"].get("rank_share"))
     if "log" in state:
         trainer.log.restore(state["log"], trainer.place.rank, trainer.place.world_size)
     progress = dict(state["progress"])

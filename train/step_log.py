@@ -148,15 +148,11 @@ class StepLog:
                 sink.write(entry, step)
 
     def state(self) -> list[float]:
-        """Return this rank's sums of the unfinished interval, for a checkpoint."""
-        self._clock.settle(self._seconds, wait=True)
-        return [
-            float(self._steps),
-            float(self._samples),
-            float(self._loss),
-            float(self._count),
-            *(self._seconds[name] for name in ("step", *PHASES)),
-        ]
+        """Return this rank's sums of the unfinished interval, for a checkpoint: what is equal in each run.
+
+        Times are not among them, so the first entry after a resume has those of the steps since then.
+        """
+        return [float(self._steps), float(self._loss), float(self._count)]
 
     def restore(self, states: Sequence[Sequence[float]], rank: int, world_size: int) -> None:
         """Continue an unfinished interval.
@@ -169,15 +165,14 @@ class StepLog:
         Raises:
             ValueError: a state has another length.
         """
+        if any(len(state) != 3 for state in states):
+            raise ValueError(f"the state of a log has {len(states[0])} numbers")
         same = len(states) == world_size
-        steps, samples, loss, count, *seconds = states[rank] if same else states[0]
-        if len(seconds) != 1 + len(PHASES):
-            raise ValueError(f"the state of a log has {4 + len(seconds)} numbers")
+        steps, loss, count = states[rank] if same else states[0]
         if not same:
-            loss, count = (sum(state[i] for state in states) if rank == 0 else 0.0 for i in (2, 3))
-        self._steps, self._samples, self._count = int(steps), int(samples), int(count)
+            loss, count = (sum(state[i] for state in states) if rank == 0 else 0.0 for i in (1, 2))
+        self._steps, self._count = int(steps), int(count)
         self._loss.fill_(loss)
-        self._seconds = dict(zip(("step", *PHASES), seconds, strict=True))
 
     def _of_interval(self) -> dict[str, Any]:
         """Return the mean loss over all ranks' samples in the interval, and the means of the ranks' times."""

@@ -53,10 +53,12 @@ class Task:
     Attributes:
         name: as on the command line.
         metrics: what an evaluation computes beside the loss, as `metrics.evaluating.measures` takes it.
+        counts_samples: whether the count of `loss` is always the number of samples, which all ranks know.
     """
 
     name = "task"
     metrics: Mapping[str, Any] = {}
+    counts_samples = False
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Return the model's outputs for a batch on its device.
@@ -114,7 +116,10 @@ class Classification(Task):
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
         labels = batch[-1]
-        labels = labels if labels.is_floating_point() else labels.to(torch.int64)
+        if labels.is_floating_point():  # a model may have more outputs than there are classes
+            labels = F.pad(labels, (0, outputs.shape[1] - labels.shape[1]))
+        else:
+            labels = labels.to(torch.int64)
         smoothing = self.label_smoothing
         loss = F.cross_entropy(_wide(outputs), labels, reduction="sum", label_smoothing=smoothing)
         return loss, len(labels)

@@ -16,7 +16,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import cycle, islice, zip_longest
 from typing import TypeVar
@@ -63,8 +63,6 @@ class Plan:
         set_epoch: give each epoch its own order; if not, all have that of epoch 0.
         rank_batch: samples of each rank in a full batch; `batch_size` is their sum.
         rank_share: weights of the ranks in every batch.
-        share_changes: pairs (step, weights), by step: from this optimizer step on, counted since the start
-            of the training, these weights hold instead of `rank_share`.
     """
 
     samples: int
@@ -76,7 +74,6 @@ class Plan:
     set_epoch: bool = True
     rank_batch: tuple[int, ...] | None = None
     rank_share: tuple[int, ...] | None = None
-    share_changes: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def length(self, world_size: int) -> int:
         """Return the number of samples in an epoch's order over all ranks; repeats count."""
@@ -118,10 +115,9 @@ class Plan:
         """
         return min(self.batch_size, self.length(world_size) - step * self.batch_size)
 
-    def weights(self, world_size: int, step: int = 0) -> tuple[int, ...]:
-        """Return the ranks' weights in an optimizer step, counted since the start of the training."""
-        changed = [weights for since, weights in self.share_changes if since <= step]
-        return changed[-1] if changed else self.rank_batch or self.rank_share or (1,) * world_size
+    def weights(self, world_size: int) -> tuple[int, ...]:
+        """Return the weights by which each batch is dealt to the ranks."""
+        return self.rank_batch or self.rank_share or (1,) * world_size
 
     def batches(self, epoch: int, world_size: int = 1, start: int = 0) -> Iterator[list[int]]:
         """Yield the global batches of an epoch, before they are dealt, from step `start` on."""
@@ -131,20 +127,15 @@ class Plan:
 
     def of_rank(self, epoch: int, rank: int, world_size: int, start: int = 0) -> Iterator[Step]:
         """Yield one rank's steps of an epoch, from step `start` on."""
-        first = epoch * self.steps_of(world_size)
+        weights = self.weights(world_size)
         for index, batch in enumerate(self.batches(epoch, world_size, start), start):
-            places = _places(len(batch), self.weights(world_size, first + index))
+            places = _places(len(batch), weights)
             share = [batch[place] for place in places[rank]]
             passes = max(1, min(self.accumulate, max(map(len, places))))
             yield Step(index, len(batch), tuple(self._micro_batches(share)), passes)
 
     def _micro_batches(self, share: list[int]) -> list[list[int]]:
         return deal(share, (1,) * min(self.accumulate, len(share)))
-
-    def with_shares(self, step: int, weights: tuple[int, ...]) -> Plan:
-        """Return this plan with other weights from an optimizer step on, counted since the start."""
-        kept = tuple(change for change in self.share_changes if change[0] < step)
-        return replace(self, share_changes=(*kept, (step, weights)))
 
     def share_sizes(self, world_size: int) -> set[int]:
         """Return all sizes that a rank's share of a step can have."""
@@ -164,11 +155,10 @@ class Plan:
         return dealt_sizes(share, (1,) * passes)
 
     def splits(self, world_size: int) -> list[list[int]]:
-        """Return how many samples each rank gets in a full batch and in the last one, by any weights."""
+        """Return how many samples each rank gets in a full batch, and in the last one if it is smaller."""
         steps = self.steps_of(world_size)
         batches = dict.fromkeys(self.global_size(step, world_size) for step in (0, steps - 1) if steps)
-        weights = [self.weights(world_size), *(weights for _, weights in self.share_changes)]
-        return [dealt_sizes(size, each) for size in batches for each in weights]
+        return [dealt_sizes(size, self.weights(world_size)) for size in batches]
 
     def seen(self, epoch: int, world_size: int) -> Counter[int]:
         """Return how often all ranks together take each sample in an epoch; 0 for one that is left out."""
@@ -213,8 +203,7 @@ def check(plan: Plan, world_size: int, called: Callable[[str], str] = str) -> No
             f"{called('sampler')} {plan.sampler} gives each the same number",
             hint=f"give {f'{lower} or ' * (lower > 0)}{lower + world_size}, or {called('sampler')} exact",
         )
-    for weights in (plan.weights(world_size), *(weights for _, weights in plan.share_changes)):
-        _check_nobody_idle(plan, weights, called, field)
+    _check_nobody_idle(plan, plan.weights(world_size), called, field)
 
 
 def _check_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sys
 from collections.abc import Iterator, Sized
@@ -26,6 +27,13 @@ def seed_all(seed: int, *, gpu: bool = True) -> None:
     torch.default_generator.manual_seed(seed)
     if gpu and torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
+
+
+def make_deterministic() -> None:
+    """Allow only algorithms that give the same bits each time. Call it before CUDA starts."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
 
 
 def take(*, gpu: bool = True) -> dict[str, Any]:

@@ -94,13 +94,15 @@ def _check_all_have_some(shares: list[list[Any]]) -> None:
 class ExactBatchSampler(DealtBatches):
     """The batches of a `Plan`: every sample once in an epoch, in the same steps on any number of ranks.
 
-    batches = ExactBatchSampler(dataset, batch_size=64)
-    loader = DataLoader(dataset, batch_sampler=batches)
-    for epoch in range(epochs):
-        batches.set_epoch(epoch)
-        for (inputs, target), size in zip(loader, batches.global_sizes):
-            loss_sum = F.cross_entropy(ddp(inputs), target, reduction="sum")
-            global_mean_loss(loss_sum, size).backward()
+        batches = ExactBatchSampler(dataset, batch_size=64)
+        loader = DataLoader(dataset, batch_sampler=batches)
+        for epoch in range(epochs):
+            batches.set_epoch(epoch)
+            for (inputs, target), size in zip(loader, batches.global_sizes):
+                loss_sum = F.cross_entropy(ddp(inputs), target, reduction="sum")
+                global_mean_loss(loss_sum, size).backward()
+
+    A run that stopped after some steps of an epoch goes on with `batches.set_epoch(epoch, start=steps)`.
     """
 
     def __init__(

@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..distributed import collectives, nested
 from ..distributed.exactly_once import index_digest
 from ..distributed.gather_rows import gather
+from ..distributed.plan import evaluation_batches
 from ..errors import CheckFailed
 from .base import Metric
 from .certificate import Certificate, LossCertificate, certify
@@ -152,7 +153,12 @@ def measures(metrics: Mapping[str, Any]) -> dict[str, Measure]:
 
 
 class Evaluator:
-    """Evaluates models on one data set. Keeps what loads its batches from one evaluation to the next."""
+    """Evaluates models on one data set. Keeps what loads its batches from one evaluation to the next.
+
+    Attributes:
+        batches: the indices of the samples of each of this rank's batches.
+        rank_samples: the number of samples that each rank scores.
+    """
 
     def __init__(
         self,
@@ -167,20 +173,16 @@ class Evaluator:
             batch_size,
             torch.device(device),
         )
-        self.rank, self.world_size = collectives.rank(), collectives.world_size()
-        self.numbers = range(self.rank, self.number_of_batches, self.world_size)
-        self.batches = [list(self._batch(number)) for number in self.numbers]
+        self.number_of_batches = -(-self.samples // batch_size)
+        self.world_size = collectives.world_size()
+        of_ranks = [
+            evaluation_batches(self.samples, batch_size, rank, self.world_size)
+            for rank in range(self.world_size)
+        ]
+        self.rank_samples = [sum(map(len, batches.values())) for batches in of_ranks]
+        self.numbers = list(of_ranks[collectives.rank()])
+        self.batches = [list(batch) for batch in of_ranks[collectives.rank()].values()]
         self.loader: Iterable[Any] = (load or _loader(samples))(self.batches)
-
-    @property
-    def number_of_batches(self) -> int:
-        return -(-self.samples // self.batch_size)
-
-    @property
-    def rank_samples(self) -> list[int]:
-        """The number of samples that each rank scores."""
-        dealt = [range(rank, self.number_of_batches, self.world_size) for rank in range(self.world_size)]
-        return [sum(len(self._batch(number)) for number in numbers) for numbers in dealt]
 
     def classes(
         self,
@@ -310,9 +312,6 @@ class Evaluator:
             batch_size=self.batch_size,
             **known,
         )
-
-    def _batch(self, number: int) -> range:
-        return range(number * self.batch_size, min((number + 1) * self.batch_size, self.samples))
 
     def _each(self, model: nn.Module, score: Callable[[list[int], Any], T]) -> list[T]:
         """Return what `score` returns for each of this rank's batches. A collective.

@@ -165,7 +165,7 @@ def tie(checkpoint: Checkpoint, pairs: Iterable[tuple[str, str]], *, state: str 
                 hint=f"the first key is '{next(iter(found.tensors), '')}'",
             )
         known = found.tensors.get(new)
-        if known is not None and known.view == found.tensors[old].view:
+        if new != old and known is not None and known.view == found.tensors[old].view:
             raise NothingToDo(f"{checkpoint.path}: '{new}' and '{old}' are one tensor already")
         if new in found.container or new in more:
             raise Collision(f"'{new}' would be another name of '{old}', but already exists")

@@ -26,13 +26,10 @@ world_sizes = st.integers(1, 9)
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Plan, int]:
-    """A plan and a number of ranks, with equal or unequal shares, which may change in the first epoch."""
+    """A plan and a number of ranks, with equal or unequal shares."""
     plan, world_size = draw(settings), draw(world_sizes)
     share = st.none() | st.lists(st.integers(1, 12), min_size=world_size, max_size=world_size).map(tuple)
-    plan = dataclasses.replace(plan, rank_share=draw(share))
-    if later := draw(share):
-        plan = plan.with_shares(draw(st.integers(0, 5)), later)
-    return plan, world_size
+    return dataclasses.replace(plan, rank_share=draw(share)), world_size
 
 
 def taken(plan: Plan, epoch: int, world_size: int, start: int = 0) -> list[list[list[int]]]:
@@ -60,7 +57,7 @@ def test_every_sample_is_taken_exactly_once_an_epoch(case, epoch):
 @given(plans(), st.integers(0, 3))
 def test_the_global_batches_depend_neither_on_the_number_of_ranks_nor_on_their_shares(case, epoch):
     plan, world_size = case
-    alone = dataclasses.replace(plan, rank_share=None, share_changes=())
+    alone = dataclasses.replace(plan, rank_share=None)
 
     def batches(plan: Plan, size: int) -> list[list[int]]:
         return [sorted(i for share in step for i in share) for step in taken(plan, epoch, size)]
@@ -153,13 +150,6 @@ def test_with_one_more_sample_no_share_shrinks(size, weights):
 def test_a_rank_batch_gives_each_rank_its_number_and_the_last_batch_in_proportion():
     plan = Plan(samples=18, batch_size=12, rank_batch=(2, 10))
     assert [[len(share) for share in step] for step in taken(plan, 0, 2)] == [[2, 10], [1, 5]]
-
-
-def test_other_shares_hold_from_a_step_of_the_whole_training_on():
-    plan = Plan(samples=24, batch_size=8).with_shares(4, (1, 3)).with_shares(7, (3, 1))
-    sizes = [[len(share) for share in step] for epoch in range(3) for step in taken(plan, epoch, 2)]
-    assert sizes == [[4, 4]] * 4 + [[2, 6]] * 3 + [[6, 2]] * 2
-    assert plan.with_shares(4, (1, 1)) == Plan(samples=24, batch_size=8).with_shares(4, (1, 1))
 
 
 def test_a_rank_may_have_no_sample_in_a_short_last_batch():

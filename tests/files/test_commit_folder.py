@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -270,7 +271,7 @@ def test_no_file_of_another_process_is_lost_however_often_writers_are_killed(
         ]
         for _ in range(drawn.randrange(50, 250)):
             name = f"theirs-{len(put)}"
-            (folder / name).write_text(name)
+            write_into_a_replaced_folder(folder / name)
             put.add(name)
             seen.add(folder.stat().st_ino)
             time.sleep(0.003)
@@ -286,6 +287,16 @@ def test_no_file_of_another_process_is_lost_however_often_writers_are_killed(
     assert put <= found
     assert len(seen) > 5, "it was not replaced while files were put there"
     assert names(folder.parent) == ["f", "taken"]
+
+
+def write_into_a_replaced_folder(path: Path) -> None:
+    """Write a file; again if its folder was replaced and removed after the kernel had found it."""
+    for _ in range(99):
+        with contextlib.suppress(FileNotFoundError):
+            path.write_text(path.name)
+            return
+        assert path.parent.is_dir(), "there is a moment without a folder"
+    pytest.fail(f"{path} can't be written")
 
 
 def replace_with_index(folder: Path) -> None:

@@ -36,14 +36,16 @@ def environment(**more: str) -> dict[str, str]:
     return {**inherited, "OMP_NUM_THREADS": "1", **more}
 
 
-def start(command: list[str], cwd: Path = ROOT, **more: str) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end; `more` are variables of its environment."""
+def start(
+    command: list[str], cwd: Path = ROOT, *, patience: float = PATIENCE, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, in `patience` seconds; `more` are variables of its environment."""
     return subprocess.run(
         command,
         cwd=cwd,
         env=environment(**more),
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=patience,
         check=False,
     )

@@ -170,7 +170,6 @@ def test_a_label_that_is_no_class_is_named() -> None:
         (TensorDataset(torch.rand(2, 5), torch.zeros(2)), {"augment": "crop-flip"}, "--augment crop-flip"),
         (TensorDataset(torch.rand(2, 5), torch.zeros(2)), {"cutmix": 1.0}, "--cutmix"),
         (TensorDataset(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2)), {"mixup": 1.0}, "--mixup"),
-        (images(), {"mixup": 1.0, "task": "regression"}, "--mixup: mixes the labels"),
         (images(), {"augment": "auto", "data": "own.py:pair"}, "own.py:pair scales its images itself"),
         (
             TensorDataset(torch.rand(2, 4, 8, 8), torch.zeros(2)),

@@ -13,7 +13,7 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.place import Place
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
-from train import flags, models, preflight, resuming, saving
+from train import flags, models, preflight, resuming, saving, task
 from train.config import TrainConfig
 from train.main import steps_of_epoch
 
@@ -259,7 +259,8 @@ def check(
     """Run the preflight check for a device; the check itself runs the model on the CPU."""
     data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
     place = Place(0, world_size, "gloo", torch.device(device))
-    preflight.check(TrainConfig(scheduler="none", **settings), data, model, place)
+    config = TrainConfig(scheduler="none", **settings)
+    preflight.check(config, data, model, place, task.build(config, data))
 
 
 @pytest.mark.parametrize("kind", ["sync", "pooled"])

@@ -233,7 +233,7 @@ def test_the_process_group_is_destroyed_with_its_threads_on_every_way_out(monkey
     seen = []
 
     def train(job: main.Job) -> None:
-        trainer = Trainer(job.config, job.data, job.model, job.place)
+        trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
         seen.append(dist.is_initialized() and bool(gloo_threads()))
         if error is not None:
             raise error

@@ -14,7 +14,7 @@ from ckpttool.distributed.group import process_group
 from ckpttool.distributed.place import Place
 from tests.ranks import trainings
 from tests.ranks.programs import OWN_DATA
-from train import main
+from train import main, task
 from train.engine import Trainer
 from train.main import steps_of_epoch
 
@@ -50,7 +50,13 @@ def drawn(rank: int = 0, seed: int = 0, *, start: int = 0) -> list[torch.Tensor]
     found = []
     with process_group(trainings.place(0, 1), timeout=5):  # a plan of two ranks, and this one alone
         config = trainings.TrainConfig(scheduler="none", batch_size=8, seed=seed, workers=1)
-        trainer = Trainer(config, data, model := Watching(), Place(rank, 2, "gloo", torch.device("cpu")))
+        trainer = Trainer(
+            config,
+            data,
+            model := Watching(),
+            Place(rank, 2, "gloo", torch.device("cpu")),
+            task.build(config, data),
+        )
         trainer.progress.step = start
         for _ in range(2):
             model.seen.clear()

@@ -1,4 +1,4 @@
-"""The log of whole runs on several ranks: its contents, also after a resume; and that it changes no weight."""
+"""The log of whole runs on several ranks: its contents, after a resume too; and that it changes no weight."""
 
 from __future__ import annotations
 

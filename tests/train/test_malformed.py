@@ -108,7 +108,7 @@ def test_a_changed_field_without_the_digest_of_the_run_is_refused_or_harmless(ru
     config = flags_of_train.parse([*flags, "--epochs", "2", "--resume", str(folder / "changed.pt")])
     job = main.prepare(config)
     with process_group(job.place, timeout=5):
-        trainer = Trainer(config, job.data, job.model, job.place)
+        trainer = Trainer(config, job.data, job.model, job.place, job.task)
         rest = {part: value for part, value in state.items() if part not in ("model", "optimizer", "digests")}
         for path in fields(rest):
             made = changed(state, path, how)

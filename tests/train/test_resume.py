@@ -16,7 +16,7 @@ from torch import nn
 from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
-from train import checkpoints
+from train import checkpoints, task
 from train.config import TrainConfig
 from train.flag_values import Every
 from train.main import Job, train
@@ -45,7 +45,8 @@ def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], sampl
     settings = {"epochs": EPOCHS, "batch_size": 12, "warmup": Every(2, "steps"), **settings}
     config = TrainConfig(**{"out": folder, "keep": 99, "save_every": Every(1, "steps"), **settings})
     data = trainings.tensors((10,), samples)
-    job = Job(config, trainings.place(rank, world_size), data, trainings.seeded(Restless))
+    model = trainings.seeded(Restless)
+    job = Job(config, trainings.place(rank, world_size), data, model, task.build(config, data), [])
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):
@@ -75,8 +76,13 @@ def contents(path: Path) -> dict[str, Any]:
 
 
 def log(folder: Path) -> list[dict[str, Any]]:
+    """Return the entries of a run's log without what is a time."""
     entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in entry.items() if key != "seconds"} for entry in entries]
+    return [{key: value for key, value in entry.items() if "second" not in key} for entry in entries]
+
+
+def logged_epochs(folder: Path) -> list[int]:
+    return [entry["epoch"] for entry in log(folder) if "epoch" in entry]
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda size: f"{size}-ranks")
@@ -92,14 +98,14 @@ def test_a_resumed_run_equals_the_uninterrupted_run_bit_for_bit(run_ranks, tmp_p
     size, folder = whole
     stopped_at = folder / f"step-{step:06d}.pt"
     said, *silent = run_ranks(size, run, str(tmp_path), {"resume": str(stopped_at)})
-    epoch, in_epoch = divmod(step - 1, STEPS)
-    assert f"epoch {epoch + 1}, step {in_epoch + 1} of {STEPS}" in said
+    epoch, in_epoch = divmod(step, STEPS)
+    assert f"epoch {epoch + 1}, step {in_epoch} of {STEPS}" in said
     assert set(silent) <= {""}
     for later in range(step + 1, EPOCHS * STEPS + 1):
         name = f"step-{later:06d}.pt"
         assert contents(tmp_path / name) == contents(folder / name)
     assert contents(tmp_path / "last.pt") == contents(folder / "last.pt")
-    assert log(tmp_path) == [entry for entry in log(folder) if entry["epoch"] > epoch]
+    assert log(tmp_path) == [entry for entry in log(folder) if entry.get("epoch", EPOCHS) > epoch]
 
 
 def test_checkpoints_of_different_steps_differ(whole):
@@ -139,13 +145,13 @@ def test_only_rank_0_decides_whether_there_is_a_checkpoint_to_resume(run_ranks, 
     run_ranks(2, run, str(tmp_path), {"epochs": 1})
     said, _ = run_ranks(2, resume_auto_where_only_rank_0_sees_the_folder, str(tmp_path))
     assert "continues from" in said
-    assert [entry["epoch"] for entry in log(tmp_path)] == [1, 2]
+    assert logged_epochs(tmp_path) == [1, 2]
 
 
 def test_resume_auto_without_a_checkpoint_starts_a_new_run(run_ranks, tmp_path):
     said, _ = run_ranks(2, run, str(tmp_path), {"resume": "auto", "epochs": 1})
     assert "resume  " not in said
-    assert [entry["epoch"] for entry in log(tmp_path)] == [1]
+    assert logged_epochs(tmp_path) == [1]
 
 
 def test_resuming_a_finished_run_does_nothing_and_says_how_to_train_longer(run_ranks, tmp_path):
@@ -158,7 +164,7 @@ def test_resuming_a_finished_run_does_nothing_and_says_how_to_train_longer(run_r
     ]
     assert "saved" not in said
     assert (tmp_path / "last.pt").read_bytes() == before
-    assert len(log(tmp_path)) == 1
+    assert logged_epochs(tmp_path) == [1]
 
 
 def test_resuming_a_finished_run_reports_no_other_difference(run_ranks, tmp_path):
@@ -182,14 +188,14 @@ def test_a_run_can_continue_within_an_epoch_on_another_number_of_ranks(run_ranks
     # Two epochs are left, and the first of them was met in part before: its sums are taken along.
     sums = torch.load(tmp_path / "on" / "step-000007.pt", weights_only=True)["progress"]["sums"]
     assert sum(samples for _, _, samples, _ in sums) == 36
-    assert [entry["epoch"] for entry in log(tmp_path / "on")] == [2, 3]
+    assert logged_epochs(tmp_path / "on") == [2, 3]
 
 
 @pytest.mark.parametrize(
     ("settings", "samples", "said"),
     [
         ({"batch_size": 10}, 44, "to a training with --batch-size 12"),
-        ({"lr": 0.3, "seed": 5}, 44, "to a training with --lr 0.1 --seed 0"),
+        ({"lr": 0.3, "seed": 5}, 44, "to a training with --seed 0 --lr 0.1"),
         ({"model": "resnet20"}, 44, "to a training with --model simple-cnn"),
         ({"warmup": Every(0, "epochs")}, 44, "to a training with --warmup 2steps"),
         ({"drop_last": True}, 44, "to a training with no --drop-last"),

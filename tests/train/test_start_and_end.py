@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import nn
 from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
-from train import init_from, task
+from tests.ranks.programs import TINY, start
+from tests.support.running import SHARED
+from train import init_from, main, models, task
 from train.config import TrainConfig
 from train.flag_values import Every
 from train.main import Job, train
@@ -34,11 +37,19 @@ class Net(nn.Module):
         return self.head(torch.dropout(self.norm(self.conv(x)).relu().mean((2, 3)), 0.2, self.training))
 
 
+def wide() -> nn.Module:
+    """Return a model with more outputs than there are classes."""
+    model = Net()
+    model.head = nn.Linear(6, 30)
+    return model
+
+
 def run(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> str:
     """Run the trainer; return what it printed, or the error that ended it."""
     usual = {"data": "folder:x", "epochs": EPOCHS, "batch_size": BATCH, "save_every": Every(1, "steps")}
     config = TrainConfig(**{**usual, "out": folder, "keep": 99, "lr": 0.05, **settings})
-    data, model = trainings.tensors((3, 8, 8), SAMPLES), trainings.seeded(Net)
+    make = {"wide": wide}.get(config.model, Net)
+    data, model = trainings.tensors((3, 8, 8), SAMPLES), trainings.seeded(make)
     said = io.StringIO()
     try:
         remarks = init_from.load(model, config.init, config.init_allow_missing) if config.init else []
@@ -103,6 +114,13 @@ def test_samples_are_changed_alike_on_any_number_of_ranks(run_ranks: Any, tmp_pa
     for other in others:  # dropout draws other numbers on other ranks, so its layer is left out
         assert torch.allclose(first["module.norm.running_mean"], other["module.norm.running_mean"], atol=1e-6)
         assert torch.allclose(first["module.norm.running_var"], other["module.norm.running_var"], atol=1e-6)
+
+
+def test_a_model_may_have_more_outputs_than_the_classes_that_are_mixed(
+    run_ranks: Any, tmp_path: Path
+) -> None:
+    settings = {"model": "wide", "mixup": 0.4, "label_smoothing": 0.1, "epochs": 1}
+    assert "saved" in run_ranks(2, run, str(tmp_path), settings)[0]
 
 
 # ---- where a run ends ----------------------------------------------------------------------------------
@@ -279,3 +297,90 @@ def test_changing_nothing_changes_no_bit(run_ranks: Any, tmp_path: Path) -> None
     settings = {"resume": str(numbered(tmp_path / "whole", 5)), "change": every}
     run_ranks(2, run, str(tmp_path / "rest"), settings)
     assert contents(tmp_path / "rest" / "last.pt") == contents(tmp_path / "whole" / "last.pt")
+
+
+# ---- the command line ----------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "an init that does not fit": (["--init", "W"], "does not fit the model"),
+    "a pattern that matches nothing": (
+        ["--init", "W", "--init-allow-missing", "x.*"],
+        "--init-allow-missing",
+    ),
+    "a pattern without a file": (["--init-allow-missing", "x.*"], "--init-allow-missing: needs --init"),
+    "a setting that can't change": (["--resume", "--out", "R", "--change", "seed"], "--change seed: can't"),
+    "a change without a resume": (["--change", "lr"], "--change: says what may differ on a resume"),
+    "a mixture of numbers": (
+        ["--task", "regression", "--mixup", "1"],
+        "--mixup: --task regression has no labels to change",
+    ),
+    "a warm-up that is longer than the steps": (
+        ["--max-steps", "3", "--warmup", "3steps"],
+        "--warmup 3steps: is 3 steps, but the whole training has only 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_can_not_be_is_exit_code_2_before_any_process_group(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, words = REFUSED[what]
+    monkeypatch.chdir(tmp_path)
+    weights(tmp_path / "W")
+    monkeypatch.setattr("torch.distributed.init_process_group", None)
+    assert main.main(["--data", "fake:20", *flags]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and words in said
+    assert not (tmp_path / "R").exists() and not (tmp_path / "runs").exists()
+
+
+def test_an_init_that_does_not_fit_says_on_a_line_each_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({f"net.{k}": v for k, v in models.resnet20(num_classes=7).state_dict().items()}, "w.pt")
+    assert main.main(["--data", "fake:20", "--model", "resnet20", "--init", "w.pt"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "  ckpttool strip-prefix w.pt w.mended.pt --prefix net." in lines
+    assert lines[-1] == "  --init w.mended.pt --init-allow-missing 'linear.*'"
+
+
+def test_two_ranks_train_with_loading_processes_and_say_how_to_go_on(tmp_path: Path) -> None:
+    flags = ["--augment", "auto", "--mixup", "0.2", "--workers", "1", "--max-time", "0.001s"]
+    done = start(
+        [sys.executable, "train/main.py", "--spawn", "2", *TINY, *flags, "--out", str(tmp_path / "r")]
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("ended"))
+    assert "--spawn 2" in line and "--resume auto" in line and "--augment auto" in line
+
+
+@pytest.mark.timeout(420)
+def test_a_published_network_does_not_get_worse_in_an_epoch(resnet20: Path, tmp_path: Path) -> None:
+    """Run the command of docs/fine-tuning.md: 776 of 846 test images are right before it."""
+    pictures = SHARED / "data" / "cifar10-mini"
+    command = [sys.executable, "train/main.py", "--model", "resnet20", "--data", f"folder:{pictures}"]
+    command += ["--init", str(resnet20), "--augment", "crop-flip", "--epochs", "1", "--batch-size", "128"]
+    done = start([*command, "--lr", "0.02", "--out", str(tmp_path / "r")], patience=400.0)
+    assert done.returncode == 0, done.stderr
+    assert "init    97 tensors from" in done.stdout
+    (entry,) = (entry for entry in log(tmp_path / "r") if "epoch" in entry)
+    assert entry["samples"] == 846
+    assert entry["correct"] >= 776
+
+
+def test_the_tutorial_s_network_is_trained_alike_on_one_process_and_on_four(tmp_path: Path) -> None:
+    pictures = SHARED / "data" / "cifar10-mini"
+    if not pictures.exists():
+        pytest.skip("needs the images in the folder `shared` beside the repository")
+    command = [sys.executable, "train/main.py", "--model", "examples/tutorial_cnn.py:net(double=True)"]
+    command += ["--data", f"folder:{pictures}", "--mean", "0.5", "--std", "0.5", "--batch-size", "16"]
+    command += ["--lr", "0.001", "--weight-decay", "0", "--scheduler", "none", "--max-steps", "40"]
+    states = []
+    for name, ranks in (("one", []), ("four", ["--spawn", "4"])):
+        done = start([*command, *ranks, "--out", str(tmp_path / name)])
+        assert done.returncode == 0, done.stderr
+        states.append(torch.load(tmp_path / name / "last.pt", weights_only=True)["model"])
+    one, four = states
+    assert max(float((one[name] - four[name]).abs().max()) for name in one) < 1e-12

@@ -253,7 +253,7 @@ def on_other_ranks(rank: int, world_size: int, states: list[list[float]]) -> lis
 
 
 def test_on_another_number_of_ranks_no_loss_is_lost_or_counted_twice(run_ranks):
-    states = [[2.0, 16.0, 1.5, 2.0, *[0.0] * 6], [2.0, 16.0, 2.5, 3.0, *[0.0] * 6]]
+    states = [[2.0, 1.5, 2.0], [2.0, 2.5, 3.0]]
     for ranks in (1, 3):
         entry = run_ranks(ranks, on_other_ranks, states)[0][0]
         assert (entry["loss"], entry["steps"]) == (4.0 / 5.0, 3)

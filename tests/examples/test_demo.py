@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from train import demo
+from examples import demo
 
 SAID = "stripped 'module.' from 8 of 8 keys -> runs/demo.safetensors (341 kB, 0.00 s)"
 
