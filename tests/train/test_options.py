@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,9 @@ import torch
 from torch import nn
 
 from tests.ranks import runs, trainings
+from tests.ranks.programs import start
+from tests.support.running import ROOT
+from train import main
 from train.flag_values import Every
 
 ADAMW = {"optimizer": "adamw", "momentum": 0.0, "lr": 0.01, "weight_decay": 0.1}
@@ -151,10 +158,20 @@ def initial() -> dict[str, torch.Tensor]:
     return {f"module.{name}": parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def test_the_score_and_the_saved_averages_are_of_the_same_weights(run_ranks: Any, tmp_path: Any) -> None:
-    last = final(run_ranks, 2, runs.restless, tmp_path, {"ema": 0.9})
-    assert list(last["ema"]["averages"]) == [name.removeprefix("module.") for name in last["model"]]
-    assert last["ema"]["updates"] == runs.STEPS
+def program(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    return start([sys.executable, *command], folder, OMP_NUM_THREADS="1")
+
+
+def test_the_proposed_evaluation_of_a_run_with_averages_gives_their_logged_score(tmp_path: Path) -> None:
+    tiny = ["--data", "fake:40", "--batch-size", "20", "--epochs", "1", "--ema", "0.5", "--out", "run"]
+    said = program(tmp_path, str(ROOT / "train/main.py"), *tiny).stdout
+    strip, evaluate = said.replace("\\\n", "").rpartition("next:\n")[2].strip().splitlines()
+    assert "--state ema.averages" in strip
+    assert program(tmp_path, "-m", "ckpttool", *strip.split()[1:]).returncode == 0
+    _, path, *arguments = evaluate.split()
+    found = json.loads(program(tmp_path, str(ROOT / path), *arguments, "--json").stdout)
+    logged = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1])
+    assert (logged["loss"], logged["correct"]) == (found["loss"], found["correct"])
 
 
 def perceptron() -> nn.Module:
@@ -172,3 +189,46 @@ def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks: 
     for part in (last["model"], last["ema"]["averages"], last["optimizer"]["param_groups"][0]["param_names"]):
         assert not any("_orig_mod" in name for name in part)
     assert list(last["model"]) == list(plain["model"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--amp fp16", "--amp fp16: works only on a GPU (give --amp bf16"),
+        ("--optimizer lbfgs", "--optimizer lbfgs: calls the model several times in a step"),
+        ("--optimizer Adagrad --momentum 0.5", "--momentum: Adagrad has none"),
+        ("--optimizer muon", "--optimizer muon: can't train simple-cnn: Muon only supports 2D parameters"),
+        ("--grad-checkpoint --model own.py:net", "--grad-checkpoint: Flat has no blocks"),
+        ("--zero --model own.py:mixed", "--zero: needs parameters of one dtype"),
+    ],
+)
+def test_what_can_not_be_trained_so_is_refused_before_any_process_group(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, arguments: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    assert main.main(["--data", "fake:20", "--batch-size", "4", *arguments.split()]) == 2
+    assert said in capsys.readouterr().err
+    assert not torch.distributed.is_initialized()
+    assert not (tmp_path / "runs").exists()
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Flat(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.linear = nn.Linear(3072, 10)
+        self.scale = nn.Parameter(torch.ones(10, dtype=dtype))
+
+    def forward(self, x):
+        return self.linear(x.flatten(1)) * self.scale
+
+def net(num_classes=10):
+    return Flat(torch.float32)
+
+def mixed(num_classes=10):
+    return Flat(torch.float64)
+"""
