@@ -211,7 +211,8 @@ def _advice(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ...])
         again = _diagnosis(checkpoint, model, (*patterns, *fresh))
         fresh, found = (fresh, again) if fresh and again.then else ((), found)
     if found.then is None:
-        words = [f"{each.kind}: {each.message}" for each in found.problems if each.kind not in LISTED_ALREADY]
+        problems = [each for each in found.problems if each.kind not in LISTED_ALREADY and not each.is_remark]
+        words = [each.message.partition(";")[0] for each in problems]  # what follows are names again
         return [*words, f"see what is in it: {command_line(['ckpttool', 'inspect', checkpoint.path])}"], False
     commands = [each.command for each in found.problems if each.command and not each.is_remark]
     result = shlex.split(found.then)[2]

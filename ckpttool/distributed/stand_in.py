@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..errors import UsageFault
 from . import randomness
+from .nested import tensors
 
 
 def pass_standing_in(
@@ -41,7 +41,7 @@ def pass_standing_in(
         UsageFault: the model has torch's own SyncBatchNorm, which can't take part without samples.
     """
     with standing_in(model, together=together):
-        outputs = [one for one in _tensors((forward or model)(batch)) if one.requires_grad]
+        outputs = [one for one in tensors((forward or model)(batch)) if one.requires_grad]
         torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
 
 
@@ -80,21 +80,6 @@ def require_no_torch_sync(model: nn.Module) -> None:
                 hint="make it ckpttool.batchnorm.SyncBatchNorm: call ckpttool.batchnorm.to_sync(model) "
                 "before moving the model to a GPU",
             )
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested mappings, sequences and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
 
 
 @contextlib.contextmanager

@@ -383,7 +383,9 @@ def test_a_missing_file_is_unreadable(tmp_path):
         checkpoints.read(str(tmp_path / "absent.pt"))
 
 
-@pytest.mark.parametrize("state", [{"model": {}}, [1], nn.Linear(2, 2).state_dict()], ids=str)
+@pytest.mark.parametrize(
+    "state", [{"model": {}}, [1], nn.Linear(2, 2).state_dict()], ids=["a dict", "a list", "a state dict"]
+)
 def test_another_programs_checkpoint_is_refused(tmp_path, state):
     torch.save(state, tmp_path / "other.pt")
     with pytest.raises(Refused, match="not a checkpoint of this trainer") as refused:
