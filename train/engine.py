@@ -149,7 +149,7 @@ class Trainer:
         self.optimizer = build_optimizer(config, self.ddp)
         steps = total_steps(config, self.steps_per_epoch)
         self.scheduler = build_scheduler(config, self.optimizer, steps, self.steps_per_epoch)
-        self.ema = Ema(model, config.ema) if config.ema else None
+        self.ema = Ema(self.ddp, config.ema) if config.ema else None
         self.sums = Sums()
         self.lr = config.lr
         self.started_from: str | None = None

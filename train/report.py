@@ -211,7 +211,8 @@ class Report:
             launch.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
             model = shlex.quote(os.path.join(self.folder, "model.safetensors"))
-            launch.say(f"  ckpttool strip-prefix {shlex.quote(saved[0])} {model} --force")
+            scored = " --state ema.averages" if self.trainer.ema else ""
+            launch.say(f"  ckpttool strip-prefix {shlex.quote(saved[0])} {model}{scored} --force")
             command = f"python {program('evaluate')} {model}"
             launch.say(f"  {in_two_lines(command, flags)}")
 
