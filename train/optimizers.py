@@ -121,12 +121,6 @@ def build_scheduler(
     return LambdaLR(optimizer, lambda step: rate(config.scheduler, step, total_steps, warmup))
 
 
-def learning_rate(config: TrainConfig, step: int, steps_per_epoch: int) -> float:
-    """Return the learning rate of one step (from 0), from the same schedule."""
-    warmup, steps = config.warmup.in_steps(steps_per_epoch), config.epochs * steps_per_epoch
-    return config.lr * rate(config.scheduler, step, steps, warmup)
-
-
 def rate(course: str, step: int, steps: int, warmup: int) -> float:
     """Return the factor of the learning rate in step `step` (from 0) of `steps`.
 

@@ -194,7 +194,6 @@ def test_the_rate_rises_over_the_warm_up_and_falls_over_the_rest(course: str, ra
         optimizer.step()
         scheduler.step()
     assert met == [pytest.approx([each, each], abs=1e-6) for each in rates]
-    assert chosen.lr * rates[3] == pytest.approx(optimizers.learning_rate(chosen, 3, 3), abs=1e-6)
 
 
 # ---- states that are divided among ranks ------------------------------------------------------------------
