@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from train import log_file
+
 from . import machine
 from .commands import CHILDREN, PYTHON, tool
 from .markdown import check_marks, put_between_marks
@@ -80,7 +82,7 @@ def measure(
     _run(PYTHON, CHILDREN / "evaluate_each.py", f"{EXAMPLE}:network", "digits", *own, offline)
     scores = [_accuracy((path.with_suffix("") / "eval.json").read_text()) for path in (*own, offline)]
     plain, pooled = (
-        [_accuracy(line) for line in (folder / kind / "log.jsonl").read_text().splitlines()]
+        [entry["accuracy"] for entry in log_file.read(folder / kind) if "epoch" in entry]
         for kind in ("plain", "pooled")
     )
     return Measured(plain, pooled, scores[:-1], scores[-1], _same_weights(folder))

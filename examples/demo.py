@@ -43,7 +43,7 @@ def main() -> int:
 
 def best_epoch(log: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the log entry of best.pt: the first epoch with the best accuracy."""
-    return max(log, key=lambda entry: entry["accuracy"])
+    return max((entry for entry in log if "accuracy" in entry), key=lambda entry: entry["accuracy"])
 
 
 def report(trained: dict[str, Any], said: str, scored: dict[str, Any]) -> tuple[str, bool]:

@@ -147,6 +147,11 @@ class StepLog:
             for sink in self.sinks:
                 sink.write(entry, step)
 
+    def seconds(self) -> dict[str, float]:
+        """Return this rank's seconds in the interval so far: of whole steps as "step", and by phase."""
+        self._clock.settle(self._seconds, wait=True)
+        return dict(self._seconds)
+
     def state(self) -> list[float]:
         """Return this rank's sums of the unfinished interval, for a checkpoint: what is equal in each run.
 
@@ -176,8 +181,7 @@ class StepLog:
 
     def _of_interval(self) -> dict[str, Any]:
         """Return the mean loss over all ranks' samples in the interval, and the means of the ranks' times."""
-        self._clock.settle(self._seconds, wait=True)
-        own = [float(self._loss), float(self._count), *self._seconds.values()]
+        own = [float(self._loss), float(self._count), *self.seconds().values()]
         loss, count, *seconds = collectives.total(torch.tensor(own, dtype=torch.float64)).tolist()
         ranks = collectives.world_size()
         whole, *phases = (round(one / ranks, 6) for one in seconds)
