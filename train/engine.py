@@ -228,7 +228,6 @@ class Trainer:
 
     def update(self) -> None:
         """Change the weights by the gradients, and clear those."""
-        self._check_gradients()
         if self.statistics:
             self.statistics.end_step()
         self.precision.unscale(self.optimizer)
@@ -314,7 +313,7 @@ class Trainer:
         collectives.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
         yield
 
-    def _check_gradients(self) -> None:
+    def check_gradients(self) -> None:
         """Raise CheckFailed if a parameter did not affect this step's loss: DDP has not averaged it then."""
         if self.config.find_unused:
             return

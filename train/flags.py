@@ -122,15 +122,19 @@ def arguments_of(config: TrainConfig) -> list[str]:
     """Return the command line that gives this configuration, without defaults."""
     usual = {**TrainConfig().plain(), **optimizer_defaults(config.optimizer)}
     found: list[str] = []
+    given_values = config.plain()
     for field in dataclasses.fields(config):
-        value = config.plain()[field.name]
+        value = given_values[field.name]
         if value == usual[field.name]:
             continue
         if field.metadata.get("action") == "append":
             found += [part for item in value for part in (name_of(field), item)]
         else:
             given = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-            found += [name_of(field), *([] if isinstance(value, bool) else [given])]
+            if given.startswith("-"):  # else it would be taken for a flag
+                found.append(f"{name_of(field)}={given}")
+            else:
+                found += [name_of(field), *([] if isinstance(value, bool) else [given])]
     return found
 
 

@@ -188,6 +188,7 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
     DDP averages gradients over the W ranks. Wanted are those of the mean loss over the samples of all ranks,
     so each rank's loss is W · Σℓ / N: exact for shares of any size, unlike the mean of each rank's mean.
     """
+    from ckpttool.distributed import global_mean_loss
     from train.engine import Sums
 
     task, precision, log = trainer.task, trainer.precision, trainer.log
@@ -204,11 +205,12 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
             with log.phase("forward"), precision.autocast():
                 outputs = task.forward(trainer.ddp, batch)
                 loss, count = task.loss(outputs, batch)
-                loss_of_mean = precision.scale(loss * (trainer.place.world_size / step.global_size))
+                loss_of_mean = precision.scale(global_mean_loss(loss, step.global_size))
             with log.phase("backward", loss_of_mean):
                 loss_of_mean.backward()
         sums.add(loss, count, task.correct(outputs, batch), samples=len(step.micro_batches[number - 1]))
     with log.phase("reduce"):
+        trainer.check_gradients()  # before the next collective: DDP may still wait for a missing gradient
         trainer.average_over_count(step, sums)
     with log.phase("update"):
         trainer.update()

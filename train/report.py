@@ -255,7 +255,8 @@ def recipe(config: TrainConfig) -> str:
     """Return the main settings of a training, in brief."""
     plain = TrainConfig()
     parts = [
-        f"{config.epochs} epoch{'s' * (config.epochs != 1)}",
+        f"{config.epochs} epoch{'s' * (config.epochs != 1)}"
+        + f" or {config.max_steps} steps" * bool(config.max_steps),
         f"{config.optimizer} lr {config.lr:g}",
         config.scheduler,
     ]
@@ -292,7 +293,7 @@ def flags_of(config: TrainConfig) -> str:
         flags.append(f"--eval-batch {config.eval_batch}")
     for name, values in (("mean", config.mean), ("std", config.std)):
         if values:
-            flags.append(f"--{name} {','.join(map(str, values))}")
+            flags.append(f"--{name}={','.join(map(str, values))}")
     if config.resize:
         flags.append(f"--resize {config.resize}")
     return " ".join(flags)

@@ -68,14 +68,17 @@ def count(samples: Samples) -> int:
     """Return the number of samples.
 
     Raises:
-        UsageFault: the data set has no length, or is an IterableDataset.
+        UsageFault: the data set has no length, a negative one, or is an IterableDataset.
     """
     if isinstance(samples, IterableDataset) or not isinstance(samples, Sized):
         raise UsageFault(
             f"--data: {type(samples).__name__} has no samples by index, by which ranks share them out",
             hint="give it __len__ and __getitem__",
         )
-    return len(samples)
+    try:
+        return len(samples)
+    except ValueError as error:
+        raise UsageFault(f"--data: {type(samples).__name__}: {error}") from error
 
 
 def checked(sample: object, where: str) -> tuple[torch.Tensor, int]:

@@ -146,7 +146,7 @@ class Saver:
                 last = os.path.join(self.folder, run_folder.LAST)
                 before = f"; {last} is from before that" if os.path.exists(last) else ""
                 raise CheckFailed(
-                    f"after {self.trainer.progress.global_step} steps {name} is NaN or infinite: "
+                    f"after step {self.trainer.progress.global_step} {name} is NaN or infinite: "
                     "nothing can be learned from here on",
                     hint=f"give a smaller --lr than {self.trainer.config.lr:g}, or --warmup{before}",
                 )

@@ -50,6 +50,8 @@ def settle(trainer: Trainer) -> list[str]:
         return []
     if trainer.plan.rank_share:
         return [f"{_flag(trainer.plan.rank_share)}, as measured when the run began"]
+    if not min(trainer.plan.splits(ranks)[0]):
+        return ["equal shares: a batch leaves a rank without a sample, so there is nothing to measure"]
     collectives.gather(None)  # all begin together, as they will in the training
     with collectives.together():
         own = measure(trainer)

@@ -10,7 +10,7 @@
 The ranks' sums and counts are added before they are divided, so the loss is the mean over all samples, tokens
 or pixels, whatever each rank has of them. A metric whose `update` needs something else is given as a pair
 with a function: `{"top5": (lambda: metrics.TopK(5), lambda outputs, batch: (outputs[0], batch["label"]))}`.
-Any of the other methods of `Task` may be given too.
+`forward`, `outputs`, `sample_count`, `batch_to` and `check` of `Task` may be given too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from ckpttool import metrics as exact
 from ckpttool.distributed import nested
-from ckpttool.errors import UsageFault
+from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.metrics.evaluating import measures
 from ckpttool.models import factory
 from train.config import DataConfig
@@ -246,6 +246,11 @@ class ModelLoss(Task):
     def loss(self, outputs: Any, batch: Any) -> Loss:
         found, count = _own_loss(outputs)
         count = self.sample_count(batch) if count is None else count
+        if not (isinstance(count, torch.Tensor) and count.device.type != "cpu") and not int(count):
+            raise CheckFailed(
+                "the model counted nothing in a forward pass, whose mean loss has no value",
+                hint="give a larger --batch-size or fewer --accumulate, or a task that returns a sum",
+            )
         return found.reshape(()) * count, count
 
     def outputs(self, data: Data) -> int:
@@ -270,7 +275,7 @@ class Own(Task):
             raise UsageFault(
                 f"--task {name}: has parameters, which are not trained", hint="make them part of the model"
             )
-        for method in ("forward", "sample_count", "batch_to", "check", "correct"):
+        for method in ("forward", "outputs", "sample_count", "batch_to", "check"):
             own = getattr(made, method, None)
             # nn.Module has a `forward`, which means something else.
             if callable(own) and not (method == "forward" and isinstance(made, nn.Module)):

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from .modes import modes_kept
+
 
 def settle_buckets(ddp: nn.Module, one_pass: Callable[[], None]) -> None:
     """Let DDP settle on its buckets now. A collective; call it once, before the first step.
@@ -22,12 +24,9 @@ def settle_buckets(ddp: nn.Module, one_pass: Callable[[], None]) -> None:
         one_pass: runs one forward and backward pass that leaves no trace, in training mode, such as
             `lambda: pass_standing_in(ddp, batch, together=False)`. It is called twice.
     """
-    was_training = ddp.training
-    ddp.train()
-    try:
+    with modes_kept(ddp):
+        ddp.train()
         for _ in range(2):
             one_pass()
-    finally:
-        ddp.train(was_training)
     for parameter in ddp.parameters():
         parameter.grad = None

@@ -74,8 +74,13 @@ class DealtBatches(Sampler[list[int]]):
     def _dealt(self) -> Drawn:
         if self._drawn is None:
             drawn = self._draw(self._epoch)
-            for shares in () if self._uneven else drawn:
-                _check_all_have_some(shares)
+            # A rank whose samples have ended takes part in the rest (`Uneven`), but can't skip a step before.
+            ended = set(range(self.world_size))
+            for shares in reversed(drawn):
+                idle = {rank for rank, share in enumerate(shares) if not share}
+                if not self._uneven or idle - ended:
+                    _check_all_have_some(shares)
+                ended &= idle
             self._drawn = drawn
         return self._drawn
 
@@ -182,7 +187,7 @@ def distribute(
         seed: with the epoch, determines what is drawn.
         drop_last: leave out a last batch that is smaller than `batch_size`.
         rank_share: weights of the ranks in every batch; equal by default.
-        uneven: let a rank leave out the steps in which it has no sample.
+        uneven: let a rank without samples in the last steps of an epoch leave them out.
         rank, world_size: those of the process group by default.
 
     Raises:

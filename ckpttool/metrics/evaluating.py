@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from ..distributed import collectives, nested
 from ..distributed.exactly_once import index_digest
 from ..distributed.gather_rows import gather
+from ..distributed.modes import modes_kept
 from ..distributed.plan import evaluation_batches
 from ..errors import CheckFailed
 from .base import Metric
@@ -120,7 +121,13 @@ def evaluate_classes(
     """
     evaluator = Evaluator(samples, batch_size=batch_size, device=device)
     about = Evaluation(classes=tuple(classes))
-    return evaluator.classes(model, about=about).certificate
+
+    def check(batch: Any, indices: Sequence[int]) -> None:
+        for index, label in zip(indices, batch[-1].tolist(), strict=True):
+            if not 0 <= label < len(classes):
+                raise CheckFailed(f"sample {index} has the label {label}, none of the {len(classes)} classes")
+
+    return evaluator.classes(model, about=about, check=check).certificate
 
 
 def measures(metrics: Mapping[str, Any]) -> dict[str, Measure]:
@@ -319,18 +326,15 @@ class Evaluator:
         All ranks advance batch by batch together, so none waits for one that has failed.
         """
         found: list[T] = []
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.inference_mode():
-                loaded: Iterator[Any] | None = None
-                for number in range(-(-self.number_of_batches // self.world_size)):
-                    with collectives.together():
-                        if number < len(self.batches):
-                            loaded = loaded or iter(self.loader)
-                            found.append(score(self.batches[number], next(loaded)))
-        finally:
-            model.train(was_training)
+        # Not inference_mode: a tensor that a model caches, as a mask by length, could not be trained with.
+        with modes_kept(model), torch.no_grad():
+            model.eval()
+            loaded: Iterator[Any] | None = None
+            for number in range(-(-self.number_of_batches // self.world_size)):
+                with collectives.together():
+                    if number < len(self.batches):
+                        loaded = loaded or iter(self.loader)
+                        found.append(score(self.batches[number], next(loaded)))
         return found
 
 

@@ -228,7 +228,6 @@ def test_an_instance_a_class_a_module_and_a_namespace_are_tasks(made):
     loss, count = found.loss(found.forward(nn.Linear(2, 1), batch), batch)
     assert (count, loss.dim()) == (3, 0)
     assert found.sample_count(batch) == 3
-    assert found.correct(None, batch) == (1 if isinstance(made, Subclass) else None)
 
 
 ONE = torch.tensor(1.0)
