@@ -177,6 +177,11 @@ def run(trainer: Trainer, report: Report, saver: Saver) -> str:
 
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
+    if trainer.config.virtual_ranks:
+        from train import virtual_ranks
+
+        yield from virtual_ranks.steps_of_epoch(trainer)
+        return
     for step, batches in trainer.rest_of_epoch():
         take_step(trainer, step, batches)
         yield

@@ -220,7 +220,8 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     remarks = [f"continues from {path} at epoch {progress.epoch + 1}, step {progress.step} of {steps}"]
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
-        remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps")
+        bits = ", and the same bits" if config.virtual_ranks else ""
+        remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps{bits}")
     were, are = state["versions"], versions(trainer.place.device)
     changed = [
         f"{name} {were.get(name)} -> {value}" for name, value in are.items() if were.get(name) != value
