@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch import nn
 from ckpttool import batchnorm
 from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
+from tests.ranks.programs import ROOT, environment
 from train import flags, preflight, task, virtual_ranks
 from train.config import TrainConfig
 from train.flag_values import Every
@@ -133,6 +136,22 @@ def test_gradients_of_any_dtype_and_size_are_added_in_one_order(run_ranks):
         for found in run_ranks(size, sum_of_rows):
             assert len(found) == 3
             assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+
+
+def test_the_program_gives_the_same_bits_with_and_without_a_launcher_that_sets_threads(tmp_path):
+    training = "--virtual-ranks 2 --model resnet20 --data fake:24 --batch-size 10 --max-steps 2"
+    for name, more, threads in (("one", [], "2"), ("two", ["--spawn", "2"], "1")):
+        command = [
+            sys.executable,
+            "-m",
+            "train.main",
+            *training.split(),
+            *more,
+            "--out",
+            str(tmp_path / name),
+        ]
+        subprocess.run(command, cwd=tmp_path, env=own, check=True, timeout=100)
+    assert digests(tmp_path / "one" / "last.pt") == digests(tmp_path / "two" / "last.pt")
 
 
 # ---- what is refused -----------------------------------------------------------------------------------
