@@ -139,17 +139,10 @@ def test_gradients_of_any_dtype_and_size_are_added_in_one_order(run_ranks):
 
 
 def test_the_program_gives_the_same_bits_with_and_without_a_launcher_that_sets_threads(tmp_path):
-    training = "--virtual-ranks 2 --model resnet20 --data fake:24 --batch-size 10 --max-steps 2"
-    for name, more, threads in (("one", [], "2"), ("two", ["--spawn", "2"], "1")):
-        command = [
-            sys.executable,
-            "-m",
-            "train.main",
-            *training.split(),
-            *more,
-            "--out",
-            str(tmp_path / name),
-        ]
+    training = "--virtual-ranks 2 --model resnet20 --data fake:24 --batch-size 10 --max-steps 2 --out"
+    for out, more, threads in (("one", [], "2"), ("two", ["--spawn", "2"], "1")):
+        command = [sys.executable, str(ROOT / "train" / "main.py"), *training.split(), out, *more]
+        own = environment(OMP_NUM_THREADS=threads)
         subprocess.run(command, cwd=tmp_path, env=own, check=True, timeout=100)
     assert digests(tmp_path / "one" / "last.pt") == digests(tmp_path / "two" / "last.pt")
 
