@@ -207,6 +207,13 @@ class TrainConfig(RanksConfig, DataConfig):
         type=integers_or_auto,
         metavar="N,N,...|auto",
     )
+    virtual_ranks: int | None = flag(
+        None,
+        "training",
+        "the same bits on any number of ranks that divides N: each computes for its part of N virtual ranks",
+        type=integer(1),
+        metavar="N",
+    )
     accumulate: int = flag(
         1,
         "training",

@@ -145,7 +145,7 @@ class Trainer:
             device_ids=[place.device] if place.device.type == "cuda" else None,
             find_unused_parameters=config.find_unused,
         )
-        self._trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        self.trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         self.optimizer = build_optimizer(config, self.ddp)
         steps = total_steps(config, self.steps_per_epoch)
         self.scheduler = build_scheduler(config, self.optimizer, steps, self.steps_per_epoch)
@@ -167,7 +167,7 @@ class Trainer:
         """
         progress, place = self.progress, self.place
         steps = list(self.plan.of_rank(progress.epoch, place.rank, place.world_size, start=progress.step))
-        batches = self._load(steps)
+        batches = self.batches_of(steps)
         self.ddp.train()
         for step in steps:
             yield step, batches
@@ -233,7 +233,7 @@ class Trainer:
         self.precision.unscale(self.optimizer)
         self._gradient_norm = None
         if self.config.clip_norm or self.log.due(self.progress.global_step + 1):
-            self._gradient_norm = clip([p for _, p in self._trained], self.config.clip_norm)
+            self._gradient_norm = clip([p for _, p in self.trained], self.config.clip_norm)
         self.lr = self.optimizer.param_groups[0]["lr"]
         if self.precision.step(self.optimizer):
             self.scheduler.step()
@@ -317,7 +317,7 @@ class Trainer:
         """Raise CheckFailed if a parameter did not affect this step's loss: DDP has not averaged it then."""
         if self.config.find_unused:
             return
-        for name, parameter in self._trained:
+        for name, parameter in self.trained:
             if parameter.grad is None:
                 raise CheckFailed(
                     f"--model {self.config.model}: parameter {name} did not affect the output in step "
@@ -326,8 +326,12 @@ class Trainer:
                     "requires_grad=False",
                 )
 
-    def _load(self, steps: list[Step]) -> Iterator[Any]:
-        """Yield the micro-batches of these steps, in order, on this rank's device."""
+    def batches_of(self, steps: list[Step]) -> Iterator[Any]:
+        """Yield the micro-batches of these steps of the current epoch, in order, on this rank's device.
+
+        Raises:
+            CheckFailed: a batch does not suit the task.
+        """
         samples, epoch, step = self.samples, self.progress.epoch, self.progress.step
         set_epoch = getattr(samples, "set_epoch", None)
         if set_epoch is not None:

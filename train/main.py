@@ -84,7 +84,7 @@ def prepare(config: TrainConfig) -> Job:
         UsageFault: a flag can't be satisfied: no such data or model, or they do not fit.
         FileError: a sample can't be read.
     """
-    import torch._dynamo  # noqa: F401  as DDP does; inside a process group, it would keep the group alive
+    import torch._dynamo  # as DDP does; inside a process group, it would keep the group alive
 
     from ckpttool.distributed import randomness
     from ckpttool.distributed.place import find_place
@@ -95,6 +95,8 @@ def prepare(config: TrainConfig) -> Job:
     place = find_place(config.backend)
     if config.deterministic:
         randomness.make_deterministic()
+    if config.virtual_ranks and place.device.type == "cpu":
+        torch.set_num_threads(1)  # another number, as torchrun and --spawn set it, gives other last bits
     loaded = data.load(config, seed=config.seed)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, loaded)
@@ -177,6 +179,11 @@ def run(trainer: Trainer, report: Report, saver: Saver) -> str:
 
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
+    if trainer.config.virtual_ranks:
+        from train import virtual_ranks
+
+        yield from virtual_ranks.steps_of_epoch(trainer)
+        return
     for step, batches in trainer.rest_of_epoch():
         take_step(trainer, step, batches)
         yield

@@ -31,7 +31,8 @@ def check_plan(config: TrainConfig, world_size: int) -> None:
     Raises:
         UsageFault: they can't, under the conditions of `ckpttool.distributed.plan.check`, `--sampler none`
             is given without `--preview`, or `--rank-share auto` with another sampler than `exact` or with
-            `--rank-batch`; names the flag.
+            `--rank-batch`; or `--virtual-ranks` is no multiple of the ranks, more than the samples in a
+            batch, or given with a flag that it can't be combined with. Names the flag.
     """
     if config.sampler == "none" and not config.preview:
         raise UsageFault(
@@ -43,7 +44,37 @@ def check_plan(config: TrainConfig, world_size: int) -> None:
         raise UsageFault(
             f"--rank-share auto: {other} says already how a batch is dealt", hint="give one of them"
         )
+    if config.virtual_ranks is not None:
+        _check_virtual_ranks(config, config.virtual_ranks, world_size)
     check(make_plan(config, config.batch_size), world_size, called=flag)
+
+
+def _check_virtual_ranks(config: TrainConfig, virtual: int, world_size: int) -> None:
+    given = f"--virtual-ranks {virtual}"
+    if virtual % world_size:
+        raise UsageFault(
+            f"{given}: does not divide by {world_size} ranks",
+            hint="start a number of ranks that divides it, or give a multiple of theirs",
+        )
+    if virtual > config.batch_size:
+        raise UsageFault(
+            f"{given}: more than the {config.batch_size} samples in a batch",
+            hint=f"give --batch-size {virtual} or more",
+        )
+    shares = "virtual ranks have equal shares"
+    apart = "virtual ranks compute apart, and each normalises by its own samples"
+    against = (
+        ("--rank-batch", config.rank_batch is not None, shares),
+        ("--rank-share", config.rank_share is not None, shares),
+        (f"--sampler {config.sampler}", config.sampler != "exact", "its repeats depend on the ranks"),
+        (f"--batchnorm {config.batchnorm}", config.batchnorm != "plain", apart),
+        ("--find-unused", config.find_unused, "every virtual rank needs the gradient of all parameters"),
+        ("--compile", config.compile, "code that each rank compiles need not give the same bits"),
+        ("--preview", config.preview, "it shows ranks; virtual rank v takes what rank v takes of as many"),
+    )
+    for other, is_given, reason in against:
+        if is_given:
+            raise UsageFault(f"{given} and {other}: {reason}", hint="leave out one of them")
 
 
 def flag(field: str) -> str:

@@ -19,7 +19,7 @@ from ckpttool.distributed.plan import Plan
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.metrics.evaluating import measures, update
 from ckpttool.models import factory
-from train import optimizers, precision, wrapping
+from train import optimizers, precision, virtual_ranks, wrapping
 from train.augment import augmented
 from train.config import TrainConfig
 from train.data import Data
@@ -35,12 +35,13 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         UsageFault: they don't; names the flag to change.
         CheckFailed: the first sample has a label that is not one of the classes.
     """
-    plan, world_size = make_plan(config, data), place.world_size
+    plan, world_size = make_plan(config, data), config.virtual_ranks or place.world_size
     _check_plan(config, plan, world_size)
     augmented(data.train, config, len(data.classes))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
     precision.check(config.amp, place.device, model)
+    virtual_ranks.check(config, model)
     optimizers.check(config, model)
     sync = config.batchnorm == "sync"
     trial = _as_trained(config, model)

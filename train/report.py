@@ -66,7 +66,9 @@ class Report:
         launch.say(f"        {describe(data)}")
         launch.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
         steps = plan.steps_of(place.world_size)
-        launch.say(f"batch   {shares(plan, place.world_size)}, {steps} steps per epoch")
+        virtual = " on virtual ranks" if config.virtual_ranks else ""
+        dealt = shares(plan, config.virtual_ranks or place.world_size)
+        launch.say(f"batch   {dealt}{virtual}, {steps} steps per epoch")
         launch.say(f"train   {in_lines(recipe(config))}")
         launch.say(f"out     {self.folder}")
         for word, remark in remarks:

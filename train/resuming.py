@@ -221,6 +221,7 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     before, after = state["plan"]["world_size"], trainer.place.world_size
     if before != after:
         but = " but for the repeats at the end of an epoch" * (trainer.plan.sampler == "torch")
+        but += ", and the same bits" * bool(config.virtual_ranks)
         remarks.append(f"saved by {before} ranks, now {after}: the same samples in the same steps{but}")
     were, are = state["versions"], versions(trainer.place.device)
     changed = [

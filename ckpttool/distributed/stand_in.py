@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ def standing_in(model: nn.Module, *, together: bool = True) -> Iterator[None]:
     with (
         _set(taking_part, "absent", True),
         _set([one for one in layers if one not in taking_part], "training", False),
-        _buffers_restored(model, kept),
+        buffers_restored(model, kept),
         _random_state_restored(),
     ):
         yield
@@ -95,8 +95,13 @@ def _set(layers: list[_NormBase], name: str, value: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _buffers_restored(model: nn.Module, kept: set[int]) -> Iterator[None]:
-    """Restore the buffers of a model after the block, also those that it replaces; leave those in `kept`."""
+def buffers_restored(model: nn.Module, kept: Collection[int] = ()) -> Iterator[None]:
+    """Restore the buffers of a model after the block, also those that it replaces.
+
+    Args:
+        model: whose buffers are copied meanwhile.
+        kept: the `id` of each buffer that is left as the block leaves it.
+    """
     before = [
         (module._buffers, name, buffer, buffer.detach().clone())
         for module in model.modules()

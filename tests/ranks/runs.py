@@ -113,18 +113,19 @@ def read(path: Path) -> dict[str, Any]:
 
 def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
     """Return the names of what differs in two checkpoints, in any bit."""
-    flat = [dict(_flat(each)) for each in (one, other)]
+    flat = [dict(entries(each)) for each in (one, other)]
     names = flat[0].keys() | flat[1].keys()
     return sorted(name for name in names if flat[0].get(name) != flat[1].get(name))
 
 
-def _flat(state: Any, name: str = "") -> Iterable[tuple[str, bytes]]:
+def entries(state: Any, name: str = "") -> Iterable[tuple[str, bytes]]:
+    """Yield the name and digest of each entry of a checkpoint."""
     if isinstance(state, dict):
         for key, value in state.items():
             if name or key in PARTS:
-                yield from _flat(value, f"{name}/{key}")
+                yield from entries(value, f"{name}/{key}")
     elif isinstance(state, list | tuple):
-        yield from _flat(dict(enumerate(state)), name)
+        yield from entries(dict(enumerate(state)), name)
     else:
         yield name, collectives.digest(state)
 

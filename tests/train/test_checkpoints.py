@@ -157,7 +157,7 @@ def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value:
 @pytest.mark.parametrize("on", [0, 1])
 def test_nan_on_one_rank_ends_all_ranks_and_that_rank_reports_it(run_ranks, tmp_path, name, value, on):
     answers = run_ranks(2, save_what_is_lost, str(tmp_path), name, value, on)
-    said = f"after 2 steps {name} is NaN or infinite: nothing can be learned from here on"
+    said = f"after step 2 {name} is NaN or infinite: nothing can be learned from here on"
     assert answers.pop(on) == ("CheckFailed", said)
     assert answers == [("RankFailed", f"rank {on} failed: {said}")]
     assert os.listdir(tmp_path) == []
