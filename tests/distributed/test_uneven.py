@@ -231,12 +231,13 @@ def test_a_step_without_a_sample_on_any_rank_is_refused(run_ranks: Any) -> None:
 
 
 OWN_LOOP = """
+import time
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from ckpttool import distributed
 
-with distributed.process_group(timeout=100) as place:
+def train(place):
     model = DistributedDataParallel(nn.Linear(4, 2))
     batches = [torch.randn(3, 4) for _ in range(5)]
     try:
@@ -247,6 +248,13 @@ with distributed.process_group(timeout=100) as place:
                 uneven.global_mean(model(batch).sum()).backward()
     except distributed.RankFailed as error:
         print(f"on rank {place.rank}: {error}", flush=True)
+
+try:
+    with distributed.process_group(timeout=100) as place:
+        train(place)
+except ZeroDivisionError:
+    time.sleep(5)  # torchrun ends the other rank as soon as this one has ended
+    raise
 """
 
 
