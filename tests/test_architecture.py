@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.architecture_page import BEGIN, END, FOLDERS, PAGE, tables, write
+from tests.support.generated_page import generated
 from tests.support.imports import FILES, PACKAGE, calls, first_line, imports_of, levels, own_imports, tree_of
 from tests.support.running import ROOT
 
@@ -131,7 +132,7 @@ def test_the_docs_name_no_file_that_is_not_there() -> None:
 
 
 def test_the_tables_of_the_page_are_those_of_the_modules() -> None:
-    made = PAGE.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    made = generated(PAGE, BEGIN, END)
     assert made == tables(), "docs/architecture.md is stale: run `make docs` and commit it"
 
 

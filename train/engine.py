@@ -21,7 +21,7 @@ from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, randomness
 from ckpttool.distributed.buckets import settle_buckets
 from ckpttool.distributed.place import Place
-from ckpttool.distributed.plan import Plan, Step
+from ckpttool.distributed.plan import Step
 from ckpttool.distributed.stand_in import pass_standing_in
 from ckpttool.errors import CheckFailed
 from train import planning, wrapping
@@ -34,8 +34,7 @@ from train.loading import load
 from train.optimizers import build_optimizer, build_scheduler, clip
 from train.precision import Precision
 from train.samples import count
-from train.scoring import Score as TestScore
-from train.scoring import Scorer, merit
+from train.scoring import Score, Scorer, merit
 from train.step_log import StepLog
 from train.task import Classification, Task
 
@@ -60,7 +59,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Score:
+class TrainScore:
     """A model's score on the samples it was trained on; `correct` is None where the task has no classes."""
 
     loss: float
@@ -112,11 +111,6 @@ class Sums:
             setattr(self, name, value)
 
 
-def make_plan(config: TrainConfig, data: Data) -> Plan:
-    """Return how the training samples are cut into batches and dealt to ranks."""
-    return planning.make_plan(config, count(data.train))
-
-
 class Trainer:
     """A model on this rank, wrapped in DDP, with its optimizer and its position in the plan."""
 
@@ -130,7 +124,7 @@ class Trainer:
     ) -> None:
         self.config, self.data, self.place, self.task = config, data, place, task
         self.samples = augmented(data.train, config, len(data.classes))
-        self.plan = make_plan(config, data)
+        self.plan = planning.make_plan(config, count(data.train))
         self.steps_per_epoch = self.plan.steps_of(place.world_size)
         self.scorer = Scorer(data, task, place, batch_size=config.eval_batch, workers=config.workers)
         self.progress = Progress()
@@ -266,7 +260,7 @@ class Trainer:
         """Return whether all steps of the current epoch are done, so that it is to be finished."""
         return self.progress.step >= self.steps_per_epoch
 
-    def finish_epoch(self) -> Score:
+    def finish_epoch(self) -> TrainScore:
         """End the current epoch. A collective.
 
         Returns:
@@ -277,11 +271,11 @@ class Trainer:
         self.sums = Sums()
         self.progress.epoch += 1
         self.progress.step = 0
-        return Score(
+        return TrainScore(
             loss / counted, int(correct) if isinstance(self.task, Classification) else None, int(samples)
         )
 
-    def evaluate(self) -> TestScore:
+    def evaluate(self) -> Score:
         """Return what train/evaluate.py would give for the bare model as it would be saved. A collective.
 
         With `--ema` it is the score of the averaged weights, which are saved as `ema.averages`.
@@ -290,10 +284,11 @@ class Trainer:
             CheckFailed: a batch does not suit the task; ranks without that sample raise RankFailed.
         """
         averaged = self.ema.swapped() if self.ema else contextlib.nullcontext()
-        with self.one_model(), averaged, self.not_compiled():
+        self.share_buffers()
+        with averaged, self.not_compiled():
             return self.scorer.score(self.ddp.module)
 
-    def note_best(self, score: TestScore) -> bool:
+    def note_best(self, score: Score) -> bool:
         """Return whether this is the best score on the test set so far, and if so remember it.
 
         A score with a loss of NaN never is.
@@ -303,15 +298,13 @@ class Trainer:
             self.progress.best = merit(score)
         return is_best
 
-    @contextlib.contextmanager
-    def one_model(self) -> Iterator[None]:
+    def share_buffers(self) -> None:
         """Give every rank rank 0's buffers, as DDP does before each forward pass. A collective.
 
         They may differ: each rank's plain BatchNorm has seen different samples.
         """
         apart = getattr(self.ddp, "parameters_to_ignore", ())
         collectives.broadcast_into(b for name, b in self.ddp.module.named_buffers() if name not in apart)
-        yield
 
     def check_gradients(self) -> None:
         """Raise CheckFailed if a parameter did not affect this step's loss: DDP has not averaged it then."""

@@ -151,6 +151,8 @@ def train_in(folder: str, job: Job) -> None:
             end = run(trainer, report, saver)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(report.how_to_go_on()) from None
+        with collectives.together():  # what a tracker writes last may fail, on rank 0 alone
+            open_files.close()
     report.end(end)
 
 

@@ -23,9 +23,11 @@ from train import optimizers, precision, virtual_ranks, wrapping
 from train.augment import augmented
 from train.config import TrainConfig
 from train.data import Data
-from train.engine import make_plan
 from train.limits import total_steps
-from train.task import PAIR, Classification, Own, Task
+from train.loss_pair import PAIR
+from train.planning import make_plan
+from train.samples import count
+from train.task import Classification, Own, Task
 
 
 def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task: Task) -> None:
@@ -35,7 +37,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         UsageFault: they don't; names the flag to change.
         CheckFailed: the first sample has a label that is not one of the classes.
     """
-    plan, world_size = make_plan(config, data), config.virtual_ranks or place.world_size
+    plan, world_size = make_plan(config, count(data.train)), config.virtual_ranks or place.world_size
     _check_plan(config, plan, world_size)
     augmented(data.train, config, len(data.classes))
     if not any(parameter.requires_grad for parameter in model.parameters()):

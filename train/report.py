@@ -19,11 +19,11 @@ from ckpttool.metrics.certificate import Certificate, LossCertificate
 from train import launch, log_file, scoring, spawning
 from train.config import DataConfig, TrainConfig
 from train.data import Data
-from train.engine import Score, Trainer
+from train.engine import Trainer, TrainScore
 from train.flags import arguments_of
 from train.run_folder import BEST, LAST
 from train.samples import count
-from train.scoring import Score as TestScore
+from train.scoring import Score
 from train.task import Classification
 
 FIXED_COLUMNS = len("  train loss   test loss  seconds  best")
@@ -106,7 +106,7 @@ class Report:
     def bar(self, steps: Iterator[None]) -> Iterator[None]:
         """Yield the same steps, counted on a progress bar."""
         progress = self.trainer.progress
-        total = self.trainer.plan.steps_of(self.trainer.place.world_size)
+        total = self.trainer.steps_per_epoch
         if not (self.speaks and sys.stderr.isatty()):
             yield from steps
             return
@@ -131,7 +131,7 @@ class Report:
         if self._bar.n < self._bar.total:
             self._bar.refresh()
 
-    def scores(self, trained: Score | None, tested: TestScore | None, *, seconds: float, best: bool) -> None:
+    def scores(self, trained: TrainScore | None, tested: Score | None, *, seconds: float, best: bool) -> None:
         """Print one line about scores, and add one object to the log; nothing if there are none.
 
         Args:
@@ -141,7 +141,8 @@ class Report:
             best: whether `tested` is the best result so far.
 
         Raises:
-            as `begin`.
+            FileError: on rank 0, if the log can't be written; the other ranks raise RankFailed.
+            CheckFailed: likewise, if stdout can't be written.
         """
         if trained is None and tested is None:
             return
@@ -150,7 +151,7 @@ class Report:
                 self._say_above_bar(self._line(trained, tested, seconds, best))
         self.trainer.log.write(self._entry(trained, tested, seconds), self.trainer.progress.global_step)
 
-    def _line(self, trained: Score | None, tested: TestScore | None, seconds: float, best: bool) -> str:
+    def _line(self, trained: TrainScore | None, tested: Score | None, seconds: float, best: bool) -> str:
         epochs = self.trainer.config.epochs
         done = f"{self.trainer.progress.epoch}" if trained else f"{self.trainer.epochs_done():.2f}"
         columns = [f"{f'{done}/{epochs}':>{self._width()}}", f"{trained.loss:10.4f}" if trained else " " * 10]
@@ -167,7 +168,7 @@ class Report:
         columns.append(f"{seconds:7.1f}{'  best' * best}")
         return "  ".join(columns)
 
-    def _entry(self, trained: Score | None, tested: TestScore | None, seconds: float) -> dict[str, Any]:
+    def _entry(self, trained: TrainScore | None, tested: Score | None, seconds: float) -> dict[str, Any]:
         """Return the object for the log: an epoch's has `epoch`, one in the middle of an epoch `step`."""
         score = {} if tested is None else tested.score()
         for only_in_an_evaluation in ("per_class", "ranks"):

@@ -50,7 +50,7 @@ def resume(trainer: Trainer, folder: str) -> list[str]:
     path = collectives.decide(lambda: _find(config, folder))
     if path is None:
         trainer.started_from = collectives.decide(lambda: _weights(config))
-        return []
+        return ["there is no checkpoint yet: a new run, so --change changes nothing"] if config.change else []
     state = collectives.broadcast(lambda: read_fitting(path, trainer))
     with collectives.together(), checkpoints.malformed(path):
         restore(trainer, state)

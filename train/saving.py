@@ -36,8 +36,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         RanksDiffer: on every rank, if parameters, buffers, averages or optimizer states are not equal on all
             ranks.
     """
-    with trainer.one_model():
-        model, optimizer = trainer.ddp.state_dict(), consolidated(trainer.optimizer)
+    trainer.share_buffers()
+    model, optimizer = trainer.ddp.state_dict(), consolidated(trainer.optimizer)
     state = {
         "model": model,
         "optimizer": optimizer,
@@ -148,7 +148,8 @@ class Saver:
                 raise CheckFailed(
                     f"after step {self.trainer.progress.global_step} {name} is NaN or infinite: "
                     "nothing can be learned from here on",
-                    hint=f"give a smaller --lr than {self.trainer.config.lr:g}, or --warmup{before}",
+                    hint=f"give a smaller --lr than {self.trainer.config.lr:g}, or --warmup, "
+                    f"or look for NaN in the samples and in the loss{before}",
                 )
 
 

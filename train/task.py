@@ -15,12 +15,10 @@ with a function: `{"top5": (lambda: metrics.TopK(5), lambda outputs, batch: (out
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -31,6 +29,8 @@ from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.metrics.evaluating import measures
 from ckpttool.models import factory
 from train.config import DataConfig
+from train.loss_pair import PAIR, wrong_pair
+from train.outputs import kind_of, loss_in, numbers_of, scores_in, target_of, trimmed
 
 if TYPE_CHECKING:
     from train.data import Data
@@ -40,11 +40,6 @@ Loss = tuple[torch.Tensor, "int | torch.Tensor"]
 
 IGNORED = -100
 """The target of tokens that are no part of the loss: torch's `ignore_index`."""
-
-TARGETS = ("labels", "label", "targets", "target", "y")
-"""The names by which a batch that is a mapping may hold its target."""
-
-PAIR = "return (sum, count): the sum of the batch's losses as a tensor, and their number as an integer"
 
 
 class Task:
@@ -121,7 +116,7 @@ class Classification(Task):
         else:
             labels = labels.to(torch.int64)
         smoothing = self.label_smoothing
-        loss = F.cross_entropy(_wide(outputs), labels, reduction="sum", label_smoothing=smoothing)
+        loss = F.cross_entropy(scores_in(outputs), labels, reduction="sum", label_smoothing=smoothing)
         return loss, len(labels)
 
     def check(self, batch: Any, indices: Sequence[int], part: str) -> None:
@@ -160,8 +155,8 @@ class Regression(Task):
         Raises:
             TypeError: their shapes differ; torch would broadcast, and compare each output with each target.
         """
-        found, wanted = _wide(outputs), target_of(batch)
-        if not isinstance(wanted, torch.Tensor) or _trimmed(found.shape) != _trimmed(wanted.shape):
+        found, wanted = scores_in(outputs), target_of(batch)
+        if not isinstance(wanted, torch.Tensor) or trimmed(found.shape) != trimmed(wanted.shape):
             shapes = f"outputs of the shape {list(found.shape)}"
             raise TypeError(
                 f"{shapes} can't be compared with targets of {list(getattr(wanted, 'shape', ()))}"
@@ -200,7 +195,7 @@ class LanguageModel(Task):
         Raises:
             TypeError: the outputs are not scores for each token of the targets.
         """
-        scores, targets = _wide(outputs), target_of(batch)
+        scores, targets = scores_in(outputs), target_of(batch)
         if scores.shape[:-1] != targets.shape:
             shapes = f"outputs of the shape {list(scores.shape)}"
             raise TypeError(
@@ -222,7 +217,7 @@ class LanguageModel(Task):
         targets = target_of(batch)
         if not isinstance(targets, torch.Tensor) or targets.is_floating_point() or targets.dim() < 2:
             raise UsageFault(
-                f"--task {self.name}: the targets of {part} samples are {_kind(targets)}, not tokens",
+                f"--task {self.name}: the targets of {part} samples are {kind_of(targets)}, not tokens",
                 hint="a sample is (inputs, targets), both int64 [length]",
             )
         self.data.check_tokens(targets, indices, part, ignored=IGNORED)
@@ -244,7 +239,7 @@ class ModelLoss(Task):
         return model(*batch) if isinstance(batch, tuple | list) else model(batch)
 
     def loss(self, outputs: Any, batch: Any) -> Loss:
-        found, count = _own_loss(outputs)
+        found, count = loss_in(outputs)
         count = self.sample_count(batch) if count is None else count
         if not (isinstance(count, torch.Tensor) and count.device.type != "cpu") and not int(count):
             raise CheckFailed(
@@ -268,7 +263,7 @@ class Own(Task):
         self.name, self.made = name, made
         if not callable(getattr(made, "loss", None)):
             raise UsageFault(
-                f"--task {name}: {_kind(made)} has no method loss",
+                f"--task {name}: {kind_of(made)} has no method loss",
                 hint=f"give it loss(self, outputs, batch), and {PAIR}",
             )
         if isinstance(made, nn.Module) and any(one.requires_grad for one in made.parameters()):
@@ -361,89 +356,5 @@ def adapt(made: Any, name: str) -> Task:
     return made if isinstance(made, Task) and type(made).__module__ == __name__ else Own(made, name)
 
 
-def wrong_pair(returned: Any) -> str | None:
-    """Return what is wrong with a loss that should be (sum, count), in words; None if it is one."""
-    if not isinstance(returned, tuple | list) or len(returned) != 2:
-        return f"{_kind(returned)}, not (sum, count)"
-    total, count = returned
-    if not isinstance(total, torch.Tensor) or total.numel() != 1 or not total.is_floating_point():
-        return f"{_kind(total)} as its sum, not a tensor of one number"
-    if isinstance(count, torch.Tensor):
-        if count.numel() != 1 or count.is_floating_point() or count.dtype in (torch.bool, torch.complex64):
-            return f"{_kind(count)} as its count, not an integer"
-        if count.device.type != "cpu":  # looking at it would wait for the device
-            return None
-    elif isinstance(count, bool) or not isinstance(count, int | numpy.integer):
-        return f"{count if isinstance(count, float) else _kind(count)} as its count, not an integer"
-    if int(count) < 0:
-        return f"a count of {int(count)}"
-    if int(count) == 0 and total.device.type == "cpu" and float(total.detach()) != 0:
-        return f"a count of 0 for a sum of {float(total.detach()):g}"
-    return None
-
-
-def target_of(batch: Any) -> Any:
-    """Return the target of a batch or a sample: the last of a tuple, or a mapping's labels; else itself."""
-    if isinstance(batch, Mapping):
-        return next((batch[name] for name in TARGETS if name in batch), None)
-    return batch[-1] if isinstance(batch, tuple | list) else batch
-
-
-def numbers_of(target: Any) -> int:
-    """Return how many numbers a sample's target is."""
-    return target.numel() if isinstance(target, torch.Tensor) else int(numpy.size(target))
-
-
-def _own_loss(outputs: Any) -> tuple[torch.Tensor, Any]:
-    """Return the loss in what a model returned, and its count if there is one."""
-    count = None
-    if isinstance(outputs, Mapping):
-        found, count = outputs.get("loss"), outputs.get("count")
-    elif isinstance(outputs, tuple | list):
-        scalars = [one for one in outputs if _is_scalar(one) and not one.dim()]
-        found = scalars[0] if len(scalars) == 1 else None
-    elif isinstance(outputs, torch.Tensor):
-        found = outputs
-    else:
-        found, count = getattr(outputs, "loss", None), getattr(outputs, "count", None)
-    if not _is_scalar(found):
-        raise TypeError(
-            f"the model returned {_kind(outputs)}, in which there is no loss, a tensor of one number"
-        )
-    return found, count
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
-
-
-def _wide(outputs: Any) -> torch.Tensor:
-    """Return outputs that are a tensor, or have one as `logits`; those of 16 bits as float32."""
-    if isinstance(outputs, Mapping):
-        outputs = outputs.get("logits", outputs)
-    outputs = getattr(outputs, "logits", outputs)
-    if not isinstance(outputs, torch.Tensor):
-        raise TypeError(f"the model returned {_kind(outputs)}, not a tensor")
-    return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
-
-
-def _trimmed(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape without the axes of length 1 at its end, apart from the first."""
-    kept = list(shape)
-    while len(kept) > 1 and kept[-1] == 1:
-        kept.pop()
-    return tuple(kept)
-
-
 def _smoothing(config: Any) -> float:
     return float(getattr(config, "label_smoothing", 0.0))
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of {str(value.dtype).removeprefix('torch.')} with the shape {list(value.shape)}"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, tuple | list):
-        return f"a {type(value).__name__} of {len(value)}"
-    return f"a {type(value).__name__}"

@@ -122,9 +122,7 @@ def compare(
         mine, theirs = states
         bare = bare_names(mine.tensors, theirs.tensors)
         if not ignore_prefix:
-            gained = shared(mine.tensors, theirs.tensors, bare) - len(
-                mine.tensors.keys() & theirs.tensors.keys()
-            )
+            gained = _gained(mine, theirs, bare)
             bare = unchanged, unchanged
         work.tensors(mine.tensors, theirs.tensors, bare)
         sides = _Sides(a.path, bare=bare)
@@ -142,6 +140,11 @@ def compare(
         sums_of_a.finish()
         sums_of_b.finish()
     return found
+
+
+def _gained(mine: State, theirs: State, bare: tuple[Bare, Bare]) -> int:
+    """Return how many more names both states share without wrappers' prefixes."""
+    return shared(mine.tensors, theirs.tensors, bare) - len(mine.tensors.keys() & theirs.tensors.keys())
 
 
 def both_states(

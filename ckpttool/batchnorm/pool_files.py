@@ -86,11 +86,7 @@ def pool_states(
         NoState: `state` names no state in a file, or none was found.
     """
     _check_counts(checkpoints, counts)
-    if momentum is not None and not (counts and 0 < momentum <= 1):
-        raise UsageFault(
-            f"--momentum {momentum:g}: needs --counts, and is above 0 and at most 1",
-            hint="give the momentum of the layers: torch's default is 0.1",
-        )
+    _check_momentum(momentum, counts)
     first, states = checkpoints[0], [checkpoint.state(state) for checkpoint in checkpoints]
     layers = find(first.path, states[0], exclude)
     if not layers:
@@ -110,6 +106,14 @@ def pool_states(
         )
     pooled = replace_state(first, states[0], lambda old: type(old)(_replaced(old, new)))
     return pooled, PoolReport(tuple(layers), tuple(new), from_first, counts is not None)
+
+
+def _check_momentum(momentum: float | None, counts: Mapping[str, Counts] | None) -> None:
+    if momentum is not None and not (counts and 0 < momentum <= 1):
+        raise UsageFault(
+            f"--momentum {momentum:g}: needs --counts, and is above 0 and at most 1",
+            hint="give the momentum of the layers: torch's default is 0.1",
+        )
 
 
 def _check_counts(checkpoints: Sequence[Checkpoint], counts: Mapping[str, Counts] | None) -> None:

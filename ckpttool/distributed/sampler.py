@@ -201,24 +201,31 @@ def distribute(
     check(Plan(0, batch_size or sum(shares or (ranks,)), rank_share=shares), ranks)
     reseeding = _generators(sampler)
 
-    def sequence(epoch: int) -> list[Any]:
-        with seeded(seed, "sampler", epoch), _reseeded(reseeding, seed, epoch):
-            if isinstance(sampler, Sampler) and callable(set_epoch := getattr(sampler, "set_epoch", None)):
-                set_epoch(epoch)
-            return list(sampler)
-
     def draw(epoch: int) -> Drawn:
-        drawn = sequence(epoch)
-        if repr(drawn) != repr(sequence(epoch)):
-            raise UsageFault(
-                f"{type(sampler).__name__} draws other samples each time from one seed, "
-                "so ranks would differ",
-                hint="let it draw from torch's generator, or from a torch.Generator that is its attribute",
-            )
-        batches = _cut(drawn, batch_size, drop_last)
+        batches = _cut(_drawn_alike(sampler, reseeding, seed, epoch), batch_size, drop_last)
         return [deal(batch, shares or (1,) * ranks) for batch in batches if batch]
 
     return DealtBatches(draw, {}, rank=own, world_size=ranks, uneven=uneven, compared=rank is None)
+
+
+def _drawn_alike(sampler: Iterable[Any], generators: list[Any], seed: int, epoch: int) -> list[Any]:
+    """Return what a sampler draws in an epoch, from a seed of its own.
+
+    Raises:
+        UsageFault: it draws other samples the second time.
+    """
+    found = []
+    for _ in range(2):
+        with seeded(seed, "sampler", epoch), _reseeded(generators, seed, epoch):
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(epoch)
+            found.append(list(sampler))
+    if repr(found[0]) != repr(found[1]):
+        raise UsageFault(
+            f"{type(sampler).__name__} draws other samples each time from one seed, so ranks would differ",
+            hint="let it draw from torch's generator, or from a torch.Generator that is its attribute",
+        )
+    return found[0]
 
 
 def _cut(drawn: list[Any], batch_size: int | None, drop_last: bool) -> list[list[Any]]:

@@ -114,24 +114,21 @@ def reload(
             raise _mismatch(checkpoint, case.fit, _hint(case, advice, state, spec))
         loaded = tuple(values)
         values.update((name, value) for name, value in model.state_dict().items() if name in kept)
-        try:
-            if assign:
-                _assign(model, values)
-            else:
-                model.load_state_dict(values, strict=True)
-        except RuntimeError as error:
-            reason = f"the model refused the state: {' '.join(str(error).split())[:300]}"
-            raise Mismatch(f"{checkpoint.path}: {reason}") from error
-    return Reloaded(
-        checkpoint.path,
-        checkpoint.format,
-        found.where,
-        prefix,
-        loaded,
-        case.fit.added,
-        _on_meta(model),
-        kept,
-    )
+        _load(model, values, checkpoint.path, assign=assign)
+    on_meta, added = _on_meta(model), case.fit.added
+    return Reloaded(checkpoint.path, checkpoint.format, found.where, prefix, loaded, added, on_meta, kept)
+
+
+def _load(model: torch.nn.Module, values: dict[str, Any], path: str, *, assign: bool) -> None:
+    """Put all values of a state into a model. Raise Mismatch if a module refuses them."""
+    try:
+        if assign:
+            _assign(model, values)
+        else:
+            model.load_state_dict(values, strict=True)
+    except RuntimeError as error:
+        reason = f"the model refused the state: {' '.join(str(error).split())[:300]}"
+        raise Mismatch(f"{path}: {reason}") from error
 
 
 def _require_matches(patterns: tuple[str, ...], blueprint: Blueprint) -> None:

@@ -10,6 +10,7 @@ import click
 import pytest
 
 from ckpttool.cli import SECTIONS, group
+from tests.support.generated_page import generated, regenerate
 from tests.support.running import ROOT
 
 PAGE = ROOT / "docs" / "cli.md"
@@ -63,21 +64,12 @@ def help_of(command: click.Command) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
-def _split(page: str) -> tuple[str, str, str]:
-    before, begin, rest = page.partition(BEGIN)
-    made, end, after = rest.partition(END)
-    assert begin and end, f"{PAGE} has no lines {BEGIN}{END}"
-    return before, made, after
-
-
 def write(page: Path = PAGE) -> None:
-    before, _, after = _split(page.read_text(encoding="utf-8"))
-    page.write_text(f"{before}{BEGIN}{reference()}{END}{after}", encoding="utf-8")
+    regenerate(page, BEGIN, END, reference())
 
 
 def test_the_reference_says_what_the_program_says() -> None:
-    _, made, _ = _split(PAGE.read_text(encoding="utf-8"))
-    assert made == reference(), "docs/cli.md is stale: run `make docs` and commit it"
+    assert generated(PAGE, BEGIN, END) == reference(), "docs/cli.md is stale: run `make docs` and commit it"
 
 
 def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path: Path) -> None:

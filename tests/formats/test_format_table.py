@@ -16,6 +16,7 @@ from ckpttool.errors import Refused
 from ckpttool.files.digest import digest
 from ckpttool.formats import Saved
 from tests.support.every_format import INPUTS, model, state
+from tests.support.generated_page import generated, regenerate
 from tests.support.running import ROOT
 
 PAGE = ROOT / "docs" / "formats.md"
@@ -99,9 +100,7 @@ def table(folder: Path) -> str:
 
 
 def test_the_table_on_the_page_is_what_the_conversions_do(tmp_path: Path) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    assert BEGIN in text, "docs/formats.md has no place for the table"
-    assert text.partition(BEGIN)[2].partition(END)[0] == table(tmp_path), f"stale: python {__file__}"
+    assert generated(PAGE, BEGIN, END) == table(tmp_path), "docs/formats.md is stale: run `make docs`"
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -116,7 +115,5 @@ def test_the_values_of_each_input_are_those_torch_saved(name: str, tmp_path: Pat
 if __name__ == "__main__":
     import tempfile
 
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     with tempfile.TemporaryDirectory() as temporary:
-        middle = f"{BEGIN}{table(Path(temporary))}{END}"
-    PAGE.write_text(before + middle + rest.partition(END)[2], encoding="utf-8")
+        regenerate(PAGE, BEGIN, END, table(Path(temporary)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.generated_page import regenerate
 from tests.support.imports import PACKAGE, first_line, levels, name_of
 from tests.support.running import ROOT
 
@@ -62,5 +63,4 @@ def _sentence(path: Path) -> str:
 
 def write() -> None:
     """Put the tables of today between the marks of the page."""
-    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{tables()}{END}{rest.partition(END)[2]}", encoding="utf-8")
+    regenerate(PAGE, BEGIN, END, tables())

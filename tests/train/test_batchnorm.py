@@ -236,8 +236,8 @@ def test_a_compiled_model_is_pooled_without_being_compiled_anew(run_ranks: Any) 
 def evaluate_pooled(rank: int, world_size: int) -> Any:
     trainer = make_trainer(rank, world_size, 30, batchnorm="pooled", batch_size=10)
     trainings.finish_epoch(trainer)
-    with trainer.one_model():
-        digest = collectives.digest_all(trainer.ddp.module.state_dict())
+    trainer.share_buffers()
+    digest = collectives.digest_all(trainer.ddp.module.state_dict())
     return digest, trainer.evaluate()
 
 

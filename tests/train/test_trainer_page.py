@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.programs import ROOT, environment
+from tests.support.generated_page import generated, regenerate
 from train import flags
 from train.config import TrainConfig
 
@@ -51,21 +52,12 @@ def _usage(field: dataclasses.Field[Any]) -> str:
     return f"{flags.name_of(field)} {values}".strip()
 
 
-def split(page: str) -> tuple[str, str, str]:
-    before, begin, rest = page.partition(BEGIN)
-    made, end, after = rest.partition(END)
-    assert begin and end, f"{PAGE} has no lines {BEGIN}{END}"
-    return before, made, after
-
-
 def write(page: Path = PAGE) -> None:
-    before, _, after = split(page.read_text(encoding="utf-8"))
-    page.write_text(f"{before}{BEGIN}{reference()}{END}{after}", encoding="utf-8")
+    regenerate(page, BEGIN, END, reference())
 
 
 def test_the_page_says_what_the_program_says() -> None:
-    _, made, _ = split(PAGE.read_text(encoding="utf-8"))
-    assert made == reference(), "docs/trainer.md is stale: run `make docs` and commit it"
+    assert generated(PAGE, BEGIN, END) == reference(), "docs/trainer.md is stale: run `make docs`"
 
 
 def test_every_flag_of_the_program_is_on_the_page() -> None:
