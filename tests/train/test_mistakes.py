@@ -63,6 +63,7 @@ class Length(Made):
         return -1
 
 negative = lambda: (Length(None), Length(None))
+poisoned = pair(lambda index: (torch.full((3,), float("nan") if index == 20 else 1.0), index % 2))
 numbers = lambda: (Made(lambda index: (torch.rand(3), torch.rand(2))),) * 2
 
 class Stream(IterableDataset):
@@ -163,6 +164,11 @@ def test_a_loading_process_that_dies_is_named(own: str, fails: Fails) -> None:
     assert re.search(
         "rank 0: a process that loads data (is killed by signal: Killed|exited unexpectedly)", said
     )
+
+
+def test_a_loss_of_nan_ends_the_run_where_it_is_logged(own: str, fails: Fails) -> None:
+    said = fails(1, "--data", f"{own}:poisoned", "--model", f"{own}:net", "--log-every", "1")
+    assert re.search(r"the loss is NaN by step [1-5]: nothing can be learned", said)
 
 
 def test_a_parameter_that_is_not_always_used_is_named(own: str, fails: Fails) -> None:
