@@ -245,12 +245,21 @@ class Trainer:
         self.sums.merge(sums)
         if isinstance(sums.loss, torch.Tensor):
             self.log.add(sums.loss, sums.count)
-        self.log.step(
+        loss = self.log.step(
             progress.global_step,
             samples=step.global_size,
             lr=self.lr,
             epochs=self.epochs_done(),
             grad_norm=self._gradient_norm,
+        )
+        may_overflow = self.config.amp == "fp16"  # the scaler then leaves the step out
+        if loss is not None and math.isnan(loss) and not may_overflow:
+            collectives.alike(self._refuse_nan)
+
+    def _refuse_nan(self) -> NoReturn:
+        raise CheckFailed(
+            f"the loss is NaN by step {self.progress.global_step}: nothing can be learned from here on",
+            hint="look for NaN in the samples and in the loss, or give a smaller --lr or --warmup",
         )
 
     def epochs_done(self) -> float:
