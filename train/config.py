@@ -109,6 +109,13 @@ class RanksConfig:
         type=number(above=0),
         metavar="SECONDS",
     )
+    hang_timeout: float = flag(
+        300.0,
+        "ranks",
+        "end the run, and say which rank, when others wait for one that does nothing for so long; 0: never (300)",
+        type=number(least=0),
+        metavar="SECONDS",
+    )
     spawn: int | None = flag(
         None, "ranks", "start N ranks on this machine, without torchrun", type=integer(1), metavar="N"
     )

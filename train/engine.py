@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
-from ckpttool.distributed import collectives, randomness
+from ckpttool.distributed import collectives, heartbeat, randomness
 from ckpttool.distributed.buckets import settle_buckets
 from ckpttool.distributed.place import Place
 from ckpttool.distributed.plan import Step
@@ -163,7 +163,8 @@ class Trainer:
         steps = list(self.plan.of_rank(progress.epoch, place.rank, place.world_size, start=progress.step))
         batches = self.batches_of(steps)
         self.ddp.train()
-        for step in steps:
+        for number, step in enumerate(steps, start=progress.global_step + 1):
+            heartbeat.begin_step(number)
             yield step, batches
 
     def passes(self, step: Step) -> int:
@@ -292,6 +293,7 @@ class Trainer:
         Raises:
             CheckFailed: a batch does not suit the task; ranks without that sample raise RankFailed.
         """
+        heartbeat.phase("evaluation")
         averaged = self.ema.swapped() if self.ema else contextlib.nullcontext()
         self.share_buffers()
         with averaged, self.not_compiled():

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 
-from ckpttool.distributed.lost_rank import is_lost_rank
+from ckpttool.distributed.lost_rank import is_lost_rank, is_timeout
 from ckpttool.distributed.place import given_rank, given_world_size, started_by_launcher
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
 from train import spawning
@@ -28,7 +28,6 @@ Torchrun ends the waiting ranks as soon as the failed one has exited, so under i
 
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
 UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
-TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
 
 
 rank, world_size, started_by_torchrun = given_rank, given_world_size, started_by_launcher
@@ -69,7 +68,7 @@ def _known(error: RuntimeError) -> CheckFailed | None:
     said = str(error)
     if is_lost_rank(error):
         return CheckFailed(f"rank {rank()}: lost the connection to another rank")
-    if TIMED_OUT.search(said):
+    if is_timeout(error):
         return CheckFailed(f"rank {rank()}: no answer from another rank within --timeout")
     if dead := DEAD_WORKER.search(said):
         return CheckFailed(
@@ -142,6 +141,8 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
         body = {"kind": error.kind, "message": str(error), "hint": error.hint}
         with contextlib.suppress(OSError):  # it goes to stderr too
             print(json.dumps({"error": body}, indent=2), flush=True)
+    if error.kind == "rank-lost":
+        return error.exit_code  # the watch has written it
     message, hint = str(error).replace("\n", " "), error.hint or ""
     below = f"\n{hint}" if "\n" in hint else f" ({hint})" if hint else ""
     print(f"error: {message}{below}", file=sys.stderr, flush=True)

@@ -109,8 +109,9 @@ def prepare(config: TrainConfig) -> Job:
 def work(job: Job) -> None:
     """Train in a process group."""
     from ckpttool.distributed.group import process_group
+    from ckpttool.distributed.heartbeat import watch
 
-    with process_group(job.place, job.config.timeout):
+    with process_group(job.place, job.config.timeout), watch(job.config.hang_timeout):
         train(job)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 import ckpttool
-from ckpttool.distributed import collectives, randomness
+from ckpttool.distributed import collectives, heartbeat, randomness
 from ckpttool.distributed.collectives import digest_all
 from ckpttool.errors import CheckFailed
 from train import run_folder
@@ -127,6 +127,7 @@ class Saver:
         """
         if not last and not best:
             return
+        heartbeat.phase("save")
         with collectives.together():  # before ranks are compared, NaN may be on one rank only
             self._check_finite()
         keep = self.trainer.config.keep
