@@ -116,6 +116,13 @@ class RanksConfig:
         type=number(least=0),
         metavar="SECONDS",
     )
+    join_timeout: float = flag(
+        60.0,
+        "ranks",
+        "how long a rank waits for the others to come, at the start (60, or as long as it took itself)",
+        type=number(above=0),
+        metavar="SECONDS",
+    )
     spawn: int | None = flag(
         None, "ranks", "start N ranks on this machine, without torchrun", type=integer(1), metavar="N"
     )

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -108,10 +108,7 @@ def prepare(config: TrainConfig) -> Job:
 
 def work(job: Job) -> None:
     """Train in a process group."""
-    from ckpttool.distributed.group import process_group
-    from ckpttool.distributed.heartbeat import watch
-
-    with process_group(job.place, job.config.timeout), watch(job.config.hang_timeout):
+    with launch.process_group(job.place, job.config):
         train(job)
 
 
@@ -131,7 +128,7 @@ def train(job: Job) -> None:
 def train_in(folder: str, job: Job) -> None:
     """Train, with rank 0's files in a folder."""
     from ckpttool.distributed import collectives
-    from train import resuming, shares, trackers
+    from train import attempts, resuming, shares, trackers
     from train.engine import Trainer
     from train.report import Report
     from train.saving import Saver
@@ -145,11 +142,12 @@ def train_in(folder: str, job: Job) -> None:
     report.begin(began + measured)
     with contextlib.ExitStack() as open_files:
         with collectives.together():
+            begin = open_files.enter_context(attempts.counted(folder, job.config, job.place.rank))
             if job.place.rank == 0:
                 opened = trackers.opened(job.config, folder, trainer.progress.global_step)
                 trainer.log.sinks = open_files.enter_context(opened)
         try:
-            end = run(trainer, report, saver)
+            end = run(trainer, report, saver, begin)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(report.how_to_go_on()) from None
         with collectives.together():  # what a tracker writes last may fail, on rank 0 alone
@@ -157,8 +155,11 @@ def train_in(folder: str, job: Job) -> None:
     report.end(end)
 
 
-def run(trainer: Trainer, report: Report, saver: Saver) -> str:
+def run(trainer: Trainer, report: Report, saver: Saver, begin: Callable[[int], None]) -> str:
     """Train the rest of the run. After each step, do what is due: evaluate, report and save.
+
+    Args:
+        begin: is told of each step before it is taken.
 
     Returns:
         The flag that ended it; `""` if there was nothing left to do.
@@ -168,6 +169,7 @@ def run(trainer: Trainer, report: Report, saver: Saver) -> str:
     limits = Limits(trainer.config, trainer.steps_per_epoch)
     while not limits.is_over(trainer.progress):
         began = time.monotonic()
+        begin(trainer.progress.global_step + 1)
         for _ in report.bar(steps_of_epoch(trainer)):
             due = limits.due(trainer.progress)
             trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
@@ -177,6 +179,7 @@ def run(trainer: Trainer, report: Report, saver: Saver) -> str:
             saver.save(last=due.save, best=best)  # after the log: a resume drops what it will log again
             if due.end:
                 return due.end
+            begin(trainer.progress.global_step + 1)
     return ""
 
 

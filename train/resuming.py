@@ -18,17 +18,8 @@ from train.saving import versions
 
 # Flags that may differ on resume; a change of any other would make it another training.
 FREE = {
-    *(
-        "epochs",
-        "max_steps",
-        "accumulate",
-        "workers",
-        "backend",
-        "timeout",
-        "hang_timeout",
-        "spawn",
-        "deterministic",
-    ),
+    *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
+    *("timeout", "join_timeout", "hang_timeout"),
     *("out", "save_every", "keep", "resume", "force", "change", "data_root", "download"),
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits

@@ -18,6 +18,7 @@ import torch
 
 from ckpttool.errors import UsageFault
 from ckpttool.files.commit import replacing
+from train import attempts
 from train.config import TrainConfig
 from train.file_errors import naming
 from train.log_file import LOG
@@ -145,7 +146,7 @@ def _remove_leftovers(folder: str) -> None:
 
 
 def _is_own(name: str) -> bool:
-    return name in (LAST, BEST, LOG) or NUMBERED.fullmatch(name) is not None
+    return name in (LAST, BEST, LOG, attempts.FILE) or NUMBERED.fullmatch(name) is not None
 
 
 def _own_files(folder: str) -> list[str]:
