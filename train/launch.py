@@ -34,13 +34,15 @@ TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
 rank, world_size, started_by_torchrun = given_rank, given_world_size, started_by_launcher
 
 
-def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_json: bool = False) -> int:
+def run_program(
+    prepare: Callable[[], Job], work: Callable[[Job], int | None], *, as_json: bool = False
+) -> int:
     """Run a program on this rank and return its exit code; an expected error is one line on stderr.
 
     Args:
         prepare: everything that a rank can refuse by itself. It fails on all ranks alike, before any
             process group starts, so rank 0 reports for all.
-        work: what the ranks do together, with what `prepare` returned.
+        work: what the ranks do together, with what `prepare` returned. Returns the exit code; None is 0.
         as_json: also print an error as one JSON object on stdout.
     """
     spawning.end_with_torchrun()
@@ -51,7 +53,7 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt)
     try:
-        work(job)
+        return work(job) or 0
     except CkptToolError as error:
         return complain(error, echo=_is_echo(error), as_json=as_json)
     except KeyboardInterrupt as interrupt:
@@ -61,7 +63,6 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         if known is None:
             raise
         return complain(known, echo=is_lost_rank(error), as_json=as_json)
-    return 0
 
 
 def _known(error: RuntimeError) -> CheckFailed | None:
