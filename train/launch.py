@@ -39,13 +39,15 @@ UNFINISHED = re.compile("Expected to have finished reduction in the prior iterat
 rank, world_size, started_by_torchrun = given_rank, given_world_size, started_by_launcher
 
 
-def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_json: bool = False) -> int:
+def run_program(
+    prepare: Callable[[], Job], work: Callable[[Job], int | None], *, as_json: bool = False
+) -> int:
     """Run a program on this rank and return its exit code; an expected error is one line on stderr.
 
     Args:
         prepare: everything that a rank can refuse by itself. It fails on all ranks alike, before any
             process group starts, so rank 0 reports for all.
-        work: what the ranks do together, with what `prepare` returned.
+        work: what the ranks do together, with what `prepare` returned. Returns the exit code; None is 0.
         as_json: also print an error as one JSON object on stdout.
     """
     spawning.end_with_torchrun()
@@ -58,7 +60,7 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
     except SystemExit as error:
         return complain(_left(error), as_json=as_json)
     try:
-        work(job)
+        return work(job) or 0
     except CkptToolError as error:
         return complain(error, echo=_is_echo(error), as_json=as_json)
     except KeyboardInterrupt as interrupt:
@@ -70,7 +72,6 @@ def run_program(prepare: Callable[[], Job], work: Callable[[Job], None], *, as_j
         if known is None:
             raise
         return complain(known, echo=is_lost_rank(error), as_json=as_json)
-    return 0
 
 
 @contextlib.contextmanager
