@@ -16,7 +16,7 @@ from ..files.descriptors import allow_open_files
 from ..files.open_source import open_source_descriptor
 from ..files.suggestions import checkpoints_among, names_in
 from ..tensors.ref import Source
-from .folders import dcp, sharded
+from .folders import dcp, ranked, sharded
 from .folders.sharding import INDEX
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
@@ -117,8 +117,7 @@ def _open_in(name: str, folder: str) -> Checkpoint:
     for _ in range(MAX_REPLACED):
         with _held(folder) as is_still_there:
             try:
-                telling = os.path.join(name, _telling(name)) if os.path.isdir(name) else name
-                checkpoint = read(Source(name, open_source_descriptor(telling)))
+                checkpoint = _read_folder(name) if os.path.isdir(name) else _read_telling(name, name)
             except (Damaged, Unreadable, Unsupported):
                 if is_still_there():
                     raise
@@ -127,6 +126,23 @@ def _open_in(name: str, folder: str) -> Checkpoint:
                 return checkpoint
             checkpoint.close()
     raise Unreadable(name, "is being replaced continuously by another process")
+
+
+def _read_folder(name: str) -> Checkpoint:
+    """Read a folder by the file that says what is in it; else by the files that ranks wrote."""
+    names = _names(name)
+    telling = _telling(name, names)
+    if telling is not None:
+        return _read_telling(name, os.path.join(name, telling))
+    with _collector_paused():
+        found = ranked.read_folder(name)
+    if found is None:
+        raise _nothing_known(name, names)
+    return found
+
+
+def _read_telling(name: str, telling: str) -> Checkpoint:
+    return read(Source(name, open_source_descriptor(telling)))
 
 
 @contextmanager
@@ -150,12 +166,15 @@ def _held(folder: str) -> Iterator[Callable[[], bool]]:
         os.close(fd)
 
 
-def _telling(folder: str) -> str:
-    """Return the name of the file that says what is in a folder."""
+def _names(folder: str) -> list[str]:
     try:
-        names = sorted(os.listdir(folder))
+        return sorted(os.listdir(folder))
     except OSError as error:
         raise Unreadable(folder, (error.strerror or str(error)).lower()) from error
+
+
+def _telling(folder: str, names: list[str]) -> str | None:
+    """Return the name of the file that says what is in a folder; None if there is none."""
     indexes: list[str] = [name for name in names if name.endswith(INDEX)]
     for name in [*IN_FOLDERS, *(indexes if len(indexes) == 1 else [])]:
         if name in names:
@@ -166,9 +185,14 @@ def _telling(folder: str) -> str:
         )
     if any(name.endswith(dcp.METADATA) for name in names):
         raise Unsupported(folder, "is a DCP checkpoint that each rank saved for itself, without a whole")
+    return None
+
+
+def _nothing_known(folder: str, names: list[str]) -> Unreadable:
+    """Return the error for a folder in which no checkpoint was found."""
     files = [os.path.join(folder, name) for name in checkpoints_among(names)]
     meant = f"; or name one file: {', '.join(files[:4])}" if files else ""
-    raise Unreadable(
+    return Unreadable(
         folder,
         "is a folder without the index of a checkpoint",
         hint=f"expected in it: *{INDEX} (shards) or {dcp.METADATA} (DCP){meant}",
