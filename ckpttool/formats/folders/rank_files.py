@@ -99,7 +99,7 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
         if any(each.sharded for each in group) or _is_mergeable_optimizer(group):
             runs[stem] = in_order(_rank_file(each, facts) for each in group)
         else:
-            left += [f"{os.path.basename(each.file.path)}: {_why_left(group)}" for each in group]
+            left.append(_left_in_words(group))
     _require_one_run(runs)
     require_rank(path, take_rank, (file.rank for run in runs.values() for file in run.files))
     trees: dict[str, object] = {}
@@ -187,10 +187,11 @@ def _has_rows(optimizer: Any) -> bool:
     return any((tensor := tensor_of(value)) is not None and tensor.shape for value in kept)
 
 
-def _why_left(group: Sequence[_Facts]) -> str:
-    if all(is_optimizer(each.file.tree) for each in group):
-        return "flat pieces of momentum, which say nothing of names, shapes and places"
-    return "holds no piece of a tensor; each rank has its own"
+def _left_in_words(group: Sequence[_Facts]) -> str:
+    """Return the files of one kind as one name, and why they are left out."""
+    named = RANK.sub("rank_*", os.path.basename(group[0].file.path))
+    flat = all(is_optimizer(each.file.tree) for each in group)
+    return f"{named} ({'flat pieces without names and places' if flat else 'each rank has its own'})"
 
 
 def _rank_file(facts: _Facts, others: Sequence[_Facts]) -> RankFile:
