@@ -96,7 +96,7 @@ def save_pieces(rank: int, world_size: int, folder: str) -> None:
 
 
 def save_placed(rank: int, world_size: int, folder: str) -> None:
-    """Save each rank's file of tensors placed in many ways on 4 ranks; rank 0 also keeps the whole beside it."""
+    """Save each rank's file of tensors placed in many ways on 4 ranks; rank 0 also keeps the whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -176,12 +176,15 @@ def _train_and_save(model: nn.Module, rank: int, world_size: int, folder: str) -
     where = f"world_size_{world_size}_rank_{rank}.pt"
     torch.save(model.state_dict(), f"{folder}/model_{where}")
     torch.save(optimizer.state_dict(), f"{folder}/optim_{where}")
-    torch.save({"lr_scheduler": {"last_epoch": 1}, "rng": torch.get_rng_state()}, f"{folder}/extra_state_{where}")
+    torch.save(
+        {"lr_scheduler": {"last_epoch": 1}, "rng": torch.get_rng_state()}, f"{folder}/extra_state_{where}"
+    )
 
     def full(value: Any) -> Any:
         if isinstance(value, dict):
             new = type(value)((key, full(item)) for key, item in value.items())
-            vars(new).update(vars(value)) if hasattr(value, "_metadata") else None
+            if hasattr(value, "_metadata"):
+                new._metadata = value._metadata  # type: ignore[attr-defined]
             return new
         return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -196,7 +199,7 @@ def save_fsdp1(rank: int, world_size: int, folder: str) -> None:
     from torch.distributed.fsdp.api import FullOptimStateDictConfig, FullStateDictConfig
 
     warnings.simplefilter("ignore")
-    FSDP = FullyShardedDataParallel  # noqa: N806 - its usual name
+    FSDP = FullyShardedDataParallel
     model = FSDP(net(), device_id=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     model(torch.ones(2, 5)).sum().backward()
