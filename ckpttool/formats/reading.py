@@ -16,7 +16,7 @@ from ..files.descriptors import allow_open_files
 from ..files.open_source import open_source_descriptor
 from ..files.suggestions import checkpoints_among, names_in
 from ..tensors.ref import Source
-from .folders import dcp, ranked, sharded
+from .folders import dcp, frameworks, sharded
 from .folders.sharding import INDEX
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
@@ -135,7 +135,7 @@ def _read_folder(name: str) -> Checkpoint:
     if telling is not None:
         return _read_telling(name, os.path.join(name, telling))
     with _collector_paused():
-        found = ranked.read_folder(name)
+        found = frameworks.read_folder(name)
     if found is None:
         raise _nothing_known(name, names)
     return found

@@ -24,6 +24,7 @@ from ...errors import Damaged, UsageFault
 from ...tensors.chunks import Index, Part, assembled
 from ...tensors.dtypes import DType
 from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent
+from ...tensors.values import MAX_EXPANSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Piece:
     Attributes:
         rank: who wrote it.
         begin: its first index in each dimension of the whole; of a run of the flattened whole, one number.
-        tensor: the values; their shape is the size of the piece. No view that repeats elements.
+        tensor: the values; their shape is the size of the piece.
     """
 
     rank: int
@@ -140,9 +141,9 @@ class Wholes:
             flat: the pieces are runs of the flattened tensor.
 
         Raises:
-            Damaged: a piece is of another type, repeats its elements or reaches outside; or the pieces
-                overlap, or leave a gap though no rank's file is missing. The message names the rank's file
-                where it is that of one rank.
+            Damaged: a piece is of another type, repeats its elements without end or reaches outside; or the
+                pieces overlap, or leave a gap though no rank's file is missing. The message names the file of
+                the rank where it is that of one.
         """
         key = dtype.name, shape, flat, tuple((piece.rank, piece.begin, piece.tensor.view) for piece in pieces)
         if key not in self._made:
@@ -200,8 +201,10 @@ def _check(name: str, dtype: DType, grid: Index, piece: Piece) -> None:
     if any(b + n > whole for b, n, whole in zip(piece.begin, tensor.shape, grid, strict=True)):
         what = f"{list(tensor.shape)} at {list(piece.begin)}"
         raise Damaged(path, f"{here}, {what}, does not fit into the tensor, {list(grid)}")
-    if tensor.nbytes > tensor.storage.nbytes:
-        raise Damaged(path, f"{here} repeats its elements")
+    if tensor.nbytes > tensor.storage.nbytes + MAX_EXPANSION:
+        raise Damaged(
+            path, f"{here} repeats its elements {tensor.nbytes // max(tensor.storage.nbytes, 1)} times"
+        )
 
 
 def require_rank(path: str, take_rank: int | None, ranks: Iterable[int]) -> None:

@@ -1,11 +1,12 @@
-"""Opening what many ranks wrote, each a file of its own, as one checkpoint: the frameworks that are known.
+"""What the readers of frameworks have in common, whose ranks each wrote a file of their own.
 
 A framework is a module with two functions:
 
     candidates(folder) -> paths                       # by name alone, cheap: the files that may be a run's
     read(path, files, take_rank) -> Checkpoint | None  # None: these are not the files of its ranks
 
-`read` puts whole tensors in the place of the pieces (`pieces.Wholes`), with `whole_of` as its last step.
+`read` puts whole tensors in the place of the pieces (`pieces.Wholes`), with `whole_of` as its last step; the
+module is then listed in `frameworks.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Protocol
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import Ranks
-from ...errors import Unreadable, UsageFault
+from ...errors import Unreadable
 from ...files.descriptors import allow_open_files
 from ...files.open_source import open_source_descriptor
 from ...tensors.ref import Source
@@ -48,44 +49,6 @@ class Framework(Protocol):
             Damaged: a file is of another run, world size or step, is there twice, or does not fit the others.
             Unsupported: the files do not hold enough to make the tensors whole.
         """
-
-
-FRAMEWORKS: tuple[Framework, ...] = ()
-
-
-def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
-    """Return what ranks wrote into a folder as one checkpoint; None if no framework knows the files.
-
-    Raises:
-        Unreadable, Damaged, Unsupported: as `Framework.read`, and as a file can't be read.
-    """
-    for framework in FRAMEWORKS:
-        paths = framework.candidates(folder)
-        if paths:
-            found = framework.read(folder, opened(paths), take_rank)
-            if found is not None:
-                return found
-    return None
-
-
-def read_files(paths: Sequence[str], take_rank: int | None = None) -> Checkpoint:
-    """Return files that ranks wrote as one checkpoint.
-
-    Raises:
-        UsageFault: they are not the files of ranks that a framework wrote.
-        Unreadable, Damaged, Unsupported: as `read_folder`.
-    """
-    folders = {os.path.dirname(path) or "." for path in paths}
-    name = folders.pop() if len(folders) == 1 else paths[0]
-    files = opened(paths)
-    for framework in FRAMEWORKS:
-        found = framework.read(name, files, take_rank)
-        if found is not None:
-            return found
-    raise UsageFault(
-        f"{paths[0]}: holds no piece of a tensor that one rank of several wrote",
-        hint="for the mean of checkpoints: ckpttool average; for shards, name their index or folder",
-    )
 
 
 def opened(paths: Sequence[str]) -> list[Checkpoint]:
