@@ -11,14 +11,15 @@ configuration and the client's state are rank 0's. Source: DeepSpeed's `runtime/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.tensor_likes import shape_of
-from ...errors import Damaged, Unsupported
-from ...inert_pickle.values import Record, in_brief, remade, tensor_of
+from ...errors import Damaged
+from ...inert_pickle.values import Record, remade, tensor_of
 from ...tensors.cast import Caster
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
@@ -30,14 +31,14 @@ from .deepspeed_files import (
     entry,
     is_ours,
     of_optimizer,
-    same,
     sorted_out,
 )
 from .deepspeed_files import candidates as candidates
-from .deepspeed_optimizer import merged
-from .pieces import Piece, RankFile, Wholes, require_rank
+from .deepspeed_optimizer import dealt_out, merged
+from .pieces import RankFile, Wholes, require_rank
 from .ranked import whole_of
-from .zero import Group, Layout, Slot, alone, joined, parameters_cut, vectors_cut
+from .side_by_side import SideBySide, same
+from .zero import Group, Layout, alone, given_order, joined, parameters_cut, vectors_cut
 
 NAME = "deepspeed-zero"
 
@@ -55,17 +56,16 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
 
     Raises:
         Damaged: as `sorted_out`; or a rank's part does not fit the parameters.
-        Unsupported: the model itself was cut, or the files do not hold it.
-        UsageFault: no file is of `take_rank`.
+        Unsupported: as `sorted_out`.
+        UsageFault: no file with model states is of `take_rank`.
     """
     if not any(is_ours(file.path) for file in files):
         return None
     found = sorted_out(path, files)
     require_rank(path, take_rank, found.models)
-    tree, unread, replicated = (
-        (dict(contents(found.first)), (), 0) if not found.stage else _joined(found, take_rank)
-    )
-    version, step = (contents(found.first).get(name) for name in ("ds_version", "global_steps"))
+    facts = contents(found.first)
+    tree, left, replicated = _joined(found, take_rank) if found.stage else (facts, (), 0)
+    version, step = facts.get("ds_version"), facts.get("global_steps")
     ranks = Ranks(
         f"DeepSpeed{f' {version}' if isinstance(version, str) else ''} ZeRO-{found.stage}",
         found.world_size,
@@ -74,50 +74,54 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
         replicated=replicated,
         missing=found.missing,
     )
-    return whole_of(path, NAME, tree, files, ranks, unread)
+    return whole_of(path, NAME, tree, files, ranks, left)
 
 
 def _held(files: Sequence[Checkpoint], found: Files) -> dict[int, int]:
     """Return how many bytes of tensors each rank's files have."""
     ranks = {id(file.source): rank for each in (found.models, found.optims) for rank, file in each.items()}
-    held: dict[int, int] = {}
+    held = dict.fromkeys(sorted(set(ranks.values())), 0)
     for file in files:
         storages = {id(storage): storage.nbytes for _, storage in file.storages()}
-        rank = ranks[id(file.source)]
-        held[rank] = held.get(rank, 0) + sum(storages.values())
-    return dict(sorted(held.items()))
+        held[ranks[id(file.source)]] += sum(storages.values())
+    return held
 
 
 def _joined(files: Files, take_rank: int | None) -> tuple[dict[Any, Any], tuple[str, ...], int]:
     """Return the contents of a run in stages 1 to 3, what they lack in words, and the bytes of replicas."""
     wholes = Wholes(files.path, files.missing, files.world_size, take_rank)
-    groups = _groups(files.first)
+    groups = _groups(files)
     layout = _layout(files, groups)
-    optimizer, left = (
-        merged(files, layout, [[*group] for group in groups], wholes) if files.optims else (None, [])
-    )
-    facts = contents(files.first)
-    tree = {name: value for name, value in facts.items() if name not in OF_PIECES}
-    tree["module"] = _module(files, layout, wholes)
-    tree["optimizer"] = optimizer
-    return tree, (*left, *_differing(files)), wholes.replicated
+    cut = _trained(files, layout, wholes) | _frozen(files, wholes)
+    merging = SideBySide(wholes, [_without_pieces(file, files, cut) for file in files.models.values()])
+    tree = merging.merge()
+    assert isinstance(tree, dict)
+    optimizer, left = merged(files, layout, [[*group] for group in groups], wholes)
+    tree |= {"module": _module(files, tree["module"], cut), "optimizer": optimizer}
+    return tree, (*left, *merging.left), wholes.replicated
 
 
-def _groups(file: RankFile) -> list[Group]:
+# Where the parameters lie.
+
+
+def _groups(files: Files) -> list[Group]:
     """Return the shapes of the trained parameters, by group."""
-    listed = contents(file).get("param_shapes")
-    return [_shapes(file, group) for group in listed] if isinstance(listed, list) else [_shapes(file, listed)]
+    listed = contents(files.first).get("param_shapes")
+    for file in files.models.values():
+        if not same(contents(file).get("param_shapes"), listed):
+            reason = f"is of another model than {files.first.source.path}: their 'param_shapes' differ"
+            raise Damaged(file.source.path, reason, hint=HINT)
+    return [_shapes(files.first, group) for group in (listed if isinstance(listed, list) else [listed])]
 
 
 def _shapes(file: RankFile, listed: object) -> Group:
-    shapes = {name: shape_of(size) for name, size in listed.items()} if isinstance(listed, dict) else {}
-    if (
-        not isinstance(listed, dict)
-        or not all(isinstance(name, str) for name in shapes)
-        or None in shapes.values()
-    ):
-        raise Damaged(file.source.path, "has malformed shapes of parameters")
-    return {name: shape for name, shape in shapes.items() if shape is not None}
+    shapes = (
+        {name: shape_of(size) for name, size in listed.items()} if isinstance(listed, dict) else {"": None}
+    )
+    found = {name: shape for name, shape in shapes.items() if isinstance(name, str) and shape is not None}
+    if len(found) < len(shapes):
+        raise Damaged(file.source.path, "has malformed shapes of parameters", hint=HINT)
+    return found
 
 
 def _layout(files: Files, groups: Sequence[Group]) -> Layout:
@@ -126,15 +130,18 @@ def _layout(files: Files, groups: Sequence[Group]) -> Layout:
         layout = parameters_cut(groups, files.world_size, [*files.optims])
     else:
         layout = vectors_cut(groups, _paddings(files, groups), files.world_size, files.optims)
+    stated = layout
+    if dealt_out(files):  # DeepSpeed 0.19.8 states the places that the parameters would have otherwise
+        given = [{name: group[name] for name in given_order([*group], files.world_size)} for group in groups]
+        stated = vectors_cut(given, [], files.world_size, files.optims)
     for rank, file in files.optims.items():
         parts = _parts(files.stage, file)
         if len(parts) != len(groups):
-            raise Damaged(
-                file.source.path, f"has {len(parts)} parameter groups, and the model {len(groups)}", hint=HINT
-            )
+            reason = f"has {len(parts)} parameter groups, and {files.first.source.path} {len(groups)}"
+            raise Damaged(file.source.path, reason, hint=HINT)
         for group, part in enumerate(parts):
             layout.check(rank, group, part, "part of the weights")
-        _check_mapping(file, rank, layout)
+        _check_mapping(file, [layout.held_by(rank), stated.held_by(rank)])
     return layout
 
 
@@ -144,31 +151,32 @@ def _parts(stage: int, file: RankFile) -> list[TensorRef]:
     listed = of_optimizer(file).get(name)
     parts = [tensor_of(each) for each in listed] if isinstance(listed, list) else [None]
     found = [part for part in parts if part is not None]
-    if len(found) != len(parts):
+    if len(found) < len(parts):
         raise Damaged(file.source.path, f"has no list of tensors '{name}'", hint=HINT)
     return found
 
 
 def _paddings(files: Files, groups: Sequence[Group]) -> list[list[int]]:
     """Return the padding after each parameter; [] for none."""
-    if not files.optims:
-        return []
-    file = next(iter(files.optims.values()))
-    listed = of_optimizer(file).get("param_alignment_paddings")
-    if listed is None:
-        return []
-    fits = isinstance(listed, list) and [len(each) if isinstance(each, list) else -1 for each in listed] == [
-        len(group) for group in groups
-    ]
-    if not fits or any(type(fill) is not int or fill < 0 for each in listed for fill in each):
-        raise Damaged(
-            file.source.path, "has paddings that do not belong to its model's parameters", hint=HINT
+    for file in files.optims.values():
+        listed = of_optimizer(file).get("param_alignment_paddings")
+        if listed is None:
+            return []
+        lengths = (
+            [len(each) if isinstance(each, list) else -1 for each in listed]
+            if isinstance(listed, list)
+            else []
         )
-    return listed
+        found: list[list[int]] = listed if lengths == [len(group) for group in groups] else [[-1]]
+        if any(type(fill) is not int or fill < 0 for each in found for fill in each):
+            reason = "has paddings ('param_alignment_paddings') that do not fit its model's parameters"
+            raise Damaged(file.source.path, reason, hint=HINT)
+        return found
+    return []
 
 
-def _check_mapping(file: RankFile, rank: int, layout: Layout) -> None:
-    """Check the names and places that a rank states for its part, where it does: stages 1 and 2 may."""
+def _check_mapping(file: RankFile, allowed: Sequence[object]) -> None:
+    """Check the names and places that a rank states for its part; only stages 1 and 2 do."""
     listed = of_optimizer(file).get("param_slice_mappings")
     if not isinstance(listed, list):
         return
@@ -176,10 +184,10 @@ def _check_mapping(file: RankFile, rank: int, layout: Layout) -> None:
         {name: _address(place) for name, place in each.items()} if isinstance(each, dict) else {}
         for each in listed
     ]
-    if stated != layout.held_by(rank):
+    if stated not in allowed:
         raise Damaged(
             file.source.path,
-            f"holds other parameters than rank {rank}'s file should ('param_slice_mappings')",
+            f"holds other parameters than rank {file.rank}'s file should ('param_slice_mappings')",
             hint="the file is of another rank or run: copy the files of all ranks once more",
         )
 
@@ -189,36 +197,15 @@ def _address(place: object) -> tuple[object, object]:
     return fields.get("start"), fields.get("numel")
 
 
-def _module(files: Files, layout: Layout, wholes: Wholes) -> dict[Any, Any]:
-    """Return the model's state under the model's names, in the model's order."""
-    first = files.first
-    facts = contents(first)
-    found = {name: tensor for name, tensor in _trained(files, layout, wholes)}
-    found |= _frozen(files, wholes)
-    ties = facts.get("shared_params")
-    ties = ties if isinstance(ties, dict) else {}
-    module = entry(first, facts, "module")
-    views = {tensor.view: name for name in found if (tensor := tensor_of(module.get(name))) is not None}
-    state = remade(module, ())
-    for name, value in module.items():
-        tensor = tensor_of(value)
-        if name in found or tensor is None:
-            state[name] = found.get(name, value)
-        elif ties.get(name) in found or (tensor.numel and tensor.view in views):
-            state[name] = found[ties[name] if ties.get(name) in found else views[tensor.view]]
-        else:
-            state[name] = _untrained(files, wholes, name, tensor)
-    state.update((name, tensor) for name, tensor in found.items() if name not in state)
-    for name, source in ties.items():  # whose other name is a frozen parameter's
-        if isinstance(state.get(source), TensorRef):
-            state[name] = state[source]
-    return state
+# The model's state.
 
 
-def _trained(files: Files, layout: Layout, wholes: Wholes) -> Iterator[tuple[str, TensorRef]]:
+def _trained(files: Files, layout: Layout, wholes: Wholes) -> dict[str, TensorRef]:
     parts = {rank: _parts(files.stage, file) for rank, file in files.optims.items()}
-    for slot in layout.slots:
-        yield slot.name, joined(wholes, slot, {rank: groups[slot.group] for rank, groups in parts.items()})
+    return {
+        slot.name: joined(wholes, slot, {rank: groups[slot.group] for rank, groups in parts.items()})
+        for slot in layout.slots
+    }
 
 
 def _frozen(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
@@ -241,37 +228,58 @@ def _frozen(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
     return found
 
 
-def _untrained(files: Files, wholes: Wholes, name: str, tensor: TensorRef) -> TensorRef:
-    """Return a tensor of which each file with model states has the whole: a buffer, or frozen in stage 1."""
-    buffers = contents(files.first).get("buffer_names")
-    is_buffer = isinstance(buffers, list) and name in buffers
-    if files.stage == 3:
-        if tensor.shape == (0,) and not is_buffer and not files.missing:
+def _without_pieces(file: RankFile, files: Files, cut: Mapping[str, TensorRef]) -> RankFile:
+    """Return a file with model states without what describes pieces, or stands in the place of them."""
+    tree = contents(file)
+    module = entry(file, tree, "module")
+    names = [
+        name for name, value in module.items() if name not in cut and not _is_placeholder(files, name, value)
+    ]
+    kept = remade(module, ((name, module[name]) for name in names))
+    return replace(file, tree={k: v for k, v in tree.items() if k not in OF_PIECES} | {"module": kept})
+
+
+def _is_placeholder(files: Files, name: str, value: object) -> bool:
+    """Return whether a value is one of the empty tensors that stage 3 writes in the place of parameters."""
+    tensor = tensor_of(value)
+    return files.stage == 3 and tensor is not None and tensor.shape == (0,) and name not in _buffers(files)
+
+
+def _buffers(files: Files) -> list[object]:
+    listed = contents(files.first).get("buffer_names")
+    return listed if isinstance(listed, list) else []
+
+
+def _module(files: Files, kept: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
+    """Return the model's state under the model's names, in the model's order.
+
+    Args:
+        files: of the run.
+        kept: what the model states have whole: buffers, frozen parameters in stage 1, what is no tensor.
+        cut: the parameters that were cut. Other names of them are tied to them: in `shared_params`, or by
+            their memory in older versions.
+    """
+    facts = contents(files.first)
+    module, ties, buffers = facts["module"], facts.get("shared_params"), _buffers(files)
+    names = {t.view: n for n, value in module.items() if n in cut and (t := tensor_of(value)) and t.numel}
+    caster, own = Caster(DTYPES["float32"]), dict[object, TensorRef]()
+    state = remade(module, ())
+    for name, value in module.items():
+        tensor = tensor_of(value)
+        other = names.get(tensor.view) if tensor is not None else None
+        tie = ties.get(name) if isinstance(ties, dict) else None
+        source = next((each for each in (name, tie, other) if isinstance(each, str) and each in cut), None)
+        if source is not None:
+            state[name] = cut[source]
+        elif isinstance(kept.get(name), TensorRef):
+            found = kept[name]
+            half = name in buffers and found.dtype.name in ("float16", "bfloat16")
+            state[name] = own.setdefault(found.view, caster.cast(found) if half else alone(found))
+        elif name in kept:
+            state[name] = kept[name]
+        elif not files.missing:
             raise Damaged(
                 files.first.source.path, f"has no values of '{name[:80]}', and no file says its shape"
             )
-        pieces = []
-        for rank, file in files.models.items():
-            other = tensor_of(entry(file, contents(file), "module").get(name))
-            if other is None or other.shape != tensor.shape:
-                raise Damaged(
-                    file.source.path, f"lacks '{name[:80]}' of shape {list(tensor.shape)}", hint=HINT
-                )
-            pieces.append(Piece(rank, (0,) * len(tensor.shape), other))
-        tensor = wholes.tensor(name, tensor.dtype, tensor.shape, pieces)
-    if is_buffer and tensor.dtype.name in ("float16", "bfloat16"):
-        return Caster(DTYPES["float32"]).cast(tensor)
-    return alone(tensor)
-
-
-def _differing(files: Files) -> Iterator[str]:
-    """Yield in words what the ranks keep each for itself, such as their random generators."""
-    facts = contents(files.first)
-    for name in facts:
-        if name in OF_PIECES or name == "module":
-            continue
-        others = [r for r, file in files.models.items() if not same(contents(file).get(name), facts[name])]
-        if others:
-            listed = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} more" if others[8:] else "")
-            which = f"ranks {listed}, which differ" if others[1:] else f"rank {listed}, which differs"
-            yield f"'{in_brief(name)[:80]}' of {which} from rank {files.first.rank}'s"
+    state.update((name, tensor) for name, tensor in cut.items() if name not in state)
+    return state

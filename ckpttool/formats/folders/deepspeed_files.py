@@ -12,10 +12,9 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT
 from ...errors import Damaged, Unreadable, Unsupported
-from ...inert_pickle.values import Record, in_brief
+from ...inert_pickle.values import Record
 from ..pytorch import zip as torch_zip
 from ..pytorch.archive import Archive
-from ..pytorch.tensor_pickle import write_torch_pickle
 from .pieces import RankFile, in_order
 
 LATEST = "latest"
@@ -25,9 +24,6 @@ OF_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?
 ENDINGS = ("model_states.pt", "optim_states.pt")
 
 MAX_RANKS = 1 << 16
-
-EQUAL = ("global_steps", "dp_world_size", "ds_version", "param_shapes", "frozen_param_shapes", "buffer_names")
-"""Entries that the model states of all ranks have in common."""
 
 OF_STAGE_3, OF_STAGES_1_AND_2 = "fp32_flat_groups", "single_partition_of_fp32_groups"
 
@@ -59,7 +55,7 @@ class Files:
 
 
 def candidates(folder: str) -> list[str]:
-    """Return the paths of the files of DeepSpeed's ranks in a folder, or in the one that `latest` names there.
+    """Return the paths of the files of DeepSpeed's ranks in a folder, or in that which `latest` names there.
 
     Raises:
         Damaged: `latest` names a folder that is not there, though others are.
@@ -133,9 +129,9 @@ def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
     if not models:
         raise Damaged(path, "has no file *_model_states.pt, which names the parameters", hint=HINT)
     of_models, of_optims = in_order(models), in_order(optims) if optims else None
-    first, *others = of_models.files
-    for other in (*others, *optims):
-        _check_equal(first, other)
+    first = of_models.files[0]
+    for other in optims:
+        _check_world(first, other)
     world_size = first.world_size or 1
     stage = _stage(first, optims)
     if ranked != {stage == 3}:
@@ -162,7 +158,7 @@ def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
     if found is None or int(found["mp"]) or contents(file).get("mp_world_size") not in (None, 1):
         raise Unsupported(
             file.path,
-            "is of a run that cut the model itself (tensor or pipeline parallelism, experts), and no file says how",
+            "is of a run that cut the model itself (tensor or pipeline parallel, experts): no file says how",
             hint="DeepSpeed's ds_to_universal.py merges such runs by the rules of the model",
         )
     _check_not_renamed(file, name)
@@ -208,32 +204,23 @@ def _world_size(path: str, tree: Mapping[Any, Any], is_model: bool) -> int:
     states = tree if is_model else tree.get("optimizer_state_dict")
     name = "dp_world_size" if is_model else "partition_count"
     found = states.get(name) if isinstance(states, dict) else None
-    counts = found if isinstance(found, list) else [found]
-    if not counts or any(type(each) is not int or not 0 < each <= MAX_RANKS for each in counts):
+    counts: list[Any] = found if isinstance(found, list) and found else [found]
+    if any(type(each) is not int or not 0 < each <= MAX_RANKS for each in counts):
         raise Damaged(path, f"does not say how many ranks there were ('{name}')")
-    if len(set(counts)) > 1:
+    if any(each != counts[0] for each in counts):
         raise Unsupported(path, "cuts its parameter groups over different numbers of ranks, as experts are")
     return int(counts[0])
 
 
-def _check_equal(first: RankFile, other: RankFile) -> None:
-    """Check that two files are of the same step of one run, by what both say of it."""
+def _check_world(first: RankFile, other: RankFile) -> None:
+    """Check that two files are of as many ranks."""
     if other.world_size != first.world_size:
         raise Damaged(
             other.source.path,
-            f"was written by one of {other.world_size} ranks, and {first.source.path} by one of {first.world_size}",
+            f"was written by one of {other.world_size} ranks, and {first.source.path} by one of "
+            f"{first.world_size}",
             hint=HINT,
         )
-    ours, theirs = contents(first), contents(other)
-    for name in EQUAL:
-        if name in theirs and not same(ours.get(name), theirs[name]):
-            plain = all(type(each.get(name)) in (int, str) for each in (ours, theirs))
-            words = f" {in_brief(theirs[name])}, not {in_brief(ours.get(name))}" if plain else " another one"
-            raise Damaged(
-                other.source.path,
-                f"is of another step or run: '{name}' is{words} as in {first.source.path}",
-                hint=HINT,
-            )
 
 
 def _stage(first: RankFile, optims: Sequence[RankFile]) -> int:
@@ -266,16 +253,3 @@ def _stage_of(file: RankFile) -> int:
     if type(stage) is not int or stage not in (1, 2, 3):
         raise Damaged(file.source.path, "does not say its stage of ZeRO ('zero_stage')")
     return stage
-
-
-def same(one: object, other: object) -> bool:
-    """Return whether two values are the same, tensors by their bytes, on whatever device they were."""
-    try:
-        (ours, mine), (theirs, yours) = (write_torch_pickle(each, device="cpu") for each in (one, other))
-    except ValueError:  # nested too deeply to be written, or with a name that no pickle can hold
-        return False
-    pairs = zip(mine, yours, strict=False)
-    return ours == theirs and all(
-        a.crc32 == b.crc32 if None not in (a.crc32, b.crc32) else a.data.read() == b.data.read()
-        for a, b in pairs
-    )

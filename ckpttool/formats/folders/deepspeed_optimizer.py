@@ -14,9 +14,10 @@ from ...checkpoint.ranks import HINT
 from ...errors import Damaged
 from ...inert_pickle.values import Record, in_brief, tensor_of
 from ...tensors.ref import TensorRef
-from .deepspeed_files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, of_optimizer, same
+from ..pytorch.tensor_pickle import write_torch_pickle
+from .deepspeed_files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, of_optimizer
 from .pieces import RankFile, Wholes
-from .zero import Layout, Slot, given_order, joined
+from .zero import Layout, given_order, joined
 
 KEPT = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
 """Where each stage keeps the state of the optimizer that it wraps."""
@@ -50,8 +51,7 @@ def merged(
         Damaged: a rank's state is of another step or form than the others', or does not fit the parameters.
     """
     kept = {rank: of_optimizer(file).get(KEPT[files.stage]) for rank, file in files.optims.items()}
-    held = [*kept.values()]
-    left = list(_beside(files))
+    held, left = [*kept.values()], [*_beside(files)]
     if not any(held):
         return None, left
     state: dict[str, dict[str, object]] = {name: {} for group in names for name in group}
@@ -71,6 +71,8 @@ def merged(
                 layout.check(rank, group, part, f"momentum '{key[:80]}'")
             for slot in slots:
                 state[slot.name][key] = joined(wholes, slot, parts, f"{slot.name}.{key}")
+    if lean:
+        left.append("the settings of the optimizer's parameter groups, which `elastic_checkpoint` leaves out")
     groups = [{"params": list(group)} for group in names] if lean else _param_groups(files, kept, names)
     return {"state": {name: entry for name, entry in state.items() if entry}, "param_groups": groups}, left
 
@@ -96,7 +98,8 @@ def _common_keys(files: Files, entries: Mapping[int, Mapping[str, Any]]) -> list
         if found.keys() != entries[first].keys():
             raise Damaged(
                 files.optims[rank].source.path,
-                f"keeps {_listed(found)} of a parameter, and {files.optims[first].source.path} {_listed(entries[first])}",
+                f"keeps {_listed(found)} of a parameter, and {files.optims[first].source.path} "
+                f"{_listed(entries[first])}",
                 hint=HINT,
             )
     return [*entries[first]]
@@ -118,6 +121,15 @@ def _require_equal(files: Files, key: str, values: Mapping[int, object]) -> None
                 f"{files.optims[first].source.path}",
                 hint=HINT,
             )
+
+
+def same(one: object, other: object) -> bool:
+    """Return whether two values are the same, tensors by their bytes, on whatever device they were."""
+    try:
+        (ours, mine), (theirs, yours) = (write_torch_pickle(each, device="cpu") for each in (one, other))
+    except ValueError:  # nested too deeply to be written, or with a name that no pickle can hold
+        return False
+    return ours == theirs and all(a.data.read() == b.data.read() for a, b in zip(mine, yours, strict=True))
 
 
 def _shown(value: object) -> str:
@@ -144,7 +156,7 @@ def _param_groups(files: Files, kept: Mapping[int, Any], names: Names) -> list[d
         if not same(each.get("param_groups"), kept[first].get("param_groups")):
             raise Damaged(
                 files.optims[rank].source.path,
-                f"is of another step or run: the settings of its optimizer are not those in {file.source.path}",
+                f"is of another step or run: its optimizer's settings are not those in {file.source.path}",
                 hint=HINT,
             )
     groups = kept[first].get("param_groups")
@@ -158,14 +170,14 @@ def _param_groups(files: Files, kept: Mapping[int, Any], names: Names) -> list[d
         raise Damaged(
             file.source.path, "has an optimizer of other parameter groups than its model", hint=HINT
         )
-    ordered = [given_order(each, files.world_size) if _dealt_out(files) else list(each) for each in names]
+    ordered = [given_order(each, files.world_size) if dealt_out(files) else list(each) for each in names]
     return [
         {**group, "params": [name for number in group["params"] for name in ordered[number]]}
         for group in groups
     ]
 
 
-def _dealt_out(files: Files) -> bool:
+def dealt_out(files: Files) -> bool:
     """Return whether the vector has the parameters in another order than the optimizer."""
     config = contents(files.first).get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
@@ -174,7 +186,7 @@ def _dealt_out(files: Files) -> bool:
 
 def _beside(files: Files) -> Iterator[str]:
     """Yield in words what the optimizer's files hold and a merged checkpoint does not."""
-    states = of_optimizer(next(iter(files.optims.values())))
+    states = next(map(of_optimizer, files.optims.values()), {})
     scaler = states.get("loss_scaler")
     settings = scaler.state if isinstance(scaler, Record) and isinstance(scaler.state, dict) else {}
     if settings.get("dynamic") is not False and settings:

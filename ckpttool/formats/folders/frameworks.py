@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import UsageFault
-from . import rank_files
+from . import deepspeed, rank_files
 from .ranked import Framework, opened
 
-FRAMEWORKS: tuple[Framework, ...] = (rank_files,)
+FRAMEWORKS: tuple[Framework, ...] = (deepspeed, rank_files)
 
 
 def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from ...errors import Damaged
+from ...tensors.dtypes import DTYPES
 from ...tensors.ref import Storage, TensorRef, extent
 from .pieces import Piece, Wholes
 
@@ -89,8 +90,9 @@ class Layout:
     def held_by(self, rank: int) -> list[dict[str, tuple[int, int]]]:
         """Return the runs of each group that a rank holds: name -> (start, count)."""
         found: list[dict[str, tuple[int, int]]] = [{} for _ in self.least[rank]]
-        for slot in self.slots:
-            found[slot.group] |= {slot.name: (run.start, run.count) for run in slot.runs if run.rank == rank}
+        for name, group, run in ((slot.name, slot.group, run) for slot in self.slots for run in slot.runs):
+            if run.rank == rank:
+                found[group][name] = run.start, run.count
         return found
 
 
@@ -175,7 +177,7 @@ def joined(wholes: Wholes, slot: Slot, parts: Mapping[int, TensorRef], name: str
     pieces = [
         Piece(run.rank, (run.begin,), _cut(parts[run.rank], run)) for run in slot.runs if run.rank in parts
     ]
-    dtype = next((part.dtype for _, part in sorted(parts.items())))
+    dtype = next((part.dtype for part in parts.values()), DTYPES["float32"])
     return alone(wholes.tensor(name or slot.name, dtype, slot.shape, pieces, flat=True))
 
 
@@ -183,7 +185,7 @@ def _cut(part: TensorRef, run: Run) -> TensorRef:
     if len(part.shape) != 1 or part.numel < run.start + run.count:
         raise Damaged(
             part.storage.data.path,
-            f"a part of a parameter has shape {list(part.shape)}, and should have {run.start + run.count} elements",
+            f"a part of a parameter has shape {list(part.shape)}, and needs {run.start + run.count} elements",
         )
     return replace(part, shape=(run.count,), offset=part.offset + run.start * part.stride[0])
 
