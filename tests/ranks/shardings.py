@@ -176,7 +176,9 @@ def _train_and_save(model: nn.Module, rank: int, world_size: int, folder: str) -
     where = f"world_size_{world_size}_rank_{rank}.pt"
     torch.save(model.state_dict(), f"{folder}/model_{where}")
     torch.save(optimizer.state_dict(), f"{folder}/optim_{where}")
-    torch.save({"lr_scheduler": {"last_epoch": 1}, "rng": torch.get_rng_state()}, f"{folder}/extra_state_{where}")
+    torch.save(
+        {"lr_scheduler": {"last_epoch": 1}, "rng": torch.get_rng_state()}, f"{folder}/extra_state_{where}"
+    )
 
     def full(value: Any) -> Any:
         if isinstance(value, dict):
@@ -196,7 +198,7 @@ def save_fsdp1(rank: int, world_size: int, folder: str) -> None:
     from torch.distributed.fsdp.api import FullOptimStateDictConfig, FullStateDictConfig
 
     warnings.simplefilter("ignore")
-    FSDP = FullyShardedDataParallel  # noqa: N806 - its usual name
+    FSDP = FullyShardedDataParallel
     model = FSDP(net(), device_id=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     model(torch.ones(2, 5)).sum().backward()

@@ -1,4 +1,4 @@
-"""Record tiny folders by training with DeepSpeed: `python -m tests.formats.folders.record_deepspeed`.
+"""Record tiny folders by training with DeepSpeed: `python -m tests.support.deepspeed_runs`.
 
 Needs deepspeed (`pip install 'ckpttool[interop-ranks]'`), no accelerator, and about five minutes. Each case
 of `CASES` is a real training on as many gloo ranks as it says. `recorded/deepspeed.tar.xz` gets the folder
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-RECORDED = Path(__file__).parent / "recorded" / "deepspeed.tar.xz"
+RECORDED = Path(__file__).parents[1] / "formats" / "folders" / "recorded" / "deepspeed.tar.xz"
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -51,6 +51,11 @@ class Case:
     tiny: bool = False
     optimizer: str = "adamw"
     steps: tuple[int, ...] = (2,)
+
+    @property
+    def stage(self) -> int:
+        """The stage of ZeRO."""
+        return int(self.config["zero_optimization"]["stage"])
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -215,9 +220,8 @@ def expected(case: Case, folder: Path, tag: str) -> dict[str, torch.Tensor]:
         `ds_to_universal`, in the stages and forms that it reads.
     """
     found: dict[str, torch.Tensor] = {}
-    stage = case.config["zero_optimization"]["stage"]
     live = torch.load(folder / "live.pt") if tag == f"global_step{max(case.steps)}" else {}
-    if stage == 0:
+    if case.stage == 0:
         module = torch.load(folder / tag / "mp_rank_00_model_states.pt", weights_only=False)["module"]
         found |= {f"fp32/{name}": value for name, value in module.items()}
     elif "data_types" in case.config:
@@ -233,7 +237,7 @@ def expected(case: Case, folder: Path, tag: str) -> dict[str, torch.Tensor]:
         assert all(torch.equal(module[name], found[f"fp32/{name}"]) for name in module)
         return found
     for name, value in live.items():
-        if stage and f"fp32/{name}" in found:
+        if case.stage and f"fp32/{name}" in found:
             assert torch.equal(found[f"fp32/{name}"], value), (case.name, name)
     return {
         name: value.detach().clone().contiguous() for name, value in (found | _moments(folder, tag)).items()
