@@ -234,7 +234,9 @@ class Checkpoint:
                 yield dotted(path), like
 
     def found_state(self) -> State | None:
-        """Return the model's state; None when there is none, or it can't be said which it is."""
+        """Return the model's state; None when there is none, a rank is missing, or it can't be said which."""
+        if self.ranks is not None and self.ranks.missing:
+            return None
         try:
             return self.state()
         except (NoState, Refused):

@@ -20,7 +20,8 @@ class Ranks:
         mesh: the axes of the device mesh with their sizes, as `fsdp 2 x tp 2`; empty when there was none.
         step: the training step that the files state; None when they do not.
         held: rank -> bytes of the tensors that its files hold, whoever else holds them too.
-        replicated: bytes of `held` that other ranks hold too; they are compared when the values are read.
+        replicated: the dotted names of the tensors that several ranks hold; they are compared when the values
+            are read.
         missing: ranks whose files are not there. The checkpoint can be looked at, but not used.
     """
 
@@ -29,7 +30,7 @@ class Ranks:
     mesh: str = ""
     step: int | None = None
     held: Mapping[int, int] = field(default_factory=dict)
-    replicated: int = 0
+    replicated: tuple[str, ...] = ()
     missing: tuple[int, ...] = ()
 
 

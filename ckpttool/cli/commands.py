@@ -21,6 +21,7 @@ from . import (
     doctor,
     gather_metrics,
     inspect,
+    merge,
     optimizer,
     reload,
     rename_keys,
@@ -49,6 +50,7 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     },
     "Convert": {
         convert: "Write another format, or other element types",
+        merge: "Write what many ranks wrote as one checkpoint",
         slim: "Write only the model's state, without unused bytes",
         convert_batchnorm: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import Damaged, Unreadable, Unsupported
+from ..errors import Damaged, Unreadable, Unsupported, UsageFault
 from ..files.commit_folder import set_aside
 from ..files.descriptors import allow_open_files
 from ..files.open_source import open_source_descriptor
@@ -61,7 +61,8 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
 
     Args:
         path: a file that torch or safetensors wrote, whatever its name; the index or the folder of a sharded
-            checkpoint; a DCP folder; a folder with one model.safetensors or pytorch_model.bin; `-` is stdin.
+            checkpoint; a DCP folder; a folder with a file of each rank, or with one model.safetensors or
+            pytorch_model.bin; `-` is stdin.
 
     Returns:
         The checkpoint, whose files stay open; use it as a context manager, or let it go.
@@ -97,6 +98,47 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
         "is a part of a DCP folder, not a file of its own",
         hint=f"name the folder: {shlex.quote(folder)}",
     )
+
+
+def open_ranks(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, take_rank: int | None = None
+) -> Checkpoint:
+    """Open what many ranks wrote as one checkpoint, whose tensors are whole.
+
+    Args:
+        paths: the folder, as for `open`; or the files of all ranks, in any order and whatever their names.
+        take_rank: where several ranks hold the same values, take those of this rank and do not compare them.
+            None compares them, bit by bit, when they are read: RanksDiffer is raised then.
+
+    Returns:
+        The checkpoint; its `ranks` says what is known of the run.
+
+    Raises:
+        Unreadable: there is no such file, or the folder holds no checkpoint.
+        Damaged: a file is of another run, world size or step, is there twice, or does not fit the others.
+        Unsupported: the files do not hold enough to make the tensors whole.
+        UsageFault: one process wrote the files; no file was written by `take_rank`, or the format stores what
+            ranks share only once.
+    """
+    names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
+        if take_rank is None:
+            return open(names[0])
+        with _collector_paused():
+            found = frameworks.read_folder(names[0], take_rank)
+        if found is None:
+            raise UsageFault(
+                f"{names[0]}: stores what its ranks share only once, so there is no rank to take",
+                hint="leave out --take-rank",
+            )
+        return found
+    folders = [name for name in names if os.path.isdir(name)]
+    if folders:
+        raise UsageFault(
+            f"{folders[0]}: is one of several inputs, and a folder", hint="merge one folder at a time"
+        )
+    with _collector_paused():
+        return frameworks.read_files(names, take_rank)
 
 
 def _is_part_of_dcp(name: str) -> bool:

@@ -118,14 +118,14 @@ class Wholes:
             raises Damaged. Without missing ranks a gap is an error at once.
         world_size: how many ranks there were, for messages.
         take_rank: the rank whose replicas are taken without comparing them with the others'; None compares.
-        replicated: bytes of the replicas beside the first of each piece.
+        replicated: the names of the tensors of which several ranks hold the same piece.
     """
 
     path: str
     missing: tuple[int, ...] = ()
     world_size: int | None = None
     take_rank: int | None = None
-    replicated: int = 0
+    replicated: list[str] = field(default_factory=list)
     _made: dict[object, TensorRef] = field(default_factory=dict)
 
     def tensor(
@@ -161,6 +161,8 @@ class Wholes:
         for piece in pieces:
             if piece.tensor.numel:
                 boxes.setdefault((piece.begin, piece.tensor.shape), []).append(piece)
+        if any(len(held) > 1 for held in boxes.values()):
+            self.replicated.append(name)
         parts = [self._part(held) for held in boxes.values()]
         if len(parts) == 1 and parts[0].tensor.shape == grid and not parts[0].copies:
             return replace(parts[0].tensor, requires_grad=False)
@@ -174,7 +176,6 @@ class Wholes:
     def _part(self, held: list[Piece]) -> Part:
         held = sorted(held, key=lambda piece: (piece.rank != self.take_rank, piece.rank))
         first, *others = held
-        self.replicated += sum(each.tensor.nbytes for each in others)
         if self.take_rank is not None:
             others = []
         ranks = tuple(each.rank for each in (first, *others))

@@ -99,19 +99,21 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
         if any(each.sharded for each in group) or _is_mergeable_optimizer(group):
             runs[stem] = in_order(_rank_file(each, facts) for each in group)
         else:
-            left += [f"{os.path.basename(each.file.path)}: {_why_left(group)}" for each in group]
+            left.append(_left_in_words(group))
     _require_one_run(runs)
     require_rank(path, take_rank, (file.rank for run in runs.values() for file in run.files))
     trees: dict[str, object] = {}
     missing = tuple(sorted({rank for run in runs.values() for rank in run.missing}))
     world = next(run.world_size for run in runs.values())
-    replicated = 0
+    replicated: list[str] = []
+    names = _names_of(runs)
     for stem, run in runs.items():
         wholes = Wholes(path, run.missing, run.world_size, take_rank)
-        merging = SideBySide(wholes, run.files)
-        trees[stem] = merging.merge()
+        merging = SideBySide(wholes, run.files, (names[stem],) if len(runs) > 1 else ())
+        trees[names[stem]] = merging.merge()
         replicated += wholes.replicated
         left += merging.left
+    tree = trees if len(trees) > 1 else next(iter(trees.values()))
     held: dict[int, int] = {}
     for each in facts:
         if each.rank is not None:
@@ -121,8 +123,10 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
     kind = DTENSORS if first.kind == DTENSOR else FSDP
     framework = "DTensor" if kind == DTENSORS else "FSDP1 (ShardedTensor)"
     step = _step_of([file for run in runs.values() for file in run.files])
-    ranks = Ranks(framework, world, str(mesh or ""), step, dict(sorted(held.items())), replicated, missing)
-    return whole_of(path, kind, _named(trees), files, ranks, tuple(left))
+    ranks = Ranks(
+        framework, world, str(mesh or ""), step, dict(sorted(held.items())), tuple(replicated), missing
+    )
+    return whole_of(path, kind, tree, files, ranks, tuple(left))
 
 
 def _facts(file: Checkpoint) -> _Facts:
@@ -183,10 +187,11 @@ def _has_rows(optimizer: Any) -> bool:
     return any((tensor := tensor_of(value)) is not None and tensor.shape for value in kept)
 
 
-def _why_left(group: Sequence[_Facts]) -> str:
-    if all(is_optimizer(each.file.tree) for each in group):
-        return "flat pieces of momentum, which say nothing of names, shapes and places"
-    return "holds no piece of a tensor; each rank has its own"
+def _left_in_words(group: Sequence[_Facts]) -> str:
+    """Return the files of one kind as one name, and why they are left out."""
+    named = RANK.sub("rank_*", os.path.basename(group[0].file.path))
+    flat = all(is_optimizer(each.file.tree) for each in group)
+    return f"{named} ({'flat pieces without names and places' if flat else 'each rank has its own'})"
 
 
 def _rank_file(facts: _Facts, others: Sequence[_Facts]) -> RankFile:
@@ -213,21 +218,15 @@ def _require_one_run(runs: dict[str, RankFiles]) -> None:
             )
 
 
-def _named(trees: dict[str, object]) -> object:
-    """Return the trees of several kinds of files as one, under names that checkpoints use."""
-    if len(trees) == 1:
-        return next(iter(trees.values()))
-    stems = {stem: re.split(r"_?(?:world_size|rank)", stem)[0].strip("_-.#") or stem for stem in trees}
-    optimizers = [stem for stem, tree in trees.items() if is_optimizer(tree)]
-    rest = [stem for stem in trees if stem not in optimizers]
-    names = stems
-    if len(optimizers) == 1:
-        names[optimizers[0]] = "optimizer"
-    if len(rest) == 1:
-        names[rest[0]] = "model"
-    if len(set(names.values())) < len(trees):
-        names = {stem: stem for stem in trees}
-    return {names[stem]: trees[stem] for stem in [*rest, *optimizers]}
+def _names_of(runs: dict[str, RankFiles]) -> dict[str, str]:
+    """Return the name of each kind of files in the whole: `model`, `optimizer`, or how their names begin."""
+    names = {stem: re.split(r"_?(?:world_size|rank)", stem)[0].strip("_-.#") or stem for stem in runs}
+    optimizers = [stem for stem, run in runs.items() if is_optimizer(run.files[0].tree)]
+    rest = [stem for stem in runs if stem not in optimizers]
+    for one, name in ((rest, "model"), (optimizers, "optimizer")):
+        if len(one) == 1:
+            names[one[0]] = name
+    return names if len({*names.values()}) == len(runs) else {stem: stem for stem in runs}
 
 
 # The training step.

@@ -33,13 +33,15 @@ class SideBySide:
         left: what only one rank's value of is in the result, in words.
     """
 
-    def __init__(self, wholes: Wholes, files: Sequence[RankFile]) -> None:
+    def __init__(self, wholes: Wholes, files: Sequence[RankFile], path: Path = ()) -> None:
         """Prepare merging.
 
         Args:
             wholes: joins the pieces.
             files: of the ranks, in their order.
+            path: where the result lies in the whole, for names.
         """
+        self._path = path
         self._wholes = wholes
         self._files = files
         self._readers = {file.rank: ShardedValues(file.source.path) for file in files}
@@ -53,7 +55,7 @@ class SideBySide:
             Damaged: the files do not fit together; the message names one of them.
             Refused: they are nested too deeply.
         """
-        return self._merge((), [Held(file, file.tree) for file in self._files])
+        return self._merge(self._path, [Held(file, file.tree) for file in self._files])
 
     def _merge(self, path: Path, held: list[Held]) -> object:
         if len(path) > MAX_DEPTH:
@@ -109,7 +111,9 @@ class SideBySide:
         for each in held:
             if sharded and each.file.rank in sharded.ranks and each.file.rank not in holders:
                 other = those[0].file.source.path
-                raise Damaged(each.file.source.path, f"lacks '{_name(path)}', of which {other} has a piece")
+                raise Damaged(
+                    each.file.source.path, f"lacks '{_name(path)[:80]}', of which {other} has a piece"
+                )
 
     def _record(self, path: Path, held: list[Held], first: Record) -> Record:
         records = [each.value for each in held]
@@ -135,17 +139,17 @@ class SideBySide:
             found = self._sharded(path, each)
             where = each.file.source.path
             if found is None:
-                raise Damaged(where, f"has no piece of '{name}', and other ranks have")
+                raise Damaged(where, f"has no piece of '{name[:80]}', and other ranks have")
             first = first or found
             if (found.shape, found.dtype) != (first.shape, first.dtype):
                 raise Damaged(
                     where,
-                    f"has a piece of '{name}' as {found.dtype.name} {list(found.shape)}, and rank "
+                    f"has a piece of '{name[:80]}' as {found.dtype.name} {list(found.shape)}, and rank "
                     f"{first.rank} as {first.dtype.name} {list(first.shape)}",
                 )
             if found.rank != each.file.rank:
                 raise Damaged(
-                    where, f"has pieces of rank {each.file.rank} and of rank {found.rank}: '{name}'"
+                    where, f"has pieces of rank {each.file.rank} and of rank {found.rank}: '{name[:80]}'"
                 )
             pieces += [Piece(found.rank, begin, tensor) for begin, tensor in found.pieces]
         assert first is not None
@@ -158,10 +162,10 @@ class SideBySide:
         for each in held:
             tensor = tensor_of(each.value)
             if tensor is None or first is None:
-                raise Damaged(each.file.source.path, f"'{name}' is no tensor, and other ranks have one")
+                raise Damaged(each.file.source.path, f"'{name[:80]}' is no tensor, and other ranks have one")
             if (tensor.dtype, tensor.shape) != (first.dtype, first.shape):
                 here, there = each.file.source.path, held[0].file.source.path
-                raise Damaged(here, f"'{name}' is {_form(tensor)}, and {_form(first)} in {there}")
+                raise Damaged(here, f"'{name[:80]}' is {_form(tensor)}, and {_form(first)} in {there}")
             pieces.append(Piece(each.file.rank, (0,) * len(tensor.shape), tensor))
         assert first is not None
         if len(pieces) == 1:
@@ -181,14 +185,14 @@ class SideBySide:
             one, other = in_brief(taken.value), in_brief(others[0].value)
             raise Damaged(
                 others[0].file.source.path,
-                f"is of another save: '{_name(path)}' is {other}, and {one} in {taken.file.source.path}",
+                f"is of another save: '{_name(path)[:80]}' is {other}, and {one} in {taken.file.source.path}",
             )
         ranks = ", ".join(str(each.file.rank) for each in others[:8]) + (" …" if others[8:] else "")
-        self.left.append(f"'{_name(path)}' of rank {ranks}, which differs from rank {taken.file.rank}'s")
+        self.left.append(f"'{_name(path)[:80]}' of rank {ranks}, which differs from rank {taken.file.rank}'s")
 
 
 def _name(path: Path) -> str:
-    return dotted(tuple(map(in_brief, path)))[:80]
+    return dotted(tuple(map(in_brief, path)))
 
 
 def _form(tensor: TensorRef) -> str:
