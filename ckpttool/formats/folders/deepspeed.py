@@ -64,7 +64,7 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
     found = sorted_out(path, files)
     require_rank(path, take_rank, found.models)
     facts = contents(found.first)
-    tree, left, replicated = _joined(found, take_rank) if found.stage else (facts, (), 0)
+    tree, left, replicated = _joined(found, take_rank) if found.stage else (facts, (), ())
     version, step = facts.get("ds_version"), facts.get("global_steps")
     ranks = Ranks(
         f"DeepSpeed{f' {version}' if isinstance(version, str) else ''} ZeRO-{found.stage}",
@@ -87,8 +87,8 @@ def _held(files: Sequence[Checkpoint], found: Files) -> dict[int, int]:
     return held
 
 
-def _joined(files: Files, take_rank: int | None) -> tuple[dict[Any, Any], tuple[str, ...], int]:
-    """Return the contents of a run in stages 1 to 3, what they lack in words, and the bytes of replicas."""
+def _joined(files: Files, take_rank: int | None) -> tuple[dict[Any, Any], tuple[str, ...], tuple[str, ...]]:
+    """Return a run's contents in stages 1 to 3, in words what they lack, and the names of replicas."""
     wholes = Wholes(files.path, files.missing, files.world_size, take_rank)
     groups = _groups(files)
     layout = _layout(files, groups)
@@ -98,7 +98,7 @@ def _joined(files: Files, take_rank: int | None) -> tuple[dict[Any, Any], tuple[
     assert isinstance(tree, dict)
     optimizer, left = merged(files, layout, [[*group] for group in groups], wholes)
     tree |= {"module": _module(files, tree["module"], cut), "optimizer": optimizer}
-    return tree, (*left, *merging.left), wholes.replicated
+    return tree, (*left, *merging.left), tuple(wholes.replicated)
 
 
 # Where the parameters lie.

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 import ckpttool
 from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.errors import CkptToolError, Damaged, RanksDiffer, Unreadable, Unsupported, UsageFault
-from ckpttool.formats.folders import frameworks
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support import deepspeed_runs
 from tests.support.comparing import values
@@ -54,9 +53,7 @@ def run(runs: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 def opened(folder: Path, take_rank: int | None = 0) -> Checkpoint:
     """Open a folder; batch norm differs between ranks, and DeepSpeed's tools take rank 0's."""
-    checkpoint = frameworks.read_folder(str(folder), take_rank)
-    assert checkpoint is not None
-    return checkpoint
+    return ckpttool.open_ranks(folder, take_rank=take_rank)
 
 
 def written(folder: Path, out: Path) -> Any:
