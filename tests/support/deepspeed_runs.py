@@ -1,15 +1,15 @@
-"""Record tiny folders by training with DeepSpeed: `python -m tests.support.deepspeed_runs`.
+"""Record tiny folders by training with DeepSpeed: `python -m tests.support.deepspeed_runs`. Imports torch.
 
 Needs deepspeed (`pip install 'ckpttool[interop-ranks]'`), no accelerator, and about five minutes. Each case
 of `CASES` is a real training on as many gloo ranks as it says. `recorded/deepspeed.tar.xz` gets the folder
-that it saved, and beside it `expected.safetensors`: what DeepSpeed's own tools make of that folder.
-Imports torch.
+that it saved, and beside each tag a file of what DeepSpeed's own tools make of it.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 import tarfile
 import tempfile
 from collections.abc import Mapping
@@ -274,23 +274,37 @@ def _free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def main() -> None:
-    """Train every case, ask DeepSpeed's tools, and write the archive."""
+def main(arguments: list[str]) -> None:
+    """Train every case, ask DeepSpeed's tools, and write the archive; or train a few cases into a folder."""
     os.environ["DS_ACCELERATOR"] = "cpu"
+    if arguments:
+        train_all(Path(arguments[0]), OF_INSTALLED)
+        ask_tools(Path(arguments[0]), OF_INSTALLED)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         train_all(Path(scratch))
         pack(Path(scratch))
     print(f"{RECORDED}: {RECORDED.stat().st_size} bytes")
 
 
-def pack(out: Path) -> None:
-    """Write the archive of the folders of all cases, with what DeepSpeed's tools make of each."""
+OF_INSTALLED = ("zero1-bf16-frozen", "zero2-bf16", "zero3-bf16")
+"""The cases that a test trains with the DeepSpeed that is installed."""
+
+
+def ask_tools(out: Path, cases: tuple[str, ...] = ()) -> None:
+    """Write what DeepSpeed's tools make of each folder beside it; all cases when none are named."""
     from safetensors.torch import save_file
 
-    for case in CASES:
+    for case in (case for case in CASES if not cases or case.name in cases):
         folder = out / case.name
         for tag in (f"global_step{step}" for step in case.steps):
             save_file(expected(case, folder, tag), folder / f"{tag}.safetensors")
+
+
+def pack(out: Path) -> None:
+    """Write the archive of the folders of all cases, with what DeepSpeed's tools make of each."""
+    ask_tools(out)
+    for folder in (out / case.name for case in CASES):
         for name in ("live.pt", "zero_to_fp32.py", "zero_to_torch.py"):  # the last are DeepSpeed's programs
             (folder / name).unlink(missing_ok=True)
     RECORDED.parent.mkdir(exist_ok=True)
@@ -308,4 +322,4 @@ def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.errors import CkptToolError, Damaged, RanksDiffer, Unreadable, Unsupported, UsageFault
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support import deepspeed_runs
-from tests.support.comparing import values
+from tests.support.comparing import assert_same, values
 from tests.support.deepspeed_runs import CASES, Case, batch, make_model, make_optimizer
+from tests.support.running import ROOT
 
 SAVED = [(case, step) for case in CASES for step in case.steps]
 CUT = [pair for pair in SAVED if pair[0].stage]
@@ -252,6 +256,13 @@ def test_latest_that_names_nothing_is_refused(runs: Path, tmp_path: Path) -> Non
     assert opened(folder).tree["global_steps"] == 2
 
 
+def test_merging_takes_the_ranks_files_before_rounded_weights_beside_them(runs: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(runs / "zero2-bf16", tmp_path / "checkpoint-2"))
+    save_file({"w": torch.ones(2, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    assert opened(folder, None).format == "deepspeed-zero"
+    assert ckpttool.open(folder).format == "safetensors"
+
+
 # Files that are not those of one step of one run
 
 
@@ -480,3 +491,112 @@ def test_nothing_of_a_hostile_pickle_runs(run: Callable[[str], Path], tmp_path: 
     with pytest.raises(Damaged):
         ckpttool.open(folder)
     assert not (tmp_path / "ran").exists()
+
+
+# The commands
+
+
+def test_a_folder_is_merged_into_one_file(runs: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    out = tmp_path / "model.safetensors"
+    ran = cli("merge", runs / "zero2-bf16", out, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["ranks"] == {
+        "framework": "DeepSpeed 0.19.8 ZeRO-2",
+        "world_size": 2,
+        "mesh": "",
+        "step": 2,
+    }
+    assert "optimizer" in ran.json["left_out"]
+    wanted = load_file(runs / "zero2-bf16" / "global_step2.safetensors")
+    found = load_file(out)
+    assert [n for n, v in found.items() if not same(v, wanted[f"fp32/{n}"])] == []
+    assert cli("merge", runs / "zero2-bf16", out, "--force", "--dtype", "bf16").code == 0
+    assert load_file(out)["body.weight"].dtype == torch.bfloat16
+
+
+def test_everything_goes_into_safetensors_and_back(
+    runs: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    full, back = tmp_path / "full.safetensors", tmp_path / "back.pt"
+    assert cli("merge", runs / "zero3-bf16", full, "--full", "--take-rank", "0").code == 0
+    assert cli("convert", full, back).code == 0
+    wanted = written(runs / "zero3-bf16", tmp_path / "out.pt")
+    assert_same(torch.load(back, weights_only=True), wanted)
+
+
+def test_stage_0_goes_on_in_one_process(runs: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    case = next(case for case in CASES if case.name == "zero0-fp32")
+    out = tmp_path / "out.pt"
+    assert cli("merge", runs / case.name, out).code == 0
+    found = torch.load(out, weights_only=True)
+    model, optimizer = reference(case, 2)
+    parameters = dict(model.named_parameters())
+    for name, kept in found["optimizer"]["state"].items():
+        if name != UNCERTAIN:
+            wanted = optimizer.state[parameters[name]]["exp_avg"]
+            torch.testing.assert_close(kept["exp_avg"], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_inspect_says_what_is_missing(run: Callable[[str], Path], cli: Callable[..., Any]) -> None:
+    folder = run("zero3-fp32")
+    without(folder, "*rank_2_*optim_states.pt")
+    assert "the files of rank 2" in cli("inspect", folder).out
+    ran = cli("merge", folder, folder.parent / "out.safetensors")
+    assert (ran.code, "rank 2 of 3" in ran.err) == (3, True)
+
+
+def test_ranks_that_differ_are_an_error_of_the_check(
+    runs: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    ran = cli("merge", runs / "zero3-fp32", tmp_path / "out.pt")
+    assert (ran.code, "--take-rank 0" in ran.err) == (1, True)
+
+
+def test_a_file_of_one_rank_names_the_command_for_all(
+    runs: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    file = runs / "zero3-fp32" / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    ran = cli("convert", file, tmp_path / "out.safetensors")
+    assert (ran.code, f"ckpttool merge {file.parent} out.safetensors" in ran.err) == (3, True)
+
+
+def test_verify_finds_damage_in_any_rank_s_file(run: Callable[[str], Path], cli: Callable[..., Any]) -> None:
+    folder = run("zero2-bf16")
+    assert cli("verify", folder).code == 0
+    file = optimizer_files(folder)[1]
+    with ckpttool.open(file) as checkpoint:
+        place = checkpoint.tree["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data
+    raw = bytearray(file.read_bytes())
+    raw[place.offset + 5] ^= 1
+    file.write_bytes(raw)
+    ran = cli("verify", folder)
+    assert (ran.code, file.stem in ran.out + ran.err) == (1, True)
+    assert cli("merge", folder, folder.parent / "out.safetensors").code == 3
+
+
+# The installed DeepSpeed, which may be a newer one
+
+
+@pytest.mark.timeout(500)
+def test_what_the_installed_deepspeed_saves_is_read(tmp_path: Path) -> None:
+    if find_spec("deepspeed") is None:
+        pytest.skip("needs the extra interop-ranks")
+    program = (
+        "from tests.support.deepspeed_runs import check_installed; check_installed(__import__('sys').argv[1])"
+    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, "-m", "tests.support.deepspeed_runs", tmp_path], check=True, env=environment
+    )
+    for name in deepspeed_runs.OF_INSTALLED:
+        folder = tmp_path / name
+        wanted = load_file(folder / "global_step2.safetensors")
+        found = opened(folder)
+        tensors = live_tensors(found.state().tensors)
+        momenta = found.tree["optimizer"]["state"]
+        for key, value in wanted.items():
+            kind, parameter = key.split("/")
+            whole = (
+                {"": tensors[parameter]} if kind == "fp32" else live_tensors({"": momenta[parameter][kind]})
+            )
+            assert same(whole[""], value), (name, key)
