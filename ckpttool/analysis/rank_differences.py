@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.checksums import Checksums
 from ..errors import RanksDiffer
 from ..tensors.values import stream
 
@@ -14,7 +15,7 @@ def tensors_that_differ(checkpoint: Checkpoint) -> dict[str, RanksDiffer]:
         checkpoint: as `ckpttool.open_ranks` returns it; only what several ranks hold is read.
 
     Raises:
-        Damaged: a file ends early.
+        Damaged: a file ends early, or bytes that differ do not match their checksum.
     """
     replicated = {*checkpoint.ranks.replicated} if checkpoint.ranks else set[str]()
     found: dict[str, RanksDiffer] = {}
@@ -24,5 +25,7 @@ def tensors_that_differ(checkpoint: Checkpoint) -> dict[str, RanksDiffer]:
                 for _ in stream(tensor):
                     pass
             except RanksDiffer as fault:
+                with Checksums(checkpoint, [(name, tensor.storage)]) as checksums:
+                    checksums.finish()
                 found[name] = fault
     return found

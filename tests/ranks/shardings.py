@@ -96,7 +96,7 @@ def save_pieces(rank: int, world_size: int, folder: str) -> None:
 
 
 def save_placed(rank: int, world_size: int, folder: str) -> None:
-    """Save each rank's file of tensors placed in many ways on 4 ranks; rank 0 also keeps the whole beside it."""
+    """Save each rank's file of tensors placed in many ways on 4 ranks; rank 0 also keeps the whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -183,7 +183,8 @@ def _train_and_save(model: nn.Module, rank: int, world_size: int, folder: str) -
     def full(value: Any) -> Any:
         if isinstance(value, dict):
             new = type(value)((key, full(item)) for key, item in value.items())
-            vars(new).update(vars(value)) if hasattr(value, "_metadata") else None
+            if hasattr(value, "_metadata"):
+                new._metadata = value._metadata  # type: ignore[attr-defined]
             return new
         return value.full_tensor() if isinstance(value, DTensor) else value
 
