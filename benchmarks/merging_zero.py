@@ -13,13 +13,13 @@ from .targets import at_most_times, peak_at_most
 
 TO_SAFETENSORS, TO_TORCH = "ckpttool merge", "ckpttool merge to .pt"
 DEEPSPEED = "DeepSpeed's zero_to_fp32"
-TENSORS = 128
+TENSORS, RANKS = 128, 8
 
 
 def set_up(folder: Path, size: int) -> Case:
     """Return the case: `cp`, the tool, and DeepSpeed's own program where DeepSpeed is installed."""
     source = folder / "run"
-    timed([PYTHON, CHILDREN / "make_zero3_folder.py", source, str(size), str(TENSORS)])
+    timed([PYTHON, CHILDREN / "make_zero3_folder.py", source, str(size), str(TENSORS), str(RANKS)])
     ways = [Way("cp", ["cp", "-r", source, folder / "copy"], folder / "copy")]
     for name, output in ((TO_SAFETENSORS, folder / "out.safetensors"), (TO_TORCH, folder / "out.pt")):
         ways.append(Way(name, tool("merge", source, output), output))
@@ -28,7 +28,7 @@ def set_up(folder: Path, size: int) -> Case:
             Way(DEEPSPEED, peer("merge_with_deepspeed.py", source, folder / "whole"), folder / "whole")
         )
     return Case(
-        f"8 ranks of ZeRO-3 merged, fp32, {show_size(size)}",
+        f"{RANKS} ranks of ZeRO-3 merged, fp32, {show_size(size)}",
         ways,
         [at_most_times(TO_SAFETENSORS, "cp", 1.2), peak_at_most(TO_SAFETENSORS, 64_000_000)],
         memory=2 * size,

@@ -1,6 +1,6 @@
-"""Writes a folder as 8 ranks of DeepSpeed ZeRO-3 leave it, without DeepSpeed: fp32 weights, no momenta.
+"""Writes a folder as ranks of DeepSpeed ZeRO-3 leave it, without DeepSpeed: fp32 weights, no momenta.
 
-python make_zero3_folder.py FOLDER BYTES TENSORS
+python make_zero3_folder.py FOLDER BYTES TENSORS RANKS
 """
 
 import sys
@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-RANKS = 8
-folder, nbytes, tensors = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+folder = Path(sys.argv[1])
+nbytes, tensors, ranks = map(int, sys.argv[2:])
 rows = nbytes // tensors // 4 // 1001
 shapes = {f"layers.{i}.weight": torch.Size([rows + i % 3, 1001]) for i in range(tensors)}  # most with padding
 
 tag = folder / "global_step1"
 tag.mkdir(parents=True)
 (folder / "latest").write_text(tag.name)
-for rank in range(RANKS):
-    shares = [-(-shape.numel() // RANKS) for shape in shapes.values()]
+for rank in range(ranks):
+    shares = [-(-shape.numel() // ranks) for shape in shapes.values()]
     flat = torch.empty(sum(shares))
     at = 0
     for number, share in enumerate(shares):  # each with other values, so that swapped pieces are noticed
@@ -26,7 +26,7 @@ for rank in range(RANKS):
     name = f"zero_pp_rank_{rank}_mp_rank_00"
     states = {
         "zero_stage": 3,
-        "partition_count": RANKS,
+        "partition_count": ranks,
         "optimizer_state_dict": {"state": {}, "param_groups": [{"params": [0], "lr": 0.1}]},
         "fp32_flat_groups": [flat],
     }
@@ -39,7 +39,7 @@ for rank in range(RANKS):
         "frozen_param_fragments": None,
         "shared_params": {},
         "global_steps": 1,
-        "dp_world_size": RANKS,
+        "dp_world_size": ranks,
         "ds_version": "0.19.8",
     }
     torch.save(model, tag / f"{name}_model_states.pt")

@@ -12,7 +12,9 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT
 from ...errors import Damaged, Unreadable, Unsupported
+from ...files.open_source import open_source_descriptor
 from ...inert_pickle.values import Record
+from ...tensors.ref import Source
 from ..pytorch import zip as torch_zip
 from ..pytorch.archive import Archive
 from .pieces import RankFile, in_order
@@ -73,11 +75,8 @@ def candidates(folder: str) -> list[str]:
         if len(found) > 1:
             raise Unreadable(folder, f"has no file '{LATEST}' that names one of its checkpoints", hint=hint)
         return found.popitem()[1]
-    try:
-        with open(latest, encoding="utf-8", errors="replace") as file:
-            tag = file.read(4096).strip()
-    except OSError as error:
-        raise Unreadable(latest, (error.strerror or str(error)).lower()) from error
+    source = Source(latest, open_source_descriptor(latest))
+    tag = source.read(0, min(source.size, 4096)).decode(errors="replace").strip()
     if tag not in found:
         raise Damaged(latest, f"names the checkpoint {tag[:80]!r}, which is not beside it", hint=hint)
     return found[tag]

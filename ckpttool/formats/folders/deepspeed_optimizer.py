@@ -67,6 +67,9 @@ def merged(
                 for name in listed:
                     state[name][key] = _copied(values[min(values)])
                 continue
+            if not any(layout.fits(rank, group, part) for rank, part in parts.items()):
+                left.append(f"'{key[:80]}' of the optimizer's state, of other sizes than the parameters")
+                continue
             for rank, part in parts.items():
                 layout.check(rank, group, part, f"momentum '{key[:80]}'")
             for slot in slots:

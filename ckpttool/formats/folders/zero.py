@@ -66,6 +66,11 @@ class Layout:
     least: Mapping[int, list[int]]
     most: Mapping[int, list[int]]
 
+    def fits(self, rank: int, group: int, part: TensorRef) -> bool:
+        """Return whether a rank's part of a vector has as many elements as the parameters take."""
+        least, most = self.least[rank][group], self.most[rank][group]
+        return len(part.shape) == 1 and least <= part.numel <= most
+
     def check(self, rank: int, group: int, part: TensorRef, what: str) -> None:
         """Check the size of a rank's part of a vector.
 
@@ -77,13 +82,13 @@ class Layout:
         Raises:
             Damaged: it has more or fewer elements than the parameters take, or more than one dimension.
         """
-        least, most = self.least[rank][group], self.most[rank][group]
-        if len(part.shape) != 1 or not least <= part.numel <= most:
+        if not self.fits(rank, group, part):
+            least, most = self.least[rank][group], self.most[rank][group]
+            padding = f", {most - least} of them padding" if most > least else ""
             raise Damaged(
                 part.storage.data.path,
                 f"its {what} of group {group} has shape {list(part.shape)}, and rank {rank}'s part of the "
-                f"parameters has {most} elements"
-                + (f", {most - least} of them padding" if most > least else ""),
+                f"parameters has {most} elements{padding}",
                 hint="the parameters are listed in the files *_model_states.pt: copy the folder again",
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -168,6 +169,17 @@ def test_training_goes_on_in_one_process(name: str, runs: Path, tmp_path: Path) 
         torch.testing.assert_close(parameter.detach(), later[key], rtol=1e-4, atol=1e-5)
 
 
+def test_more_than_ten_ranks_are_in_order(tmp_path: Path) -> None:
+    program = ROOT / "benchmarks" / "children" / "make_zero3_folder.py"
+    subprocess.run([sys.executable, program, tmp_path / "run", "400000", "4", "11"], check=True)
+    found = opened(tmp_path / "run").state().load()
+    assert [tensor.shape for tensor in found.values()] == [(24, 1001), (25, 1001), (26, 1001), (24, 1001)]
+    for number, tensor in enumerate(found.values()):
+        share = -(-tensor.numel() // 11)
+        wanted = [torch.arange(share) + 1000.0 * number + rank for rank in range(11)]
+        assert torch.equal(tensor.flatten(), torch.cat(wanted)[: tensor.numel()])
+
+
 # What else is in a folder
 
 
@@ -226,6 +238,34 @@ def test_a_scale_of_the_loss_is_named(run: Callable[[str], Path]) -> None:
     assert opened(folder).unread == ("the loss scaler (scale 1024.0)",)
 
 
+def test_tensors_of_many_devices_are_written_for_the_cpu(run: Callable[[str], Path], tmp_path: Path) -> None:
+    def moved(tree: Any, device: str) -> None:
+        states = tree["optimizer_state_dict"]
+        momenta = states["base_optimizer_state"]["state"].values()
+        weights = states["single_partition_of_fp32_groups"]
+        for tensor in [*weights, *(tensor for entry in momenta for tensor in entry.values())]:
+            tensor.storage.location = device
+
+    folder = run("zero2-bf16")
+    for rank, file in enumerate(optimizer_files(folder)):
+        changed(file, lambda tree, rank=rank: moved(tree, f"cuda:{rank}"))
+    found = written(folder, tmp_path / "out.pt")
+    assert {str(tensor.device) for tensor in found["module"].values()} == {"cpu"}
+    assert found["optimizer"]["state"]["body.weight"]["step"].device.type == "cpu"
+
+
+def test_state_of_an_unknown_form_is_named(run: Callable[[str], Path]) -> None:
+    def shorter(tree: Any) -> None:
+        entry = tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        entry["factors"] = dataclasses.replace(entry["exp_avg"], shape=(3,))
+
+    folder = run("zero2-bf16")
+    for file in optimizer_files(folder):
+        changed(file, shorter)
+    (left,) = opened(folder).unread
+    assert "'factors' of the optimizer's state" in left
+
+
 def test_buffers_that_differ_between_ranks_are_named(runs: Path, tmp_path: Path) -> None:
     with pytest.raises(RanksDiffer, match=r"norm\.running_mean.*rank 0 and rank 1"):
         ckpttool.save(opened(runs / "zero3-fp32", None), tmp_path / "out.safetensors")
@@ -244,6 +284,11 @@ def test_latest_names_the_checkpoint(runs: Path) -> None:
 
 def test_latest_that_names_nothing_is_refused(runs: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs / "zero2-fp32", tmp_path / "run"))
+    (folder / "latest").unlink()
+    os.mkfifo(folder / "latest")
+    with pytest.raises(Unreadable):
+        opened(folder)
+    (folder / "latest").unlink()
     for wrong in ("global_step9", "", "../run/global_step2", ".", "a\0b"):
         (folder / "latest").write_text(wrong)
         with pytest.raises(Damaged, match="not beside it") as caught:
@@ -581,9 +626,6 @@ def test_verify_finds_damage_in_any_rank_s_file(run: Callable[[str], Path], cli:
 def test_what_the_installed_deepspeed_saves_is_read(tmp_path: Path) -> None:
     if find_spec("deepspeed") is None:
         pytest.skip("needs the extra interop-ranks")
-    program = (
-        "from tests.support.deepspeed_runs import check_installed; check_installed(__import__('sys').argv[1])"
-    )
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
     subprocess.run(
         [sys.executable, "-m", "tests.support.deepspeed_runs", tmp_path], check=True, env=environment
