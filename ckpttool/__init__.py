@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from .transforms.average import average as average
     from .transforms.complex_parts import join_complex as join_complex
     from .transforms.complex_parts import split_complex as split_complex
+    from .transforms.disarm import disarm as disarm
     from .transforms.keys import add_prefix as add_prefix
     from .transforms.keys import rename_keys as rename_keys
     from .transforms.keys import strip_prefix as strip_prefix
@@ -72,6 +73,7 @@ else:
             "tensors.ref": ("TensorRef",),
             "transforms.average": ("average",),
             "transforms.complex_parts": ("join_complex", "split_complex"),
+            "transforms.disarm": ("disarm",),
             "transforms.keys": ("add_prefix", "rename_keys", "strip_prefix"),
             "transforms.selection": ("drop", "select", "slim", "with_metadata"),
         },

@@ -18,6 +18,7 @@ from . import (
     convert_batchnorm,
     diff,
     digest,
+    disarm,
     doctor,
     gather_metrics,
     inspect,
@@ -50,6 +51,7 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     "Convert": {
         convert: "Write another format, or other element types",
         slim: "Write only the model's state, without unused bytes",
+        disarm: "Plain values for objects, as weights_only wants",
         convert_batchnorm: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },
     "Train on": {

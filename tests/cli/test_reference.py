@@ -27,6 +27,7 @@ CONTRACT = {
     "rename-keys": f"{WRITING} --map",
     "convert": f"{WRITING} --dtype --only --exclude --full --shard-size --to",
     "slim": WRITING,
+    "disarm": f"{READING} --dry-run --force",
     "diff": f"{READING} --rtol --atol",
     "verify": f"{READING} --against",
     "digest": READING,
