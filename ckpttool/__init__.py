@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .checkpoint.state import State as State
     from .errors import CkptToolError as CkptToolError
     from .formats import open as open
+    from .formats import open_ranks as open_ranks
     from .formats import save as save
     from .models.doctor import doctor as doctor
     from .models.reloading import reload as reload
@@ -66,7 +67,7 @@ else:
             "checkpoint.checkpoint": ("Checkpoint",),
             "checkpoint.state": ("State",),
             "errors": ("CkptToolError",),
-            "formats": ("open", "save"),
+            "formats": ("open", "open_ranks", "save"),
             "models.doctor": ("doctor",),
             "models.reloading": ("reload",),
             "models.skeleton": ("skeletons",),

@@ -16,6 +16,7 @@ from ..tensors.ref import Source, Storage, TensorRef
 from .dotted_names import MAX_NAMES, Entry, Path, TooManyNames, contents, dotted, named_values
 from .nested_states import TwiceNamed, flattened, is_tensor, values_at
 from .pickled_modules import BadModules, is_module, named, own_attributes
+from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, tensor_like
 from .state import State, in_part, make_state, part
 from .states import (
@@ -74,6 +75,7 @@ class Checkpoint:
             and drop what it returned.
         remarks: where torch refuses the file, or no writer of torch's makes such a thing.
         device: the device that storages are tagged with in a `.pt` written from this; None keeps their own.
+        ranks: what is known of the ranks that each wrote a part of it; None when one process wrote it.
     """
 
     source: Source
@@ -88,6 +90,7 @@ class Checkpoint:
     names: frozenset[Global] = frozenset()
     remarks: tuple[Remark, ...] = ()
     device: str | None = None
+    ranks: Ranks | None = None
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {self.format}, {self.nbytes} bytes>"
@@ -210,7 +213,10 @@ class Checkpoint:
 
         Raises:
             Refused: HuggingFaceStorageWriter wrote the file for one rank of several.
+            Damaged: the file of a rank is missing.
         """
+        if self.ranks is not None:
+            require_all(self.path, self.ranks.missing, self.ranks.world_size)
         if SHARDING in self.metadata:
             raise Refused(
                 self.path,
@@ -231,7 +237,9 @@ class Checkpoint:
                 yield dotted(path), like
 
     def found_state(self) -> State | None:
-        """Return the model's state; None when there is none, or it can't be said which it is."""
+        """Return the model's state; None when there is none, a rank is missing, or it can't be said which."""
+        if self.ranks is not None and self.ranks.missing:
+            return None
         try:
             return self.state()
         except (NoState, Refused):

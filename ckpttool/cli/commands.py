@@ -22,6 +22,7 @@ from . import (
     doctor,
     gather_metrics,
     inspect,
+    merge,
     optimizer,
     reload,
     rename_keys,
@@ -50,6 +51,7 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     },
     "Convert": {
         convert: "Write another format, or other element types",
+        merge: "Write what many ranks wrote as one checkpoint",
         slim: "Write only the model's state, without unused bytes",
         disarm: "Plain values for objects, as weights_only wants",
         convert_batchnorm: "BatchNorm to SyncBatchNorm and back; pool ranks",

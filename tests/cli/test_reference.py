@@ -26,6 +26,7 @@ CONTRACT = {
     "add-prefix": f"{WRITING} --prefix",
     "rename-keys": f"{WRITING} --map",
     "convert": f"{WRITING} --dtype --only --exclude --full --shard-size --to",
+    "merge": f"{WRITING} --dtype --full --take-rank --companions --shard-size --to",
     "slim": WRITING,
     "disarm": f"{READING} --dry-run --force",
     "diff": f"{READING} --rtol --atol",
