@@ -13,6 +13,7 @@ from ..checkpoint.ranks import require_all
 from ..checkpoint.state import State
 from ..errors import RanksDiffer
 from ..files.copying import BUFFER, Progress
+from ..formats.folders import dcp
 from ..formats.folders.sharding import TORCH
 from ..formats.opened import File, opened
 from ..formats.pytorch import torchscript
@@ -142,7 +143,7 @@ def _verify(
         require_all(checkpoint.path, checkpoint.ranks.missing, checkpoint.ranks.world_size)
     sums = _Checksums(progress)
     sums.check_storages(checkpoint)
-    zips = checkpoint.format in ZIPS or checkpoint.ranks is not None
+    zips = checkpoint.format in ZIPS or (checkpoint.ranks is not None and checkpoint.format != dcp.NAME)
     for source in (each for each in (checkpoint.source, *checkpoint.shards) if each.size):
         if zips and source.read(0, 4) == SIGNATURE:
             sums.check_records(source)

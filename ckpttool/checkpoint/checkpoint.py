@@ -221,8 +221,7 @@ class Checkpoint:
             raise Refused(
                 self.path,
                 f"holds one rank's pieces of tensors ({SHARDING}), and no file says how large the whole is",
-                hint="take the consolidated files, if the training wrote them: often one folder up; "
-                "the whole is only in the files of all ranks, shard-*.safetensors",
+                hint="the whole is only in the files of all ranks: ckpttool merge FOLDER OUTPUT",
             )
 
     def tensor_likes(self) -> Iterator[tuple[str, TensorLike]]:

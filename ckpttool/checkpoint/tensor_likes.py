@@ -122,8 +122,8 @@ def _ways_out(path: str, likes: Mapping[str, TensorLike], holds: bool) -> str:
     if PLACEHOLDER in kinds:
         return "the values are in the ranks' *_optim_states.pt; join them: python zero_to_fp32.py FOLDER OUT"
     if kinds:
-        whole = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
-        return f"save the whole with {whole}, or keep this rank's piece: ckpttool convert {path} out.pt"
+        keep = f"or keep this rank's piece: ckpttool convert {path} out.pt"
+        return f"join the files of all ranks: ckpttool merge FOLDER out.pt; {keep}"
     few = len(likes) <= MAX_NAMED
     names = (
         " ".join(f"--exclude {shlex.quote(glob.escape(name))}" for name in likes) if few else "--exclude GLOB"

@@ -124,6 +124,10 @@ def _merged(
                 "step": ranks.step,
             }
         }
+        if checkpoint.format == "safetensors-ranks":
+            outcome.notes.append(
+                f"no file says how many ranks there were; those of {len(ranks.held)} were found"
+            )
     if named:
         checkpoint = _with_names(checkpoint, outcome)
     if dtype:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import UsageFault
-from . import rank_files
+from . import hf_pieces, rank_files
+from .dcp_folders import read_together
 from .ranked import Framework, opened
 
-FRAMEWORKS: tuple[Framework, ...] = (rank_files,)
+FRAMEWORKS: tuple[Framework, ...] = (hf_pieces, rank_files)
 
 
 def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
@@ -19,6 +20,9 @@ def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
     Raises:
         Unreadable, Damaged, Unsupported: as `Framework.read`, and as a file can't be read.
     """
+    together = read_together(folder) if take_rank is None else None
+    if together is not None:
+        return together
     for framework in FRAMEWORKS:
         paths = framework.candidates(folder)
         if paths:
