@@ -27,6 +27,7 @@ from . import (
     reload,
     rename_keys,
     slim,
+    split,
     strip_prefix,
     verify,
 )
@@ -52,6 +53,7 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     "Convert": {
         convert: "Write another format, or other element types",
         merge: "Write what many ranks wrote as one checkpoint",
+        split: "One checkpoint for the ranks of a training",
         slim: "Write only the model's state, without unused bytes",
         disarm: "Plain values for objects, as weights_only wants",
         convert_batchnorm: "BatchNorm to SyncBatchNorm and back; pool ranks",

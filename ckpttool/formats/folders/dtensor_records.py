@@ -90,9 +90,12 @@ class Shards:
         raw = struct.pack(f"<{self.ranks}i", *range(self.ranks))
         data = Computed(self.path, len(raw), lambda start, n: iter((memoryview(raw)[start : start + n],)))
         ranks = TensorRef.contiguous(Storage(data, "IntStorage"), DTYPES["int32"], (self.ranks,))
-        line = _object(
-            "torch.distributed._mesh_layout", "_FlatLayout", {"shape": (self.ranks,), "stride": (1,)}
-        )
+        several = self.ranks > 1  # torch drops axes of one
+        sizes: dict[str, object] = {
+            "shape": (self.ranks,) if several else (),
+            "stride": (1,) if several else (),
+        }
+        line = _object(LAYOUT, "_FlatLayout", sizes)
         state = {
             "_device_type": device,
             "_layout": _object(LAYOUT, "_MeshLayout", {"axes": (line,)}),
