@@ -19,6 +19,7 @@ from ckpttool.errors import CkptToolError, Damaged, Unreadable
 from ckpttool.files import copying, threads
 from ckpttool.files.copying import DryOutput, Output
 from ckpttool.files.open_source import open_source_descriptor
+from ckpttool.files.threads import NAME
 from ckpttool.tensors.ref import ByteRange, Computed, Source
 
 CONTENT = bytes(i * 7 % 251 for i in range(300_000))
@@ -146,7 +147,7 @@ def test_an_interrupted_copy_leaves_no_thread(source: Source, tmp_path: Path) ->
     with open(tmp_path / "out", "w+b") as file, pytest.raises(KeyboardInterrupt), Output(file) as out:
         out.copy(ByteRange(source, 0, 300_000))
         raise KeyboardInterrupt
-    assert not [each for each in threading.enumerate() if each.name.startswith("ThreadPoolExecutor")]
+    assert not [each for each in threading.enumerate() if each.name == NAME]
 
 
 def test_a_dry_output_only_counts(source: Source) -> None:
@@ -190,6 +191,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 READ = """
 import os
 from ckpttool.files.open_source import open_source_descriptor
+from ckpttool.files.threads import NAME
 print(os.pread(open_source_descriptor("-"), 99, 0))
 """
 
