@@ -57,6 +57,23 @@ class _Copy:
     crc: int = 0
 
 
+class Buffers:
+    """Memory of BUFFER bytes for each thread that reads; a buffer that was given back is used again."""
+
+    def __init__(self) -> None:
+        self._spare: list[memoryview] = []
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[memoryview]:
+        """Yield a buffer that no other thread uses."""
+        try:
+            buffer = self._spare.pop()
+        except IndexError:  # not asked first: another thread may take the last one in between
+            buffer = memoryview(mmap(-1, BUFFER))  # begins with a page, which the kernel copies faster
+        yield buffer
+        self._spare.append(buffer)
+
+
 class Output:
     """A file being written, front to back or at chosen places. Use it as a context manager.
 
@@ -74,7 +91,7 @@ class Output:
         self.fd = file.fileno()
         self.position = 0
         self._progress = progress or _ignore
-        self._spare: list[memoryview] = []
+        self._buffers = Buffers()
         self._workers: Workers[tuple[_Copy, int, int]] = Workers(cores(THREADS))
 
     def __enter__(self) -> Output:
@@ -154,21 +171,14 @@ class Output:
 
     def _put(self, copy: _Copy, data: ByteRange | Computed, position: int) -> tuple[_Copy, int, int]:
         """Write a block, from any thread; its CRC-32 is 0 when nobody asks for it."""
-        buffer, crc = self._buffer(), 0
-        for chunk in data.chunks(buffer):
-            self.write_at(position, chunk)
-            position += len(chunk)
-            if copy.then:
-                crc = crc32(chunk, crc)
-        self._spare.append(buffer)
+        crc = 0
+        with self._buffers.one() as buffer:
+            for chunk in data.chunks(buffer):
+                self.write_at(position, chunk)
+                position += len(chunk)
+                if copy.then:
+                    crc = crc32(chunk, crc)
         return copy, crc, data.nbytes
-
-    def _buffer(self) -> memoryview:
-        """Return a buffer that no thread uses, to be given back to the spare ones."""
-        try:
-            return self._spare.pop()
-        except IndexError:  # not asked first: another thread may take the last one in between
-            return memoryview(mmap(-1, BUFFER))  # begins with a page, which the kernel copies faster
 
 
 class DryOutput(Output):
