@@ -27,6 +27,9 @@ SMALL = 1 << 17
 THREADS = 8
 """The most that work on one file: one at a time can write to it, while others read, sum or compute."""
 
+FLUSHED = 16 << 20
+"""Bytes of an output that are sent to the disk together, long before the fsync that waits for them."""
+
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 Progress = Callable[[int], object]
@@ -112,10 +115,13 @@ class Output:
     def write_at(self, position: int, data: bytes | bytearray | memoryview) -> None:
         """Write bytes to a place of the file; `position` stays."""
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+        end = position + len(view)
         while view:
             done = os.pwrite(self.fd, view, position)
-            position += done
             view = view[done:]
+            position += done
+        if end // FLUSHED > (end - len(data)) // FLUSHED:
+            _start_flushing(self.fd, (end // FLUSHED - 1) * FLUSHED)
 
     def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
         """Append chunks of `nbytes` bytes together, each valid until the next is asked for."""
@@ -179,6 +185,16 @@ class Output:
                 if copy.then:
                     crc = crc32(chunk, crc)
         return copy, crc, data.nbytes
+
+
+def _start_flushing(fd: int, start: int) -> None:
+    """Let the kernel begin to write FLUSHED bytes to the disk. In a tmpfs this does nothing.
+
+    The advice drops pages that are on the disk, and begins to write the others; none of these is there yet.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with contextlib.suppress(OSError):  # an advice; whatever fails is an error of fsync
+            os.posix_fadvise(fd, start, FLUSHED, os.POSIX_FADV_DONTNEED)
 
 
 class DryOutput(Output):

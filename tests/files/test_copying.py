@@ -143,6 +143,22 @@ def test_computed_bytes_are_written_whole_and_summed(is_divisible: bool, tmp_pat
     assert is_divisible or threads == {threading.get_ident()}
 
 
+def test_the_disk_is_written_to_long_before_the_end(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+
+    def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
+        begun.append((start, nbytes))
+        raise OSError(errno.ENOSYS, "not here")
+
+    monkeypatch.setattr(copying, "FLUSHED", 65_536)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    assert copied(source, tmp_path / "out") == EXPECTED
+    wanted = [(start, 65_536) for start in range(0, len(EXPECTED) - 65_536, 65_536)]
+    assert sorted(begun) == (wanted if copying.BUFFER < 65_536 else wanted[-1:])
+
+
 def test_an_interrupted_copy_leaves_no_thread(source: Source, tmp_path: Path) -> None:
     with open(tmp_path / "out", "w+b") as file, pytest.raises(KeyboardInterrupt), Output(file) as out:
         out.copy(ByteRange(source, 0, 300_000))
