@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ckpttool.errors import UsageFault
-from ckpttool.files.commit import replacing
+from ckpttool.files.commit import replacing, sync_folder
 from train.config import TrainConfig
 from train.file_errors import naming
 from train.log_file import LOG
@@ -177,10 +177,16 @@ def _give_name(path: str, other: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         os.link(path, temporary)
-        os.replace(temporary, other)
     except OSError:
         with open(path, "rb") as source, replacing(other) as target:
             shutil.copyfileobj(source, target)
+        return
+    try:
+        os.replace(temporary, other)
+    except OSError:
+        os.unlink(temporary)
+        raise
+    sync_folder(os.path.dirname(other))
 
 
 def numbered(global_step: int) -> str:
