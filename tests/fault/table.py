@@ -32,8 +32,8 @@ def table(tried: Sequence[Tried], seed: int, seconds: float) -> str:
     system = f"Python {platform.python_version()}, Linux {platform.release()}"
     lines += [
         "",
-        f"{held:,} of {count:,} held, of {possible:,} faults that there are; {unreached:,} met no call: threads "
-        "took turns in another order, or one byte has no half. "
+        f"{held:,} of {count:,} held, of {possible:,} faults that there are; {unreached:,} met no call: "
+        "threads took turns in another order, or one byte has no half. "
         f"{datetime.date.today()}, seed {seed}, {seconds:.0f} s, {system}; calls held by seccomp.",
         "",
     ]
