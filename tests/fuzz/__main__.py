@@ -1,8 +1,7 @@
-"""`python -m tests.fuzz SECONDS`: change files of every format and compare what is read with other libraries.
+"""`python -m tests.fuzz SECONDS`: change files of every format, and compare what other libraries read.
 
-It prints what was tried and what a hostile file can cost; --write puts both tables into docs/security.md. What
-it finds wrong is made small and stays in tests/corpus/, which the tests examine from then on. Exit 1 if there is
-any.
+It prints what was tried and what a hostile file can cost; --write puts both tables into docs/security.md.
+What it finds wrong is made small and stays in tests/corpus/, which the tests examine; then it exits 1.
 """
 
 from __future__ import annotations

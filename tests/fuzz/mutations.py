@@ -1,7 +1,7 @@
 """Changes of files that respect their structure as far as they do not break it on purpose.
 
 A change takes bytes and a generator of random numbers and returns other bytes. Containers are taken apart,
-one part is changed by what fits its kind, and the whole is put together again, its lengths and checksums true.
+one part is changed by what fits its kind, and the whole is put together again with true lengths.
 """
 
 from __future__ import annotations

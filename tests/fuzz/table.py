@@ -18,18 +18,15 @@ BOUNDS = "<!-- bounds -->\n", "<!-- /bounds -->"
 def tried_table(tallies: Mapping[str, Tally], seed: int, seconds: float) -> str:
     """Return the table of what was tried, in Markdown, with the date and the totals below it."""
     libraries = ("torch", "safetensors", "zipfile")
+    also = " | ".join(f"also by {name}" for name in libraries)
     lines = [
-        f"| format | tried | refused | read | {' | '.join(f'also by {name}' for name in libraries)} | wrong |",
+        f"| format | tried | refused | read | {also} | wrong |",
         f"|---|{'---:|' * (len(libraries) + 4)}",
     ]
     for kind, tally in tallies.items():
         count = tally.counts
-        cells = [
-            count["tried"],
-            count["tried"] - count["read"],
-            count["read"],
-            *map(count.__getitem__, libraries),
-        ]
+        refused = count["tried"] - count["read"]
+        cells = [count["tried"], refused, count["read"], *(count[name] for name in libraries)]
         counts = " | ".join(f"{cell:,}" for cell in cells)
         lines.append(f"| {kind} | {counts} | {len(tally.found) or 'none'} |")
     total = sum(tally.counts["tried"] for tally in tallies.values())
@@ -60,7 +57,8 @@ def _when(seed: int, seconds: float) -> str:
     import torch
 
     libraries = f"torch {torch.__version__.split('+')[0]}, safetensors {safetensors.__version__}"
-    return f"{datetime.date.today()}, seed {seed}, {seconds:.0f} s, Python {platform.python_version()}, {libraries}."
+    took = f"{datetime.date.today()}, seed {seed}, {seconds:.0f} s"
+    return f"{took}, Python {platform.python_version()}, {libraries}."
 
 
 def put_into_docs(tried: str, bounds: str) -> None:
