@@ -131,14 +131,17 @@ def train(job: Job) -> None:
 def train_in(folder: str, job: Job) -> None:
     """Train, with rank 0's files in a folder."""
     from ckpttool.distributed import collectives
-    from train import resuming, shares, trackers
+    from train import proof, resuming, shares, trackers
     from train.engine import Trainer
     from train.report import Report
     from train.saving import Saver
 
     trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
     remarks = resuming.resume(trainer, folder)
+    trainer.proof = proof.chain_of(trainer, folder)
     measured = [("shares", text) for text in shares.settle(trainer)]
+    if trainer.proof:
+        trainer.proof.begin(trainer.resumed)
     saver = Saver(trainer, folder)
     report = Report(trainer, folder)
     began = [("resume", text) for text in remarks] or [("init", text) for text in job.remarks]
@@ -154,6 +157,8 @@ def train_in(folder: str, job: Job) -> None:
             raise KeyboardInterrupt(report.how_to_go_on()) from None
         with collectives.together():  # what a tracker writes last may fail, on rank 0 alone
             open_files.close()
+    if trainer.proof:
+        trainer.proof.end(end)
     report.end(end)
 
 
@@ -182,6 +187,8 @@ def run(trainer: Trainer, report: Report, saver: Saver) -> str:
 
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
+    if trainer.proof:
+        trainer.proof.epoch()
     if trainer.config.virtual_ranks:
         from train import virtual_ranks
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ckpttool.errors import UsageFault
+from ckpttool.files import chain
 from ckpttool.files.commit import replacing
 from train.config import TrainConfig
 from train.file_errors import naming
@@ -145,7 +146,7 @@ def _remove_leftovers(folder: str) -> None:
 
 
 def _is_own(name: str) -> bool:
-    return name in (LAST, BEST, LOG) or NUMBERED.fullmatch(name) is not None
+    return name in (LAST, BEST, LOG, chain.NAME) or NUMBERED.fullmatch(name) is not None
 
 
 def _own_files(folder: str) -> list[str]:

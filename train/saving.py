@@ -57,6 +57,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         state["ema"] = trainer.ema.state_dict()
     state["digests"] = _compared(state, zero=trainer.config.zero)
     state["digests"]["run"] = digest_of_run(state)
+    if trainer.proof:
+        trainer.proof.checkpoint(state)
     return state
 
 
