@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -50,6 +50,7 @@ class Progress:
         global_step: optimizer steps done since the beginning.
         samples: samples used since the beginning, by all ranks.
         best: the `merit` of the best score on the test set so far.
+        unscored: the evaluation after the last step is still to be done: a signal has cut it short.
     """
 
     epoch: int = 0
@@ -57,6 +58,7 @@ class Progress:
     global_step: int = 0
     samples: int = 0
     best: float = -math.inf
+    unscored: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class Trainer:
         self.proof: Proof | None = None
         self._gradient_norm: torch.Tensor | None = None
         self.log = StepLog(config.log_every, place.device, last=steps)
+        self.before_update: Callable[[], object] = lambda: None
         self._stand_in = task.batch_to(default_collate([self.samples[0]]), place.device)
         settle_buckets(self.ddp, lambda: self.stand_in(together=False))
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
@@ -226,6 +229,7 @@ class Trainer:
 
     def update(self) -> None:
         """Change the weights by the gradients, and clear those."""
+        self.before_update()
         if self.statistics:
             self.statistics.end_step()
         self.precision.unscale(self.optimizer)

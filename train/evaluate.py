@@ -152,10 +152,9 @@ def prepare(config: EvaluateConfig) -> Job:
 
 def work(job: Job) -> None:
     """Evaluate in a process group, and print the result on rank 0."""
-    from ckpttool.distributed.group import process_group
-    from ckpttool.distributed.heartbeat import phase, watch
+    from ckpttool.distributed.heartbeat import phase
 
-    with process_group(job.place, job.config.timeout), watch(job.config.hang_timeout):
+    with launch.process_group(job.place, job.config):
         phase("evaluation")
         found = evaluate(job)
     if job.place.rank == 0:

@@ -1,9 +1,9 @@
 """The chain of a run, run.jsonl: how it began and what came of it, so that it can be proved. Imports torch.
 
-With `--prove-every K` rank 0 writes lines, each with the hash of the line before (ckpttool/files/chain.py): how
-the run began or was resumed, who takes which samples in each epoch, every K steps the digests of the weights
-and of the samples used, the digests of each checkpoint, and each evaluation. `ckpttool prove` reads it, and
-trains a part of the run again to compare. docs/proof.md says what that proves.
+With `--prove-every K` rank 0 writes lines, each with the hash of the one before (ckpttool/files/chain.py):
+how the run began or was resumed, who takes which samples in each epoch, every K steps the digests of the
+weights and of the samples used, the digests of each checkpoint, and each evaluation. `ckpttool prove` reads
+it, and trains a part of the run again to compare. docs/proof.md says what that proves.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ SHORT = 8
 
 NOT_OF_THE_TRAINING = (
     *("out", "resume", "spawn", "force", "max_time", "tensorboard", "wandb", "save_every", "keep", "change"),
-    *("stop_at", "init", "timeout", "hang_timeout", "download", "preview", "json"),
+    *("stop_at", "init", "timeout", "hang_timeout", "join_timeout", "download", "preview", "json"),
+    *("save", "grace"),
 )
 """Settings that change no bit of the weights, or that a replay gives anew."""
 
@@ -140,8 +141,11 @@ class Proof:
                 )
 
     def checkpoint(self, state: dict[str, Any]) -> None:
-        """Write that a checkpoint is made, and the hash of the chain so far into it. Raises as `begin`."""
-        state["chain"] = collectives.decide(lambda: self.head)
+        """Write the digests of a checkpoint, before its file takes its place. Raises as `begin`.
+
+        Args:
+            state: on rank 0, with its digests; and as `chain` the hash of the chain when it was captured.
+        """
         with collectives.together():
             if collectives.rank() == 0:
                 step = state["progress"]["global_step"]
