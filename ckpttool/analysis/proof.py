@@ -167,6 +167,8 @@ def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Findin
     except (KeyError, TypeError, AttributeError):
         return Finding("checkpoint", name, "is no checkpoint of the trainer")
     told = [link.entry for link in links if link.entry.get("kind") == "checkpoint"]
+    begins = [link.entry for link in links if link.entry.get("kind") == "begin" and link.entry["source"]]
+    told += [{"step": entry["step"], "digests": entry["source"]["digests"]} for entry in begins]
     of_step = [entry for entry in told if entry["step"] == step]
     if not of_step:
         return Finding("checkpoint", name, f"is of step {step}, of which the chain tells no checkpoint", step)
