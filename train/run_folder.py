@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ckpttool.errors import FileError, UsageFault
+from ckpttool.files import chain
 from ckpttool.files.commit import replacing, sync_folder
 from ckpttool.files.temporaries import remove_abandoned
 from train import attempts
@@ -148,7 +149,7 @@ def _remove_leftovers(folder: str) -> None:
 
 
 def _is_own(name: str) -> bool:
-    return name in (LAST, BEST, LOG, attempts.FILE) or NUMBERED.fullmatch(name) is not None
+    return name in (LAST, BEST, LOG, attempts.FILE, chain.NAME) or NUMBERED.fullmatch(name) is not None
 
 
 def _own_files(folder: str) -> list[str]:
