@@ -129,7 +129,7 @@ def _merged(
                 f"no file says how many ranks there were; those of {len(ranks.held)} were found"
             )
     if named:
-        checkpoint = _with_names(checkpoint, outcome)
+        checkpoint = with_names(checkpoint, outcome)
     if dtype:
         to = target(dtype.lower())
         checkpoint, report = cast(checkpoint, to, state=state)
@@ -138,7 +138,7 @@ def _merged(
     return checkpoint, outcome
 
 
-def _with_names(checkpoint: Checkpoint, outcome: Outcome) -> Checkpoint:
+def with_names(checkpoint: Checkpoint, outcome: Outcome) -> Checkpoint:
     """Return a checkpoint whose optimizer is keyed by names, if they are certain; else note it."""
     from ..transforms.optimizer import to_names
 

@@ -228,7 +228,7 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
     if saved.mentions:  # all of them: what is left out here may be what matters
         console.note(
             "its pickle names what could run when it is loaded without weights_only: "
-            f"{', '.join(map(printable, saved.mentions))}"
+            f"{', '.join(map(printable, saved.mentions))}; ckpttool disarm writes plain values in their place"
         )
     if console.verbose and (versions := [*filter(_is_versions, saved.left_out)]):
         where = console.names(versions)

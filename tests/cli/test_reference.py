@@ -28,6 +28,8 @@ CONTRACT = {
     "convert": f"{WRITING} --dtype --only --exclude --full --shard-size --to",
     "merge": f"{WRITING} --dtype --full --take-rank --companions --shard-size --to",
     "slim": WRITING,
+    "disarm": f"{READING} --dry-run --force",
+    "split": f"{READING} --dry-run --force --ranks --as",
     "diff": f"{READING} --rtol --atol",
     "verify": f"{READING} --against",
     "digest": READING,
