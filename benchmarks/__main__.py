@@ -11,7 +11,18 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import batchnorm, comparing, convert, gathering, looking, machine, reloading, startup, strip_prefix
+from . import (
+    batchnorm,
+    comparing,
+    convert,
+    gathering,
+    looking,
+    machine,
+    merging_zero,
+    reloading,
+    startup,
+    strip_prefix,
+)
 from .case import Benchmark, Case, Results
 from .disk_space import choose_folder, in_memory, shortage
 from .markdown import put_between_marks
@@ -28,6 +39,7 @@ BENCHMARKS = {
         *convert.BENCHMARKS,
         *looking.BENCHMARKS,
         *comparing.BENCHMARKS,
+        merging_zero.BENCHMARK,
         batchnorm.BENCHMARK,
         reloading.BENCHMARK,
         *gathering.BENCHMARKS,

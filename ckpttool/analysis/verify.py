@@ -9,8 +9,11 @@ from dataclasses import dataclass, field
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums, checksum
+from ..checkpoint.ranks import require_all
 from ..checkpoint.state import State
+from ..errors import RanksDiffer
 from ..files.copying import BUFFER, Progress
+from ..formats.folders import dcp
 from ..formats.folders.sharding import TORCH
 from ..formats.opened import File, opened
 from ..formats.pytorch import torchscript
@@ -20,7 +23,7 @@ from ..formats.zip.reader import Record, read_directory
 from ..inert_pickle.known_names import names_in, names_that_run
 from ..tensors.cast import FLOATS, count_non_finite
 from ..tensors.dtypes import real_dtype
-from ..tensors.ref import ByteRange, Computed, Source
+from ..tensors.ref import ByteRange, Computed, Source, Storage
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
 from ..transforms.keys import stripping
 from .compare import Change, both_states, compare
@@ -48,8 +51,8 @@ class Problem:
 
     Attributes:
         kind: `checksum`, `frame` (the bytes around a record), `non-finite`, `torch` (a remark of the reader),
-            `code` (a name that could run, or a record that nothing refers to), or the difference from another
-            file: `only-here`, `only-there`, `form` (dtype or shape) or `values`.
+            `ranks` (ranks differ), `code` (a name that could run, or a record that nothing refers to), or the
+            difference from another file: `only-here`, `only-there`, `form` (dtype or shape) or `values`.
         name: the tensor or record.
         message: the problem, to be read after the name.
     """
@@ -136,11 +139,13 @@ def _verify(
     no_code: bool,
     progress: Progress | None,
 ) -> Verified:
+    if checkpoint.ranks is not None:
+        require_all(checkpoint.path, checkpoint.ranks.missing, checkpoint.ranks.world_size)
     sums = _Checksums(progress)
     sums.check_storages(checkpoint)
-    sources = [checkpoint.source, *checkpoint.shards]
-    for source in sources:
-        if checkpoint.format in ZIPS and source.read(0, 4) == SIGNATURE:
+    zips = checkpoint.format in ZIPS or (checkpoint.ranks is not None and checkpoint.format != dcp.NAME)
+    for source in (each for each in (checkpoint.source, *checkpoint.shards) if each.size):
+        if zips and source.read(0, 4) == SIGNATURE:
             sums.check_records(source)
         else:
             sums.free["contents"] += source.size - sums.within[id(source)]
@@ -175,6 +180,7 @@ class _Checksums:
         self.free: Counter[str] = Counter()
         self.within: Counter[int] = Counter()  # bytes of storages in each source, by its id
         self.seen: set[tuple[int, int]] = set()
+        self.used: set[tuple[int, int]] = set()  # the records of pieces that whole tensors are made of
         self.buffer = memoryview(bytearray(BUFFER))
 
     def check_storages(self, checkpoint: Checkpoint) -> None:
@@ -184,8 +190,16 @@ class _Checksums:
             if id(storage) in done or not storage.nbytes:
                 continue
             done.add(id(storage))
-            crc = self.crc(storage.data)
+            pieces = (each.data for each in storage.origins)
+            self.used |= {(id(data.source), data.offset) for data in pieces if isinstance(data, ByteRange)}
+            try:
+                crc = self.crc(storage.data)
+            except RanksDiffer as fault:
+                self.problems.append(Problem("ranks", name, fault.message))
+                continue
             self.checked += storage.nbytes
+            if storage.crc32 is None and storage.origins and not _unsummed(storage):
+                continue  # its pieces are records, which are compared one by one
             if storage.crc32 is None:
                 self.unsummed += 1
                 self.free["values"] += storage.nbytes
@@ -201,7 +215,8 @@ class _Checksums:
             if (id(source), record.data.offset) in self.seen:
                 continue
             self.checked += record.size
-            if record.size and record.name.partition("/")[2] not in OWN_RECORDS:
+            is_used = (id(source), record.data.offset) in self.used
+            if record.size and not is_used and record.name.partition("/")[2] not in OWN_RECORDS:
                 self.strays.append(_stray(source, record))
             intact = is_intact(source, record)
             if intact is None:
@@ -215,6 +230,11 @@ class _Checksums:
             self.seen.add((id(data.source), data.offset))
             self.within[id(data.source)] += data.nbytes
         return checksum(data, self.buffer, self.progress)
+
+
+def _unsummed(storage: Storage) -> bool:
+    """Return whether one of the storages that a storage is made of states no checksum."""
+    return any(each.crc32 is None for each in storage.origins)
 
 
 def _stray(source: Source, record: Record) -> Problem:
@@ -264,7 +284,10 @@ def _non_finite(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[t
         if tensor.view not in counts:
             once, repeats = without_repeats(tensor)  # an expanded tensor may be too large to read
             require_bounded(name, once, MAX_REPEATED)
-            found = sum(count_non_finite(kind, chunk) for chunk in stream(once))
+            try:
+                found = sum(count_non_finite(kind, chunk) for chunk in stream(once))
+            except RanksDiffer:  # a problem already
+                found = 0
             counts[tensor.view] = found * repeats
             if progress:
                 progress(once.nbytes)

@@ -44,8 +44,8 @@ class Checksums:
     """Sums bytes while they are read for another purpose, and compares the sums. Use it as a context manager.
 
     While the block runs, every stretch that is read of a storage is summed in the thread that reads it.
-    `finish` puts the sums together. Storages of which not every byte was read once, in stretches that meet
-    (of which only a view was, or which were mapped), are read again, whole.
+    `finish` puts the sums together, and reads what was not read: the bytes between views, and all of a
+    storage that was mapped.
     """
 
     def __init__(self, checkpoint: Checkpoint, storages: Iterable[Named]) -> None:
@@ -83,12 +83,12 @@ class Checksums:
                 ends early.
         """
         self.__exit__()
-        unread = [each for each in self._sums if each.whole() is None]
-        again = iter(_crc32s([each.storage.data for each in unread]))
-        read = {id(each): next(again) for each in unread}
+        unread = [(each, *gap) for each in self._sums for gap in each.gaps()]
+        found = _crc32s([each.storage.data.part(start, end - start) for each, start, end in unread])
+        for (each, start, end), crc in zip(unread, found, strict=True):
+            each.stretches[start] = end, crc
         for each in self._sums:
-            found = each.whole()
-            if (read[id(each)] if found is None else found) != each.storage.crc32:
+            if each.whole() != each.storage.crc32:
                 raise self._damaged(each)
 
     def _damaged(self, sums: _Sums) -> Damaged:
@@ -107,12 +107,22 @@ class _Sums(NamedTuple):
     storage: Storage
     stretches: dict[int, tuple[int, int]]
 
-    def whole(self) -> int | None:
-        """Return the CRC-32 of the storage, or None where the stretches do not make it up."""
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """Yield the first byte and the end of each stretch that is missing between those there are."""
+        at, starts = 0, sorted(self.stretches)
+        while at < self.storage.nbytes:
+            if at in self.stretches:
+                at = self.stretches[at][0]
+                continue
+            after = bisect_right(starts, at)
+            end = starts[after] if after < len(starts) else self.storage.nbytes
+            yield at, end
+            at = end
+
+    def whole(self) -> int:
+        """Return the CRC-32 of the storage, whose stretches have no gaps."""
         at = crc = 0
         while at < self.storage.nbytes:
-            if at not in self.stretches:
-                return None
             end, found = self.stretches[at]
             crc, at = combined(crc, found, end - at), end
         return crc

@@ -18,13 +18,16 @@ from . import (
     convert_batchnorm,
     diff,
     digest,
+    disarm,
     doctor,
     gather_metrics,
     inspect,
+    merge,
     optimizer,
     reload,
     rename_keys,
     slim,
+    split,
     strip_prefix,
     verify,
 )
@@ -49,7 +52,10 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     },
     "Convert": {
         convert: "Write another format, or other element types",
+        merge: "Write what many ranks wrote as one checkpoint",
+        split: "One checkpoint for the ranks of a training",
         slim: "Write only the model's state, without unused bytes",
+        disarm: "Plain values for objects, as weights_only wants",
         convert_batchnorm: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },
     "Train on": {

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, Unsupported
 from ckpttool.formats.folders import dcp_writing as ours
-from ckpttool.tensors import chunks as joined_chunks
+from ckpttool.tensors import values as values_of_tensors
 from ckpttool.tensors.to_torch import live_tensors
 from ckpttool.tensors.values import stream
 from tests.ranks import shardings
@@ -186,7 +186,7 @@ def test_a_tensor_cut_in_any_way_is_whole(
     folder = saved({str(i): part for i, part in enumerate(parts)}, tmp_path_factory.mktemp("any") / "d")
     declared(folder, tuple(whole.shape), boxes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joined_chunks, "CHUNK", 16 * chunk)
+        patch.setattr(values_of_tensors, "CHUNK", 16 * chunk)
         found = ckpttool.open(folder).state().tensors["a"]
         assert b"".join(bytes(piece) for piece in stream(found)) == values(whole)
 
