@@ -19,7 +19,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.tensor_likes import shape_of
 from ...errors import Damaged
-from ...inert_pickle.values import Record, remade, tensor_of
+from ...inert_pickle.values import Record, remade, tensor_of, walk
 from ...tensors.cast import Caster
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
@@ -82,7 +82,8 @@ def _held(files: Sequence[Checkpoint], found: Files) -> dict[int, int]:
     ranks = {id(file.source): rank for each in (found.models, found.optims) for rank, file in each.items()}
     held = dict.fromkeys(sorted(set(ranks.values())), 0)
     for file in files:
-        storages = {id(storage): storage.nbytes for _, storage in file.storages()}
+        tensors = (value for value in walk(file.tree) if isinstance(value, TensorRef))
+        storages = {id(tensor.storage): tensor.storage.nbytes for tensor in tensors}
         held[ranks[id(file.source)]] += sum(storages.values())
     return held
 
@@ -141,7 +142,7 @@ def _layout(files: Files, groups: Sequence[Group]) -> Layout:
             raise Damaged(file.source.path, reason, hint=HINT)
         for group, part in enumerate(parts):
             layout.check(rank, group, part, "part of the weights")
-        _check_mapping(file, [layout.held_by(rank), stated.held_by(rank)])
+        _check_mapping(file, layout, stated)
     return layout
 
 
@@ -162,12 +163,9 @@ def _paddings(files: Files, groups: Sequence[Group]) -> list[list[int]]:
         listed = of_optimizer(file).get("param_alignment_paddings")
         if listed is None:
             return []
-        lengths = (
-            [len(each) if isinstance(each, list) else -1 for each in listed]
-            if isinstance(listed, list)
-            else []
-        )
-        found: list[list[int]] = listed if lengths == [len(group) for group in groups] else [[-1]]
+        lengths = [len(each) for each in listed if isinstance(each, list)] if isinstance(listed, list) else []
+        fits = lengths == [len(group) for group in groups] and len(listed) == len(groups)
+        found: list[list[int]] = listed if fits else [[-1]]
         if any(type(fill) is not int or fill < 0 for each in found for fill in each):
             reason = "has paddings ('param_alignment_paddings') that do not fit its model's parameters"
             raise Damaged(file.source.path, reason, hint=HINT)
@@ -175,8 +173,8 @@ def _paddings(files: Files, groups: Sequence[Group]) -> list[list[int]]:
     return []
 
 
-def _check_mapping(file: RankFile, allowed: Sequence[object]) -> None:
-    """Check the names and places that a rank states for its part; only stages 1 and 2 do."""
+def _check_mapping(file: RankFile, *layouts: Layout) -> None:
+    """Check that a rank states the places of one of the layouts; only stages 1 and 2 state any."""
     listed = of_optimizer(file).get("param_slice_mappings")
     if not isinstance(listed, list):
         return
@@ -184,7 +182,7 @@ def _check_mapping(file: RankFile, allowed: Sequence[object]) -> None:
         {name: _address(place) for name, place in each.items()} if isinstance(each, dict) else {}
         for each in listed
     ]
-    if stated not in allowed:
+    if all(stated != layout.held_by(file.rank) for layout in layouts):
         raise Damaged(
             file.source.path,
             f"holds other parameters than rank {file.rank}'s file should ('param_slice_mappings')",
