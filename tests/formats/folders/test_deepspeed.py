@@ -582,6 +582,12 @@ def test_stage_0_goes_on_in_one_process(runs: Path, tmp_path: Path, cli: Callabl
             torch.testing.assert_close(kept["exp_avg"], wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_inspect_knows_the_names_in_the_files(runs: Path, cli: Callable[..., Any]) -> None:
+    for case in CASES:
+        found = cli("inspect", runs / case.name, "--json").json
+        assert (found["format"], found["state"], found["unknown"]) == ("deepspeed-zero", "module", [])
+
+
 def test_inspect_says_what_is_missing(run: Callable[[str], Path], cli: Callable[..., Any]) -> None:
     folder = run("zero3-fp32")
     without(folder, "*rank_2_*optim_states.pt")
