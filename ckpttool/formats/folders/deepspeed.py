@@ -218,6 +218,9 @@ def _frozen(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
             if part is None:
                 raise Damaged(file.source.path, f"lacks the frozen parameter '{name[:80]}'", hint=HINT)
             parts[rank] = part
+        if files.stage < 3 and parts[0].shape != shape:
+            reason = f"holds '{name[:80]}' in another shape than {list(shape)}, which it states"
+            raise Damaged(files.first.source.path, reason, hint=HINT)
         if files.stage == 3:
             (slot,) = parameters_cut([{name: shape}], files.world_size, [*parts]).slots
             found[name] = joined(wholes, slot, parts)
@@ -261,14 +264,15 @@ def _module(files: Files, kept: Mapping[Any, Any], cut: Mapping[str, TensorRef])
     module, ties, buffers = facts["module"], facts.get("shared_params"), _buffers(files)
     names = {t.view: n for n, value in module.items() if n in cut and (t := tensor_of(value)) and t.numel}
     caster, own = Caster(DTYPES["float32"]), dict[object, TensorRef]()
+    stands_for = (0,) if files.stage == 3 else None
     state = remade(module, ())
     for name, value in module.items():
         tensor = tensor_of(value)
-        other = names.get(tensor.view) if tensor is not None else None
         tie = ties.get(name) if isinstance(ties, dict) else None
-        source = next((each for each in (name, tie, other) if isinstance(each, str) and each in cut), None)
-        if source is not None:
-            state[name] = cut[source]
+        sources = [name, tie, names.get(tensor.view) if tensor is not None else None]
+        whole = next((cut[each] for each in sources if isinstance(each, str) and each in cut), None)
+        if whole is not None and (tensor is None or tensor.shape in (whole.shape, stands_for)):
+            state[name] = whole
         elif isinstance(kept.get(name), TensorRef):
             found = kept[name]
             half = name in buffers and found.dtype.name in ("float16", "bfloat16")
@@ -276,8 +280,7 @@ def _module(files: Files, kept: Mapping[Any, Any], cut: Mapping[str, TensorRef])
         elif name in kept:
             state[name] = kept[name]
         elif not files.missing:
-            raise Damaged(
-                files.first.source.path, f"has no values of '{name[:80]}', and no file says its shape"
-            )
+            reason = f"has no values of '{name[:80]}' in the shape that it states"
+            raise Damaged(files.first.source.path, reason, hint=HINT)
     state.update((name, tensor) for name, tensor in cut.items() if name not in state)
     return state
