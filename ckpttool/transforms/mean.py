@@ -68,7 +68,7 @@ def _plainly(values: list[NDArray[Any]], dtype: DType) -> tuple[Any, Any]:
         ends = [end for value in values for end in (-value.min(initial=0.0), value.max(initial=0.0))]
         reach = len(values) * 2.0**-52 * np.max(ends)
         plain = sum(values[1:], values[0]) / len(values)
-        below, above = _nearest(plain - reach, dtype), _nearest(plain + reach, dtype)
+        below, above = nearest(plain - reach, dtype), nearest(plain + reach, dtype)
     if not np.isfinite(reach):
         return below, slice(None)
     bits = f"u{below.itemsize}"
@@ -170,10 +170,10 @@ def _rounded(high: NDArray[Any], low: NDArray[Any], dtype: DType) -> NDArray[Any
     bits = np.ascontiguousarray(high).view("<i8")
     away = (low > 0) == (high > 0)
     even = (bits & 1 == 0) & (low != 0) & np.isfinite(high) & (high != 0)
-    return _nearest(np.where(even, np.where(away, bits + 1, bits - 1), bits).view("<f8"), dtype)
+    return nearest(np.where(even, np.where(away, bits + 1, bits - 1), bits).view("<f8"), dtype)
 
 
-def _nearest(odd: NDArray[Any], dtype: DType) -> NDArray[Any]:
+def nearest(odd: NDArray[Any], dtype: DType) -> NDArray[Any]:
     """Round float64 to a type in one step; to bfloat16, which numpy lacks, through float32 rounded to odd."""
     import numpy as np
 
