@@ -80,6 +80,9 @@ def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
     Args:
         folder: holds `adapter_config.json` and `adapter_model.safetensors` or `.bin`.
 
+    Returns:
+        The adapter, whose `checkpoint` the caller closes.
+
     Raises:
         Unreadable: one of both files is missing.
         Damaged: the configuration is no JSON object; or as `ckpttool.open` raises it.
