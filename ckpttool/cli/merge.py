@@ -9,7 +9,7 @@ import click
 
 from ..errors import NothingToDo, RanksDiffer, Refused
 from . import options
-from .console import Console, counted, printable
+from .console import Console, counted
 from .convert import FORMATS
 from .rewriting import Outcome, rewrite
 
@@ -180,12 +180,9 @@ def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
     """Return the error that names every tensor in which ranks differ."""
     from ..analysis.rank_differences import tensors_that_differ
 
-    found = tensors_that_differ(checkpoint)
-    first = next(iter(found.values()))
-    _, *more = found
-    others = (
-        f"; so do {counted(len(more), 'other tensor', 'other tensors')}: {console.names(more)}"
-        if more
-        else ""
-    )
-    return RanksDiffer(f"{checkpoint.path}: {first}{printable(others)}", hint=first.hint)
+    first, *others = tensors_that_differ(checkpoint).items()
+    message = f"{checkpoint.path}: {first[1]}"
+    if others:
+        verb = "other tensor differs" if len(others) == 1 else "other tensors differ"
+        message += f"; {len(others)} {verb} too: {console.names([name for name, _ in others])}"
+    return RanksDiffer(message, hint=first[1].hint)

@@ -122,10 +122,10 @@ def open_ranks(
     """
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
-        if take_rank is None:
+        with _collector_paused():  # also where a model.safetensors of rounded weights lies beside
+            found = frameworks.read_folder(names[0], take_rank) if os.path.isdir(names[0]) else None
+        if found is None and take_rank is None:
             return open(names[0])
-        with _collector_paused():
-            found = frameworks.read_folder(names[0], take_rank)
         if found is None:
             raise UsageFault(
                 f"{names[0]}: stores what its ranks share only once, so there is no rank to take",

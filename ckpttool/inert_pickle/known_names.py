@@ -65,6 +65,9 @@ KNOWN = UNDERSTOOD | {
     *_names(["numpy.random._pickle"], "__randomstate_ctor __generator_ctor __bit_generator_ctor"),
     *_names(["numpy.random._mt19937"], "MT19937"),
     *_names(["numpy.random._pcg64"], "PCG64 PCG64DXSM"),
+    *_names(["deepspeed.runtime.zero.config"], "ZeroStageEnum"),
+    *_names(["deepspeed.runtime.fp16.loss_scaler"], "LossScaler DynamicLossScaler"),
+    *_names(["deepspeed.utils.tensor_fragment"], "fragment_address"),
     *_names(["numpy.core.numeric", "numpy._core.numeric"], "_frombuffer"),
     *_names(
         ["numpy"], "ndarray dtype bool_ bool object_ str_ bytes_ float16 float32 float64 complex64 complex128"

@@ -96,7 +96,7 @@ def save_pieces(rank: int, world_size: int, folder: str) -> None:
 
 
 def save_placed(rank: int, world_size: int, folder: str) -> None:
-    """Save each rank's file of tensors placed in many ways on 4 ranks; rank 0 also keeps the whole beside it."""
+    """Save each rank's file of tensors placed in many ways on 4 ranks; rank 0 also keeps the whole."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -176,12 +176,15 @@ def _train_and_save(model: nn.Module, rank: int, world_size: int, folder: str) -
     where = f"world_size_{world_size}_rank_{rank}.pt"
     torch.save(model.state_dict(), f"{folder}/model_{where}")
     torch.save(optimizer.state_dict(), f"{folder}/optim_{where}")
-    torch.save({"lr_scheduler": {"last_epoch": 1}, "rng": torch.get_rng_state()}, f"{folder}/extra_state_{where}")
+    torch.save(
+        {"lr_scheduler": {"last_epoch": 1}, "rng": torch.get_rng_state()}, f"{folder}/extra_state_{where}"
+    )
 
     def full(value: Any) -> Any:
         if isinstance(value, dict):
             new = type(value)((key, full(item)) for key, item in value.items())
-            vars(new).update(vars(value)) if hasattr(value, "_metadata") else None
+            if hasattr(value, "_metadata"):
+                new._metadata = value._metadata  # type: ignore[attr-defined]
             return new
         return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -196,7 +199,7 @@ def save_fsdp1(rank: int, world_size: int, folder: str) -> None:
     from torch.distributed.fsdp.api import FullOptimStateDictConfig, FullStateDictConfig
 
     warnings.simplefilter("ignore")
-    FSDP = FullyShardedDataParallel  # noqa: N806 - its usual name
+    FSDP = FullyShardedDataParallel
     model = FSDP(net(), device_id=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     model(torch.ones(2, 5)).sum().backward()
@@ -224,3 +227,98 @@ def save_fsdp1(rank: int, world_size: int, folder: str) -> None:
         saved = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
     if rank == 0:
         torch.save(saved, f"{folder}/whole.pt")
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Train some steps on the same small batch."""
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 10).reshape(2, 5)).square().sum().backward()
+        optimizer.step()
+
+
+def save_straight(rank: int, world_size: int, folder: str, count: int) -> None:
+    """Train under FSDP2, save rank by rank, train `count` more steps and save the whole of that on rank 0."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    model = net()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    steps(model, optimizer, 3)
+    where = f"world_size_{world_size}_rank_{rank}.pt"
+    torch.save(model.state_dict(), f"{folder}/model_{where}")
+    names = get_state_dict(model, optimizer)[1]
+    torch.save(names, f"{folder}/optim_{where}")
+    steps(model, optimizer, count)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    ended = get_state_dict(model, optimizer, options=options)
+    if rank == 0:
+        torch.save(ended, f"{folder}-ended.pt")
+
+
+def go_on_from_dcp(rank: int, world_size: int, folder: str, count: int) -> None:
+    """Load a DCP folder under FSDP2, train `count` steps and save the whole on rank 0."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    model = net()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    steps(model, optimizer, count)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    ended = get_state_dict(model, optimizer, options=options)
+    if rank == 0:
+        torch.save(ended, f"{folder}-ended.pt")
+
+
+def save_as_hugging_face(rank: int, world_size: int, folder: str) -> None:
+    """Save by HuggingFaceStorageWriter, each rank its pieces: in one file (`one`) and in two (`two`)."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    warnings.simplefilter("ignore")
+    line = init_device_mesh("cpu", (world_size,))
+    tensors = whole() | {"scalar": torch.tensor(1.5)}
+    cut = {"rows": 0, "columns": 1, "both": 0, "middle": 1, "short": 0}
+    state = {
+        name: distribute_tensor(tensor, line, [Shard(cut[name])]) if name in cut else tensor
+        for name, tensor in tensors.items()
+    }
+    in_two = {name: 1 + number % 2 for number, name in enumerate(tensors)}
+    for name, mapping in (("one", None), ("two", in_two)):
+        path = Path(folder, name)
+        path.mkdir(parents=True, exist_ok=True)
+        writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=mapping, save_distributed=True)
+        dcp.save(state, storage_writer=writer)
+    if rank == 0:
+        torch.save(tensors, f"{folder}-whole.pt")
+
+
+def save_as_accelerate(rank: int, world_size: int, folder: str) -> None:
+    """Save model and optimizer in two DCP folders, as accelerate does; rank 0 also keeps the whole."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    model = net()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    steps(model, optimizer, 2)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights}, checkpoint_id=f"{folder}/pytorch_model_fsdp_0")
+    dcp.save({"optimizer": moments}, checkpoint_id=f"{folder}/optimizer_0")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    if rank == 0:
+        torch.save({"model": weights, "optimizer": moments}, f"{folder}-whole.pt")

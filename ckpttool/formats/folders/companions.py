@@ -15,8 +15,10 @@ from . import folders, sharding
 MAX_BYTES = 100_000_000
 """The most bytes of a file that is copied along; tokenizers have up to 40 MB."""
 
-NO_COMPANIONS = (*CHECKPOINT_ENDINGS, ".distcp", ".pkl", ".pickle", sharding.INDEX)
-"""Name endings of files that hold a run's state, not a model's settings."""
+OF_DEEPSPEED = tuple(os.sep + name for name in ("latest", "zero_to_fp32.py", "zero_to_torch.py"))
+
+NO_COMPANIONS = (*CHECKPOINT_ENDINGS, ".distcp", ".pkl", ".pickle", sharding.INDEX, *OF_DEEPSPEED)
+"""Endings of the paths of files that belong to a run, not to a model."""
 
 BELOW = "huggingface"
 """A folder below that of the ranks, in which trainers keep a model's configuration and tokenizer."""

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import UsageFault
-from . import hf_pieces, rank_files
+from . import deepspeed, hf_pieces, rank_files
 from .dcp_folders import read_together
 from .ranked import Framework, opened
 
-FRAMEWORKS: tuple[Framework, ...] = (hf_pieces, rank_files)
+FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
 
 
 def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:

@@ -93,5 +93,6 @@ def whole_of(
         unread=unread,
         names=frozenset().union(*(file.names for file in files)),
         remarks=tuple(remark for file in files for remark in file.remarks),
+        device="cpu",  # each rank's storages are tagged with its own device
         ranks=ranks,
     )
