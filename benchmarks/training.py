@@ -4,9 +4,10 @@
 
 The same ResNet-20, data in memory, global batch and optimizer, on two ranks over gloo on the CPU. The ways
 take turns of some steps, round after round, in one pair of processes; a ratio is the median of the rounds'.
-The bare loop runs twice: what the two differ by is noise. CPU
-seconds of rank 0 depend less on what else the machine does. accelerate and Lightning are left out where they
-are not installed (`pip install -e '.[interop]'`).
+The bare loop runs twice: what the two differ by is noise. Where a process has laid a way's memory makes it
+some per cent faster or slower for as long as the process lives, so each of several launches sets up the ways
+in another order. CPU seconds of rank 0 depend less on what else the machine does. accelerate and Lightning
+are left out where they are not installed (`pip install -e '.[interop]'`).
 """
 
 from __future__ import annotations
@@ -41,15 +42,41 @@ NEEDS = {"accelerate": "accelerate", "fabric": "lightning"}
 
 
 def measure(
-    folder: Path, ways: Sequence[str], *, ranks: int = 2, rounds: int = 60, steps: int = 2, batch: int = 64
+    folder: Path,
+    ways: Sequence[str],
+    *,
+    ranks: int = 2,
+    launches: int = 5,
+    rounds: int = 12,
+    steps: int = 2,
+    batch: int = 64,
 ) -> Seconds:
     """Return the seconds, and the CPU seconds of rank 0, of each way's steps in each round.
+
+    Args:
+        folder: for the ranks' files.
+        ways: names of `NAMES`.
+        ranks: processes, each with one thread.
+        launches: process groups, one after another; each sets up the ways in another order.
+        rounds: of each launch; every way has one turn in each.
+        steps: optimizer steps of a turn.
+        batch: samples of a step, on all ranks together.
 
     Raises:
         subprocess.CalledProcessError: a rank failed; its output is on stderr.
     """
+    seconds: Seconds = {way: [] for way in ways}
+    for launch in range(launches):
+        shift = launch % len(ways)
+        found = _launch(folder, [*ways[shift:], *ways[:shift]], ranks, (rounds, steps, batch))
+        for way in ways:
+            seconds[way] += found[way]
+    return seconds
+
+
+def _launch(folder: Path, ways: list[str], ranks: int, counts: tuple[int, int, int]) -> Seconds:
     launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks, CHILD]
-    given = [*launcher, folder, rounds, steps, batch, *ways]
+    given = [*launcher, folder, *counts, *ways]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([str(one) for one in given], check=True, stdout=subprocess.DEVNULL, env=environment)
     found: Seconds = json.loads((folder / "seconds.json").read_text())
@@ -89,7 +116,7 @@ def _named(way: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name, usual in (("ranks", 2), ("rounds", 60), ("steps", 2), ("batch", 64)):
+    for name, usual in (("ranks", 2), ("launches", 5), ("rounds", 12), ("steps", 2), ("batch", 64)):
         parser.add_argument(f"--{name}", type=int, default=usual, metavar="N", help="(%(default)s)")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to FILE")
     options = parser.parse_args()
@@ -102,11 +129,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="ckpttool-bench-") as name:
         folder = Path(name)
         load = machine.load()
-        counts = {"ranks": options.ranks, "rounds": options.rounds, "steps": options.steps}
-        seconds = measure(folder, ways, **counts, batch=options.batch)
+        counts = {"ranks": options.ranks, "launches": options.launches, "rounds": options.rounds}
+        seconds = measure(folder, ways, **counts, steps=options.steps, batch=options.batch)
         about = f"{machine.date()}; {machine.versions()}; {machine.size(folder)}; {load} at the start"
-    what = f"ResNet-20, {options.ranks} ranks, gloo, global batch {options.batch}, {options.rounds} rounds"
-    markdown = f"{as_markdown(seconds, options.steps)}\n\n{what} of {options.steps} steps. Measured {about}."
+    what = f"ResNet-20, {options.ranks} ranks, gloo, global batch {options.batch}"
+    turns = f"{options.launches} launches of {options.rounds} rounds of {options.steps} steps"
+    markdown = f"{as_markdown(seconds, options.steps)}\n\n{what}; {turns}. Measured {about}."
     print(markdown)
     if options.markdown:
         put_between_marks(options.markdown, markdown)

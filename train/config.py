@@ -109,6 +109,20 @@ class RanksConfig:
         type=number(above=0),
         metavar="SECONDS",
     )
+    hang_timeout: float = flag(
+        300.0,
+        "ranks",
+        "end the run, naming the rank, when others wait for one that does nothing for so long; 0: no (300)",
+        type=number(least=0),
+        metavar="SECONDS",
+    )
+    join_timeout: float = flag(
+        60.0,
+        "ranks",
+        "how long a rank waits for the others to come, at the start (60, or as long as it took itself)",
+        type=number(above=0),
+        metavar="SECONDS",
+    )
     spawn: int | None = flag(
         None, "ranks", "start N ranks on this machine, without torchrun", type=integer(1), metavar="N"
     )
@@ -306,13 +320,26 @@ class TrainConfig(RanksConfig, DataConfig):
         type=every("epochs", "steps", "s", "min", "h", least=1),
         metavar="N[steps|epochs|s|min|h]",
     )
+    save: str = flag(
+        "async",
+        "saving",
+        "async (the default): train on while a copy of the state is written; sync: wait, without a copy",
+        choices=("sync", "async"),
+    )
+    grace: float = flag(
+        25.0,
+        "saving",
+        "seconds from a SIGTERM, SIGINT or SIGUSR1 to the end of the run, with a checkpoint (25)",
+        type=number(above=0),
+        metavar="SECONDS",
+    )
     keep: int = flag(
         0, "saving", "also keep the last K of them, as step-<number>.pt (0)", type=integer(0), metavar="K"
     )
     resume: str | None = flag(
         None,
         "saving",
-        "continue from this checkpoint; auto: from last.pt in --out, if it exists",
+        "continue from this checkpoint; auto: from the newest in --out that is whole, if there is any",
         nargs="?",
         const="auto",
         metavar="auto|PATH",
@@ -326,6 +353,16 @@ class TrainConfig(RanksConfig, DataConfig):
         metavar="NAME",
     )
     force: bool = flag(False, "saving", "start over in a folder that holds a run, and overwrite it")
+    prove_every: int | None = flag(
+        None,
+        "saving",
+        "chain digests of samples, checkpoints and, each N steps, weights in run.jsonl, for ckpttool prove",
+        type=integer(1),
+        metavar="N",
+    )
+    stop_at: int | None = flag(
+        None, "saving", "end after this optimizer step, as --max-time does", type=integer(1), metavar="STEP"
+    )
     log_every: int = flag(
         50, "saving", "steps between two entries of log.jsonl (50)", type=integer(1), metavar="N"
     )

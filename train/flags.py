@@ -130,12 +130,17 @@ def arguments_of(config: TrainConfig) -> list[str]:
         if field.metadata.get("action") == "append":
             found += [part for item in value for part in (name_of(field), item)]
         else:
-            given = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+            given = ",".join(map(_written, value)) if isinstance(value, list | tuple) else _written(value)
             if given.startswith("-"):  # else it would be taken for a flag
                 found.append(f"{name_of(field)}={given}")
             else:
                 found += [name_of(field), *([] if isinstance(value, bool) else [given])]
     return found
+
+
+def _written(value: Any) -> str:
+    """Return a value as a person would type it: 3, not 3.0."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def name_of(field: dataclasses.Field[Any]) -> str:

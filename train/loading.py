@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from ckpttool.distributed.place import Place
 from ckpttool.errors import CkptToolError
 from train.samples import Samples, count
+from train.spawning import PR_SET_PDEATHSIG
 
 
 class Batches:
@@ -58,6 +64,7 @@ def load(
         num_workers=workers,
         collate_fn=collate if workers else None,
         persistent_workers=again and workers > 0,
+        worker_init_fn=outlive_signals if workers else None,
         # Forked where that is safe: then data sets from a user's file need not be picklable.
         multiprocessing_context=("fork" if sys.platform == "linux" else None) if workers else None,
         pin_memory=place.device.type == "cuda",
@@ -97,3 +104,18 @@ class Careful(Dataset[Any]):
 def collate(batch: list[Any]) -> Any:
     """Return the samples as one batch; or the first failure among them."""
     return next((sample for sample in batch if isinstance(sample, Failure)), None) or default_collate(batch)
+
+
+def outlive_signals(_: int) -> None:
+    """Let a process that loads data ignore the signals that end a run, and end with its rank.
+
+    A terminal and a scheduler send them to all processes, and the rank needs batches to end its step.
+    """
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        with contextlib.suppress(AttributeError):  # a system without it
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        rank = multiprocessing.parent_process()
+        if rank is not None and rank.pid != os.getppid():
+            os._exit(1)

@@ -7,6 +7,7 @@ docs/trainer.md lists the fields.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -24,11 +25,20 @@ def append(folder: str, entry: Mapping[str, Any]) -> None:
     """Add one object to the log, on a line of its own; NaN and infinity become null.
 
     Raises:
-        FileError: the log can't be written.
+        FileError: the log can't be written. What was written of the line is taken back.
     """
     path = os.path.join(folder, LOG)
-    with naming(path), open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(_finite(entry)) + "\n")
+    line = (json.dumps(_finite(entry)) + "\n").encode()
+    with naming(path), open(path, "ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            written = file.write(line)
+            if written < len(line):
+                file.write(line[written:])
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.truncate(before)
+            raise
 
 
 def cut(folder: str, *, epoch: int, step: int) -> None:

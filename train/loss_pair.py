@@ -26,7 +26,7 @@ def wrong_pair(returned: Any) -> str | None:
             return None
     elif isinstance(count, bool) or not isinstance(count, int | numpy.integer):
         return f"{count if isinstance(count, float) else kind_of(count)} as its count, not an integer"
-    if int(count) < 0:
+    if not 0 <= int(count) < 2**63:
         return f"a count of {int(count)}"
     if int(count) == 0 and total.device.type == "cpu" and float(total.detach()) != 0:
         return f"a count of 0 for a sum of {float(total.detach()):g}"

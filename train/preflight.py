@@ -188,9 +188,9 @@ class Trial:
         """Return the error for a model that failed."""
         if isinstance(error, CkptToolError):
             return error
-        shape = "×".join(map(str, self.data.shape))
+        samples = " ".join(["×".join(map(str, self.data.shape)), "samples"]).strip()
         return UsageFault(
-            f"--model {self.model}: does not take the {shape} samples of {self.data.name}: {_reason(error)}"
+            f"--model {self.model}: does not take the {samples} of {self.data.name}: {_reason(error)}"
         )
 
 

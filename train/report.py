@@ -24,6 +24,7 @@ from train.flags import arguments_of
 from train.run_folder import BEST, LAST
 from train.samples import count
 from train.scoring import Score
+from train.stopping import Stop
 from train.task import Classification
 
 FIXED_COLUMNS = len("  train loss   test loss  seconds  best")
@@ -40,6 +41,7 @@ class Report:
         self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
         self.metrics = self._metrics()
         self._bar: Any = None
+        self._when = ""
 
     def begin(self, remarks: list[tuple[str, str]]) -> None:
         """Print the header and remarks; drop from the log what will be trained again.
@@ -189,11 +191,36 @@ class Report:
             }
         return entry | {"lr": self.trainer.lr}
 
+    def event(self, event: str, text: str, step: int, **fields: Any) -> None:
+        """Print on stderr what the user should know although the run goes on, and log it. Raises as `begin`.
+
+        Args:
+            event: what has happened, as a script finds it in the log.
+            text: the same for people.
+            step: in which step.
+            fields: more for the log.
+        """
+        with collectives.together():
+            if self.speaks:
+                if self._bar is not None:
+                    self._bar.clear()
+                print(f"warning: {text}", file=sys.stderr, flush=True)
+        self.trainer.log.write({"step": step, "event": event, **fields}, step)
+
+    def note_signal(self, ended_by: str, stop: Stop) -> None:
+        """Log how long a run took to end, if a signal has ended it. A collective."""
+        if ended_by and ended_by == stop.name:
+            seconds, step = stop.seconds(), self.trainer.progress.global_step
+            left = stop.grace - seconds
+            self._when = f" after step {step}, saved {seconds:.1f} s later, {left:.1f} s before --grace ends"
+            fields = {"seconds": round(seconds, 3), "grace_left": round(left, 3)}
+            self.trainer.log.write({"step": step, "event": ended_by, **fields}, step)
+
     def end(self, ended_by: str) -> None:
         """Print what was saved, and the commands to use it. Raises as `begin`.
 
         Args:
-            ended_by: the flag that ended the run; `""` if there was nothing to do.
+            ended_by: the flag or the signal that ended the run; `""` if there was nothing to do.
         """
         with collectives.together():
             if self.speaks:
@@ -209,8 +236,8 @@ class Report:
                 launch.say(f"        {best} ({score})")
         if saved:
             flags = flags_of(self.trainer.config) + flags_of_bits(self.trainer.place.device)
-            if ended_by == "--max-time":
-                launch.say(f"\nended   by --max-time; {self.how_to_go_on()}")
+            if ended_by and ended_by not in ("--epochs", "--max-steps"):
+                launch.say(f"\nended   by {ended_by}{self._when}; {self.how_to_go_on()}")
             launch.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
             model = shlex.quote(os.path.join(self.folder, "model.safetensors"))

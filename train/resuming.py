@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
 from ckpttool.distributed import collectives, randomness
-from ckpttool.errors import Damaged, UsageFault
+from ckpttool.errors import Damaged, Unreadable, UsageFault
 from train import changing, checkpoints, optimizers, run_folder, shares
 from train.config import TrainConfig
 from train.contents import Contents, flat
@@ -18,8 +17,9 @@ from train.saving import versions
 
 # Flags that may differ on resume; a change of any other would make it another training.
 FREE = {
-    *("epochs", "max_steps", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
-    *("out", "save_every", "keep", "resume", "force", "change", "data_root", "download"),
+    *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
+    *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
+    *("out", "save_every", "save", "keep", "resume", "force", "change", "data_root", "download"),
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
@@ -43,21 +43,22 @@ def resume(trainer: Trainer, folder: str) -> list[str]:
         Remarks for the user; none for a fresh start.
 
     Raises:
-        Unreadable, Damaged, Refused: on rank 0, as `checkpoints.read`; the other ranks raise RankFailed.
+        Unreadable, Damaged, Refused: on rank 0, as `checkpoints.read`; the other ranks raise RankFailed. With
+            `--resume auto` a damaged file is passed over if another one is whole.
         UsageFault: likewise, if the file belongs to another training.
     """
     config = trainer.config
-    path = collectives.decide(lambda: _find(config, folder))
-    if path is None:
+    found = collectives.broadcast(lambda: _find(trainer, folder))
+    if found is None:
         trainer.started_from = collectives.decide(lambda: _weights(config))
         return ["there is no checkpoint yet: a new run, so --change changes nothing"] if config.change else []
-    state = collectives.broadcast(lambda: read_fitting(path, trainer))
+    path, state, passed_over = found
     with collectives.together(), checkpoints.malformed(path):
         restore(trainer, state)
         remarks = _remarks(trainer, state, path)
-    if trainer.epoch_is_done():  # as older versions saved it
+    if trainer.epoch_is_done() and not trainer.progress.unscored:  # as older versions saved it
         trainer.finish_epoch()
-    return remarks
+    return passed_over + remarks
 
 
 def _weights(config: TrainConfig) -> str | None:
@@ -67,11 +68,32 @@ def _weights(config: TrainConfig) -> str | None:
     return init_from.digest(config.init) if config.init else None
 
 
-def _find(config: TrainConfig, folder: str) -> str | None:
-    if config.resume == "auto":
-        path = os.path.join(folder, run_folder.LAST)
-        return path if os.path.exists(path) else None
-    return config.resume
+def _find(trainer: Trainer, folder: str) -> tuple[str, dict[str, Any], list[str]] | None:
+    """Return the path of the checkpoint to continue from, its contents, and remarks; None for a new run."""
+    resume = trainer.config.resume
+    if resume != "auto":
+        return (resume, read_fitting(resume, trainer), []) if resume else None
+    passed_over: list[Damaged | Unreadable] = []
+    for path in run_folder.newest_first(folder):
+        found = _whole(path, trainer)
+        if isinstance(found, dict):
+            return path, found, [f"passed over {error}" for error in passed_over]
+        passed_over.append(found)
+    if passed_over:
+        others = f", and no other checkpoint in {folder} is whole" if len(passed_over) > 1 else ""
+        error = passed_over[0]
+        raise Damaged(error.path, f"{error.reason}{others}", hint="--force starts over")
+    return None
+
+
+def _whole(path: str, trainer: Trainer) -> dict[str, Any] | Damaged | Unreadable:
+    """Return a checkpoint that belongs to this training, or why it is not whole; else raise as `resume`."""
+    try:
+        return read_fitting(path, trainer)
+    except (Damaged, Unreadable) as error:
+        if isinstance(error.__cause__, PermissionError):  # for the user to change
+            raise
+        return error
 
 
 def read_fitting(path: str, trainer: Trainer) -> dict[str, Any]:
@@ -185,6 +207,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.scheduler.load_state_dict(state["scheduler"])
     changing.apply(trainer, fresh)
     trainer.started_from = state["plan"].get("init")
+    trainer.resumed = {name: state.get(name) for name in ("digests", "chain")}
     trainer.precision.load_state_dict(state.get("scaler", {}))
     if trainer.ema:
         trainer.ema.load_state_dict(state["ema"])
@@ -194,6 +217,9 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     progress = dict(state["progress"])
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)
+    if trainer.progress.unscored:  # its line of the log has the learning rate of the step that was taken
+        schedule = trainer.scheduler
+        trainer.lr = schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch - 1)
     if len(states) == trainer.place.world_size:
         trainer.sums.restore(sums[rank])
         randomness.put_back(states[rank])

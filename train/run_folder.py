@@ -11,13 +11,16 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ckpttool.errors import UsageFault
+from ckpttool.errors import FileError, UsageFault
+from ckpttool.files import chain
 from ckpttool.files.commit import replacing, sync_folder
+from ckpttool.files.temporaries import remove_abandoned
+from train import attempts
 from train.config import TrainConfig
 from train.file_errors import naming
 from train.log_file import LOG
@@ -65,6 +68,7 @@ def claimed(config: TrainConfig, now: str) -> Iterator[str]:
             stack.enter_context(_locked(folder))
             _check_files(folder, config)
             check_writable(folder)
+            remove_abandoned(folder)
             _remove_leftovers(folder)
             if not config.resume:
                 _clear(folder)
@@ -145,7 +149,7 @@ def _remove_leftovers(folder: str) -> None:
 
 
 def _is_own(name: str) -> bool:
-    return name in (LAST, BEST, LOG) or NUMBERED.fullmatch(name) is not None
+    return name in (LAST, BEST, LOG, attempts.FILE, chain.NAME) or NUMBERED.fullmatch(name) is not None
 
 
 def _own_files(folder: str) -> list[str]:
@@ -155,16 +159,35 @@ def _own_files(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in os.listdir(folder) if _is_own(name)]
 
 
-def write(state: dict[str, Any], folder: str, names: list[str]) -> None:
+def write(
+    state: dict[str, Any],
+    folder: str,
+    names: list[str],
+    *,
+    before_it_counts: Callable[[], object] = lambda: None,
+) -> None:
     """Write one checkpoint under several names, each atomically.
+
+    Args:
+        state: what the file holds.
+        folder: of the run.
+        names: of the files, at least one.
+        before_it_counts: called when the file is complete on the disk and has no name yet. If it raises, the
+            file is removed.
 
     Raises:
         FileError: the disk is full, or the folder can't be written; an older file of that name is unchanged.
     """
     path = os.path.join(folder, names[0])
     with naming(path):
-        with replacing(path) as file:
-            torch.save(state, file)
+        try:
+            with replacing(path) as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+                before_it_counts()
+        except UsageFault as error:  # at the start it could be: the folder has changed since
+            raise FileError(path, error.message.removeprefix(f"{path}: ")) from error
         for name in names[1:]:
             _give_name(path, os.path.join(folder, name))
 
@@ -192,6 +215,25 @@ def _give_name(path: str, other: str) -> None:
 def numbered(global_step: int) -> str:
     """Return the file name of a numbered checkpoint."""
     return f"step-{global_step:06d}.pt"
+
+
+def newest_first(folder: str) -> list[str]:
+    """Return the paths of a run's checkpoints, to be tried in this order: last.pt, then the others by time.
+
+    A file that has two names is listed once.
+    """
+    others = [
+        entry
+        for entry in os.scandir(folder)
+        if (NUMBERED.fullmatch(entry.name) or entry.name == BEST) and entry.is_file()
+    ]
+    others.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name), reverse=True)
+    paths = [os.path.join(folder, LAST), *(entry.path for entry in others)]
+    found: dict[tuple[int, int], str] = {}
+    for path in filter(os.path.exists, paths):
+        facts = os.stat(path)
+        found.setdefault((facts.st_dev, facts.st_ino), path)
+    return list(found.values())
 
 
 def drop_old(folder: str, keep: int) -> None:

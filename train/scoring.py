@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -29,6 +30,7 @@ class Scorer:
 
     def __init__(self, data: Data, task: Task, place: Place, *, batch_size: int, workers: int = 0) -> None:
         self.data, self.task = data, task
+        self.before_batch: Callable[[], object] = lambda: None  # what it raises ends the evaluation
         self.measures = measures(task.metrics)
         self.evaluator = Evaluator(
             data.test,
@@ -66,6 +68,7 @@ class Scorer:
         return self.evaluator.classes(model, about=about, check=self._check, forward=self.task.forward)
 
     def _check(self, batch: Any, indices: Any) -> None:
+        self.before_batch()
         self.task.check(batch, indices, "test")
 
     def _about(self, checkpoint: str | None) -> Evaluation:

@@ -36,7 +36,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpttool.distributed import collectives
+from ckpttool.distributed import collectives, heartbeat
 
 PHASES = ("data", "forward", "backward", "reduce", "update")
 
@@ -114,7 +114,7 @@ class StepLog:
         lr: float,
         epochs: float,
         grad_norm: torch.Tensor | float | None = None,
-    ) -> None:
+    ) -> float | None:
         """End an optimizer step, and write an entry if the interval ends with it.
 
         Args:
@@ -123,6 +123,9 @@ class StepLog:
             lr: the learning rate it was taken with.
             epochs: epochs done so far, with their fraction.
             grad_norm: of the whole gradient, before it was clipped; needed only where `due(number)`.
+
+        Returns:
+            The mean loss of all ranks over the interval, where it ends and something was counted in it.
 
         Raises:
             FileError: on rank 0, if the log can't be written; the other ranks raise RankFailed.
@@ -134,12 +137,14 @@ class StepLog:
         self._clock.settle(self._seconds)
         self._samples += samples
         self._steps += 1
-        if self.due(number):
-            norm = None if grad_norm is None else float(grad_norm)
-            entry = {"step": number, "epochs": round(epochs, 6), "lr": lr, "grad_norm": norm}
-            entry |= self._of_interval()
-            self._clear()
-            self.write(entry, number)
+        if not self.due(number):
+            return None
+        norm = None if grad_norm is None else float(grad_norm)
+        entry = {"step": number, "epochs": round(epochs, 6), "lr": lr, "grad_norm": norm}
+        entry |= self._of_interval()
+        self._clear()
+        self.write(entry, number)
+        return entry["loss"]
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
         """Write an entry of any kind, given on rank 0. A collective. Raises as `step`."""
@@ -223,6 +228,7 @@ class _Phase:
     def __enter__(self) -> None:
         if self.loss is not None and self.loss.requires_grad:
             self.loss.register_hook(self._at_begin_of_backward)  # type: ignore[no-untyped-call]
+        heartbeat.phase(self.name)
         self.start = self.log._enter()
 
     def __exit__(

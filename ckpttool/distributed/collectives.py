@@ -1,8 +1,8 @@
 """What the ranks of a process group do together: decide, broadcast, sum, compare, fail. Imports torch.
 
-Every function is a collective: all ranks call it, in the same order. Only `alike`, `digest` and `digest_all`
-send nothing. Without a process group there is one rank, and each does what it would do there. Tensors travel
-as bytes, so any dtype does (bool, bfloat16, complex64, ...), over gloo and over NCCL.
+Every function is a collective: all ranks call it, in the same order. Only `alike`, `combined` and those that
+begin with `digest` send nothing. Without a process group there is one rank, and each does what it would do
+there. Tensors travel as bytes, so any dtype does (bool, bfloat16, complex64, ...), over gloo and over NCCL.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ class RankFailed(CkptToolError):
 
     kind = "rank-failed"
     exit_code = 1
+
+
+class RankLost(RankFailed):
+    """Another rank has gone or does not answer; `watch` has written which one to stderr."""
+
+    kind = "rank-lost"
 
 
 # ---- one rank for all ----------------------------------------------------------------------------------
@@ -242,7 +248,23 @@ def compare(values: Mapping[str, Any], when: str = "", *, hint: str | None = Non
         RanksDiffer: on every rank if values differ; names the first one, and the ranks that differ from most.
         TypeError: on a rank with a sparse, quantized or meta tensor; RankFailed on the others.
     """
-    return _compare(lambda: (values, 0), when, hint)[0].hex()
+    return _compare(lambda: (digest_each(values), 0), when, hint)[0].hex()
+
+
+def compare_digests(
+    look: Callable[[], Mapping[str, bytes]], when: str = "", *, hint: str | None = None
+) -> None:
+    """Check that all ranks hold the same values, whose digests are known already, as by another thread.
+
+    Args:
+        look: returns what `digest_each` returned.
+        when, hint: as for `compare`.
+
+    Raises:
+        RanksDiffer: as `compare`.
+        Exception: what `look` raised; RankFailed on the other ranks.
+    """
+    _compare(lambda: (dict(look()), 0), when, hint)
 
 
 def agree(
@@ -262,18 +284,22 @@ def agree(
         RanksDiffer: on every rank if values differ, as `compare` does.
         Exception: what `look` raised; RankFailed on the other ranks.
     """
-    return _compare(look, when, hint)[1]
+
+    def digested() -> tuple[dict[str, bytes], int]:
+        values, number = look()
+        return digest_each(values), number
+
+    return _compare(digested, when, hint)[1]
 
 
 def _compare(
-    look: Callable[[], tuple[Mapping[str, Any], int]], when: str, hint: str | None
+    look: Callable[[], tuple[dict[str, bytes], int]], when: str, hint: str | None
 ) -> tuple[bytes, list[int]]:
     """Return the digest of the values of all ranks, and each rank's number."""
     digests: dict[str, bytes] = {}
     with _together(NUMBER_AND_DIGEST.size) as notes:
-        values, number = look()
-        digests = {name: digest(value) for name, value in values.items()}
-        notes.own = NUMBER_AND_DIGEST.pack(number, _combined(digests))
+        digests, number = look()
+        notes.own = NUMBER_AND_DIGEST.pack(number, combined(digests))
     numbers, wholes = zip(*map(NUMBER_AND_DIGEST.unpack, notes.of_ranks), strict=True)
     if len(set(wholes)) > 1:
         raise _difference(gather(digests), when, hint)
@@ -282,7 +308,12 @@ def _compare(
 
 def digest_all(values: Mapping[str, Any]) -> str:
     """Return what `compare` returns for these values, without asking the other ranks."""
-    return _combined({name: digest(value) for name, value in values.items()}).hex()
+    return combined(digest_each(values)).hex()
+
+
+def digest_each(values: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the `digest` of each value by name. Raises as `digest`."""
+    return {name: digest(value) for name, value in values.items()}
 
 
 def digest(value: Any) -> bytes:
@@ -300,7 +331,8 @@ def digest(value: Any) -> bytes:
     return whole.digest()
 
 
-def _combined(digests: Mapping[str, bytes]) -> bytes:
+def combined(digests: Mapping[str, bytes]) -> bytes:
+    """Return the SHA-256 of names and their digests: in hexadecimal, what `digest_all` returns."""
     whole = hashlib.sha256()
     for name, one in digests.items():
         whole.update(f"{len(name)}:{name}".encode() + one)

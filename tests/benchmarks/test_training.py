@@ -28,6 +28,6 @@ def test_the_table_names_what_was_measured() -> None:
 
 @pytest.mark.timeout(120)
 def test_the_loops_take_turns(tmp_path: Path) -> None:
-    seconds = measure(tmp_path, ["bare", "ours"], rounds=2, steps=1, batch=4)
+    seconds = measure(tmp_path, ["bare", "ours"], launches=1, rounds=2, steps=1, batch=4)
     assert [len(of_way) for of_way in seconds.values()] == [2, 2]
     assert all(wall > 0 and cpu > 0 for of_way in seconds.values() for wall, cpu in of_way)

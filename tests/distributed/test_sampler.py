@@ -193,6 +193,16 @@ def test_batches_of_changing_size_have_their_global_sizes():
     assert (list(batches), batches.global_sizes) == ([[1, 3], [4], [6, 8]], [3, 2, 4])
 
 
+def test_a_rank_may_end_its_epoch_early_but_not_leave_out_a_step_within_it():
+    def dealt(batches: list[list[int]]) -> list[list[list[int]]]:
+        return by_rank(lambda **place: distribute(batches, uneven=True, **place), 2)
+
+    assert dealt([[1, 2], [3, 4], [5]]) == [[[1], [3], [5]], [[2], [4]]]
+    assert dealt([[1, 2], [3], [5]]) == [[[1], [3], [5]], [[2]]]
+    with pytest.raises(UsageFault, match="a batch of 1 leaves 1 of 2 ranks without a sample"):
+        dealt([[0], [1, 2], [3, 4]])
+
+
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_drop_last_leaves_out_a_short_batch(drop_last):
     batches = distribute(SequentialSampler(range(10)), 4, drop_last=drop_last)

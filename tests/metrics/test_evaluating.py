@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool import metrics
+from ckpttool.errors import CheckFailed
 from ckpttool.metrics.evaluating import measures
 
 SAMPLES = 301
@@ -111,6 +112,12 @@ def test_classes_are_counted_alike_on_any_number_of_ranks(run_ranks, one_thread)
     assert run_ranks(3, classify) == [alone] * 3
 
 
+def test_a_label_beyond_the_classes_names_its_sample():
+    labelled = TensorDataset(torch.zeros(3, 10), torch.tensor([0, 1, 2]))
+    with pytest.raises(CheckFailed, match="sample 2 has the label 2, none of the 2 classes"):
+        metrics.evaluate_classes(linear(3), labelled, ["cat", "dog"])
+
+
 class Named(Dataset[Any]):
     """Samples that are mappings, with a tuple in them."""
 
@@ -161,6 +168,33 @@ def test_a_loss_that_fails_on_one_rank_ends_all_ranks(run_ranks):
     other, own = run_ranks(2, fail_on_one)
     assert own == ("ValueError", "on purpose")
     assert other == ("RankFailed", "rank 1 failed: ValueError: on purpose")
+
+
+def test_an_evaluation_leaves_frozen_layers_frozen_and_the_others_training():
+    model = nn.Sequential(nn.BatchNorm1d(10), nn.Linear(10, 1), nn.Dropout(0.5))
+    model[0].eval()
+    metrics.evaluate(model, numbers(), squares)
+    assert [module.training for module in model.modules()] == [True, False, True, True]
+
+
+class Caching(nn.Module):
+    """Keeps a tensor for each size of batch that it has met, as positions and masks are often kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.kept = nn.Linear(10, 1), {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) not in self.kept:
+            self.kept[len(x)] = torch.ones(len(x), 1)
+        return self.linear(x) * self.kept[len(x)]
+
+
+def test_a_model_that_keeps_tensors_of_an_evaluation_still_trains():
+    model = Caching()
+    metrics.evaluate(model, numbers(8), squares, batch_size=8)
+    squares(model(numbers(8).tensors[0]), numbers(8).tensors)[0].backward()
+    assert model.linear.weight.grad is not None
 
 
 @pytest.mark.parametrize(

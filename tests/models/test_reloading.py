@@ -18,26 +18,12 @@ from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.layouts import LAYOUTS, LAZY, WIDTHS, big_endian, numbers
 from tests.support.saved import prefixed
-
-
-class Net(torch.nn.Module):
-    def __init__(self, width: int = 4, classes: int = 3) -> None:
-        super().__init__()
-        self.conv = torch.nn.Conv2d(3, width, 3)
-        self.norm = torch.nn.BatchNorm2d(width)
-        self.head = torch.nn.Linear(width, classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.norm(self.conv(x)).mean((2, 3)))
-        return found
+from tests.support.small_net import SmallNet, used
 
 
 @pytest.fixture
-def net() -> Net:
-    torch.manual_seed(1)
-    made = Net()
-    made(torch.rand(2, 3, 5, 5))  # statistics that are not those of a new model
-    return made
+def net() -> SmallNet:
+    return used()
 
 
 def saved(value: Any, path: Path, **given: Any) -> Path:
@@ -45,9 +31,9 @@ def saved(value: Any, path: Path, **given: Any) -> Path:
     return path
 
 
-def fresh() -> Net:
+def fresh() -> SmallNet:
     torch.manual_seed(2)
-    return Net()
+    return SmallNet()
 
 
 FILES: dict[str, Any] = {
@@ -65,7 +51,9 @@ FILES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("what", FILES)
-def test_every_kind_of_file_of_a_model_s_state_reloads_the_model(what: str, net: Net, tmp_path: Path) -> None:
+def test_every_kind_of_file_of_a_model_s_state_reloads_the_model(
+    what: str, net: SmallNet, tmp_path: Path
+) -> None:
     model = fresh()
     loaded = reload(FILES[what](net, tmp_path / "f"), model)
     assert_same(net.state_dict(), model.state_dict())
@@ -73,7 +61,7 @@ def test_every_kind_of_file_of_a_model_s_state_reloads_the_model(what: str, net:
     assert loaded.added == ()
 
 
-def test_the_result_names_the_file_the_state_and_the_removed_prefix(net: Net, tmp_path: Path) -> None:
+def test_the_result_names_the_file_the_state_and_the_removed_prefix(net: SmallNet, tmp_path: Path) -> None:
     tree = {"epoch": 1, "state_dict": prefixed(net.state_dict(), "module."), "ema": net.state_dict()}
     path = saved(tree, tmp_path / "f.pt")
     loaded = reload(path, fresh())
@@ -111,7 +99,9 @@ def mismatch(path: Path, model: torch.nn.Module, **given: Any) -> Mismatch:
     return raised.value
 
 
-def test_missing_and_unexpected_names_are_listed_and_the_model_is_unchanged(net: Net, tmp_path: Path) -> None:
+def test_missing_and_unexpected_names_are_listed_and_the_model_is_unchanged(
+    net: SmallNet, tmp_path: Path
+) -> None:
     state = net.state_dict()
     state["extra.weight"] = state.pop("head.weight")
     wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
@@ -125,8 +115,8 @@ def test_long_lists_of_names_are_shortened(tmp_path: Path) -> None:
     assert "layer0, layer1, layer2, and 37 more" in str(wrong)
 
 
-def test_other_sizes_are_reported_with_how_to_build_the_model(net: Net, tmp_path: Path) -> None:
-    wrong = mismatch(saved(net.state_dict(), tmp_path / "f.pt"), Net(classes=5))
+def test_other_sizes_are_reported_with_how_to_build_the_model(net: SmallNet, tmp_path: Path) -> None:
+    wrong = mismatch(saved(net.state_dict(), tmp_path / "f.pt"), SmallNet(classes=5))
     assert wrong.mismatched == (("head.weight", "[3, 4]", "[5, 4]"), ("head.bias", "[3]", "[5]"))
     assert "head.weight [3, 4] in the file, [5, 4] in the model" in str(wrong)
     assert "num_classes" in str(wrong.hint)
@@ -179,7 +169,7 @@ def test_a_module_s_own_refusal_is_in_the_message(tmp_path: Path) -> None:
     assert "\n" not in str(wrong)
 
 
-def test_no_state_and_no_such_state_are_errors(net: Net, tmp_path: Path) -> None:
+def test_no_state_and_no_such_state_are_errors(net: SmallNet, tmp_path: Path) -> None:
     with pytest.raises(NoState):
         reload(saved({"epoch": 1}, tmp_path / "f.pt"), net)
     with pytest.raises(NoState):
@@ -203,7 +193,7 @@ def pasted(hint: str | None, cli: Any) -> Path:
     [("backbone.", "f.pt"), ("my.net.", "with space.pt"), ("model.", "f.safetensors"), ("x'y.", "it's.pt")],
 )
 def test_the_command_for_a_prefix_too_many_works(
-    prefix: str, name: str, net: Net, cli: Any, tmp_path: Path
+    prefix: str, name: str, net: SmallNet, cli: Any, tmp_path: Path
 ) -> None:
     state = prefixed(net.state_dict(), prefix)
     path = tmp_path / name
@@ -214,7 +204,7 @@ def test_the_command_for_a_prefix_too_many_works(
     assert_same(net.state_dict(), model.state_dict())
 
 
-def test_the_command_for_a_prefix_too_few_works(net: Net, cli: Any, tmp_path: Path) -> None:
+def test_the_command_for_a_prefix_too_few_works(net: SmallNet, cli: Any, tmp_path: Path) -> None:
     wrapper = torch.nn.Module()
     wrapper.backbone = fresh()
     wrong = mismatch(saved(net.state_dict(), tmp_path / "f.pt"), wrapper)
@@ -222,7 +212,7 @@ def test_the_command_for_a_prefix_too_few_works(net: Net, cli: Any, tmp_path: Pa
     assert_same(net.state_dict(), wrapper.backbone.state_dict())
 
 
-def test_the_command_for_a_compiled_part_works(net: Net, cli: Any, tmp_path: Path) -> None:
+def test_the_command_for_a_compiled_part_works(net: SmallNet, cli: Any, tmp_path: Path) -> None:
     state = OrderedDict((key.replace("conv.", "conv._orig_mod."), v) for key, v in net.state_dict().items())
     wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
     assert "--anywhere" in str(wrong.hint)
@@ -231,14 +221,14 @@ def test_the_command_for_a_compiled_part_works(net: Net, cli: Any, tmp_path: Pat
     assert_same(net.state_dict(), model.state_dict())
 
 
-def test_another_state_that_fits_is_hinted_at(net: Net, tmp_path: Path) -> None:
+def test_another_state_that_fits_is_hinted_at(net: SmallNet, tmp_path: Path) -> None:
     tree = {"model": {"x": torch.ones(1)}, "teacher": net.state_dict()}
     wrong = mismatch(saved(tree, tmp_path / "f.pt"), fresh())
     assert str(wrong.hint) == f"ckpttool slim {tmp_path}/f.pt {tmp_path}/f.mended.pt --state teacher"
     reload(tmp_path / "f.pt", fresh(), state="teacher")
 
 
-def test_several_commands_are_one_hint(net: Net, cli: Any, tmp_path: Path) -> None:
+def test_several_commands_are_one_hint(net: SmallNet, cli: Any, tmp_path: Path) -> None:
     state = prefixed(net.state_dict(), "backbone.")
     state["backbone.head.weight"] = state["backbone.head.weight"].t().contiguous()
     wrong = mismatch(saved(state, tmp_path / "f.pt"), fresh())
@@ -251,10 +241,10 @@ def test_several_commands_are_one_hint(net: Net, cli: Any, tmp_path: Path) -> No
     assert_same(net.state_dict(), model.state_dict())
 
 
-def test_a_command_that_alone_would_not_help_is_no_hint(net: Net, tmp_path: Path) -> None:
+def test_a_command_that_alone_would_not_help_is_no_hint(net: SmallNet, tmp_path: Path) -> None:
     """The prefix is stripped while loading; what keeps the state from loading is its size."""
     path = saved(prefixed(net.state_dict(), "module."), tmp_path / "f.pt")
-    wrong = mismatch(path, Net(classes=5))
+    wrong = mismatch(path, SmallNet(classes=5))
     assert "strip-prefix" not in str(wrong.hint)
     assert "'head' has 3 outputs in the file and 5 in the model" in str(wrong.hint)
 
@@ -267,7 +257,7 @@ def test_the_hint_is_inspect_where_no_command_helps(tmp_path: Path) -> None:
 # What torch itself makes good.
 
 
-def test_batchnorm_s_counter_may_be_missing_as_before_torch_0_4_1(net: Net, tmp_path: Path) -> None:
+def test_batchnorm_s_counter_may_be_missing_as_before_torch_0_4_1(net: SmallNet, tmp_path: Path) -> None:
     state = {key: value for key, value in net.state_dict().items() if "num_batches" not in key}
     model = fresh()
     loaded = reload(saved(state, tmp_path / "f.pt"), model)
@@ -276,7 +266,7 @@ def test_batchnorm_s_counter_may_be_missing_as_before_torch_0_4_1(net: Net, tmp_
 
 
 def test_a_missing_counter_is_a_mismatch_if_the_file_has_the_module_s_version_2(
-    net: Net, tmp_path: Path
+    net: SmallNet, tmp_path: Path
 ) -> None:
     state = net.state_dict()
     del state["norm.num_batches_tracked"]
@@ -362,7 +352,7 @@ def test_values_are_converted_to_the_model_s_own_type(tmp_path: Path) -> None:
     assert torch.equal(model.weight, original.weight.double())
 
 
-def test_training_on_does_not_change_the_file(net: Net, tmp_path: Path) -> None:
+def test_training_on_does_not_change_the_file(net: SmallNet, tmp_path: Path) -> None:
     path = saved(net.state_dict(), tmp_path / "f.pt")
     before = path.read_bytes()
     model = fresh()
@@ -373,7 +363,7 @@ def test_training_on_does_not_change_the_file(net: Net, tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_the_model_is_whole_when_the_file_is_replaced_after_loading(net: Net, tmp_path: Path) -> None:
+def test_the_model_is_whole_when_the_file_is_replaced_after_loading(net: SmallNet, tmp_path: Path) -> None:
     path = saved(net.state_dict(), tmp_path / "f.pt")
     model = fresh()
     reload(path, model)
@@ -438,10 +428,10 @@ def test_a_type_that_this_torch_lacks_is_named(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_what_may_be_missing_keeps_the_model_s_values_and_the_rest_is_loaded(
-    assign: bool, net: Net, tmp_path: Path
+    assign: bool, net: SmallNet, tmp_path: Path
 ) -> None:
     state = {name: value for name, value in net.state_dict().items() if name != "norm.running_mean"}
-    path, model = saved(prefixed(state, "module."), tmp_path / "f"), Net(classes=7)
+    path, model = saved(prefixed(state, "module."), tmp_path / "f"), SmallNet(classes=7)
     own = {name: values(value) for name, value in model.state_dict().items()}
     loaded = reload(path, model, allow_missing=["head.*", "*.running_mean", "conv.*"], assign=assign)
     assert loaded.kept == ("norm.running_mean", "head.weight", "head.bias")
@@ -450,13 +440,13 @@ def test_what_may_be_missing_keeps_the_model_s_values_and_the_rest_is_loaded(
         assert values(value) == (own[name] if name in loaded.kept else values(net.state_dict()[name]))
 
 
-def test_what_may_be_missing_does_not_cover_other_names(net: Net, tmp_path: Path) -> None:
-    model = Net(width=5, classes=7)
+def test_what_may_be_missing_does_not_cover_other_names(net: SmallNet, tmp_path: Path) -> None:
+    model = SmallNet(width=5, classes=7)
     with pytest.raises(Mismatch) as caught:
         reload(saved(net.state_dict(), tmp_path / "f"), model, allow_missing=["head.*"])
     assert {name.partition(".")[0] for name, *_ in caught.value.mismatched} == {"conv", "norm"}
 
 
-def test_a_pattern_of_what_may_be_missing_has_to_match_the_model(net: Net, tmp_path: Path) -> None:
+def test_a_pattern_of_what_may_be_missing_has_to_match_the_model(net: SmallNet, tmp_path: Path) -> None:
     with pytest.raises(NothingToDo, match=r"no name of the model matches 'fc\.\*'"):
         reload(saved(net.state_dict(), tmp_path / "f"), fresh(), allow_missing=["fc.*"])

@@ -132,7 +132,7 @@ class Pool:
 
 def _dump_stacks(process: BaseProcess) -> None:
     if process.pid and process.is_alive():
-        os.kill(process.pid, signal.SIGUSR1)
+        os.kill(process.pid, signal.SIGUSR2)
 
 
 def _tail(log: str) -> str:
@@ -151,7 +151,7 @@ def _serve(rank: int, size: int, folder: str, log: str, pipe: Connection) -> Non
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(size),

@@ -34,11 +34,17 @@ def make_trainer(rank: int, world_size: int, **settings: Any) -> Any:
     return trainings.trainer(rank, world_size, data, trainings.seeded(models.resnet20), **settings)
 
 
+def save_last(trainer: Any, folder: str) -> None:
+    saver = saving.Saver(trainer, folder)
+    saver.save(last=True, best=False)
+    saver.finish()
+
+
 def save_after_an_epoch(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> Any:
     trainer = make_trainer(rank, world_size, **settings)
     trainings.finish_epoch(trainer)
     before = trainer.ddp.module.bn1.running_mean.clone()
-    saving.save(trainer, folder, ["last.pt"])
+    save_last(trainer, folder)
     return before, trainer.ddp.module.bn1.running_mean.clone()
 
 
@@ -76,7 +82,8 @@ def test_the_optimizers_state_names_its_parameters_as_the_model_does(saved):
 def test_a_checkpoint_records_the_progress_the_plan_and_the_versions(saved):
     state = saved["state"]
     assert state["progress"] == {
-        "epoch": 1, "step": 0, "global_step": 2, "samples": 8, "best": -math.inf, "sums": [[0.0] * 4] * 2,
+        "epoch": 1, "step": 0, "global_step": 2, "samples": 8, "best": -math.inf, "unscored": False,
+        "sums": [[0.0] * 4] * 2,
     }  # fmt: skip
     assert (state["plan"]["samples"], state["plan"]["world_size"]) == (8, 2)
     assert state["config"]["batch_size"] == 4
@@ -117,7 +124,7 @@ def save_with_a_difference(rank: int, world_size: int, folder: str, where: str) 
             else:
                 trainer.optimizer.param_groups[0]["lr"] = 0.2
     try:
-        saving.save(trainer, folder, ["last.pt"])
+        save_last(trainer, folder)
     except CkptToolError as error:
         return type(error).__name__, str(error)
     return None
@@ -146,7 +153,9 @@ def save_what_is_lost(rank: int, world_size: int, folder: str, name: str, value:
     if rank == on:
         trainer.ddp.module.state_dict()[name][0] = value
     try:
-        saving.Saver(trainer, folder).save(last=True, best=True)
+        saver = saving.Saver(trainer, folder)
+        saver.save(last=True, best=True)
+        saver.finish()
     except CkptToolError as error:
         return type(error).__name__, str(error)
     return None
@@ -170,7 +179,7 @@ def save_on_a_full_disk(rank: int, world_size: int, folder: str) -> Any:
     if rank == 0:  # Python ignores the signal, so a write past the limit fails as on a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most))
     try:
-        saving.save(trainer, folder, ["last.pt"])
+        save_last(trainer, folder)
     except CkptToolError as error:
         return type(error).__name__, str(error), error.exit_code
     finally:
@@ -203,6 +212,7 @@ def files_of_a_run(rank: int, world_size: int, folder: str, best: list[bool], se
             if ends:
                 trainer.finish_epoch()
             saver.save(last=due.save, best=is_best and ends)
+            saver.finish()
         seen.append(sorted(os.listdir(folder)))
     return seen
 

@@ -57,3 +57,18 @@ def test_other_programs_suggest_their_own_flags() -> None:
 def test_every_name_of_other_trainers_stands_for_a_flag_that_exists() -> None:
     known = flags.train_parser()._option_string_actions
     assert set(flags.ELSEWHERE.values()) <= set(known) and not set(flags.ELSEWHERE) & set(known)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--mean=-0.5,0.25,1"],
+        ["--rank-share", "1,3", "--batch-size", "8", "--spawn", "2"],
+        ["--no-set-epoch", "--sampler", "torch", "--save-every", "3steps"],
+        ["--init-allow-missing", "head.*", "--init-allow-missing", "a b", "--init", "x.pt"],
+        ["--optimizer", "adamw", "--lr", "1e-05", "--max-time", "90s"],
+    ],
+)
+def test_a_configuration_gives_the_command_line_that_gives_it(typed: list[str]) -> None:
+    config = flags.parse(typed)
+    assert flags.parse(flags.arguments_of(config)) == config

@@ -17,27 +17,13 @@ from torch import nn
 
 from ckpttool.errors import CkptToolError, Damaged, NoState, Unreadable, UsageFault
 from tests.support.comparing import values
+from tests.support.small_net import SmallNet, used
 from train import init_from
 
 
-class Net(nn.Module):
-    def __init__(self, classes: int = 3) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.norm = nn.BatchNorm2d(4)
-        self.head = nn.Linear(4, classes)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.norm(self.conv(x)).mean((2, 3)))
-        return found
-
-
 @pytest.fixture
-def net() -> Net:
-    torch.manual_seed(1)
-    made = Net()
-    made(torch.rand(2, 3, 5, 5))  # statistics that are not those of a new model
-    return made
+def net() -> SmallNet:
+    return used()
 
 
 def assert_same(expected: Any, found: Any) -> None:
@@ -46,9 +32,9 @@ def assert_same(expected: Any, found: Any) -> None:
     }
 
 
-def fresh(classes: int = 3) -> Net:
+def fresh(classes: int = 3) -> SmallNet:
     torch.manual_seed(2)
-    return Net(classes)
+    return SmallNet(classes)
 
 
 def saved(value: Any, path: Path, **given: Any) -> str:
@@ -93,14 +79,14 @@ FILES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", FILES)
-def test_every_kind_of_checkpoint_gives_its_weights(kind: str, net: Net, tmp_path: Path) -> None:
+def test_every_kind_of_checkpoint_gives_its_weights(kind: str, net: SmallNet, tmp_path: Path) -> None:
     path, model = FILES[kind](net.state_dict(), tmp_path / "f"), fresh()
     remarks = init_from.load(model, path)
     assert_same(net.state_dict(), model.state_dict())
     assert remarks[0].startswith(f"9 tensors from {path}")
 
 
-def test_a_file_without_counters_of_batchnorm_fits(net: Net, tmp_path: Path) -> None:
+def test_a_file_without_counters_of_batchnorm_fits(net: SmallNet, tmp_path: Path) -> None:
     state = {name: value for name, value in net.state_dict().items() if "num_batches" not in name}
     model = fresh()
     remarks = init_from.load(model, saved(state, tmp_path / "f.pt"))
@@ -120,7 +106,7 @@ def test_tied_weights_may_be_in_the_file_once(tmp_path: Path) -> None:
     assert model["out"].weight is model["embed"].weight
 
 
-def test_the_remarks_say_what_the_file_also_holds(net: Net, tmp_path: Path) -> None:
+def test_the_remarks_say_what_the_file_also_holds(net: SmallNet, tmp_path: Path) -> None:
     tree = {
         "model": net.state_dict(),
         "ema": net.state_dict(),
@@ -135,7 +121,7 @@ def test_the_remarks_say_what_the_file_also_holds(net: Net, tmp_path: Path) -> N
     assert "not used: optimizer" in remarks
 
 
-def test_the_remarks_say_that_types_are_cast(net: Net, tmp_path: Path) -> None:
+def test_the_remarks_say_that_types_are_cast(net: SmallNet, tmp_path: Path) -> None:
     half = {name: value.half() for name, value in net.state_dict().items() if value.is_floating_point()}
     remarks = init_from.load(fresh(), saved(half, tmp_path / "f.pt"))
     assert "8 tensors are float16 in the file and float32 here" in remarks
@@ -152,7 +138,9 @@ def refusal(model: nn.Module, path: str, *allow_missing: str) -> UsageFault:
     return caught.value
 
 
-def test_a_head_of_other_classes_is_refused_with_the_flag_that_allows_it(net: Net, tmp_path: Path) -> None:
+def test_a_head_of_other_classes_is_refused_with_the_flag_that_allows_it(
+    net: SmallNet, tmp_path: Path
+) -> None:
     path = saved(prefixed(net.state_dict(), "module."), tmp_path / "f.pt")
     fault = refusal(fresh(classes=5), path)
     assert str(fault) == f"--init {path}: does not fit the model: 2 of another shape"
@@ -160,7 +148,7 @@ def test_a_head_of_other_classes_is_refused_with_the_flag_that_allows_it(net: Ne
     assert str(fault.hint).endswith(f"  --init {path} --init-allow-missing 'head.*'")
 
 
-def test_the_advised_pattern_keeps_the_new_head_and_loads_the_rest(net: Net, tmp_path: Path) -> None:
+def test_the_advised_pattern_keeps_the_new_head_and_loads_the_rest(net: SmallNet, tmp_path: Path) -> None:
     path, model = saved(prefixed(net.state_dict(), "module."), tmp_path / "f.pt"), fresh(classes=5)
     remarks = init_from.load(model, path, ["head.*"])
     assert "newly made, not loaded: head.weight, head.bias" in remarks
@@ -168,20 +156,20 @@ def test_the_advised_pattern_keeps_the_new_head_and_loads_the_rest(net: Net, tmp
     assert_same(expected, model.state_dict())
 
 
-def test_a_pattern_for_what_the_file_has_loads_it_and_says_so(net: Net, tmp_path: Path) -> None:
+def test_a_pattern_for_what_the_file_has_loads_it_and_says_so(net: SmallNet, tmp_path: Path) -> None:
     model = fresh()
     remarks = init_from.load(model, saved(net.state_dict(), tmp_path / "f.pt"), ["head.*"])
     assert "--init-allow-missing 'head.*': the file has all of it" in remarks
     assert_same(net.state_dict(), model.state_dict())
 
 
-def test_a_pattern_that_matches_no_name_of_the_model_is_refused(net: Net, tmp_path: Path) -> None:
+def test_a_pattern_that_matches_no_name_of_the_model_is_refused(net: SmallNet, tmp_path: Path) -> None:
     fault = refusal(fresh(), saved(net.state_dict(), tmp_path / "f.pt"), "fc.*")
     assert str(fault) == "--init-allow-missing: no name of the model matches 'fc.*'"
     assert fault.hint == "its last name is 'head.bias'"
 
 
-def test_a_pattern_does_not_allow_what_it_does_not_match(net: Net, tmp_path: Path) -> None:
+def test_a_pattern_does_not_allow_what_it_does_not_match(net: SmallNet, tmp_path: Path) -> None:
     state = net.state_dict()
     del state["conv.bias"]
     fault = refusal(fresh(classes=5), saved(state, tmp_path / "f.pt"), "head.*")
@@ -190,7 +178,7 @@ def test_a_pattern_does_not_allow_what_it_does_not_match(net: Net, tmp_path: Pat
 
 
 def test_the_advised_commands_make_the_file_fit(
-    net: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    net: SmallNet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = saved({**prefixed(net.state_dict(), "net."), "net.aux.w": torch.ones(2)}, Path("f.pt"))
@@ -205,21 +193,21 @@ def test_the_advised_commands_make_the_file_fit(
     assert torch.equal(model.conv.weight, net.conv.weight)
 
 
-def test_every_name_is_listed_for_another_architecture(net: Net, tmp_path: Path) -> None:
+def test_every_name_is_listed_for_another_architecture(net: SmallNet, tmp_path: Path) -> None:
     fault = refusal(nn.Linear(2, 2), saved(net.state_dict(), tmp_path / "f.pt"))
     for name in (*net.state_dict(), "weight", "bias"):
         assert name in str(fault.hint)
     assert "ckpttool inspect" in str(fault.hint)
 
 
-def test_weights_that_are_nan_are_refused(net: Net, tmp_path: Path) -> None:
+def test_weights_that_are_nan_are_refused(net: SmallNet, tmp_path: Path) -> None:
     state = {name: value.clone() for name, value in net.state_dict().items()}
     state["norm.running_var"][1] = float("nan")
     with pytest.raises(UsageFault, match=r"norm.running_var is NaN or infinite"):
         init_from.load(fresh(), saved(state, tmp_path / "f.pt"))
 
 
-def test_a_sparse_tensor_is_refused_by_name(net: Net, tmp_path: Path) -> None:
+def test_a_sparse_tensor_is_refused_by_name(net: SmallNet, tmp_path: Path) -> None:
     state = {**net.state_dict(), "head.weight": net.head.weight.detach().to_sparse()}
     path = saved(state, tmp_path / "f.pt")
     with pytest.raises(CkptToolError, match=r"missing|head.weight") as caught:
@@ -267,7 +255,7 @@ BAD: dict[str, tuple[Any, type[CkptToolError], str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_file_that_can_not_be_read_is_refused_by_name(kind: str, net: Net, tmp_path: Path) -> None:
+def test_a_file_that_can_not_be_read_is_refused_by_name(kind: str, net: SmallNet, tmp_path: Path) -> None:
     make, error, words = BAD[kind]
     path = make(net.state_dict(), tmp_path / "f.pt")
     with pytest.raises(error, match=words) as caught:
@@ -285,7 +273,7 @@ def test_a_rank_without_the_file_leaves_its_weights_to_rank_0(
     assert_same(fresh().state_dict(), model.state_dict())
 
 
-def test_the_digest_is_that_of_the_weights_wherever_the_file_lies(net: Net, tmp_path: Path) -> None:
+def test_the_digest_is_that_of_the_weights_wherever_the_file_lies(net: SmallNet, tmp_path: Path) -> None:
     first = init_from.digest(saved(net.state_dict(), tmp_path / "a.pt"))
     assert init_from.digest(safetensors(net.state_dict(), tmp_path / "b.safetensors")) == first
     assert init_from.digest(saved(fresh().state_dict(), tmp_path / "c.pt")) != first

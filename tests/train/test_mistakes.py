@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.ranks.programs import ROOT, environment
 from train import main
 
 Fails = Callable[..., str]
@@ -55,6 +58,14 @@ def dies(index):
 
 dying = pair(dies)
 
+class Length(Made):
+    def __len__(self):
+        return -1
+
+negative = lambda: (Length(None), Length(None))
+poisoned = pair(lambda index: (torch.full((3,), float("nan") if index == 20 else 1.0), index % 2))
+numbers = lambda: (Made(lambda index: (torch.rand(3), torch.rand(2))),) * 2
+
 class Stream(IterableDataset):
     classes = ["a", "b"]
     def __iter__(self):
@@ -76,8 +87,14 @@ class Sometimes(nn.Module):
 def net(num_classes):
     return nn.Linear(3, num_classes)
 
-def sometimes(num_classes):
+def sometimes(num_classes=2):
     return Sometimes()
+
+class OnRank1(Sometimes):
+    def forward(self, x):
+        return super().forward(x) + (0 if os.environ.get("RANK") == "1" else self.extra(x))
+
+forgetful = lambda: OnRank1()
 """
 
 
@@ -121,6 +138,7 @@ def fails(tmp_path: Path, capsys: Any) -> Fails:
         ("text", "training sample 0 has a str as its label, not a class number"),
         ("mapping", "training sample 0 is a dict, not (tensor, label)"),
         ("stream", "Stream has no samples by index"),
+        ("negative", "--data: Length: __len__() should return >= 0"),
         ("growing", "has the shape 42, and sample 0 has 3"),
     ],
 )
@@ -148,9 +166,23 @@ def test_a_loading_process_that_dies_is_named(own: str, fails: Fails) -> None:
     )
 
 
+def test_a_loss_of_nan_ends_the_run_where_it_is_logged(own: str, fails: Fails) -> None:
+    said = fails(1, "--data", f"{own}:poisoned", "--model", f"{own}:net", "--log-every", "1")
+    assert re.search(r"the loss is NaN by step [1-5]: nothing can be learned", said)
+
+
 def test_a_parameter_that_is_not_always_used_is_named(own: str, fails: Fails) -> None:
     said = fails(1, "--data", f"{own}:plain", "--model", f"{own}:sometimes")
     assert "parameter extra.weight did not affect the output in step 2" in said
+
+
+def test_a_parameter_that_one_rank_does_not_use_is_named_and_all_ranks_end(own: str, tmp_path: Path) -> None:
+    flags = ["--data", f"{own}:numbers", "--model", f"{own}:forgetful", "--task", "regression"]
+    command = [sys.executable, "train/main.py", "--spawn", "2", *flags, "--out", str(tmp_path / "run")]
+    ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=90)
+    assert ended.returncode == 1, ended.stderr
+    assert "parameter extra.weight did not affect the output in step 2" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 # ---- images --------------------------------------------------------------------------------------------

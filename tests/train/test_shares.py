@@ -240,3 +240,14 @@ def test_a_run_continues_with_other_shares_on_other_ranks(run_ranks, tmp_path):
     one, four = (state_of(tmp_path / name / "last.pt")["model"] for name in ("one", "four"))
     for name in one:
         assert (one[name] - four[name]).abs().max() < 1e-12
+
+
+def shares_of_one_sample(rank: int, world_size: int) -> Any:
+    data = trainings.tensors((10,), 1)
+    trainer = trainings.trainer(rank, world_size, data, nn.Linear(10, 10), rank_share="auto", batch_size=2)
+    return shares.settle(trainer)
+
+
+def test_nothing_is_measured_where_a_rank_has_no_sample(run_ranks):
+    said = ["equal shares: a batch leaves a rank without a sample, so there is nothing to measure"]
+    assert run_ranks(2, shares_of_one_sample) == [said, said]

@@ -163,6 +163,21 @@ def test_a_model_that_returns_no_loss_is_refused(returned):
         built("model-loss").loss(returned, (torch.zeros(4, 2), torch.zeros(4)))
 
 
+def test_a_model_that_counts_nothing_has_no_mean_loss():
+    class Output(types.SimpleNamespace):
+        pass
+
+    with pytest.raises(CheckFailed, match="the model counted nothing in a forward pass"):
+        built("model-loss").loss(Output(loss=torch.tensor(0.0), count=0), (torch.zeros(2), torch.zeros(2)))
+
+
+def test_a_users_task_may_say_how_many_outputs_it_needs():
+    made = types.SimpleNamespace(loss=lambda outputs, batch: (outputs.sum(), 1), outputs=lambda data: 7)
+    assert task.Own(made, "own").outputs(CLASSES) == 7
+    del made.outputs
+    assert task.Own(made, "own").outputs(CLASSES) == len(CLASSES.classes)
+
+
 def test_the_whole_batch_goes_to_a_model_that_returns_its_loss():
     found = built("model-loss")
     assert found.forward(lambda *parts: parts, (1, 2)) == (1, 2)
