@@ -8,10 +8,22 @@ import signal
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from . import batchnorm, comparing, convert, gathering, looking, machine, reloading, startup, strip_prefix
+from . import (
+    batchnorm,
+    comparing,
+    convert,
+    gathering,
+    looking,
+    machine,
+    merging,
+    merging_zero,
+    reloading,
+    startup,
+    strip_prefix,
+)
 from .case import Benchmark, Case, Results
 from .disk_space import choose_folder, in_memory, shortage
 from .markdown import put_between_marks
@@ -26,8 +38,10 @@ BENCHMARKS = {
     for benchmark in (
         strip_prefix.BENCHMARK,
         *convert.BENCHMARKS,
+        *merging.BENCHMARKS,
         *looking.BENCHMARKS,
         *comparing.BENCHMARKS,
+        merging_zero.BENCHMARK,
         batchnorm.BENCHMARK,
         reloading.BENCHMARK,
         *gathering.BENCHMARKS,
@@ -36,8 +50,9 @@ BENCHMARKS = {
 }
 
 
-def main() -> int:
-    options = parse(None, BENCHMARKS)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the arguments, or the words of the command line, ask for; return the exit code."""
+    options = parse(arguments, BENCHMARKS)
     # SIGTERM unwinds the stack as Ctrl-C does, so that no gigabytes are left in memory.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:

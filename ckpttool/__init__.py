@@ -35,12 +35,15 @@ if TYPE_CHECKING:
     from . import metrics as metrics
     from .analysis.checks import diff as diff
     from .analysis.checks import digest as digest
+    from .analysis.proof import prove as prove
     from .analysis.verify import verify as verify
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.state import State as State
     from .errors import CkptToolError as CkptToolError
     from .formats import open as open
+    from .formats import open_ranks as open_ranks
     from .formats import save as save
+    from .formats.splitting import split as split
     from .models.doctor import doctor as doctor
     from .models.reloading import reload as reload
     from .models.skeleton import skeletons as skeletons
@@ -48,6 +51,7 @@ if TYPE_CHECKING:
     from .transforms.average import average as average
     from .transforms.complex_parts import join_complex as join_complex
     from .transforms.complex_parts import split_complex as split_complex
+    from .transforms.disarm import disarm as disarm
     from .transforms.keys import add_prefix as add_prefix
     from .transforms.keys import rename_keys as rename_keys
     from .transforms.keys import strip_prefix as strip_prefix
@@ -61,17 +65,20 @@ else:
         {
             "": ("batchnorm", "errors", "metrics"),
             "analysis.checks": ("diff", "digest"),
+            "analysis.proof": ("prove",),
             "analysis.verify": ("verify",),
             "checkpoint.checkpoint": ("Checkpoint",),
             "checkpoint.state": ("State",),
             "errors": ("CkptToolError",),
-            "formats": ("open", "save"),
+            "formats": ("open", "open_ranks", "save"),
+            "formats.splitting": ("split",),
             "models.doctor": ("doctor",),
             "models.reloading": ("reload",),
             "models.skeleton": ("skeletons",),
             "tensors.ref": ("TensorRef",),
             "transforms.average": ("average",),
             "transforms.complex_parts": ("join_complex", "split_complex"),
+            "transforms.disarm": ("disarm",),
             "transforms.keys": ("add_prefix", "rename_keys", "strip_prefix"),
             "transforms.selection": ("drop", "select", "slim", "with_metadata"),
         },

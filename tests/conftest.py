@@ -34,6 +34,12 @@ settings.register_profile("wide", settings.get_profile("here"), derandomize=Fals
 settings.load_profile("here")  # another by `pytest --hypothesis-profile wide`
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests of the trainer: they take longest, and at the end one process would be left alone
+    with them."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/train/"))
+
+
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     """Return a function that runs a command in this process and handles errors as `main` does."""

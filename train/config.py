@@ -109,6 +109,20 @@ class RanksConfig:
         type=number(above=0),
         metavar="SECONDS",
     )
+    hang_timeout: float = flag(
+        300.0,
+        "ranks",
+        "end the run, naming the rank, when others wait for one that does nothing for so long; 0: no (300)",
+        type=number(least=0),
+        metavar="SECONDS",
+    )
+    join_timeout: float = flag(
+        60.0,
+        "ranks",
+        "how long a rank waits for the others to come, at the start (60, or as long as it took itself)",
+        type=number(above=0),
+        metavar="SECONDS",
+    )
     spawn: int | None = flag(
         None, "ranks", "start N ranks on this machine, without torchrun", type=integer(1), metavar="N"
     )
@@ -339,6 +353,16 @@ class TrainConfig(RanksConfig, DataConfig):
         metavar="NAME",
     )
     force: bool = flag(False, "saving", "start over in a folder that holds a run, and overwrite it")
+    prove_every: int | None = flag(
+        None,
+        "saving",
+        "chain digests of samples, checkpoints and, each N steps, weights in run.jsonl, for ckpttool prove",
+        type=integer(1),
+        metavar="N",
+    )
+    stop_at: int | None = flag(
+        None, "saving", "end after this optimizer step, as --max-time does", type=integer(1), metavar="STEP"
+    )
     log_every: int = flag(
         50, "saving", "steps between two entries of log.jsonl (50)", type=integer(1), metavar="N"
     )

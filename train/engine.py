@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
-from ckpttool.distributed import collectives, randomness
+from ckpttool.distributed import collectives, heartbeat, randomness
 from ckpttool.distributed.buckets import settle_buckets
 from ckpttool.distributed.place import Place
 from ckpttool.distributed.plan import Step
@@ -33,6 +33,7 @@ from train.limits import total_steps
 from train.loading import load
 from train.optimizers import build_optimizer, build_scheduler, clip
 from train.precision import Precision
+from train.proof import Proof
 from train.samples import count
 from train.scoring import Score, Scorer, merit
 from train.step_log import StepLog
@@ -149,6 +150,8 @@ class Trainer:
         self.sums = Sums()
         self.lr = config.lr
         self.started_from: str | None = None
+        self.resumed: dict[str, Any] | None = None
+        self.proof: Proof | None = None
         self._gradient_norm: torch.Tensor | None = None
         self.log = StepLog(config.log_every, place.device, last=steps)
         self.before_update: Callable[[], object] = lambda: None
@@ -166,7 +169,8 @@ class Trainer:
         steps = list(self.plan.of_rank(progress.epoch, place.rank, place.world_size, start=progress.step))
         batches = self.batches_of(steps)
         self.ddp.train()
-        for step in steps:
+        for number, step in enumerate(steps, start=progress.global_step + 1):
+            heartbeat.begin_step(number)
             yield step, batches
 
     def passes(self, step: Step) -> int:
@@ -258,6 +262,8 @@ class Trainer:
         may_overflow = self.config.amp == "fp16"  # the scaler then leaves the step out
         if loss is not None and math.isnan(loss) and not may_overflow:
             collectives.alike(self._refuse_nan)
+        if self.proof:
+            self.proof.step(progress.global_step)
 
     def _refuse_nan(self) -> NoReturn:
         raise CheckFailed(
@@ -296,10 +302,14 @@ class Trainer:
         Raises:
             CheckFailed: a batch does not suit the task; ranks without that sample raise RankFailed.
         """
+        heartbeat.phase("evaluation")
         averaged = self.ema.swapped() if self.ema else contextlib.nullcontext()
         self.share_buffers()
         with averaged, self.not_compiled():
-            return self.scorer.score(self.ddp.module)
+            score = self.scorer.score(self.ddp.module)
+        if self.proof:
+            self.proof.evaluation(score.score())
+        return score
 
     def note_best(self, score: Score) -> bool:
         """Return whether this is the best score on the test set so far, and if so remember it.
@@ -348,4 +358,6 @@ class Trainer:
         loaded = load(samples, indices, self.place, self.config.workers, seed=seed)
         for micro_batch, batch in zip(indices, loaded, strict=True):
             self.task.check(batch, micro_batch, "training")
+            if self.proof:
+                self.proof.take(micro_batch, batch)
             yield self.task.batch_to(batch, self.place.device)

@@ -152,9 +152,10 @@ def prepare(config: EvaluateConfig) -> Job:
 
 def work(job: Job) -> None:
     """Evaluate in a process group, and print the result on rank 0."""
-    from ckpttool.distributed.group import process_group
+    from ckpttool.distributed.heartbeat import phase
 
-    with process_group(job.place, job.config.timeout):
+    with launch.process_group(job.place, job.config):
+        phase("evaluation")
         found = evaluate(job)
     if job.place.rank == 0:
         launch.say(json.dumps(as_json(job, found), indent=2) if job.config.json else in_words(job, found))

@@ -10,15 +10,21 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from ckpttool.distributed.lost_rank import is_lost_rank
+from ckpttool.distributed.lost_rank import is_lost_rank, is_timeout
 from ckpttool.distributed.place import given_rank, given_world_size, started_by_launcher
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
 from train import spawning
 
+if TYPE_CHECKING:
+    from ckpttool.distributed.place import Place
+    from train.config import RanksConfig
+
 Job = TypeVar("Job")
+
+STARTED = time.monotonic()
 
 PATIENCE = 5.0
 """Seconds that a rank waits before it repeats another rank's failure, so that that rank reports it first.
@@ -28,7 +34,6 @@ Torchrun ends the waiting ranks as soon as the failed one has exited, so under i
 
 DEAD_WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? [\d, ]+\) ([^.\n]+)")
 UNFINISHED = re.compile("Expected to have finished reduction in the prior iteration")
-TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
 
 
 rank, world_size, started_by_torchrun = given_rank, given_world_size, started_by_launcher
@@ -52,12 +57,16 @@ def run_program(
         return complain(error, echo=rank() != 0, as_json=as_json)
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt)
+    except SystemExit as error:
+        return complain(_left(error), as_json=as_json)
     try:
         return work(job) or 0
     except CkptToolError as error:
         return complain(error, echo=_is_echo(error), as_json=as_json)
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt)
+    except SystemExit as error:
+        return complain(_left(error), as_json=as_json)
     except RuntimeError as error:
         known = _known(error)
         if known is None:
@@ -65,12 +74,36 @@ def run_program(
         return complain(known, echo=is_lost_rank(error), as_json=as_json)
 
 
+@contextlib.contextmanager
+def process_group(place: Place, config: RanksConfig) -> Iterator[None]:
+    """Hold the process group of a program, under a watch for ranks that hang; enter it with the data loaded.
+
+    What took this rank a while may take another one as long, so it waits at least for that time.
+    """
+    from ckpttool.distributed import group, heartbeat
+
+    took = time.monotonic() - STARTED
+    patience = max(config.join_timeout, took)
+    with group.process_group(place, config.timeout, patience), heartbeat.watch(config.hang_timeout):
+        yield
+
+
+def _left(error: SystemExit) -> CheckFailed:
+    """Return the error for code of the user's that ends the process: the other ranks would wait for it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    text = f": {error.code}" if isinstance(error.code, str) else ""
+    return CheckFailed(
+        f"rank {rank()}: {frame.filename}:{frame.lineno} ended the process{text}",
+        hint="let code of --model, --data and --task raise an error instead of calling sys.exit",
+    )
+
+
 def _known(error: RuntimeError) -> CheckFailed | None:
     """Return an error of torch, gloo or NCCL in our words, if it is known by its message, its only mark."""
     said = str(error)
     if is_lost_rank(error):
         return CheckFailed(f"rank {rank()}: lost the connection to another rank")
-    if TIMED_OUT.search(said):
+    if is_timeout(error):
         return CheckFailed(f"rank {rank()}: no answer from another rank within --timeout")
     if dead := DEAD_WORKER.search(said):
         return CheckFailed(
@@ -143,6 +176,8 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
         body = {"kind": error.kind, "message": str(error), "hint": error.hint}
         with contextlib.suppress(OSError):  # it goes to stderr too
             print(json.dumps({"error": body}, indent=2), flush=True)
+    if error.kind == "rank-lost":
+        return error.exit_code  # the watch has written it
     message, hint = str(error).replace("\n", " "), error.hint or ""
     below = f"\n{hint}" if "\n" in hint else f" ({hint})" if hint else ""
     print(f"error: {message}{below}", file=sys.stderr, flush=True)

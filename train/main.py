@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -111,9 +111,7 @@ def prepare(config: TrainConfig) -> Job:
 
 def work(job: Job) -> int:
     """Train in a process group, and return the exit code."""
-    from ckpttool.distributed.group import process_group
-
-    with process_group(job.place, job.config.timeout):
+    with launch.process_group(job.place, job.config):
         return train(job)
 
 
@@ -137,7 +135,7 @@ def train(job: Job) -> int:
 def train_in(folder: str, job: Job) -> int:
     """Train, with rank 0's files in a folder. Returns as `train`."""
     from ckpttool.distributed import collectives
-    from train import resuming, shares, trackers
+    from train import attempts, proof, resuming, shares, trackers
     from train.agreement import Agreement
     from train.engine import Trainer
     from train.report import Report
@@ -146,7 +144,10 @@ def train_in(folder: str, job: Job) -> int:
 
     trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
     remarks = resuming.resume(trainer, folder)
+    trainer.proof = proof.chain_of(trainer, folder)
     measured = [("shares", text) for text in shares.settle(trainer)]
+    if trainer.proof:
+        trainer.proof.begin(trainer.resumed)
     report = Report(trainer, folder)
     saver = Saver(trainer, folder, report.event)
     stop = Stop(job.config.grace, report.how_to_go_on if job.place.rank == 0 else lambda: "")
@@ -154,23 +155,31 @@ def train_in(folder: str, job: Job) -> int:
     report.begin(began + measured)
     with contextlib.ExitStack() as open_files:
         with collectives.together():
+            begin = open_files.enter_context(attempts.counted(folder, job.config, job.place.rank))
             if job.place.rank == 0:
                 opened = trackers.opened(job.config, folder, trainer.progress.global_step)
                 trainer.log.sinks = open_files.enter_context(opened)
         open_files.enter_context(stop)
         try:
-            end = run(trainer, report, saver, Agreement(stop, saver))
+            end = run(trainer, report, saver, Agreement(stop, saver), begin)
         except BaseException:
             saver.leave()
             raise
         with collectives.together():  # what a tracker writes last may fail, on rank 0 alone
             open_files.close()
+    if trainer.proof:
+        trainer.proof.end(end)
     report.end(end)
     return 128 + stop.number if end and end == stop.name else 0
 
 
-def run(trainer: Trainer, report: Report, saver: Saver, agreement: Agreement) -> str:
+def run(
+    trainer: Trainer, report: Report, saver: Saver, agreement: Agreement, begin: Callable[[int], None]
+) -> str:
     """Train the rest of the run.
+
+    Args:
+        begin: is told of each step before it is taken.
 
     Returns:
         What ended it: a flag, as `--epochs`, or a signal; `""` if there was nothing left to do.
@@ -185,10 +194,12 @@ def run(trainer: Trainer, report: Report, saver: Saver, agreement: Agreement) ->
         end = after_step(trainer, report, saver, agreement, limits, began)
     while not end and not limits.is_over(trainer.progress):
         began = time.monotonic()
+        begin(trainer.progress.global_step + 1)
         for _ in report.bar(steps_of_epoch(trainer)):
             end = after_step(trainer, report, saver, agreement, limits, began)
             if end:
                 break
+            begin(trainer.progress.global_step + 1)
     saver.finish()
     report.note_signal(end, agreement.stop)
     return end
@@ -238,6 +249,8 @@ def evaluate(trainer: Trainer, agreement: Agreement) -> tuple[Score | None, str]
 
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
+    if trainer.proof:
+        trainer.proof.epoch()
     if trainer.config.virtual_ranks:
         from train import virtual_ranks
 

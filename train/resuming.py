@@ -17,8 +17,9 @@ from train.saving import versions
 
 # Flags that may differ on resume; a change of any other would make it another training.
 FREE = {
-    *("epochs", "max_steps", "accumulate", "workers", "backend", "timeout", "spawn", "deterministic"),
-    *("out", "save_every", "save", "grace", "keep", "resume", "force", "change", "data_root", "download"),
+    *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
+    *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
+    *("out", "save_every", "save", "keep", "resume", "force", "change", "data_root", "download"),
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
@@ -206,6 +207,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.scheduler.load_state_dict(state["scheduler"])
     changing.apply(trainer, fresh)
     trainer.started_from = state["plan"].get("init")
+    trainer.resumed = {name: state.get(name) for name in ("digests", "chain")}
     trainer.precision.load_state_dict(state.get("scaler", {}))
     if trainer.ema:
         trainer.ema.load_state_dict(state["ema"])

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 import ckpttool
-from ckpttool.distributed import collectives, randomness
+from ckpttool.distributed import collectives, heartbeat, randomness
 from ckpttool.errors import CheckFailed, FileError
 from train import run_folder
 from train.checkpoints import digest_of_run, named_optimizer
@@ -74,6 +74,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     }
     if trainer.ema:
         state["ema"] = trainer.ema.state_dict()
+    if trainer.proof:
+        state["chain"] = trainer.proof.head
     return state
 
 
@@ -259,6 +261,7 @@ class Saver:
         """
         if not last and not best:
             return
+        heartbeat.phase("save")
         trainer = self.trainer
         self._wait_for_last()
         keep, step = trainer.config.keep, trainer.progress.global_step
@@ -353,6 +356,8 @@ class Saver:
             save.leave()
             self._under_way = None
             raise
+        if self.trainer.proof:
+            self.trainer.proof.checkpoint(save.state)
         save.allow()
 
     def finish(self) -> None:

@@ -36,7 +36,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpttool.distributed import collectives
+from ckpttool.distributed import collectives, heartbeat
 
 PHASES = ("data", "forward", "backward", "reduce", "update")
 
@@ -228,6 +228,7 @@ class _Phase:
     def __enter__(self) -> None:
         if self.loss is not None and self.loss.requires_grad:
             self.loss.register_hook(self._at_begin_of_backward)  # type: ignore[no-untyped-call]
+        heartbeat.phase(self.name)
         self.start = self.log._enter()
 
     def __exit__(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckpttool.distributed import collectives, randomness, transport
+from ckpttool.distributed import collectives, heartbeat, randomness, transport
 from ckpttool.distributed.plan import Step
 from ckpttool.distributed.stand_in import buffers_restored
 from ckpttool.errors import UsageFault
@@ -67,7 +67,8 @@ def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     batches = trainer.batches_of([step for steps in parts for step in steps])
     gradients = OrderedSum([parameter for _, parameter in trainer.trained], each)
     trainer.ddp.train()
-    for steps in parts:
+    for count, steps in enumerate(parts, start=progress.global_step + 1):
+        heartbeat.begin_step(count)
         take_step(trainer, dict(zip(own, steps, strict=True)), batches, gradients)
         yield
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint, Remark
 from ..checkpoint.dotted_names import Entry, Path, contents, dotted
 from ..checkpoint.nested_states import is_tensor
+from ..checkpoint.ranks import Ranks
 from ..checkpoint.rebuilt_tensors import plain_tensor, tensor_like
 from ..checkpoint.state import State
 from ..checkpoint.states import all_tensors, is_optimizer
@@ -114,6 +115,7 @@ class Summary:
         running: those of them that could run something when they are unpickled without `weights_only`.
         remarks: where torch refuses the file, or no writer of torch's makes such a thing.
         metadata: the texts of a safetensors header.
+        ranks: what is known of the ranks that each wrote a part; None when one process wrote the file.
     """
 
     path: str
@@ -139,6 +141,7 @@ class Summary:
     running: tuple[str, ...]
     remarks: tuple[Remark, ...]
     metadata: dict[str, str]
+    ranks: Ranks | None = None
 
 
 def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
@@ -184,6 +187,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         running=tuple(names_that_run(names)),
         remarks=checkpoint.remarks,
         metadata=dict(checkpoint.metadata),
+        ranks=checkpoint.ranks,
     )
 
 

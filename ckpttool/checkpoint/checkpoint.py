@@ -16,8 +16,9 @@ from ..tensors.ref import Source, Storage, TensorRef
 from .dotted_names import MAX_NAMES, Entry, Path, TooManyNames, contents, dotted, named_values
 from .nested_states import TwiceNamed, flattened, is_tensor, values_at
 from .pickled_modules import BadModules, is_module, named, own_attributes
+from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, tensor_like
-from .state import State, make_state
+from .state import State, in_part, make_state, part
 from .states import (
     Likelihood,
     candidates,
@@ -74,6 +75,7 @@ class Checkpoint:
             and drop what it returned.
         remarks: where torch refuses the file, or no writer of torch's makes such a thing.
         device: the device that storages are tagged with in a `.pt` written from this; None keeps their own.
+        ranks: what is known of the ranks that each wrote a part of it; None when one process wrote it.
     """
 
     source: Source
@@ -88,6 +90,7 @@ class Checkpoint:
     names: frozenset[Global] = frozenset()
     remarks: tuple[Remark, ...] = ()
     device: str | None = None
+    ranks: Ranks | None = None
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path}: {self.format}, {self.nbytes} bytes>"
@@ -164,7 +167,8 @@ class Checkpoint:
 
         Args:
             where: its dotted path; None takes the likeliest state of the file. A dict that holds tensors only
-                in dicts inside it is one state, whose names are dotted.
+                in dicts inside it is one state, whose names are dotted. A prefix of a state's keys takes the
+                keys that begin with it, without it; with `!` before the prefix, all the others.
 
         Raises:
             NoState: the file holds no dict of tensors, or none at `where`, or several that are equally
@@ -174,6 +178,8 @@ class Checkpoint:
             Unsupported: the dotted names of nested dicts together would fill the memory.
         """
         path = self._only() if where is None else self._named(where)
+        if path is None and where is not None and (found := self._part(where)) is not None:
+            return found
         if path is None:
             raise NoState(self.path, f"holds no state named '{str(where)[:80]}'", hint=self._where_to_look())
         return self.state_at(path)
@@ -207,13 +213,15 @@ class Checkpoint:
 
         Raises:
             Refused: HuggingFaceStorageWriter wrote the file for one rank of several.
+            Damaged: the file of a rank is missing.
         """
+        if self.ranks is not None:
+            require_all(self.path, self.ranks.missing, self.ranks.world_size)
         if SHARDING in self.metadata:
             raise Refused(
                 self.path,
                 f"holds one rank's pieces of tensors ({SHARDING}), and no file says how large the whole is",
-                hint="take the consolidated files, if the training wrote them: often one folder up; "
-                "the whole is only in the files of all ranks, shard-*.safetensors",
+                hint="the whole is only in the files of all ranks: ckpttool merge FOLDER OUTPUT",
             )
 
     def tensor_likes(self) -> Iterator[tuple[str, TensorLike]]:
@@ -228,7 +236,9 @@ class Checkpoint:
                 yield dotted(path), like
 
     def found_state(self) -> State | None:
-        """Return the model's state; None when there is none, or it can't be said which it is."""
+        """Return the model's state; None when there is none, a rank is missing, or it can't be said which."""
+        if self.ranks is not None and self.ranks.missing:
+            return None
         try:
             return self.state()
         except (NoState, Refused):
@@ -250,6 +260,10 @@ class Checkpoint:
             assert isinstance(value, dict)
             names.extend(f"{path}{in_brief(key)}" for key in value if key != step)
             value, path = value[step], f"{path}{step}."
+        if state.part_of is not None:
+            names += (
+                f"{path}{in_brief(key)}" for key in state.part_of.container if not in_part(key, state.prefix)
+            )
         of_model = [f"{path}{name}" for name, _ in own_attributes(state.module)]
         return (*of_model, *names)
 
@@ -340,6 +354,16 @@ class Checkpoint:
         # Keys may contain dots, so one dotted name may fit several paths.
         fitting = (path for path in self.states() if where == dotted(path))
         return next(fitting, None) or path_of(self.tree, where)
+
+    def _part(self, where: str) -> State | None:
+        """Return the part of a state whose keys a dotted name is a prefix of: `state_dict.ema_model`."""
+        for path in self.states():
+            inner = f"{dotted(path)}." if path else ""
+            for name in dict.fromkeys((where.removeprefix(inner), where)):
+                found = part(self.state_at(path), f"{name}.") if name.strip("!") else None
+                if found is not None:
+                    return found
+        return None
 
     def _places(self, value: dict[object, object]) -> dict[str, Path]:
         try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from ..inert_pickle.values import OrderedDict_, Record
+from ..inert_pickle.values import OrderedDict_, Record, remade
 from ..tensors.ref import TensorRef
 from .dotted_names import Path, dotted
 from .nested_states import Container, regrouped
@@ -35,6 +35,9 @@ class State:
         module: the pickled model that holds the state; None when the state is a dict.
         nested: the outermost of the nested dicts that `container` lists; None when it is one dict.
         places: the path of each entry in `nested`, by its dotted name.
+        part_of: the state whose keys these are a part of; None for a whole dict.
+        prefix: the keys of that part: `ema.` for those that begin with it, here without it, and `!ema.` for
+            those that do not.
     """
 
     path: Path
@@ -46,14 +49,16 @@ class State:
     module: Record | None = None
     nested: Container | None = None
     places: Mapping[str, Path] = field(default_factory=dict)
+    part_of: State | None = None
+    prefix: str = ""
 
     def __repr__(self) -> str:
         return f"<State '{self.where}': {len(self.tensors)} tensors>"
 
     @property
     def where(self) -> str:
-        """The dotted path; `""` when the file itself is the state."""
-        return dotted(self.path)
+        """The dotted path, with the prefix of a part; `""` when the file itself is the state."""
+        return dotted((*self.path, self.prefix[:-1]) if self.prefix else self.path)
 
     def load(self) -> dict[str, torch.Tensor]:
         """Return the tensors as torch tensors on the CPU, mapped from the file. Imports torch.
@@ -78,13 +83,49 @@ class State:
     @property
     def anchor(self) -> object:
         """The object in the checkpoint's tree that holds the state: a dict, or the pickled model."""
+        if self.part_of is not None:
+            return self.part_of.anchor
         if self.module is not None:
             return self.module
         return self.container if self.nested is None else self.nested
 
     def restored(self, container: Container) -> Container:
         """Return a changed `container` in the form that the tree has: nested dicts when names stayed."""
+        if self.part_of is not None:
+            whole = self.part_of
+            rest = {key: value for key, value in whole.container.items() if not in_part(key, self.prefix)}
+            own = {_outer(key, self.prefix): value for key, value in container.items()}
+            return whole.restored(remade(whole.container, (rest | own).items()))
         return container if self.nested is None else regrouped(self.nested, self.places, container)
+
+
+def in_part(key: object, prefix: str) -> bool:
+    """Return whether a key belongs to a part: `ema.` has the keys that begin with it, `!ema.` all others."""
+    begins = isinstance(key, str) and key.startswith(prefix.removeprefix("!"))
+    return begins != prefix.startswith("!")
+
+
+def _outer(key: object, prefix: str) -> object:
+    """Return the key in the whole state of a key in a part."""
+    return key if prefix.startswith("!") else f"{prefix}{key}"
+
+
+def part(whole: State, prefix: str) -> State | None:
+    """Return the part of a state whose keys begin with a prefix, without it; or all others, for `!prefix`.
+
+    Args:
+        whole: the state.
+        prefix: with its dot at the end.
+
+    Returns:
+        The part; None if it has no tensor, or if no key begins with what it leaves out.
+    """
+    cut = 0 if prefix.startswith("!") else len(prefix)
+    found = {key: value for key, value in whole.container.items() if in_part(key, prefix)}
+    if not cut and len(found) == len(whole.container):
+        return None
+    state = make_state(whole.path, OrderedDict_((str(key)[cut:], value) for key, value in found.items()))
+    return replace(state, part_of=whole, prefix=prefix) if state.tensors or state.likes else None
 
 
 def make_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -117,13 +118,14 @@ def _in_words(likes: Mapping[str, TensorLike], most: int = 3) -> str:
 
 
 def _ways_out(path: str, likes: Mapping[str, TensorLike], holds: bool) -> str:
-    """Return the next command for tensors that are no plain ones; the path is quoted for a shell."""
+    """Return the next command for tensors that are no plain ones."""
+    folder, path = shlex.quote(os.path.dirname(path) or "."), shlex.quote(path)
     kinds = {like.kind for like in likes.values() if like.is_piece}
     if PLACEHOLDER in kinds:
-        return "the values are in the ranks' *_optim_states.pt; join them: python zero_to_fp32.py FOLDER OUT"
+        return f"the values are in the files of all ranks: ckpttool merge {folder} out.safetensors"
     if kinds:
-        whole = "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
-        return f"save the whole with {whole}, or keep this rank's piece: ckpttool convert {path} out.pt"
+        keep = f"or keep this rank's piece: ckpttool convert {path} out.pt"
+        return f"join the files of all ranks: ckpttool merge FOLDER out.pt; {keep}"
     few = len(likes) <= MAX_NAMED
     names = (
         " ".join(f"--exclude {shlex.quote(glob.escape(name))}" for name in likes) if few else "--exclude GLOB"
@@ -145,4 +147,4 @@ def require_plain(path: str, likes: Mapping[str, TensorLike], why: str, *, holds
         Refused: there are such tensors; the message names the first of them.
     """
     if likes:
-        raise Refused(path, f"{_in_words(likes)} {why}", hint=_ways_out(shlex.quote(path), likes, holds))
+        raise Refused(path, f"{_in_words(likes)} {why}", hint=_ways_out(path, likes, holds))

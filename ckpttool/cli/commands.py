@@ -18,13 +18,17 @@ from . import (
     convert_batchnorm,
     diff,
     digest,
+    disarm,
     doctor,
     gather_metrics,
     inspect,
+    merge,
     optimizer,
+    prove,
     reload,
     rename_keys,
     slim,
+    split,
     strip_prefix,
     verify,
 )
@@ -49,7 +53,10 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     },
     "Convert": {
         convert: "Write another format, or other element types",
+        merge: "Write what many ranks wrote as one checkpoint",
+        split: "One checkpoint for the ranks of a training",
         slim: "Write only the model's state, without unused bytes",
+        disarm: "Plain values for objects, as weights_only wants",
         convert_batchnorm: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },
     "Train on": {
@@ -59,6 +66,7 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     "Check": {
         diff: "What differs between two files, by name and value",
         verify: "Read every byte: structure, checksums, NaN, infinity",
+        prove: "Whether a training run's record holds, bit for bit",
         gather_metrics: "Exact metrics from one prediction file per rank",
     },
     "Load": {

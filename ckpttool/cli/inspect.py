@@ -120,6 +120,7 @@ def _fields(
         "could_run": summary.running,
         "remarks": [remark._asdict() for remark in summary.remarks],
         "metadata": summary.metadata,
+        **({"ranks": asdict(summary.ranks)} if summary.ranks else {}),
     }
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..analysis.module_tree import Branch
     from ..analysis.stats import Stats
     from ..analysis.summary import Kinds, Summary, TensorRow
+    from ..checkpoint.ranks import Ranks
     from ..transforms.wrappers import FoundPrefix
 
 MAX_LINES = 200
@@ -61,7 +62,11 @@ def page(
 
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
     most = 1_000_000 if everything else 6
-    if summary.state is None:
+    if summary.ranks is not None:
+        yield from _run(summary.ranks, most)
+    if summary.ranks is not None and summary.ranks.missing:
+        yield "state", "none: tensors are not whole without the missing ranks"
+    elif summary.state is None:
         none = "several, name one" if summary.other_states else "none: it holds no dict of tensors"
         yield "state", "none: it holds one rank's pieces of tensors" if SHARDING in summary.metadata else none
     else:
@@ -96,6 +101,25 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
         yield "beware", f"{printable(remark.name)}: {printable(remark.message)}"
     if len(summary.remarks) > most:
         yield "", f"and {len(summary.remarks) - most} more"
+
+
+def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
+    """Yield who wrote the files, what each rank's hold, and which are missing."""
+    count = "" if ranks.world_size is None else counted(ranks.world_size, "rank", "ranks")
+    mesh = f"mesh {printable(ranks.mesh)}" if ranks.mesh else ""
+    step = "" if ranks.step is None else f"step {ranks.step}"
+    yield "run", ", ".join(filter(None, (ranks.framework, count, mesh, step)))
+    if ranks.held:
+        held = [f"{rank}: {show_bytes(nbytes)}" for rank, nbytes in ranks.held.items()]
+        yield "ranks hold", show_names(held, max(most, 8))
+    if ranks.replicated:
+        yield "held alike", f"by several ranks: {show_names(ranks.replicated, most)}"
+    if ranks.missing:
+        yield (
+            "missing",
+            f"the files of {'rank' if len(ranks.missing) == 1 else 'ranks'} "
+            + show_names([*map(str, ranks.missing)], most),
+        )
 
 
 def _dtypes(kinds: Kinds) -> str:

@@ -12,6 +12,7 @@ from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
+    from ..transforms.shadow import Parameters
 
 
 @click.command("optimizer")
@@ -46,7 +47,7 @@ def command(to: str, model: str | None, **given: Any) -> None:
     from ..transforms.optimizer import to_indices, to_names
 
     console = options.console(given)
-    parameters = _parameters(model) if model else None
+    parameters = parameters_of(model).shapes if model else None
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         change = to_names if to == "names" else to_indices
@@ -65,13 +66,17 @@ def command(to: str, model: str | None, **given: Any) -> None:
     rewrite({**given, "state": None}, transform, full=True)
 
 
-def _parameters(spec: str) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the parameters of a model, in its order. Runs its code; imports torch."""
+def parameters_of(spec: str) -> Parameters:
+    """Return the parameters of a model. Runs the user's code; imports torch.
+
+    Raises:
+        UsageFault: SPEC makes something else than a module.
+    """
     from ..errors import UsageFault
-    from ..models import factory
+    from ..models import factory, reloading
 
     with stdout_kept_for_results():
         model = factory.build(spec)
     if not hasattr(model, "named_parameters"):
         raise UsageFault(f"{spec}: made a {type(model).__name__}, not a torch.nn.Module")
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return reloading.parameters_of(model)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import Console, printable, show_names, stdout_kept_for_results
+from .console import Console, printable, show_bytes, show_names, stdout_kept_for_results
 from .parameters import Shape
 from .states import note_state
 
@@ -23,12 +23,26 @@ if TYPE_CHECKING:
     "--input-shape", type=Shape(), metavar="N,…", help="Also run a forward pass on zeros of this shape."
 )
 @options.state_option
+@click.option(
+    "--allow-missing",
+    multiple=True,
+    metavar="GLOB",
+    help="Names of the model that FILE may lack or have in another shape; they keep its values. Repeatable.",
+)
+@click.option(
+    "--allow-unexpected",
+    multiple=True,
+    metavar="GLOB",
+    help="Names of FILE that the model may lack; they are ignored. Repeatable.",
+)
 @options.reading
 def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, **given: Any) -> None:
     """Load FILE strictly into the plain model, in one process, and report it.
 
     Nothing distributed is started, and no code that FILE names is run; only --model runs code: yours.
-    Wrappers' prefixes are removed while loading if the model does not know them.
+    Wrappers' prefixes are removed while loading if the model does not know them. What may be missing or
+    unexpected is said by name, and how much of the model got values. --state also takes an average that
+    lists its tensors in the order of the model's parameters (ema.shadow_params).
 
     \b
     Example:
@@ -45,18 +59,21 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
         built = skeleton(model)  # may take long, or leave the current folder
         seconds = opened - time.perf_counter()
         note_state(console, checkpoint, state)
-        loaded = reload(checkpoint, built, state=state, assign=True, spec=model)
+        allowed = {name: given[name] for name in ("allow_missing", "allow_unexpected")}
+        loaded = reload(checkpoint, built, state=state, assign=True, spec=model, **allowed)
         seconds += time.perf_counter() - started
         shape = _forward(built, input_shape, model) if input_shape else None
     data: dict[str, object] = {
         "loaded": len(loaded.loaded),
-        "missing": [],
-        "unexpected": [],
+        "missing": loaded.kept,
+        "unexpected": loaded.ignored,
         "mismatched": [],
         "state": loaded.state,
         "prefix": loaded.prefix,
         "added": loaded.added,
         "without_values": loaded.without_values,
+        "parameters": {"loaded": loaded.covered.parameters, "of": loaded.covered.of_parameters},
+        "bytes": {"loaded": loaded.covered.nbytes, "of": loaded.covered.of_nbytes},
         "seconds": round(seconds, 4),
     }
     if shape:
@@ -96,10 +113,24 @@ def _line(
     seconds: float,
 ) -> str:
     stripped = f" without '{loaded.prefix}'" if loaded.prefix else ""
+    count, covered = len(loaded.loaded), loaded.covered
+    of = count + len(loaded.kept)
+    how = "strictly"
+    if loaded.kept or loaded.ignored:
+        how = (
+            f"{covered.parameters} of its {covered.of_parameters} parameters, "
+            f"{show_bytes(covered.nbytes)} of {show_bytes(covered.of_nbytes)}"
+        )
     line = (
-        f"loaded {len(loaded.loaded)} of {len(loaded.loaded)} tensors{stripped} into {spec}, strictly, "
+        f"loaded {count} of {of} tensors{stripped} into {spec}, {how}, "
         f"in one process ({printable(loaded.path)}, {seconds:.2f} s)"
     )
+    for said, which in (
+        ("kept as they are in the model", loaded.kept),
+        ("ignored, as the model does not have them", loaded.ignored),
+    ):
+        if which:
+            console.note(f"{said}: {console.names(which)}")
     if loaded.added:
         console.note(f"missing in the file, kept as they are in the model: {show_names(loaded.added)}")
     if loaded.without_values:

@@ -67,12 +67,19 @@ def renaming_outcome(done: str, renaming: Renaming) -> Outcome:
     return Outcome(f"{done} {renaming.renamed} of {len(renaming.names)} keys", renamed, kept=kept, also=also)
 
 
-def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> None:
+def rewrite(
+    options: dict[str, Any],
+    transform: Transform,
+    *,
+    opening: Callable[[], Checkpoint] | None = None,
+    **choices: Any,
+) -> None:
     """Open INPUT, transform it, write OUTPUT and report what was done.
 
     Args:
         options: values of the options of `options.writing`, by name.
         transform: returns the new checkpoint and the outcome.
+        opening: opens INPUT; None for `formats.open`.
         choices: further arguments of `formats.save`. Without `to`, a folder becomes a folder of the same
             format.
 
@@ -87,7 +94,7 @@ def rewrite(options: dict[str, Any], transform: Transform, **choices: Any) -> No
     choices |= {
         name: options[name] for name in ("state", "shard_size", "device", "verify", "force", "dry_run")
     }
-    with formats.open(options["input"]) as checkpoint:
+    with opening() if opening else formats.open(options["input"]) as checkpoint:
         new, outcome = transform(checkpoint)
         if new.opened != checkpoint.opened:
             _name_attributes(checkpoint.state(options["state"]), outcome)
@@ -221,7 +228,7 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
     if saved.mentions:  # all of them: what is left out here may be what matters
         console.note(
             "its pickle names what could run when it is loaded without weights_only: "
-            f"{', '.join(map(printable, saved.mentions))}"
+            f"{', '.join(map(printable, saved.mentions))}; ckpttool disarm writes plain values in their place"
         )
     if console.verbose and (versions := [*filter(_is_versions, saved.left_out)]):
         where = console.names(versions)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from . import options
-from .console import show_bytes
+from .console import counted, show_bytes
+from .optimizer import parameters_of
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -16,18 +17,32 @@ if TYPE_CHECKING:
 
 @click.command("slim")
 @options.writing
-def command(**given: Any) -> None:
+@click.option(
+    "--model",
+    metavar="SPEC",
+    help="Name the tensors of an average that lists them in the order of this model's parameters.",
+)
+def command(model: str | None, **given: Any) -> None:
     """Write only the model's state, without bytes that none of its tensors uses.
 
     Optimizer, counters and arguments stay behind, and so does the rest of a storage that a view was cut from.
+    An average without names, such as --state ema.shadow_params, gets those of --model.
 
     \b
     Example:
       ckpttool slim last.pt weights.pt
     """
     from ..transforms.selection import slim
+    from ..transforms.shadow import with_names
+
+    parameters = parameters_of(model) if model else None
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        named = with_names(checkpoint, given["state"], parameters) if parameters else None
+        if named is not None:
+            count = counted(len(named.checkpoint.state("").tensors), "tensor", "tensors")
+            done = f"named {count} by {model}"
+            return slim(named.checkpoint), Outcome(done, left_out=named.left_out, where="")
         found = checkpoint.state(given["state"])
         new = slim(checkpoint, state=given["state"])
         done = f"slimmed {show_bytes(checkpoint.nbytes)}"

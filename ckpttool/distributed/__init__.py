@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from . import randomness as randomness
     from .buckets import settle_buckets as settle_buckets
     from .collectives import RankFailed as RankFailed
+    from .collectives import RankLost as RankLost
     from .collectives import agree as agree
     from .collectives import alike as alike
     from .collectives import broadcast as broadcast
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .collectives import total as total
     from .collectives import world_size as world_size
     from .group import process_group as process_group
+    from .heartbeat import watch as watch
     from .mean_loss import global_mean_loss as global_mean_loss
     from .place import Place as Place
     from .place import find_place as find_place
@@ -56,6 +58,7 @@ else:
             "buckets": ("settle_buckets",),
             "collectives": (
                 "RankFailed",
+                "RankLost",
                 "agree",
                 "alike",
                 "broadcast",
@@ -71,6 +74,7 @@ else:
                 "world_size",
             ),
             "group": ("process_group",),
+            "heartbeat": ("watch",),
             "mean_loss": ("global_mean_loss",),
             "place": ("Place", "find_place"),
             "plan": ("Plan",),

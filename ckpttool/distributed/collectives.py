@@ -36,6 +36,12 @@ class RankFailed(CkptToolError):
     exit_code = 1
 
 
+class RankLost(RankFailed):
+    """Another rank has gone or does not answer; `watch` has written which one to stderr."""
+
+    kind = "rank-lost"
+
+
 # ---- one rank for all ----------------------------------------------------------------------------------
 
 

@@ -26,15 +26,17 @@ from .place import Place, find_place, started_by_launcher
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-CONNECT_TIMEOUT = 60.0
-"""Seconds that ranks have to exchange their addresses, once all of them have come."""
+JOIN_TIMEOUT = 60.0
+"""Seconds that a rank waits for the others to come, and then for their addresses."""
 
 POLL = 0.05
 """Seconds between two looks at what the other ranks have written."""
 
 
 @contextlib.contextmanager
-def process_group(place: Place | None = None, timeout: float = 600.0) -> Iterator[Place]:
+def process_group(
+    place: Place | None = None, timeout: float = 600.0, join_timeout: float = JOIN_TIMEOUT
+) -> Iterator[Place]:
     """Hold the default process group during the block, and destroy it however the block ends.
 
     A single process gets one too (its store is in memory: no port, no network), so that DDP and its
@@ -43,14 +45,16 @@ def process_group(place: Place | None = None, timeout: float = 600.0) -> Iterato
 
     Args:
         place: of this rank; by default what torchrun has set, with NCCL if each rank can have a GPU.
-        timeout: seconds that this rank waits for the others, to come and in each collective.
+        timeout: seconds that this rank waits for the others in each collective.
+        join_timeout: seconds that it waits for them to come. Ranks that are lost before they have met are
+            noticed by nothing else; ranks that load their data before they come may need more.
 
     Yields:
         The place.
 
     Raises:
         UsageFault: there is a process group already, which is left alone.
-        CheckFailed: this rank could not join the others.
+        CheckFailed: this rank could not join the others, or some have not come within `join_timeout`.
     """
     import torch
     import torch.distributed as dist
@@ -66,9 +70,10 @@ def process_group(place: Place | None = None, timeout: float = 600.0) -> Iterato
         options["device_id"] = place.device
     try:
         try:
-            dist.init_process_group(place.backend, **options, **_store(place, timeout))
+            dist.init_process_group(place.backend, **options, **_store(place, join_timeout))
         except (RuntimeError, ValueError) as error:
-            raise CheckFailed(f"rank {place.rank} could not join the others: {error}") from error
+            reason = str(error).partition("\n")[0]  # below it are frames of C++
+            raise CheckFailed(f"rank {place.rank} could not join the others: {reason}") from error
         yield place
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # frames hold the model, which holds the group
@@ -82,7 +87,11 @@ def process_group(place: Place | None = None, timeout: float = 600.0) -> Iterato
 
 
 def _store(place: Place, timeout: float) -> dict[str, Any]:
-    """Return the arguments of `init_process_group` that say where ranks meet; none for torch's own way."""
+    """Return the arguments of `init_process_group` that say where ranks meet.
+
+    torchrun serves one store and keeps it over restarts, with the addresses of ranks that are dead: a rank
+    that is started again may read those and wait for them (torch 2.15). So each attempt has its own keys.
+    """
     from torch.distributed import (  # type: ignore[attr-defined]
         HashStore,
         PrefixStore,
@@ -91,14 +100,10 @@ def _store(place: Place, timeout: float) -> dict[str, Any]:
 
     if not started_by_launcher():
         return {"store": HashStore(), "rank": 0, "world_size": 1}
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return {}
-    # torchrun serves one store and keeps it over restarts, with the addresses of ranks that are dead: a rank
-    # that is started again may read those and wait for them (torch 2.15). So each attempt has its own keys.
     wait = timedelta(seconds=timeout)
     store, rank, world_size = next(rendezvous("env://", place.rank, place.world_size, timeout=wait))
     store = PrefixStore(agree_on_attempt(store, rank, world_size, timeout), store)
-    store.set_timeout(timedelta(seconds=CONNECT_TIMEOUT))
+    store.set_timeout(wait)
     return {"store": store, "rank": rank, "world_size": world_size}
 
 
@@ -111,13 +116,13 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -
     the rank that was started again has written its number.
 
     Args:
-        store: outlives the attempts.
+        store: may outlive the attempts.
         timeout: seconds to wait for the other ranks.
 
     Raises:
-        CheckFailed: some rank has not come within the timeout.
+        CheckFailed: some rank has not come within the timeout; names those that have not.
     """
-    own, joined, deadline = uuid.uuid4().hex, "", time.monotonic() + timeout
+    own, name, deadline = uuid.uuid4().hex, "", time.monotonic() + timeout
     store.set(f"ckpttool/rank/{rank}", own)
     while time.monotonic() < deadline:
         if rank == 0:
@@ -125,14 +130,39 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -
         listed = _read(store, "ckpttool/ranks")
         numbers = json.loads(listed) if listed else []
         if len(numbers) == world_size and numbers[rank] == own:
-            name = f"ckpttool/attempt/{hashlib.sha256(listed).hexdigest()[:16]}"
-            if name != joined:
+            given = f"ckpttool/attempt/{hashlib.sha256(listed).hexdigest()[:16]}"
+            if given != name:
+                name = given
+                store.set(f"{name}/rank/{rank}", own)
                 store.add(f"{name}/joined", 1)
-                joined = name
             if store.add(f"{name}/joined", 0) == world_size:
                 return name
         time.sleep(POLL)
-    raise CheckFailed(f"rank {rank}: no answer from another rank within {timeout:g} s")
+    raise _late(_absent(store, name, world_size), rank, timeout)
+
+
+def _absent(store: Store, name: str, world_size: int) -> list[int]:
+    """Return the ranks that have not come: not into the list, or not to this attempt's name."""
+    key = f"{name}/rank" if name else "ckpttool/rank"
+    return [rank for rank in range(world_size) if not store.check([f"{key}/{rank}"])] or [0]
+
+
+def _late(ranks: list[int], rank: int, timeout: float) -> CheckFailed:
+    """Return the error of a rank that others have left waiting."""
+    shown = ", ".join(map(str, ranks[:8])) + ", …" * (len(ranks) > 8)
+    who = f"rank {shown} has" if len(ranks) == 1 else f"ranks {shown} have"
+    hint = "it has died, or still loads its data: then give a longer --join-timeout"
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1 and _shares_store():
+        hint += "; so that machines can be replaced, start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    return CheckFailed(f"rank {rank}: {who} not come within {timeout:g} s", hint=hint)
+
+
+def _shares_store() -> bool:
+    """Return whether torchrun's own store is the ranks' too.
+
+    If so, torch 2.15 tells new machines no address of it, and the others that of a machine that is gone.
+    """
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _list_ranks(store: Store, world_size: int) -> None:

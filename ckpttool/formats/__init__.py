@@ -8,6 +8,7 @@ from ..lazy import attributes
 
 if TYPE_CHECKING:
     from .reading import open as open
+    from .reading import open_ranks as open_ranks
     from .reading import read as read
     from .save_report import Saved as Saved
     from .saving import save as save
@@ -15,7 +16,7 @@ else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
-            "reading": ("open", "read"),
+            "reading": ("open", "open_ranks", "read"),
             "save_report": ("Saved",),
             "saving": ("save",),
         },

@@ -5,18 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..errors import Damaged, Unreadable, Unsupported
+from ..errors import Damaged, Unreadable, Unsupported, UsageFault
 from ..files.commit_folder import set_aside
 from ..files.descriptors import allow_open_files
 from ..files.open_source import open_source_descriptor
 from ..files.suggestions import checkpoints_among, names_in
 from ..tensors.ref import Source
-from .folders import dcp, sharded
+from .folders import dcp, frameworks, sharded
 from .folders.sharding import INDEX
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
@@ -61,7 +61,8 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
 
     Args:
         path: a file that torch or safetensors wrote, whatever its name; the index or the folder of a sharded
-            checkpoint; a DCP folder; a folder with one model.safetensors or pytorch_model.bin; `-` is stdin.
+            checkpoint; a DCP folder; a folder with a file of each rank, or with one model.safetensors or
+            pytorch_model.bin; `-` is stdin.
 
     Returns:
         The checkpoint, whose files stay open; use it as a context manager, or let it go.
@@ -99,6 +100,47 @@ def open(path: str | os.PathLike[str]) -> Checkpoint:
     )
 
 
+def open_ranks(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, take_rank: int | None = None
+) -> Checkpoint:
+    """Open what many ranks wrote as one checkpoint, whose tensors are whole.
+
+    Args:
+        paths: the folder, as for `open`; or the files of all ranks, in any order and whatever their names.
+        take_rank: where several ranks hold the same values, take those of this rank and do not compare them.
+            None compares them, bit by bit, when they are read: RanksDiffer is raised then.
+
+    Returns:
+        The checkpoint; its `ranks` says what is known of the run.
+
+    Raises:
+        Unreadable: there is no such file, or the folder holds no checkpoint.
+        Damaged: a file is of another run, world size or step, is there twice, or does not fit the others.
+        Unsupported: the files do not hold enough to make the tensors whole.
+        UsageFault: one process wrote the files; no file was written by `take_rank`, or the format stores what
+            ranks share only once.
+    """
+    names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
+    if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
+        with _collector_paused():  # also where a model.safetensors of rounded weights lies beside
+            found = frameworks.read_folder(names[0], take_rank) if os.path.isdir(names[0]) else None
+        if found is None and take_rank is None:
+            return open(names[0])
+        if found is None:
+            raise UsageFault(
+                f"{names[0]}: stores what its ranks share only once, so there is no rank to take",
+                hint="leave out --take-rank",
+            )
+        return found
+    folders = [name for name in names if os.path.isdir(name)]
+    if folders:
+        raise UsageFault(
+            f"{folders[0]}: is one of several inputs, and a folder", hint="merge one folder at a time"
+        )
+    with _collector_paused():
+        return frameworks.read_files(names, take_rank)
+
+
 def _is_part_of_dcp(name: str) -> bool:
     beside = os.path.join(os.path.dirname(name), dcp.METADATA)
     return name.endswith(dcp.ENDING) or os.path.exists(beside)
@@ -117,8 +159,7 @@ def _open_in(name: str, folder: str) -> Checkpoint:
     for _ in range(MAX_REPLACED):
         with _held(folder) as is_still_there:
             try:
-                telling = os.path.join(name, _telling(name)) if os.path.isdir(name) else name
-                checkpoint = read(Source(name, open_source_descriptor(telling)))
+                checkpoint = _read_folder(name) if os.path.isdir(name) else _read_telling(name, name)
             except (Damaged, Unreadable, Unsupported):
                 if is_still_there():
                     raise
@@ -127,6 +168,23 @@ def _open_in(name: str, folder: str) -> Checkpoint:
                 return checkpoint
             checkpoint.close()
     raise Unreadable(name, "is being replaced continuously by another process")
+
+
+def _read_folder(name: str) -> Checkpoint:
+    """Read a folder by the file that says what is in it; else by the files that ranks wrote."""
+    names = _names(name)
+    telling = _telling(name, names)
+    if telling is not None:
+        return _read_telling(name, os.path.join(name, telling))
+    with _collector_paused():
+        found = frameworks.read_folder(name)
+    if found is None:
+        raise _nothing_known(name, names)
+    return found
+
+
+def _read_telling(name: str, telling: str) -> Checkpoint:
+    return read(Source(name, open_source_descriptor(telling)))
 
 
 @contextmanager
@@ -150,12 +208,15 @@ def _held(folder: str) -> Iterator[Callable[[], bool]]:
         os.close(fd)
 
 
-def _telling(folder: str) -> str:
-    """Return the name of the file that says what is in a folder."""
+def _names(folder: str) -> list[str]:
     try:
-        names = sorted(os.listdir(folder))
+        return sorted(os.listdir(folder))
     except OSError as error:
         raise Unreadable(folder, (error.strerror or str(error)).lower()) from error
+
+
+def _telling(folder: str, names: list[str]) -> str | None:
+    """Return the name of the file that says what is in a folder; None if there is none."""
     indexes: list[str] = [name for name in names if name.endswith(INDEX)]
     for name in [*IN_FOLDERS, *(indexes if len(indexes) == 1 else [])]:
         if name in names:
@@ -166,9 +227,14 @@ def _telling(folder: str) -> str:
         )
     if any(name.endswith(dcp.METADATA) for name in names):
         raise Unsupported(folder, "is a DCP checkpoint that each rank saved for itself, without a whole")
+    return None
+
+
+def _nothing_known(folder: str, names: list[str]) -> Unreadable:
+    """Return the error for a folder in which no checkpoint was found."""
     files = [os.path.join(folder, name) for name in checkpoints_among(names)]
     meant = f"; or name one file: {', '.join(files[:4])}" if files else ""
-    raise Unreadable(
+    return Unreadable(
         folder,
         "is a folder without the index of a checkpoint",
         hint=f"expected in it: *{INDEX} (shards) or {dcp.METADATA} (DCP){meant}",

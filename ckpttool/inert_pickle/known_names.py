@@ -57,6 +57,7 @@ KNOWN = UNDERSTOOD | {
     *_names(["torch"], "IntTensor LongTensor BoolTensor"),
     *_names(["torch.storage"], "UntypedStorage TypedStorage"),
     "torch.serialization._get_layout",
+    "torch.distributed.remote_device._remote_device",
     *_names(
         ["numpy.core.multiarray", "numpy._core.multiarray"],
         "_reconstruct scalar",
@@ -64,6 +65,9 @@ KNOWN = UNDERSTOOD | {
     *_names(["numpy.random._pickle"], "__randomstate_ctor __generator_ctor __bit_generator_ctor"),
     *_names(["numpy.random._mt19937"], "MT19937"),
     *_names(["numpy.random._pcg64"], "PCG64 PCG64DXSM"),
+    *_names(["deepspeed.runtime.zero.config"], "ZeroStageEnum"),
+    *_names(["deepspeed.runtime.fp16.loss_scaler"], "LossScaler DynamicLossScaler"),
+    *_names(["deepspeed.utils.tensor_fragment"], "fragment_address"),
     *_names(["numpy.core.numeric", "numpy._core.numeric"], "_frombuffer"),
     *_names(
         ["numpy"], "ndarray dtype bool_ bool object_ str_ bytes_ float16 float32 float64 complex64 complex128"
@@ -76,12 +80,15 @@ KNOWN = UNDERSTOOD | {
 CLASSES = (
     re.compile(
         r"torch\.nn\.modules\.[a-z_]+|torch\.optim\.[a-z_]+|numpy\.dtypes|"
-        r"torch\.distributed\.checkpoint\.(metadata|filesystem)"
+        r"torch\.distributed\.checkpoint\.(metadata|filesystem)|torch\.distributed\._?tensor|"
+        r"torch\.distributed\._?tensor\.(placement_types|_dtensor_spec|api|_api)|"
+        r"torch\.distributed\.(device_mesh|_mesh_layout|remote_device)|"
+        r"torch\.distributed\._shard\.(metadata|sharded_tensor\.(api|metadata|shard)|sharding_spec\.[a-z_]+)"
     ),
     re.compile(r"_?[A-Z]\w*"),
 )
 """Modules and names of torch's own layers, optimizers and schedulers, as in whole pickled models, of NumPy's
-element types, and of the metadata of DCP."""
+element types, of the metadata of DCP and of tensors on several ranks."""
 
 PLAIN_DATA = {
     *_names(["argparse"], "Namespace"),

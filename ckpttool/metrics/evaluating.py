@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from ..distributed import collectives, nested
+from ..distributed import collectives, heartbeat, nested
 from ..distributed.exactly_once import index_digest
 from ..distributed.gather_rows import gather
 from ..distributed.modes import modes_kept
@@ -331,6 +331,7 @@ class Evaluator:
             model.eval()
             loaded: Iterator[Any] | None = None
             for number in range(-(-self.number_of_batches // self.world_size)):
+                heartbeat.progress()
                 with collectives.together():
                     if number < len(self.batches):
                         loaded = loaded or iter(self.loader)

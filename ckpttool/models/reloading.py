@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
@@ -17,8 +18,10 @@ from ..checkpoint.tensor_likes import require_plain
 from ..errors import Mismatch, NothingToDo, Refused, UsageFault
 from ..formats.opened import File, opened
 from ..inert_pickle.values import is_plain
+from ..tensors.dtypes import DTYPES
 from ..tensors.ref import TensorRef
 from ..tensors.to_torch import live_tensors
+from ..transforms.shadow import Parameters, with_names
 from .diagnosis import Diagnosis
 from .diagnosis.case import Case
 from .diagnosis.fit import Blueprint, Fit, compare
@@ -36,6 +39,23 @@ LISTED = ("architecture", "missing", "unexpected", "size")
 
 
 @dataclass(frozen=True, slots=True)
+class Coverage:
+    """How much of a model got values from a file; what has two names counts once.
+
+    Attributes:
+        parameters: elements of the parameters that got values.
+        of_parameters: elements of all parameters.
+        nbytes: bytes of the parameters and buffers that got values, in the model's types.
+        of_nbytes: bytes of all parameters and buffers.
+    """
+
+    parameters: int = 0
+    of_parameters: int = 0
+    nbytes: int = 0
+    of_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Reloaded:
     """The result of loading a state into a model.
 
@@ -48,6 +68,8 @@ class Reloaded:
         added: BatchNorm's counters that the file lacks; they keep the model's values.
         without_values: parameters and buffers that are on the meta device afterwards, as no file holds them.
         kept: names of `allow_missing` that keep the model's values, as the file lacks them or has others.
+        ignored: names of `allow_unexpected` in the file that the model does not have.
+        covered: how much of the model got values.
     """
 
     path: str
@@ -58,6 +80,8 @@ class Reloaded:
     added: tuple[str, ...]
     without_values: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    covered: Coverage = Coverage()
 
 
 def reload(
@@ -68,6 +92,7 @@ def reload(
     assign: bool = False,
     spec: str | None = None,
     allow_missing: Iterable[str] = (),
+    allow_unexpected: Iterable[str] = (),
 ) -> Reloaded:
     """Load a checkpoint's state into a model, as strictly as `load_state_dict(strict=True)`.
 
@@ -75,7 +100,9 @@ def reload(
         file: a path that `ckpttool.open` reads, or an open checkpoint; saved from a DDP, compiled or plain
             model.
         model: a plain module; its parameters keep their device and dtype, values are copied into them.
-        state: dotted path of the state in the file; found when None.
+        state: dotted path of the state in the file; found when None. The tensors of a list, one a parameter,
+            as `shadow_params` of an average is, get the names of the model's parameters in their places; and
+            so do tensors under such names without their dots.
         assign: put the file's tensors in the place of the model's instead of copying them. They are mapped
             from the file, on the CPU: nothing is read until it is used, and a model built within
             `ckpttool.skeletons()` takes no memory of its own. An optimizer built before would hold
@@ -84,14 +111,17 @@ def reload(
             find the sizes in which the model fits.
         allow_missing: shell patterns (`fc.*`) of names of the model that keep its values if the file lacks
             them or has them in another shape, as for a new head.
+        allow_unexpected: shell patterns of names of the file that are ignored if the model lacks them.
 
     Returns:
-        What was loaded: names, the state's place in the file, the prefix that was removed.
+        What was loaded: names, the state's place in the file, the prefix that was removed, and how much of
+        the model that is.
 
     Raises:
         Mismatch: names or shapes differ, or a module refuses the state; with differing names and shapes the
             model is unchanged. The hint is the next command.
-        NothingToDo: a pattern of `allow_missing` matches no name of the model.
+        NothingToDo: a pattern of `allow_missing` matches no name of the model, or one of `allow_unexpected`
+            no name of the file.
         NoState: the file has no model state, or none at `state`.
         UsageFault: a parameter or buffer to be loaded is on the meta device, and `assign` is False.
         Refused: the model asks for an object that only code could create; or a tensor of the state is not a
@@ -101,22 +131,65 @@ def reload(
     if not assign:
         _require_memory(model)
     with opened(file) as checkpoint:
-        found = checkpoint.state(state)
-        require_plain(checkpoint.path, found.likes, "can't be loaded into a model")
         blueprint = Blueprint.of(model)
+        named = with_names(checkpoint, state, parameters_of(model))
+        found = named.checkpoint.state("") if named else checkpoint.state(state)
+        require_plain(checkpoint.path, found.likes, "can't be loaded into a model")
         patterns = tuple(allow_missing)
-        _require_matches(patterns, blueprint)
-        prefix, case = as_reloaded(checkpoint, found, blueprint)
+        _require_matches(patterns, "model", blueprint.places)
+        prefix, case = as_reloaded(named.checkpoint if named else checkpoint, found, blueprint)
+        case, ignored = _without_ignored(case, tuple(allow_unexpected))
         case, kept = _without_kept(case, patterns)
         values = _values(checkpoint.path, case.state)
         if case.fit.distance and not accepts(model, case.state):
-            advice = doctor(checkpoint, model, state=state, spec=spec)
-            raise _mismatch(checkpoint, case.fit, _hint(case, advice, state, spec))
+            hint = "keep the model's own values: --allow-missing GLOB"
+            if named is None:
+                hint = _hint(case, doctor(checkpoint, model, state=state, spec=spec), state, spec)
+            raise _mismatch(checkpoint, case.fit, hint)
         loaded = tuple(values)
         values.update((name, value) for name, value in model.state_dict().items() if name in kept)
         _load(model, values, checkpoint.path, assign=assign)
-    on_meta, added = _on_meta(model), case.fit.added
-    return Reloaded(checkpoint.path, checkpoint.format, found.where, prefix, loaded, added, on_meta, kept)
+    where = found.where if named is None else str(state)
+    return Reloaded(
+        checkpoint.path,
+        checkpoint.format,
+        where,
+        prefix,
+        loaded,
+        case.fit.added,
+        _on_meta(model),
+        kept,
+        ignored,
+        _coverage(blueprint, {*loaded}),
+    )
+
+
+def parameters_of(model: torch.nn.Module) -> Parameters:
+    """Return the names, shapes and trainability of a model's parameters, in its order."""
+    from torch.nn.parameter import is_lazy
+
+    named = dict(model.named_parameters())
+    trainable = tuple(name for name, parameter in named.items() if parameter.requires_grad)
+    shapes = {name: () if is_lazy(parameter) else tuple(parameter.shape) for name, parameter in named.items()}
+    return Parameters(shapes, trainable)
+
+
+def _coverage(blueprint: Blueprint, loaded: set[str]) -> Coverage:
+    """Return how much of a model its loaded names are."""
+    own = {name: place for name, place in blueprint.places.items() if place.first == name}
+    counts = {name: prod(place.shape or ()) for name, place in own.items()}
+    sizes = {
+        name: counts[name] * DTYPES[place.dtype].itemsize
+        for name, place in own.items()
+        if place.dtype in DTYPES
+    }
+    parameters = [name for name in blueprint.parameters if name in own]
+    return Coverage(
+        sum(counts[name] for name in parameters if name in loaded),
+        sum(counts[name] for name in parameters),
+        sum(size for name, size in sizes.items() if name in loaded),
+        sum(sizes.values()),
+    )
 
 
 def _load(model: torch.nn.Module, values: dict[str, Any], path: str, *, assign: bool) -> None:
@@ -131,11 +204,28 @@ def _load(model: torch.nn.Module, values: dict[str, Any], path: str, *, assign: 
         raise Mismatch(f"{path}: {reason}") from error
 
 
-def _require_matches(patterns: tuple[str, ...], blueprint: Blueprint) -> None:
+def _require_matches(patterns: tuple[str, ...], whose: str, names: Iterable[str]) -> None:
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in blueprint.places):
-            last = "".join([*blueprint.places][-1:])
-            raise NothingToDo(f"no name of the model matches '{pattern}'", hint=f"its last name is '{last}'")
+        if not _matching(names, (pattern,)):
+            last = "".join([*names][-1:])
+            raise NothingToDo(
+                f"no name of the {whose} matches '{pattern}'", hint=f"its last name is '{last}'"
+            )
+
+
+def _matching(names: Iterable[str], patterns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+
+
+def _without_ignored(case: Case, patterns: tuple[str, ...]) -> tuple[Case, tuple[str, ...]]:
+    """Return the case without what the model does not have and may lack, and those names."""
+    held = (*case.state.tensors, *case.original.tensors, *case.original.others)
+    _require_matches(patterns, "file", held)
+    ignored = _matching(case.fit.unexpected, patterns)
+    tensors = {name: tensor for name, tensor in case.state.tensors.items() if name not in ignored}
+    others = {name: value for name, value in case.state.others.items() if name not in ignored}
+    state = replace(case.state, tensors=tensors, others=others)
+    return replace(case, state=state, fit=compare(state, case.blueprint)), ignored
 
 
 def _without_kept(case: Case, patterns: tuple[str, ...]) -> tuple[Case, tuple[str, ...]]:

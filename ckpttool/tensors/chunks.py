@@ -1,21 +1,23 @@
 """One tensor made of the chunks it was saved in; the values are put together when they are written.
 
-Ranks save the parts of a sharded tensor each for itself; a part is a box within the whole.
+Ranks save the parts of a sharded tensor each for itself; a part is a box within the whole. Several ranks may
+hold the same part: the copies are compared with each other when the values are read.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import add, lt, sub
 
+from ..errors import RanksDiffer
 from .dtypes import DType
 from .ref import MAX_BYTES, BadTensor, Computed, Storage, TensorRef, extent
-from .strided import blocks
-from .values import CHUNK, stream
+from .values import stream
 
 MAX_CUTS = 8
 """Dimensions along which a tensor may be cut; device meshes have three or four."""
@@ -30,13 +32,25 @@ class Part:
     Attributes:
         begin: the box's first index in each dimension.
         tensor: its values; the shape is the size of the box.
+        copies: the same values as other ranks saved them.
+        ranks: the rank that saved `tensor`, then those that saved the copies; empty when there are none.
     """
 
     begin: Index
     tensor: TensorRef
+    copies: tuple[TensorRef, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
-def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[Part]) -> TensorRef:
+def assembled(
+    name: str,
+    path: str,
+    dtype: DType,
+    shape: Index,
+    parts: Sequence[Part],
+    *,
+    origins: tuple[Storage, ...] | None = None,
+) -> TensorRef:
     """Return one tensor made of parts; nothing is read yet.
 
     Args:
@@ -45,17 +59,22 @@ def assembled(name: str, path: str, dtype: DType, shape: Index, parts: Sequence[
         dtype: the element type of all parts.
         shape: of the whole.
         parts: boxes within the whole, in any order; none is a view that repeats elements.
+        origins: the storages that the values come from; None for those of all parts and copies.
+
+    Returns:
+        The tensor. Reading its values raises RanksDiffer where a copy differs in any bit.
 
     Raises:
         BadTensor: the parts leave a gap, overlap or reach outside; or the whole is larger than any file, or
             is cut in more than MAX_CUTS dimensions.
     """
-    parts = [part for part in parts if part.tensor.numel]
+    parts = sorted((part for part in parts if part.tensor.numel), key=lambda part: part.begin)
     if extent(shape) * dtype.itemsize > MAX_BYTES or not _tile(shape, parts):
         raise BadTensor(f"'{name}' of shape {str(list(shape))[:80]} whose chunks are not the whole of it")
     whole = _Whole(name, dtype.itemsize, shape, parts)
-    origins = tuple(part.tensor.storage for part in parts)
-    data = Computed(path, math.prod(shape) * dtype.itemsize, whole.make)
+    if origins is None:
+        origins = tuple(each.storage for part in parts for each in (part.tensor, *part.copies))
+    data = Computed.filling(path, math.prod(shape) * dtype.itemsize, whole.fill)
     storage = Storage(data, dtype.storage or "UntypedStorage", origins=origins)
     return TensorRef.contiguous(storage, dtype, shape)
 
@@ -88,57 +107,107 @@ def _add_corners(corners: Counter[Index], sides: Sequence[tuple[int, int]], sign
         corners[corner] += sign * (-1) ** sum(ends)
 
 
+def boxes_of(shape: Index, first: int, count: int) -> Iterator[tuple[Index, Index]]:
+    """Cut a row-major stretch of an array into boxes.
+
+    Args:
+        shape: of the array; no size is 0.
+        first, count: the stretch, in elements.
+
+    Yields:
+        The begin and size of each box; one after another, row by row, they are the stretch.
+    """
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    i, skipped = divmod(first, row)
+    if skipped:
+        head = min(row - skipped, count)
+        yield from (((i, *begin), (1, *size)) for begin, size in boxes_of(shape[1:], skipped, head))
+        i, count = i + 1, count - head
+    rows, left = divmod(count, row)
+    if rows:
+        yield (i, *(0 for _ in shape[1:])), (rows, *shape[1:])
+    if left:
+        yield from (((i + rows, *begin), (1, *size)) for begin, size in boxes_of(shape[1:], 0, left))
+
+
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """Make the bytes of the whole, block by block; a block is a row-major stretch of it."""
+    """Make the bytes of the whole; the parts are sorted by where they begin."""
 
     name: str
     width: int
     shape: Index
     parts: Sequence[Part]
 
-    def make(self, start: int, nbytes: int) -> Iterator[memoryview]:
-        """Yield `nbytes` of the bytes from `start`."""
-        stride = [math.prod(self.shape[d + 1 :]) for d in range(len(self.shape))]
-        for first, shape in blocks(self.shape, stride, CHUNK // self.width):
-            begin = first * self.width
-            end = begin + math.prod(shape) * self.width
-            if begin >= start + nbytes:
-                return
-            if end > start:
-                block = memoryview(self.block(first, shape, stride))
-                yield block[max(0, start - begin) : start + nbytes - begin]
+    def fill(self, start: int, out: memoryview) -> None:
+        """Fill a buffer with the bytes from `start`."""
+        for begin, size in boxes_of(self.shape, start // self.width, len(out) // self.width):
+            nbytes = math.prod(size) * self.width
+            self._fill_box(out[:nbytes], begin, size)
+            out = out[nbytes:]
 
-    def block(self, first: int, shape: Index, stride: Sequence[int]) -> bytearray:
-        """Return the elements from number `first` on, as many in the last dimensions as `shape` says."""
-        out = bytearray(math.prod(shape) * self.width)
-        low = tuple(first // step % n for step, n in zip(stride, self.shape, strict=True))
-        size = (1,) * (len(low) - len(shape)) + shape
-        for part in self.parts:
+    def _fill_box(self, out: memoryview, low: Index, size: Index) -> None:
+        high = tuple(map(add, low, size))
+        last = len(self.parts) if not low else bisect_right(self.parts, high, key=lambda part: part.begin)
+        for part in self.parts[:last]:
+            if low and part.begin[0] + part.tensor.shape[0] <= low[0]:
+                continue
             begin = tuple(map(max, low, part.begin))
-            end = tuple(map(min, map(add, low, size), map(add, part.begin, part.tensor.shape)))
+            end = tuple(map(min, high, map(add, part.begin, part.tensor.shape)))
             if all(map(lt, begin, end)):
-                self.scatter(out, size, tuple(map(sub, begin, low)), _cut(part, begin, end))
-        return out
+                self._put(out, size, tuple(map(sub, begin, low)), part, begin, tuple(map(sub, end, begin)))
 
-    def scatter(self, out: bytearray, size: Index, begin: Index, part: TensorRef) -> None:
-        """Copy a part into a block of size `size`, in runs of bytes that lie together in both."""
-        data = b"".join(stream(part))
-        together = len(size)  # from this dimension on the part is as wide as the block
-        while together and part.shape[together - 1] == size[together - 1]:
+    def _put(self, out: memoryview, size: Index, at: Index, part: Part, begin: Index, shape: Index) -> None:
+        """Put the box of a part that begins at `begin` of the whole to `at` of a box of size `size`."""
+        together = len(size)  # from this dimension on the part is as wide as the box
+        while together and shape[together - 1] == size[together - 1]:
             together -= 1
-        outer = part.shape[: max(together - 1, 0)]
-        run = math.prod(part.shape[max(together - 1, 0) :]) * self.width
-        stride = [math.prod(size[d + 1 :]) * self.width for d in range(len(size))]
-        origin = sum(b * s for b, s in zip(begin, stride, strict=True))
-        for number, index in enumerate(itertools.product(*map(range, outer))):
-            at = origin + sum(i * s for i, s in zip(index, stride, strict=False))
-            out[at : at + run] = data[number * run : (number + 1) * run]
+        in_one_run = math.prod(shape[: max(together - 1, 0)]) == 1
+        nbytes = math.prod(shape) * self.width
+        if in_one_run:
+            step, first = self.width, 0
+            for n, i in zip(reversed(size), reversed(at), strict=True):
+                first += i * step
+                step *= n
+            target = out[first : first + nbytes]
+        else:
+            target = memoryview(bytearray(nbytes))
+        _read_into(target, _cut(part.tensor, part.begin, begin, shape))
+        if part.copies:
+            self._compare(target, part, begin, shape)
+        if not in_one_run:
+            import numpy as np
+
+            box = tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))
+            whole = np.frombuffer(out, np.uint8).reshape(*size, self.width)
+            whole[box] = np.frombuffer(target, np.uint8).reshape(*shape, self.width)
+
+    def _compare(self, values: memoryview, part: Part, begin: Index, shape: Index) -> None:
+        other = bytearray(len(values))
+        for rank, copy in zip(part.ranks[1:], part.copies, strict=True):
+            with memoryview(other) as view:
+                _read_into(view, _cut(copy, part.begin, begin, shape))
+            if other != values:
+                raise RanksDiffer(
+                    f"'{self.name[:80]}' differs between rank {part.ranks[0]} and rank {rank}, "
+                    "which should hold the same values",
+                    hint=f"take one rank's values: --take-rank {part.ranks[0]}",
+                )
 
 
-def _cut(part: Part, begin: Index, end: Index) -> TensorRef:
-    """Return the box of a part between two corners, which are given within the whole."""
-    tensor = part.tensor
-    steps = sum((b - o) * s for b, o, s in zip(begin, part.begin, tensor.stride, strict=True))
-    shape = tuple(map(sub, end, begin))
+def _read_into(out: memoryview, tensor: TensorRef) -> None:
+    """Fill a buffer with the values of a tensor."""
+    done = 0
+    for piece in stream(tensor, buffer=out):
+        if not tensor.is_plain:
+            out[done : done + len(piece)] = piece
+        done += len(piece)
+
+
+def _cut(tensor: TensorRef, origin: Index, begin: Index, shape: Index) -> TensorRef:
+    """Return the box of a part, whose place and whose part's place are given within the whole."""
+    steps = sum((b - o) * s for b, o, s in zip(begin, origin, tensor.stride, strict=True))
     return replace(tensor, shape=shape, offset=tensor.offset + steps)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from .ref import TensorRef
 
 
+FILLED = 1 << 20
+"""Bytes of a piece of computed values, where the caller gives no buffer; whole elements."""
+
+
 class Source:
     """A file opened for reading; closed by `close()` or with its last user.
 
@@ -139,6 +143,8 @@ class Computed:
             them take; None where that is not possible.
         is_divisible: whether a stretch costs no more than its share, and several threads may make stretches
             at once.
+        fill: `fill(start, buffer)` fills a buffer with the bytes from `start`; None where they are not made
+            in the caller's memory.
     """
 
     path: str
@@ -146,6 +152,20 @@ class Computed:
     make: Callable[[int, int], Iterator[memoryview]]
     view: Callable[[TensorRef], Iterator[memoryview]] | None = None
     is_divisible: bool = False
+    fill: Callable[[int, memoryview], None] | None = None
+
+    @classmethod
+    def filling(cls, path: str, nbytes: int, fill: Callable[[int, memoryview], None]) -> Computed:
+        """Return bytes that a function puts into the caller's memory, any stretch of them in any thread.
+
+        Args:
+            path, nbytes, fill: as the attributes.
+        """
+
+        def make(start: int, count: int) -> Iterator[memoryview]:
+            return _filled(fill, start, count, memoryview(bytearray(min(count, FILLED))))
+
+        return cls(path, nbytes, make, is_divisible=True, fill=fill)
 
     def read(self) -> bytes:
         """Return all bytes."""
@@ -153,10 +173,24 @@ class Computed:
 
     def part(self, start: int, nbytes: int) -> Computed:
         """Return `nbytes` bytes from `start`, which must lie inside and cut no element."""
+        fill = self.fill
+        if fill is not None:
+            return self.filling(self.path, nbytes, lambda at, buffer: fill(start + at, buffer))
         return Computed(
             self.path, nbytes, lambda at, count: self.make(start + at, count), is_divisible=self.is_divisible
         )
 
     def chunks(self, buffer: memoryview) -> Iterator[memoryview]:
-        """Make all bytes in order; the buffer is not used."""
+        """Make all bytes in order, through the buffer if they are made in the caller's memory."""
+        if self.fill is not None and len(buffer):
+            return _filled(self.fill, 0, self.nbytes, buffer)
         return self.make(0, self.nbytes)
+
+
+def _filled(
+    fill: Callable[[int, memoryview], None], start: int, nbytes: int, buffer: memoryview
+) -> Iterator[memoryview]:
+    for done in range(0, nbytes, len(buffer) or 1):
+        view = buffer[: min(len(buffer), nbytes - done)]
+        fill(start + done, view)
+        yield view

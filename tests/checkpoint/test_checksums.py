@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import torch
 
 import ckpttool
+from ckpttool.checkpoint.checksums import Checksums
 from ckpttool.errors import Damaged
+from ckpttool.tensors.values import stream
 from ckpttool.transforms.keys import strip_prefix
 from tests.support.running import Ran
 from tests.support.saved import saved
@@ -250,3 +253,24 @@ def test_verify_lists_the_damage_of_its_file_and_refuses_a_damaged_other(files: 
     other = cli("verify", "whole.pt", "--against", "in.pt")
     assert other.code == 3
     assert "in.pt" in other.err
+
+
+def test_only_the_bytes_between_views_are_read_again(tmp_path: Path) -> None:
+    whole = torch.arange(1_000_000.0)
+    path = tmp_path / "views.pt"
+    torch.save({"a": whole[1:400_000], "b": whole[400_002:-3]}, path)
+    raw = bytearray(path.read_bytes())
+    at = raw.index(whole[400_000:400_002].numpy().tobytes())
+    for damaged in (False, True):
+        raw[at] ^= damaged
+        path.write_bytes(raw)
+        with ckpttool.open(path) as checkpoint:
+            read: list[int] = []
+            checkpoint.source.observers.append(lambda _, data, read=read: read.append(len(data)))
+            with Checksums(checkpoint, checkpoint.storages()) as checksums:
+                for _, tensor in checkpoint.tensors():
+                    for _ in stream(tensor):
+                        pass
+                with pytest.raises(Damaged) if damaged else nullcontext():
+                    checksums.finish()
+            assert sum(read) == whole.nbytes

@@ -44,7 +44,7 @@ def test_it_is_refused_by_name(
     ran = cli(command[0], piece, *command[1:])
     assert ran.code == 3
     assert "holds one rank's pieces of tensors (DCP_SHARDING_INFO)" in ran.err
-    assert "hint: take the consolidated files, if the training wrote them" in ran.err
+    assert "hint: the whole is only in the files of all ranks" in ran.err
     assert list(tmp_path.iterdir()) == [piece]
 
 

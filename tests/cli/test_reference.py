@@ -26,7 +26,10 @@ CONTRACT = {
     "add-prefix": f"{WRITING} --prefix",
     "rename-keys": f"{WRITING} --map",
     "convert": f"{WRITING} --dtype --only --exclude --full --shard-size --to",
+    "merge": f"{WRITING} --dtype --full --take-rank --companions --shard-size --to",
     "slim": WRITING,
+    "disarm": f"{READING} --dry-run --force",
+    "split": f"{READING} --dry-run --force --ranks --as",
     "diff": f"{READING} --rtol --atol",
     "verify": f"{READING} --against",
     "digest": READING,
@@ -35,6 +38,7 @@ CONTRACT = {
     "average": f"{READING} --dry-run --force",
     "optimizer": f"{READING} --dry-run --force --to --model",
     "convert-batchnorm": f"{READING} --dry-run --force --to --model --counts",
+    "prove": f"{READING} --from --to --program --no-replay --run-code --dry-run",
     "gather-metrics": f"{READING} --samples --out",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,3 +93,232 @@ def save_pieces(rank: int, world_size: int, folder: str) -> None:
     torch.save(placed, f"{folder}/placed-{rank}.pt")
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{each}/cpu" for each in range(world_size)])
     torch.save({"w": sharded_tensor.ones(spec, 6, 4), "b": rows}, f"{folder}/sharded-{rank}.pt")
+
+
+def save_placed(rank: int, world_size: int, folder: str) -> None:
+    """Save each rank's file of tensors placed in many ways on 4 ranks; rank 0 also keeps the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    warnings.simplefilter("ignore")
+    line = init_device_mesh("cpu", (world_size,))
+    plane = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("dp", "tp"))
+    tensors = whole() | {
+        "float8": torch.arange(35).reshape(7, 5).to(torch.float8_e4m3fn),
+        "flags": torch.arange(35).reshape(5, 7) % 3 == 0,
+        "numbers": torch.complex(torch.arange(12.0), -torch.arange(12.0)).reshape(4, 3),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "turned": torch.arange(77.0).reshape(11, 7).t(),
+        "large": torch.arange(300 * 1100.0).reshape(300, 1100),
+    }
+    placements: dict[str, tuple[Any, list[Any]]] = {
+        "rows": (line, [Shard(0)]),
+        "columns": (line, [Shard(1)]),
+        "both": (plane, [Shard(0), Shard(1)]),
+        "middle": (plane, [Replicate(), Shard(1)]),
+        "short": (line, [Shard(0)]),
+        "float8": (line, [Shard(0)]),
+        "flags": (plane, [Shard(1), Shard(1)]),
+        "numbers": (plane["tp"], [Shard(0)]),
+        "empty": (line, [Shard(0)]),
+        "turned": (plane, [Shard(1), Replicate()]),
+        "large": (plane, [Shard(1), Shard(0)]),
+    }
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        mesh, placed = placements.get(name, (None, []))
+        cut = mesh is not None
+        state[name] = distribute_tensor(tensor, mesh, placed, src_data_rank=None) if cut else tensor
+    state["tied"] = state["rows"]
+    torch.save(state, f"{folder}/model_world_size_{world_size}_rank_{rank}.pt")
+    if rank == 0:
+        torch.save(tensors | {"tied": tensors["rows"]}, f"{folder}-whole.pt")
+    assert isinstance(state["rows"], DTensor)
+
+
+def save_fsdp_tp(rank: int, world_size: int, folder: str) -> None:
+    """Train under FSDP2 over tensor parallelism on 2 x 2 ranks and save as trainers built on it do."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("fsdp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3), nn.LayerNorm(3))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["fsdp"])
+    _train_and_save(model, rank, world_size, folder)
+
+
+def save_hsdp(rank: int, world_size: int, folder: str) -> None:
+    """Train under hybrid sharding on 2 x 2 ranks, with a frozen layer and buffers, and save rank by rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    model = net().append(nn.BatchNorm1d(3, affine=False, track_running_stats=True).eval())
+    fully_shard(model, mesh=mesh)
+    model[0].bias.requires_grad_(False)
+    _train_and_save(model, rank, world_size, folder)
+
+
+def _train_and_save(model: nn.Module, rank: int, world_size: int, folder: str) -> None:
+    """Train a step, save the files of this rank, and on rank 0 the whole beside the folder."""
+    from torch.distributed.tensor import DTensor
+
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, 0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    where = f"world_size_{world_size}_rank_{rank}.pt"
+    torch.save(model.state_dict(), f"{folder}/model_{where}")
+    torch.save(optimizer.state_dict(), f"{folder}/optim_{where}")
+    torch.save(
+        {"lr_scheduler": {"last_epoch": 1}, "rng": torch.get_rng_state()}, f"{folder}/extra_state_{where}"
+    )
+
+    def full(value: Any) -> Any:
+        if isinstance(value, dict):
+            new = type(value)((key, full(item)) for key, item in value.items())
+            if hasattr(value, "_metadata"):
+                new._metadata = value._metadata  # type: ignore[attr-defined]
+            return new
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    saved = {"model": full(model.state_dict()), "optimizer": full(optimizer.state_dict())}
+    if rank == 0:
+        torch.save(saved, f"{folder}-whole.pt")
+
+
+def save_fsdp1(rank: int, world_size: int, folder: str) -> None:
+    """Train a step under FSDP1 and save its sharded and its local state dicts; rank 0 also the whole."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+    from torch.distributed.fsdp.api import FullOptimStateDictConfig, FullStateDictConfig
+
+    warnings.simplefilter("ignore")
+    FSDP = FullyShardedDataParallel
+    model = FSDP(net(), device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer.step()
+    for kind, name in (
+        (StateDictType.SHARDED_STATE_DICT, "sharded"),
+        (StateDictType.LOCAL_STATE_DICT, "local"),
+    ):
+        Path(folder, name).mkdir(exist_ok=True)
+        with FSDP.state_dict_type(model, kind):
+            torch.save(model.state_dict(), f"{folder}/{name}/model_world_size_{world_size}_rank_{rank}.pt")
+            if name == "sharded":
+                moments = FSDP.optim_state_dict(model, optimizer)
+                torch.save(moments, f"{folder}/{name}/optim_world_size_{world_size}_rank_{rank}.pt")
+    Path(folder, "own").mkdir(exist_ok=True)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        torch.save(model.state_dict(), f"{folder}/own/model_world_size_{world_size}_rank_{rank}.pt")
+    torch.save(optimizer.state_dict(), f"{folder}/own/optim_world_size_{world_size}_rank_{rank}.pt")
+    with FSDP.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=True),
+        FullOptimStateDictConfig(rank0_only=True),
+    ):
+        saved = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
+    if rank == 0:
+        torch.save(saved, f"{folder}/whole.pt")
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Train some steps on the same small batch."""
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 10).reshape(2, 5)).square().sum().backward()
+        optimizer.step()
+
+
+def save_straight(rank: int, world_size: int, folder: str, count: int) -> None:
+    """Train under FSDP2, save rank by rank, train `count` more steps and save the whole of that on rank 0."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    model = net()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    steps(model, optimizer, 3)
+    where = f"world_size_{world_size}_rank_{rank}.pt"
+    torch.save(model.state_dict(), f"{folder}/model_{where}")
+    names = get_state_dict(model, optimizer)[1]
+    torch.save(names, f"{folder}/optim_{where}")
+    steps(model, optimizer, count)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    ended = get_state_dict(model, optimizer, options=options)
+    if rank == 0:
+        torch.save(ended, f"{folder}-ended.pt")
+
+
+def go_on_from_dcp(rank: int, world_size: int, folder: str, count: int) -> None:
+    """Load a DCP folder under FSDP2, train `count` steps and save the whole on rank 0."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    model = net()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    steps(model, optimizer, count)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    ended = get_state_dict(model, optimizer, options=options)
+    if rank == 0:
+        torch.save(ended, f"{folder}-ended.pt")
+
+
+def save_as_hugging_face(rank: int, world_size: int, folder: str) -> None:
+    """Save by HuggingFaceStorageWriter, each rank its pieces: in one file (`one`) and in two (`two`)."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    warnings.simplefilter("ignore")
+    line = init_device_mesh("cpu", (world_size,))
+    tensors = whole() | {"scalar": torch.tensor(1.5)}
+    cut = {"rows": 0, "columns": 1, "both": 0, "middle": 1, "short": 0}
+    state = {
+        name: distribute_tensor(tensor, line, [Shard(cut[name])]) if name in cut else tensor
+        for name, tensor in tensors.items()
+    }
+    in_two = {name: 1 + number % 2 for number, name in enumerate(tensors)}
+    for name, mapping in (("one", None), ("two", in_two)):
+        path = Path(folder, name)
+        path.mkdir(parents=True, exist_ok=True)
+        writer = HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=mapping, save_distributed=True)
+        dcp.save(state, storage_writer=writer)
+    if rank == 0:
+        torch.save(tensors, f"{folder}-whole.pt")
+
+
+def save_as_accelerate(rank: int, world_size: int, folder: str) -> None:
+    """Save model and optimizer in two DCP folders, as accelerate does; rank 0 also keeps the whole."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    model = net()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    steps(model, optimizer, 2)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights}, checkpoint_id=f"{folder}/pytorch_model_fsdp_0")
+    dcp.save({"optimizer": moments}, checkpoint_id=f"{folder}/optimizer_0")
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    if rank == 0:
+        torch.save({"model": weights, "optimizer": moments}, f"{folder}-whole.pt")

@@ -95,7 +95,7 @@ def test_an_attempt_may_have_more_or_fewer_ranks_than_the_last(store: Any) -> No
 def test_a_rank_does_not_agree_with_the_dead_of_an_earlier_attempt(store: Any, missing: int) -> None:
     agree(store, [0, 1], 2)
     (said,) = agree(store, [1 - missing], 2, timeout=0.5)
-    assert said == f"rank {1 - missing}: no answer from another rank within 0.5 s"
+    assert said == f"rank {1 - missing}: rank {missing} has not come within 0.5 s"
     one, other = agree(store, [0, 1], 2)
     assert one == other
 
@@ -112,3 +112,38 @@ def test_ranks_that_died_while_they_met_are_replaced(store: Any) -> None:
     (last,) = agree(store, [2], 3)
     threads[0].join()
     assert waiting == [last, last]
+
+
+# ---- a step that fails again and again ---------------------------------------------------------------------
+
+FAILS = """
+import os, torch
+from torch import nn
+
+class Fails(nn.Linear):
+    steps = 0
+
+    def forward(self, x):
+        if self.training and torch.distributed.is_initialized() and len(x) > 1:
+            Fails.steps += 1
+            if Fails.steps == 2 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), 9)
+        return super().forward(x.flatten(1))
+
+def model():
+    return Fails(3072, 10)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_a_step_that_has_failed_three_times_is_not_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FAILS)
+    settings = ["--data", "fake:16", "--batch-size", "4", "--timeout", "15", "--epochs", "2"]
+    model = ["--model", f"{tmp_path}/own.py:model", "--out", str(tmp_path / "run"), "--resume"]
+    done = start([*TORCHRUN, "2", "--max-restarts", "5", "train/main.py", *settings, *model], patience=170)
+    refused = "error: step 2 has failed 3 times in a row, and is not tried again (the output of those"
+    assert done.returncode == 1
+    assert done.stderr.count(refused) == 3  # torchrun starts it anyway; each start is refused at once
+    again = start([*TORCHRUN, "1", "train/main.py", *settings, *model, "--workers", "1"])
+    assert again.returncode == 0, again.stderr  # other flags may mend it
+    assert not (tmp_path / "run" / "attempts.json").exists()

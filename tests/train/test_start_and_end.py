@@ -376,7 +376,7 @@ def test_the_tutorial_s_network_is_trained_alike_on_one_process_and_on_four(tmp_
         pytest.skip("needs the images in the folder `shared` beside the repository")
     command = [sys.executable, "train/main.py", "--model", "examples/tutorial_cnn.py:net(double=True)"]
     command += ["--data", f"folder:{pictures}", "--mean", "0.5", "--std", "0.5", "--batch-size", "16"]
-    command += ["--lr", "0.001", "--weight-decay", "0", "--scheduler", "none", "--max-steps", "40"]
+    command += ["--lr", "0.001", "--weight-decay", "0", "--scheduler", "none", "--max-steps", "12"]
     states = []
     for name, ranks in (("one", []), ("four", ["--spawn", "4"])):
         done = start([*command, *ranks, "--out", str(tmp_path / name)])

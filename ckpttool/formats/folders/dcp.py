@@ -13,13 +13,16 @@ copies. Source: torch's `distributed/checkpoint`: `metadata.py`, `filesystem.py`
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from ...checkpoint import full_json
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.pickled_modules import detached
+from ...checkpoint.ranks import Ranks
 from ...errors import Damaged, Unreadable, Unsupported
 from ...files.descriptors import allow_open_files
 from ...files.open_source import open_source_descriptor
@@ -29,11 +32,14 @@ from ...tensors.chunks import Part, assembled
 from ...tensors.dtypes import DTYPES, DType
 from ...tensors.ref import MAX_AXES, BadTensor, ByteRange, Source, TensorRef, is_count
 from ..pytorch.archive import Archive
+from .dcp_beside import with_beside
 
 NAME = "dcp"
 METADATA = ".metadata"
 ENDING = ".distcp"
 """How the names of the other files end."""
+
+FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
 
 MODULE = "torch.distributed.checkpoint"
 SPARE = 1000
@@ -71,7 +77,17 @@ def read(source: Source) -> Checkpoint:
     is_full = isinstance(text, str)
     whole, protocol = full_json.decode_entry(source.path, tree, text) if isinstance(text, str) else (tree, 2)
     shards = tuple(items.files.values())
-    return Checkpoint(source, NAME, whole, protocol, shards=shards, full=is_full, names=names | items.names)
+    found = Checkpoint(source, NAME, whole, protocol, shards=shards, full=is_full, names=names | items.names)
+    return with_beside(replace(found, ranks=_ranks(shards)), items.folder)
+
+
+def _ranks(shards: Sequence[Source]) -> Ranks | None:
+    """Return the ranks that wrote the files, as their names `__{rank}_{n}.distcp` say; None if it was one."""
+    held: dict[int, int] = {}
+    for source in shards:
+        if named := FILE.fullmatch(os.path.basename(source.path)):
+            held[int(named[1])] = held.get(int(named[1]), 0) + source.size
+    return Ranks("DCP", held=dict(sorted(held.items()))) if len(held) > 1 else None
 
 
 def file_names(source: Source) -> list[str]:

@@ -125,7 +125,7 @@ def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
     own = _identity_of(path)
     if own is None:
         return False
-    if checkpoint.format in NAMES and own in _files_read(checkpoint):
+    if (checkpoint.format in NAMES or checkpoint.ranks) and own in _files_read(checkpoint):
         return True
     folder, name = os.path.split(os.path.realpath(path))
     return own in _files_referred(checkpoint) and name in files_of_checkpoints(folder)
@@ -133,7 +133,7 @@ def is_part_of_input(checkpoint: Checkpoint, path: str) -> bool:
 
 def is_in_place(checkpoint: Checkpoint, path: str) -> bool:
     """Return whether a folder is the one that the checkpoint was read from."""
-    source = _folder_of(checkpoint)
+    source = folder_of(checkpoint) if checkpoint.format in NAMES else None
     return source is not None and os.path.isdir(path) and os.path.samefile(source, path)
 
 
@@ -144,17 +144,31 @@ def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
         path: the output.
         kind: its format; any but a folder's has no place for other files.
     """
-    source = _folder_of(checkpoint)
-    if source is None or kind not in NAMES or is_in_place(checkpoint, path):
+    if kind not in NAMES or is_in_place(checkpoint, path):
         return ()
-    beside = others_in(source, files_of_checkpoints(source))
+    return tuple(beside(checkpoint, path))
+
+
+def beside(checkpoint: Checkpoint, path: str) -> list[str]:
+    """Return the names in the folder of a checkpoint that belong to none, sorted.
+
+    Args:
+        checkpoint: read from a folder; for one from a file there are none.
+        path: the output, which is not listed. Neither are hidden files.
+    """
+    source = folder_of(checkpoint)
+    if source is None:
+        return []
+    read = _files_read(checkpoint)
     own = os.path.relpath(os.path.realpath(path), os.path.realpath(source)).split(os.sep)[0]
-    return tuple(name for name in beside if not name.startswith(".") and name != own)
+    others = others_in(source, files_of_checkpoints(source))
+    found = [name for name in others if not name.startswith(".") and name != own]
+    return [name for name in found if _identity_of(os.path.join(source, name)) not in read]
 
 
-def _folder_of(checkpoint: Checkpoint) -> str | None:
+def folder_of(checkpoint: Checkpoint) -> str | None:
     """Return the folder that a checkpoint was read from, perhaps by its index; None if it is a file."""
-    if checkpoint.format not in NAMES:
+    if checkpoint.format not in NAMES and checkpoint.ranks is None:
         return None
     folder = checkpoint.path if os.path.isdir(checkpoint.path) else os.path.dirname(checkpoint.path) or "."
     return folder if os.path.isdir(folder) else None

@@ -7,33 +7,8 @@ from collections.abc import Iterator
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...inert_pickle.values import Global, walk
-from ...tensors.dtypes import DTYPES
+from ...inert_pickle.weights_only import MAX_INTEGER, TAKEN
 from ...tensors.ref import Storage, TensorRef
-
-# Names that `torch.load(weights_only=True)` takes (torch/_weights_only_unpickler.py).
-TAKEN = {
-    "_codecs.encode",
-    *(
-        f"{module}.{name}"
-        for module in ("builtins", "__builtin__")
-        for name in ("bytearray", "complex", "set")
-    ),
-    "collections.Counter",
-    "collections.OrderedDict",
-    "torch.Size",
-    "torch.Tensor",
-    "torch.device",
-    "torch.nn.parameter.Parameter",
-    "torch.serialization._get_layout",
-    *(f"torch.{name}" for name in DTYPES),
-    *(f"torch.per_{what}" for what in ("tensor_affine", "channel_affine", "channel_affine_float_qparams")),
-    "torch._tensor._rebuild_from_type_v2",
-    *(f"torch._utils._rebuild_{what}" for what in ("parameter", "parameter_with_state", "qtensor")),
-    *(
-        f"torch._utils._rebuild_{what}"
-        for what in ("meta_tensor_no_storage", "sparse_tensor", "wrapper_subclass")
-    ),
-}
 
 PICKLED = ("torch-zip", "torch-legacy", "torch-tar")
 """The formats that `torch.load` reads."""
@@ -60,13 +35,13 @@ def refused_by_torch(checkpoint: Checkpoint, *, rewritten: bool = False) -> tupl
 
 def _refused(tree: object, protocol: int) -> Iterator[str]:
     for value in walk(tree):
-        if isinstance(value, Global) and str(value) not in TAKEN:
+        if isinstance(value, Global) and value not in TAKEN:
             yield str(value)
         elif isinstance(value, frozenset):
             yield "frozenset"
         elif isinstance(value, bytes | bytearray) and protocol > 2:
             yield f"{type(value).__name__} of pickle protocol {protocol}"
-        elif isinstance(value, int) and value.bit_length() >= 8 * 256:
+        elif isinstance(value, int) and value.bit_length() >= MAX_INTEGER:
             yield "an integer of more than 255 bytes"
 
 

@@ -199,7 +199,8 @@ class Report:
             yield self._remark("pickled-model", message, None if self.problems else "slim")
         elif is_loadable and (refused := self._refused()):
             message = (
-                f"torch.load refuses the file, as it holds {shortened(refused)}: slim writes the state alone"
+                f"torch.load refuses the file, as it holds {shortened(refused)}: slim writes the state "
+                "alone, disarm everything with plain values in their place"
             )
             yield self._remark("objects", message, "slim", *self._where)
         elif case.state.where and not self.problems:

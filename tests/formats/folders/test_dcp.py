@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, Unsupported
 from ckpttool.formats.folders import dcp_writing as ours
-from ckpttool.tensors import chunks as joined_chunks
+from ckpttool.tensors import values as values_of_tensors
 from ckpttool.tensors.to_torch import live_tensors
 from ckpttool.tensors.values import stream
 from tests.ranks import shardings
@@ -186,7 +186,7 @@ def test_a_tensor_cut_in_any_way_is_whole(
     folder = saved({str(i): part for i, part in enumerate(parts)}, tmp_path_factory.mktemp("any") / "d")
     declared(folder, tuple(whole.shape), boxes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(joined_chunks, "CHUNK", 16 * chunk)
+        patch.setattr(values_of_tensors, "CHUNK", 16 * chunk)
         found = ckpttool.open(folder).state().tensors["a"]
         assert b"".join(bytes(piece) for piece in stream(found)) == values(whole)
 
@@ -421,6 +421,44 @@ def test_what_is_written_is_what_torch_would_have_saved(what: str, tmp_path: Pat
     dcp_to_torch_save(tmp_path / "ours", tmp_path / "ours.pt")
     dcp_to_torch_save(saved(tree, tmp_path / "theirs"), tmp_path / "theirs.pt")
     assert_same(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
+
+
+@pytest.mark.parametrize("wrap", ["{'w': x}", "{'t': (x, 1)}"], ids=["named", "in a tuple"])
+def test_an_input_that_becomes_shorter_while_it_is_written_is_damaged(wrap: str, tmp_path: Path) -> None:
+    """A mapping of it would kill the process."""
+    script = f"""
+        import os, torch, ckpttool
+        from ckpttool.formats.folders import dcp_writing
+        x = torch.ones(300_000)
+        torch.save({wrap}, {str(tmp_path / "in.pt")!r})
+        checkpoint = ckpttool.open({str(tmp_path / "in.pt")!r})
+        made = dcp_writing._Live.value
+        def cut_and_make(self, *given, **named):
+            os.truncate({str(tmp_path / "in.pt")!r}, 4096)
+            return made(self, *given, **named)
+        dcp_writing._Live.value = cut_and_make
+        try:
+            ckpttool.save(checkpoint, {str(tmp_path / "d")!r}, to="dcp", verify=False)
+        except ckpttool.errors.Damaged as fault:
+            assert "became shorter" in str(fault)
+        else:
+            assert {"(x" in wrap}  # which was read before
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, timeout=120)
+    assert ran.returncode == 0
+    assert (tmp_path / "d").exists() == ("(x" in wrap)
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["a view", "a whole storage"])
+def test_tensors_in_tuples_share_what_they_shared(step: int, tmp_path: Path) -> None:
+    whole = torch.arange(50_000.0)
+    tree = {"l": [(whole, 1), (whole[::step], [whole[5:]])], "w": whole}
+    torch.save(tree, tmp_path / "in.pt")
+    ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
+    dcp_to_torch_save(tmp_path / "d", tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt")
+    assert_same(found["l"], tree["l"])
+    assert torch.equal(found["w"], whole)
 
 
 def test_a_user_loads_it_with_dcp(tmp_path: Path) -> None:

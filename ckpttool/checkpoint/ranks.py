@@ -1,0 +1,56 @@
+"""What is known of the run whose ranks each wrote a part of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import Damaged
+
+HINT = "each rank wrote its own: copy the files of all ranks into one folder"
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that wrote a checkpoint, each a part of it.
+
+    Attributes:
+        framework: what wrote the files, as users call it: `FSDP2 (DTensor)`, `DeepSpeed ZeRO-3`.
+        world_size: how many ranks there were; None when no file says.
+        mesh: the axes of the device mesh with their sizes, as `fsdp 2 x tp 2`; empty when there was none.
+        step: the training step that the files state; None when they do not.
+        held: rank -> bytes of the tensors that its files hold, whoever else holds them too.
+        replicated: the dotted names of the tensors that several ranks hold; they are compared when the values
+            are read.
+        missing: ranks whose files are not there. The checkpoint can be looked at, but not used.
+    """
+
+    framework: str
+    world_size: int | None = None
+    mesh: str = ""
+    step: int | None = None
+    held: Mapping[int, int] = field(default_factory=dict)
+    replicated: tuple[str, ...] = ()
+    missing: tuple[int, ...] = ()
+
+
+def require_all(path: str, missing: Sequence[int], world_size: int | None) -> None:
+    """Check that no rank's file is missing.
+
+    Args:
+        path: the folder, for the message.
+        missing: the ranks whose files are not there.
+        world_size: how many ranks there were; None when nothing says it.
+
+    Raises:
+        Damaged: some are missing; the message names them.
+    """
+    if missing:
+        listed = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if missing[8:] else "")
+        of = "" if world_size is None else f" of {world_size}"
+        what = (
+            f"the file of rank {listed}{of} is"
+            if len(missing) == 1
+            else f"the files of ranks {listed}{of} are"
+        )
+        raise Damaged(path, f"{what} missing", hint=HINT)

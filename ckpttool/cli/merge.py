@@ -1,0 +1,188 @@
+"""The command `ckpttool merge`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import NothingToDo, RanksDiffer, Refused
+from . import options
+from .console import Console, counted
+from .convert import FORMATS
+from .rewriting import Outcome, rewrite
+
+if TYPE_CHECKING:
+    from ..checkpoint.checkpoint import Checkpoint
+
+
+@click.command("merge")
+@options.inputs_argument
+@options.output_argument
+@click.option(
+    "--to",
+    type=click.Choice(FORMATS, case_sensitive=False),
+    metavar="FORMAT",
+    help=f"Write FORMAT, whatever OUTPUT's name: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
+)
+@click.option(
+    "--full", is_flag=True, help="Keep everything, also in safetensors: optimizer, counters, settings."
+)
+@click.option(
+    "--dtype", metavar="TYPE", help="Cast the model's floating-point tensors to bf16, fp16, fp32 or fp64."
+)
+@click.option(
+    "--take-rank",
+    type=click.IntRange(0),
+    metavar="R",
+    help="Where ranks should hold the same values, take those of rank R instead of comparing all.",
+)
+@click.option(
+    "--companions",
+    is_flag=True,
+    help="Also copy the small files beside the ranks': config.json, the tokenizer.",
+)
+@options.state_option
+@options.shard_size_option
+@options.device_option
+@options.verify_option
+@options.dry_run_option
+@options.force_option
+@options.reading
+def command(
+    inputs: tuple[str, ...],
+    to: str | None,
+    full: bool,
+    dtype: str | None,
+    take_rank: int | None,
+    companions: bool,
+    **given: Any,
+) -> None:
+    """Write what many ranks wrote as one checkpoint: a FOLDER, or the files of all ranks.
+
+    Sharded tensors become whole: files of each rank with DTensors or FSDP's shards, DCP folders, shards of
+    Hugging Face. Values that several ranks hold are compared, bit by bit. A rank that is missing, there twice
+    or of another run is an error. A .pt OUTPUT holds the optimizer too, by the names of parameters where they
+    are certain.
+
+    \b
+    Examples:
+      ckpttool merge checkpoint/actor model.safetensors --dtype bf16
+      ckpttool merge checkpoint/actor run.pt
+      ckpttool merge rank0.pt rank1.pt model.safetensors
+    """
+    from .. import formats
+    from ..formats.folders import companions as beside
+
+    console = options.console(given)
+    options.require_new_output(inputs, given["output"], given["force"])
+    copied: list[tuple[str, str]] = []
+
+    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        new, outcome = _merged(
+            checkpoint, dtype, given["state"], named=full or _holds_all(checkpoint, given, to)
+        )
+        found = beside.companions(checkpoint, given["output"])
+        if companions:
+            is_folder = _is_folder(checkpoint, given["output"], to)
+            places = beside.targets(found, given["output"], is_folder=is_folder, force=given["force"])
+            copied.extend(zip(found, places, strict=True))
+            outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
+        elif found:
+            names = console.names([os.path.basename(path) for path in found])
+            outcome.notes.append(f"not copied (--companions does): {names}")
+        return new, outcome
+
+    def opening() -> Checkpoint:
+        return formats.open_ranks(inputs[0] if len(inputs) == 1 else inputs, take_rank=take_rank)
+
+    try:
+        rewrite({**given, "input": inputs[0]}, transform, opening=opening, full=full or None, to=to)
+    except RanksDiffer:
+        with opening() as checkpoint:
+            raise _all_that_differ(console, checkpoint) from None
+    if copied and not given["dry_run"]:
+        beside.copy([path for path, _ in copied], [place for _, place in copied])
+
+
+def _merged(
+    checkpoint: Checkpoint, dtype: str | None, state: str | None, *, named: bool
+) -> tuple[Checkpoint, Outcome]:
+    """Return the checkpoint to write: its optimizer keyed by names, its state cast."""
+    from ..tensors.cast import target
+    from ..transforms.selection import cast
+
+    outcome = Outcome(f"merged {_in_words(checkpoint)}", of_state=bool(dtype))
+    if checkpoint.ranks is not None:
+        ranks = checkpoint.ranks
+        outcome.fields = {
+            "ranks": {
+                "framework": ranks.framework,
+                "world_size": ranks.world_size,
+                "mesh": ranks.mesh,
+                "step": ranks.step,
+            }
+        }
+        if checkpoint.format == "safetensors-ranks":
+            outcome.notes.append(
+                f"no file says how many ranks there were; those of {len(ranks.held)} were found"
+            )
+    if named:
+        checkpoint = with_names(checkpoint, outcome)
+    if dtype:
+        to = target(dtype.lower())
+        checkpoint, report = cast(checkpoint, to, state=state)
+        outcome.done += f", {counted(report.tensors, 'tensor', 'tensors')} cast to {to.name}"
+        outcome.casting = report
+    return checkpoint, outcome
+
+
+def with_names(checkpoint: Checkpoint, outcome: Outcome) -> Checkpoint:
+    """Return a checkpoint whose optimizer is keyed by names, if they are certain; else note it."""
+    from ..transforms.optimizer import to_names
+
+    try:
+        return to_names(checkpoint)[0]
+    except NothingToDo:
+        pass
+    except Refused as fault:
+        outcome.notes.append(
+            f"{fault.reason}: it stays keyed by numbers, which one process loads too; for names: ckpttool "
+            "optimizer OUTPUT NAMED --to names --model SPEC"
+        )
+    return checkpoint
+
+
+def _in_words(checkpoint: Checkpoint) -> str:
+    if checkpoint.ranks is None:
+        return checkpoint.format
+    ranks = checkpoint.ranks
+    count = f"{counted(ranks.world_size, 'rank', 'ranks')} of " if ranks.world_size is not None else ""
+    return f"{count}{ranks.framework}{f', {ranks.mesh}' if ranks.mesh else ''}"
+
+
+def _holds_all(checkpoint: Checkpoint, given: dict[str, Any], to: str | None) -> bool:
+    """Whether the output's format holds the optimizer too."""
+    from ..formats.destination import WHOLE, format_of_output
+
+    return format_of_output(given["output"], checkpoint, to) in WHOLE
+
+
+def _is_folder(checkpoint: Checkpoint, output: str, to: str | None) -> bool:
+    from ..formats.destination import format_of_output
+    from ..formats.folders import folders
+
+    return format_of_output(output, checkpoint, to) in folders.NAMES
+
+
+def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
+    """Return the error that names every tensor in which ranks differ."""
+    from ..analysis.rank_differences import tensors_that_differ
+
+    first, *others = tensors_that_differ(checkpoint).items()
+    message = f"{checkpoint.path}: {first[1]}"
+    if others:
+        verb = "other tensor differs" if len(others) == 1 else "other tensors differ"
+        message += f"; {len(others)} {verb} too: {console.names([name for name, _ in others])}"
+    return RanksDiffer(message, hint=first[1].hint)

@@ -1,0 +1,221 @@
+"""Whole tensors from the pieces that ranks wrote, whatever framework cut them.
+
+The reader of a framework finds the files of a run and the pieces in them; everything after that is here:
+
+    run = in_order(files)                       # one world size, no rank twice; those missing are named
+    wholes = Wholes(path, run.missing, run.world_size, take_rank)
+    tensor = wholes.tensor(name, dtype, shape, [Piece(rank, begin, ref), …])
+
+A piece is a box within the tensor: `begin` is its first index in each dimension, the shape of `ref` its size.
+Where a tensor was flattened before it was cut (ZeRO, FlatParameter), a piece is a run of the flattened
+whole: `begin` is `(start,)`, `ref` has one dimension, and `flat=True` says so. Empty pieces count as none.
+Equal boxes of several ranks are replicas. They are compared bit by bit when the values are read, never at
+opening; with `take_rank` that rank's are taken, and nothing is compared.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...checkpoint.ranks import HINT, require_all
+from ...errors import Damaged, UsageFault
+from ...tensors.chunks import Index, Part, assembled
+from ...tensors.dtypes import DType
+from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent
+from ...tensors.values import MAX_EXPANSION
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """A file that one rank wrote.
+
+    Attributes:
+        source: the open file.
+        tree: its contents.
+        rank: who wrote it.
+        world_size: how many ranks there were, as the file says; None when it does not.
+    """
+
+    source: Source
+    tree: object
+    rank: int
+    world_size: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of a tensor that one rank wrote.
+
+    Attributes:
+        rank: who wrote it.
+        begin: its first index in each dimension of the whole; of a run of the flattened whole, one number.
+        tensor: the values; their shape is the size of the piece.
+    """
+
+    rank: int
+    begin: Index
+    tensor: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of one kind, one a rank, in the order of the ranks.
+
+    Attributes:
+        files: those that are there.
+        world_size: how many there should be; None when nothing says it.
+        missing: the ranks whose file is not there.
+    """
+
+    files: tuple[RankFile, ...]
+    world_size: int | None
+    missing: tuple[int, ...]
+
+
+def in_order(files: Iterable[RankFile]) -> RankFiles:
+    """Return the files of one run in the order of its ranks.
+
+    Args:
+        files: in any order, at least one.
+
+    Raises:
+        Damaged: two files are of different world sizes, or of one rank; or a rank is not within the world.
+    """
+    found: dict[int, RankFile] = {}
+    world: tuple[int, RankFile] | None = None
+    for file in files:
+        here = file.source.path
+        if file.world_size is not None:
+            world = world or (file.world_size, file)
+            if world[0] != file.world_size:
+                raise Damaged(
+                    here,
+                    f"was written by one of {file.world_size} ranks, and {world[1].source.path} by one of "
+                    f"{world[0]}",
+                    hint="take the files of the other run out of the folder, or name the files to merge",
+                )
+        other = found.setdefault(file.rank, file)
+        if other is not file:
+            raise Damaged(here, f"was written by rank {file.rank}, and so was {other.source.path}", hint=HINT)
+    size = world[0] if world else None
+    for rank, file in sorted(found.items()):
+        if size is not None and rank >= size:
+            raise Damaged(file.source.path, f"says that rank {rank} of {size} ranks wrote it")
+    ranks = range(size if size is not None else max(found) + 1)
+    missing = tuple(rank for rank in ranks if rank not in found)
+    return RankFiles(tuple(file for _, file in sorted(found.items())), size, missing)
+
+
+@dataclass(slots=True)
+class Wholes:
+    """Join pieces into whole tensors. The names of one tied tensor become one tensor again.
+
+    Attributes:
+        path: the folder, for messages.
+        missing: ranks whose files are not there: a tensor with gaps is then made, and reading its values
+            raises Damaged. Without missing ranks a gap is an error at once.
+        world_size: how many ranks there were, for messages.
+        take_rank: the rank whose replicas are taken without comparing them with the others'; None compares.
+        replicated: the names of the tensors of which several ranks hold the same piece.
+    """
+
+    path: str
+    missing: tuple[int, ...] = ()
+    world_size: int | None = None
+    take_rank: int | None = None
+    replicated: list[str] = field(default_factory=list)
+    _made: dict[object, TensorRef] = field(default_factory=dict)
+
+    def tensor(
+        self, name: str, dtype: DType, shape: Index, pieces: Sequence[Piece], *, flat: bool = False
+    ) -> TensorRef:
+        """Return a whole tensor; nothing is read yet.
+
+        Args:
+            name: its name, for messages.
+            dtype: its element type, which each piece must have.
+            shape: of the whole.
+            pieces: of all ranks, in any order. Equal boxes are replicas.
+            flat: the pieces are runs of the flattened tensor.
+
+        Raises:
+            Damaged: a piece is of another type, repeats its elements without end or reaches outside; or the
+                pieces overlap, or leave a gap though no rank's file is missing. The message names the file of
+                the rank where it is that of one.
+        """
+        key = dtype.name, shape, flat, tuple((piece.rank, piece.begin, piece.tensor.view) for piece in pieces)
+        if key not in self._made:
+            grid = (extent(shape) if 0 not in shape else 0,) if flat else shape
+            for piece in pieces:
+                _check(name, dtype, grid, piece)
+            found = self._joined(name, dtype, grid, pieces)
+            if flat:
+                found = replace(found, shape=shape, stride=contiguous_stride(shape))
+            self._made[key] = found
+        return self._made[key]
+
+    def _joined(self, name: str, dtype: DType, grid: Index, pieces: Sequence[Piece]) -> TensorRef:
+        boxes: dict[tuple[Index, Index], list[Piece]] = {}
+        for piece in pieces:
+            if piece.tensor.numel:
+                boxes.setdefault((piece.begin, piece.tensor.shape), []).append(piece)
+        if any(len(held) > 1 for held in boxes.values()):
+            self.replicated.append(name)
+        parts = [self._part(held) for held in boxes.values()]
+        if len(parts) == 1 and parts[0].tensor.shape == grid and not parts[0].copies:
+            return replace(parts[0].tensor, requires_grad=False)
+        try:
+            return assembled(name, self.path, dtype, grid, parts)
+        except BadTensor as fault:
+            if not self.missing:
+                raise Damaged(self.path, str(fault)) from None
+            return self._with_gaps(dtype, grid)
+
+    def _part(self, held: list[Piece]) -> Part:
+        held = sorted(held, key=lambda piece: (piece.rank != self.take_rank, piece.rank))
+        first, *others = held
+        if self.take_rank is not None:
+            others = []
+        ranks = tuple(each.rank for each in (first, *others))
+        return Part(first.begin, first.tensor, tuple(each.tensor for each in others), ranks)
+
+    def _with_gaps(self, dtype: DType, shape: Index) -> TensorRef:
+        """Return a tensor of which some values are not there; reading them raises Damaged."""
+
+        def fill(start: int, out: memoryview) -> None:
+            require_all(self.path, self.missing, self.world_size)
+
+        data = Computed.filling(self.path, extent(shape) * dtype.itemsize if 0 not in shape else 0, fill)
+        return TensorRef.contiguous(Storage(data, dtype.storage or "UntypedStorage"), dtype, shape)
+
+
+def _check(name: str, dtype: DType, grid: Index, piece: Piece) -> None:
+    """Check a piece by itself."""
+    tensor, path = piece.tensor, piece.tensor.storage.data.path
+    here = f"its piece of '{name[:80]}'"
+    if tensor.dtype is not dtype:
+        raise Damaged(path, f"{here} is {tensor.dtype.name}, and the tensor is {dtype.name}")
+    if len(piece.begin) != len(grid) or len(tensor.shape) != len(grid):
+        raise Damaged(path, f"{here} has {len(tensor.shape)} dimensions, and the tensor {len(grid)}")
+    if any(b + n > whole for b, n, whole in zip(piece.begin, tensor.shape, grid, strict=True)):
+        what = f"{list(tensor.shape)} at {list(piece.begin)}"
+        raise Damaged(path, f"{here}, {what}, does not fit into the tensor, {list(grid)}")
+    if tensor.nbytes > tensor.storage.nbytes + MAX_EXPANSION:
+        raise Damaged(
+            path, f"{here} repeats its elements {tensor.nbytes // max(tensor.storage.nbytes, 1)} times"
+        )
+
+
+def require_rank(path: str, take_rank: int | None, ranks: Iterable[int]) -> None:
+    """Check that the rank whose values are to be taken is one of those there are.
+
+    Raises:
+        UsageFault: it is not.
+    """
+    if take_rank is not None and take_rank not in set(ranks):
+        raise UsageFault(
+            f"{path}: no file of it was written by rank {take_rank}",
+            hint=f"see which ranks there are: ckpttool inspect {shlex.quote(path)}",
+        )

@@ -1,0 +1,268 @@
+"""Reading the files that ranks wrote with `torch.save`, each its own: DTensors and ShardedTensors.
+
+FSDP2, tensor parallelism, HSDP and FSDP1 save so, and what is built on them (verl, accelerate, scripts). The
+order of ranks is in the pickles: each sharded tensor says who wrote it. File names only tell which files
+belong together: `model_world_size_4_rank_0.pt` and `optim_world_size_4_rank_0.pt`, or
+`pytorch_model_fsdp_0_rank0.bin` and `optimizer_0_rank0.bin`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.dotted_names import Entry, contents, dotted
+from ...checkpoint.ranks import HINT, Ranks
+from ...checkpoint.states import is_optimizer
+from ...errors import Damaged, Unsupported
+from ...files.suggestions import CHECKPOINT_ENDINGS, names_in
+from ...inert_pickle.values import tensor_of
+from ...tensors.ref import TensorRef
+from ...tensors.values import stream
+from .pieces import RankFile, RankFiles, Wholes, in_order, require_rank
+from .ranked import whole_of
+from .sharded_values import DTENSOR, Mesh, Sharded, ShardedValues, is_sharded
+from .side_by_side import SideBySide
+
+FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
+
+RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
+"""How names of files say which rank wrote them."""
+
+WORLD = re.compile(r"world_size[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
+
+FLAT = "_flat_param"
+"""The end of the names in FSDP's LOCAL_STATE_DICT."""
+
+
+def candidates(folder: str) -> list[str]:
+    """Return the paths of the files in a folder that are named after a rank."""
+    named = [name for name in names_in(folder) if RANK.search(name) and name.endswith(CHECKPOINT_ENDINGS)]
+    return [os.path.join(folder, name) for name in named]
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What one file says of its rank.
+
+    Attributes:
+        file: the file.
+        sharded: one of its sharded tensors; None when it has none.
+        mesh: the largest device mesh in it.
+        world_size: how many ranks there were; None when nothing says so.
+        nbytes: bytes of the tensors in it.
+    """
+
+    file: Checkpoint
+    sharded: Sharded | None
+    mesh: Mesh | None
+    world_size: int | None
+    nbytes: int
+
+    @property
+    def rank(self) -> int | None:
+        """Who wrote it: as its tensors say, else as its name does."""
+        if self.sharded is not None:
+            return self.sharded.rank
+        named = RANK.search(os.path.basename(self.file.path))
+        return int(named[1]) if named else None
+
+
+def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
+    """Return the files of ranks as one checkpoint; None if none of them holds a sharded tensor.
+
+    What several kinds of files hold (`model_…`, `optim_…`) becomes one dict. Files without any sharded tensor
+    that are no optimizer's are left out, by name.
+
+    Args:
+        path: the folder, for messages.
+        files: all of them.
+        take_rank: the rank whose replicas are taken without comparing them; None compares.
+
+    Raises:
+        Damaged: a file is of another run, world size or step, is there twice, or does not fit the others.
+        Unsupported: they are FSDP's LOCAL_STATE_DICT, or a placement says no place.
+        UsageFault: no file was written by `take_rank`.
+        Refused: they are nested too deeply.
+    """
+    facts = [_facts(file) for file in files]
+    if not any(each.sharded for each in facts):
+        return None
+    groups = _groups(facts)
+    runs: dict[str, RankFiles] = {}
+    left: list[str] = []
+    for stem, group in groups.items():
+        if any(each.sharded for each in group) or _is_mergeable_optimizer(group):
+            runs[stem] = in_order(_rank_file(each, facts) for each in group)
+        else:
+            left.append(_left_in_words(group))
+    _require_one_run(runs)
+    require_rank(path, take_rank, (file.rank for run in runs.values() for file in run.files))
+    trees: dict[str, object] = {}
+    missing = tuple(sorted({rank for run in runs.values() for rank in run.missing}))
+    world = next(run.world_size for run in runs.values())
+    replicated: list[str] = []
+    names = _names_of(runs)
+    for stem, run in runs.items():
+        wholes = Wholes(path, run.missing, run.world_size, take_rank)
+        merging = SideBySide(wholes, run.files, (names[stem],) if len(runs) > 1 else ())
+        trees[names[stem]] = merging.merge()
+        replicated += wholes.replicated
+        left += merging.left
+    tree = trees if len(trees) > 1 else next(iter(trees.values()))
+    held: dict[int, int] = {}
+    for each in facts:
+        if each.rank is not None:
+            held[each.rank] = held.get(each.rank, 0) + each.nbytes
+    first = next(each.sharded for each in facts if each.sharded)
+    mesh = max((each.mesh for each in facts if each.mesh), key=lambda mesh: len(mesh.sizes), default=None)
+    kind = DTENSORS if first.kind == DTENSOR else FSDP
+    framework = "DTensor" if kind == DTENSORS else "FSDP1 (ShardedTensor)"
+    step = _step_of([file for run in runs.values() for file in run.files])
+    ranks = Ranks(
+        framework, world, str(mesh or ""), step, dict(sorted(held.items())), tuple(replicated), missing
+    )
+    return whole_of(path, kind, tree, files, ranks, tuple(left))
+
+
+def _facts(file: Checkpoint) -> _Facts:
+    reader = ShardedValues(file.path)
+    first: Sharded | None = None
+    mesh: Mesh | None = None
+    nbytes = 0
+    for path, value in file.named(_inside):
+        tensor = tensor_of(value)
+        if tensor is not None:
+            nbytes += tensor.nbytes
+        elif found := reader.read(dotted(path), value):
+            if path and path[-1].endswith(FLAT):
+                raise Unsupported(
+                    file.path,
+                    f"is FSDP's LOCAL_STATE_DICT: '{dotted(path)[:80]}' is a run of flattened parameters, "
+                    "without their names and shapes",
+                    hint="save with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT, which have them",
+                )
+            nbytes += sum(piece.nbytes for _, piece in found.pieces)
+            first = first or found
+            if found.mesh and (mesh is None or len(found.mesh.sizes) > len(mesh.sizes)):
+                mesh = found.mesh
+    stated = WORLD.search(os.path.basename(file.path))
+    world = first.world_size if first else int(stated[1]) if stated else None
+    return _Facts(file, first, mesh, world, nbytes)
+
+
+def _inside(value: object) -> Iterable[Entry] | None:
+    return None if is_sharded(value) else contents(value)
+
+
+def _groups(facts: Sequence[_Facts]) -> dict[str, list[_Facts]]:
+    """Return the files by kind: those whose names differ in numbers alone; else those of like contents."""
+    groups: dict[str, list[_Facts]] = {}
+    for each in facts:
+        groups.setdefault(re.sub(r"\d+", "#", os.path.basename(each.file.path)), []).append(each)
+    if len(groups) == len(facts) > 1:
+        groups = {}
+        for each in facts:
+            groups.setdefault("optimizer" if is_optimizer(each.file.tree) else "model", []).append(each)
+    return groups
+
+
+def _is_mergeable_optimizer(group: Sequence[_Facts]) -> bool:
+    """Return whether files without sharded tensors are an optimizer's that all ranks hold alike.
+
+    FSDP1's own `optimizer.state_dict()` has flat pieces of momentum without names, shapes or places.
+    """
+    trees = [each.file.tree for each in group]
+    return all(map(is_optimizer, trees)) and not any(map(_has_rows, trees))
+
+
+def _has_rows(optimizer: Any) -> bool:
+    state = optimizer["state"]
+    entries = state.values() if isinstance(state, dict) else ()
+    kept = (value for entry in entries if isinstance(entry, dict) for value in entry.values())
+    return any((tensor := tensor_of(value)) is not None and tensor.shape for value in kept)
+
+
+def _left_in_words(group: Sequence[_Facts]) -> str:
+    """Return the files of one kind as one name, and why they are left out."""
+    named = RANK.sub("rank_*", os.path.basename(group[0].file.path))
+    flat = all(is_optimizer(each.file.tree) for each in group)
+    return f"{named} ({'flat pieces without names and places' if flat else 'each rank has its own'})"
+
+
+def _rank_file(facts: _Facts, others: Sequence[_Facts]) -> RankFile:
+    rank = facts.rank
+    if rank is None:
+        raise Damaged(
+            facts.file.path,
+            "has no sharded tensor, and its name does not say which rank wrote it",
+            hint="name it …rank_N.pt, or leave it out",
+        )
+    return RankFile(facts.file.source, facts.file.tree, rank, facts.world_size)
+
+
+def _require_one_run(runs: dict[str, RankFiles]) -> None:
+    """Check that files of all kinds are of as many ranks."""
+    first, *others = runs.values()
+    for run in others:
+        if None not in (run.world_size, first.world_size) and run.world_size != first.world_size:
+            raise Damaged(
+                run.files[0].source.path,
+                f"was written by one of {run.world_size} ranks, and {first.files[0].source.path} by one of "
+                f"{first.world_size}",
+                hint=HINT,
+            )
+
+
+def _names_of(runs: dict[str, RankFiles]) -> dict[str, str]:
+    """Return the name of each kind of files in the whole: `model`, `optimizer`, or how their names begin."""
+    names = {stem: re.split(r"_?(?:world_size|rank)", stem)[0].strip("_-.#") or stem for stem in runs}
+    optimizers = [stem for stem, run in runs.items() if is_optimizer(run.files[0].tree)]
+    rest = [stem for stem in runs if stem not in optimizers]
+    for one, name in ((rest, "model"), (optimizers, "optimizer")):
+        if len(one) == 1:
+            names[one[0]] = name
+    return names if len({*names.values()}) == len(runs) else {stem: stem for stem in runs}
+
+
+# The training step.
+
+
+def _step_of(files: Sequence[RankFile]) -> int | None:
+    """Return the step that the optimizers of the files state, which is the same in all of them."""
+    stated = [(file, step) for file in files if (step := next(_steps(file.tree), None)) is not None]
+    for file, step in stated:
+        if step != stated[0][1]:
+            first, _ = stated[0]
+            raise Damaged(
+                file.source.path,
+                f"is of step {step}, and {first.source.path} of step {stated[0][1]}",
+                hint=HINT,
+            )
+    return stated[0][1] if stated else None
+
+
+def _steps(tree: Any) -> Iterator[int]:
+    """Yield the steps in a file's optimizers, which lie at its top or one level below."""
+    inside = tree.values() if isinstance(tree, dict) else ()
+    for optimizer in (each for each in (tree, *inside) if is_optimizer(each)):
+        state = optimizer["state"]
+        for entry in state.values() if isinstance(state, dict) else ():
+            step = entry.get("step") if isinstance(entry, dict) else None
+            tensor = tensor_of(step)
+            if tensor is not None and not tensor.shape:
+                yield _number(tensor)
+            elif type(step) is int:
+                yield step
+
+
+def _number(tensor: TensorRef) -> int:
+    import struct
+
+    code = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}.get(tensor.dtype.name)
+    raw = b"".join(map(bytes, stream(tensor)))
+    return int(struct.unpack(f"<{code}", raw)[0]) if code else int.from_bytes(raw, "little")

@@ -1,0 +1,195 @@
+"""NumPy's scalars, arrays and element types, read from how they are pickled, without NumPy.
+
+Source: `__reduce__` of `numpy.generic`, `numpy.ndarray` and `numpy.dtype`, 1.x and 2.x; protocol 5 in band.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..tensors.dtypes import DTYPES, DType
+from ..tensors.ref import MAX_AXES, Computed, Storage, TensorRef, contiguous_stride, extent, is_count
+from .values import Global, Record
+
+MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
+SCALAR = {Global(module, "scalar") for module in MODULES}
+ARRAY = {Global(module, "_reconstruct") for module in MODULES}
+FROM_BUFFER = {Global(module, "_frombuffer") for module in ("numpy.core.numeric", "numpy._core.numeric")}
+DTYPE = Global("numpy", "dtype")
+
+CODE = re.compile("[A-Za-z][0-9]{1,9}")
+
+MAX_EMPTY = 1 << 20
+"""The most lists that an array without elements may become, as shape [2**40, 0] would be."""
+
+NUMBERS = {
+    "b1": ("?", "bool"),
+    "i1": ("b", "int8"),
+    "i2": ("h", "int16"),
+    "i4": ("i", "int32"),
+    "i8": ("q", "int64"),
+    "u1": ("B", "uint8"),
+    "u2": ("H", "uint16"),
+    "u4": ("I", "uint32"),
+    "u8": ("Q", "uint64"),
+    "f2": ("e", "float16"),
+    "f4": ("f", "float32"),
+    "f8": ("d", "float64"),
+    "c8": ("ff", "complex64"),
+    "c16": ("dd", "complex128"),
+}
+"""NumPy's names of element types, with what `struct` and torch call them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """An element type: its kind (`f`, `i`, `U`, `O`, …) with its size as NumPy has it, and its byte order."""
+
+    code: str
+    order: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element; text has four a character."""
+        return int(self.code[1:] or 0) * (4 if self.code[0] == "U" else 1)
+
+    def unpack(self, raw: bytes) -> list[object] | None:
+        """Return the elements in some bytes, complex ones as (real, imaginary); None for other types."""
+        if self.code in NUMBERS:
+            layout, step = NUMBERS[self.code][0], self.itemsize
+            if len(raw) % step:
+                return None
+            found = struct.iter_unpack(self.order + layout, raw)
+            return [value if len(value) > 1 else value[0] for value in found]
+        if self.code[0] not in "SU" or not self.itemsize or len(raw) % self.itemsize:
+            return None
+        cut = [raw[at : at + self.itemsize] for at in range(0, len(raw), self.itemsize)]
+        if self.code[0] == "S":
+            return [each.rstrip(b"\0") for each in cut]
+        encoding = "utf-32-be" if self.order == ">" else "utf-32-le"
+        return [each.decode(encoding, "surrogatepass").rstrip("\0") for each in cut]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """An array as it is pickled.
+
+    Attributes:
+        element: the type of its elements.
+        shape: its shape.
+        fortran: whether the first axis is the innermost one.
+        data: the bytes of the elements; for an array of objects, the list of them.
+    """
+
+    element: Element
+    shape: tuple[int, ...]
+    fortran: bool
+    data: bytes | list[object]
+
+    def tensor(self, path: str) -> TensorRef | None:
+        """Return the array as a tensor; None for an element type that torch does not have.
+
+        Args:
+            path: the file it comes from, for messages.
+        """
+        if self.element.code not in NUMBERS or not isinstance(self.data, bytes):
+            return None
+        dtype = DTYPES[NUMBERS[self.element.code][1]]
+        raw = _swapped(self.data, dtype) if self.element.order == ">" else self.data
+
+        def make(start: int, nbytes: int) -> Iterator[memoryview]:
+            yield memoryview(raw)[start : start + nbytes]
+
+        storage = Storage(Computed(path, len(raw), make), dtype.storage or "UntypedStorage")
+        return TensorRef(storage, dtype, self.shape, self._stride())
+
+    def nested(self, convert: Callable[[object], object]) -> object:
+        """Return the elements as `ndarray.tolist()` does: lists in lists, or one element without axes.
+
+        Args:
+            convert: called with each element; returns what to put in its place.
+
+        Raises:
+            ValueError: the elements are of a type that has no plain form, such as dates or records.
+        """
+        flat = self.element.unpack(self.data) if isinstance(self.data, bytes) else self.data
+        if flat is None and self.data:
+            raise ValueError(f"elements of type {self.element.code}")
+        items = [convert(item) for item in flat or ()]
+        if not self.shape:
+            return items[0]
+        return _rows(items, self.shape, self._stride(), 0)
+
+    def _stride(self) -> tuple[int, ...]:
+        reverse = contiguous_stride(self.shape[::-1])[::-1]
+        return reverse if self.fortran else contiguous_stride(self.shape)
+
+
+def _rows(items: list[object], shape: tuple[int, ...], stride: tuple[int, ...], at: int) -> list[object]:
+    if len(shape) == 1:
+        return [items[at + i * stride[0]] for i in range(shape[0])]
+    return [_rows(items, shape[1:], stride[1:], at + i * stride[0]) for i in range(shape[0])]
+
+
+def _swapped(raw: bytes, dtype: DType) -> bytes:
+    size, out = dtype.part, bytearray(len(raw))
+    for i in range(size):
+        out[i::size] = raw[size - 1 - i :: size]
+    return bytes(out)
+
+
+def element_of(value: object) -> Element | None:
+    """Return the element type that a pickled `numpy.dtype` is; None for any other value."""
+    if not isinstance(value, Record) or value.callable != DTYPE:
+        return None
+    match value.args, value.state:
+        case (str(code), *_), (_, str(order), None, None, None, *_) if CODE.fullmatch(code):
+            return Element(code, order) if order in ("<", ">") else Element(code, "<")
+        case ("O" | "O8", *_), _:
+            return Element("O8", "<")
+    return None
+
+
+def scalar_of(value: object) -> object:
+    """Return the value of a pickled scalar of NumPy, complex as (real, imaginary); None for anything else."""
+    if not isinstance(value, Record) or value.callable not in SCALAR:
+        return None
+    match value.args:
+        case (dtype, bytes(raw)) if (element := element_of(dtype)) and len(raw) == element.itemsize:
+            found = element.unpack(raw)
+            return found[0] if found else None
+    return None
+
+
+def scalar_type(value: Record) -> str:
+    """Return the name of the class of a pickled scalar: `numpy.float64`."""
+    element = element_of(value.args[0]) if isinstance(value.args, tuple) and value.args else None
+    code = element.code if element else ""
+    name = NUMBERS[code][1] if code in NUMBERS else {"U": "str_", "S": "bytes_"}.get(code[:1], "generic")
+    return f"numpy.{name}"
+
+
+def array_of(value: object) -> Array | None:
+    """Return a pickled array of NumPy; None for anything else, or if its parts do not fit each other."""
+    if not isinstance(value, Record):
+        return None
+    match value.callable, value.args, value.state:
+        case name, _, (_, tuple(shape), dtype, bool(fortran) | int(fortran), bytes() | list() as data) if (
+            name in ARRAY
+        ):
+            pass
+        case name, (bytes() | bytearray() as data, dtype, tuple(shape), str(order)), _ if name in FROM_BUFFER:
+            data, fortran = bytes(data), order == "F"
+        case _:
+            return None
+    element = element_of(dtype)
+    if element is None or not all(map(is_count, shape)) or isinstance(data, list) != (element.code == "O8"):
+        return None
+    numel = 0 if 0 in shape else extent(shape)
+    size = 1 if isinstance(data, list) else element.itemsize
+    if not size or len(data) != numel * size or len(shape) > MAX_AXES or extent(shape) > MAX_EMPTY + numel:
+        return None
+    return Array(element, shape, bool(fortran), data)

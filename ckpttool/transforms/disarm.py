@@ -1,0 +1,345 @@
+"""Turn the objects in a checkpoint into plain values, which `torch.load(weights_only=True)` takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from ..checkpoint.argument import takes_checkpoint
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.dotted_names import MAX_NAMES, Path, dotted
+from ..checkpoint.pickled_modules import BadModules, is_module, named, own_attributes
+from ..checkpoint.rebuilt_tensors import tensor_like
+from ..checkpoint.tensor_likes import TensorLike, require_plain
+from ..errors import CkptToolError, Refused, Unsupported
+from ..inert_pickle.known_names import names_in
+from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type
+from ..inert_pickle.plain_objects import attributes_of, text_of
+from ..inert_pickle.values import (
+    FROM_TYPE,
+    MAX_DEPTH,
+    FrozenSet_,
+    Global,
+    OrderedDict_,
+    Record,
+    Set_,
+    TooDeep,
+    in_brief,
+    tensor_of,
+    walk,
+)
+from ..inert_pickle.weights_only import (
+    DTENSOR_NAMES,
+    DTYPE_NAMES,
+    MAX_INTEGER,
+    NAMES,
+    is_tensor_taken,
+    is_value,
+)
+from ..tensors.ref import TensorRef
+
+COMPLEX = Global("builtins", "complex")
+CONTAINERS = (dict, list, tuple, set, frozenset, Record)
+
+
+class Change(NamedTuple):
+    """A value that became another.
+
+    Attributes:
+        name: its dotted path.
+        was: its type: `argparse.Namespace`.
+        now: what it became: `dict`.
+    """
+
+    name: str
+    was: str
+    now: str
+
+
+@dataclass(frozen=True, slots=True)
+class Disarmed:
+    """What `disarm` changed.
+
+    Attributes:
+        changed: every value that became another.
+        left_out: dotted paths of what has no place any more: attributes of pickled models beside their state.
+        dtensors: whether DTensors are left, for which torch.load needs `torch.distributed.tensor` imported.
+    """
+
+    changed: tuple[Change, ...]
+    left_out: tuple[str, ...] = ()
+    dtensors: bool = False
+
+    @property
+    def kinds(self) -> dict[tuple[str, str], int]:
+        """How many values of each type became what."""
+        return Counter((change.was, change.now) for change in self.changed)
+
+
+@takes_checkpoint
+def disarm(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, Disarmed]:
+    """Return a checkpoint of tensors and plain values alone, which `torch.load(weights_only=True)` takes.
+
+    A Namespace and any other object with attributes becomes a dict, a dict or list of a class of its own a
+    plain one, a pickled model its state dict, a NumPy scalar a number, an array a tensor, or a list where
+    torch lacks the type; a path, date, decimal number or UUID becomes text, a frozenset a set, the name of a
+    class or function text. Any other object becomes a dict that says which callable would have made it of
+    which arguments. One object in several places is one value in all of them.
+
+    The model's state stays what it was, and so its digest: where an array or an object would be taken for a
+    state or a part of one, all arrays become lists, and attributes that hold tensors lists of pairs.
+
+    Args:
+        checkpoint: the checkpoint; it stays as it is. Nothing that it names is imported or called.
+        state: dotted path of the state whose digest must stay; found when None.
+
+    Returns:
+        The new checkpoint, and what was changed.
+
+    Raises:
+        Refused: a tensor is of a kind that torch does not load without its class, such as ShardedTensor, or
+            the contents are nested too deeply.
+        Unsupported: the names of what changes would fill the memory.
+        NoState: there is no state at `state`.
+    """
+    before = _state_of(checkpoint, state)
+    new, changes = _Disarmer(checkpoint, apart=False).run()
+    if before is not None and _state_of(new, state) != before:
+        new, changes = _Disarmer(checkpoint, apart=True).run()
+    return new, changes
+
+
+def _state_of(checkpoint: Checkpoint, where: str | None) -> tuple[Path, tuple[str, ...]] | None:
+    """Return the path and the tensors' names of a state; None where none was named and none is found."""
+    try:
+        state = checkpoint.state(where)
+    except CkptToolError:
+        if where is not None:
+            raise
+        return None
+    return state.path, (*state.tensors, *state.likes)
+
+
+class _Disarmer:
+    """Copies one tree, each object as a plain value.
+
+    Args:
+        checkpoint: the checkpoint.
+        apart: arrays become lists, and attributes with tensors lists of pairs: no state is looked for there.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, apart: bool) -> None:
+        self.checkpoint, self.apart = checkpoint, apart
+        self.changed: list[Change] = []
+        self.left_out: list[str] = []
+        self.refused: dict[str, TensorLike] = {}
+        self.done: dict[int, object] = {}
+        self.kept: list[object] = []  # originals live as long as their ids are keys of `done`
+        self.level = 0
+        self.room = MAX_NAMES + 64 * checkpoint.nbytes
+
+    def run(self) -> tuple[Checkpoint, Disarmed]:
+        try:
+            tree = self.value(self.checkpoint.tree, ())
+        except (TooDeep, RecursionError):
+            raise Refused(self.checkpoint.path, "its contents are nested too deeply to be copied") from None
+        self.refuse()
+        names = names_in(tree)
+        if not names <= NAMES:  # never, as each value was made here
+            raise Refused(self.checkpoint.path, f"{min(map(str, names - NAMES))} would be left in it")
+        new = replace(self.checkpoint, tree=tree, protocol=2, names=frozenset(names), opened=())
+        dtensors = not names.isdisjoint(DTENSOR_NAMES)
+        return new, Disarmed(tuple(self.changed), tuple(self.left_out), dtensors)
+
+    def refuse(self) -> None:
+        """Raise Refused if there are tensors that torch loads only with the code of their class."""
+        state = self.checkpoint.found_state() if self.refused else None
+        where = f"{state.where}." if state is not None and state.path else ""
+        likes = {name.removeprefix(where): like for name, like in self.refused.items()}
+        require_plain(self.checkpoint.path, likes, "can't be loaded by torch.load(weights_only=True)")
+
+    def note(self, path: Path, was: str, now: str) -> None:
+        """Record a change."""
+        self.room -= sum(map(len, path)) + len(path) + len(was) + len(now)
+        if self.room < 0:
+            raise Unsupported(self.checkpoint.path, "the names of its objects need too much memory")
+        self.changed.append(Change(dotted(path), was, now))
+
+    def value(self, value: object, path: Path) -> object:
+        """Return a value of the tree in its plain form."""
+        kind = type(value)
+        if kind is TensorRef or kind is str:
+            return value
+        if kind is int:
+            return self.integer(value, path)  # type: ignore[arg-type]
+        if kind is Global:
+            return self.name(value, path)  # type: ignore[arg-type]
+        if not isinstance(value, CONTAINERS):
+            return value
+        if id(value) in self.done:
+            return self.done[id(value)]
+        if self.level == MAX_DEPTH:
+            raise TooDeep
+        self.level += 1
+        self.kept.append(value)
+        made = self.record(value, path) if isinstance(value, Record) else self.container(value, path)
+        self.level -= 1
+        return self.done.setdefault(id(value), made)  # a tuple that a list in it holds was made there
+
+    def integer(self, value: int, path: Path) -> int | str:
+        if value.bit_length() < MAX_INTEGER:
+            return value
+        self.note(path, "int", "text")
+        return hex(value)
+
+    def name(self, value: Global, path: Path) -> object:
+        if value in DTYPE_NAMES:
+            return value
+        self.note(path, str(value), "text")
+        return str(value)
+
+    # Containers. Mutable ones are known before their contents, so that a cycle finds them.
+
+    def container(self, value: Any, path: Path) -> object:
+        if isinstance(value, dict):
+            made = self.fill(type(value)(), value.items(), value, path)
+            if isinstance(value, OrderedDict_) and value.attributes is not None:
+                attributes = self.value(value.attributes, path)
+                made.attributes = attributes if isinstance(attributes, dict) else None
+                if made.attributes is None:
+                    self.note(path, "attributes of an OrderedDict", "nothing")
+            return made
+        if isinstance(value, list):
+            return self.items(value, value, path)
+        if isinstance(value, tuple):
+            return tuple(self.value(item, (*path, str(i))) for i, item in enumerate(value))
+        if isinstance(value, frozenset):
+            self.note(path, "frozenset", "set")
+        return Set_(self.key(item, (*path, str(i)), ()) for i, item in enumerate(value))
+
+    def fill(self, made: Any, items: Any, of: object, path: Path) -> Any:
+        """Fill an empty dict, which takes the place of `of`."""
+        self.done[id(of)] = made
+        for key, item in items:
+            at = (*path, in_brief(key))
+            made[key if type(key) is str else self.key(key, at, made)] = self.value(item, at)
+        return made
+
+    def items(self, items: Any, of: object, path: Path) -> list[object]:
+        """Return a list that takes the place of `of`."""
+        made: list[object] = []
+        self.done[id(of)] = made
+        made.extend(self.value(item, (*path, str(i))) for i, item in enumerate(items))
+        return made
+
+    def key(self, key: object, path: Path, taken: Any) -> object:
+        """Return a key or an item of a set as something that has a hash.
+
+        Args:
+            taken: keys that it must differ from, if it is changed.
+        """
+        if isinstance(key, tuple):
+            return tuple(self.key(item, path, ()) for item in key)
+        if isinstance(key, FrozenSet_):
+            self.note(path, "frozenset", "tuple")
+            return tuple(self.key(item, path, ()) for item in key)
+        if not isinstance(key, Record):
+            return self.value(key, path)
+        if tensor_of(key) is not None or is_value(key):
+            return self.value(key, path)
+        number = scalar_of(key)
+        plain: object = text_of(key) or f"{key.type_name}({in_brief(key.args)[:200]})"
+        if isinstance(number, int | float | str | bytes):
+            plain = number
+        found, count = plain, 1
+        while found in taken:
+            count += 1
+            found = f"{plain!s}~{count}"
+        self.note(path, key.type_name, type(found).__name__)
+        return found
+
+    # Objects.
+
+    def record(self, value: Record, path: Path) -> object:
+        like = tensor_like(value)
+        if tensor_of(value) is not None or like is not None:
+            return self.tensor(value, like, path)
+        if is_value(value):
+            return value
+        number = scalar_of(value)
+        if number is not None:
+            parts = number if isinstance(number, tuple) else None
+            self.note(path, scalar_type(value), "complex" if parts else type(number).__name__)
+            return Record("reduce", COMPLEX, parts) if parts else number
+        text = text_of(value)
+        if text is not None:
+            self.note(path, value.type_name, "text")
+            return text
+        return self.other(value, path)
+
+    def tensor(self, value: Record, like: TensorLike | None, path: Path) -> object:
+        if is_tensor_taken(value):
+            return value
+        plain = tensor_of(value)
+        if plain is None:
+            assert like is not None
+            self.refused[dotted(path)] = like
+            return None
+        args = value.args if value.callable in FROM_TYPE and isinstance(value.args, tuple) else ()
+        self.note(path, str(args[1]) if args else value.type_name, "tensor")
+        return plain
+
+    def other(self, value: Record, path: Path) -> object:
+        array, attributes = array_of(value), attributes_of(value)
+        if (module := self.state_dict(value)) is not None:
+            self.note(path, value.type_name, "state dict")
+            self.left_out += (dotted((*path, name)) for name, _ in own_attributes(value))
+            return self.fill(OrderedDict_(), module, value, path)
+        if array is not None and (made := self.array(array, path)) is not None:
+            self.note(path, "numpy.ndarray", "list" if isinstance(made, list) else "tensor")
+            return made
+        if isinstance(attributes, list):
+            self.note(path, value.type_name, "list")
+            return self.items(attributes, value, path)
+        if attributes is not None and not (self.apart and _may_be_state(value, attributes)):
+            self.note(path, value.type_name, "dict")
+            return self.fill({}, attributes.items(), value, path)
+        self.note(path, value.type_name, "record")
+        return self.fill({}, self.parts(value), value, path)
+
+    def state_dict(self, value: Record) -> Iterable[tuple[str, object]] | None:
+        """Return the entries of a pickled model's state dict; None for anything else."""
+        try:
+            return [*named(value)] if is_module(value) else None
+        except BadModules:
+            return None
+
+    def array(self, array: Array, path: Path) -> object:
+        """Return an array as a tensor, or as lists; None for elements that have no plain form."""
+        tensor = None if self.apart else array.tensor(self.checkpoint.path)
+        try:
+            return tensor or array.nested(lambda item: self.value(item, path))
+        except ValueError:
+            return None
+
+    def parts(self, value: Record) -> Iterator[tuple[str, object]]:
+        """Yield what an object is made of, each part by its name."""
+        yield "callable", str(value.callable) if isinstance(value.callable, Global) else value.callable
+        yield "args", value.args
+        if value.kwargs:
+            yield "kwargs", value.kwargs
+        if value.has_state:
+            pairs = self.apart and isinstance(value.state, dict) and _may_be_state(value, value.state)
+            yield "state", [*map(list, value.state.items())] if pairs else value.state  # type: ignore[attr-defined]
+        if value.elements:
+            yield "elements", [*value.elements]
+        if value.items:
+            yield "items", [*map(list, value.items)]
+
+
+def _may_be_state(value: Record, attributes: Mapping[object, object]) -> bool:
+    """Return whether the attributes of an object, as a dict, could be or complete a dict of tensors."""
+    found = (isinstance(each, TensorRef) or array_of(each) is not None for each in walk(value))
+    return not attributes or any(found)

@@ -1,0 +1,120 @@
+"""`ckpttool disarm` as a user sees it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.crafting import call, dict_of, name, storage, tensor, text, torch_zip
+from tests.support.running import Ran
+
+Cli = Callable[..., Ran]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    value = {
+        "model": {"w": torch.arange(6.0).reshape(2, 3)},
+        "args": argparse.Namespace(lr=0.1, out=pathlib.Path("runs")),
+        "best": [np.float64(n) for n in range(9)],
+    }
+    torch.save(value, tmp_path / "last.pt")
+    return tmp_path / "last.pt"
+
+
+def test_every_object_is_named_with_what_it_became(path: Path, cli: Cli) -> None:
+    out = path.with_name("safe.pt")
+    ran = cli("disarm", path, out)
+    assert ran.code == 0
+    assert ran.err.splitlines() == [
+        "argparse.Namespace -> dict: args",
+        "pathlib.PosixPath -> text: args.out",
+        "numpy.float64 -> float: best.0, best.1, best.2, best.3 and 5 more",
+    ]
+    assert ran.out.startswith(f"disarmed 11 objects -> {out} (")
+    assert torch.load(out, weights_only=True)["args"] == {"lr": 0.1, "out": "runs"}
+    assert "best.8" in cli("disarm", path, out, "--force", "-v").err
+
+
+def test_the_json_has_path_from_and_to_of_every_object(path: Path, cli: Cli) -> None:
+    ran = cli("disarm", path, path.with_name("safe.pt"), "--json")
+    assert (ran.code, ran.err) == (0, "")
+    assert ran.json.keys() >= {"output", "keys", "renamed", "left_out", "bytes", "seconds", "changed"}
+    assert ran.json["changed"][0] == {"name": "args", "from": "argparse.Namespace", "to": "dict"}
+    assert len(ran.json["changed"]) == 11
+    assert ran.json["bytes"] == path.with_name("safe.pt").stat().st_size
+
+
+def test_a_file_without_objects_is_written_all_the_same(cli: Cli, tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "in.pt", pickle_protocol=4)
+    ran = cli("disarm", tmp_path / "in.pt", tmp_path / "out.pt")
+    assert ran.code == 0
+    assert ran.out.startswith("found only tensors and plain values -> ")
+    assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True)["w"], torch.ones(2))
+
+
+def test_what_a_format_other_than_pt_would_hold_is_a_usage_error(path: Path, cli: Cli) -> None:
+    for output in ("out.safetensors", "folder/"):
+        ran = cli("disarm", path, path.parent / output if output[-1] != "/" else f"{path.parent}/{output}")
+        assert ran.code == 2
+        assert "disarm writes a .pt file" in ran.err
+
+
+def test_an_existing_output_is_replaced_only_with_force_and_may_be_the_input(path: Path, cli: Cli) -> None:
+    before = path.read_bytes()
+    assert cli("disarm", path, path).code == 2
+    assert path.read_bytes() == before
+    assert cli("disarm", path, path, "--force", "-q").code == 0
+    torch.load(path, weights_only=True)
+
+
+def test_a_dry_run_names_the_same_and_writes_nothing(path: Path, cli: Cli) -> None:
+    dry = cli("disarm", path, path.with_name("safe.pt"), "--dry-run", "--json").json
+    assert not path.with_name("safe.pt").exists()
+    ran = cli("disarm", path, path.with_name("safe.pt"), "--json").json
+    assert (dry["changed"], dry["bytes"]) == (ran["changed"], ran["bytes"])
+
+
+def test_a_special_tensor_is_refused_with_the_way_out(cli: Cli, tmp_path: Path) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    torch.save({"model": {"w": torch.ones(2), "n": nested}, "epoch": 1}, tmp_path / "in.pt")
+    ran = cli("disarm", tmp_path / "in.pt", tmp_path / "out.pt")
+    assert ran.code == 3
+    assert "'n' (nested float32) can't be loaded by torch.load(weights_only=True)" in ran.err
+    assert "--exclude n" in ran.err
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_hostile_file_runs_nothing_and_its_names_reach_the_terminal_escaped(
+    cli: Cli, tmp_path: Path
+) -> None:
+    harm = call(name("os", "system\x1b[31m"), text(f"touch {tmp_path / 'harm'}"))
+    torch_zip(
+        tmp_path / "in.pt", dict_of({"model": dict_of({"w": tensor(storage())}), "x": harm}), {"0": bytes(16)}
+    )
+    ran = cli("disarm", tmp_path / "in.pt", tmp_path / "out.pt")
+    assert ran.code == 0
+    assert "os.system\\x1b[31m -> record: x" in ran.err
+    assert "\x1b" not in ran.err
+    torch.load(tmp_path / "out.pt", weights_only=False)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_it_streams_to_stdout_and_needs_no_torch(path: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None; from ckpttool.cli import main; main()"
+    words = [sys.executable, "-c", code, "disarm", str(path), "-"]
+    with open(path.with_name("piped.pt"), "wb") as out:
+        ran = subprocess.run(words, stdout=out, stderr=subprocess.PIPE, check=False, env={**os.environ})
+    assert ran.returncode == 0, ran.stderr
+    loaded: Any = torch.load(path.with_name("piped.pt"), weights_only=True)
+    assert loaded["args"]["out"] == "runs"

@@ -1,0 +1,263 @@
+"""`ckpttool merge`: what many ranks wrote, one checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import ckpttool
+from tests.ranks import shardings
+from tests.support.memory import MOST, peak
+from tests.support.running import Ran
+
+RunRanks = Callable[..., Any]
+Cli = Callable[..., Ran]
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch wonders at a save without a process group
+
+
+@pytest.fixture(scope="module")
+def run(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a model and its optimizer by names under FSDP2 on 4 ranks; the run 5 steps later is beside it."""
+    folder = tmp_path_factory.mktemp("run") / "actor"
+    folder.mkdir()
+    run_ranks(4, shardings.save_straight, str(folder), 5, timeout=60)
+    (folder / "fsdp_config.json").write_text("{}")
+    (folder / "huggingface").mkdir()
+    (folder / "huggingface" / "config.json").write_text('{"a": 1}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hybrid(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a model and its optimizer by indices under hybrid sharding on 4 ranks."""
+    folder = tmp_path_factory.mktemp("hybrid") / "ranks"
+    folder.mkdir()
+    run_ranks(4, shardings.save_hsdp, str(folder), timeout=60)
+    return folder
+
+
+def same_tensors(one: Any, other: Any) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_one_process_goes_on_where_the_ranks_were(run: Path, tmp_path: Path, cli: Cli) -> None:
+    ran = cli("merge", run, tmp_path / "run.pt")
+    assert ran.code == 0
+    assert ran.out.startswith("merged 4 ranks of DTensor, 4 -> ")
+    saved = torch.load(tmp_path / "run.pt", weights_only=True)
+    model = shardings.net()
+    model.load_state_dict(saved["model"])
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    assert list(saved["optimizer"]["state"]) == [name for name, _ in model.named_parameters()]
+    optimizer.load_state_dict(saved["optimizer"])
+    shardings.steps(model, optimizer, 5)
+    weights, moments = torch.load(f"{run}-ended.pt")
+    found = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
+    for index, (name, _) in enumerate(model.named_parameters()):
+        ours, theirs = optimizer.state_dict()["state"][index], moments["state"][name]
+        assert ours["step"] == theirs["step"] == 8
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_any_number_of_ranks_goes_on_from_dcp(
+    world_size: int, run: Path, run_ranks: RunRanks, tmp_path: Path, cli: Cli
+) -> None:
+    assert cli("merge", run, tmp_path / "dcp", "--to", "dcp").code == 0
+    run_ranks(world_size, shardings.go_on_from_dcp, str(tmp_path / "dcp"), 5, timeout=60)
+    weights, moments = torch.load(f"{run}-ended.pt")
+    found, found_moments = torch.load(tmp_path / "dcp-ended.pt")
+    if world_size == 4:
+        same_tensors(found, weights)
+        for name in moments["state"]:
+            same_tensors(found_moments["state"][name], moments["state"][name])
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-7)
+
+
+def test_names_are_given_to_an_optimizer_only_if_they_are_certain(
+    hybrid: Path, tmp_path: Path, cli: Cli
+) -> None:
+    ran = cli("merge", hybrid, tmp_path / "run.pt")
+    assert ran.code == 0
+    assert "more than one assignment of the state's tensors fits: it stays keyed by numbers" in ran.err
+    assert set(torch.load(tmp_path / "run.pt")["optimizer"]["state"]) == set(range(5))
+
+
+def test_safetensors_get_the_model_alone_or_with_full_everything(run: Path, tmp_path: Path, cli: Cli) -> None:
+    ran = cli("merge", run, tmp_path / "model.safetensors")
+    assert ran.code == 0
+    assert "left out, as safetensors holds only tensors: optimizer" in ran.err
+    assert cli("merge", run, tmp_path / "all.safetensors", "--full").code == 0
+    assert cli("merge", run, tmp_path / "all.pt").code == 0
+    assert ckpttool.diff(tmp_path / "all.safetensors", tmp_path / "all.pt", model_only=False).same
+    assert ckpttool.digest(tmp_path / "model.safetensors") == ckpttool.digest(run)
+
+
+def test_json(run: Path, tmp_path: Path, cli: Cli) -> None:
+    ran = cli("merge", run, tmp_path / "m.safetensors", "--json", "--dtype", "bf16")
+    assert ran.json["ranks"] == {"framework": "DTensor", "world_size": 4, "mesh": "4", "step": 3}
+    assert ran.json["keys"] == 6
+    assert ran.json["left_out"] == ["model._metadata", "optimizer"]
+    assert {
+        tensor.dtype.name for tensor in ckpttool.open(tmp_path / "m.safetensors").state().tensors.values()
+    } == {"bfloat16"}
+    page = cli("inspect", run, "--json").json
+    assert page["format"] == "dtensor-ranks"
+    assert page["ranks"]["world_size"] == 4
+    assert page["ranks"]["missing"] == []
+
+
+def test_a_dry_run_writes_nothing(run: Path, tmp_path: Path, cli: Cli) -> None:
+    dry = cli("merge", run, tmp_path / "m.pt", "--dry-run", "--companions", "--json")
+    assert dry.code == 0
+    assert list(tmp_path.iterdir()) == []
+    assert cli("merge", run, tmp_path / "m.pt", "--json").json["bytes"] == dry.json["bytes"]
+
+
+def test_companions_are_copied_when_asked_and_else_named(run: Path, tmp_path: Path, cli: Cli) -> None:
+    ran = cli("merge", run, tmp_path / "a" / "m.safetensors")
+    assert ran.code == 2
+    (tmp_path / "a").mkdir()
+    ran = cli("merge", run, tmp_path / "a" / "m.safetensors")
+    assert "not copied (--companions does): fsdp_config.json, config.json" in ran.err
+    ran = cli("merge", run, tmp_path / "a" / "m.safetensors", "--force", "--companions")
+    assert ran.code == 0
+    assert (tmp_path / "a" / "config.json").read_text() == '{"a": 1}'
+    assert sorted(os.listdir(tmp_path / "a")) == ["config.json", "fsdp_config.json", "m.safetensors"]
+    again = cli("merge", run, tmp_path / "a" / "n.safetensors", "--companions")
+    assert again.code == 2
+    assert "config.json: already exists" in again.err
+    assert not (tmp_path / "a" / "n.safetensors").exists()
+    assert cli("merge", run, f"{tmp_path}/b/", "--companions").code == 0
+    assert (tmp_path / "b" / "config.json").exists()
+
+
+def test_the_files_of_the_ranks_are_never_overwritten(run: Path, tmp_path: Path, cli: Cli) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "copy"))
+    first = folder / "model_world_size_4_rank_0.pt"
+    before = first.read_bytes()
+    ran = cli("merge", folder, first, "--force")
+    assert ran.code == 2
+    assert "is a part of the input" in ran.err
+    assert cli("merge", folder, f"{folder}/", "--force").code == 2
+    assert first.read_bytes() == before
+
+
+def test_a_dcp_folder_of_several_ranks_is_merged_as_torch_merges_it(
+    run_ranks: RunRanks, tmp_path: Path, cli: Cli
+) -> None:
+    run_ranks(4, shardings.save_sharded, str(tmp_path / "d"), timeout=60)
+    assert cli("merge", tmp_path / "d", tmp_path / "out.pt").code == 0
+    dcp_to_torch_save(tmp_path / "d", tmp_path / "torch.pt")
+    same_tensors(torch.load(tmp_path / "out.pt")["model"], torch.load(tmp_path / "torch.pt")["model"])
+    page = cli("inspect", tmp_path / "d")
+    assert "run         DCP" in page.out
+    assert cli("merge", tmp_path / "d", tmp_path / "o.pt", "--take-rank", 0).code == 2
+
+
+@pytest.mark.parametrize("kind", ["one", "two"])
+def test_hugging_face_s_pieces_are_merged(kind: str, run_ranks: RunRanks, tmp_path: Path, cli: Cli) -> None:
+    folder = tmp_path / "hf"
+    run_ranks(4, shardings.save_as_hugging_face, str(folder), timeout=60)
+    ran = cli("merge", folder / kind, tmp_path / "out.safetensors")
+    assert ran.code == 0
+    assert "no file says how many ranks there were; those of 4 were found" in ran.err
+    assert ckpttool.digest(tmp_path / "out.safetensors") == ckpttool.digest(f"{folder}-whole.pt")
+    for path in sorted((folder / kind).glob("shard-00002-*")):
+        path.unlink()
+    ran = cli("merge", folder / kind, tmp_path / "gap.safetensors")
+    assert ran.code == 3
+    assert "the file of rank 1 is missing" in ran.err
+
+
+def test_accelerate_s_two_dcp_folders_are_one_checkpoint(
+    run_ranks: RunRanks, tmp_path: Path, cli: Cli
+) -> None:
+    run_ranks(2, shardings.save_as_accelerate, str(tmp_path / "saved"), timeout=60)
+    (tmp_path / "saved" / "random_states_0.pkl").write_bytes(b"\x80\x02N.")
+    ran = cli("merge", tmp_path / "saved", tmp_path / "out.pt")
+    assert ran.code == 0
+    assert "random_states_0.pkl" in ran.err
+    saved, whole = torch.load(tmp_path / "out.pt"), torch.load(tmp_path / "saved-whole.pt")
+    same_tensors(saved["model"], whole["model"])
+    for name, moments in whole["optimizer"]["state"].items():
+        same_tensors(saved["optimizer"]["state"][name], moments)
+
+
+def test_lightning_s_meta_stands_beside_its_dcp(run_ranks: RunRanks, tmp_path: Path, cli: Cli) -> None:
+    run_ranks(2, shardings.save_sharded, str(tmp_path / "d"), timeout=60)
+    torch.save({"global_step": 7, "pytorch-lightning_version": "2.6"}, tmp_path / "d" / "meta.pt")
+    assert cli("merge", tmp_path / "d", tmp_path / "out.pt").code == 0
+    saved = torch.load(tmp_path / "out.pt")
+    assert (saved["global_step"], saved["epoch"]) == (7, 3)
+    torch.save({"epoch": 7}, tmp_path / "d" / "meta.pt")
+    ran = cli("merge", tmp_path / "d", tmp_path / "out.pt", "--force")
+    assert ran.code == 3
+    assert "meta.pt: has 'epoch'" in ran.err
+
+
+# Large folders.
+
+
+def large(folder: Path, template: Path, size: int) -> Path:
+    """Write four ranks' files with `size` bytes in all, half cut by rows and half by columns."""
+    import torch.distributed.tensor
+
+    folder.mkdir()
+    rows = size // 4 // 4096 // 4 // 2
+    for rank in range(4):
+        tree = torch.load(template / f"model_world_size_4_rank_{rank}.pt", weights_only=False)
+        kept = {}
+        for name, placement in (("0.weight", (4 * rows, 4096)), ("2.weight", (rows, 4 * 4096))):
+            value = tree[name]
+            spec = value._spec
+            dim = 0 if name == "0.weight" else 1
+            spec.placements = (torch.distributed.tensor.Shard(dim),)
+            spec.tensor_meta = spec.tensor_meta._replace(
+                shape=torch.Size(placement), stride=(placement[1], 1)
+            )
+            local = torch.full((rows, 4096), float(rank))
+            kept[name] = torch.distributed.tensor.DTensor(local, spec, requires_grad=False)
+        torch.save(kept, folder / f"model_world_size_4_rank_{rank}.pt")
+    return folder
+
+
+@pytest.mark.parametrize("output", ["out.safetensors", "out.pt", "out/"])
+def test_memory_stays_flat(output: str, run: Path, tmp_path: Path) -> None:
+    folder = large(tmp_path / "large", run, 200_000_000)
+    assert peak("merge", folder, f"{tmp_path}/{output}") < MOST
+
+
+def test_a_killed_merge_leaves_the_old_output(run: Path, tmp_path: Path, cli: Cli) -> None:
+    folder = large(tmp_path / "large", run, 100_000_000)
+    out = tmp_path / "here" / "out.safetensors"
+    out.parent.mkdir()
+    out.write_bytes(b"the old contents")
+    command = [sys.executable, "-m", "ckpttool", "merge", str(folder), str(out), "--force"]
+    for delay in (0.15, 0.25, 0.35):
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(delay)
+        child.kill()
+        child.wait()
+        if out.read_bytes()[:20] != b"the old contents":
+            assert ckpttool.verify(out).ok
+            out.write_bytes(b"the old contents")
+    ran = cli("merge", folder, out, "--force", "--json")
+    assert ran.code == 0
+    assert os.listdir(out.parent) == ["out.safetensors"]
+    assert json.loads(ran.out)["bytes"] == out.stat().st_size

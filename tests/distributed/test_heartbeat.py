@@ -1,0 +1,332 @@
+"""A rank that hangs, stops, dies, fails or leaves is named by the others, in real process groups."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpttool import distributed
+from ckpttool.distributed import heartbeat
+from tests.ranks import mortal
+from tests.ranks.mortal import Ended
+
+TIMEOUT = 4.0
+BAD = 1
+"""The rank with which something is wrong."""
+
+SLACK = 5.0
+"""Seconds that this machine may be late, beside the five seconds that are promised."""
+
+
+def train(
+    rank: int,
+    folder: Path,
+    *,
+    steps: int = 6,
+    at: Callable[[str, int], None] = lambda where, step: None,
+    skip_backward: int = 0,
+    timeout: float = TIMEOUT,
+) -> None:
+    """Take steps with DDP; `at` is called in each phase."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    with distributed.watch(timeout) as watched:
+        for step in range(1, steps + 1):
+            watched.step = step
+            watched.phase("data")
+            at("data", step)
+            batch = torch.ones(3, 4)
+            watched.phase("forward")
+            at("forward", step)
+            loss = ddp(batch).sum()
+            if step != skip_backward:
+                watched.phase("backward")
+                at("backward", step)
+                loss.backward()
+            watched.phase("update")
+            ddp.zero_grad()
+            time.sleep(0.02)
+        watched.phase("evaluation")
+        at("evaluation", step)
+        distributed.gather(None)
+        watched.phase("save")
+        at("save", step)
+        distributed.gather(None)
+
+
+def only(rank: int, folder: Path, where: str, step: int, do: Callable[[], object]) -> Any:
+    """Return what `train` calls in each phase: it does something on the bad rank, in one place."""
+
+    def at(now: str, number: int) -> None:
+        if rank == BAD and (now, number) == (where, step):
+            mortal.note_now(folder)
+            do()
+
+    return at
+
+
+def hang() -> None:
+    time.sleep(1000)
+
+
+def hangs_in_data(rank: int, folder: Path) -> None:
+    train(rank, folder, at=only(rank, folder, "data", 3, hang))
+
+
+def hangs_in_forward(rank: int, folder: Path) -> None:
+    train(rank, folder, at=only(rank, folder, "forward", 3, hang))
+
+
+def hangs_in_backward(rank: int, folder: Path) -> None:
+    train(rank, folder, at=only(rank, folder, "backward", 3, hang))
+
+
+def hangs_in_evaluation(rank: int, folder: Path) -> None:
+    train(rank, folder, at=only(rank, folder, "evaluation", 6, hang))
+
+
+def hangs_in_save(rank: int, folder: Path) -> None:
+    train(rank, folder, at=only(rank, folder, "save", 6, hang))
+
+
+def stops(rank: int, folder: Path) -> None:
+    train(rank, folder, at=only(rank, folder, "forward", 3, mortal.stop_oneself))
+
+
+def is_killed(rank: int, folder: Path) -> None:
+    train(rank, folder, at=only(rank, folder, "forward", 3, mortal.kill_oneself))
+
+
+def raises(rank: int, folder: Path) -> None:
+    def fail() -> None:
+        raise ValueError("on purpose")
+
+    train(rank, folder, at=only(rank, folder, "forward", 3, fail))
+
+
+def skips_backward(rank: int, folder: Path) -> None:
+    mortal.note_now(folder)
+    train(rank, folder, steps=3, skip_backward=3 if rank == BAD else 0)
+
+
+def has_fewer_steps(rank: int, folder: Path) -> None:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    with distributed.watch(TIMEOUT) as watched:
+        for batch in watched.steps([torch.ones(3, 4)] * (3 if rank == BAD else 5)):
+            ddp(batch).sum().backward()
+    mortal.note_now(folder)
+    hang()
+
+
+def calls_collectives_in_another_order(rank: int, folder: Path) -> None:
+    with distributed.watch(TIMEOUT) as watched:
+        watched.phase("forward")
+        mortal.note_now(folder)
+        group = torch.distributed.new_group([0, 1])
+        torch.distributed.barrier(group if rank == BAD else None)
+        hang()
+
+
+def holds_the_interpreter(rank: int, folder: Path) -> None:
+    train(rank, folder, at=only(rank, folder, "forward", 3, lambda: re.match(r"(a+)+$", "a" * 60 + "b")))
+
+
+def watched(case: Callable[[int, Path], object], folder: Path, size: int = 2) -> list[Ended]:
+    """Run a case whose ranks must end in time, by themselves."""
+    ends = mortal.run(case, folder, size)
+    assert None not in [end.code for end in ends], [end.said for end in ends]
+    late = max(end.at for end in ends) - mortal.noted(folder)
+    assert late < TIMEOUT + 5 + SLACK, f"{late:.1f} s"
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("case", "where"),
+    [
+        (hangs_in_data, "'data' of step 3"),
+        (hangs_in_forward, "'forward' of step 3"),
+        (hangs_in_backward, "'backward' of step 3"),
+        (hangs_in_evaluation, "'evaluation' of step 6"),
+        (hangs_in_save, "'save' of step 6"),
+    ],
+)
+def test_a_rank_that_hangs_is_named_by_all_with_its_phase_and_its_stack(
+    tmp_path: Path, case: Any, where: str
+) -> None:
+    for rank, end in enumerate(watched(case, tmp_path)):
+        assert end.code == 1, end.said
+        assert re.search(rf"error: rank {rank}: rank 1 hangs: in {where} for \d s ", end.said), end.said
+        assert "stack of rank 1" in end.said and "time.sleep(1000)" in end.said
+        assert "it is waited for by rank 0 in" in end.said
+
+
+def test_all_of_three_ranks_say_the_same(tmp_path: Path) -> None:
+    said = [
+        end.said.partition("error: ")[2].partition(": ")[2] for end in watched(hangs_in_data, tmp_path, 3)
+    ]
+    assert said[0].startswith("rank 1 hangs")
+    assert "ranks 0, 2 in 'backward' of step 3" in said[0]
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_stopped_rank_is_told_from_one_that_hangs_and_ends_too(tmp_path: Path) -> None:
+    ends = watched(stops, tmp_path)
+    assert [end.code for end in ends] == [1, 1]
+    assert all("rank 1 is stopped, as by SIGSTOP (process " in end.said for end in ends)
+    assert all("no heartbeat for 4 s" in end.said for end in ends)
+
+
+def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
+    ends = watched(is_killed, tmp_path)
+    assert ends[0].at - mortal.noted(tmp_path) < TIMEOUT
+    assert ends[BAD].code == -signal.SIGKILL
+    assert "error: rank 0: rank 1 is gone: process " in ends[0].said
+    assert "has ended without a word, as if killed" in ends[0].said
+    assert "memory ran out" not in ends[0].said
+
+
+def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path) -> None:
+    ends = watched(raises, tmp_path)
+    assert "rank 0: rank 1 failed in 'forward' of step 3: ValueError: on purpose" in ends[0].said
+    assert "Traceback" in ends[BAD].said and "failed in" not in ends[BAD].said
+
+
+def test_a_rank_that_skips_backward_is_named(tmp_path: Path) -> None:
+    ends = watched(skips_backward, tmp_path)
+    said = "rank 1 skipped backward: it has begun 3 forward and 2 backward passes"
+    assert said in ends[0].said, ends[0].said
+
+
+def test_a_rank_with_fewer_steps_is_named(tmp_path: Path) -> None:
+    end = mortal.run(has_fewer_steps, tmp_path, patience=20)[0]
+    assert end.code == 1
+    assert "rank 1 has ended its loop after step 3: it had fewer steps than the others" in end.said
+
+
+def test_ranks_that_wait_in_different_collectives_are_a_deadlock(tmp_path: Path) -> None:
+    for end in watched(calls_collectives_in_another_order, tmp_path):
+        assert "no rank goes on, and none is behind: all are in 'forward'" in end.said
+
+
+def test_a_rank_whose_interpreter_is_held_is_named_with_its_stack(tmp_path: Path) -> None:
+    end = watched(holds_the_interpreter, tmp_path)[0]
+    assert "rank 1 does not answer" in end.said and "something holds its interpreter" in end.said
+    assert "in holds_the_interpreter" in end.said or "in <lambda>" in end.said
+
+
+# ---- no false alarm --------------------------------------------------------------------------------------
+
+
+def is_slow(rank: int, folder: Path) -> None:
+    train(rank, folder, steps=80, at=only(rank, folder, "data", 3, lambda: time.sleep(0.8 * TIMEOUT)))
+
+
+def computes_long(rank: int, folder: Path) -> None:
+    def compute() -> None:
+        end = time.monotonic() + 2.5 * TIMEOUT
+        while time.monotonic() < end:
+            torch.ones(100, 100) @ torch.ones(100, 100)
+
+    train(rank, folder, at=only(rank, folder, "save", 6, compute))
+
+
+def compiles_long(rank: int, folder: Path) -> None:
+    """The work is done by another process, as torch.compile's is."""
+    code = f"import time; e = time.time() + {2.5 * TIMEOUT}\nwhile time.time() < e: pass"
+    train(
+        rank,
+        folder,
+        at=only(rank, folder, "forward", 1, lambda: subprocess.run([sys.executable, "-c", code])),
+    )
+
+
+def writes_long(rank: int, folder: Path) -> None:
+    def write() -> None:
+        with open("/dev/null", "wb") as file:
+            for _ in range(int(10 * TIMEOUT * 2.5)):
+                file.write(bytes(100_000))
+                time.sleep(0.1)
+
+    train(rank, folder, at=only(rank, folder, "save", 6, write))
+
+
+def evaluates_long(rank: int, folder: Path) -> None:
+    def evaluate() -> None:
+        for _ in range(10):
+            time.sleep(TIMEOUT / 4)
+            heartbeat.progress()
+
+    train(rank, folder, at=only(rank, folder, "evaluation", 6, evaluate))
+
+
+def sleeps_as_a_whole(rank: int, folder: Path) -> None:
+    """Stop all ranks at once for longer than the timeout, as a machine that sleeps does."""
+
+    def sleep() -> None:
+        code = (
+            f"import os, time\nfor s in ({signal.SIGSTOP:d}, {signal.SIGCONT:d}):\n"
+            f" [os.kill(p, s) for p in ({os.getpid()}, {os.getppid()}) if p != {os.getppid()}]\n"
+            f" time.sleep({1.5 * TIMEOUT})"
+        )
+        subprocess.Popen([sys.executable, "-c", code])
+        time.sleep(2)
+
+    def at(now: str, number: int) -> None:
+        if (now, number) == ("forward", 3):
+            sleep()
+
+    train(rank, folder, at=at)
+
+
+@pytest.mark.parametrize(
+    "case", [is_slow, computes_long, compiles_long, writes_long, evaluates_long, sleeps_as_a_whole]
+)
+def test_a_rank_that_works_or_is_slow_is_not_ended(tmp_path: Path, case: Any) -> None:
+    ends = mortal.run(case, tmp_path)
+    assert [end.code for end in ends] == [0, 0], [end.said for end in ends]
+    assert "error" not in ends[0].said + ends[1].said
+
+
+def test_a_slow_loader_is_named_in_a_warning_and_its_end_too(tmp_path: Path) -> None:
+    said = mortal.run(is_slow, tmp_path)[0].said
+    assert re.search(r"^warning: rank 0: rank 1 is slow: in 'data' of step 3 for \d s", said), said
+    assert "taken for hung once it has done nothing for 4 s" in said
+    assert said.endswith("warning: rank 0: rank 1 goes on\n")
+
+
+def test_one_rank_is_not_watched_and_no_thread_is_left() -> None:
+    before = threading.active_count()
+    with distributed.watch(0.1) as watched:
+        assert list(watched.steps("ab")) == ["a", "b"]
+        assert (watched.step, watched.doing, threading.active_count()) == (2, "step", before)
+        time.sleep(0.3)
+
+
+def leaves_nothing(rank: int, size: int) -> tuple[int, int, int]:
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with distributed.watch(5):
+        during = threading.active_count()
+    assert heartbeat._current is None
+    return (
+        during - before[0],
+        threading.active_count() - before[0],
+        len(os.listdir("/proc/self/fd")) - before[1],
+    )
+
+
+def test_the_threads_end_with_the_block(run_ranks: Any) -> None:
+    assert run_ranks(2, leaves_nothing) == [(2, 0, 0)] * 2

@@ -1,0 +1,213 @@
+"""One trial of the drill: a run that is killed and comes back, compared with one that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpttool.errors import CkptToolError
+from tests.drill import agents
+from tests.drill.agents import ROOT, Agent
+from tests.drill.kinds import Kind, Trial
+from tests.ranks.runs import different
+from train import checkpoints, run_folder
+
+VIRTUAL = 12
+"""Virtual ranks where the number of ranks changes: divisible by 1, 2, 3 and 4."""
+
+PATIENCE = 240.0
+"""Seconds that a trial may take."""
+
+UNDISTURBED = Kind("undisturbed", ())
+FILES = {run_folder.LAST, run_folder.BEST, run_folder.LOG}
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a trial ended.
+
+    Attributes:
+        trial: what was tried.
+        problems: what was not as it should be; empty if the run held.
+        seconds: from the last kill to the next step of the training; None if there was none.
+        happened: how many kills have.
+    """
+
+    trial: Trial
+    problems: list[str]
+    seconds: float | None
+    happened: int
+
+
+class Run:
+    """A run of the trainer in a folder, with its agents."""
+
+    def __init__(self, trial: Trial, folder: Path, *, fresh: bool) -> None:
+        self.trial, self.folder, self.fresh = trial, folder, fresh
+        folder.mkdir(parents=True)
+        (folder / "plan.json").write_text(json.dumps(trial.kills))
+        self.agents: list[Agent] = []
+        self.dead: set[int] = set()
+        alone = "--rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id drill"  # as --standalone
+        self.store, self.options = None, f"--nproc-per-node {trial.ranks} {alone}".split()
+        if trial.kind.agents:
+            self.store, port = agents.store(folder)
+            fewest = 1 if trial.kind.back == "fewer" else trial.ranks
+            meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id drill"
+            soon = "is_host=0,last_call_timeout=3,keep_alive_interval=1"
+            nodes = f"--nnodes {fewest}:{trial.ranks} --nproc-per-node 1 --local-addr 127.0.0.1"
+            self.options = f"{nodes} {meeting} --rdzv-conf {soon}".split()
+        self.options += ["--max-restarts", "4"]
+
+    def start(self) -> None:
+        """Start an agent."""
+        self.agents.append(
+            Agent(self.options, arguments(self.trial, self.folder), self.folder, fresh=self.fresh)
+        )
+
+    def finish(self) -> list[str]:
+        """Run to the end, through what is killed on the way; return what went wrong."""
+        kind, end = self.trial.kind, time.monotonic() + PATIENCE
+        for _ in range(kind.agents or 1):
+            self.start()
+        while time.monotonic() < end:
+            time.sleep(0.1)
+            if kind.whom == "all" and self.killed() > len(self.dead):
+                agents.kill_all(self.folder, self.agents)
+                self.dead.add(self.killed())
+            codes = {agent.pid: agent.code for agent in self.agents}
+            new = [pid for pid, code in codes.items() if code not in (None, 0) and pid not in self.dead]
+            for pid in new:
+                self.dead.add(pid)
+                if kind.back == "new agent":
+                    self.start()
+            if None in codes.values() or (new and kind.back == "new agent"):
+                continue
+            if kind.back != "again" or codes[self.agents[-1].pid] == 0:
+                return self.unexpected(codes)
+            while list(agents.processes(self.folder, self.agents)) and time.monotonic() < end:
+                time.sleep(0.05)  # as SLURM and Kubernetes start nothing beside what is left of a job
+            self.start()
+        agents.kill_all(self.folder, self.agents)
+        return [f"has not ended within {PATIENCE:g} s"]
+
+    def killed(self) -> int:
+        """Return how many kills have happened."""
+        return sum((self.folder / f"kill-{number}").exists() for number in range(len(self.trial.kills)))
+
+    def unexpected(self, codes: dict[int, int | None]) -> list[str]:
+        """Return what is wrong with the exit codes of the agents: one was killed, at most."""
+        ends = sorted(code for code in codes.values() if code is not None)
+        killed = self.trial.kind.whom != "worker" and self.trial.kills
+        wanted = [-9] * bool(killed) + [0] * (len(ends) - bool(killed))
+        return [] if ends == wanted else [f"agents ended with {ends}"]
+
+    def close(self) -> list[str]:
+        """End the store; return what is left of the run."""
+        end = time.monotonic() + 10
+        while (left := list(agents.processes(self.folder, self.agents))) and time.monotonic() < end:
+            time.sleep(0.05)
+        agents.kill_all(self.folder, self.agents)
+        if self.store:
+            self.store.kill()
+            self.store.join()
+        return [f"left {len(left)} processes"] if left else []
+
+
+def arguments(trial: Trial, folder: Path) -> list[str]:
+    """Return the arguments of the trainer: ten steps, each of which is saved."""
+    virtual = ["--virtual-ranks", str(VIRTUAL)] if trial.kind.back == "fewer" else []
+    model = f"{ROOT}/tests/drill/saboteur.py:model"
+    return [
+        *("--data", "fake:50", "--batch-size", "12", "--epochs", "2", "--model", model, *virtual),
+        *("--out", str(folder / "run"), "--resume", "auto", "--save-every", "1steps", "--log-every", "1"),
+        *("--eval-batch", "2", "--timeout", "30", "--join-timeout", "20"),  # so that each rank has some
+    ]
+
+
+class Drill:
+    """Trials, compared with undisturbed runs of the same ranks, which run once."""
+
+    def __init__(self, folder: Path, *, fresh: bool) -> None:
+        self.folder, self.fresh, self.number = folder, fresh, 0
+        self.wholes: dict[tuple[int, bool], Path] = {}
+
+    def run(self, trial: Trial) -> Result:
+        """Run one trial; its folder stays if it did not hold."""
+        whole = self.undisturbed(trial)
+        self.number += 1
+        run = Run(trial, self.folder / f"{self.number:03}", fresh=self.fresh)
+        problems = [*run.finish(), *run.close()]
+        happened = run.killed()
+        problems += [] if problems else compared(run.folder / "run", whole, trial)
+        if happened < len(trial.kills):
+            problems.append("a kill did not happen")
+        if not problems:
+            seconds = _seconds(run.folder, len(trial.kills) - 1)
+            shutil.rmtree(run.folder)
+            return Result(trial, [], seconds, happened)
+        return Result(trial, problems, None, happened)
+
+    def undisturbed(self, trial: Trial) -> Path:
+        """Return the folder of a run of the same ranks that nothing disturbed."""
+        fewer = trial.kind.back == "fewer"
+        key = (trial.ranks, fewer)
+        if key not in self.wholes:
+            kind = replace(UNDISTURBED, back="fewer" if fewer else "restart")
+            run = Run(Trial(kind, trial.ranks, ()), self.folder / f"whole-{trial.ranks}-{fewer}", fresh=False)
+            problems = [*run.finish(), *run.close()]
+            assert not problems, problems
+            self.wholes[key] = run.folder / "run"
+        return self.wholes[key]
+
+
+def compared(found: Path, whole: Path, trial: Trial) -> list[str]:
+    """Return what differs from the undisturbed run: files, bits of the last checkpoint, lines of the log."""
+    names = {path.name for path in found.iterdir()}
+    if names != FILES:
+        return [f"files: {sorted(names ^ FILES)} left or missing"]
+    problems = []
+    try:
+        checkpoints.read(str(found / run_folder.BEST))
+        ends = [checkpoints.read(str(folder / run_folder.LAST)) for folder in (whole, found)]
+    except CkptToolError as error:
+        return [str(error)]
+    entries = different(*ends)
+    logs = [_log(folder) for folder in (found, whole)]
+    if trial.kind.back == "fewer":  # per rank, as of fewer ranks
+        entries = [
+            entry for entry in entries if not entry.startswith(("/rng", "/log", "/plan", "/progress/sums"))
+        ]
+        logs = [[_of_samples(line) for line in log] for log in logs]
+    if entries:
+        problems.append(f"last.pt differs in {', '.join(entries[:4])}")
+    if logs[0] != logs[1]:
+        problems.append("log.jsonl differs")
+    return problems
+
+
+def _log(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a log without their times."""
+    lines = [json.loads(line) for line in (folder / run_folder.LOG).read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
+
+
+def _of_samples(line: dict[str, Any]) -> dict[str, Any]:
+    """Return what a line of the log says of samples and steps, the same on any number of ranks."""
+    return {
+        key: value
+        for key, value in line.items()
+        if key in ("epoch", "step", "steps", "train_samples", "samples")
+    }
+
+
+def _seconds(folder: Path, kill: int) -> float | None:
+    """Return the seconds from a kill to the first step after it."""
+    marks = [folder / f"{name}-{kill}" for name in ("kill", "on")]
+    if kill < 0 or not all(mark.exists() for mark in marks):
+        return None
+    return marks[1].stat().st_mtime - marks[0].stat().st_mtime

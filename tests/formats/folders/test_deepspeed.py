@@ -1,0 +1,644 @@
+"""DeepSpeed's ZeRO folders, recorded by `tests/support/deepspeed_runs.py`, against its own tools."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.errors import CkptToolError, Damaged, RanksDiffer, Unreadable, Unsupported, UsageFault
+from ckpttool.tensors.to_torch import live_tensors
+from tests.support import deepspeed_runs
+from tests.support.comparing import assert_same, values
+from tests.support.deepspeed_runs import CASES, Case, batch, make_model, make_optimizer
+from tests.support.running import ROOT
+
+SAVED = [(case, step) for case in CASES for step in case.steps]
+CUT = [pair for pair in SAVED if pair[0].stage]
+IN_FP32 = [case for case in CASES if not case.config.keys() & {"bf16"} and case.stage]
+
+
+def names(pairs: list[tuple[Case, int]]) -> list[str]:
+    return [f"{case.name}-{step}" for case, step in pairs]
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Unpack the recorded folders."""
+    folder = tmp_path_factory.mktemp("deepspeed")
+    with tarfile.open(deepspeed_runs.RECORDED) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.fixture
+def run(runs: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that copies the folder of a case's last tag, to be changed."""
+
+    def copied(name: str, step: int | None = None) -> Path:
+        steps = next(case.steps for case in CASES if case.name == name)
+        tag = f"global_step{steps[-1] if step is None else step}"
+        return Path(shutil.copytree(runs / name / tag, tmp_path / name / tag))
+
+    return copied
+
+
+def opened(folder: Path, take_rank: int | None = 0) -> Checkpoint:
+    """Open a folder; batch norm differs between ranks, and DeepSpeed's tools take rank 0's."""
+    return ckpttool.open_ranks(folder, take_rank=take_rank)
+
+
+def written(folder: Path, out: Path) -> Any:
+    """Return what torch loads of a folder, saved as one file."""
+    ckpttool.save(opened(folder), out)
+    return torch.load(out, weights_only=True)
+
+
+def changed(file: Path, change: Callable[[Any], object]) -> None:
+    """Change the contents of a file as torch would have saved them."""
+    with ckpttool.open(file) as checkpoint:
+        change(checkpoint.tree)
+        ckpttool.save(checkpoint, file, force=True)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return found.dtype == wanted.dtype and values(found) == values(wanted)
+
+
+def optimizer_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*optim_states.pt"))
+
+
+# What DeepSpeed's own tools make of the folders
+
+
+@pytest.mark.parametrize(("case", "step"), SAVED, ids=names(SAVED))
+def test_the_model_is_that_of_deepspeed_s_own_tools(case: Case, step: int, runs: Path) -> None:
+    folder = runs / case.name / f"global_step{step}"
+    wanted = load_file(f"{folder}.safetensors")
+    found = opened(folder).state()
+    tensors = live_tensors(found.tensors)
+    model = {name.removeprefix("fp32/"): value for name, value in wanted.items() if name.startswith("fp32/")}
+    assert (found.where, [*tensors]) == ("module", [*make_model(case).state_dict()])
+    assert {name: tensors[name].shape for name in model} == {name: model[name].shape for name in model}
+    assert [name for name in model if not same(tensors[name], model[name])] == []
+    if set(model) < set(tensors):  # DeepSpeed's tools lose these, and `module` has them
+        module = ckpttool.open(folder / "mp_rank_00_model_states.pt").state("module").load()
+        assert [n for n in tensors.keys() - model if not same(tensors[n], module[n])] == []
+
+
+@pytest.mark.parametrize(("case", "step"), CUT, ids=names(CUT))
+def test_the_optimizer_is_that_of_deepspeed_s_universal_checkpoint(case: Case, step: int, runs: Path) -> None:
+    folder = runs / case.name / f"global_step{step}"
+    found = opened(folder).tree["optimizer"]["state"]
+    wanted = {
+        tuple(n.split("/")): v for n, v in load_file(f"{folder}.safetensors").items() if "fp32/" not in n
+    }
+    tensors = live_tensors({f"{k}/{n}": found[n][k] for k, n in wanted})
+    assert [name for name, value in wanted.items() if not same(tensors["/".join(name)], value)] == []
+    assert not wanted or {name for _, name in wanted} == set(found)
+
+
+UNCERTAIN = "body.bias"
+"""Batch norm follows it: its gradient is rounding errors, which Adam makes as large as any other."""
+
+
+def reference(case: Case, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Train a case in one process, without DeepSpeed: the mean of the ranks' gradients."""
+    model = make_model(case)
+    optimizer = make_optimizer(case, model)
+    for number in range(1, steps + 1):
+        step(case, model, optimizer, number)
+    return model, optimizer
+
+
+def step(case: Case, model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+    optimizer.zero_grad()
+    for rank in range(case.ranks):
+        (model(batch(number, rank)).square().mean() / case.ranks).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # DeepSpeed's default
+    optimizer.step()
+
+
+@pytest.mark.parametrize("case", IN_FP32, ids=lambda case: case.name)
+def test_weights_and_momenta_are_those_of_training_in_one_process(
+    case: Case, runs: Path, tmp_path: Path
+) -> None:
+    found = written(runs / case.name / f"global_step{case.steps[0]}", tmp_path / "out.pt")
+    model, optimizer = reference(case, case.steps[0])
+    parameters = dict(model.named_parameters())
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    for name, parameter in trained.items():
+        if name == UNCERTAIN:
+            continue
+        torch.testing.assert_close(found["module"][name], parameter.detach(), rtol=1e-4, atol=1e-5)
+        for key, value in optimizer.state[parameter].items():
+            torch.testing.assert_close(found["optimizer"]["state"][name][key], value, rtol=1e-4, atol=1e-5)
+    assert found["optimizer"]["state"].keys() == trained.keys()
+    listed = [group["params"] for group in found["optimizer"]["param_groups"]]
+    by_id = {id(parameter): name for name, parameter in trained.items()}
+    assert listed == [[by_id[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("name", ["zero2-fp32", "zero3-fp32"])
+def test_training_goes_on_in_one_process(name: str, runs: Path, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == name)
+    found = written(runs / name / "global_step2", tmp_path / "out.pt")
+    model = make_model(case)
+    optimizer = make_optimizer(case, model)
+    model.load_state_dict(found["module"])
+    optimizer.load_state_dict(found["optimizer"])
+    step(case, model, optimizer, 3)
+    later = written(runs / name / "global_step3", tmp_path / "later.pt")["module"]
+    for key, parameter in model.named_parameters():
+        if key == UNCERTAIN:
+            continue
+        torch.testing.assert_close(parameter.detach(), later[key], rtol=1e-4, atol=1e-5)
+
+
+def test_more_than_ten_ranks_are_in_order(tmp_path: Path) -> None:
+    program = ROOT / "benchmarks" / "children" / "make_zero3_folder.py"
+    subprocess.run([sys.executable, program, tmp_path / "run", "400000", "4", "11"], check=True)
+    found = opened(tmp_path / "run").state().load()
+    assert [tensor.shape for tensor in found.values()] == [(24, 1001), (25, 1001), (26, 1001), (24, 1001)]
+    for number, tensor in enumerate(found.values()):
+        share = -(-tensor.numel() // 11)
+        wanted = [torch.arange(share) + 1000.0 * number + rank for rank in range(11)]
+        assert torch.equal(tensor.flatten(), torch.cat(wanted)[: tensor.numel()])
+
+
+# What else is in a folder
+
+
+def test_tied_weights_are_one_tensor(runs: Path, tmp_path: Path) -> None:
+    for name in ("zero1-fp32", "zero2-bf16", "zero3-fp32"):
+        module = written(runs / name, tmp_path / f"{name}.pt")["module"]
+        assert module["embed.weight"].data_ptr() == module["head.weight"].data_ptr()
+
+
+def test_no_tensor_shares_memory_with_its_neighbours_in_a_vector(runs: Path, tmp_path: Path) -> None:
+    for name in ("zero2-fp32-one-rank", "zero3-fp32-one-rank"):
+        found = written(runs / name, tmp_path / f"{name}.pt")
+        tensors = [
+            *found["module"].values(),
+            *(t for e in found["optimizer"]["state"].values() for t in e.values()),
+        ]
+        assert all(t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+        assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors) - 1  # a pair is tied
+
+
+def test_what_the_run_kept_beside_the_model_stays(runs: Path, tmp_path: Path) -> None:
+    found = written(runs / "zero3-bf16", tmp_path / "out.pt")
+    assert (found["global_steps"], found["epoch"], found["notes"]) == (2, 2, ["tiny", 0.5])
+    assert found["ds_config"]["bf16"] == {"enabled": True}
+    assert "param_shapes" not in found
+
+
+def test_what_is_known_of_the_run_is_told(runs: Path) -> None:
+    found = opened(runs / "zero3-fp32")
+    assert found.format == "deepspeed-zero"
+    assert found.ranks is not None
+    assert (found.ranks.framework, found.ranks.world_size, found.ranks.step) == (
+        "DeepSpeed 0.19.8 ZeRO-3",
+        3,
+        3,
+    )
+    assert [*found.ranks.held] == [0, 1, 2]
+    assert not found.ranks.missing
+
+
+def test_what_each_rank_kept_for_itself_is_named(run: Callable[[str], Path]) -> None:
+    folder = run("zero3-bf16")
+    changed(folder / "zero_pp_rank_1_mp_rank_00_model_states.pt", lambda tree: tree.update(noise=[1]))
+    changed(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt", lambda tree: tree.update(noise=[0]))
+    assert opened(folder).unread == ("'noise.0' of rank 1, which differs from rank 0's",)
+
+
+def test_a_scale_of_the_loss_is_named(run: Callable[[str], Path]) -> None:
+    folder = run("zero2-bf16")
+
+    def scaled(tree: Any) -> None:
+        tree["optimizer_state_dict"]["loss_scaler"].state.update(cur_scale=1024.0, dynamic=True)
+
+    for file in optimizer_files(folder):
+        changed(file, scaled)
+    assert opened(folder).unread == ("the loss scaler (scale 1024.0)",)
+
+
+def test_tensors_of_many_devices_are_written_for_the_cpu(run: Callable[[str], Path], tmp_path: Path) -> None:
+    def moved(tree: Any, device: str) -> None:
+        states = tree["optimizer_state_dict"]
+        momenta = states["base_optimizer_state"]["state"].values()
+        weights = states["single_partition_of_fp32_groups"]
+        for tensor in [*weights, *(tensor for entry in momenta for tensor in entry.values())]:
+            tensor.storage.location = device
+
+    folder = run("zero2-bf16")
+    for rank, file in enumerate(optimizer_files(folder)):
+        changed(file, lambda tree, rank=rank: moved(tree, f"cuda:{rank}"))
+    found = written(folder, tmp_path / "out.pt")
+    assert {str(tensor.device) for tensor in found["module"].values()} == {"cpu"}
+    assert found["optimizer"]["state"]["body.weight"]["step"].device.type == "cpu"
+
+
+def test_state_of_an_unknown_form_is_named(run: Callable[[str], Path]) -> None:
+    def shorter(tree: Any) -> None:
+        entry = tree["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+        entry["factors"] = dataclasses.replace(entry["exp_avg"], shape=(3,))
+
+    folder = run("zero2-bf16")
+    for file in optimizer_files(folder):
+        changed(file, shorter)
+    (left,) = opened(folder).unread
+    assert "'factors' of the optimizer's state" in left
+
+
+def test_buffers_that_differ_between_ranks_are_named(runs: Path, tmp_path: Path) -> None:
+    with pytest.raises(RanksDiffer, match=r"norm\.running_mean.*rank 0 and rank 1"):
+        ckpttool.save(opened(runs / "zero3-fp32", None), tmp_path / "out.safetensors")
+    with pytest.raises(UsageFault, match="rank 5"):
+        opened(runs / "zero3-fp32", 5)
+
+
+# Which checkpoint of a folder
+
+
+def test_latest_names_the_checkpoint(runs: Path) -> None:
+    whole = runs / "zero2-fp32"
+    assert opened(whole).tree["global_steps"] == 3
+    assert opened(whole / "global_step2").tree["global_steps"] == 2
+
+
+def test_latest_that_names_nothing_is_refused(runs: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(runs / "zero2-fp32", tmp_path / "run"))
+    (folder / "latest").unlink()
+    os.mkfifo(folder / "latest")
+    with pytest.raises(Unreadable):
+        opened(folder)
+    (folder / "latest").unlink()
+    for wrong in ("global_step9", "", "../run/global_step2", ".", "a\0b"):
+        (folder / "latest").write_text(wrong)
+        with pytest.raises(Damaged, match="not beside it") as caught:
+            opened(folder)
+        assert "global_step2" in str(caught.value.hint)
+    (folder / "latest").unlink()
+    with pytest.raises(Unreadable, match="no file 'latest'"):
+        opened(folder)
+    shutil.rmtree(folder / "global_step3")
+    assert opened(folder).tree["global_steps"] == 2
+
+
+def test_merging_takes_the_ranks_files_before_rounded_weights_beside_them(runs: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(runs / "zero2-bf16", tmp_path / "checkpoint-2"))
+    save_file({"w": torch.ones(2, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    assert opened(folder, None).format == "deepspeed-zero"
+    assert ckpttool.open(folder).format == "safetensors"
+
+
+# Files that are not those of one step of one run
+
+
+def without(folder: Path, pattern: str) -> None:
+    (file,) = folder.glob(pattern)
+    file.unlink()
+
+
+@pytest.mark.parametrize("name", ["zero1-fp32", "zero2-fp32", "zero3-fp32"])
+def test_a_missing_rank_is_named(name: str, run: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = run(name)
+    without(folder, "*rank_1_*optim_states.pt")
+    found = ckpttool.open(folder)
+    assert found.ranks is not None
+    assert found.ranks.missing == (1,)
+    with pytest.raises(Damaged, match="the file of rank 1 of 3 is missing"):
+        ckpttool.save(found, tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_without_any_optimizer_file_all_ranks_are_missing(run: Callable[[str], Path]) -> None:
+    for name in ("zero2-bf16", "zero3-bf16"):
+        folder = run(name)
+        for file in optimizer_files(folder):
+            file.unlink()
+        found = ckpttool.open(folder)
+        assert found.ranks is not None
+        assert found.ranks.missing == (0, 1)
+
+
+def test_missing_model_states_are_named(run: Callable[[str], Path]) -> None:
+    folder = run("zero3-fp32")
+    without(folder, "*rank_0_*model_states.pt")
+    found = ckpttool.open(folder)
+    assert found.ranks is not None
+    assert found.ranks.missing == (0,)
+    for file in folder.glob("*model_states.pt"):
+        file.unlink()
+    with pytest.raises(Damaged, match=r"no file \*_model_states\.pt"):
+        ckpttool.open(folder)
+
+
+@pytest.mark.parametrize("name", ["zero1-fp32", "zero2-fp32", "zero3-fp32"])
+def test_a_doubled_file_is_refused(name: str, run: Callable[[str], Path]) -> None:
+    folder = run(name)
+    first, second, _ = optimizer_files(folder)
+    shutil.copy(first, second)
+    with pytest.raises(Damaged, match="another rank's file") as caught:
+        ckpttool.open(folder)
+    assert caught.value.path == str(second)
+
+
+@pytest.mark.parametrize("name", ["zero1-fp32", "zero2-fp32", "zero3-fp32"])
+def test_swapped_files_are_refused(name: str, run: Callable[[str], Path]) -> None:
+    folder = run(name)
+    first, second, _ = optimizer_files(folder)
+    first.rename(folder / "aside")
+    second.rename(first)
+    (folder / "aside").rename(second)
+    with pytest.raises(Damaged, match="another rank's file"):
+        ckpttool.open(folder)
+
+
+def test_stages_1_and_2_tell_swapped_files_that_keep_no_name_of_their_own(run: Callable[[str], Path]) -> None:
+    folder = run("zero2-fp32")
+    first, second, _ = optimizer_files(folder)
+    for file, other in ((first, second), (second, first)):
+        with ckpttool.open(file) as checkpoint:
+            ckpttool.save(checkpoint, folder / f"{other.name}.saved.pt")
+    for file in (first, second):
+        changed_root = (folder / f"{file.name}.saved.pt").read_bytes()
+        file.write_bytes(changed_root)
+    for file in folder.glob("*.saved.pt"):
+        file.unlink()
+    with pytest.raises(Damaged, match="param_slice_mappings"):
+        ckpttool.open(folder)
+
+
+@pytest.mark.parametrize("name", ["zero2-fp32", "zero3-fp32"])
+def test_a_file_of_another_step_is_refused(name: str, run: Callable[..., Path], runs: Path) -> None:
+    folder = run(name)
+    file = optimizer_files(folder)[1]
+    shutil.copy(runs / name / "global_step2" / file.name, file)
+    with pytest.raises(Damaged, match="'step' of its optimizer is 2, and 3 in") as caught:
+        ckpttool.open(folder)
+    assert caught.value.path == str(file)
+
+
+def test_model_states_of_another_step_are_refused(run: Callable[..., Path], runs: Path) -> None:
+    folder = run("zero3-fp32")
+    file = folder / "zero_pp_rank_2_mp_rank_00_model_states.pt"
+    shutil.copy(runs / "zero3-fp32" / "global_step2" / file.name, file)
+    with pytest.raises(Damaged, match="'global_steps' is 2, and 3") as caught:
+        ckpttool.open(folder)
+    assert caught.value.path == str(file)
+
+
+def test_a_file_of_another_world_size_is_refused(run: Callable[..., Path], runs: Path) -> None:
+    folder = run("zero3-fp32")
+    file = optimizer_files(folder)[1]
+    shutil.copy(runs / "zero3-sgd" / "global_step2" / file.name, file)
+    with pytest.raises(Damaged, match="was written by one of"):
+        ckpttool.open(folder)
+
+
+def test_files_of_two_stages_are_refused(run: Callable[..., Path], runs: Path) -> None:
+    folder = run("zero3-sgd")
+    for file in (runs / "zero1-sgd" / "global_step2").glob("*rank_1_*optim*"):
+        shutil.copy(file, folder)
+    with pytest.raises(Damaged, match="of ZeRO stage"):
+        ckpttool.open(folder)
+    shutil.copytree(runs / "zero1-sgd" / "global_step2", folder, dirs_exist_ok=True)
+    with pytest.raises(Damaged):
+        ckpttool.open(folder)
+
+
+def test_a_model_that_was_cut_itself_is_refused(run: Callable[[str], Path]) -> None:
+    for name in (
+        "mp_rank_01_model_states.pt",
+        "layer_00-model_00-model_states.pt",
+        "layer_0_expert_1_mp_rank_00_model_states.pt",
+        "expp_rank_0_mp_rank_00_optim_states.pt",
+    ):
+        folder = run("zero2-bf16")
+        shutil.copy(folder / "mp_rank_00_model_states.pt", folder / name)
+        with pytest.raises(Unsupported, match="cut the model itself"):
+            ckpttool.open(folder)
+        shutil.rmtree(folder)
+
+
+# Damage
+
+
+@pytest.mark.parametrize("name", ["zero2-fp32", "zero3-fp32"])
+def test_every_truncated_file_is_named(name: str, run: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = run(name)
+    for file in sorted(folder.iterdir()):
+        whole = file.read_bytes()
+        for size in (0, 1, len(whole) // 2, len(whole) - 1):
+            file.write_bytes(whole[:size])
+            with pytest.raises(CkptToolError) as caught:
+                ckpttool.save(ckpttool.open(folder), tmp_path / "out.pt")
+            assert str(file) in str(caught.value)
+        file.write_bytes(whole)
+
+
+@pytest.mark.parametrize("name", ["zero1-fp32", "zero1-bf16-sums-fp32", "zero2-tiny", "zero3-sub-groups"])
+def test_a_part_of_another_size_is_refused(name: str, run: Callable[[str], Path]) -> None:
+    def shorter(values: Any) -> None:
+        part = values[0]
+        found = part.args[0] if hasattr(part, "args") else part
+        found.shape = (found.shape[0] - 1,)
+
+    def weights(tree: Any) -> Any:
+        states = tree["optimizer_state_dict"]
+        return states.get("fp32_flat_groups") or states["single_partition_of_fp32_groups"]
+
+    folder = run(name)
+    file = optimizer_files(folder)[0]
+    changed(file, lambda tree: shorter(weights(tree)))
+    with pytest.raises(Damaged, match="part of the weights of group 0 has shape") as caught:
+        ckpttool.open(folder)
+    assert caught.value.path == str(file)
+
+
+HOSTILE = {
+    "no dict": lambda tree: tree.clear(),
+    "ranks": lambda tree: tree["optimizer_state_dict"].update(partition_count=10**18),
+    "no ranks": lambda tree: tree["optimizer_state_dict"].update(partition_count=[]),
+    "many ranks": lambda tree: tree["optimizer_state_dict"].update(partition_count=60_000),
+    "stage": lambda tree: tree["optimizer_state_dict"].update(zero_stage=-1),
+    "groups": lambda tree: tree["optimizer_state_dict"].update(single_partition_of_fp32_groups=3),
+    "no groups": lambda tree: tree["optimizer_state_dict"].update(single_partition_of_fp32_groups=[]),
+    "paddings": lambda tree: tree["optimizer_state_dict"].update(param_alignment_paddings=[[-5]]),
+    "paddings of text": lambda tree: tree["optimizer_state_dict"].update(param_alignment_paddings="abc"),
+    "mapping": lambda tree: tree["optimizer_state_dict"].update(param_slice_mappings=[1, 2]),
+    "state": lambda tree: tree["optimizer_state_dict"]["base_optimizer_state"].update(state=[]),
+    "entry": lambda tree: tree["optimizer_state_dict"]["base_optimizer_state"]["state"].update({0: 7}),
+    "settings": lambda tree: tree["optimizer_state_dict"]["base_optimizer_state"].update(param_groups=5),
+    "indices": lambda tree: tree["optimizer_state_dict"]["base_optimizer_state"].update(
+        param_groups=[{"params": [9]}]
+    ),
+}
+
+
+@pytest.mark.parametrize("change", HOSTILE.values(), ids=HOSTILE)
+def test_malformed_optimizer_states_are_refused(change: Any, run: Callable[[str], Path]) -> None:
+    folder = run("zero2-fp32-one-rank")
+    changed(optimizer_files(folder)[0], change)
+    with pytest.raises(Damaged):
+        ckpttool.open(folder)
+
+
+MALFORMED = {
+    "no dict": lambda tree: tree.clear(),
+    "no module": lambda tree: tree.update(module=None),
+    "ranks": lambda tree: tree.update(dp_world_size="two"),
+    "shapes": lambda tree: tree.update(param_shapes=[{"embed.weight": (7, -3)}]),
+    "shapes of numbers": lambda tree: tree.update(param_shapes=[{5: (7, 3)}]),
+    "no shapes": lambda tree: tree.update(param_shapes=7),
+    "huge shapes": lambda tree: tree["param_shapes"][0].update({"embed.weight": (2**62, 2**62)}),
+    "more groups": lambda tree: tree["param_shapes"].append({}),
+    "another parameter": lambda tree: tree["param_shapes"][0].update(other=(3,)),
+    "frozen": lambda tree: tree["frozen_param_fragments"].clear(),
+}
+
+
+@pytest.mark.parametrize("change", MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize("name", ["zero2-fp32-one-rank", "zero3-fp32-one-rank"])
+def test_malformed_model_states_are_refused(name: str, change: Any, run: Callable[[str], Path]) -> None:
+    folder = run(name)
+    (file,) = folder.glob("*model_states.pt")
+    changed(file, change)
+    with pytest.raises(Damaged):
+        ckpttool.open(folder)
+
+
+def test_nothing_of_a_hostile_pickle_runs(run: Callable[[str], Path], tmp_path: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    folder = run("zero3-bf16")
+    file = folder / "zero_pp_rank_1_mp_rank_00_model_states.pt"
+    torch.save({"module": Hostile()}, file)
+    with pytest.raises(Damaged):
+        ckpttool.open(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+# The commands
+
+
+def test_a_folder_is_merged_into_one_file(runs: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    out = tmp_path / "model.safetensors"
+    ran = cli("merge", runs / "zero2-bf16", out, "--json")
+    assert ran.code == 0, ran.err
+    assert ran.json["ranks"] == {
+        "framework": "DeepSpeed 0.19.8 ZeRO-2",
+        "world_size": 2,
+        "mesh": "",
+        "step": 2,
+    }
+    assert "optimizer" in ran.json["left_out"]
+    wanted = load_file(runs / "zero2-bf16" / "global_step2.safetensors")
+    found = load_file(out)
+    assert [n for n, v in found.items() if not same(v, wanted[f"fp32/{n}"])] == []
+    assert cli("merge", runs / "zero2-bf16", out, "--force", "--dtype", "bf16").code == 0
+    assert load_file(out)["body.weight"].dtype == torch.bfloat16
+
+
+def test_everything_goes_into_safetensors_and_back(
+    runs: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    full, back = tmp_path / "full.safetensors", tmp_path / "back.pt"
+    assert cli("merge", runs / "zero3-bf16", full, "--full", "--take-rank", "0").code == 0
+    assert cli("convert", full, back).code == 0
+    wanted = written(runs / "zero3-bf16", tmp_path / "out.pt")
+    assert_same(torch.load(back, weights_only=True), wanted)
+
+
+def test_stage_0_goes_on_in_one_process(runs: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    case = next(case for case in CASES if case.name == "zero0-fp32")
+    out = tmp_path / "out.pt"
+    assert cli("merge", runs / case.name, out).code == 0
+    found = torch.load(out, weights_only=True)
+    model, optimizer = reference(case, 2)
+    parameters = dict(model.named_parameters())
+    for name, kept in found["optimizer"]["state"].items():
+        if name != UNCERTAIN:
+            wanted = optimizer.state[parameters[name]]["exp_avg"]
+            torch.testing.assert_close(kept["exp_avg"], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_inspect_says_what_is_missing(run: Callable[[str], Path], cli: Callable[..., Any]) -> None:
+    folder = run("zero3-fp32")
+    without(folder, "*rank_2_*optim_states.pt")
+    assert "the files of rank 2" in cli("inspect", folder).out
+    ran = cli("merge", folder, folder.parent / "out.safetensors")
+    assert (ran.code, "rank 2 of 3" in ran.err) == (3, True)
+
+
+def test_ranks_that_differ_are_an_error_of_the_check(
+    runs: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    ran = cli("merge", runs / "zero3-fp32", tmp_path / "out.pt")
+    assert (ran.code, "--take-rank 0" in ran.err) == (1, True)
+
+
+def test_a_file_of_one_rank_names_the_command_for_all(
+    runs: Path, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    file = runs / "zero3-fp32" / "global_step3" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    ran = cli("convert", file, tmp_path / "out.safetensors")
+    assert (ran.code, f"ckpttool merge {file.parent} out.safetensors" in ran.err) == (3, True)
+
+
+def test_verify_finds_damage_in_any_rank_s_file(run: Callable[[str], Path], cli: Callable[..., Any]) -> None:
+    folder = run("zero2-bf16")
+    assert cli("verify", folder).code == 0
+    file = optimizer_files(folder)[1]
+    with ckpttool.open(file) as checkpoint:
+        place = checkpoint.tree["optimizer_state_dict"]["single_partition_of_fp32_groups"][0].data
+    raw = bytearray(file.read_bytes())
+    raw[place.offset + 5] ^= 1
+    file.write_bytes(raw)
+    ran = cli("verify", folder)
+    assert (ran.code, file.stem in ran.out + ran.err) == (1, True)
+    assert cli("merge", folder, folder.parent / "out.safetensors").code == 3
+
+
+# The installed DeepSpeed, which may be a newer one
+
+
+@pytest.mark.timeout(500)
+def test_what_the_installed_deepspeed_saves_is_read(tmp_path: Path) -> None:
+    if find_spec("deepspeed") is None:
+        pytest.skip("needs the extra interop-ranks")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, "-m", "tests.support.deepspeed_runs", tmp_path], check=True, env=environment
+    )
+    for name in deepspeed_runs.OF_INSTALLED:
+        folder = tmp_path / name
+        wanted = load_file(folder / "global_step2.safetensors")
+        found = opened(folder)
+        tensors = live_tensors(found.state().tensors)
+        momenta = found.tree["optimizer"]["state"]
+        for key, value in wanted.items():
+            kind, parameter = key.split("/")
+            whole = (
+                {"": tensors[parameter]} if kind == "fp32" else live_tensors({"": momenta[parameter][kind]})
+            )
+            assert same(whole[""], value), (name, key)

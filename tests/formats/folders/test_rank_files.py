@@ -1,0 +1,398 @@
+"""Folders in which each rank saved its own file with torch.save: opened as one whole checkpoint."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.tensor  # so that torch.load knows DTensor
+
+import ckpttool
+from ckpttool.errors import CkptToolError, Damaged, RanksDiffer, Unsupported, UsageFault
+from tests.ranks import shardings
+from tests.support.comparing import assert_same
+from tests.support.running import Ran
+
+RunRanks = Callable[..., Any]
+Cli = Callable[..., Ran]
+
+
+def saved(run_ranks: RunRanks, case: Callable[..., None], folder: Path, world_size: int = 4) -> Path:
+    """Run a case of `shardings` and return the folder of its files, beside which is `…-whole.pt`."""
+    folder.mkdir()
+    run_ranks(world_size, case, str(folder), timeout=60)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def placed(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save tensors placed in many ways by 4 ranks."""
+    return saved(run_ranks, shardings.save_placed, tmp_path_factory.mktemp("placed") / "ranks")
+
+
+@pytest.fixture(scope="module")
+def hsdp(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a model under hybrid sharding, with frozen layers, BatchNorm and the optimizer, by 4 ranks."""
+    return saved(run_ranks, shardings.save_hsdp, tmp_path_factory.mktemp("hsdp") / "ranks")
+
+
+@pytest.fixture(scope="module")
+def fsdp1(run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a model under FSDP1 in folders `sharded`, `local` and `own`, by 2 ranks."""
+    return saved(run_ranks, shardings.save_fsdp1, tmp_path_factory.mktemp("fsdp1") / "ranks", 2)
+
+
+@pytest.fixture
+def copied(hsdp: Path, tmp_path: Path) -> Path:
+    """Return a copy of the hybrid run's folder, to be damaged."""
+    return Path(shutil.copytree(hsdp, tmp_path / "copied"))
+
+
+def loaded(folder: Path, **choices: Any) -> Any:
+    """Return what torch loads of a folder, converted to one file."""
+    out = folder.parent / f"{folder.name}-out.pt"
+    with ckpttool.open(folder) as checkpoint:
+        ckpttool.save(checkpoint, out, force=True, **choices)
+    return torch.load(out, weights_only=True)
+
+
+def apart(tree: Any) -> Any:
+    """Return a tree whose tensors are contiguous copies, each with its own storage."""
+    if isinstance(tree, dict):
+        new = type(tree)((key, apart(value)) for key, value in tree.items())
+        if hasattr(tree, "_metadata"):
+            new._metadata = tree._metadata  # type: ignore[attr-defined]
+        return new
+    if isinstance(tree, list):
+        return [apart(value) for value in tree]
+    return tree.detach().clone(memory_format=torch.contiguous_format) if torch.is_tensor(tree) else tree
+
+
+def changed(path: Path, change: Callable[[Any], object]) -> Path:
+    """Change what torch loads of a rank's file, and save it again."""
+    tree = torch.load(path, weights_only=False)
+    change(tree)
+    torch.save(tree, path)
+    return path
+
+
+def test_tensors_placed_in_any_way_are_whole(placed: Path) -> None:
+    found = loaded(placed)
+    assert_same(apart(found), apart(torch.load(f"{placed}-whole.pt")))
+    assert found["tied"].data_ptr() == found["rows"].data_ptr()
+
+
+def test_fsdp2_over_tensor_parallel_is_whole_with_the_optimizer(run_ranks: RunRanks, tmp_path: Path) -> None:
+    folder = saved(run_ranks, shardings.save_fsdp_tp, tmp_path / "ranks")
+    assert_same(apart(loaded(folder)), apart(torch.load(f"{folder}-whole.pt")))
+    ranks = ckpttool.open(folder).ranks
+    assert ranks is not None
+    assert (ranks.world_size, ranks.mesh, ranks.step, sorted(ranks.held)) == (
+        4,
+        "fsdp 2 x tp 2",
+        1,
+        [0, 1, 2, 3],
+    )
+
+
+def test_hybrid_sharding_is_whole_with_the_optimizer(hsdp: Path) -> None:
+    assert_same(apart(loaded(hsdp)), apart(torch.load(f"{hsdp}-whole.pt")))
+
+
+def test_fsdp1_is_whole_with_the_optimizer(fsdp1: Path) -> None:
+    assert_same(apart(loaded(fsdp1 / "sharded")), apart(torch.load(fsdp1 / "whole.pt")))
+
+
+def test_local_state_dicts_of_fsdp1_are_refused_by_name(fsdp1: Path) -> None:
+    with pytest.raises(Unsupported, match=r"LOCAL_STATE_DICT.*without their names and shapes"):
+        ckpttool.open(fsdp1 / "local")
+
+
+def test_flat_momentum_of_fsdp1_is_left_out_by_name(fsdp1: Path) -> None:
+    checkpoint = ckpttool.open(fsdp1 / "own")
+    assert checkpoint.unread == ("optim_world_size_2_rank_*.pt (flat pieces without names and places)",)
+    assert_same(apart(loaded(fsdp1 / "own")), apart(torch.load(fsdp1 / "whole.pt")["model"]))
+
+
+def test_files_of_any_name_are_merged_in_any_order(placed: Path, tmp_path: Path) -> None:
+    names = ["z.pt", "b.pt", "x.pt", "a.pt"]
+    for rank, name in enumerate(names):
+        shutil.copy(placed / f"model_world_size_4_rank_{rank}.pt", tmp_path / name)
+    files = [tmp_path / name for name in sorted(names)]
+    with ckpttool.open_ranks(files) as checkpoint:
+        ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+    assert ckpttool.digest(tmp_path / "out.safetensors") == ckpttool.digest(f"{placed}-whole.pt")
+
+
+@pytest.mark.parametrize("form", ["mesh", "layout"])
+def test_meshes_as_older_torch_pickles_them_are_read(form: str, placed: Path, tmp_path: Path) -> None:
+    """Torch up to 2.9 keeps a mesh's ranks as a tensor, 2.10 a layout of one shape and stride."""
+    folder = Path(shutil.copytree(placed, tmp_path / "old"))
+
+    def age(state: Any) -> None:
+        seen = set()
+        for value in state.values():
+            mesh = value._spec.mesh if hasattr(value, "_spec") else None
+            if mesh is not None and id(mesh) not in seen:
+                seen.add(id(mesh))
+                older(mesh, form)
+
+    for path in folder.iterdir():
+        changed(path, age)
+    assert ckpttool.digest(folder) == ckpttool.digest(f"{placed}-whole.pt")
+
+
+def older(mesh: Any, form: str) -> None:
+    """Give a device mesh the attributes that an older torch pickles."""
+    if form == "layout":
+        axes = mesh._layout.axes
+        layout = object.__new__(type(mesh._layout))
+        vars(layout).update(
+            shape=tuple(axis.shape[0] for axis in axes), stride=tuple(axis.stride[0] for axis in axes)
+        )
+        vars(mesh)["_layout"] = layout
+        return
+    several = mesh._layout.remap_to_tensor(mesh._rank_map)
+    ranks = next(one for one in several if (one == mesh._rank).any()).to(torch.int32)
+    now = dict(vars(mesh))
+    vars(mesh).clear()
+    vars(mesh).update(
+        device_type="cpu",
+        mesh=ranks,
+        mesh_dim_names=now["_mesh_dim_names"],
+        _flatten_mesh_list=tuple(ranks.flatten().tolist()),
+        _coordinate_on_dim=list(now["_coordinate_on_dim"]),
+        _thread_id=None,
+    )
+
+
+# What does not fit.
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_missing_rank_is_named(rank: int, copied: Path, tmp_path: Path, cli: Cli) -> None:
+    (copied / f"model_world_size_4_rank_{rank}.pt").unlink()
+    page = cli("inspect", copied)
+    assert page.code == 0
+    assert f"missing     the files of rank {rank}" in page.out
+    for command in (
+        ("merge", tmp_path / "o.pt"),
+        ("convert", tmp_path / "o.safetensors"),
+        ("digest",),
+        ("verify",),
+    ):
+        ran = cli(command[0], copied, *command[1:])
+        assert ran.code == 3
+        assert f"copied: the file of rank {rank} of 4 is missing" in ran.err
+    assert not (tmp_path / "o.pt").exists()
+
+
+def test_all_but_one_missing(copied: Path) -> None:
+    for rank in (0, 1, 3):
+        (copied / f"model_world_size_4_rank_{rank}.pt").unlink()
+        (copied / f"optim_world_size_4_rank_{rank}.pt").unlink()
+    with pytest.raises(Damaged, match="the files of ranks 0, 1, 3 of 4 are missing"):
+        ckpttool.open(copied).state()
+
+
+def test_a_file_that_is_there_twice_is_named(copied: Path) -> None:
+    twice = copied / "model_world_size_4_rank_2.pt"
+    shutil.copy(copied / "model_world_size_4_rank_1.pt", twice)
+    with pytest.raises(Damaged, match=r"rank_2\.pt: was written by rank 1, and so was .*rank_1\.pt"):
+        ckpttool.open(copied)
+
+
+def test_a_rank_of_another_world_size_is_named(run_ranks: RunRanks, placed: Path, tmp_path: Path) -> None:
+    small = saved(run_ranks, shardings.save_pieces, tmp_path / "small", 2) / "placed-0.pt"
+    files = [*sorted(placed.iterdir())[1:], small]
+    with pytest.raises(Damaged, match=r"placed-0\.pt: was written by one of 2 ranks, and .* by one of 4"):
+        ckpttool.open_ranks(files)
+
+
+def test_a_rank_of_another_step_is_named(copied: Path) -> None:
+    def later(tree: Any) -> None:
+        for entry in tree["state"].values():
+            entry["step"] += 5
+
+    changed(copied / "optim_world_size_4_rank_2.pt", later)
+    with pytest.raises(
+        Damaged, match=r"optim_world_size_4_rank_2\.pt: is of step 6, and .*rank_0\.pt of step 1"
+    ):
+        ckpttool.open(copied)
+
+
+def test_a_counter_of_another_save_is_named(placed: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(placed, tmp_path / "epochs"))
+    for rank, path in enumerate(sorted(folder.iterdir())):
+        changed(path, lambda tree, rank=rank: tree.update(epoch=3 if rank < 3 else 4))
+    with pytest.raises(Damaged, match=r"rank_3\.pt: is of another save: 'epoch' is 4, and 3 in .*rank_0\.pt"):
+        ckpttool.open(folder)
+
+
+def test_other_values_that_differ_are_named_and_the_first_kept(placed: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(placed, tmp_path / "notes"))
+    for rank, path in enumerate(sorted(folder.iterdir())):
+        changed(path, lambda tree, rank=rank: tree.update(host=f"node{rank // 2}", lr=0.1))
+    checkpoint = ckpttool.open(folder)
+    assert checkpoint.unread == ("'host' of rank 2, 3, which differs from rank 0's",)
+    assert isinstance(checkpoint.tree, dict)
+    assert (checkpoint.tree["host"], checkpoint.tree["lr"]) == ("node0", 0.1)
+
+
+def test_a_piece_that_does_not_fit_its_place_is_named(placed: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(placed, tmp_path / "misfit"))
+
+    def grow(tree: Any) -> None:
+        tree["rows"]._local_tensor = torch.zeros(3, 5)
+
+    changed(folder / "model_world_size_4_rank_1.pt", grow)
+    with pytest.raises(
+        Damaged, match=r"rank_1\.pt: its piece of 'rows' has shape \[3, 5\], and its placement"
+    ):
+        ckpttool.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tree: tree.pop("rows"), "rank_3.pt: lacks 'rows', of which .*rank_0.pt has a piece"),
+        (lambda tree: tree.update(rows=torch.zeros(7, 5)), "rank_3.pt: has no piece of 'rows'"),
+        (
+            lambda tree: tree.update(rows=tree["large"]),
+            r"rank_3.pt: has a piece of 'rows' as float32 \[300, 1100\]",
+        ),
+        (
+            lambda tree: tree.update(alike=torch.zeros(4)),
+            r"rank_3.pt: 'alike' is float32 \[4\], and float32 \[3\] in",
+        ),
+        (lambda tree: tree.update(alike=1), "rank_3.pt: 'alike' is no tensor"),
+        (
+            lambda tree: tree["rows"]._spec.mesh.__dict__.update(_coordinate_on_dim=(9,)),
+            "device mesh is malformed",
+        ),
+        (lambda tree: tree["rows"]._spec.mesh.__dict__.update(_rank=1), "device mesh is malformed"),
+        (lambda tree: tree["rows"]._spec.__dict__.update(placements=()), "description is malformed"),
+    ],
+)
+def test_a_tampered_file_is_named(
+    change: Callable[[Any], object], words: str, placed: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(placed, tmp_path / "tampered"))
+    changed(folder / "model_world_size_4_rank_3.pt", change)
+    with pytest.raises(Damaged, match=words):
+        ckpttool.open(folder).state()
+
+
+def test_a_partial_tensor_is_refused_by_name(placed: Path, tmp_path: Path) -> None:
+    from torch.distributed.tensor import Partial
+
+    folder = Path(shutil.copytree(placed, tmp_path / "partial"))
+    for path in folder.iterdir():
+        changed(path, lambda tree: tree["rows"]._spec.__dict__.update(placements=(Partial(),)))
+    with pytest.raises(Unsupported, match="'rows' is a DTensor placed as Partial"):
+        ckpttool.open(folder)
+
+
+def test_a_hostile_pickle_in_the_place_of_a_rank_runs_nothing(copied: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return (Path.touch, (tmp_path / "ran",))
+
+    torch.save({"0.weight": Evil(), "x": [Evil()]}, copied / "model_world_size_4_rank_1.pt")
+    with pytest.raises(CkptToolError):
+        ckpttool.open(copied).state()
+    (copied / "model_world_size_4_rank_1.pt").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(CkptToolError, match=r"rank_1\.pt"):
+        ckpttool.open(copied)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_every_truncated_file_is_named(copied: Path, tmp_path: Path, cli: Cli) -> None:
+    for path in sorted(copied.glob("[mo]*_rank_*.pt")):
+        raw = path.read_bytes()
+        for size in (0, 1, len(raw) // 3, len(raw) - 1):
+            path.write_bytes(raw[:size])
+            ran = cli("merge", copied, tmp_path / "out.pt")
+            assert ran.code == 3
+            assert path.name in ran.err
+        path.write_bytes(raw)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_byte_that_changed_is_found_by_its_checksum(copied: Path, tmp_path: Path, cli: Cli) -> None:
+    path = copied / "model_world_size_4_rank_3.pt"
+    one = torch.load(path, weights_only=False)["2.weight"]._local_tensor.numpy().tobytes()
+    raw = path.read_bytes()
+    assert raw.count(one) == 1
+    path.write_bytes(raw.replace(one, bytes([one[0] ^ 1]) + one[1:]))
+    assert cli("verify", copied).code == 1
+    for options in ([], ["--take-rank", 3]):
+        ran = cli("merge", copied, tmp_path / "out.pt", *options)
+        assert ran.code == 3
+        assert "rank_3.pt: the bytes of 'model.2.weight' do not match their checksum" in ran.err
+
+
+# Replicas.
+
+
+@pytest.fixture
+def differing(copied: Path) -> Path:
+    """Return a folder in which rank 3 has other running statistics, and one other bit in a weight."""
+
+    def change(tree: Any) -> None:
+        tree["3.running_mean"] += 1
+        tree["2.weight"]._local_tensor.view(torch.int32)[0, 0] ^= 1
+
+    changed(copied / "model_world_size_4_rank_3.pt", change)
+    return copied
+
+
+def test_ranks_that_differ_are_named_with_every_tensor(differing: Path, tmp_path: Path, cli: Cli) -> None:
+    ran = cli("merge", differing, tmp_path / "out.safetensors")
+    assert ran.code == 1
+    assert "'model.2.weight' differs between rank 1 and rank 3" in ran.err
+    assert "1 other tensor differs too: model.3.running_mean" in ran.err
+    assert "--take-rank" in ran.err
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("command", [("digest",), ("convert", "o.pt"), ("verify",), ("slim", "o.pt")])
+def test_other_commands_compare_replicas_too(
+    command: tuple[str, ...], differing: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = cli(command[0], differing, *command[1:])
+    assert ran.code == 1
+    assert "differs between rank" in ran.err
+    assert not (tmp_path / "o.pt").exists()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_one_rank_s_replicas_can_be_taken(rank: int, differing: Path) -> None:
+    with ckpttool.open_ranks(differing, take_rank=rank) as checkpoint:
+        found = checkpoint.state().load()
+    held = torch.load(differing / f"model_world_size_4_rank_{rank}.pt", weights_only=False)
+    assert torch.equal(found["3.running_mean"], held["3.running_mean"])
+
+
+def test_only_a_rank_that_is_there_can_be_taken(hsdp: Path, cli: Cli, tmp_path: Path) -> None:
+    ran = cli("merge", hsdp, tmp_path / "o.pt", "--take-rank", 4)
+    assert ran.code == 2
+    assert "no file of it was written by rank 4" in ran.err
+
+
+def test_files_of_one_process_are_no_ranks(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
+    with pytest.raises(UsageFault, match="holds no piece of a tensor"):
+        ckpttool.open_ranks([tmp_path / "model.pt"])
+
+
+def test_reading_alone_tells_that_ranks_differ(differing: Path) -> None:
+    state = ckpttool.open(differing).state()
+    with pytest.raises(RanksDiffer, match="differs between rank"):
+        state.load()

@@ -1,0 +1,300 @@
+"""Files of ranks made from a whole checkpoint: FSDP2's own files and its own resharding are the oracle."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.errors import Damaged, NothingToDo, OutputExists, Refused, UsageFault
+from ckpttool.formats import open_ranks
+from ckpttool.inert_pickle.values import Record
+from ckpttool.tensors.ref import TensorRef
+from ckpttool.tensors.values import stream
+from tests.ranks import splits
+from tests.support.saved import saved
+
+RunRanks = Callable[..., Any]
+
+
+def plain(value: Any) -> Any:
+    """Return a tree in which what a pickle means can be compared: tensors by value, without cached hashes."""
+    if isinstance(value, TensorRef):
+        return "tensor", value.dtype.name, value.shape, value.stride, b"".join(map(bytes, stream(value)))
+    if isinstance(value, Record):
+        state = plain(value.state)
+        return value.how, str(value.callable), plain(value.args), state
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items() if key != "_hash"}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def merged(folder: Path) -> Path:
+    """Return a file that holds what ranks wrote into a folder."""
+    out = folder.with_suffix(".pt")
+    with open_ranks(folder) as checkpoint:
+        ckpttool.save(checkpoint, out, force=True)
+    return out
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def run(request: Any, run_ranks: RunRanks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train and save on 1, 2 and 4 ranks."""
+    folder = tmp_path_factory.mktemp("run") / "ranks"
+    folder.mkdir()
+    run_ranks(request.param, splits.save, str(folder), timeout=90)
+    return folder
+
+
+def test_what_was_merged_splits_into_the_files_that_the_ranks_wrote(run: Path) -> None:
+    files = sorted(run.iterdir())
+    with ckpttool.open(merged(run)) as checkpoint:
+        ckpttool.split(checkpoint, run.with_name("again"), len(files) // 2, device="cpu")
+    assert sorted(os.listdir(run.with_name("again"))) == [path.name for path in files]
+    for path in files:
+        with ckpttool.open(path) as theirs, ckpttool.open(run.with_name("again") / path.name) as mine:
+            assert plain(mine.tree) == plain(theirs.tree)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_training_goes_on_on_other_ranks_as_after_the_framework_s_own_resharding(
+    ranks: int, run: Path, run_ranks: RunRanks
+) -> None:
+    folder = run.with_name(f"for-{ranks}")
+    with ckpttool.open(merged(run)) as checkpoint:
+        ckpttool.split(checkpoint, folder, ranks, device="cpu", force=True)
+    found = run_ranks(ranks, splits.continue_alike, str(run), str(folder), timeout=120)
+    assert found[0] == [36, 36]
+
+
+def test_an_optimizer_by_names_and_a_dcp_folder_go_on_alike(
+    run_ranks: RunRanks, cli: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "ranks"
+    folder.mkdir()
+    run_ranks(2, splits.save, str(folder), timeout=90)
+    assert cli("merge", folder, tmp_path / "one.pt").code == 0
+    for form in ("dtensor", "dcp"):
+        words = ["--device", "cpu"] if form == "dtensor" else []
+        ran = cli("split", tmp_path / "one.pt", tmp_path / form, "--ranks", 4, "--as", form, *words)
+        assert ran.code == 0, ran.err
+    optimizer = torch.load(tmp_path / "dtensor" / "optim_world_size_4_rank_3.pt", weights_only=False)
+    assert "embed.weight" in optimizer["state"]
+    run_ranks(4, splits.continue_alike, str(folder), f"{tmp_path}/dtensor", timeout=120)
+    run_ranks(4, _from_dcp, str(folder), f"{tmp_path}/dcp", timeout=120)
+
+
+def _from_dcp(rank: int, world_size: int, folder: str, files: str) -> None:
+    splits.continue_alike(rank, world_size, folder, files, as_dcp=True)
+
+
+def test_a_mesh_with_a_name_takes_files_for_that_name(run_ranks: RunRanks, tmp_path: Path) -> None:
+    with ckpttool.open(saved(splits.Tied().state_dict(), tmp_path / "in.pt")) as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "out", 2, device="cpu", axis="fsdp")
+    run_ranks(2, splits.load_named, f"{tmp_path}/out", "fsdp", timeout=60)
+
+
+# In one process.
+
+DTYPES = ["float32", "bfloat16", "float16", "float64", "complex64", "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_type_and_layout_is_cut_and_merges_into_the_same(dtype: str, ranks: int, tmp_path: Path) -> None:
+    base = torch.arange(77.0).to(getattr(torch, dtype))
+    state = {
+        "rows": base.reshape(7, 11),
+        "turned": base.reshape(11, 7).t(),
+        "part": base[3:5],
+        "middle": base[:60].reshape(3, 5, 4)[:, 1:3],
+        "none": base[:0].reshape(0, 3),
+        "narrow": base[:5].reshape(5, 1),
+        "scalar": base[1],
+        "count": torch.tensor([1, 2]),
+        "tied": base.reshape(7, 11),
+    }
+    path = saved(state, tmp_path / "in.pt")
+    with ckpttool.open(path) as checkpoint:
+        found = ckpttool.split(checkpoint, tmp_path / "out", ranks, verify=True)
+    assert found.whole == ("scalar", "count")
+    assert ckpttool.digest(tmp_path / "out") == ckpttool.digest(path)
+    assert ckpttool.verify(tmp_path / "out", against=path).ok
+
+
+def test_a_rank_s_file_holds_only_its_own_bytes(tmp_path: Path) -> None:
+    path = saved({"w": torch.zeros(1 << 12, 64)}, tmp_path / "in.pt")
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "out", 4)
+    sizes = [entry.stat().st_size for entry in os.scandir(tmp_path / "out")]
+    assert max(sizes) < path.stat().st_size / 4 + 8192
+
+
+def test_everything_beside_model_and_optimizer_is_kept_whole(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    value = {
+        "run": {"model": model.state_dict(), "name": "x"},
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "rng": torch.get_rng_state(),
+    }
+    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
+        found = ckpttool.split(checkpoint, tmp_path / "out", 2)
+    assert (found.optimizer, found.repeated) == ("optimizer", ("run", "epoch", "rng"))
+    extra = torch.load(tmp_path / "out" / "extra_state_world_size_2_rank_1.pt", weights_only=True)
+    assert extra["run"] == {"name": "x"}
+    assert torch.equal(extra["rng"], value["rng"])
+
+
+def test_keys_that_whole_names_are_not_cut(tmp_path: Path) -> None:
+    state = {"w": torch.ones(4, 2), "rope.inv_freq": torch.ones(4)}
+    with ckpttool.open(saved(state, tmp_path / "in.pt")) as checkpoint:
+        found = ckpttool.split(checkpoint, tmp_path / "out", 2, whole=["*.inv_freq"])
+        assert found.whole == ("rope.inv_freq",)
+        with pytest.raises(NothingToDo, match="no key matches 'x'"):
+            ckpttool.split(checkpoint, tmp_path / "other", 2, whole=["x"])
+    loaded = torch.load(tmp_path / "out" / "model_world_size_2_rank_0.pt", weights_only=False)
+    assert type(loaded["rope.inv_freq"]) is torch.Tensor
+
+
+def with_optimizer(**moments: torch.Tensor) -> dict[str, Any]:
+    state = {0: moments}
+    return {
+        "model": {"w": torch.ones(4, 3)},
+        "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]},
+    }
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a moment of another shape": (
+        with_optimizer(row=torch.ones(4)),
+        r"keeps 'row' of parameter 0 in shape \[4\]",
+    ),
+    "two optimizers": (
+        with_optimizer() | {"other": with_optimizer()["optimizer"]},
+        "holds 2 optimizers \\('optimizer', 'other'\\)",
+    ),
+    "a sparse tensor": ({"w": torch.ones(2), "s": torch.eye(2).to_sparse()}, "'s' .*can't be cut"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_can_not_be_cut_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    value, message = REFUSED[case]
+    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint, pytest.raises(Refused, match=message):
+        ckpttool.split(checkpoint, tmp_path / "out", 2)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "given", [{"ranks": 2, "path": "-"}, {"ranks": 0}, {"ranks": 70_000}, {"ranks": 2, "device": "cuda:1"}]
+)
+def test_what_is_no_number_of_ranks_and_no_device_is_a_usage_error(given: Any, tmp_path: Path) -> None:
+    path = saved({"w": torch.ones(2)}, tmp_path / "in.pt")
+    with ckpttool.open(path) as checkpoint, pytest.raises(UsageFault):
+        ckpttool.split(checkpoint, **{"path": tmp_path / "out", **given})
+
+
+def test_a_folder_is_replaced_only_when_asked_and_only_if_it_holds_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with ckpttool.open(saved({"w": torch.ones(5)}, tmp_path / "in.pt")) as checkpoint:
+        ckpttool.split(checkpoint, out, 3)
+        with pytest.raises(OutputExists, match="already exists"):
+            ckpttool.split(checkpoint, out, 2)
+        ckpttool.split(checkpoint, out, 2, force=True)
+        assert len(os.listdir(out)) == 2
+        (out / "config.json").write_text("{}")
+        with pytest.raises(OutputExists, match="holds other files"):
+            ckpttool.split(checkpoint, out, 2, force=True)
+    assert len(os.listdir(out)) == 3
+
+
+def test_the_input_is_not_replaced_as_it_may_hold_what_was_not_read(tmp_path: Path) -> None:
+    value = {"model": {"w": torch.ones(4)}, "epoch": 1}
+    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "two", 2)
+    with ckpttool.open(tmp_path / "two") as checkpoint:
+        with pytest.raises(OutputExists, match="is the input"):
+            ckpttool.split(checkpoint, tmp_path / "two", 4, force=True)
+        found = ckpttool.split(checkpoint, tmp_path / "four", 4)
+    assert found.left_out == ("extra_state_world_size_2_rank_*.pt (each rank has its own)",)
+
+
+@pytest.mark.parametrize("state", [{}, {"count": torch.tensor(3), "ids": torch.arange(4)}])
+def test_a_state_of_which_nothing_is_cut_is_nothing_to_do(state: Any, tmp_path: Path) -> None:
+    with ckpttool.open(saved(state, tmp_path / "in.pt")) as checkpoint, pytest.raises(NothingToDo):
+        ckpttool.split(checkpoint, tmp_path / "out", 2)
+
+
+def test_a_killed_split_leaves_the_old_folder(tmp_path: Path) -> None:
+    path, out = saved({"w": torch.zeros(1 << 20, 8)}, tmp_path / "in.pt"), tmp_path / "out"
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.split(checkpoint, out, 2)
+    before = sorted(os.listdir(out))
+    code = (
+        "import os, signal, ckpttool, sys\n"
+        "from ckpttool.formats import split_plan\n"
+        "split_plan.SplitPlan.compare = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "ckpttool.split(ckpttool.open(sys.argv[1]), sys.argv[2], 3, force=True)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, path, out], check=False)
+    assert ran.returncode == -signal.SIGKILL
+    assert sorted(os.listdir(out)) == before
+    assert ckpttool.digest(out) == ckpttool.digest(path)
+
+
+def test_a_flipped_bit_in_the_input_writes_nothing(tmp_path: Path) -> None:
+    path = saved({"w": torch.arange(1000.0)}, tmp_path / "in.pt")
+    with ckpttool.open(path) as checkpoint:
+        data = next(checkpoint.storages())[1].data
+    raw = bytearray(path.read_bytes())
+    raw[data.offset + 100] ^= 1  # type: ignore[union-attr]
+    path.write_bytes(raw)
+    with ckpttool.open(path) as checkpoint, pytest.raises(Damaged, match="checksum"):
+        ckpttool.split(checkpoint, tmp_path / "out", 3)
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+def test_a_dry_run_writes_nothing_and_knows_the_sizes(tmp_path: Path) -> None:
+    with ckpttool.open(saved({"w": torch.ones(5, 3)}, tmp_path / "in.pt")) as checkpoint:
+        dry = ckpttool.split(checkpoint, tmp_path / "out", 3, dry_run=True)
+        assert not (tmp_path / "out").exists()
+        assert ckpttool.split(checkpoint, tmp_path / "out", 3) == dry
+
+
+def test_safetensors_and_folders_split_too(tmp_path: Path) -> None:
+    path = saved({"w": torch.rand(5, 3), "b": torch.rand(5)}, tmp_path / "in.pt")
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.save(checkpoint, tmp_path / "in.safetensors")
+        ckpttool.split(checkpoint, tmp_path / "two", 2)
+    for number, source in enumerate((tmp_path / "in.safetensors", tmp_path / "two")):
+        with ckpttool.open(source) as checkpoint:
+            ckpttool.split(checkpoint, tmp_path / f"out{number}", 3)
+        assert ckpttool.digest(tmp_path / f"out{number}") == ckpttool.digest(path)
+
+
+def test_the_command_says_what_was_cut_and_what_was_not(cli: Any, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
+    path = saved({"model": model.state_dict(), "epoch": 1}, tmp_path / "in.pt")
+    ran = cli("split", path, f"{tmp_path}/out/", "--ranks", 4, "--as", "dtensor")
+    assert ran.code == 0, ran.err
+    assert re.match(r"split 4 tensors over 4 ranks -> \S+/out/ \(8 files, \S+ kB, ", ran.out)
+    assert "whole on every rank, as buffers are (--whole adds others): 1.running_mean" in ran.err
+    assert "the same in extra_state of every rank: epoch" in ran.err
+    data = cli("split", path, f"{tmp_path}/out/", "--ranks", 2, "--as", "dtensor", "--json", "--force").json
+    assert (data["ranks"], data["sharded"], len(data["files"])) == (2, 4, 4)
+    dcp = cli("split", path, tmp_path / "dcp", "--ranks", 2, "--as", "dcp", "--whole", "x")
+    assert dcp.code == 2
+    assert "--whole has no effect on a DCP folder" in dcp.err

@@ -1,0 +1,129 @@
+"""Cases in which ranks save, load and continue a training under FSDP2."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Tied(nn.Module):
+    """A model with buffers, a tied weight, a tensor of one row, and sizes that nothing divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 5))
+        self.scale = nn.Parameter(torch.ones(1, 5))
+        self.out = nn.Linear(5, 11, bias=False)
+        self.out.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.out(self.body(self.embed(x)) * self.scale)
+        return found
+
+
+def build(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model under `fully_shard` with its optimizer."""
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = Tied().to(dtype)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> None:
+    """Train on the same batches on every rank, whatever their number."""
+    batches = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        x = torch.randint(11, (6,), generator=batches)
+        nn.functional.cross_entropy(model(x).float(), (x + 1) % 11).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def save(rank: int, world_size: int, folder: str, dtype: str = "float32") -> None:
+    """Train three steps; save each rank's files, and a DCP folder beside them."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = build(getattr(torch, dtype))
+    train(model, optimizer, 3, 1)
+    end = f"world_size_{world_size}_rank_{rank}.pt"
+    torch.save(model.state_dict(), f"{folder}/model_{end}")
+    torch.save(optimizer.state_dict(), f"{folder}/optim_{end}")
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}-dcp")
+
+
+def _from_dcp(folder: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model, optimizer = build()
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return model, optimizer
+
+
+def _from_files(folder: str, rank: int, world_size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    import torch.distributed.tensor
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+    model, optimizer = build()
+    end = f"world_size_{world_size}_rank_{rank}.pt"
+    set_model_state_dict(model, torch.load(f"{folder}/model_{end}", weights_only=True))
+    moments = torch.load(f"{folder}/optim_{end}", weights_only=True)
+    if all(type(key) is int for key in moments["state"]):
+        optimizer.load_state_dict(moments)
+    else:
+        set_optimizer_state_dict(model, optimizer, moments)
+    return model, optimizer
+
+
+def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    options = StateDictOptions(full_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    state: Any = moments["state"]
+    kept = [value for entry in state.values() for value in entry.values() if torch.is_tensor(value)]
+    return [*weights.values(), *kept]
+
+
+def continue_alike(rank: int, world_size: int, folder: str, files: str, *, as_dcp: bool = False) -> list[int]:
+    """Go on for 20 steps from the framework's own DCP folder, and from what was split; compare every bit.
+
+    Return on rank 0 the numbers of tensors compared before and after the steps.
+    """
+    compared = []
+    ours = _from_dcp(files) if as_dcp else _from_files(files, rank, world_size)
+    runs = [_from_dcp(f"{folder}-dcp"), ours]
+    for steps in (0, 20):
+        for model, optimizer in runs:
+            train(model, optimizer, steps, 2)
+        theirs, mine = (_whole(*run) for run in runs)
+        assert len(theirs) == len(mine)
+        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(theirs, mine, strict=True))
+        compared.append(len(mine))
+    return compared
+
+
+def load_named(rank: int, world_size: int, folder: str, axis: str) -> None:
+    """Load files of ranks into a model whose mesh has a name."""
+    import torch.distributed.tensor
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = Tied()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,), mesh_dim_names=(axis,)))
+    path = Path(folder) / f"model_world_size_{world_size}_rank_{rank}.pt"
+    set_model_state_dict(model, torch.load(path, weights_only=True))

@@ -1,0 +1,478 @@
+"""A disarmed file holds tensors and plain values alone: `torch.load(weights_only=True)` is the oracle."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import decimal
+import enum
+import functools
+import pathlib
+import uuid
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckpttool
+from ckpttool.errors import CkptToolError, Refused
+from ckpttool.transforms.disarm import Disarmed, disarm
+from tests.support.crafting import (
+    call,
+    dict_of,
+    list_of,
+    name,
+    number,
+    storage,
+    tensor,
+    text,
+    torch_zip,
+    tuple_of,
+)
+from tests.support.every_format import INPUTS
+from tests.support.running import SHARED
+from tests.support.tensor_kinds import KINDS, save_kind, save_tagged
+from tests.support.trees import TREES
+
+
+@dataclasses.dataclass
+class Config:
+    """A dataclass of a user's."""
+
+    lr: float
+    inner: Any = None
+
+
+@dataclasses.dataclass
+class Slotted:
+    """A class whose attributes lie in slots."""
+
+    __slots__ = ("a", "b")
+    a: int
+    b: Any
+
+
+class Attributes(dict[str, Any]):
+    """A dict whose items are attributes too, as configurations often are."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__.update(items)
+
+
+class Colour(enum.Enum):
+    """An enum of a user's."""
+
+    RED = 1
+
+
+class Shadow:
+    """An average kept in an object."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.shadow = tensors
+
+
+def disarmed(path: Path) -> tuple[Any, Disarmed]:
+    """Disarm a file; return what torch loads from the output without trusting it, and what was changed."""
+    out = path.with_name("safe.pt")
+    with ckpttool.open(path) as checkpoint:
+        new, report = disarm(checkpoint)
+        ckpttool.save(new, out, force=True)
+    assert torch.serialization.get_unsafe_globals_in_checkpoint(out) == []
+    return torch.load(out, weights_only=True), report
+
+
+def of(value: Any, folder: Path) -> Any:
+    """Return what a value is after it was saved, disarmed and loaded."""
+    torch.save({"it": value}, folder / "in.pt")
+    return disarmed(folder / "in.pt")[0]["it"]
+
+
+def same_tensors(a: Path, b: Path) -> None:
+    """Compare the tensors of two files by name and value."""
+    with ckpttool.open(a) as one, ckpttool.open(b) as other:
+        found = {name: (t.dtype.name, t.shape) for name, t in other.tensors()}
+        for key, each in one.tensors():
+            assert found[key] == (each.dtype.name, each.shape)
+    try:
+        digest = ckpttool.digest(a)
+    except CkptToolError:
+        return
+    assert ckpttool.digest(b) == digest
+
+
+@pytest.mark.parametrize("case", TREES)
+def test_torch_takes_every_tree_that_torch_saves(case: str, tmp_path: Path) -> None:
+    torch.save(TREES[case], tmp_path / "in.pt")
+    disarmed(tmp_path / "in.pt")
+    if "model" not in case and "list of parameters" not in case:
+        same_tensors(tmp_path / "in.pt", tmp_path / "safe.pt")
+
+
+@pytest.mark.parametrize("form", INPUTS)
+def test_every_format_that_is_read_becomes_a_file_that_torch_takes(form: str, tmp_path: Path) -> None:
+    INPUTS[form](tmp_path / "in")
+    loaded, _ = disarmed(tmp_path / "in")
+    assert ckpttool.digest(tmp_path / "safe.pt") == ckpttool.digest(tmp_path / "in")
+    with ckpttool.open(tmp_path / "safe.pt") as checkpoint:
+        state = checkpoint.state()
+        found = functools.reduce(lambda value, key: value[key], state.path, loaded)
+        for key, value in state.load().items():
+            assert torch.equal(found[key], value)
+
+
+def test_a_published_file_is_taken() -> None:
+    path = SHARED / "data" / "checkpoints" / "resnet20-12fca82f.th"
+    if not path.exists():
+        pytest.skip(f"there is no {path.name} beside the project")
+    with ckpttool.open(path) as checkpoint:
+        new, _ = disarm(checkpoint)
+        assert new.state().tensors.keys() == checkpoint.state().tensors.keys()
+        assert new.names <= {n for n in new.names if n.module.startswith("torch")}
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [
+        (argparse.Namespace(lr=0.1, out=pathlib.Path("runs/a")), {"lr": 0.1, "out": "runs/a"}),
+        (Config(0.1, Config(0.2)), {"lr": 0.1, "inner": {"lr": 0.2, "inner": None}}),
+        (Attributes(lr=0.1, names=["a"]), {"lr": 0.1, "names": ["a"]}),
+        (collections.defaultdict(list, a=[1]), {"a": [1]}),
+        (collections.deque([1, 2], maxlen=3), [1, 2]),
+        (collections.OrderedDict(b=1, a=Config(1.0)), {"b": 1, "a": {"lr": 1.0, "inner": None}}),
+        (frozenset([1, 2]), {1, 2}),
+        (np.float64(0.5), 0.5),
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.float16(2), 2.0),
+        (np.int64(-7), -7),
+        (np.uint8(7), 7),
+        (np.bool_(False), False),
+        (np.complex64(1 - 2j), 1 - 2j),
+        (np.str_("é"), "é"),
+        (np.bytes_(b"x"), b"x"),
+        (np.array(["a", "bc"]), ["a", "bc"]),
+        (np.array([[b"a"], [b"bc"]]), [[b"a"], [b"bc"]]),
+        (np.array([Config(1.0), None], dtype=object), [{"lr": 1.0, "inner": None}, None]),
+        (np.array("word"), "word"),
+        (np.dtype("float32"), "float32"),
+        (torch.float16, torch.float16),
+        (pathlib.PureWindowsPath("a\\b"), "a\\b"),
+        (decimal.Decimal("1.10"), "1.10"),
+        (uuid.UUID(int=5), str(uuid.UUID(int=5))),
+        (datetime.date(2026, 1, 2), "2026-01-02"),
+        (datetime.datetime(2026, 1, 2, 3), "2026-01-02 03:00:00"),
+        (datetime.timedelta(1, 2), "1 day, 0:00:02"),
+        (torch.optim.SGD, "torch.optim.sgd.SGD"),
+        (
+            functools.partial(max, 7, default=8),
+            {"callable": "functools.partial", "args": ("__builtin__.max",)}
+            | {"state": ("__builtin__.max", (7,), {"default": 8}, None)},
+        ),
+        (Colour.RED, {"callable": f"{__name__}.Colour", "args": (1,)}),
+        (range(3), {"callable": "__builtin__.xrange", "args": (0, 3, 1)}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_object_becomes_the_plain_value_that_it_stands_for(value: Any, plain: Any, tmp_path: Path) -> None:
+    found = of(value, tmp_path)
+    assert found == plain
+    assert type(found) is type(plain) or isinstance(value, collections.OrderedDict)
+
+
+def test_attributes_in_slots_are_kept(tmp_path: Path) -> None:
+    assert of(Slotted(1, [2]), tmp_path) in ({"a": 1, "b": [2]}, {"callable": f"{__name__}.Slotted"})
+
+
+@pytest.mark.parametrize("dtype", ["?", "i1", "<i2", ">i4", "i8", "u1", "u2", "u4", ">u8", "f2", ">f4", "f8"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_an_array_becomes_a_tensor_of_its_type_shape_and_values(
+    dtype: str, order: Any, tmp_path: Path
+) -> None:
+    array = np.arange(6).reshape(2, 3).astype(dtype, order=order)
+    found = of(array, tmp_path)
+    assert (found.numpy() == array).all()
+    assert found.numpy().dtype == array.dtype.newbyteorder("=")
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1, 1, 2)])
+@pytest.mark.parametrize("dtype", ["c8", "c16", "f4"])
+def test_arrays_of_any_shape_become_tensors(shape: tuple[int, ...], dtype: str, tmp_path: Path) -> None:
+    array = np.ones(shape, dtype)
+    found = of(array, tmp_path)
+    assert tuple(found.shape) == shape
+    assert (found.numpy() == array).all()
+
+
+def test_the_state_of_numpy_s_generator_can_be_set_from_what_it_became(tmp_path: Path) -> None:
+    before = np.random.get_state()
+    kind, keys, *rest = of(before, tmp_path)
+    np.random.seed(1)
+    np.random.set_state((kind, keys.numpy(), *rest))
+    assert (np.random.get_state()[1] == before[1]).all()
+
+
+def test_objects_are_converted_inside_all_containers_and_named(tmp_path: Path) -> None:
+    value = {
+        "list": [Config(1.0)],
+        "tuple": (1, np.float64(2)),
+        ("key", np.int64(3)): 4,
+        np.int64(5): np.str_("six"),
+        "set": {np.str_("a")},
+        "args": argparse.Namespace(deep={"path": pathlib.Path("x")}),
+    }
+    torch.save(value, tmp_path / "in.pt")
+    loaded, report = disarmed(tmp_path / "in.pt")
+    assert loaded == {
+        "list": [{"lr": 1.0, "inner": None}],
+        "tuple": (1, 2.0),
+        ("key", 3): 4,
+        5: "six",
+        "set": {"a"},
+        "args": {"deep": {"path": "x"}},
+    }
+    names = {change.name: (change.was, change.now) for change in report.changed}
+    assert names["list.0"] == (f"{__name__}.Config", "dict")
+    assert names["tuple.1"] == ("numpy.float64", "float")
+    assert names["set.0"][1] == "str"
+    assert names["args"] == ("argparse.Namespace", "dict")
+    assert names["args.deep.path"] == ("pathlib.PosixPath", "text")
+
+
+def test_one_object_in_two_places_is_one_value_and_cycles_stay(tmp_path: Path) -> None:
+    config = Config(1.0)
+    config.inner = [config]
+    array = np.arange(3)
+    torch.save({"a": config, "b": (config,), "x": array, "y": [array]}, tmp_path / "in.pt")
+    loaded, report = disarmed(tmp_path / "in.pt")
+    assert loaded["a"] is loaded["b"][0]
+    assert loaded["a"]["inner"][0] is loaded["a"]
+    assert loaded["x"] is loaded["y"][0]
+    assert len(report.changed) == 2
+
+
+def test_tensors_that_share_memory_still_do(tmp_path: Path) -> None:
+    weight = torch.arange(6.0)
+    value = {"args": [argparse.Namespace(w=weight)], "view": weight[2:], "again": weight}
+    torch.save(value, tmp_path / "in.pt")
+    loaded, _ = disarmed(tmp_path / "in.pt")
+    loaded["again"][2] = 99
+    assert loaded["args"][0]["w"][2] == 99
+    assert loaded["view"][0] == 99
+
+
+def test_a_pickled_model_becomes_its_state_dict_and_its_attributes_are_named(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    model.class_names = ["a", "b"]  # type: ignore[assignment]
+    torch.save({"net": model, "epoch": 1}, tmp_path / "in.pt")
+    loaded, report = disarmed(tmp_path / "in.pt")
+    for key, value in model.state_dict().items():
+        assert torch.equal(loaded["net"][key], value)
+    assert report.left_out == ("net.class_names",)
+    assert ckpttool.digest(tmp_path / "in.pt") == ckpttool.digest(tmp_path / "safe.pt")
+
+
+def test_a_whole_optimizer_keeps_its_state_by_parameter(tmp_path: Path) -> None:
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    found = of(optimizer, tmp_path)
+    parameter = found["param_groups"][0]["params"][0]
+    assert torch.equal(found["state"][parameter]["exp_avg"], optimizer.state[layer.weight]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        {"stats": {"mean": np.ones(3), "std": np.ones(3)}},
+        {"average": Shadow({"a": torch.ones(3), "b": torch.ones(3)})},
+        {"part": argparse.Namespace()},
+        {"more": {"x": Shadow({"a": torch.ones(9), "b": torch.ones(9)})}},
+        {"net": np.ones(3)},
+    ],
+    ids=lambda beside: next(iter(beside)),
+)
+def test_what_arrays_and_objects_become_is_not_taken_for_the_state(
+    beside: dict[str, Any], tmp_path: Path
+) -> None:
+    value = {"weights_of_mine": {"w": torch.rand(2, 2), "v": torch.rand(2)}, **beside}
+    torch.save(value, tmp_path / "in.pt")
+    digest = ckpttool.digest(tmp_path / "in.pt")
+    disarmed(tmp_path / "in.pt")
+    assert ckpttool.digest(tmp_path / "safe.pt") == digest
+
+
+def test_an_array_inside_a_state_is_no_tensor_of_it_afterwards(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "scale": np.ones((1, 2))}
+    torch.save({"model": state, "args": argparse.Namespace(lr=0.1)}, tmp_path / "in.pt")
+    digest = ckpttool.digest(tmp_path / "in.pt")
+    loaded, _ = disarmed(tmp_path / "in.pt")
+    assert loaded["args"] == {"lr": 0.1}
+    assert loaded["model"]["scale"] == [[1.0, 1.0]]
+    assert ckpttool.digest(tmp_path / "safe.pt") == digest
+
+
+def test_arrays_by_name_without_any_tensor_become_a_state(tmp_path: Path) -> None:
+    torch.save({"w": np.ones(2), "b": np.zeros(1)}, tmp_path / "in.pt")
+    loaded, _ = disarmed(tmp_path / "in.pt")
+    assert torch.equal(loaded["w"], torch.ones(2, dtype=torch.float64))
+
+
+def test_a_tensor_of_a_subclass_becomes_a_tensor_and_is_named(tmp_path: Path) -> None:
+    loaded, report = disarmed(save_tagged(tmp_path / "in.pt"))
+    assert type(loaded["x"]) is torch.Tensor
+    assert report.changed == (("x", "tests.support.tensor_kinds.Tagged", "tensor"),)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_special_tensors_are_kept_or_refused_by_name(kind: str, tmp_path: Path) -> None:
+    path = save_kind(kind, tmp_path / "in.pt")
+    try:
+        torch.load(path, weights_only=True)
+    except Exception:
+        with pytest.raises(Refused, match=r"'x' \(.*weights_only=True"):
+            disarmed(path)
+    else:
+        loaded, report = disarmed(path)
+        assert report.changed == ()
+        assert type(loaded["x"]) is type(torch.load(path, weights_only=True)["x"])
+        assert ckpttool.digest(tmp_path / "safe.pt") == ckpttool.digest(path)
+
+
+def test_a_file_disarmed_twice_is_the_same_file(tmp_path: Path) -> None:
+    torch.save(TREES["a training checkpoint"], tmp_path / "in.pt")
+    disarmed(tmp_path / "in.pt")
+    first = (tmp_path / "safe.pt").read_bytes()
+    _, report = disarmed(tmp_path / "safe.pt")
+    assert report.changed == ()
+    assert (tmp_path / "safe.pt").read_bytes() == first
+
+
+# Crafted files.
+
+SYSTEM = call(name("os", "system"), text("echo harm"))
+EMPTY = call(name("collections", "OrderedDict"))
+REBUILD = name("torch._utils", "_rebuild_tensor_v2")
+PARTS = (storage(), number(0), tuple_of(number(4)), tuple_of(number(1)), b"\x89")
+
+HOSTILE = {
+    "a call": SYSTEM,
+    "a name": name("os", "system"),
+    "a call in a list": list_of(SYSTEM, list_of(SYSTEM)),
+    "a call in a dict": dict_of({"model": dict_of({"w": tensor(storage()), "x": SYSTEM})}),
+    "a call as a key": b"}(" + SYSTEM + number(1) + b"u",
+    "a call in a key": b"}(" + tuple_of(text("a"), SYSTEM) + number(1) + b"u",
+    "two calls as keys": b"}(" + SYSTEM + number(1) + SYSTEM + number(2) + b"u",
+    "a name as a key": b"}(" + name("os", "system") + number(1) + b"u",
+    "a call in a set": call(name("__builtin__", "set"), list_of(SYSTEM)),
+    "a call in a frozenset as a key": (
+        b"}(" + call(name("__builtin__", "frozenset"), list_of(SYSTEM)) + number(1) + b"u"
+    ),
+    "a call as the state of an object": name("argparse", "Namespace") + b")\x81" + SYSTEM + b"b",
+    "a call as the state of an OrderedDict": EMPTY + SYSTEM + b"b",
+    "a call as the callable": call(
+        call(name("builtins", "getattr"), name("os", "x"), text("system")), text("x")
+    ),
+    "a call with a state": call(name("os", "system"), text("x")) + dict_of({"a": SYSTEM}) + b"b",
+    "a call that gets items": SYSTEM + b"(" + text("k") + SYSTEM + b"u(" + SYSTEM + b"e",
+    "a call that is dropped": SYSTEM + b"0" + number(1),
+    "a call in a size": call(name("torch", "Size"), tuple_of(SYSTEM)),
+    "a call in a device": call(name("torch", "device"), SYSTEM),
+    "a device that is none": call(name("torch", "device"), text("harm")),
+    "a call in a complex number": call(name("__builtin__", "complex"), SYSTEM, number(1)),
+    "a call in a default dict": call(name("collections", "defaultdict"), SYSTEM),
+    "a call in a counter": call(name("collections", "Counter"), dict_of({"a": SYSTEM})),
+    "a call in NumPy's scalar": call(name("numpy.core.multiarray", "scalar"), SYSTEM, text("x")),
+    "a call in NumPy's array": (
+        call(name("numpy.core.multiarray", "_reconstruct"), name("numpy", "ndarray"), tuple_of(), text("b"))
+        + tuple_of(number(1), tuple_of(number(1)), SYSTEM, b"\x89", list_of(SYSTEM))
+        + b"b"
+    ),
+    "hooks of a tensor": call(REBUILD, *PARTS, call(name("collections", "OrderedDict"), list_of(
+        tuple_of(number(1), SYSTEM)))),
+    "hooks of a parameter": call(
+        name("torch._utils", "_rebuild_parameter"), tensor(storage()), b"\x88", list_of(SYSTEM)
+    ),
+    "a parameter's attributes": call(
+        name("torch._utils", "_rebuild_parameter_with_state"),
+        tensor(storage()), b"\x88", EMPTY, dict_of({"note": SYSTEM, "__class__": text("x")}),
+    ),
+    "a tensor's attributes": call(
+        name("torch._tensor", "_rebuild_from_type_v2"), REBUILD, name("torch", "Tensor"),
+        tuple_of(*PARTS, EMPTY), dict_of({"note": SYSTEM}),
+    ),
+    "a tensor's type": call(
+        name("torch._tensor", "_rebuild_from_type_v2"), REBUILD, name("os", "system"),
+        tuple_of(*PARTS, EMPTY), dict_of({}),
+    ),
+    "bytes that are a pickle": call(name("torch.storage", "_load_from_bytes"), text("x")),
+    "a fraction that takes hours": call(name("fractions", "Fraction"), text("1e999999999")),
+    "keys that take years to be hashed": (
+        name("collections", "defaultdict") + b")\x81(" + text("a") + b"\x85" + b"2\x86" * 60 + b"Nu"
+    ),
+    "an element type with a long number": (
+        call(name("numpy", "dtype"), text("f" + "9" * 5000))
+        + tuple_of(number(3), text("<"), b"N", b"N", b"N", number(0), number(0), number(0)) + b"b"
+    ),
+    "a class with arguments by name": name("os", "system") + tuple_of() + dict_of({"a": SYSTEM}) + b"\x92",
+    "an old instance": b"(" + text("x") + b"ios\nsystem\n",
+    "a name in two lines": name("builtins", "eval") + tuple_of(text("1")) + b"R",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_nothing_that_could_run_is_left_in_a_crafted_file(case: str, tmp_path: Path) -> None:
+    protocol = b"\x80\x04" if case == "a class with arguments by name" else b"\x80\x02"
+    path = torch_zip(tmp_path / "in.pt", protocol + HOSTILE[case] + b".", {"0": bytes(16)})
+    disarmed(path)
+    assert b"os\nsystem" not in (tmp_path / "safe.pt").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"\x82\x01", b"\x84\x01\x00\x00\x00", b"Pharm\n", text("harm") + b"Q", tuple_of(SYSTEM) + b"Q"],
+    ids=["the registry", "a long code of the registry", "a persistent id", "another one", "a call"],
+)  # fmt: skip
+def test_what_lies_outside_the_file_is_refused(body: bytes, tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "in.pt", body)
+    with pytest.raises(CkptToolError):
+        disarmed(path)
+    assert not (tmp_path / "safe.pt").exists()
+
+
+def test_a_dtensor_is_kept_where_torch_knows_its_names_and_refused_with_others(
+    one_rank: None, tmp_path: Path
+) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.arange(6.0).reshape(3, 2)
+    torch.save({"w": distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])}, tmp_path / "in.pt")
+    out = tmp_path / "safe.pt"
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+        new, report = disarm(checkpoint)
+        ckpttool.save(new, out)
+    assert report.dtensors
+    assert torch.equal(torch.load(out, weights_only=True)["w"].full_tensor(), whole)
+    with zipfile.ZipFile(tmp_path / "in.pt") as archive:
+        body = archive.read("in/data.pkl").replace(b"placement_types\nShard\n", b"placement_types\nHarms\n")
+        torch_zip(tmp_path / "evil.pt", body, {"0": archive.read("in/data/0"), "1": bytes(4)})
+    with ckpttool.open(tmp_path / "evil.pt") as checkpoint, pytest.raises(Refused, match="'w' "):
+        disarm(checkpoint)
+
+
+@pytest.mark.parametrize("levels", [250, 100_000])
+def test_contents_nested_too_deeply_are_refused(levels: int, tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "in.pt", b"]" * levels + b"a" * (levels - 1))
+    with pytest.raises(Refused, match="nested too deeply"):
+        disarmed(path)
+
+
+def test_lists_that_double_sixty_times_take_no_time(tmp_path: Path) -> None:
+    disarmed(torch_zip(tmp_path / "in.pt", SYSTEM + b"2\x86" * 60))

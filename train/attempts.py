@@ -1,0 +1,91 @@
+"""How often a step has failed: counted in `--out`, over starts, so that a run is not restarted for ever.
+
+While rank 0 trains, attempts.json says which step it is in. A run that ends well, or by Ctrl-C, removes it.
+Else the next start finds the step that failed in it, also if rank 0 was killed. After the third failure of one
+step in a row it refuses to go on, as another start would end in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+
+from ckpttool.errors import CheckFailed
+from train.config import TrainConfig
+from train.file_errors import naming
+
+FILE = "attempts.json"
+TRIES = 3
+WIDTH = 12
+"""Digits of the step, which is overwritten in place."""
+
+
+@contextlib.contextmanager
+def counted(folder: str, config: TrainConfig, rank: int) -> Iterator[Callable[[int], None]]:
+    """Count this start until the block ends; refuse it if the last three have failed at one step.
+
+    Other flags than before begin a new count, as they may mend what failed.
+
+    Args:
+        folder: of the run; only rank 0 touches it.
+        config: of the run.
+        rank: this one.
+
+    Yields:
+        A function to call with the number of each step, from 1, before it is taken; it costs a microsecond.
+
+    Raises:
+        CheckFailed: a step has failed three times in a row.
+        FileError: the file can't be written or removed.
+    """
+    if rank != 0:
+        yield lambda _: None
+        return
+    path, flags = os.path.join(folder, FILE), _digest(config)
+    failed = _failed(path, flags)
+    if len(failed) == TRIES and max(failed) - min(failed) <= 1:  # rank 0 may be a step behind the failed rank
+        raise CheckFailed(
+            f"step {max(failed)} has failed {TRIES} times in a row, and is not tried again",
+            hint=f"the output of those starts says why; rm {path} tries it again, and so does another flag",
+        )
+    with naming(path):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        head = json.dumps({"flags": flags, "failed": failed})[:-1]
+        start = os.write(fd, f'{head}, "step": {0:{WIDTH}}}}\n'.encode()) - WIDTH - 2
+
+    def begin(step: int) -> None:
+        with contextlib.suppress(OSError):  # the next save reports a disk that fails
+            os.pwrite(fd, f"{step:{WIDTH}}".encode(), start)
+
+    try:
+        yield begin
+    except KeyboardInterrupt:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+    with naming(path, "removed"):
+        os.unlink(path)
+
+
+def _digest(config: TrainConfig) -> str:
+    """Return a digest of the flags that say how a run trains."""
+    flags = {name: value for name, value in config.plain().items() if name not in ("resume", "force")}
+    return hashlib.sha256(json.dumps(flags, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _failed(path: str, flags: str) -> list[int]:
+    """Return the steps at which the last starts with these flags have failed, at most three.
+
+    A start that ended before its first step, or while it wrote the file, is not counted.
+    """
+    try:
+        with open(path, "rb") as file:
+            found = json.load(file)
+        steps = [*found["failed"], found["step"]] if found["flags"] == flags else []
+        return [int(step) for step in steps if step > 0][-TRIES:]
+    except (OSError, ValueError, TypeError, KeyError):
+        return []
