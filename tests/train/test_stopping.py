@@ -229,6 +229,14 @@ def test_a_signal_to_one_rank_ends_all_under_spawn(tmp_path, rank):
     assert os.listdir(tmp_path / "run") == sorted(["last.pt", "log.jsonl"]) or step_of(tmp_path) >= 2
 
 
+def test_the_launcher_of_spawn_passes_every_signal_on(tmp_path):
+    with running(tmp_path, program("--spawn", "2")) as run:
+        run.send_signal(signal.SIGUSR1)
+        said, errors = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGUSR1, errors
+    assert "ended   by SIGUSR1 after step" in said
+
+
 def test_a_second_ctrl_c_ends_at_once_and_leaves_the_old_file(tmp_path):
     with running(tmp_path, program("--save-every", "1steps"), seconds=3.0) as run:
         time.sleep(1.0)
