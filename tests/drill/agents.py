@@ -1,8 +1,8 @@
 """Agents of torchrun for the drill, and the processes that are theirs.
 
-A program that imports torch takes some seconds to start. So agents are forks of a server that has imported it,
-and their ranks forks of the agents: torch's own agent, rendezvous and environment, without the wait. With `fresh`
-an agent is torchrun itself, which starts each rank as a new program.
+A program that imports torch takes some seconds to start. So agents are forks of a server that has imported
+it, and their ranks forks of the agents: torch's own agent, rendezvous and environment, without the wait. With
+`fresh` an agent is torchrun itself, which starts each rank as a new program.
 """
 
 from __future__ import annotations
