@@ -3,7 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test lint bench fault fuzz docs clean
+
+# Of `make fault` and `make fuzz`.
+SECONDS ?= 600
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
@@ -19,6 +22,14 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks
 	$(BIN)/python -m benchmarks.running_statistics
+
+# Let every system call of the commands that write fail; write the table of what held into docs/security.md.
+fault: $(INSTALLED)
+	$(BIN)/python -m tests.fault $(SECONDS) --write
+
+# Change files of every format and compare with torch, safetensors and zipfile; write both tables.
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz $(SECONDS) --write
 
 # What the program says of itself: its help, the table of formats, the tables of files. Tests fail when one is stale.
 docs: $(INSTALLED)

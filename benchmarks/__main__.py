@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from . import (
@@ -18,6 +18,7 @@ from . import (
     gathering,
     looking,
     machine,
+    merging,
     merging_zero,
     reloading,
     startup,
@@ -37,6 +38,7 @@ BENCHMARKS = {
     for benchmark in (
         strip_prefix.BENCHMARK,
         *convert.BENCHMARKS,
+        *merging.BENCHMARKS,
         *looking.BENCHMARKS,
         *comparing.BENCHMARKS,
         merging_zero.BENCHMARK,
@@ -48,8 +50,9 @@ BENCHMARKS = {
 }
 
 
-def main() -> int:
-    options = parse(None, BENCHMARKS)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the arguments, or the words of the command line, ask for; return the exit code."""
+    options = parse(arguments, BENCHMARKS)
     # SIGTERM unwinds the stack as Ctrl-C does, so that no gigabytes are left in memory.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
     try:

@@ -19,6 +19,11 @@ def tool(*arguments: str | Path) -> list[str | Path]:
     return [*start, *arguments]
 
 
+def cp(source: str | Path, copy: str | Path) -> list[str | Path]:
+    """`cp`, which copies the bytes also where files could share them."""
+    return ["cp", "--reflink=never", "-r", source, copy]
+
+
 def peer(script: str, *arguments: str | Path) -> list[str | Path]:
     """What a user would run instead: a script in `peers/`."""
     return [PYTHON, PEERS / script, *arguments]

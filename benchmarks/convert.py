@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from .case import Benchmark, Case, Need, Way
-from .commands import make_checkpoint, tool
+from .commands import cp, make_checkpoint, tool
 from .process import timed
 from .sizes import show_size
 from .targets import at_most_times, peak_at_most
@@ -26,7 +26,8 @@ class Conversion:
 
 
 FROM_TORCH = {
-    ".pt to .pt": Conversion(("strip-prefix",), "out.pt", 1.15),
+    ".pt to .pt": Conversion(("strip-prefix",), "out.pt", 1.0),
+    ".pt to .pt, --no-verify": Conversion(("strip-prefix", "--no-verify"), "out.pt", 0.8),
     ".pt to shards": Conversion(("convert", "--shard-size", "1GB"), "shards/", 1.2),
     ".pt, --dtype bf16": Conversion(("convert", "--dtype", "bf16"), "bf16.safetensors", 1.0),
 }
@@ -66,7 +67,7 @@ def set_up(
     size: int,
 ) -> Case:
     source = make_source(folder, size)
-    ways = [Way("cp", ["cp", "-r", source, folder / "copy"], folder / "copy")]
+    ways = [Way("cp", cp(source, folder / "copy"), folder / "copy")]
     for name, conversion in conversions.items():
         command, *options = conversion.words
         # A trailing slash asks for a folder, which Path would drop.
@@ -94,7 +95,7 @@ def set_up_in_place(folder: Path, size: int) -> Case:
     return Case(
         f"in place, .safetensors of {show_size(size)}",
         [
-            Way("cp", ["cp", file, folder / "copy"], folder / "copy"),
+            Way("cp", cp(file, folder / "copy"), folder / "copy"),
             Way(IN_PLACE, tool("strip-prefix", "--force", file, file), before=with_prefix),
         ],
         [at_most_times(IN_PLACE, "cp", 1.15), peak_at_most(IN_PLACE, PEAK)],

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from . import metrics as metrics
     from .analysis.checks import diff as diff
     from .analysis.checks import digest as digest
+    from .analysis.proof import prove as prove
     from .analysis.verify import verify as verify
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.state import State as State
@@ -64,6 +65,7 @@ else:
         {
             "": ("batchnorm", "errors", "metrics"),
             "analysis.checks": ("diff", "digest"),
+            "analysis.proof": ("prove",),
             "analysis.verify": ("verify",),
             "checkpoint.checkpoint": ("Checkpoint",),
             "checkpoint.state": ("State",),

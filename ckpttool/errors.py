@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+LONGEST = 600
+"""Characters of a reason; of a longer one the beginning and the end are kept."""
+
 
 class CkptToolError(Exception):
     """Base of all errors raised on purpose.
@@ -47,10 +50,12 @@ class FileError(CkptToolError):
 
     Attributes:
         path: the file as it was named; the message begins with it.
-        reason: the message without the path.
+        reason: the message without the path, at most `LONGEST` characters.
     """
 
     def __init__(self, path: str | os.PathLike[str], reason: str, *, hint: str | None = None) -> None:
+        if len(reason) > LONGEST:  # it holds names of the file's, which may be of any length
+            reason = f"{reason[: LONGEST - 100]} … {reason[-97:]}"
         super().__init__(f"{os.fspath(path)}: {reason}", hint=hint)
         self.path = os.fspath(path)
         self.reason = reason

@@ -61,6 +61,7 @@ STRUCTURE: dict[str, Any] = {
     "config": Named(str, SETTING),
     "digests": {"model": str, "optimizer": str, "run?": str},
     "versions": Named(str, (str, int)),
+    "chain?": str,
 }
 """What a checkpoint holds: types, `Each` and `Named`, and dicts with keys, optional ones marked by `?`."""
 

@@ -112,7 +112,7 @@ class RanksConfig:
     hang_timeout: float = flag(
         300.0,
         "ranks",
-        "end the run, and say which rank, when others wait for one that does nothing for so long; 0: never (300)",
+        "end the run, naming the rank, when others wait for one that does nothing for so long; 0: no (300)",
         type=number(least=0),
         metavar="SECONDS",
     )
@@ -353,6 +353,16 @@ class TrainConfig(RanksConfig, DataConfig):
         metavar="NAME",
     )
     force: bool = flag(False, "saving", "start over in a folder that holds a run, and overwrite it")
+    prove_every: int | None = flag(
+        None,
+        "saving",
+        "chain digests of samples, checkpoints and, each N steps, weights in run.jsonl, for ckpttool prove",
+        type=integer(1),
+        metavar="N",
+    )
+    stop_at: int | None = flag(
+        None, "saving", "end after this optimizer step, as --max-time does", type=integer(1), metavar="STEP"
+    )
     log_every: int = flag(
         50, "saving", "steps between two entries of log.jsonl (50)", type=integer(1), metavar="N"
     )

@@ -33,6 +33,7 @@ from train.limits import total_steps
 from train.loading import load
 from train.optimizers import build_optimizer, build_scheduler, clip
 from train.precision import Precision
+from train.proof import Proof
 from train.samples import count
 from train.scoring import Score, Scorer, merit
 from train.step_log import StepLog
@@ -150,6 +151,8 @@ class Trainer:
         self.ema = Ema(self.ddp, config.ema) if config.ema else None
         self.sums = Sums()
         self.started_from: str | None = None
+        self.resumed: dict[str, Any] | None = None
+        self.proof: Proof | None = None
         self._gradient_norm: torch.Tensor | None = None
         self.log = StepLog(config.log_every, place.device, last=steps)
         self.before_update: Callable[[], object] = lambda: None
@@ -260,6 +263,8 @@ class Trainer:
         may_overflow = self.config.amp == "fp16"  # the scaler then leaves the step out
         if loss is not None and math.isnan(loss) and not may_overflow:
             collectives.alike(self._refuse_nan)
+        if self.proof:
+            self.proof.step(progress.global_step)
 
     def _refuse_nan(self) -> NoReturn:
         raise CheckFailed(
@@ -302,7 +307,10 @@ class Trainer:
         averaged = self.ema.swapped() if self.ema else contextlib.nullcontext()
         self.share_buffers()
         with averaged, self.not_compiled():
-            return self.scorer.score(self.ddp.module)
+            score = self.scorer.score(self.ddp.module)
+        if self.proof:
+            self.proof.evaluation(score.score())
+        return score
 
     def note_best(self, score: Score) -> bool:
         """Return whether this is the best score on the test set so far, and if so remember it.
@@ -351,4 +359,6 @@ class Trainer:
         loaded = load(samples, indices, self.place, self.config.workers, seed=seed)
         for micro_batch, batch in zip(indices, loaded, strict=True):
             self.task.check(batch, micro_batch, "training")
+            if self.proof:
+                self.proof.take(micro_batch, batch)
             yield self.task.batch_to(batch, self.place.device)

@@ -83,6 +83,8 @@ class Limits:
         config, is_over = self.config, self.is_over(position)
         time_to_save, time_is_up = self._times()
         end = "--max-time" if time_is_up else ""
+        if config.stop_at and position.global_step >= config.stop_at:
+            end = "--stop-at"
         if is_over:
             epochs, _ = self._epochs(position)
             end = "--epochs" if epochs >= config.epochs else "--max-steps"

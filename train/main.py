@@ -135,7 +135,7 @@ def train(job: Job) -> int:
 def train_in(folder: str, job: Job) -> int:
     """Train, with rank 0's files in a folder. Returns as `train`."""
     from ckpttool.distributed import collectives
-    from train import attempts, resuming, shares, trackers
+    from train import attempts, proof, resuming, shares, trackers
     from train.agreement import Agreement
     from train.engine import Trainer
     from train.report import Report
@@ -144,7 +144,10 @@ def train_in(folder: str, job: Job) -> int:
 
     trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
     remarks = resuming.resume(trainer, folder)
+    trainer.proof = proof.chain_of(trainer, folder)
     measured = [("shares", text) for text in shares.settle(trainer)]
+    if trainer.proof:
+        trainer.proof.begin(trainer.resumed)
     report = Report(trainer, folder)
     saver = Saver(trainer, folder, report.event)
     stop = Stop(job.config.grace, report.how_to_go_on if job.place.rank == 0 else lambda: "")
@@ -164,6 +167,8 @@ def train_in(folder: str, job: Job) -> int:
             raise
         with collectives.together():  # what a tracker writes last may fail, on rank 0 alone
             open_files.close()
+    if trainer.proof:
+        trainer.proof.end(end)
     report.end(end)
     return 128 + stop.number if end and end == stop.name else 0
 
@@ -244,6 +249,8 @@ def evaluate(trainer: Trainer, agreement: Agreement) -> tuple[Score | None, str]
 
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     """Take the remaining optimizer steps of the current epoch; yield after each. A collective."""
+    if trainer.proof:
+        trainer.proof.epoch()
     if trainer.config.virtual_ranks:
         from train import virtual_ranks
 

@@ -18,7 +18,7 @@ from train.saving import versions
 # Flags that may differ on resume; a change of any other would make it another training.
 FREE = {
     *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
-    *("timeout", "join_timeout", "hang_timeout", "grace"),
+    *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
     *("out", "save_every", "save", "keep", "resume", "force", "change", "data_root", "download"),
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
@@ -207,6 +207,7 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.scheduler.load_state_dict(state["scheduler"])
     changing.apply(trainer, fresh)
     trainer.started_from = state["plan"].get("init")
+    trainer.resumed = {name: state.get(name) for name in ("digests", "chain")}
     trainer.precision.load_state_dict(state.get("scaler", {}))
     if trainer.ema:
         trainer.ema.load_state_dict(state["ema"])
@@ -216,6 +217,9 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     progress = dict(state["progress"])
     sums, states, rank = progress.pop("sums"), state["rng"], trainer.place.rank
     trainer.progress = Progress(**progress)
+    if trainer.progress.unscored:  # its line of the log has the learning rate of the step that was taken
+        schedule = trainer.scheduler
+        trainer.lr = schedule.base_lrs[0] * schedule.lr_lambdas[0](schedule.last_epoch - 1)
     if len(states) == trainer.place.world_size:
         trainer.sums.restore(sums[rank])
         randomness.put_back(states[rank])

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ckpttool.errors import FileError, UsageFault
-from ckpttool.files.commit import replacing
+from ckpttool.files import chain
+from ckpttool.files.commit import replacing, sync_folder
 from ckpttool.files.temporaries import remove_abandoned
 from train import attempts
 from train.config import TrainConfig
@@ -148,7 +149,7 @@ def _remove_leftovers(folder: str) -> None:
 
 
 def _is_own(name: str) -> bool:
-    return name in (LAST, BEST, LOG, attempts.FILE) or NUMBERED.fullmatch(name) is not None
+    return name in (LAST, BEST, LOG, attempts.FILE, chain.NAME) or NUMBERED.fullmatch(name) is not None
 
 
 def _own_files(folder: str) -> list[str]:
@@ -200,10 +201,16 @@ def _give_name(path: str, other: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         os.link(path, temporary)
-        os.replace(temporary, other)
     except OSError:
         with open(path, "rb") as source, replacing(other) as target:
             shutil.copyfileobj(source, target)
+        return
+    try:
+        os.replace(temporary, other)
+    except OSError:
+        os.unlink(temporary)
+        raise
+    sync_folder(os.path.dirname(other))
 
 
 def numbered(global_step: int) -> str:

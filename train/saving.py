@@ -74,6 +74,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     }
     if trainer.ema:
         state["ema"] = trainer.ema.state_dict()
+    if trainer.proof:
+        state["chain"] = trainer.proof.head
     return state
 
 
@@ -354,6 +356,8 @@ class Saver:
             save.leave()
             self._under_way = None
             raise
+        if self.trainer.proof:
+            self.trainer.proof.checkpoint(save.state)
         save.allow()
 
     def finish(self) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.checksums import Checksums, checksum
+from ..checkpoint.checksums import Checksums
 from ..checkpoint.ranks import require_all
 from ..checkpoint.state import State
-from ..errors import RanksDiffer
-from ..files.copying import BUFFER, Progress
+from ..files.copying import Buffers, Progress
+from ..files.threads import cores, cut, map_pieces
 from ..formats.folders import dcp
 from ..formats.folders.sharding import TORCH
 from ..formats.opened import File, opened
@@ -23,10 +25,11 @@ from ..formats.zip.reader import Record, read_directory
 from ..inert_pickle.known_names import names_in, names_that_run
 from ..tensors.cast import FLOATS, count_non_finite
 from ..tensors.dtypes import real_dtype
-from ..tensors.ref import ByteRange, Computed, Source, Storage
+from ..tensors.ref import ByteRange, Source, Storage, TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
 from ..transforms.keys import stripping
 from .compare import Change, both_states, compare
+from .rank_differences import tensors_that_differ
 from .zip_frame import zip_frame
 
 ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)
@@ -40,6 +43,13 @@ OWN_RECORDS = {
 
 PROTO, NEWEST = b"\x80", b"\x05"
 """The first byte of a pickle of protocol 2 or newer, and the newest protocol, which follows it."""
+
+MISMATCH = "its bytes do not match their checksum"
+
+PIECE = 4 << 20
+"""Bytes of values read as one piece; whole elements."""
+
+WORKERS = 8
 
 SIGNATURE = b"PK\x03\x04"
 """The first bytes of a zip; the index of a folder has others."""
@@ -113,8 +123,8 @@ def verify(
         finite: NaN and infinity are problems; otherwise they are only counted.
         no_code: names in the file's pickle that could run something are problems, and records of the zip that
             nothing in it refers to.
-        progress: called with the number of bytes after each piece. All bytes are read twice, for checksums
-            and as numbers, and once more to compare them.
+        progress: called with the number of bytes after each piece. All bytes are read once, and once more to
+            compare them.
 
     Returns:
         What was read and found: `.ok`, `.problems`, `.checked_bytes`, `.non_finite`.
@@ -139,24 +149,26 @@ def _verify(
     no_code: bool,
     progress: Progress | None,
 ) -> Verified:
-    if checkpoint.ranks is not None:
-        require_all(checkpoint.path, checkpoint.ranks.missing, checkpoint.ranks.world_size)
-    sums = _Checksums(progress)
-    sums.check_storages(checkpoint)
-    zips = checkpoint.format in ZIPS or (checkpoint.ranks is not None and checkpoint.format != dcp.NAME)
+    ranks = checkpoint.ranks
+    if ranks is not None:
+        require_all(checkpoint.path, ranks.missing, ranks.world_size)
+    read = _Read(checkpoint)
+    with Checksums(checkpoint, checkpoint.storages(), every=True) as checksums:
+        apart = tensors_that_differ(checkpoint, verify=False)
+        non_finite = dict(_non_finite(checkpoint, apart, progress))
+        damaged = checksums.damaged(progress)
+    zips = checkpoint.format in ZIPS or (ranks is not None and checkpoint.format != dcp.NAME)
     for source in (each for each in (checkpoint.source, *checkpoint.shards) if each.size):
-        if zips and source.read(0, 4) == SIGNATURE:
-            sums.check_records(source)
-        else:
-            sums.free["contents"] += source.size - sums.within[id(source)]
+        read.check_rest(source, is_zip=zips and source.read(0, 4) == SIGNATURE)
     problems: list[Problem] = []
     if no_code:
-        problems += sums.strays if checkpoint.format != torchscript.NAME else ()  # it has its code in records
+        problems += read.strays if checkpoint.format != torchscript.NAME else ()  # it has its code in records
         running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
         problems += [Problem("code", name, "could run, when loaded without weights_only") for name in running]
     problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
-    problems += sums.problems
-    non_finite = dict(_non_finite(checkpoint, progress))
+    problems += [Problem("ranks", name, fault.message) for name, fault in apart.items()]
+    problems += [Problem("checksum", name, MISMATCH) for name, _ in damaged]
+    problems += read.problems
     if finite:
         problems += [
             Problem("non-finite", name, f"{count} of its values are NaN or infinite")
@@ -166,75 +178,65 @@ def _verify(
     if against is not None:
         compared, differences, hint = _compare(checkpoint, against, state, progress)
         problems += differences
-    return Verified(sums.checked, sums.unsummed, non_finite, tuple(problems), dict(sums.free), compared, hint)
+    return Verified(read.checked, read.unsummed, non_finite, tuple(problems), dict(read.free), compared, hint)
 
 
-class _Checksums:
-    """The comparison with checksums: the problems found, and the bytes that were read."""
+class _Read:
+    """The bytes of a checkpoint's files: those of storages, and the rest, with the problems found there.
 
-    def __init__(self, progress: Progress | None) -> None:
-        self.progress = progress
+    Attributes:
+        checked: bytes of storages and records.
+        unsummed: storages that state no checksum.
+        free: bytes that no checksum covers, by what they are.
+        problems: of records, and of what lies around them.
+        strays: records that nothing refers to.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Count the storages, each once."""
         self.problems: list[Problem] = []
         self.strays: list[Problem] = []
         self.checked = self.unsummed = 0
         self.free: Counter[str] = Counter()
-        self.within: Counter[int] = Counter()  # bytes of storages in each source, by its id
-        self.seen: set[tuple[int, int]] = set()
-        self.used: set[tuple[int, int]] = set()  # the records of pieces that whole tensors are made of
-        self.buffer = memoryview(bytearray(BUFFER))
+        self._within: Counter[int] = Counter()  # bytes of storages in each source, by its id
+        self._known: set[tuple[int, int]] = set()
+        self._pieces: set[tuple[int, int]] = set()  # the records that whole tensors are put together from
+        for storage in {id(storage): storage for _, storage in checkpoint.storages()}.values():
+            self._count(storage)
 
-    def check_storages(self, checkpoint: Checkpoint) -> None:
-        """Check each storage once, under the name of the first tensor that uses it."""
-        done: set[int] = set()
-        for name, storage in checkpoint.storages():
-            if id(storage) in done or not storage.nbytes:
-                continue
-            done.add(id(storage))
-            pieces = (each.data for each in storage.origins)
-            self.used |= {(id(data.source), data.offset) for data in pieces if isinstance(data, ByteRange)}
-            try:
-                crc = self.crc(storage.data)
-            except RanksDiffer as fault:
-                self.problems.append(Problem("ranks", name, fault.message))
-                continue
-            self.checked += storage.nbytes
-            if storage.crc32 is None and storage.origins and not _unsummed(storage):
-                continue  # its pieces are records, which are compared one by one
-            if storage.crc32 is None:
-                self.unsummed += 1
-                self.free["values"] += storage.nbytes
-            elif crc != storage.crc32:
-                self.problems.append(Problem("checksum", name, "its bytes do not match their checksum"))
+    def _count(self, storage: Storage) -> None:
+        data = storage.data
+        self.checked += data.nbytes
+        pieces = (each.data for each in storage.origins)
+        self._pieces |= {(id(each.source), each.offset) for each in pieces if isinstance(each, ByteRange)}
+        are_summed = storage.origins and all(each.crc32 is not None for each in storage.origins)
+        if data.nbytes and storage.crc32 is None and not are_summed:
+            self.unsummed += 1
+            self.free["values"] += data.nbytes
+        if data.nbytes and isinstance(data, ByteRange):
+            self._known.add((id(data.source), data.offset))
+            self._within[id(data.source)] += data.nbytes
 
-    def check_records(self, source: Source) -> None:
+    def check_rest(self, source: Source, *, is_zip: bool) -> None:
         """Check everything else in a zip: the pickle, code, and storages that no tensor uses."""
+        if not is_zip:
+            self.free["contents"] += source.size - self._within[id(source)]
+            return
         frame = zip_frame(source)
         self.free.update(frame.free)
         self.problems += [Problem("frame", f"record {name}", message) for name, message in frame.faults]
         for record in read_directory(source).values():
-            if (id(source), record.data.offset) in self.seen:
+            if (id(source), record.data.offset) in self._known:
                 continue
             self.checked += record.size
-            is_used = (id(source), record.data.offset) in self.used
-            if record.size and not is_used and record.name.partition("/")[2] not in OWN_RECORDS:
+            is_piece = (id(source), record.data.offset) in self._pieces
+            if record.size and not is_piece and record.name.partition("/")[2] not in OWN_RECORDS:
                 self.strays.append(_stray(source, record))
             intact = is_intact(source, record)
             if intact is None:
                 self.free["records"] += record.size
             if intact is False:
-                where = f"record {record.name}"
-                self.problems.append(Problem("checksum", where, "its bytes do not match their checksum"))
-
-    def crc(self, data: ByteRange | Computed) -> int:
-        if isinstance(data, ByteRange):
-            self.seen.add((id(data.source), data.offset))
-            self.within[id(data.source)] += data.nbytes
-        return checksum(data, self.buffer, self.progress)
-
-
-def _unsummed(storage: Storage) -> bool:
-    """Return whether one of the storages that a storage is made of states no checksum."""
-    return any(each.crc32 is None for each in storage.origins)
+                self.problems.append(Problem("checksum", f"record {record.name}", MISMATCH))
 
 
 def _stray(source: Source, record: Record) -> Problem:
@@ -275,21 +277,58 @@ def _holds_more(checkpoint: Checkpoint, state: State) -> bool:
     return len(state.others) > len(state.likes) or bool(checkpoint.outside(state))
 
 
-def _non_finite(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[tuple[str, int]]:
-    counts: dict[tuple[object, ...], int] = {}  # by view, so that ties are read once
+def _non_finite(
+    checkpoint: Checkpoint, apart: Container[str], progress: Progress | None
+) -> Iterator[tuple[str, int]]:
+    """Yield tensors and how many of their values are not finite, read on several cores.
+
+    Args:
+        apart: names of tensors that have no one value, as ranks hold others.
+    """
+    names: dict[tuple[object, ...], list[str]] = {}  # by view, so that ties are read once
+    views: list[tuple[TensorRef, int]] = []
     for name, tensor in checkpoint.tensors():
-        kind = real_dtype(tensor.dtype).name
-        if kind not in FLOATS:
+        if real_dtype(tensor.dtype).name not in FLOATS or name in apart:
             continue
-        if tensor.view not in counts:
+        if tensor.view not in names:
             once, repeats = without_repeats(tensor)  # an expanded tensor may be too large to read
             require_bounded(name, once, MAX_REPEATED)
-            try:
-                found = sum(count_non_finite(kind, chunk) for chunk in stream(once))
-            except RanksDiffer:  # a problem already
-                found = 0
-            counts[tensor.view] = found * repeats
-            if progress:
-                progress(once.nbytes)
-        if count := counts[tensor.view]:
-            yield name, count
+            views.append((once, repeats))
+        names.setdefault(tensor.view, []).append(name)
+    found = [0] * len(views)
+    count = partial(_count_non_finite, Buffers())
+    for piece, odd in map_pieces(count, _pieces(tensor for tensor, _ in views), cores(WORKERS)):
+        found[piece.number] += odd
+        if progress:
+            progress(piece.nbytes)
+    counts = [odd * repeats for odd, (_, repeats) in zip(found, views, strict=True)]
+    named = {name: odd for odd, those in zip(counts, names.values(), strict=True) for name in those}
+    for name, _ in checkpoint.tensors():
+        if named.get(name):
+            yield name, named[name]
+
+
+class _Piece(NamedTuple):
+    """A stretch of the tensor with this number, or the whole of one whose values must be put in order."""
+
+    number: int
+    kind: str
+    data: ByteRange | TensorRef
+    nbytes: int
+
+
+def _pieces(tensors: Iterable[TensorRef]) -> Iterator[_Piece]:
+    for number, tensor in enumerate(tensors):
+        kind, data = real_dtype(tensor.dtype).name, tensor.data if tensor.is_plain else None
+        if not isinstance(data, ByteRange):
+            yield _Piece(number, kind, tensor, tensor.nbytes)
+            continue
+        for start, size in cut(data.nbytes, PIECE):
+            yield _Piece(number, kind, data.part(start, size), size)
+
+
+def _count_non_finite(buffers: Buffers, piece: _Piece) -> tuple[_Piece, int]:
+    with buffers.one() as buffer:
+        data = piece.data
+        chunks = data.chunks(buffer) if isinstance(data, ByteRange) else stream(data, buffer=buffer)
+        return piece, sum(count_non_finite(piece.kind, chunk) for chunk in chunks)

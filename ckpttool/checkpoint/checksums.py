@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from ..errors import Damaged
-from ..files.copying import BUFFER, Progress
+from ..files.copying import Buffers, Progress
 from ..files.crc32 import combined, crc32, crc32_of
 from ..files.threads import cores, cut, map_pieces
 from ..tensors.ref import ByteRange, Computed, Source, Storage
@@ -22,8 +23,8 @@ PIECE = 4 << 20
 WORKERS = 8
 
 
-def with_checksum(storages: Iterable[Named]) -> Iterator[Named]:
-    """Yield storages that state a checksum, and those of their origins that do, each once.
+def each_once(storages: Iterable[Named]) -> Iterator[Named]:
+    """Yield storages and those that they come from, each once.
 
     Args:
         storages: with the name of a tensor that uses each; some repeatedly.
@@ -36,8 +37,7 @@ def with_checksum(storages: Iterable[Named]) -> Iterator[Named]:
             if id(each) not in seen:
                 seen.add(id(each))
                 below += each.origins
-                if each.crc32 is not None:
-                    yield name, each
+                yield name, each
 
 
 class Checksums:
@@ -48,16 +48,22 @@ class Checksums:
     storage that was mapped.
     """
 
-    def __init__(self, checkpoint: Checkpoint, storages: Iterable[Named]) -> None:
+    def __init__(self, checkpoint: Checkpoint, storages: Iterable[Named], *, every: bool = False) -> None:
         """Prepare the comparison of storages.
 
         Args:
             checkpoint: what is being read; for the hint of the error.
             storages: those that are used, with the name of a tensor that uses each. Those that they come from
-                are compared too; those without a checksum are not.
+                are compared too.
+            every: read the storages without a checksum too, as far as nothing else reads them; of one that
+                is put together from others, those.
         """
         self._checkpoint = checkpoint
-        self._sums = [_Sums(name, storage, {}) for name, storage in with_checksum(storages)]
+        self._sums = [
+            _Sums(name, storage, {})
+            for name, storage in each_once(storages)
+            if storage.crc32 is not None or (every and not storage.origins)
+        ]
         self._watches: dict[int, tuple[Source, _Watch]] = {}
         for sums in self._sums:
             data = sums.storage.data
@@ -82,14 +88,30 @@ class Checksums:
             Damaged: bytes do not match their checksum, the first in the order of the storages; or a file
                 ends early.
         """
+        for each in self._differing(None):
+            raise self._damaged(each)
+
+    def damaged(self, progress: Progress | None = None) -> list[Named]:
+        """Return the storages whose bytes do not match their checksum; call it when everything was read.
+
+        Args:
+            progress: called with numbers of bytes that nothing had read, or that must be read again.
+
+        Raises:
+            Damaged: a file ends early.
+        """
+        return [(each.name, each.storage) for each in self._differing(progress)]
+
+    def _differing(self, progress: Progress | None) -> Iterator[_Sums]:
         self.__exit__()
         unread = [(each, *gap) for each in self._sums for gap in each.gaps()]
-        found = _crc32s([each.storage.data.part(start, end - start) for each, start, end in unread])
-        for (each, start, end), crc in zip(unread, found, strict=True):
+        places = [each.storage.data.part(start, end - start) for each, start, end in unread]
+        for (each, start, end), crc in zip(unread, _crc32s(places, progress), strict=True):
             each.stretches[start] = end, crc
         for each in self._sums:
-            if each.whole() != each.storage.crc32:
-                raise self._damaged(each)
+            stated = each.storage.crc32
+            if stated is not None and each.whole() != stated:
+                yield each
 
     def _damaged(self, sums: _Sums) -> Damaged:
         own = {each.path for each in (self._checkpoint.source, *self._checkpoint.shards)}
@@ -149,7 +171,8 @@ class _Watch:
             return
         start, end, sums = self._places[number]
         if offset + len(data) <= end and len(data):
-            sums.stretches[offset - start] = offset + len(data) - start, crc32(data)
+            crc = 0 if sums.storage.crc32 is None else crc32(data)
+            sums.stretches[offset - start] = offset + len(data) - start, crc
 
 
 class _Part(NamedTuple):
@@ -160,7 +183,7 @@ class _Part(NamedTuple):
     nbytes: int
 
 
-def _crc32s(places: list[ByteRange | Computed]) -> list[int]:
+def _crc32s(places: list[ByteRange | Computed], progress: Progress | None) -> list[int]:
     """Return the CRC-32 of each place, read on several cores."""
     parts = (
         _Part(number, data.part(start, size), size)
@@ -168,31 +191,14 @@ def _crc32s(places: list[ByteRange | Computed]) -> list[int]:
         for start, size in cut(data.nbytes, PIECE if isinstance(data, ByteRange) else data.nbytes or 1)
     )
     found = [0] * len(places)
-    for part, crc in map_pieces(_crc32_of_part, parts, cores(WORKERS)):
+    buffers = Buffers()
+    for part, crc in map_pieces(partial(_crc32_of_part, buffers), parts, cores(WORKERS)):
         found[part.number] = combined(found[part.number], crc, part.nbytes)
+        if progress:
+            progress(part.nbytes)
     return found
 
 
-def _crc32_of_part(part: _Part) -> tuple[_Part, int]:
-    return part, checksum(part.data, memoryview(bytearray(min(BUFFER, part.nbytes))), None)
-
-
-def checksum(data: ByteRange | Computed, buffer: memoryview, progress: Progress | None) -> int:
-    """Return the CRC-32 of bytes.
-
-    Args:
-        data: where they are.
-        buffer: memory to read them through.
-        progress: called with the number of bytes after each piece.
-
-    Raises:
-        Damaged: the file ends early.
-    """
-
-    def reported() -> Iterator[memoryview]:
-        for chunk in data.chunks(buffer):
-            yield chunk
-            if progress:
-                progress(len(chunk))
-
-    return crc32_of(reported())
+def _crc32_of_part(buffers: Buffers, part: _Part) -> tuple[_Part, int]:
+    with buffers.one() as buffer:
+        return part, crc32_of(part.data.chunks(buffer))

@@ -24,6 +24,7 @@ from . import (
     inspect,
     merge,
     optimizer,
+    prove,
     reload,
     rename_keys,
     slim,
@@ -65,6 +66,7 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
     "Check": {
         diff: "What differs between two files, by name and value",
         verify: "Read every byte: structure, checksums, NaN, infinity",
+        prove: "Whether a training run's record holds, bit for bit",
         gather_metrics: "Exact metrics from one prediction file per rank",
     },
     "Load": {

@@ -118,7 +118,8 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
         hint = "close other programs, or use a machine with more memory"
         return "memory", ": ".join([*call.paths[:1], "not enough memory"]), hint, 3
     if isinstance(error, OSError):
-        where = os.fsdecode(error.filename) if error.filename else "stdout" if _is_of_click(error) else ""
+        named = error.filename if isinstance(error.filename, str | bytes) else None  # or a descriptor
+        where = os.fsdecode(named) if named else "stdout" if _is_of_click(error) else ""
         message = f"{where}: " * bool(where) + (error.strerror or str(error)).lower()
         return "system", message, HINTS.get(error.errno or 0, "check the disk and the permissions"), 3
     if isinstance(error, ImportError) and not (error.name or "").startswith("ckpttool"):

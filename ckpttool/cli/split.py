@@ -102,6 +102,7 @@ def _as_dtensors(
     for said, names in (
         ("whole on every rank, as buffers are (--whole adds others)", found.whole),
         ("the same in extra_state of every rank", found.repeated),
+        ("left out", found.left_out),
     ):
         if names:
             console.note(f"{said}: {console.names(names)}")
@@ -121,7 +122,7 @@ def _as_dtensors(
         "optimizer": found.optimizer,
         "repeated": found.repeated,
         "renamed": 0,
-        "left_out": [],
+        "left_out": found.left_out,
         "bytes": found.nbytes,
         "seconds": round(seconds, 4),
     } | ({"dry_run": True} if given["dry_run"] else {})

@@ -62,7 +62,7 @@ def command(
             other = stack.enter_context(formats.open(against)) if against else None
             if state is not None and other is None:
                 checkpoint.state(state)
-            passes = 2 * checkpoint.nbytes + (checkpoint.nbytes + other.nbytes if other else 0)
+            passes = checkpoint.nbytes + (checkpoint.nbytes + other.nbytes if other else 0)
             with console.progress(passes, "reading") as progress:
                 found = verify(
                     checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress

@@ -174,7 +174,7 @@ class _Pulse:
             "machine": processes.machine(),
             "pid": os.getpid(),
         }
-        own |= {"began": processes.began(os.getpid()), "dump": self.dump}
+        own |= {"machine": processes.machine(), "began": processes.began(os.getpid()), "dump": self.dump}
         met = collectives.gather((uuid.uuid4().hex, own))
         self.about = [about for _, about in met]
         # Keys of this watch alone: a store may outlive a job, with what ranks that are dead have written.

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from ..errors import UsageFault
-from .copying import BUFFER, no_room_named
+from .copying import BUFFER, NO_ROOM, no_room_named
 from .permissions import keep_permissions
 from .temporaries import new_file, remove_abandoned
 
@@ -43,6 +43,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     Raises:
         UsageFault: the folder does not exist or can't be written, the target is not a regular file, or
             standard output is a terminal.
+        OSError: the disk is full, or failed; its `filename` is `path`.
     """
     with _to_standard_output() if os.fspath(path) == "-" else _replacing(os.fspath(path)) as file:
         yield file
@@ -76,10 +77,11 @@ def _replacing(path: str) -> Iterator[BinaryIO]:
         with no_room_named(path), os.fdopen(fd, "w+b") as file:
             yield file
             file.flush()
-            with contextlib.suppress(FileNotFoundError):
-                keep_permissions(fd, target)
-            os.fsync(fd)
-            os.replace(temporary, target)  # before the file, and with it the lock, is closed
+            with _errors_named(path):
+                with contextlib.suppress(FileNotFoundError):
+                    keep_permissions(fd, target)
+                os.fsync(fd)
+                os.replace(temporary, target)  # before the file, and with it the lock, is closed
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
@@ -98,8 +100,20 @@ def require_folder(path: str) -> None:
         raise UsageFault(f"{path}: there is no folder {folder}", hint=f"mkdir -p {shlex.quote(folder)}")
 
 
-def not_writable(path: str, error: OSError) -> UsageFault:
-    """Return the error for an output that can't be created."""
+@contextlib.contextmanager
+def _errors_named(path: str) -> Iterator[None]:
+    """Give an OSError the name of the output, in the place of a descriptor or a temporary's name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = path, None
+        raise
+
+
+def not_writable(path: str, error: OSError) -> UsageFault | OSError:
+    """Return the error for an output that can't be created: the user's, or that of a full or failing disk."""
+    if error.errno in NO_ROOM | {errno.EIO, errno.EINTR}:
+        return OSError(error.errno, error.strerror, path)
     reason = (error.strerror or str(error)).lower()
     return UsageFault(f"{path}: can't write there: {reason}", hint="choose another output")
 
@@ -129,7 +143,7 @@ def _check_target(path: str, target: str) -> bool:
             raise UsageFault(f"{path}: is named like a folder", hint="name a file") from None
         return False
     except OSError as error:
-        raise UsageFault(f"{path}: {error.strerror}") from error
+        raise not_writable(path, error) from error
     if not stat.S_ISREG(mode):
         raise UsageFault(f"{path}: is not a regular file, so it can't be replaced")
     return True

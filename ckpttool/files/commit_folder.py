@@ -156,6 +156,9 @@ def _link(path: str, names: Collection[str], old: str, new: str) -> None:
         for name in names:
             os.link(os.path.join(old, name), os.path.join(new, name), follow_symlinks=False)
     except OSError as error:
+        failed = not_writable(path, error)
+        if isinstance(failed, OSError):
+            raise failed from error
         raise UsageFault(
             f"{path}: holds other files too ({', '.join(sorted(names)[:3])}), which can't be kept: "
             f"{(error.strerror or str(error)).lower()}",

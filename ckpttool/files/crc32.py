@@ -40,27 +40,50 @@ def combined(first: int, second: int, nbytes: int) -> int:
 
     Source: `crc32_combine` of zlib.
     """
-    return _product(_shift(nbytes), first) ^ second if first else second
+    if not first:
+        return second
+    lowest, low, high, highest = _shift(nbytes)
+    return (
+        second ^ lowest[first & 255] ^ low[first >> 8 & 255] ^ high[first >> 16 & 255] ^ highest[first >> 24]
+    )
 
 
 @lru_cache(64)
-def _shift(nbytes: int) -> int:
-    """x^(8 · nbytes), by squaring."""
-    power, square = ONE, X8
-    while nbytes:
-        if nbytes & 1:
-            power = _product(power, square)
-        square = _product(square, square)
-        nbytes >>= 1
-    return power
+def _shift(nbytes: int) -> list[list[int]]:
+    """Return what each byte of a CRC, the lowest first, becomes times x^(8 · nbytes)."""
+    power = ONE
+    for exponent in range(nbytes.bit_length()):
+        if nbytes >> exponent & 1:
+            power = _product(power, _square(exponent))
+    bits = [power]  # what x^0, x^1, … become: the highest bit first
+    for _ in range(31):
+        bits.append(_times_x(bits[-1]))
+    bits.reverse()
+    tables = []
+    for first in range(0, 32, 8):
+        table = [0]
+        for bit in bits[first : first + 8]:
+            table += [bit ^ below for below in table]
+        tables.append(table)
+    return tables
+
+
+@lru_cache(64)
+def _square(exponent: int) -> int:
+    """Return x^(8 · 2^exponent)."""
+    return _product(_square(exponent - 1), _square(exponent - 1)) if exponent else X8
 
 
 def _product(a: int, b: int) -> int:
-    """a · b modulo the polynomial."""
+    """Return a · b modulo the polynomial."""
     product = 0
     while a:
         if a & ONE:
             product ^= b
         a = (a << 1) & 0xFFFFFFFF
-        b = (b >> 1) ^ (POLYNOMIAL if b & 1 else 0)
+        b = _times_x(b)
     return product
+
+
+def _times_x(a: int) -> int:
+    return (a >> 1) ^ (POLYNOMIAL if a & 1 else 0)

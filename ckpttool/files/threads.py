@@ -7,12 +7,16 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from queue import Empty, SimpleQueue
+from threading import Lock, Thread
+from typing import Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
+from .signals import signals_deferred
 
 T = TypeVar("T")
+
+NAME = "ckpttool worker"
+"""The name of each thread that runs jobs."""
 
 GROUP = 1 << 20
 """Bytes of small pieces that are worth handing to a thread together."""
@@ -45,23 +49,24 @@ def cut(nbytes: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 class Workers(Generic[T]):
-    """Threads that run jobs while the caller goes on. Close it, or use it as a context manager.
+    """Threads that run jobs together with the caller. Close it, or use it as a context manager.
 
-    Threads help only where the work releases the GIL: reading, hashing, numpy. Where the process has one
-    core, where no thread can be started, and for a single job, the caller's thread runs the job itself when
-    its result is asked for.
+    Whoever waits for a result runs jobs meanwhile, so that a process of two cores starts one thread, and
+    nothing is lost where another process keeps the second core busy. Threads help only where the work
+    releases the GIL: reading, writing, hashing, numpy.
     """
 
     def __init__(self, count: int) -> None:
-        """Prepare up to `count` threads; none is started before there are two jobs."""
-        self._count = count if cores(2) > 1 else 0
-        self._pool: ThreadPoolExecutor | None = None
+        """Prepare for `count` jobs at once, the caller's included; no thread starts before two jobs wait."""
+        self._count = count if cores(2) > 1 else 1
+        self._todo: SimpleQueue[_Task[T] | None] = SimpleQueue()
         self._pending: deque[_Task[T]] = deque()
+        self._threads: list[Thread] = []
 
     @property
     def is_threaded(self) -> bool:
         """Whether there may be threads besides the caller's."""
-        return self._count > 0
+        return self._count > 1
 
     def __enter__(self) -> Workers[T]:
         return self
@@ -71,14 +76,11 @@ class Workers(Generic[T]):
 
     def add(self, job: Callable[[], T]) -> None:
         """Queue a job; it starts as soon as a thread is free."""
-        self._pending.append(_Task(job))
-        if self._count and len(self._pending) > 1 and self._pool is None:
-            from concurrent.futures import ThreadPoolExecutor
-
-            self._pool = ThreadPoolExecutor(self._count)
-            self._hand_over(self._pending[0])
-        if self._pool is not None:
-            self._hand_over(self._pending[-1])
+        task = _Task(job)
+        self._pending.append(task)
+        self._todo.put(task)
+        if len(self._threads) + 1 < min(self._count, len(self._pending)):
+            self._start_thread()
 
     def results(self, pending: int = 0) -> Iterator[T]:
         """Yield the results of the oldest jobs, in order, until at most `pending` jobs are left.
@@ -87,44 +89,82 @@ class Workers(Generic[T]):
             Exception: whatever a job raised, in its turn.
         """
         while len(self._pending) > pending:
-            yield self._pending.popleft().result()
+            oldest = self._pending[0]
+            while not oldest.is_done and self._run_next():
+                pass
+            self._pending.popleft()
+            yield oldest.result()
 
     def close(self) -> None:
-        """End the threads. Jobs that have not begun are dropped."""
+        """End the threads when they have done the job at hand. Jobs that have not begun are dropped."""
         self._pending.clear()
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = None
+        if not self._threads:
+            return
+        with signals_deferred():  # a thread that is not told would keep the process from ending
+            with contextlib.suppress(Empty):
+                while True:
+                    self._todo.get_nowait()
+            for _ in self._threads:
+                self._todo.put(None)
+            for thread in self._threads:
+                thread.join()
+            self._threads.clear()
 
-    def _hand_over(self, task: _Task[T]) -> None:
-        assert self._pool is not None
-        # The error says that no thread could be started, as under a limit on processes. Those there are may
-        # do it all the same, or `result` does.
-        with contextlib.suppress(RuntimeError):
-            self._pool.submit(task.do)
+    def _start_thread(self) -> None:
+        thread = Thread(target=_run_all, args=(self._todo,), name=NAME, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started, as under a limit on processes
+            self._count = len(self._threads) + 1
+        else:
+            self._threads.append(thread)
+
+    def _run_next(self) -> bool:
+        """Run a job that has not begun, from the caller's thread; return whether there was one."""
+        try:
+            task = self._todo.get_nowait()
+        except Empty:
+            return False
+        assert task is not None
+        task.run()  # an interrupt is raised at once
+        return True
 
 
 class _Task(Generic[T]):
-    """A job that is done once: by a thread that is free, or else by the one that wants its result."""
+    """A job and its outcome. A `Future` would take three times as long to make."""
+
+    __slots__ = ("_error", "_job", "_result", "_unfinished")
 
     def __init__(self, job: Callable[[], T]) -> None:
-        from concurrent.futures import Future
-
         self._job = job
-        self._future = Future[T]()
+        self._error: BaseException | None = None
+        self._unfinished = Lock()
+        self._unfinished.acquire()
 
-    def do(self) -> None:
-        """Run the job, unless another thread has."""
-        if not self._future.set_running_or_notify_cancel():
-            return
+    @property
+    def is_done(self) -> bool:
+        return not self._unfinished.locked()
+
+    def run(self, kept: type[BaseException] = Exception) -> None:
+        """Run the job and keep its result or its error; errors of other types are raised."""
         try:
-            self._future.set_result(self._job())
-        except BaseException as error:
-            self._future.set_exception(error)
+            self._result = self._job()
+        except kept as error:
+            self._error = error
+        self._unfinished.release()
 
     def result(self) -> T:
-        """Return what the job returns, or raise its error."""
-        return self._job() if self._future.cancel() else self._future.result()
+        """Wait for the job; return what it returned, or raise its error."""
+        with self._unfinished:
+            if self._error is not None:
+                raise self._error
+            return self._result
+
+
+def _run_all(todo: SimpleQueue[_Task[T] | None]) -> None:
+    """Run jobs until None comes."""
+    while (task := todo.get()) is not None:
+        task.run(kept=BaseException)  # whatever ended this thread would leave the caller waiting
 
 
 def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
@@ -132,7 +172,8 @@ def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
 
     Args:
         jobs: taken one after another, as they are needed.
-        workers: threads besides the caller's; results of at most `workers` + 1 jobs are held.
+        workers: jobs at once, one of them run by the caller's thread; results of at most twice as many are
+            held.
 
     Raises:
         Exception: whatever a job raised, in its turn; the jobs after it are dropped.
@@ -140,7 +181,7 @@ def in_order(jobs: Iterable[Callable[[], T]], workers: int) -> Iterator[T]:
     with Workers[T](workers) as queue:
         for job in jobs:
             queue.add(job)
-            yield from queue.results(pending=workers if queue.is_threaded else 0)
+            yield from queue.results(pending=2 * workers - 1 if queue.is_threaded else 0)
         yield from queue.results()
 
 

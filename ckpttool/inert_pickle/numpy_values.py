@@ -5,6 +5,7 @@ Source: `__reduce__` of `numpy.generic`, `numpy.ndarray` and `numpy.dtype`, 1.x 
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ SCALAR = {Global(module, "scalar") for module in MODULES}
 ARRAY = {Global(module, "_reconstruct") for module in MODULES}
 FROM_BUFFER = {Global(module, "_frombuffer") for module in ("numpy.core.numeric", "numpy._core.numeric")}
 DTYPE = Global("numpy", "dtype")
+
+CODE = re.compile("[A-Za-z][0-9]{1,9}")
 
 MAX_EMPTY = 1 << 20
 """The most lists that an array without elements may become, as shape [2**40, 0] would be."""
@@ -143,7 +146,7 @@ def element_of(value: object) -> Element | None:
     if not isinstance(value, Record) or value.callable != DTYPE:
         return None
     match value.args, value.state:
-        case (str(code), *_), (_, str(order), None, None, None, *_) if code[:1] and code[1:].isdigit():
+        case (str(code), *_), (_, str(order), None, None, None, *_) if CODE.fullmatch(code):
             return Element(code, order) if order in ("<", ">") else Element(code, "<")
         case ("O" | "O8", *_), _:
             return Element("O8", "<")

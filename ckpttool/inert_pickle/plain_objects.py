@@ -5,11 +5,13 @@ from __future__ import annotations
 import datetime
 import decimal
 import fractions
+import re
 import uuid
 from collections.abc import Callable
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any
 
+from .key_guard import BadKey, KeyGuard
 from .numpy_values import NUMBERS, element_of
 from .values import Global, Record
 
@@ -17,6 +19,10 @@ RECONSTRUCTOR = {Global("copyreg", "_reconstructor"), Global("copy_reg", "_recon
 OBJECT = {Global("builtins", "object"), Global("__builtin__", "object")}
 DEFAULT_DICT = Global("collections", "defaultdict")
 DEQUE = Global("collections", "deque")
+
+
+MAX_BITS = 10_000
+"""Bits of the numbers of a fraction."""
 
 
 def _made(kind: Callable[..., object], *types: type) -> Callable[[Record], str]:
@@ -29,6 +35,15 @@ def _made(kind: Callable[..., object], *types: type) -> Callable[[Record], str]:
         return str(kind(*args))
 
     return text
+
+
+def _fraction(record: Record) -> str:
+    match record.args:
+        case (str(text),) if re.fullmatch(r"-?[0-9]+(/[0-9]+)?", text):  # an exponent may take hours
+            return str(fractions.Fraction(text))
+        case (int(over), int(under)) if max(over.bit_length(), under.bit_length()) < MAX_BITS:
+            return str(fractions.Fraction(over, under))
+    raise ValueError
 
 
 def _uuid(record: Record) -> str:
@@ -51,7 +66,7 @@ TEXTS: dict[Global, Callable[[Record], str]] = {
         for name in ["Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"]
     },
     Global("decimal", "Decimal"): _made(decimal.Decimal, str),
-    Global("fractions", "Fraction"): _made(fractions.Fraction, str, int),
+    Global("fractions", "Fraction"): _fraction,
     Global("datetime", "date"): _made(datetime.date, bytes),
     Global("datetime", "time"): _made(datetime.time, bytes),
     Global("datetime", "datetime"): _made(datetime.datetime, bytes),
@@ -124,8 +139,11 @@ def _is_same(a: object, b: object) -> bool:
 
 
 def _items(record: Record) -> dict[Any, Any] | None:
-    """Return the items of a dict; None for a key that has no hash."""
+    """Return the items of a dict; None for a key that has no hash, or one that takes long to be made."""
+    guard, items = KeyGuard(len(record.items)), dict[Any, Any]()
     try:
-        return dict(record.items)
-    except TypeError:
+        for key, value in record.items:
+            items[guard.check(key, items)] = value
+    except (BadKey, TypeError):
         return None
+    return items

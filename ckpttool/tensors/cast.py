@@ -212,20 +212,28 @@ class Conversion:
         return out, overflows if len(overflows) else None
 
     def _infinite(self, out: NDArray[Any]) -> NDArray[np.bool_] | None:
-        """Return where the bits of a result are those of an infinity or NaN; None where they are nowhere.
-
-        Two passes that make no array find out: as unsigned numbers the negative ones are the largest, as
-        signed numbers the positive ones.
-        """
-        if not len(out) or self._to.name == "float64":  # which holds all that the others do
+        """Return where the bits of a result are those of an infinity or NaN; None where they are nowhere."""
+        name, width = self._to.name, out.itemsize
+        if name == "float64" or _all_finite(name, out):  # float64 holds all that the others do
             return None
-        infinity, width = INFINITY[self._to.name], out.itemsize
-        sign = 1 << 8 * width - 1
         unsigned = out.view(f"<u{width}")
-        if unsigned.max() < sign | infinity and out.view(f"<i{width}").max() < infinity:
-            return None
-        found: NDArray[np.bool_] = (unsigned & unsigned.dtype.type(sign - 1)) >= infinity
+        found: NDArray[np.bool_] = (unsigned & unsigned.dtype.type((1 << 8 * width - 1) - 1)) >= INFINITY[
+            name
+        ]
         return found
+
+
+def _all_finite(name: str, values: NDArray[Any]) -> bool:
+    """Return whether no bits of a type in INFINITY are those of an infinity or NaN.
+
+    Two passes that make no array find out: as unsigned numbers the negative ones are the largest, as signed
+    numbers the positive ones.
+    """
+    if not len(values):
+        return True
+    infinity, width = INFINITY[name], values.itemsize
+    unsigned, signed = values.view(f"<u{width}"), values.view(f"<i{width}")
+    return bool(unsigned.max() < 1 << 8 * width - 1 | infinity and signed.max() < infinity)
 
 
 def carrier(dtype: DType) -> Any:
@@ -258,6 +266,9 @@ def count_non_finite(name: str, raw: memoryview) -> int:
     """
     import numpy as np
 
-    values = reader(DTYPES[name])(np.frombuffer(raw, dtype=carrier(DTYPES[name])))
+    bits = np.frombuffer(raw, dtype=carrier(DTYPES[name]))
+    if name in INFINITY and _all_finite(name, bits):
+        return 0
+    values = reader(DTYPES[name])(bits)
     finite = np.isfinite(values)
     return 0 if finite.all() else int(finite.size - np.count_nonzero(finite))

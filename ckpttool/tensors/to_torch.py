@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING, TypeGuard
 from ..errors import Unsupported
 from .dtypes import DTYPES
 from .ref import ByteRange, Computed, TensorRef
-from .values import require_bounded, stream
+from .values import CHUNK, require_bounded, stream
 
 if TYPE_CHECKING:
     import torch
 
 
-def live_tensors(tensors: Mapping[str, TensorRef]) -> dict[str, torch.Tensor]:
+def live_tensors(tensors: Mapping[str, TensorRef], *, mapped: bool = True) -> dict[str, torch.Tensor]:
     """Return torch tensors that view the file through a private mapping: nothing is read until it is used.
+
+    A process that uses a mapping of a file which became shorter is killed by SIGBUS.
 
     Tensors that share a storage in the file share memory here. Values that are not plain bytes of the file
     (lazy bits, big-endian, computed, misaligned) are read at once.
 
     Args:
         tensors: name -> tensor, any layout.
+        mapped: False to read the storages into memory at once.
 
     Returns:
         name -> torch tensor of the same dtype, shape and stride, on the CPU.
@@ -38,24 +41,64 @@ def live_tensors(tensors: Mapping[str, TensorRef]) -> dict[str, torch.Tensor]:
     storages: dict[int, torch.UntypedStorage] = {}
     made: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        dtype = _torch_dtype(name, tensor)
+        dtype = torch_dtype(name, tensor)
         data = tensor.storage.data
         if not tensor.numel:
             made[name] = torch.empty(tensor.shape, dtype=dtype)
-        elif tensor.conj or tensor.neg or tensor.is_swapped or not _mappable(data, tensor):
-            require_bounded(name, tensor)
-            raw = b"".join(bytes(chunk) for chunk in stream(tensor))
-            made[name] = torch.frombuffer(bytearray(raw), dtype=dtype).reshape(tensor.shape)
+        elif has_to_be_made(tensor) or not _mappable(data, tensor):
+            made[name] = loaded_tensor(name, tensor)
         else:
             key = id(tensor.storage)
             if key not in storages:
-                storages[key] = _mapped(data, maps)
+                storages[key] = _mapped(data, maps) if mapped else _read(data)
             empty = torch.empty(0, dtype=dtype)
             made[name] = empty.set_(storages[key], tensor.offset, tensor.shape, tensor.stride)
     return made
 
 
-def _torch_dtype(name: str, tensor: TensorRef) -> torch.dtype:
+def loaded_tensor(name: str, tensor: TensorRef) -> torch.Tensor:
+    """Return a torch tensor in memory of its own, read at once, with the same strides where it can be.
+
+    Args:
+        name: the tensor's, for messages.
+        tensor: any layout.
+
+    Raises:
+        Unsupported: an element type that this torch does not have.
+        Refused: it repeats elements of its storage, which are more than 1 GiB larger than that.
+        Damaged: the file ends early.
+    """
+    import torch
+
+    dtype = torch_dtype(name, tensor)
+    if not tensor.numel:
+        return torch.empty(tensor.shape, dtype=dtype)
+    if has_to_be_made(tensor):
+        require_bounded(name, tensor)
+        raw = bytearray(tensor.nbytes)
+        at = 0
+        for chunk in stream(tensor):
+            raw[at : at + len(chunk)] = chunk
+            at += len(chunk)
+        return torch.frombuffer(raw, dtype=dtype).reshape(tensor.shape)
+    data = tensor.storage.data
+    assert isinstance(data, ByteRange)
+    begin, end = tensor.span
+    storage = _read(data.part(begin, end - begin))
+    return torch.empty(0, dtype=dtype).set_(storage, 0, tensor.shape, tensor.stride)
+
+
+def has_to_be_made(tensor: TensorRef) -> bool:
+    """Return whether a tensor's values are not in the file as they are; once made, they have no gaps."""
+    return tensor.conj or tensor.neg or tensor.is_swapped or isinstance(tensor.storage.data, Computed)
+
+
+def torch_dtype(name: str, tensor: TensorRef) -> torch.dtype:
+    """Return torch's element type of a tensor.
+
+    Raises:
+        Unsupported: this torch does not have it.
+    """
     import torch
 
     dtype = getattr(torch, tensor.dtype.name, None)
@@ -79,3 +122,16 @@ def _mapped(data: ByteRange, maps: dict[int, mmap.mmap]) -> torch.UntypedStorage
         maps[id(data.source)] = mmap.mmap(data.source.fd, 0, access=mmap.ACCESS_COPY)
     whole = torch.frombuffer(maps[id(data.source)], dtype=torch.uint8, count=data.nbytes, offset=data.offset)
     return whole.untyped_storage()
+
+
+def _read(data: ByteRange) -> torch.UntypedStorage:
+    """Return a storage in memory."""
+    import torch
+
+    raw = bytearray(data.nbytes)
+    whole, at = memoryview(raw), 0
+    while at < data.nbytes:
+        size = min(CHUNK, data.nbytes - at)
+        for chunk in data.part(at, size).chunks(whole[at : at + size]):
+            at += len(chunk)
+    return torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()

@@ -20,15 +20,12 @@ from ..formats.reading import open as open_checkpoint
 from ..inert_pickle.values import remade
 from ..tensors.dtypes import DType, real_dtype
 from ..tensors.ref import Computed, Storage, TensorRef
-from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded
+from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded, stream
 from .keys import stripping
-from .mean import mean
+from .mean import BLOCK, Means, mean
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
-
-BLOCK = 1 << 16
-"""Elements averaged at a time."""
 
 SMALL = 1 << 14
 """Bytes of a tensor that is averaged together with others: few elements take as long as thousands."""
@@ -141,6 +138,7 @@ class _Averaging:
         self.taken: list[str] = []
         self.storages: dict[tuple[object, ...], Storage] = {}
         self.batches: dict[str, _Batch] = {}  # to which tensors of a type are added
+        self.work: dict[str, _Work] = {}  # for each type
         self.held = lru_cache(HELD)(_Batch.means)
 
     def entry(self, name: str, value: object) -> object:
@@ -180,12 +178,37 @@ class _Averaging:
         """Return the bytes of the means of one tensor; small plain tensors share a batch."""
         path, nbytes = inputs[-1].storage.data.path, inputs[-1].nbytes
         if nbytes > SMALL or not all(each.is_plain for each in inputs):
-            make = partial(_means, inputs, self.weights, part)
+            work = self.work.setdefault(part.name, _Work(self.weights, part))
+            make = partial(_means, work, inputs)
             return Computed(path, nbytes, make, is_divisible=all(each.is_contiguous for each in inputs))
         batch = self.batches.get(part.name)
         if batch is None or batch.nbytes > BATCH:
             self.batches[part.name] = batch = _Batch(self.weights, part)
         return Computed(path, nbytes, partial(_stretch_of, self.held, batch, batch.add(inputs)))
+
+
+class _Work:
+    """What computes the means of one type: as many as threads compute at once.
+
+    Attributes:
+        part: the type.
+    """
+
+    def __init__(self, weights: list[float], part: DType) -> None:
+        self.part = part
+        self._weights = weights
+        self._idle: list[Means] = []
+
+    def take(self) -> Means:
+        """Return one that no thread uses."""
+        try:
+            return self._idle.pop()
+        except IndexError:  # not asked first: another thread may take the last one in between
+            return Means(self._weights, self.part)
+
+    def give_back(self, means: Means) -> None:
+        """Keep one for the next who takes it."""
+        self._idle.append(means)
 
 
 class _Batch:
@@ -227,26 +250,27 @@ def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
     return all(x == y for x, y in pairs)
 
 
-def _means(
-    inputs: list[TensorRef], weights: list[float], part: DType, start: int, nbytes: int
-) -> Iterator[memoryview]:
+def _means(work: _Work, inputs: list[TensorRef], start: int, nbytes: int) -> Iterator[memoryview]:
     """Yield a stretch of the means' bytes; of contiguous inputs, nothing before it is read."""
+    means = work.take()
     if all(each.is_contiguous for each in inputs):
-        flat = [_stretch(each, start, nbytes) for each in inputs]
+        flat = (_stretch(each, start, nbytes) for each in inputs)
+        blocks = zip(
+            *(stream(each, buffer=own) for each, own in zip(flat, means.buffers, strict=True)), strict=True
+        )
         start = 0
     else:
-        flat = inputs
-    together = zip(*(in_pieces(each, BLOCK * part.itemsize) for each in flat), strict=True)
+        blocks = zip(*(in_pieces(each, len(means.buffers[0])) for each in inputs), strict=True)
     end = start + nbytes
     at = 0
-    for block in together:
+    for block in blocks:
         if at >= end:
-            return
+            break
         begin, at = at, at + len(block[0])
         if at > start:
-            piece = mean([memoryview(one) for one in block], weights, part)
-            piece = piece[max(start - begin, 0) : end - begin]
-            yield _swapped(piece, part) if inputs[-1].is_swapped else piece
+            piece = means.of(block)[max(start - begin, 0) : end - begin]
+            yield _swapped(piece, work.part) if inputs[-1].is_swapped else piece
+    work.give_back(means)
 
 
 def _swapped(piece: memoryview, part: DType) -> memoryview:

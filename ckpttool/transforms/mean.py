@@ -14,17 +14,26 @@ exact one round to the same number, that number is the result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..tensors.cast import carrier, reader
+from ..tensors.cast import INFINITY, carrier, reader
 from ..tensors.dtypes import DType
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 SPLITTER = 134217729.0  # 2^27 + 1: cuts a float64 into two halves whose products are exact
+BLOCK = 1 << 16
+"""Elements that are read at a time."""
+
+STEP = 1 << 15
+"""Elements that are averaged at a time: few enough for the processor's cache."""
+
 LARGE, SMALL = 2.0**900, 2.0**-900
 
 CANCELLED = 2.0**-40
@@ -32,57 +41,97 @@ CANCELLED = 2.0**-40
 
 
 def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> memoryview:
-    """Return the weighted mean of elements of one type, as bytes of that type, little-endian.
+    """Return the weighted mean of elements of one type, as bytes of that type; see `Means`."""
+    return Means(weights, dtype).of(raw)
+
+
+class Means:
+    """Weighted means of elements of one type, computed in memory that is used again, by one thread at a time.
 
     Args:
-        raw: the bytes of the same elements in each input, little-endian.
         weights: one per input, not negative, of a positive sum. Equal weights, whatever their value, are
             exact.
         dtype: float64, float32, float16 or bfloat16.
     """
-    import numpy as np
 
-    read = reader(dtype)
-    values = [read(np.frombuffer(one, dtype=carrier(dtype))).astype("<f8") for one in raw]
-    equal = len(set(weights)) == 1
-    if equal:
-        weights = [1.0] * len(weights)
-    if equal and dtype.itemsize < 8:
-        out, unsure = _plainly(values, dtype)
-        if isinstance(unsure, slice) or len(unsure):
-            out[unsure] = _carefully([value[unsure] for value in values], weights, dtype)
-    else:
-        out = _carefully(values, weights, dtype)
-    return memoryview(out.view("u1"))
+    def __init__(self, weights: Sequence[float], dtype: DType) -> None:
+        import numpy as np
 
+        self._dtype, self._inputs = dtype, len(weights)
+        self._counted = [number for number, weight in enumerate(weights) if weight]
+        counted = [weights[number] for number in self._counted]
+        self._weights = [1.0] * len(counted) if len(set(counted)) == 1 else counted
+        self._total, self._end = np.empty(STEP), np.empty(STEP)
+        self._high = np.empty(STEP, carrier(dtype))
 
-def _plainly(values: list[NDArray[Any]], dtype: DType) -> tuple[Any, Any]:
-    """Return the float64 mean, rounded, and the places where the exact mean may round differently.
+    @cached_property
+    def buffers(self) -> list[memoryview]:
+        """Where the bytes of each input may be read to, BLOCK elements each."""
+        return [memoryview(bytearray(BLOCK * self._dtype.itemsize)) for _ in range(self._inputs)]
 
-    For n values of magnitude up to L, each addition errs by at most 2^-53 n L, so the mean by (n - 1) 2^-53
-    L, and the quotient by 2^-53 L: n 2^-53 L together. The interval allows twice that.
-    """
-    import numpy as np
+    def of(self, raw: Sequence[memoryview | bytes | bytearray]) -> memoryview:
+        """Return the means as bytes of the type, little-endian.
 
-    with np.errstate(all="ignore"):
-        ends = [end for value in values for end in (-value.min(initial=0.0), value.max(initial=0.0))]
-        reach = len(values) * 2.0**-52 * np.max(ends)
-        plain = sum(values[1:], values[0]) / len(values)
-        below, above = _nearest(plain - reach, dtype), _nearest(plain + reach, dtype)
-    if not np.isfinite(reach):
-        return below, slice(None)
-    bits = f"u{below.itemsize}"
-    return below, np.flatnonzero(below.view(bits) != above.view(bits))
+        Args:
+            raw: the bytes of the same elements in each input, little-endian.
+        """
+        import numpy as np
+
+        inputs = [np.frombuffer(raw[number], dtype=carrier(self._dtype)) for number in self._counted]
+        out = np.empty(len(inputs[0]), carrier(self._dtype))
+        unsure = np.ones(len(out), np.bool_)
+        for start in range(0, len(out), STEP):
+            stop = min(start + STEP, len(out))
+            self._plainly([each[start:stop] for each in inputs], out[start:stop], unsure[start:stop])
+        if unsure.any():
+            places = np.flatnonzero(unsure)
+            read = reader(self._dtype)
+            out[places] = _carefully(
+                [read(each[places]).astype("<f8") for each in inputs], self._weights, self._dtype
+            )
+        return memoryview(out.view("u1"))  # type: ignore[arg-type]
+
+    def _plainly(self, inputs: list[NDArray[Any]], out: NDArray[Any], unsure: NDArray[np.bool_]) -> None:
+        """Compute the means of at most STEP elements, and where they may not be the nearest numbers."""
+        import numpy as np
+
+        if self._dtype.itemsize == 8 or (largest := max(map(_largest, inputs))) >= INFINITY[self._dtype.name]:
+            return
+        high = self._high[: len(out)]
+        with np.errstate(all="ignore"):
+            values = list(map(reader(self._dtype), inputs))
+            self._bound(values, _float(largest, self._dtype), out, high)
+        bits = f"u{self._dtype.itemsize}"
+        np.not_equal(out.view(bits), high.view(bits), out=unsure)
+
+    def _bound(
+        self, values: list[NDArray[Any]], largest: float, low: NDArray[Any], high: NDArray[Any]
+    ) -> None:
+        """Round both ends of an interval around each float64 mean that contains the exact one.
+
+        For n values of magnitude up to L, the products, the additions, the sum of the weights and the
+        quotient err by at most (2n + 1) 2^-53 L together. The interval allows 2n + 4, as its ends are rounded
+        too.
+        """
+        import numpy as np
+
+        total, end = self._total[: len(low)], self._end[: len(low)]
+        np.multiply(values[0], self._weights[0], out=total, dtype="<f8")
+        for value, weight in zip(values[1:], self._weights[1:], strict=True):
+            term = value if weight == 1.0 else np.multiply(value, weight, out=end, dtype="<f8")
+            np.add(total, term, out=total)
+        np.multiply(total, 1.0 / math.fsum(self._weights), out=total)
+        reach = (len(values) + 2) * 2.0**-52 * largest
+        _round(np.subtract(total, reach, out=end), self._dtype, low)
+        _round(np.add(total, reach, out=end), self._dtype, high)
 
 
 def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DType) -> Any:
     """Return the mean in pairs, rounded once."""
     import numpy as np
 
-    counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
-    values, weights = [value for value, _ in counted], [weight for _, weight in counted]
     with np.errstate(all="ignore"):
-        high, low = _quotient(*_sum(values, weights), sum(map(Fraction, weights), Fraction()))
+        high, low = _quotient(*_sum(values, weights), *_total(tuple(weights)))
         plain = _plain(values, weights)
         sizes = np.maximum.reduce(
             [np.abs(value * weight) for value, weight in zip(values, weights, strict=True)]
@@ -94,6 +143,21 @@ def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DTyp
         for place in np.flatnonzero(numbers & (cancelled | ~_in_reach(values))):
             high[place], low[place] = _exact([float(value[place]) for value in values], weights)
     return _rounded(np.where(numbers, high, plain), np.where(numbers, low, 0.0), dtype)
+
+
+def _largest(values: NDArray[Any]) -> int:
+    """Return the bits of the largest magnitude; those of NaN are larger than an infinity's."""
+    width = values.itemsize
+    sign = 1 << 8 * width - 1
+    below, above = int(values.view(f"<u{width}").max()), int(values.view(f"<i{width}").max())
+    return max(below - sign, above, 0)
+
+
+def _float(bits: int, dtype: DType) -> float:
+    """Return the number that has these bits."""
+    import numpy as np
+
+    return float(reader(dtype)(np.array([bits], f"<u{dtype.itemsize}").view(carrier(dtype)))[0])
 
 
 def _plain(values: list[NDArray[Any]], weights: Sequence[float]) -> Any:
@@ -149,9 +213,14 @@ def _product(a: Any, b: Any) -> tuple[Any, Any]:
     return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
 
 
-def _quotient(high: Any, low: Any, by: Fraction) -> tuple[Any, Any]:
-    whole = float(by)
-    rest = float(by - Fraction(whole))
+@lru_cache(16)
+def _total(weights: tuple[float, ...]) -> tuple[float, float]:
+    """Return the sum of the weights as a pair."""
+    by = sum(map(Fraction, weights), Fraction())
+    return float(by), float(by - Fraction(float(by)))
+
+
+def _quotient(high: Any, low: Any, whole: float, rest: float) -> tuple[Any, Any]:
     quotient = high / whole
     product, error = _product(quotient, whole)
     left = ((high - product) - error) + low - quotient * rest
@@ -171,6 +240,13 @@ def _rounded(high: NDArray[Any], low: NDArray[Any], dtype: DType) -> NDArray[Any
     away = (low > 0) == (high > 0)
     even = (bits & 1 == 0) & (low != 0) & np.isfinite(high) & (high != 0)
     return _nearest(np.where(even, np.where(away, bits + 1, bits - 1), bits).view("<f8"), dtype)
+
+
+def _round(values: NDArray[Any], dtype: DType, out: NDArray[Any]) -> None:
+    """Round float64 to a type, into an array of its carrier."""
+    import numpy as np
+
+    np.copyto(out, _nearest(values, dtype) if dtype.name == "bfloat16" else values, casting="same_kind")
 
 
 def _nearest(odd: NDArray[Any], dtype: DType) -> NDArray[Any]:

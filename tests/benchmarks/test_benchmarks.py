@@ -100,6 +100,7 @@ def test_one_table_with_the_main_targets_of_each_case_goes_into_the_readme(bench
     jobs = [line.split(" | ")[1] for line in text.splitlines() if line.startswith("| ")][2:]
     assert jobs == [
         "ckpttool strip-prefix / cp",
+        "ckpttool strip-prefix --no-verify / cp",
         "torch.load + save_file / ckpttool strip-prefix",
         "strip-prefix in place / cp",
         "ckpttool --help, beyond python -c pass",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -462,3 +463,8 @@ def test_code_that_a_pickle_names_is_not_run_by_any_command(cli: Any, tmp_path: 
     assert cli("add-prefix", path, tmp_path / "out.pt").code == 0
     assert cli("reload", path, "--model", "torch.nn:Identity").code == 1
     assert not canary.exists()
+
+
+def test_an_error_of_a_descriptor_is_one_line() -> None:
+    _, message, _, code = failure.describe(OSError(errno.EIO, "Input/output error", 5), failure.Call())
+    assert (message, code) == ("input/output error", 3)

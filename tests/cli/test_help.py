@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import shlex
+import shutil
 from glob import glob
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +24,7 @@ from ckpttool.formats import destination
 from ckpttool.formats.folders import folders
 from ckpttool.metrics import predictions
 from ckpttool.tensors import cast
+from tests.ranks import shardings
 
 
 def prepare(folder: Path, example: str) -> None:
@@ -57,6 +59,15 @@ def prepare(folder: Path, example: str) -> None:
         )
 
 
+def prepare_ranks(folder: Path, run_ranks: Any) -> None:
+    """The files of two ranks that examples speak of."""
+    run_ranks(2, shardings.save_pieces, str(folder))
+    (folder / "checkpoint" / "actor").mkdir(parents=True)
+    for rank in range(2):
+        shutil.copy(folder / f"placed-{rank}.pt", folder / f"rank{rank}.pt")
+        shutil.copy(folder / f"placed-{rank}.pt", folder / f"checkpoint/actor/model_rank_{rank}.pt")
+
+
 ANSWERS = ("diff", "doctor", "verify")
 """Commands whose exit code is the answer: 1 is one as good as 0, and depends on the files."""
 
@@ -80,9 +91,15 @@ def test_the_help_of_every_command_ends_in_an_example(name: str, cli: Any) -> No
 
 @pytest.mark.parametrize("example", examples())
 def test_the_example_works_when_pasted(
-    example: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: str,
+    cli: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     prepare(tmp_path, example)
+    if example.startswith("ckpttool merge "):
+        prepare_ranks(tmp_path, request.getfixturevalue("run_ranks"))
     monkeypatch.chdir(tmp_path)
     words = [word for text in shlex.split(example)[1:] for word in sorted(glob(text)) or [text]]
     with group.commands[words[0]].make_context(words[0], words[1:]) as parsed:

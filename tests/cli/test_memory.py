@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Mapping
@@ -11,27 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-MOST = 64_000_000
-
-CHILD = """
-import os, sys
-from ckpttool import cli
-out = os.dup(1)
-os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-code = cli.run(sys.argv[1:])
-peak = next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM'))
-os.write(out, f'{code} {peak}'.encode())
-"""
-
-
-def peak(*arguments: object) -> int:
-    """The largest resident memory of a command that succeeds, in bytes."""
-    ran = subprocess.run(
-        [sys.executable, "-c", CHILD, *map(str, arguments)], capture_output=True, text=True, check=False
-    )
-    code, kilobytes = ran.stdout.split()
-    assert code == "0", ran.stderr
-    return int(kilobytes) * 1024
+from tests.support.memory import MOST, peak
 
 
 def numbers(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

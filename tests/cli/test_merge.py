@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpttool
 from tests.ranks import shardings
+from tests.support.memory import MOST, peak
 from tests.support.running import Ran
 
 RunRanks = Callable[..., Any]
@@ -211,6 +212,7 @@ def test_lightning_s_meta_stands_beside_its_dcp(run_ranks: RunRanks, tmp_path: P
 
 
 # Large folders.
+
 
 def large(folder: Path, template: Path, size: int) -> Path:
     """Write four ranks' files with `size` bytes in all, half cut by rows and half by columns."""

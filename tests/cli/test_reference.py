@@ -38,6 +38,7 @@ CONTRACT = {
     "average": f"{READING} --dry-run --force",
     "optimizer": f"{READING} --dry-run --force --to --model",
     "convert-batchnorm": f"{READING} --dry-run --force --to --model --counts",
+    "prove": f"{READING} --from --to --program --no-replay --run-code --dry-run",
     "gather-metrics": f"{READING} --samples --out",
 }
 

@@ -229,6 +229,38 @@ def test_a_device_is_no_output() -> None:
         pass
 
 
+def failing(number: int, file: object) -> Callable[..., None]:
+    """A function of `os` that fails with an error, which says of what."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number), file)
+
+    return fail
+
+
+@pytest.mark.parametrize("call, file", [("chmod", 5), ("fsync", None), ("replace", ".f.tmp")])
+def test_an_error_at_the_end_names_the_output(
+    call: str, file: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "f").write_bytes(b"old")
+    monkeypatch.setattr(os, call, failing(errno.EIO, file))
+    with pytest.raises(OSError) as raised, replacing(tmp_path / "f") as file:
+        file.write(b"new")
+    assert (raised.value.filename, raised.value.filename2) == (f"{tmp_path}/f", None)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_on_which_no_file_can_be_made_is_no_mistake_of_the_user(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "open", failing(number, "temporary"))
+    with pytest.raises(OSError) as raised, replacing(tmp_path / "f"):
+        pass
+    assert not isinstance(raised.value, UsageFault)
+    assert (raised.value.errno, raised.value.filename) == (number, f"{tmp_path}/f")
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder that every user may come to, unlike tmp_path."""

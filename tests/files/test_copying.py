@@ -19,6 +19,7 @@ from ckpttool.errors import CkptToolError, Damaged, Unreadable
 from ckpttool.files import copying, threads
 from ckpttool.files.copying import DryOutput, Output
 from ckpttool.files.open_source import open_source_descriptor
+from ckpttool.files.threads import NAME
 from ckpttool.tensors.ref import ByteRange, Computed, Source
 
 CONTENT = bytes(i * 7 % 251 for i in range(300_000))
@@ -142,11 +143,27 @@ def test_computed_bytes_are_written_whole_and_summed(is_divisible: bool, tmp_pat
     assert is_divisible or threads == {threading.get_ident()}
 
 
+def test_the_disk_is_written_to_long_before_the_end(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[tuple[int, int]] = []
+
+    def advise(fd: int, start: int, nbytes: int, advice: int) -> None:
+        begun.append((start, nbytes))
+        raise OSError(errno.ENOSYS, "not here")
+
+    monkeypatch.setattr(copying, "FLUSHED", 65_536)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    assert copied(source, tmp_path / "out") == EXPECTED
+    wanted = [(start, 65_536) for start in range(0, len(EXPECTED) - 65_536, 65_536)]
+    assert sorted(begun) == (wanted if copying.BUFFER < 65_536 else wanted[-1:])
+
+
 def test_an_interrupted_copy_leaves_no_thread(source: Source, tmp_path: Path) -> None:
     with open(tmp_path / "out", "w+b") as file, pytest.raises(KeyboardInterrupt), Output(file) as out:
         out.copy(ByteRange(source, 0, 300_000))
         raise KeyboardInterrupt
-    assert not [each for each in threading.enumerate() if each.name.startswith("ThreadPoolExecutor")]
+    assert not [each for each in threading.enumerate() if each.name == NAME]
 
 
 def test_a_dry_output_only_counts(source: Source) -> None:
@@ -190,6 +207,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 READ = """
 import os
 from ckpttool.files.open_source import open_source_descriptor
+from ckpttool.files.threads import NAME
 print(os.pread(open_source_descriptor("-"), 99, 0))
 """
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool.files import threads
 from ckpttool.files.digest import digest, tensor_digests
+from ckpttool.files.threads import NAME
 from ckpttool.tensors import values as tensor_values
 from ckpttool.transforms.keys import add_prefix
 from tests.support.crafting import dict_of, storage, tensor, torch_zip
@@ -262,4 +263,4 @@ def test_a_reader_that_stops_early_ends_the_work(tmp_path: Path) -> None:
     digests = tensor_digests(checkpoint.state().tensors)
     assert next(digests)[0] == "0000"
     digests.close()  # type: ignore[attr-defined]
-    assert not [each for each in threading.enumerate() if each.name.startswith("ThreadPoolExecutor")]
+    assert not [each for each in threading.enumerate() if each.name == NAME]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from ckpttool.files import threads as threads_module
-from ckpttool.files.threads import Workers, cut, in_order, map_pieces
+from ckpttool.files.threads import NAME, Workers, cut, in_order, map_pieces
 
 
 @pytest.fixture(params=[1, 3])
@@ -106,6 +106,40 @@ def test_results_are_taken_while_later_jobs_are_added(threads: int) -> None:
     assert not running()
 
 
+def test_who_waits_for_a_result_runs_jobs_meanwhile() -> None:
+    began = threading.Event()
+
+    def long() -> int:
+        began.set()
+        time.sleep(0.2)
+        return threading.get_ident()
+
+    with Workers[int](2) as workers:
+        workers.add(long)
+        workers.add(long)
+        assert began.wait(5)
+        ran_by = list(workers.results())
+    assert threading.get_ident() in ran_by
+    assert len(set(ran_by)) == 2
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_within_a_job_ends_the_work(error: type[BaseException], threads: int) -> None:
+    done: list[int] = []
+
+    def job(number: int) -> int:
+        time.sleep(0.001)
+        if number == 5:
+            raise error
+        done.append(number)
+        return number
+
+    with pytest.raises(error):
+        list(in_order((partial(job, n) for n in range(1000)), 3))
+    assert len(done) < 20
+    assert not running()
+
+
 @pytest.fixture(params=[0, 1, 2])
 def startable(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Only so many threads can be started, as under a limit on processes."""
@@ -143,4 +177,4 @@ def test_without_threads_an_error_is_raised_too(startable: int) -> None:
 
 
 def running() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPoolExecutor")]
+    return [thread for thread in threading.enumerate() if thread.name == NAME]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -195,11 +198,13 @@ def test_what_can_not_be_cut_is_refused_by_name(case: str, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("given", [{"ranks": 0}, {"ranks": 70_000}, {"ranks": 2, "device": "cuda:1"}])
+@pytest.mark.parametrize(
+    "given", [{"ranks": 2, "path": "-"}, {"ranks": 0}, {"ranks": 70_000}, {"ranks": 2, "device": "cuda:1"}]
+)
 def test_what_is_no_number_of_ranks_and_no_device_is_a_usage_error(given: Any, tmp_path: Path) -> None:
     path = saved({"w": torch.ones(2)}, tmp_path / "in.pt")
     with ckpttool.open(path) as checkpoint, pytest.raises(UsageFault):
-        ckpttool.split(checkpoint, tmp_path / "out", **given)
+        ckpttool.split(checkpoint, **{"path": tmp_path / "out", **given})
 
 
 def test_a_folder_is_replaced_only_when_asked_and_only_if_it_holds_nothing_else(tmp_path: Path) -> None:
@@ -214,6 +219,40 @@ def test_a_folder_is_replaced_only_when_asked_and_only_if_it_holds_nothing_else(
         with pytest.raises(OutputExists, match="holds other files"):
             ckpttool.split(checkpoint, out, 2, force=True)
     assert len(os.listdir(out)) == 3
+
+
+def test_the_input_is_not_replaced_as_it_may_hold_what_was_not_read(tmp_path: Path) -> None:
+    value = {"model": {"w": torch.ones(4)}, "epoch": 1}
+    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "two", 2)
+    with ckpttool.open(tmp_path / "two") as checkpoint:
+        with pytest.raises(OutputExists, match="is the input"):
+            ckpttool.split(checkpoint, tmp_path / "two", 4, force=True)
+        found = ckpttool.split(checkpoint, tmp_path / "four", 4)
+    assert found.left_out == ("extra_state_world_size_2_rank_*.pt (each rank has its own)",)
+
+
+@pytest.mark.parametrize("state", [{}, {"count": torch.tensor(3), "ids": torch.arange(4)}])
+def test_a_state_of_which_nothing_is_cut_is_nothing_to_do(state: Any, tmp_path: Path) -> None:
+    with ckpttool.open(saved(state, tmp_path / "in.pt")) as checkpoint, pytest.raises(NothingToDo):
+        ckpttool.split(checkpoint, tmp_path / "out", 2)
+
+
+def test_a_killed_split_leaves_the_old_folder(tmp_path: Path) -> None:
+    path, out = saved({"w": torch.zeros(1 << 20, 8)}, tmp_path / "in.pt"), tmp_path / "out"
+    with ckpttool.open(path) as checkpoint:
+        ckpttool.split(checkpoint, out, 2)
+    before = sorted(os.listdir(out))
+    code = (
+        "import os, signal, ckpttool, sys\n"
+        "from ckpttool.formats import split_plan\n"
+        "split_plan.SplitPlan.compare = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "ckpttool.split(ckpttool.open(sys.argv[1]), sys.argv[2], 3, force=True)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, path, out], check=False)
+    assert ran.returncode == -signal.SIGKILL
+    assert sorted(os.listdir(out)) == before
+    assert ckpttool.digest(out) == ckpttool.digest(path)
 
 
 def test_a_flipped_bit_in_the_input_writes_nothing(tmp_path: Path) -> None:

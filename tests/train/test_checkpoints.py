@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import resource
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, UsageFault
+from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
 from tests.ranks import trainings
 from tests.support.running import ROOT
 from train import checkpoints, models, run_folder, saving
@@ -264,6 +265,22 @@ def test_only_numbered_checkpoints_beyond_keep_are_removed(tmp_path, keep):
         (tmp_path / run_folder.numbered(number)).touch()
     run_folder.drop_old(str(tmp_path), keep=keep)
     assert len(os.listdir(tmp_path)) == min(5, keep)
+
+
+def test_a_second_name_that_can_not_be_given_leaves_no_third(tmp_path, monkeypatch):
+    run_folder.write({"a": torch.ones(2)}, str(tmp_path), ["best.pt"])
+    replace = os.replace
+
+    def refuse(source, target):
+        if source.endswith(run_folder.LINK):
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", source)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(FileError, match="quota"):
+        run_folder.write({"a": torch.zeros(2)}, str(tmp_path), ["last.pt", "best.pt"])
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt"]
+    assert torch.load(tmp_path / "best.pt")["a"].sum() == 2
 
 
 def test_the_second_file_is_a_copy_if_the_file_system_has_no_links(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,59 @@ def test_resume_auto_without_a_checkpoint_starts_a_new_run(run_ranks, tmp_path):
     said, _ = run_ranks(2, run, str(tmp_path), {"resume": "auto", "epochs": 1})
     assert "resume  " not in said
     assert logged_epochs(tmp_path) == [1]
+
+
+def damage(path: Path) -> None:
+    """Change one bit of a weight; torch still reads the file. A file of two names is changed under one."""
+    data = bytearray(path.read_bytes())
+    state = torch.load(path, weights_only=True)["model"]["module.wide.weight"]
+    data[data.index(state.numpy().tobytes()) + 5] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["damaged", "cut off", "missing"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_resume_auto_takes_the_newest_checkpoint_that_is_whole(run_ranks, tmp_path, size, how):
+    run_ranks(size, run, str(tmp_path / "whole"), {})
+    parts = tmp_path / "parts"  # as after step 8
+    parts.mkdir()
+    for step in (6, 7, 8):
+        shutil.copy2(tmp_path / "whole" / f"step-{step:06d}.pt", parts)
+    os.link(parts / "step-000008.pt", parts / "last.pt")
+    for name in ("last.pt", "step-000008.pt"):
+        if how == "missing":
+            (parts / name).unlink()
+        elif how == "damaged":
+            damage(parts / name)
+        else:
+            os.truncate(parts / name, 5000)
+    said, *_ = run_ranks(size, run, str(parts), {"resume": "auto"})
+    remarks = [line for line in said.splitlines() if line.startswith("resume")]
+    over = [line.removeprefix("resume  ") for line in remarks if "passed over" in line]
+    if how == "damaged":
+        saved = "the model's values are not the saved ones"
+        assert over == [f"passed over {parts}/{name}: {saved}" for name in ("last.pt", "step-000008.pt")]
+    else:  # the two names of one file that is cut off are looked at once
+        assert len(over) == (how == "cut off")
+    assert f"continues from {parts}/step-000007.pt at epoch 2, step 3 of 4" in remarks[len(over)]
+    assert contents(parts / "last.pt") == contents(tmp_path / "whole" / "last.pt")
+
+
+def test_resume_auto_starts_nothing_anew_if_no_checkpoint_is_whole(run_ranks, tmp_path):
+    run_ranks(2, run, str(tmp_path), {"epochs": 1, "keep": 2})
+    for path in tmp_path.glob("*.pt"):
+        path.write_bytes(b"no checkpoint")
+    first, second = run_ranks(2, run, str(tmp_path), {"resume": "auto"})
+    assert first.startswith(f"Damaged: {tmp_path}/last.pt: can't be read: ")
+    assert "no other checkpoint in" in first and "--force starts over" in first
+    assert second.startswith("RankFailed: rank 0 failed: ")
+
+
+def test_resume_auto_passes_over_no_checkpoint_of_another_training(run_ranks, tmp_path):
+    run_ranks(1, run, str(tmp_path), {"epochs": 1})
+    (said,) = run_ranks(1, run, str(tmp_path), {"resume": "auto", "lr": 0.5})
+    assert said.startswith(f"UsageFault: {tmp_path}/last.pt: belongs to a training with --lr 0.1")
 
 
 def test_resuming_a_finished_run_does_nothing_and_says_how_to_train_longer(run_ranks, tmp_path):

@@ -221,9 +221,9 @@ def test_a_best_state_that_could_not_be_written_is_not_the_one_to_beat(run_ranks
 
 
 def test_a_disk_that_is_full_ends_no_run_before_its_last_step(tmp_path):
-    """On a file system of a megabyte, which has room for one checkpoint and not for the next beside it."""
+    """On a file system of 5 MB, which has room for one checkpoint and not for the next beside it."""
     command = [sys.executable, str(ROOT / "train" / "main.py"), "--data", "fake:40", "--out", "disk/run"]
-    program = f"mount -t tmpfs -o size=1m none disk && {' '.join(command)} --epochs 3 --batch-size 8"
+    program = f"mount -t tmpfs -o size=5m none disk && {' '.join(command)} --epochs 3 --batch-size 8"
     after = "; code=$?; cp -r disk/run out; exit $code"
     (tmp_path / "disk").mkdir()
     if subprocess.run(

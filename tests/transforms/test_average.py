@@ -77,6 +77,22 @@ def test_weights_are_taken_exactly_as_they_are_written(name: str, weights: list[
         assert value == nearest(exact / sum(map(Fraction, weights)), dtype), values
 
 
+@pytest.mark.parametrize("name", TYPES)
+def test_many_numbers_are_averaged_as_each_would_be_alone(name: str) -> None:
+    """Ties, zeros, infinities and NaN stand among numbers that need no care."""
+    dtype = TYPES[name]
+    rows = [torch.randn(100_000, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(3)]
+    for row, odd in zip(
+        rows, ([1.0, -0.0, inf, nan], [1.0, -0.0, 1.0, 1.0], [1.0, -0.0, 2.0, 1.0]), strict=True
+    ):
+        row[70_000:70_004] = torch.tensor(odd)
+    for weights in (None, [0.5, 0.3, 0.2], [0.0, 2.0, 1.0]):
+        found = meant(rows, weights)
+        places = [*range(0, 100_000, 997), *range(69_999, 70_005)]
+        alone = torch.cat([meant([row[i : i + 1] for row in rows], weights) for i in places])
+        assert torch.equal(found[places].view(torch.uint8), alone.view(torch.uint8))
+
+
 def test_ties_round_to_even_and_near_ties_do_not() -> None:
     one, up = 1.0, 1.0 + 2.0**-7  # neighbours in bfloat16
     found = meant([torch.tensor([one, up], dtype=torch.bfloat16), torch.tensor([up, up + 2**-7]).bfloat16()])

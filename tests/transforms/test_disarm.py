@@ -412,6 +412,14 @@ HOSTILE = {
         tuple_of(*PARTS, EMPTY), dict_of({}),
     ),
     "bytes that are a pickle": call(name("torch.storage", "_load_from_bytes"), text("x")),
+    "a fraction that takes hours": call(name("fractions", "Fraction"), text("1e999999999")),
+    "keys that take years to be hashed": (
+        name("collections", "defaultdict") + b")\x81(" + text("a") + b"\x85" + b"2\x86" * 60 + b"Nu"
+    ),
+    "an element type with a long number": (
+        call(name("numpy", "dtype"), text("f" + "9" * 5000))
+        + tuple_of(number(3), text("<"), b"N", b"N", b"N", number(0), number(0), number(0)) + b"b"
+    ),
     "a class with arguments by name": name("os", "system") + tuple_of() + dict_of({"a": SYSTEM}) + b"\x92",
     "an old instance": b"(" + text("x") + b"ios\nsystem\n",
     "a name in two lines": name("builtins", "eval") + tuple_of(text("1")) + b"R",

@@ -1,11 +1,14 @@
-"""Writing DCP folders with torch's own library, from tensors mapped from their files."""
+"""Writing DCP folders with torch's own library, each tensor read from its file when it is written.
+
+A file that is mapped would kill the process with SIGBUS if another one cut it short meanwhile.
+"""
 
 from __future__ import annotations
 
 import shlex
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -14,7 +17,7 @@ from ...errors import Refused
 from ...inert_pickle.reader import PickleFault
 from ...inert_pickle.values import MAX_DEPTH, Global, OrderedDict_, Record, in_brief, tensor_of, walk
 from ...tensors.dtypes import DTYPES
-from ...tensors.ref import Storage
+from ...tensors.ref import Storage, TensorRef
 from ...tensors.to_torch import live_tensors
 from .dcp import torch_size
 
@@ -35,26 +38,29 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
     """Write the whole tree with torch's own library. Imports torch.
 
     Args:
-        checkpoint: what to write; its tensors are mapped from their files.
+        checkpoint: what to write; memory holds one of its tensors at a time, and those in tuples.
         folder: an empty folder.
 
     Raises:
+        Damaged: a file that the tensors come from became shorter.
         Refused: the tree is no dict, holds objects that only their own code could make, has two paths that
             are one when joined with dots, or is nested too deeply; or torch's writer failed.
         Unsupported: an element type that this torch does not have.
     """
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
+
+    from .dcp_tensors import OneFile, TensorsRead
 
     check(checkpoint)
     assert isinstance(checkpoint.tree, dict)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a save without a process group, and of experimental types
-        live = _Live(checkpoint)
+        planner = TensorsRead()
+        live = _Live(checkpoint, planner.placeholder)
         state = {_name(key): live.value(item, (_name(key),)) for key, item in checkpoint.tree.items()}
         try:
-            save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+            save(state, storage_writer=OneFile(folder), planner=planner, no_dist=True)
         except CheckpointException as failed:
             fault = next(fault for fault, _ in failed.failures.values())
             if isinstance(fault, RuntimeError):  # torch's C++ writer has no other words for a full disk
@@ -202,30 +208,53 @@ def _is_taken_apart(value: list[object]) -> bool:
     return any(tensor_of(inner) is not None for inner in walk(value))
 
 
-class _Live:
-    """Makes of inert values what torch's library takes: live tensors in containers of the same kinds."""
+def _in_tuples(tree: object) -> list[TensorRef]:
+    """Return the tensors in tuples and sets, which DCP pickles whole."""
+    found: dict[int, TensorRef] = {}
+    seen: set[int] = set()
+    stack = [tree]
+    while stack:
+        value = stack.pop()
+        if tensor_of(value) is not None or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict | list):
+            stack.extend(value.values() if isinstance(value, dict) else value)
+        elif isinstance(value, tuple | set | frozenset):
+            inside = (tensor_of(inner) for inner in walk(value))
+            found.update((id(tensor), tensor) for tensor in inside if tensor is not None)
+    return list(found.values())
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+
+class _Live:
+    """Makes of inert values what torch's library takes, of a tensor that it names one without values."""
+
+    def __init__(self, checkpoint: Checkpoint, placeholder: Callable[[str, TensorRef], object]) -> None:
         self.path = checkpoint.path
-        tensors = [tensor for _, tensor in checkpoint.tensors()]
-        made = live_tensors({str(number): tensor for number, tensor in enumerate(tensors)})
-        self.made = {id(tensor): made[str(number)] for number, tensor in enumerate(tensors)}
+        self.named = {id(tensor): placeholder(name, tensor) for name, tensor in checkpoint.tensors()}
+        pickled = _in_tuples(checkpoint.tree)
+        made = live_tensors({str(number): each for number, each in enumerate(pickled)}, mapped=False)
+        self.pickled = {id(each): made[str(number)] for number, each in enumerate(pickled)}
         self.visits = 0
 
-    def value(self, value: object, path: tuple[str, ...]) -> object:
+    def value(self, value: object, path: tuple[str, ...], *, pickled: bool = False) -> object:
         tensor = tensor_of(value)
         if tensor is not None:
-            return self.made[id(tensor)]
+            return (self.pickled if pickled else self.named)[id(tensor)]
         self.visits += 1
         if len(path) > MAX_DEPTH or self.visits > MAX_VALUES:
             raise Refused(self.path, f"'{'.'.join(path[:4])}…' is nested too deeply, or holds too much")
+        pickled = pickled or isinstance(value, tuple | set | frozenset)
         if isinstance(value, dict):
-            items = {key: self.value(item, (*path, _name(key))) for key, item in value.items()}
+            items = {
+                key: self.value(item, (*path, _name(key)), pickled=pickled) for key, item in value.items()
+            }
             return OrderedDict(items) if isinstance(value, OrderedDict_) else items
         if isinstance(value, list | tuple):
-            return type(value)(self.value(item, (*path, str(i))) for i, item in enumerate(value))
+            inside = (self.value(item, (*path, str(i)), pickled=pickled) for i, item in enumerate(value))
+            return type(value)(inside)
         if isinstance(value, set | frozenset):
-            return type(value)(self.value(item, path) for item in value)
+            return type(value)(self.value(item, path, pickled=pickled) for item in value)
         return self.known(value) if isinstance(value, Global | Record) else value
 
     def known(self, value: Global | Record) -> object:

@@ -423,6 +423,44 @@ def test_what_is_written_is_what_torch_would_have_saved(what: str, tmp_path: Pat
     assert_same(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
 
 
+@pytest.mark.parametrize("wrap", ["{'w': x}", "{'t': (x, 1)}"], ids=["named", "in a tuple"])
+def test_an_input_that_becomes_shorter_while_it_is_written_is_damaged(wrap: str, tmp_path: Path) -> None:
+    """A mapping of it would kill the process."""
+    script = f"""
+        import os, torch, ckpttool
+        from ckpttool.formats.folders import dcp_writing
+        x = torch.ones(300_000)
+        torch.save({wrap}, {str(tmp_path / "in.pt")!r})
+        checkpoint = ckpttool.open({str(tmp_path / "in.pt")!r})
+        made = dcp_writing._Live.value
+        def cut_and_make(self, *given, **named):
+            os.truncate({str(tmp_path / "in.pt")!r}, 4096)
+            return made(self, *given, **named)
+        dcp_writing._Live.value = cut_and_make
+        try:
+            ckpttool.save(checkpoint, {str(tmp_path / "d")!r}, to="dcp", verify=False)
+        except ckpttool.errors.Damaged as fault:
+            assert "became shorter" in str(fault)
+        else:
+            assert {"(x" in wrap}  # which was read before
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, timeout=120)
+    assert ran.returncode == 0
+    assert (tmp_path / "d").exists() == ("(x" in wrap)
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["a view", "a whole storage"])
+def test_tensors_in_tuples_share_what_they_shared(step: int, tmp_path: Path) -> None:
+    whole = torch.arange(50_000.0)
+    tree = {"l": [(whole, 1), (whole[::step], [whole[5:]])], "w": whole}
+    torch.save(tree, tmp_path / "in.pt")
+    ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
+    dcp_to_torch_save(tmp_path / "d", tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt")
+    assert_same(found["l"], tree["l"])
+    assert torch.equal(found["w"], whole)
+
+
 def test_a_user_loads_it_with_dcp(tmp_path: Path) -> None:
     tree = training()
     torch.save(tree, tmp_path / "in.pt")

@@ -1,0 +1,194 @@
+"""`prove`: whether the record of a training run holds, and whether training again gives the same bits.
+
+docs/proof.md says what each check shows. Only a replay needs torch, in a process of its own: the trainer's
+program, which is never named by what is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import CkptToolError, Damaged
+from ..files import chain
+from ..files.chain import Link
+from ..formats.opened import opened
+from ..tensors.ref import TensorRef
+from ..tensors.values import stream
+from .replay import Replay, command_of, differing, segment
+from .run_record import RunRecord
+from .verify import verify
+
+CHECKPOINT = re.compile(r"(last|best|step-\d+)\.pt")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that does not hold.
+
+    Attributes:
+        kind: `chain`, `checkpoint` or `replay`.
+        where: the line, the file, or the step.
+        message: what is wrong there.
+        step: of the training, where one is known.
+    """
+
+    kind: str
+    where: str
+    message: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """The outcome of checking a run.
+
+    Attributes:
+        lines: of its chain.
+        head: the hash of the last one, which stands for all of them.
+        ended: whether the last line says that the run has ended.
+        checkpoints: the files that were compared with the chain, with the step of each.
+        replayed: the steps that were trained again, as (from, to); None if none were.
+        ranks: of the replay.
+        findings: what does not hold.
+        notes: what is worth knowing beside that.
+        command: the replay's; empty without one.
+    """
+
+    lines: int
+    head: str
+    ended: bool
+    checkpoints: tuple[tuple[str, int], ...]
+    replayed: tuple[int, int] | None
+    ranks: int
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    command: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was checked holds."""
+        return not self.findings
+
+
+def prove(
+    run: str | os.PathLike[str],
+    *,
+    replay: Replay | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+) -> Proved:
+    """Check the record of a training run, its checkpoints, and the bits of a part that is trained again.
+
+    Args:
+        run: the folder of a run that was trained with `--prove-every`.
+        replay: which part to train again, and how; nothing by default, and then torch is not needed.
+        announce: called with the command of the replay before it starts.
+
+    Returns:
+        What was checked and what does not hold.
+
+    Raises:
+        Unreadable: there is no run.jsonl, or it can't be read.
+        Damaged: it is no record of a run.
+        UsageFault: the part can't be replayed: there is no checkpoint to begin from, the run names code and
+            `run_code` is not set, or the trainer's program is not there.
+    """
+    folder = os.fspath(run)
+    path = os.path.join(folder, chain.NAME)
+    links, breaks = chain.read(path)
+    if not any(link.entry.get("kind") == "begin" for link in links):
+        raise Damaged(path, "is no record of a run")
+    findings = [Finding("chain", f"line {one.number}", one.message) for one in breaks]
+    try:
+        record = RunRecord(links)
+        notes = [*_notes(record)]
+        checkpoints: dict[str, int] = {}
+        for name in sorted(one for one in os.listdir(folder) if CHECKPOINT.fullmatch(one)):
+            found = _check_checkpoint(folder, name, links)
+            checkpoints[name] = -1 if isinstance(found, Finding) else found
+            findings += [found] if isinstance(found, Finding) else []
+        whole = {step: name for name, step in checkpoints.items() if step >= 0}
+        replayed, command, ranks = None, list[str](), 0
+        if replay is not None:
+            start, end = segment(path, record, whole, replay)
+            ranks = replay.ranks or record.begin_of(start)["ranks"]
+            resumed = os.path.join(folder, whole[start]) if start else None
+            command = command_of(path, record.begin_of(start), end, resumed, replay)
+            if not replay.dry:
+                announce(shlex.join(command))
+                replayed, part = (start, end), differing(command, record, start)
+                findings += [Finding("replay", f"step {part.step}", part.message, part.step)] if part else []
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Damaged(path, f"is no record of a run: {type(error).__name__}: {error}") from error
+    kept = tuple((name, step) for name, step in checkpoints.items() if step >= 0)
+    return Proved(
+        len(links),
+        links[-1].hash,
+        record.end is not None,
+        kept,
+        replayed,
+        ranks,
+        tuple(findings),
+        tuple(notes),
+        tuple(command),
+    )
+
+
+def _notes(record: RunRecord) -> Iterator[str]:
+    for line, last, step in record.returns:
+        yield f"line {line}: the run went back from step {last} to step {step}, and on from there"
+    if record.begins[0]["step"]:
+        yield f"the record begins at step {record.begins[0]['step']}, with a resume"
+    if record.end is None:
+        yield "the record has no end: the run was interrupted or goes on, or the end was removed"
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------
+
+
+def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Finding:
+    """Return the step of a checkpoint that is whole and that the chain tells of; else what is wrong."""
+    path = os.path.join(folder, name)
+    try:
+        problems = verify(path).problems
+        if problems:
+            return Finding("checkpoint", name, f"{problems[0].name}: {problems[0].message}")
+        with opened(path) as checkpoint:
+            tree: Any = checkpoint.tree
+            step, digests, head = tree["progress"]["global_step"], dict(tree["digests"]), tree.get("chain")
+            model = _digest(tree["model"])
+    except CkptToolError as error:
+        return Finding("checkpoint", name, error.message.removeprefix(f"{path}: "))
+    except (KeyError, TypeError, AttributeError):
+        return Finding("checkpoint", name, "is no checkpoint of the trainer")
+    told = [link.entry for link in links if link.entry.get("kind") == "checkpoint"]
+    begins = [link.entry for link in links if link.entry.get("kind") == "begin" and link.entry["source"]]
+    told += [{"step": entry["step"], "digests": entry["source"]["digests"]} for entry in begins]
+    of_step = [entry for entry in told if entry["step"] == step]
+    if not of_step:
+        return Finding("checkpoint", name, f"is of step {step}, of which the chain tells no checkpoint", step)
+    if all(entry["digests"] != digests for entry in of_step):
+        changed = next((part for part in digests if digests[part] != of_step[-1]["digests"].get(part)), "run")
+        return Finding("checkpoint", name, f"its {changed} is not the one of step {step} in the chain", step)
+    if model != digests["model"]:
+        return Finding("checkpoint", name, f"the model's values are not those that step {step} saved", step)
+    if head is not None and head not in {chain.FIRST, *(link.hash for link in links)}:
+        message = f"was saved beside another chain: no line has the hash {head[:16]}… that it holds"
+        return Finding("checkpoint", name, message, step)
+    return int(step)
+
+
+def _digest(model: dict[str, TensorRef]) -> str:
+    """Return the digest of a model's state as the trainer computes it (collectives.digest_all)."""
+    whole = hashlib.sha256()
+    for name, tensor in model.items():
+        own = hashlib.sha256(f"torch.{tensor.dtype.name} {tuple(tensor.shape)} ".encode())
+        for piece in stream(tensor):
+            own.update(piece)
+        whole.update(f"{len(name)}:{name}".encode() + own.digest())
+    return whole.hexdigest()

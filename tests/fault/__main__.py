@@ -1,0 +1,52 @@
+"""`python -m tests.fault`: let every system call of the commands that write fail, and examine the files.
+
+It prints a table of what was tried and what held; --write puts it into docs/security.md. Exit 1 if anything
+did not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from tests.fault.holes import HOLES
+from tests.fault.scenarios import SCENARIOS
+from tests.fault.table import put_into_docs, table
+from tests.fault.trying import totals, try_all, wrongs
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fault", description=__doc__)
+    parser.add_argument("seconds", nargs="?", type=float, default=600.0, help="how long; default 600")
+    parser.add_argument("--seed", type=int, default=0, help="draws the order of faults; default 0")
+    parser.add_argument("--most", type=int, default=1 << 30, help="the most faults of each scenario")
+    parser.add_argument("--only", default="", metavar="TEXT", help="scenarios that have this in their name")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    parser.add_argument("--hole", choices=HOLES, default="", help="break something, to see that it is found")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/security.md")
+    return parser.parse_args()
+
+
+def main() -> int:
+    given = parse()
+    os.environ["OMP_NUM_THREADS"] = "1"  # a fork has no threads but its own
+    chosen = [each for each in SCENARIOS if given.only in each.name]
+    started, tried = time.monotonic(), []
+    how = {"seed": given.seed, "seconds": given.seconds, "most": given.most, "hole": given.hole}
+    for each in try_all(chosen, jobs=max(1, given.jobs), **how):
+        tried.append(each)
+        print(f"{each.scenario.name}: {each.held.total()} of {each.tried} held", file=sys.stderr)
+        for wrong in each.wrong:
+            print(f"  {wrong}", file=sys.stderr)
+    made = table(tried, given.seed, time.monotonic() - started)
+    print(made)
+    if given.write:
+        put_into_docs(made)
+    count, held = totals(tried)
+    return 0 if count == held and not wrongs(tried) and count else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,180 @@
+"""A short form of `python -m tests.fault`, and proof that it finds holes: each was put in on purpose."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from ckpttool.cli import group
+from tests.fault import inputs
+from tests.fault.holes import HOLES
+from tests.fault.judge import Bench
+from tests.fault.scenarios import SCENARIOS, Scenario
+from tests.fault.supervised import KILL, SHORT, TERM, Fault, run
+from tests.fault.trying import place_for_runs, try_scenario
+
+
+def named(name: str) -> Scenario:
+    return next(each for each in SCENARIOS if each.name == name)
+
+
+OVER = named("strip-prefix, .pt over .safetensors")
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of all inputs; skips where the kernel lets nobody hold system calls."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(dir=place_for_runs()) as folder:
+        try:
+            run(lambda: 0, Path(folder))
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        made = Path(folder).resolve() / "inputs"
+        made.mkdir()
+        inputs.write(made)
+        yield made
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        OVER.name,
+        "strip-prefix, .safetensors in place",
+        "rename-keys, shards in place",
+        "gather-metrics, two ranks to JSON",
+        "the trainer's save, last, best and numbered",
+    ],
+)
+def test_every_output_is_old_or_new_whatever_fails(name: str, given: Path) -> None:
+    """Some faults of some commands, drawn; `make fault` tries them all."""
+    place = given.parent / name.replace("/", " ")
+    tried = try_scenario(named(name), given, place, seed=1, most=10, until=time.monotonic() + 30)
+    assert tried.wrong == []
+    assert tried.held.total() > 0
+    if named(name).wanted:
+        inputs.check(place / "done" / named(name).targets[0], named(name).wanted or "")
+
+
+def wrong_with(hole: str, given: Path, *faults: Fault) -> str:
+    """Return what the machine finds with something broken on purpose."""
+    bench = Bench(OVER, given, given.parent / f"{hole or 'whole'}", HOLES.get(hole))
+    return "\n".join([*bench.wrong, *(wrong for fault in faults for wrong in bench.try_fault(fault).wrong)])
+
+
+def test_a_removed_fsync_is_found(given: Path) -> None:
+    found = wrong_with("remove-fsync", given)
+    assert "out/model.safetensors gets its name before it is flushed" in found
+    assert "the new name out/model.safetensors is not flushed at the end" in found
+
+
+def test_a_flush_after_the_rename_is_found(given: Path) -> None:
+    assert "gets its name before it is flushed" in wrong_with("flush-after-the-rename", given)
+
+
+def test_a_link_that_is_followed_is_found(given: Path) -> None:
+    assert "outside/theirs.txt is gone" in wrong_with("follow-links", given)
+
+
+def test_a_short_write_that_is_taken_for_complete_is_found(given: Path) -> None:
+    found = wrong_with("trust-short-writes", given, Fault("pwrite64", 3, SHORT))
+    assert "the output is not that of one" in found
+
+
+def test_a_temporary_that_stays_after_an_error_is_found(given: Path) -> None:
+    assert "leaves out/.model.safetensors." in wrong_with(
+        "leave-temporaries", given, Fault("pwrite64", 2, "ENOSPC")
+    )
+
+
+def test_a_file_that_is_written_where_it_lies_is_found(given: Path) -> None:
+    found = wrong_with("write-in-place", given, Fault("fsync", 2, KILL), Fault("write", 1, KILL))
+    assert "out/model.safetensors is written where it lies" in found
+    assert "out/model.safetensors is neither old nor new" in found
+
+
+def test_an_error_of_a_flush_that_is_swallowed_is_found(given: Path) -> None:
+    found = wrong_with("swallow-errors", given, Fault("fsync", 1, "EIO"))
+    assert "gets its name before it is flushed" in found
+
+
+def test_without_a_hole_the_same_faults_find_nothing(given: Path) -> None:
+    faults = [Fault("pwrite64", 3, SHORT), Fault("pwrite64", 2, "ENOSPC"), Fault("fsync", 1, "EIO")]
+    assert wrong_with("", given, *faults, Fault("fsync", 2, KILL), Fault("rename", 1, TERM)) == ""
+
+
+def test_a_call_is_answered_as_asked_in_any_thread(given: Path) -> None:
+    """The second of two writes fails, whichever thread makes it."""
+
+    def program() -> int:
+        from concurrent.futures import ThreadPoolExecutor
+
+        def write(name: str) -> int:
+            with open(name, "wb") as file:
+                return file.write(b"1234")
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(write, ["a", "b"]))
+        return 0
+
+    folder = given.parent / "threads"
+    folder.mkdir()
+    assert run(program, folder).code == 0
+    ran = run(program, folder, Fault("write", 2, "ENOSPC"))
+    assert (ran.code, ran.is_reached) == (1, True)
+    assert "No space left on device" in ran.err
+    assert sorted(path.stat().st_size for path in folder.iterdir()) == [0, 4]
+
+
+def test_a_shortened_call_moves_half_of_the_bytes(given: Path) -> None:
+    folder = given.parent / "half"
+    folder.mkdir()
+    (folder / "in").write_bytes(bytes(range(100)))
+
+    def program() -> int:
+        source, target = os.open("in", os.O_RDONLY), os.open("out", os.O_RDWR | os.O_CREAT, 0o600)
+        buffers = [bytearray(10), bytearray(20)]
+        done = [
+            len(os.read(source, 10)),
+            len(os.pread(source, 10, 50)),
+            os.preadv(source, buffers, 60),
+            os.write(target, b"0123456789"),
+            os.pwrite(target, b"abcdefghij", 20),
+            os.writev(target, [b"ABCD", b"EFGH"]),
+            os.copy_file_range(source, target, 8, 40, 60),
+            os.sendfile(target, source, 80, 6),
+        ]
+        print(done, bytes(buffers[0] + buffers[1]), os.pread(target, 100, 0))
+        return 0
+
+    whole = run(program, folder).out
+    assert whole.startswith(b"[10, 10, 30, 10, 10, 8, 8, 6]")
+    for at, name in enumerate(
+        ("read", "pread64", "preadv", "write", "pwrite64", "writev", "copy_file_range", "sendfile")
+    ):
+        (folder / "out").unlink()
+        ran = run(program, folder, Fault(name, 1, SHORT))
+        if not ran.is_reached and name == "preadv":
+            (folder / "out").unlink()
+            ran = run(program, folder, Fault("preadv2", 1, SHORT))
+        assert ran.is_reached, name
+        done = [int(number) for number in ran.out[1 : ran.out.index(b"]")].split(b",")]
+        full = [10, 10, 30, 10, 10, 8, 8, 6]
+        assert done == [size // 2 if index == at else size for index, size in enumerate(full)], name
+
+
+def test_every_command_that_writes_a_checkpoint_is_tried() -> None:
+    writing = {
+        name
+        for name, command in group.commands.items()
+        if any(isinstance(each, click.Argument) and each.name == "output" for each in command.params)
+    }
+    tried = {shlex.split(each.words)[0] for each in SCENARIOS if each.words}
+    assert writing - tried == set()

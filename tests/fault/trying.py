@@ -1,0 +1,205 @@
+"""The faults of a scenario in the order in which they are tried, and the trials of many scenarios."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from tests.fault.holes import HOLES
+from tests.fault.judge import Bench, Trial
+from tests.fault.scenarios import SCENARIOS, Scenario
+from tests.fault.supervised import KILL, SHORT, SHORTENED, TERM, Fault, Ran
+from tests.fault.system_calls import CALLS, CHANGE, MOVE
+
+ERRORS = ("ENOSPC", "EIO", "EDQUOT", "EINTR")
+HOW = (*ERRORS, SHORT, KILL, TERM)
+
+
+def ways(name: str) -> tuple[str, ...]:
+    """Return how calls of a name can fail.
+
+    A kill is tried only where files change: between two such calls the files are the same. What only reads or
+    looks does not meet a full disk.
+    """
+    short = (SHORT,) if name in SHORTENED else ()
+    if CALLS[name].kind == CHANGE or (CALLS[name].kind == MOVE and "read" not in name):
+        return (*ERRORS, *short, KILL, TERM)
+    return ("EIO", "EINTR", *short, TERM) if CALLS[name].kind == MOVE else ("EIO", TERM)
+
+
+def faults(dry: Ran, seed: int) -> list[Fault]:
+    """Return every fault, from the system calls of a run without one: first and last calls first."""
+    counts = Counter(seen.call.name for seen in dry.seen)
+    ends, others = [], []
+    for name, count in counts.items():
+        for how in ways(name):
+            ends += [Fault(name, nth, how) for nth in {1, count}]
+            others += [Fault(name, nth, how) for nth in range(2, count)]
+    drawn = random.Random(seed)
+    drawn.shuffle(ends)
+    drawn.shuffle(others)
+    return ends + others
+
+
+@dataclass(slots=True)
+class Tried:
+    """What came of a scenario.
+
+    Attributes:
+        calls: system calls of a run without a fault.
+        possible: how many faults there are.
+        trials: those that were made: fault, and whether the output was the new one afterwards.
+        unreached: faults whose call was not made, as when threads take turns in another order.
+        wrong: what did not hold, with the fault in words.
+    """
+
+    scenario: Scenario
+    calls: int = 0
+    possible: int = 0
+    held: Counter[str] = field(default_factory=Counter)
+    failed: Counter[str] = field(default_factory=Counter)
+    new: int = 0
+    unreached: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def tried(self) -> int:
+        return self.held.total() + self.failed.total()
+
+    def note(self, trial: Trial) -> None:
+        """Count a trial."""
+        if not trial.is_reached and not trial.wrong:
+            self.unreached += 1
+            return
+        self.new += trial.is_new
+        (self.failed if trial.wrong else self.held)[trial.fault.how] += 1
+        self.wrong += [f"{trial.scenario}: {trial.fault}: {each}" for each in trial.wrong]
+
+
+def try_scenario(
+    scenario: Scenario, given: Path, place: Path, seed: int, most: float, until: float, hole: str = ""
+) -> Tried:
+    """Try the faults of a scenario.
+
+    Args:
+        given: the folder of all inputs.
+        place: a new folder for the runs; `done` stays in it, the files of a run without a fault.
+        seed: draws their order.
+        most: how many to try.
+        until: the moment (`time.monotonic`) after which no other is begun.
+        hole: a name of `holes.HOLES`: what is broken in the program's process.
+    """
+    tried = Tried(scenario)
+    place.mkdir()
+    bench = Bench(scenario, given, place, HOLES.get(hole))
+    tried.calls = len(bench.dry.seen)
+    tried.wrong += [f"{scenario.name}: without a fault: {each}" for each in bench.wrong]
+    every = faults(bench.dry, seed)
+    tried.possible = len(every)
+    for number, fault in enumerate(every):
+        if number >= most or time.monotonic() > until:
+            break
+        tried.note(bench.try_fault(fault))
+    for name in ("pristine", "run"):
+        shutil.rmtree(place / name, ignore_errors=True)
+    return tried
+
+
+def place_for_runs() -> str | None:
+    """Return a folder in memory, where runs leave the disk in peace; None for the usual one."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+_left: Any = None
+"""How many scenarios no process has begun; shared by the processes."""
+
+
+def _share(left: Any) -> None:
+    global _left
+    _left = left
+
+
+def _try_in_turn(
+    scenario: Scenario, given: Path, seed: int, most: float, until: float, jobs: int, hole: str
+) -> Tried:
+    """Try a scenario in its part of the time that is left."""
+    with _left.get_lock():
+        rest, _left.value = max(_left.value, 1), _left.value - 1
+    part = (until - time.monotonic()) * jobs / max(rest, jobs)
+    place = given.parent / f"{SCENARIOS.index(scenario)}"
+    return try_scenario(scenario, given, place, seed, most, time.monotonic() + part, hole)
+
+
+def try_all(
+    scenarios: Sequence[Scenario], *, seed: int, seconds: float, most: float, jobs: int, hole: str = ""
+) -> Iterator[Tried]:
+    """Try scenarios in several processes; yield what came of each.
+
+    Processes that have imported torch take ten times as long to fork, so only what needs it runs in such.
+
+    Args:
+        scenarios: some of `SCENARIOS`.
+        seed: draws the order of faults.
+        seconds: the time for all; the large scenarios get what the small ones leave.
+        most: the most faults of each.
+        jobs: processes.
+        hole: as of `try_scenario`.
+    """
+    until = time.monotonic() + seconds
+    context = multiprocessing.get_context("fork")
+    left = context.Value("i", len(scenarios))
+    with tempfile.TemporaryDirectory(dir=place_for_runs()) as folder:
+        given = Path(folder).resolve() / "inputs"
+        given.mkdir()
+
+        def tried(some: list[Scenario], pool: ProcessPoolExecutor) -> Iterator[Tried]:
+            files_first = sorted(some, key=lambda each: [Path(t).suffix == "" for t in each.targets])
+            more = (given, seed, most, until, jobs, hole)
+            for future in [pool.submit(_try_in_turn, each, *more) for each in files_first]:
+                yield future.result()
+
+        with ProcessPoolExecutor(jobs, context, _share, (left,)) as pool:
+            for _ in pool.map(time.sleep, [0.01] * jobs):  # start the processes before torch is imported
+                pass
+            from tests.fault import inputs
+
+            inputs.write(given)
+            for each in tried([each for each in scenarios if not each.imports_torch], pool):
+                yield _checked(each, given.parent)
+        with ProcessPoolExecutor(jobs, context, _share, (left,)) as pool:
+            for each in tried([each for each in scenarios if each.imports_torch], pool):
+                yield _checked(each, given.parent)
+
+
+def _checked(tried: Tried, folder: Path) -> Tried:
+    """Look with torch at what a scenario writes without a fault."""
+    from tests.fault import inputs
+
+    scenario = tried.scenario
+    if scenario.wanted:
+        place = folder / f"{SCENARIOS.index(scenario)}" / "done"
+        try:
+            inputs.check(place / scenario.targets[0], scenario.wanted)
+        except AssertionError as error:
+            tried.wrong.append(f"{scenario.name}: without a fault: {error}")
+    return tried
+
+
+def totals(all_tried: Sequence[Tried]) -> tuple[int, int]:
+    """Return how many faults were tried, and how many held."""
+    return sum(each.tried for each in all_tried), sum(each.held.total() for each in all_tried)
+
+
+def wrongs(all_tried: Sequence[Tried]) -> list[str]:
+    """Return everything that did not hold, in words."""
+    return [*chain.from_iterable(each.wrong for each in all_tried)]

@@ -1,0 +1,256 @@
+"""What must hold of a changed file, and how it is found out. Imports torch when it is called.
+
+The package refuses the file with one of its own errors, or reads it. What it reads must survive a conversion,
+and be what torch (`weights_only=True`), the safetensors library and `zipfile` read, where they read it too.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+import traceback
+import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import redirect_stderr, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ckpttool
+from ckpttool.analysis.summary import summarize
+from ckpttool.analysis.verify import verify
+from ckpttool.checkpoint import full_encoding
+from ckpttool.errors import CkptToolError
+from ckpttool.files.digest import digest
+from ckpttool.formats.zip.reader import read_directory
+from ckpttool.inert_pickle.values import TooDeep
+from ckpttool.tensors.ref import ByteRange, Source, TensorRef
+from ckpttool.tensors.values import stream
+from tests.support.comparing import assert_same, values
+
+COMPARED = 1 << 26
+"""Bytes of a tensor's values that are compared at most: a view may repeat one byte without end."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of a file.
+
+    Attributes:
+        accepted: the package read it and `verify` found nothing.
+        wrong: what did not hold, as kind and place: the same words for the same fault.
+        details: the same at length.
+        also: the libraries that read it too.
+        memory: bytes that the process grew by at most, while the package was at work.
+        seconds: of CPU time, likewise.
+    """
+
+    accepted: bool = False
+    wrong: str = ""
+    details: str = ""
+    also: list[str] = field(default_factory=list)
+    memory: int = 0
+    seconds: float = 0.0
+
+    def fail(self, wrong: str, details: object = "") -> None:
+        """Note a fault, unless there is one already."""
+        if not self.wrong:
+            self.wrong, self.details = wrong, f"{details}"[-3000:]
+
+
+def _memory() -> tuple[int, int]:
+    """Return this process's resident memory and its peak, in bytes."""
+    found = {}
+    with open("/proc/self/status") as file:
+        for line in file:
+            name, _, rest = line.partition(":")
+            if name in ("VmHWM", "VmRSS"):
+                found[name] = int(rest.split()[0]) << 10
+    return found["VmRSS"], found["VmHWM"]
+
+
+def use(path: Path, out: Path) -> Outcome:
+    """Do with a file what commands do, and note what it takes.
+
+    Args:
+        path: the file or folder.
+        out: a folder; `out.pt` in it is what the file was converted to, if it was.
+    """
+    outcome = Outcome()
+    with suppress(OSError), open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # forget the peak
+    before, started = _memory()[0], time.process_time()
+    try:
+        outcome.accepted = _use(path, out, outcome)
+    except CkptToolError as error:
+        said = str(error).replace(str(path), "")
+        if not 0 < len(said) < 1000:
+            outcome.fail(f"a long message of {type(error).__name__}", said[:300])
+    except BaseException as error:
+        outcome.fail(_place_of(error), traceback.format_exc())
+    outcome.memory = max(0, _memory()[1] - before)
+    outcome.seconds = time.process_time() - started
+    return outcome
+
+
+def _place_of(error: BaseException) -> str:
+    """Return an exception's type and the last line of the package that it passed."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/ckpttool/" in f.filename]
+    at = frames[-1] if frames else traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__} in {os.path.basename(at.filename)}, {at.name}"
+
+
+def _use(path: Path, out: Path, outcome: Outcome) -> bool:
+    with ckpttool.open(path) as checkpoint:
+        summarize(checkpoint)
+        meant = _contents(checkpoint)
+        is_whole = verify(checkpoint).ok
+        try:
+            ckpttool.save(checkpoint, out / "out.pt", force=True)
+            ckpttool.save(checkpoint, out / "out.safetensors", force=True, full=True)
+        except CkptToolError as error:
+            if not is_whole or error.kind in ("refused", "unsupported", "damaged"):
+                return False
+            raise
+    for name in ("out.pt", "out.safetensors"):
+        with ckpttool.open(out / name) as again:
+            if _contents(again)[0] != meant[0]:
+                outcome.fail(f"{name} has other tensors", path)
+            elif _contents(again)[1] != meant[1]:
+                outcome.fail(f"{name} has another tree", f"{meant[1][:1500]}\n{_contents(again)[1][:1500]}")
+    return is_whole
+
+
+def _contents(checkpoint: ckpttool.Checkpoint) -> tuple[str, str]:
+    """Return the digest of the tensors, and the tree as text; empty if it is too deep for one."""
+    try:
+        text = full_encoding.encode(checkpoint.tree).text
+    except TooDeep:
+        text = ""
+    return digest(dict(checkpoint.tensors())), text
+
+
+def compare(path: Path, out: Path, outcome: Outcome) -> None:
+    """Compare what the package read with what other libraries read."""
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        if path.is_dir():
+            return
+        head = path.read_bytes()[:16]
+        if head[:2] == b"PK":
+            _compare_with_zipfile(path, outcome)
+        if head[8:9] == b"{":
+            _compare_with_safetensors(path, outcome)
+        else:
+            _compare_with_torch(path, out, outcome)
+
+
+def _compare_with_zipfile(path: Path, outcome: Outcome) -> None:
+    with open(path, "rb") as file:
+        source = Source(str(path), os.dup(file.fileno()))
+    try:
+        mine = read_directory(source, ByteRange(source, 0, source.size))
+    except CkptToolError:
+        return
+    try:
+        archive = zipfile.ZipFile(path)
+    except Exception:
+        return
+    with archive:
+        for name, record in mine.items():
+            try:
+                theirs = archive.read(name)
+            except Exception:
+                continue
+            if record.compression == zipfile.ZIP_STORED and record.data.read() != theirs:
+                outcome.fail("zipfile reads another record", name)
+        outcome.also.append("zipfile")
+
+
+def _compare_with_safetensors(path: Path, outcome: Outcome) -> None:
+    from safetensors.torch import load
+
+    try:
+        theirs = load(path.read_bytes())
+    except Exception as error:
+        if outcome.accepted:
+            outcome.fail(f"accepted alone: {str(error)[:60]}", error)
+        return
+    outcome.also.append("safetensors")
+    if not outcome.accepted:
+        return
+    with ckpttool.open(path) as checkpoint:
+        state = checkpoint.state("") if not checkpoint.full else None
+        mine = dict(checkpoint.tensors()) if state is None else state.tensors
+        for name, tensor in mine.items():
+            if name in theirs and _differ(tensor, theirs[name]):
+                outcome.fail("safetensors reads another tensor", name)
+        if state is not None and not mine.keys() >= theirs.keys():
+            outcome.fail("safetensors reads other names", theirs.keys() - mine.keys())
+
+
+def _compare_with_torch(path: Path, out: Path, outcome: Outcome) -> None:
+    import torch
+
+    try:
+        theirs = torch.load(path, weights_only=True)
+    except BaseException:
+        return
+    outcome.also.append("torch")
+    if not outcome.accepted:
+        return
+    with ckpttool.open(path) as checkpoint:
+        for wrong in _differences(checkpoint.tree, theirs, 0):
+            outcome.fail(f"torch reads {wrong}")
+    try:
+        converted = torch.load(out / "out.pt", weights_only=True)
+    except Exception as error:
+        outcome.fail(f"torch does not read what was written: {str(error)[:60]}", error)
+        return
+    try:
+        assert_same(theirs, converted)
+    except AssertionError as error:
+        outcome.fail("torch reads something else from what was written", error)
+    except RecursionError:
+        pass
+
+
+def _differences(mine: Any, theirs: Any, level: int) -> Iterator[str]:
+    """Yield how a tree differs from the one that torch reads, where it holds plain values and tensors."""
+    import torch
+
+    if level > 50:
+        return
+    if isinstance(mine, TensorRef):
+        if isinstance(theirs, torch.Tensor) and _differ(mine, theirs):
+            yield "another tensor"
+    elif isinstance(mine, dict) and isinstance(theirs, dict):
+        if len(mine) != len(theirs):
+            yield "another number of keys"
+        for key, value in mine.items():
+            if isinstance(key, str | int) and not isinstance(value, bool):
+                if key not in theirs:
+                    yield "other keys"
+                else:
+                    yield from _differences(value, theirs[key], level + 1)
+    elif isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
+        if len(mine) != len(theirs):
+            yield "a list of another length"
+        for one, other in zip(mine, theirs, strict=False):
+            yield from _differences(one, other, level + 1)
+    elif isinstance(mine, int | str | bytes | float) and repr(mine) != repr(theirs):
+        yield f"another {type(mine).__name__}"
+
+
+def _differ(mine: TensorRef, theirs: Any) -> bool:
+    import torch
+
+    if theirs.layout is not torch.strided or theirs.is_quantized or theirs.is_meta:
+        return False
+    if tuple(theirs.shape) != mine.shape or str(theirs.dtype) != f"torch.{mine.dtype.name}":
+        return True
+    if mine.nbytes > COMPARED:
+        return False
+    return b"".join(bytes(piece) for piece in stream(mine)) != values(theirs)

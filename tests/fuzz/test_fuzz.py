@@ -1,0 +1,168 @@
+"""A short form of `python -m tests.fuzz`, the corpus, and proof that the fuzzer finds holes."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ckpttool.checkpoint import checksums
+from ckpttool.formats.safetensors import format as safetensors_format
+from ckpttool.tensors import source
+from tests.fuzz.campaign import files_of, judged
+from tests.fuzz.corpus import kept
+from tests.fuzz.minimise import minimised
+from tests.fuzz.seeds import SEEDS, Files, seeds
+from tests.fuzz.worker import Worker
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """A fork has no threads but its own."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    with Worker() as made:
+        yield made
+
+
+@pytest.mark.parametrize("kind", SEEDS)
+def test_an_honest_file_is_read_and_equal_in_other_libraries(kind: str, worker: Worker) -> None:
+    for files in seeds(kind):
+        outcome = judged(worker, files)
+        assert (outcome.accepted, outcome.wrong, outcome.details) == (True, "", "")
+
+
+@pytest.mark.parametrize("kind", SEEDS)
+def test_a_changed_file_is_refused_or_read_as_others_read_it(kind: str, worker: Worker) -> None:
+    for number in range(40):
+        outcome = judged(worker, files_of(kind, 0, number))
+        assert not outcome.wrong, f"number {number}: {outcome.wrong}: {outcome.details}"
+
+
+@pytest.mark.parametrize("name", kept())
+def test_a_file_that_was_wrong_once_is_not_again(name: str, worker: Worker) -> None:
+    outcome = judged(worker, kept()[name])
+    assert not outcome.wrong, f"{outcome.wrong}: {outcome.details}"
+
+
+def test_the_same_number_gives_the_same_file() -> None:
+    assert files_of("zip .pt", 3, 5) == files_of("zip .pt", 3, 5)
+    assert files_of("zip .pt", 3, 5) != files_of("zip .pt", 4, 5)
+
+
+# Holes. Each is made in the process that examines.
+
+
+def ignore_the_end() -> None:
+    """Take a safetensors file to end where its header says."""
+    read = safetensors_format.read
+
+    def without_check(source: Any) -> Any:
+        size = struct.unpack("<Q", source.read(0, 8))[0]
+        header = json.loads(source.read(8, size))
+        header.pop("__metadata__", None)
+        ends = [entry["data_offsets"][1] for entry in header.values()]
+        source.size = min(source.size, 8 + size + max(ends, default=0))
+        return read(source)
+
+    safetensors_format.read = without_check
+
+
+def reverse() -> None:
+    """Read the bytes of each stretch from back to front."""
+    chunks = source.ByteRange.chunks
+
+    def reversed_chunks(self: Any, buffer: memoryview) -> Iterator[memoryview]:
+        for chunk in chunks(self, buffer):
+            yield memoryview(bytes(chunk)[::-1])
+
+    source.ByteRange.chunks = reversed_chunks  # type: ignore[method-assign]
+
+
+def crash() -> None:
+    """Raise something that is no error of the package's."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("x")
+
+    checksums.Checksums.finish = fail  # type: ignore[method-assign]
+
+
+def hang() -> None:
+    """Never end."""
+
+    def loop(*_: object, **__: object) -> None:
+        while True:
+            pass
+
+    checksums.Checksums.finish = loop  # type: ignore[method-assign]
+
+
+def waste() -> None:
+    """Take memory without need."""
+    kept: list[bytes] = []
+    finish = checksums.Checksums.finish
+
+    def take(self: Any) -> None:
+        kept.append(b"x" * (200 << 20))
+        finish(self)
+
+    checksums.Checksums.finish = take  # type: ignore[method-assign]
+
+
+def wrong_of(kind: str, hole: Callable[[], None], files: Files | None = None) -> str:
+    """Return what the fuzzer says of an honest file, or another, with something broken."""
+    with Worker(hole) as worker:
+        return judged(worker, files or seeds(kind)[0]).wrong
+
+
+def test_a_skipped_check_of_the_length_is_found() -> None:
+    longer = {"": seeds("safetensors")[0][""] + b"more"}
+    assert wrong_of("safetensors", lambda: None, longer) == ""
+    assert wrong_of("safetensors", ignore_the_end, longer).startswith("accepted alone")
+
+
+def test_a_skipped_check_of_the_length_is_found_by_chance_too() -> None:
+    with Worker(ignore_the_end) as worker:
+        wrong = {judged(worker, files_of("safetensors", 0, number)).wrong for number in range(40)}
+    assert any(each.startswith("accepted alone") for each in wrong)
+
+
+def test_wrong_values_are_found() -> None:
+    assert "safetensors reads another tensor" in wrong_of("safetensors", reverse)
+    assert "torch reads another tensor" in wrong_of("legacy .pt", reverse)
+
+
+def test_an_error_that_is_none_of_the_packages_is_found() -> None:
+    assert wrong_of("zip .pt", crash).startswith("KeyError in ")
+
+
+def test_memory_beyond_the_bound_is_found() -> None:
+    assert wrong_of("zip .pt", waste) == "takes too much memory"
+
+
+def test_a_hang_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fuzz.worker.HANGS", 1.0)
+    assert wrong_of("zip .pt", hang) == "the package hangs"
+
+
+def test_what_is_found_is_made_smaller() -> None:
+    files = {"a": bytes(range(256)), "b": b"needed"}
+
+    def is_same(tried: Files) -> bool:
+        return b"\x07" in tried.get("a", b"") and "b" in tried
+
+    small = minimised(files, is_same, time.monotonic() + 10)
+    assert small["a"].strip(b"\0") == b"\x07" and len(small["a"]) < 4
+    assert small["b"] == b""
