@@ -52,10 +52,14 @@ class Saboteur:
         except FileExistsError:
             return
         kill = self.kills[self.next]
-        if kill["whom"] != "all":
+        if kill["whom"] != "all" and kill["signal"] != "none":
             pid = os.getpid() if kill["whom"] == "worker" else os.getppid()
             os.kill(pid, signal.Signals[kill["signal"]])
-        if kill["signal"] == "SIGKILL":
+        if kill["signal"] == "none":  # the drill does what it has in mind, and says when
+            while not (FOLDER / f"go-{self.next}").exists():
+                time.sleep(0.01)
+            self.next, self.before = self.next + 1, 0.0
+        elif kill["signal"] == "SIGKILL":
             time.sleep(60)  # until the end comes: by the kernel, or by the drill
 
     def goes_on(self) -> None:
