@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...checkpoint.dotted_names import dotted
 from ...errors import Damaged, Refused
-from ...inert_pickle.values import MAX_DEPTH, Record, in_brief, remade, tensor_of, with_tensor
+from ...inert_pickle.values import LEAVES, MAX_DEPTH, Record, in_brief, remade, tensor_of, with_tensor
 from ...tensors.ref import TensorRef
 from .pieces import Piece, RankFile, Wholes
 from .sharded_values import Sharded, ShardedValues, is_sharded
@@ -61,6 +61,8 @@ class SideBySide:
         if len(path) > MAX_DEPTH:
             raise Refused(held[0].file.source.path, "its contents are nested too deeply to be merged")
         key = tuple(id(each.value) for each in held)
+        if isinstance(held[0].value, LEAVES):  # equal numbers are one object, at different places
+            return self._merged(path, held)
         if key not in self._made:
             self._made[key] = self._merged(path, held)
         return self._made[key]

@@ -239,6 +239,24 @@ def test_a_counter_of_another_save_is_named(placed: Path, tmp_path: Path) -> Non
         ckpttool.open(folder)
 
 
+def test_a_counter_of_another_save_is_named_beside_the_same_numbers(placed: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(placed, tmp_path / "epochs"))
+    for rank, path in enumerate(sorted(folder.iterdir())):
+        changed(path, lambda tree, rank=rank: tree.update(local_rank=rank, epoch=rank))
+    with pytest.raises(Damaged, match=r"is of another save: 'epoch' is 1, and 0 in"):
+        ckpttool.open(folder)
+
+
+def test_trees_that_contain_themselves_are_refused(placed: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(placed, tmp_path / "endless"))
+    endless: list[Any] = []
+    endless.append(endless)
+    for path in folder.iterdir():
+        changed(path, lambda tree: tree.update(endless=endless))
+    with pytest.raises(CkptToolError, match="nested too deeply"):
+        ckpttool.open(folder).state()
+
+
 def test_other_values_that_differ_are_named_and_the_first_kept(placed: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(placed, tmp_path / "notes"))
     for rank, path in enumerate(sorted(folder.iterdir())):
