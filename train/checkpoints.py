@@ -47,6 +47,8 @@ STRUCTURE: dict[str, Any] = {
         "best": NUMBER,
         "unscored?": bool,
         "sums": Each(Each(NUMBER)),
+        "unscored?": bool,
+        "lr?": NUMBER,
     },
     "plan": {
         "samples": int,

@@ -190,7 +190,7 @@ class Report:
                 "threads": tested.evaluation.threads,
                 "batch_size": tested.evaluation.batch_size,
             }
-        return entry | {"lr": self.trainer.lr}
+        return entry | {"lr": self.trainer.progress.lr}
 
     def event(self, event: str, text: str, step: int, **fields: Any) -> None:
         """Print on stderr what the user should know although the run goes on, and log it. Raises as `begin`.

@@ -7,7 +7,7 @@
 The table has for each kind of kill how often it was tried, how often the run held, and the median of the
 seconds from the kill to the next step of the training. Held means: the last checkpoint has the bits of the
 undisturbed run's, and so have the lines of the log, in which every sample of an epoch is counted once; every
-checkpoint can be read; no other file and no process is left. Exit code 1 if a run did not hold: its folder stays.
+checkpoint can be read; no other file and no process is left. Exit code 1 if a run did not hold.
 """
 
 from __future__ import annotations
