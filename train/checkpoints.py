@@ -45,6 +45,7 @@ STRUCTURE: dict[str, Any] = {
         "global_step": int,
         "samples": int,
         "best": NUMBER,
+        "unscored?": bool,
         "sums": Each(Each(NUMBER)),
         "unscored?": bool,
         "lr?": NUMBER,

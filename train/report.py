@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -204,7 +205,8 @@ class Report:
             if self.speaks:
                 if self._bar is not None:
                     self._bar.clear()
-                print(f"warning: {text}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # the log has it too
+                    print(f"warning: {text}", file=sys.stderr, flush=True)
         self.trainer.log.write({"step": step, "event": event, **fields}, step)
 
     def note_signal(self, ended_by: str, stop: Stop) -> None:

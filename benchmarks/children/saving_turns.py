@@ -30,7 +30,7 @@ from train import flags, main
 from train.agreement import Agreement
 from train.engine import Trainer
 from train.saving import Saver, capture
-from train.staging import _tensors
+from train.staging import tensors_of
 from train.stopping import Stop
 
 LAYERS = 24
@@ -67,7 +67,7 @@ class Ways:
         self.trainer, self.folder = trainer, folder
         self.saver = Saver(trainer, str(folder))
         self.state = capture(trainer)
-        self.buffers = [torch.empty_like(tensor) for tensor in _tensors(self.state)]
+        self.buffers = [torch.empty_like(tensor) for tensor in tensors_of(self.state)]
         self.stager = DefaultStager(
             StagingOptions(*[False] * 4)
         )  # neither pinned nor shared, nor in a thread
@@ -84,7 +84,7 @@ class Ways:
         }
 
     def copy(self) -> None:
-        for buffer, tensor in zip(self.buffers, _tensors(self.state), strict=True):
+        for buffer, tensor in zip(self.buffers, tensors_of(self.state), strict=True):
             buffer.copy_(tensor)
 
     def save(self, how: str) -> None:

@@ -27,7 +27,7 @@ import traceback
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from . import hangs, processes
 from .hangs import Beat, Seen, Verdict
@@ -101,19 +101,19 @@ def watch(timeout: float = 300.0) -> Iterator[Watch]:
         return
     pulse = _Pulse(own)
     before, _current = _current, own
+    end, cause = hangs.LEFT, cast("BaseException | None", None)
     try:
         yield own
     except BaseException as error:
-        lost = isinstance(error, RuntimeError) and (is_lost_rank(error) or is_timeout(error))
-        explained = pulse.explain(timed_out=is_timeout(error)) if lost else None
-        pulse.stop(hangs.LOST if lost else hangs.FAILED, error)
-        if explained:
-            raise collectives.RankLost(explained) from error
+        end, cause = hangs.FAILED, error
+        if isinstance(error, RuntimeError) and (is_lost_rank(error) or is_timeout(error)):
+            end = hangs.LOST
+            if explained := pulse.explain(timed_out=is_timeout(error)):
+                raise collectives.RankLost(explained) from error
         raise
-    else:
-        pulse.stop(hangs.LEFT)
     finally:
         _current = before
+        pulse.stop(end, cause)
 
 
 class Watch:
@@ -185,7 +185,7 @@ class _Pulse:
         self.exchanged = self.marked = self.worked = now
         self.marks, self.work, self.children = watched.marks, processes.work(), -1.0
         self.beat, self.beats = Beat(), [(Beat(), now)] * self.size
-        self.verdict = ""
+        self.verdict = self.end = self.error = ""
         self.slow: Sequence[int] = ()
         self.warn_after = [min(WARN_AFTER, self.timeout / 2)] * self.size
         self.over, self.speaks = threading.Event(), threading.Lock()
@@ -199,21 +199,19 @@ class _Pulse:
             thread.start()
 
     def stop(self, end: str, error: BaseException | None = None) -> None:
-        """Stop the threads, and tell the others how the block has ended here."""
+        """Tell the others how the block has ended here, and stop the threads.
+
+        The thread tells them, which nothing interrupts: a signal may raise another error here, as that of a
+        loading process which has died.
+        """
+        if isinstance(error, KeyboardInterrupt | GeneratorExit):
+            end = hangs.LEFT
+        self.error = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        self.end = end
         self.over.set()
         for thread in self.threads:
             thread.join(timeout=2 * self.interval)
         faulthandler.cancel_dump_traceback_later()
-        if isinstance(error, KeyboardInterrupt | GeneratorExit):
-            end = hangs.LEFT
-        said = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:500]
-        at = self.watched
-        self.beat = dataclasses.replace(
-            self.beat, step=at.step, phase=at.doing, counts=at.counts, end=end, error=said
-        )
-        if not self.threads[0].is_alive():
-            with contextlib.suppress(RuntimeError):  # the store has gone before this rank
-                self._send()
         if self.dump is not None:
             os.close(self.dump)
 
@@ -224,9 +222,14 @@ class _Pulse:
             while not self.over.wait(self.interval):
                 self._send()
                 self._receive(self.store)
+            self._send()
 
     def _send(self) -> None:
-        self.store.set(self.keys[self.rank], json.dumps(dataclasses.asdict(self.beat)))
+        beat, at = self.beat, self.watched
+        if self.end:
+            beat = dataclasses.replace(beat, step=at.step, phase=at.doing, counts=at.counts)
+            beat = dataclasses.replace(beat, end=self.end, error=self.error)
+        self.store.set(self.keys[self.rank], json.dumps(dataclasses.asdict(beat)))
 
     def _receive(self, store: Any) -> None:
         read = store.multi_get(self.keys) if store.has_extended_api() else map(store.get, self.keys)
@@ -334,11 +337,12 @@ class _Pulse:
 
         It is written at once, since the launcher will end this process as soon as it sees the other one dead.
         """
-        self.speaks.acquire()  # for good; if the other thread speaks already, it ends this process
         verdict = None
         for _ in range(5):
             with contextlib.suppress(RuntimeError):
                 self._receive(self.store.clone())
+            if self.verdict:
+                self._leave(Verdict(**json.loads(self.verdict)))
             verdict = hangs.lost(self.seen(), self.rank, 3 * self.interval, timed_out=timed_out)
             if verdict is not None:
                 break
@@ -346,6 +350,7 @@ class _Pulse:
         if verdict is None:
             return ""
         lines = self._lines(verdict)
+        self.speaks.acquire()  # for good; if the judging thread speaks already, it ends this process
         _say("error", self.rank, lines)
         return "\n".join(lines)
 

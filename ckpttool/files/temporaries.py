@@ -71,7 +71,10 @@ def new_folder(target: str, mode: int) -> tuple[int, str]:
     while True:
         path = new_path(target)
         os.mkdir(path, mode)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:  # another process took it for abandoned before it could be locked
+            continue
         if _lock_new(fd, path):
             return fd, path
         os.close(fd)

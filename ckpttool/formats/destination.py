@@ -128,14 +128,24 @@ def require_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> 
 
     Raises:
         OutputExists: there is something; the hint proposes `--force` only if that would help.
+        OSError: the disk failed.
     """
-    if path == "-" or not os.path.lexists(path):
+    if path == "-" or not _is_there(path):
         return
     found = _conflict(checkpoint, path, kind)
     if found is not None:
         raise OutputExists(f"{path}: already exists, and {found[0]}", hint=found[1])
     if not force:
         raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+
+
+def _is_there(path: str) -> bool:
+    """Return whether there is something at a path; raise OSError if the disk can't tell."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # writing tells why
+        return False
+    return True
 
 
 def _conflict(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, str] | None:

@@ -147,6 +147,25 @@ def test_only_what_is_in_the_folder_is_removed_whatever_is_named(folder: Path) -
     assert (folder.parent / "outside").read_text() == "kept"
 
 
+def test_a_new_folder_that_another_process_takes_for_abandoned_is_made_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between mkdir and the lock it looks like one that a killed process left."""
+    mkdir, removed = os.mkdir, []
+
+    def mkdir_and_lose(path: str, mode: int) -> None:
+        mkdir(path, mode)
+        if not removed:
+            removed.append(path)
+            os.rmdir(path)
+
+    monkeypatch.setattr(os, "mkdir", mkdir_and_lose)
+    replace(folder)
+    assert removed
+    assert (folder / "mine").read_text() == "new"
+    assert names(folder.parent) == ["f"]
+
+
 def test_what_can_not_be_removed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unlink = os.unlink
 

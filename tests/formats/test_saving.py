@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -574,3 +575,21 @@ child('full', 'convert', path, made('full.safetensors'), '--full')
 child('digest', 'digest', path)
 child('verify', 'verify', path)
 """
+
+
+def test_an_output_that_a_failing_disk_can_not_tell_of_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(STATE, tmp_path / "in.pt")
+    (tmp_path / "out.pt").write_bytes(b"old")
+    lstat = os.lstat
+
+    def fail(path: Any, **given: Any) -> os.stat_result:
+        if str(path).endswith("out.pt"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return lstat(path, **given)
+
+    monkeypatch.setattr(os, "lstat", fail)
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint, pytest.raises(OSError, match="Input/output"):
+        ckpttool.save(checkpoint, tmp_path / "out.pt")
+    assert (tmp_path / "out.pt").read_bytes() == b"old"

@@ -202,7 +202,7 @@ def _compare_with_torch(path: Path, out: Path, outcome: Outcome) -> None:
     if not outcome.accepted:
         return
     with ckpttool.open(path) as checkpoint:
-        for wrong in _differences(checkpoint.tree, theirs, 0):
+        for wrong in _differences(checkpoint.tree, theirs, set()):
             outcome.fail(f"torch reads {wrong}")
     try:
         converted = torch.load(out / "out.pt", weights_only=True)
@@ -217,12 +217,17 @@ def _compare_with_torch(path: Path, out: Path, outcome: Outcome) -> None:
         pass
 
 
-def _differences(mine: Any, theirs: Any, level: int) -> Iterator[str]:
-    """Yield how a tree differs from the one that torch reads, where it holds plain values and tensors."""
+def _differences(mine: Any, theirs: Any, met: set[tuple[int, int]]) -> Iterator[str]:
+    """Yield how a tree differs from the one that torch reads, where it holds plain values and tensors.
+
+    Args:
+        met: pairs that were compared already: a tree may hold one value in many places.
+    """
     import torch
 
-    if level > 50:
+    if (id(mine), id(theirs)) in met or len(met) > 100_000:
         return
+    met.add((id(mine), id(theirs)))
     if isinstance(mine, TensorRef):
         if isinstance(theirs, torch.Tensor) and _differ(mine, theirs):
             yield "another tensor"
@@ -234,12 +239,12 @@ def _differences(mine: Any, theirs: Any, level: int) -> Iterator[str]:
                 if key not in theirs:
                     yield "other keys"
                 else:
-                    yield from _differences(value, theirs[key], level + 1)
+                    yield from _differences(value, theirs[key], met)
     elif isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
         if len(mine) != len(theirs):
             yield "a list of another length"
         for one, other in zip(mine, theirs, strict=False):
-            yield from _differences(one, other, level + 1)
+            yield from _differences(one, other, met)
     elif isinstance(mine, int | str | bytes | float) and repr(mine) != repr(theirs):
         yield f"another {type(mine).__name__}"
 

@@ -21,6 +21,9 @@ from tests.fuzz.seeds import Files, put
 HANGS = 20.0
 """Seconds of CPU time after which a file counts as one that hangs."""
 
+OTHERS_HANG = 4.0
+"""The same for the comparison with other libraries, which are not waited for longer."""
+
 ROOM = 4 << 30
 """Bytes of address space beyond those of the start: other libraries allocate what a file claims."""
 
@@ -54,21 +57,21 @@ class Worker:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         put(files, path)
         self.pipe.send(str(path))
-        outcome = self._answer()
+        outcome = self._answer(HANGS)
         if outcome is None:
             return self._died("the package")
-        compared = self._answer()
+        compared = self._answer(OTHERS_HANG)
         if compared is None:  # another library hangs, or has crashed
             self._end()
             return outcome
         return compared
 
-    def _answer(self) -> Outcome | None:
-        """Wait for the worker; return None when it has died, or has worked for too long."""
+    def _answer(self, seconds: float) -> Outcome | None:
+        """Wait for the worker; return None when it has died, or has worked for longer than `seconds`."""
         started = self._cpu()
         with contextlib.suppress(EOFError, ConnectionError):
             while not self.pipe.poll(1.0):
-                if self._cpu() - started > HANGS or not self.process.is_alive():
+                if self._cpu() - started > seconds or not self.process.is_alive():
                     return None
             found: Outcome = self.pipe.recv()
             return found

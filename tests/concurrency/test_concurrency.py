@@ -1,0 +1,165 @@
+"""Commands that run at the same time in one folder: each output is that of one of them, whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpttool
+
+TOGETHER = """
+    import json, os, sys
+    from ckpttool import cli
+    jobs = json.loads(sys.argv[1])
+    cli.run([*jobs[0], "-q", "--dry-run"])  # import what forks need
+    gate, start = os.pipe()
+    pids = []
+    for words in jobs:
+        pid = os.fork()
+        if pid == 0:
+            os.close(start)
+            os.read(gate, 1)  # until all are there
+            code = 0
+            for _ in range(int(sys.argv[2])):
+                code = code or cli.run([*words, "-q"])
+            os._exit(code)
+        pids.append(pid)
+    os.close(start)
+    print(json.dumps(pids), flush=True)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+"""
+
+
+@contextmanager
+def together(
+    folder: Path, jobs: list[list[str]], *, times: int = 1
+) -> Iterator[tuple[list[int], subprocess.Popen[str]]]:
+    """Run several commands in processes that start at the same moment.
+
+    Args:
+        folder: the working directory.
+        jobs: command lines of `ckpttool`.
+        times: how often each is run, one after another.
+
+    Yields:
+        The ids of the processes, and the process that waits for them.
+    """
+    command = [sys.executable, "-c", textwrap.dedent(TOGETHER), json.dumps(jobs), f"{times}"]
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as running:
+        assert running.stdout is not None
+        yield json.loads(running.stdout.readline()), running
+
+
+def codes_of(running: subprocess.Popen[str]) -> list[int]:
+    """Wait for all and return their exit codes; nobody may have shown a traceback."""
+    out, err = running.communicate(timeout=100)
+    assert err == "", err
+    found: list[int] = json.loads(out)
+    return found
+
+
+def prepare(folder: Path, count: int = 2) -> list[str]:
+    """Write inputs in.0.pt, in.1.pt, … of different values; return the digests of their states stripped."""
+    digests = []
+    for number in range(count):
+        torch.save({"module.a": torch.full((50_000,), float(number))}, folder / f"in.{number}.pt")
+        stripped, _ = ckpttool.strip_prefix(ckpttool.open(folder / f"in.{number}.pt"))
+        digests.append(ckpttool.digest(stripped))
+    return digests
+
+
+def left_in(folder: Path) -> list[str]:
+    """Return what is in a folder beside inputs and outputs."""
+    return [name for name in os.listdir(folder) if not name.startswith(("in.", "out"))]
+
+
+OUTPUTS = ["out.pt", "out.safetensors", "out/"]
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_of_two_writers_one_wins_and_both_succeed(output: str, tmp_path: Path) -> None:
+    digests = prepare(tmp_path)
+    jobs = [["strip-prefix", f"in.{number}.pt", output, "--force"] for number in range(2)]
+    with together(tmp_path, jobs, times=15) as (_, running):
+        assert codes_of(running) == [0, 0]
+    assert ckpttool.digest(tmp_path / output) in digests
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_a_reader_has_the_old_or_the_new_output_whole(output: str, tmp_path: Path) -> None:
+    digests = prepare(tmp_path)
+    jobs = [["strip-prefix", f"in.{number}.pt", output, "--force"] for number in range(2)]
+    assert subprocess.run(command_of(jobs[0]), cwd=tmp_path, check=False).returncode == 0
+    seen: dict[str, int] = {}
+    with together(tmp_path, jobs, times=20) as (_, running):
+        while running.poll() is None and not is_done(running):
+            with ckpttool.open(tmp_path / output) as checkpoint:
+                time.sleep(0.001)  # it may be replaced between opening and reading
+                found = ckpttool.digest(checkpoint)
+            seen[found] = seen.get(found, 0) + 1
+        assert codes_of(running) == [0, 0]
+    assert seen.keys() <= {*digests}
+    assert sum(seen.values()) > 1
+
+
+def command_of(words: list[str]) -> list[str]:
+    return [sys.executable, "-m", "ckpttool", *words, "-q"]
+
+
+def is_done(running: subprocess.Popen[str]) -> bool:
+    """Return whether the processes have ended: then their exit codes can be read."""
+    assert running.stdout is not None
+    return bool(select.select([running.stdout], [], [], 0)[0])
+
+
+def test_a_hundred_processes_write_into_one_folder_at_once(tmp_path: Path) -> None:
+    """Half of them write one output, the others one each."""
+    digests = prepare(tmp_path)
+    jobs = [
+        ["strip-prefix", f"in.{number % 2}.pt", "out.pt" if number % 4 < 2 else f"out{number}.pt", "--force"]
+        for number in range(100)
+    ]
+    with together(tmp_path, jobs) as (_, running):
+        assert codes_of(running) == [0] * 100
+    assert ckpttool.digest(tmp_path / "out.pt") in digests
+    for number in range(2, 100, 4):
+        assert ckpttool.digest(tmp_path / f"out{number}.pt") == digests[0]
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_writers_that_are_killed_leave_a_whole_output_and_the_next_one_cleans_up(
+    output: str, tmp_path: Path
+) -> None:
+    digests = prepare(tmp_path)
+    jobs: list[list[str]] = [["strip-prefix", f"in.{n % 2}.pt", output, "--force"] for n in range(6)]
+    assert subprocess.run(command_of(jobs[0]), cwd=tmp_path, check=False).returncode == 0
+    drawn = random.Random(0)
+    with together(tmp_path, jobs, times=10) as (pids, running):
+        for pid in pids[:4]:
+            time.sleep(drawn.random() / 20)
+            if not is_done(running):
+                os.kill(pid, signal.SIGKILL)
+        codes = codes_of(running)
+    assert codes[4:] == [0, 0]
+    assert {*codes[:4]} <= {0, -signal.SIGKILL}
+    assert ckpttool.digest(tmp_path / output) in digests
+    assert subprocess.run(command_of(jobs[0]), cwd=tmp_path, check=False).returncode == 0
+    assert ckpttool.digest(tmp_path / output) == digests[0]
+    assert left_in(tmp_path) == []
