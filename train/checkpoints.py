@@ -45,7 +45,6 @@ STRUCTURE: dict[str, Any] = {
         "global_step": int,
         "samples": int,
         "best": NUMBER,
-        "unscored?": bool,
         "sums": Each(Each(NUMBER)),
         "unscored?": bool,
         "lr?": NUMBER,

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpttool
+from ckpttool import cli
 from ckpttool.metrics import predictions
 
 LARGE = 5 << 18
@@ -76,6 +77,14 @@ def _made(of: Callable[[], object], **choices: Any) -> Callable[[Path], None]:
     return write
 
 
+def _ranks(path: Path) -> None:
+    """Write what two ranks would."""
+    source = path.with_name("source.pt")
+    torch.save(training(), source)
+    assert not cli.run(["split", f"{source}", f"{path}/", "--ranks", "2", "--as", "dtensor", "-q"])
+    source.unlink()
+
+
 def _predictions(rank: int) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         import numpy as np
@@ -96,6 +105,7 @@ INPUTS: dict[str, Callable[[Path], object]] = {
     "full.safetensors": _made(training, to="safetensors", full=True),
     "shards": _made(training, to="safetensors-sharded", shard_size=4 << 20),
     "dcp": _dcp,
+    "ranks": _ranks,
     "rank0.safetensors": _predictions(0),
     "rank1.safetensors": _predictions(1),
 }
