@@ -14,6 +14,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# Fifteen minutes on an idle machine of two cores: 50 kills. `make test` has three of them.
+drill: $(INSTALLED)
+	$(BIN)/python -m tests.drill
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -2,13 +2,14 @@
 
     python -m benchmarks.merging
 
-The same as `python -m benchmarks --only merge-fsdp --only merge-tp`.
+The same as `python -m benchmarks --only merge-fsdp --only merge-tp --only merge-zero3`.
 """
 
 from __future__ import annotations
 
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 from .case import Benchmark, Case, Need, Way
@@ -53,12 +54,39 @@ def set_up(kind: str, folder: Path, size: int) -> Case:
     )
 
 
+def set_up_zero3(folder: Path, size: int) -> Case:
+    """Write a ZeRO-3 folder; DeepSpeed's own program takes part where DeepSpeed is installed.
+
+    Args:
+        folder: an empty one.
+        size: bytes of the fp32 weights.
+    """
+    source, merged, saved, whole = (
+        folder / name for name in ("run", "merged.safetensors", "out.pt", "whole")
+    )
+    timed([PYTHON, CHILDREN / "make_zero3_folder.py", source, str(size), str(TENSORS), "8"])
+    ours, to_torch, theirs = "ckpttool merge", "ckpttool merge to .pt", "DeepSpeed's zero_to_fp32"
+    ways = [
+        Way("cp", ["cp", "-r", source, folder / "copy"], folder / "copy"),
+        Way(ours, tool("merge", source, merged), merged),
+        Way(to_torch, tool("merge", source, saved), saved),
+    ]
+    targets = [at_most_times(ours, "cp", 1.2), peak_at_most(ours, PEAK)]
+    if find_spec("deepspeed") is not None:
+        ways.append(Way(theirs, peer("merge_with_deepspeed.py", source, whole), whole))
+        targets.append(at_least_times_faster(ours, theirs, 1.0))
+    return Case(f"merge 8 ranks of ZeRO-3, {show_size(size)}", ways, targets, memory=2 * size)
+
+
 def need(size: int) -> Need:
     """Return what a size needs: the ranks' files, the whole, and a copy; torch's peer holds all in memory."""
     return Need(files=3 * size, memory=2 * size)
 
 
-BENCHMARKS = [Benchmark(f"merge-{kind}", True, need, partial(set_up, kind)) for kind in KINDS]
+BENCHMARKS = [
+    *(Benchmark(f"merge-{kind}", True, need, partial(set_up, kind)) for kind in KINDS),
+    Benchmark("merge-zero3", True, need, set_up_zero3),
+]
 
 
 if __name__ == "__main__":

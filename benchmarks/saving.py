@@ -71,10 +71,10 @@ def as_markdown(found: Found) -> str:
     targets = [("async / copy", ratio(blocked, "async", "copy"), OF_COPY, False)]
     targets.append(("torch.save / async", ratio(blocked, "torch.save", "async"), OF_TORCH, True))
     if whole:
-        rows = [["the same steps with", "seconds", "beyond no save"], ["---", "---:", "---:"]]
+        rows = [["the same steps with", "seconds", "beyond no save", "of CPU time"], ["---", *["---:"] * 3]]
         for way, seconds in whole.items():
-            beyond = f"{ratio(whole, way, 'none') - 1:+.1%}"
-            rows.append([NAMES[way], f"{statistics.median(seconds):.1f} s", beyond])
+            beyond = [f"{ratio(each, way, 'none') - 1:+.1%}" for each in (whole, found["cpu"])]
+            rows.append([NAMES[way], f"{statistics.median(seconds):.1f} s", *beyond])
         tables.append(_table(rows))
         targets.append(("async, beyond no save", ratio(whole, "async", "none") - 1, OVERHEAD, False))
     rows = [["target", "limit", "measured", ""], ["---", "---:", "---:", "---"]]

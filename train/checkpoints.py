@@ -46,6 +46,8 @@ STRUCTURE: dict[str, Any] = {
         "samples": int,
         "best": NUMBER,
         "sums": Each(Each(NUMBER)),
+        "unscored?": bool,
+        "lr?": NUMBER,
     },
     "plan": {
         "samples": int,

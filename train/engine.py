@@ -51,6 +51,7 @@ class Progress:
         samples: samples used since the beginning, by all ranks.
         best: the `merit` of the best score on the test set so far.
         unscored: the evaluation after the last step is still to be done: a signal has cut it short.
+        lr: the learning rate of the last step.
     """
 
     epoch: int = 0
@@ -59,6 +60,7 @@ class Progress:
     samples: int = 0
     best: float = -math.inf
     unscored: bool = False
+    lr: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,6 @@ class Trainer:
         self.scheduler = build_scheduler(config, self.optimizer, steps, self.steps_per_epoch)
         self.ema = Ema(self.ddp, config.ema) if config.ema else None
         self.sums = Sums()
-        self.lr = config.lr
         self.started_from: str | None = None
         self.resumed: dict[str, Any] | None = None
         self.proof: Proof | None = None
@@ -236,7 +237,7 @@ class Trainer:
         self._gradient_norm = None
         if self.config.clip_norm or self.log.due(self.progress.global_step + 1):
             self._gradient_norm = clip([p for _, p in self.trained], self.config.clip_norm)
-        self.lr = self.optimizer.param_groups[0]["lr"]
+        self.progress.lr = float(self.optimizer.param_groups[0]["lr"])
         if self.precision.step(self.optimizer):
             self.scheduler.step()
             if self.ema:
@@ -255,7 +256,7 @@ class Trainer:
         loss = self.log.step(
             progress.global_step,
             samples=step.global_size,
-            lr=self.lr,
+            lr=progress.lr,
             epochs=self.epochs_done(),
             grad_norm=self._gradient_norm,
         )

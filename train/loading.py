@@ -33,7 +33,17 @@ class Batches:
         Raises:
             CkptToolError: one that a sample raised, as it was raised, also in another process.
         """
-        for batch in self.loader:
+        batches = iter(self.loader)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (ConnectionError, EOFError) as error:
+                if not self.loader.num_workers:
+                    raise
+                # It died while it handed a batch over, which torch does not expect.
+                raise RuntimeError("DataLoader worker (pid 0) has died") from error
             if isinstance(batch, Failure):
                 raise batch.error
             yield batch

@@ -241,7 +241,7 @@ def evaluate(trainer: Trainer, agreement: Agreement) -> tuple[Score | None, str]
     try:
         return trainer.evaluate(), ""
     except CkptToolError:
-        signal = agreement.finish()  # if one rank fails in an evaluation, all do
+        signal = agreement.finish(now=True)  # if one rank fails in an evaluation, all do
         if not signal:
             raise
         return None, signal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -189,7 +190,7 @@ class Report:
                 "threads": tested.evaluation.threads,
                 "batch_size": tested.evaluation.batch_size,
             }
-        return entry | {"lr": self.trainer.lr}
+        return entry | {"lr": self.trainer.progress.lr}
 
     def event(self, event: str, text: str, step: int, **fields: Any) -> None:
         """Print on stderr what the user should know although the run goes on, and log it. Raises as `begin`.
@@ -204,7 +205,8 @@ class Report:
             if self.speaks:
                 if self._bar is not None:
                     self._bar.clear()
-                print(f"warning: {text}", file=sys.stderr, flush=True)
+                with contextlib.suppress(OSError):  # the log has it too
+                    print(f"warning: {text}", file=sys.stderr, flush=True)
         self.trainer.log.write({"step": step, "event": event, **fields}, step)
 
     def note_signal(self, ended_by: str, stop: Stop) -> None:

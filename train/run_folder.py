@@ -171,25 +171,26 @@ def write(
     Args:
         state: what the file holds.
         folder: of the run.
-        names: of the files, at least one.
+        names: of the files, at least one. The first is replaced last: a run that is killed before that goes
+            on from the old one, and writes the others again.
         before_it_counts: called when the file is complete on the disk and has no name yet. If it raises, the
             file is removed.
 
     Raises:
         FileError: the disk is full, or the folder can't be written; an older file of that name is unchanged.
     """
-    path = os.path.join(folder, names[0])
-    with naming(path):
+    paths = [os.path.join(folder, name) for name in names]
+    with naming(paths[0]):
         try:
-            with replacing(path) as file:
+            with replacing(paths[-1]) as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
                 before_it_counts()
         except UsageFault as error:  # at the start it could be: the folder has changed since
-            raise FileError(path, error.message.removeprefix(f"{path}: ")) from error
-        for name in names[1:]:
-            _give_name(path, os.path.join(folder, name))
+            raise FileError(paths[0], error.message.removeprefix(f"{paths[-1]}: ")) from error
+        for path in reversed(paths[:-1]):
+            _give_name(paths[-1], path)
 
 
 def _give_name(path: str, other: str) -> None:

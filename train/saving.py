@@ -334,12 +334,12 @@ class Saver:
             save.write()
         failure = collectives.decide(partial(_failure, save))
         self._under_way = None
-        for name in save.names:
-            self._failed.pop(name, None)
         if failure is None:
+            for name in save.names:
+                self._failed.pop(name, None)
             self._best_on_disk = save.best if run_folder.BEST in save.names else self._best_on_disk
             return
-        for name in save.names:
+        for name in {run_folder.LAST, run_folder.BEST} & {*save.names}:  # no later save is of a numbered one
             self._failed[name] = failure
         if run_folder.BEST in save.names and self.trainer.progress.best == save.best:
             self.trainer.progress.best = self._best_on_disk  # so that the next better one is written

@@ -39,6 +39,8 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     # torchrun reports a failure with a traceback of this process; the failed rank has reported its own.
     logging.disable(logging.CRITICAL)
     options = run.parse_args(["--standalone", "--nproc-per-node", str(ranks), script, *arguments])
+    if hasattr(options, "signals_to_handle"):  # else SIGUSR1 ends this process, and the ranks with it
+        options.signals_to_handle += ",SIGUSR1"
     try:
         run.run(options)
     except ChildFailedError as error:

@@ -35,7 +35,7 @@ class Staging:
         storages: dict[int, torch.UntypedStorage] = {}
         on_device: set[torch.device] = set()
         with torch.no_grad():
-            for tensor in _tensors(state):
+            for tensor in tensors_of(state):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in storages:
                     storages[storage._cdata] = self._copied(storage, len(storages))
@@ -62,17 +62,17 @@ class Staging:
 
 def is_on_cpu(state: Any) -> bool:
     """Return whether all tensors of a state lie in the memory of the CPU."""
-    return all(tensor.device.type == "cpu" for tensor in _tensors(state))
+    return all(tensor.device.type == "cpu" for tensor in tensors_of(state))
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Yield the plain tensors of a state. Others, as parameters and sparse ones, deepcopy copies."""
     if type(value) is torch.Tensor:
         if value.layout == torch.strided and not value.is_quantized and not value.is_meta:
             yield value
     elif isinstance(value, dict | list | tuple):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+            yield from tensors_of(item)
 
 
 def _as(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ckpttool.distributed.lost_rank import is_lost_rank
 from ckpttool.distributed.place import started_by_launcher
 from ckpttool.errors import CkptToolError
 
@@ -76,7 +75,7 @@ class Stop:
                 signal.signal(number, lambda *_: None)
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, where: object) -> None:
+    def __exit__(self, *_: object) -> None:
         global _active
         if not self._open:
             return
@@ -87,8 +86,6 @@ class Stop:
         self._thread.join()
         self._reader.close()
         self._writer.close()
-        if self.number and error is not None and _is_of_another_rank(error):
-            signal.raise_signal(self.number)  # the launcher ends the ranks that one has left: do so at once
 
     def restore(self) -> None:
         """Give the signals back to the handlers from before the block."""
@@ -156,12 +153,6 @@ class Stop:
             with contextlib.suppress(OSError):
                 os.write(2, f"{why}; {said}\n".encode())
         os._exit(code)
-
-
-def _is_of_another_rank(error: BaseException) -> bool:
-    from ckpttool.distributed.collectives import RankFailed
-
-    return isinstance(error, RankFailed) or is_lost_rank(error)
 
 
 # ---- processes that are forked -----------------------------------------------------------------------------

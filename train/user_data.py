@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch.utils.data import TensorDataset
 
 from ckpttool.distributed.randomness import Keyed
-from ckpttool.errors import UsageFault
+from ckpttool.errors import Unreadable, UsageFault
 from ckpttool.models import factory
 from train.config import DataConfig
 from train.contents import CLASSIFICATION
-from train.samples import Parts, count
+from train.samples import Parts, Samples, count
 
 
 def load(config: DataConfig, seed: int) -> Parts:
@@ -32,7 +33,40 @@ def load(config: DataConfig, seed: int) -> Parts:
     train, test = made
     for samples in made:
         count(samples)
-    return Parts(Keyed(train, seed), Keyed(test, seed), _classes(train, config), config.data)
+    parts = [Named(each, seed, name, config.data) for name, each in (("training", train), ("test", test))]
+    return Parts(*parts, _classes(train, config), config.data)
+
+
+class Named(Keyed):
+    """A data set of a user's, whose sample is named when its file can't be read.
+
+    Args:
+        samples: the data set.
+        seed: as `load`.
+        part: `training` or `test`.
+        data: what `--data` names.
+    """
+
+    def __init__(self, samples: Samples, seed: int, part: str, data: str) -> None:
+        super().__init__(samples, seed)
+        self.part, self.data = part, data
+
+    def drawn(self, index: int) -> Any:
+        """Return a sample.
+
+        Raises:
+            Unreadable: the data set raised an OSError.
+        """
+        try:
+            return super().drawn(index)
+        except OSError as error:
+            sample = f"{self.part} sample {index}"
+            reason = (error.strerror or str(error) or type(error).__name__).lower()
+            if error.filename is None:
+                raise Unreadable(f"--data {self.data}", f"{sample} can't be read: {reason}") from error
+            raise Unreadable(
+                os.fsdecode(error.filename), f"{reason}: {sample} of --data {self.data}"
+            ) from error
 
 
 def _classes(samples: Any, config: DataConfig) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 It trains with train/main.py's own parts, and the ways of saving take turns. Writes the seconds of each round
 to FOLDER/seconds.json: `blocked`, for which the training stands still in a save, and `whole`, of some steps
-with one save.
+with one save; `cpu` are its seconds of processor time, which depend less on what else the machine does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from train import flags, main
 from train.agreement import Agreement
 from train.engine import Trainer
 from train.saving import Saver, capture
-from train.staging import _tensors
+from train.staging import tensors_of
 from train.stopping import Stop
 
 LAYERS = 24
@@ -67,7 +67,7 @@ class Ways:
         self.trainer, self.folder = trainer, folder
         self.saver = Saver(trainer, str(folder))
         self.state = capture(trainer)
-        self.buffers = [torch.empty_like(tensor) for tensor in _tensors(self.state)]
+        self.buffers = [torch.empty_like(tensor) for tensor in tensors_of(self.state)]
         self.stager = DefaultStager(
             StagingOptions(*[False] * 4)
         )  # neither pinned nor shared, nor in a thread
@@ -84,7 +84,7 @@ class Ways:
         }
 
     def copy(self) -> None:
-        for buffer, tensor in zip(self.buffers, _tensors(self.state), strict=True):
+        for buffer, tensor in zip(self.buffers, tensors_of(self.state), strict=True):
             buffer.copy_(tensor)
 
     def save(self, how: str) -> None:
@@ -105,6 +105,7 @@ def measure(folder: Path, rounds: int, steps: int, batch: int) -> dict[str, Any]
     job = main.prepare(flags.parse([*flags_given, "--batch-size", str(batch), "--backend", "gloo"]))
     blocked: dict[str, list[float]] = {}
     whole: dict[str, list[float]] = {}
+    cpu: dict[str, list[float]] = {}
     with distributed.process_group(job.place):
         trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
         taken = main.steps_of_epoch(trainer)
@@ -130,15 +131,16 @@ def measure(folder: Path, rounds: int, steps: int, batch: int) -> dict[str, Any]
         say(f"{size / 1e6:.0f} MB")
         for _ in range(rounds if steps else 0):
             for name in ("none", "async", "torch.save", "dcp again"):
-                began = time.perf_counter()
+                began, busy = time.perf_counter(), time.process_time()
                 begin, end = named.get(name, (lambda: None, lambda: None))
                 begin()
                 train(steps)
                 end()
                 whole.setdefault(name, []).append(time.perf_counter() - began)
+                cpu.setdefault(name, []).append(time.process_time() - busy)
                 say(f"{name}: {whole[name][-1]:.1f} s")
     first = {name: seconds.pop(0) for name, seconds in blocked.items()}
-    return {"bytes": size, "blocked": blocked, "first": first, "whole": whole}
+    return {"bytes": size, "blocked": blocked, "first": first, "whole": whole, "cpu": cpu}
 
 
 def say(text: str) -> None:

@@ -359,8 +359,12 @@ class Checkpoint:
         """Return the part of a state whose keys a dotted name is a prefix of: `state_dict.ema_model`."""
         for path in self.states():
             inner = f"{dotted(path)}." if path else ""
+            try:
+                whole = self.state_at(path)
+            except (NoState, Refused):  # whose names are ambiguous; another state may have the keys
+                continue
             for name in dict.fromkeys((where.removeprefix(inner), where)):
-                found = part(self.state_at(path), f"{name}.") if name.strip("!") else None
+                found = part(whole, f"{name}.") if name.strip("!") else None
                 if found is not None:
                     return found
         return None

@@ -57,8 +57,10 @@ def is_nested(path: Path, value: Container) -> bool:
         value: the dict. With a key that states have (`model`) or training has (`optimizer`) it holds several
             things, unless its own path has a known name: a model may have a part called `net`.
     """
+    if len(value) < 2 or all_tensors(value.values()):
+        return False
     names = [str(key) for key, item in value.items() if isinstance(item, dict)]
-    if not names or len(value) < 2:
+    if not names:
         return False
     known = any(_rank(name) is not None for name in path)
     for name in names:
@@ -145,6 +147,8 @@ def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> 
     if words & OF_TRAINING:
         return Kind.OF_TRAINING, 0, len(path)
     value = container()
+    if not path and all_tensors(value.values()):
+        return Kind.FILE, 0, 0
     sizes = [each.nbytes for item in value.values() if (each := plain_tensor(item) or tensor_like(item))]
     if not path and 2 * len(sizes) > len(value):
         return Kind.FILE, 0, 0

@@ -23,6 +23,7 @@ from . import (
     gather_metrics,
     inspect,
     merge,
+    merge_lora,
     optimizer,
     prove,
     reload,
@@ -60,6 +61,7 @@ SECTIONS: dict[str, dict[ModuleType, str]] = {
         convert_batchnorm: "BatchNorm to SyncBatchNorm and back; pool ranks",
     },
     "Train on": {
+        merge_lora: "Add a LoRA adapter to its base model",
         average: "The mean of several checkpoints, rounded once",
         optimizer: "Optimizer state by name or index, or for another order",
     },

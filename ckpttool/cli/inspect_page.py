@@ -80,7 +80,8 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
             yield "pieces", f"{len(pieces)} tensors of which this file has a piece: {show_names(pieces, 2)}"
         if set(summary.here.devices) - {"cpu"}:
             yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
-    for name in summary.other_states:
+    usable = summary.ranks is None or not summary.ranks.missing
+    for name in summary.other_states if usable else ():
         yield "also", f"--state {printable(shlex.quote(name))}"
     for found in summary.prefixes:
         yield "prefix", _prefix(found)

@@ -89,7 +89,7 @@ def command(
             places = beside.targets(found, given["output"], is_folder=is_folder, force=given["force"])
             copied.extend(zip(found, places, strict=True))
             outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
-        elif found:
+        elif found and os.path.isdir(inputs[0]):
             names = console.names([os.path.basename(path) for path in found])
             outcome.notes.append(f"not copied (--companions does): {names}")
         return new, outcome

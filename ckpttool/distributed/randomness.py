@@ -106,13 +106,14 @@ class Keyed(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         with _restored():
-            return self._drawn(index)
+            return self.drawn(index)
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Return the samples of a batch, for a DataLoader: what was drawn before is restored once."""
         with _restored():
-            return [self._drawn(index) for index in indices]
+            return [self.drawn(index) for index in indices]
 
-    def _drawn(self, index: int) -> Any:
+    def drawn(self, index: int) -> Any:
+        """Return a sample, and leave the generators as it leaves them."""
         seed_all(seed_from(self.seed, self.epoch, index), gpu=False)
         return self.samples[index]

@@ -24,8 +24,8 @@ PENDING = 16
 SMALL = 1 << 17
 """Bytes that are moved at once: handing them to a thread costs more."""
 
-THREADS = 8
-"""The most that work on one file: one at a time can write to it, while others read, sum or compute."""
+THREADS = 4
+"""The most that work on one file: one at a time can write to it, while the others read, sum or compute."""
 
 FLUSHED = 16 << 20
 """Bytes of an output that are sent to the disk together, long before the fsync that waits for them."""

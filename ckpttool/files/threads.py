@@ -98,26 +98,25 @@ class Workers(Generic[T]):
     def close(self) -> None:
         """End the threads when they have done the job at hand. Jobs that have not begun are dropped."""
         self._pending.clear()
-        if not self._threads:
-            return
-        with signals_deferred():  # a thread that is not told would keep the process from ending
+        with signals_deferred():  # a thread that is not waited for could write to a file that is closed
             with contextlib.suppress(Empty):
                 while True:
                     self._todo.get_nowait()
             for _ in self._threads:
                 self._todo.put(None)
             for thread in self._threads:
-                thread.join()
+                if thread.ident is not None:  # an interrupt may have come before it was started
+                    thread.join()
             self._threads.clear()
 
     def _start_thread(self) -> None:
         thread = Thread(target=_run_all, args=(self._todo,), name=NAME, daemon=True)
+        self._threads.append(thread)
         try:
             thread.start()
         except RuntimeError:  # no thread can be started, as under a limit on processes
+            self._threads.pop()
             self._count = len(self._threads) + 1
-        else:
-            self._threads.append(thread)
 
     def _run_next(self) -> bool:
         """Run a job that has not begun, from the caller's thread; return whether there was one."""

@@ -16,7 +16,7 @@ from ..files.descriptors import allow_open_files
 from ..files.open_source import open_source_descriptor
 from ..files.suggestions import checkpoints_among, names_in
 from ..tensors.ref import Source
-from .folders import dcp, frameworks, sharded
+from .folders import dcp, sharded
 from .folders.sharding import INDEX
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
@@ -120,6 +120,8 @@ def open_ranks(
         UsageFault: one process wrote the files; no file was written by `take_rank`, or the format stores what
             ranks share only once.
     """
+    from .folders import frameworks  # many modules, which other files do without
+
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
         with _collector_paused():  # also where a model.safetensors of rounded weights lies beside
@@ -176,6 +178,8 @@ def _read_folder(name: str) -> Checkpoint:
     telling = _telling(name, names)
     if telling is not None:
         return _read_telling(name, os.path.join(name, telling))
+    from .folders import frameworks
+
     with _collector_paused():
         found = frameworks.read_folder(name)
     if found is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -72,11 +71,6 @@ class Disarmed:
     left_out: tuple[str, ...] = ()
     dtensors: bool = False
 
-    @property
-    def kinds(self) -> dict[tuple[str, str], int]:
-        """How many values of each type became what."""
-        return Counter((change.was, change.now) for change in self.changed)
-
 
 @takes_checkpoint
 def disarm(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpoint, Disarmed]:
@@ -138,7 +132,7 @@ class _Disarmer:
         self.done: dict[int, object] = {}
         self.kept: list[object] = []  # originals live as long as their ids are keys of `done`
         self.level = 0
-        self.room = MAX_NAMES + 64 * checkpoint.nbytes
+        self.names_left = MAX_NAMES + 64 * checkpoint.nbytes
 
     def run(self) -> tuple[Checkpoint, Disarmed]:
         try:
@@ -162,8 +156,8 @@ class _Disarmer:
 
     def note(self, path: Path, was: str, now: str) -> None:
         """Record a change."""
-        self.room -= sum(map(len, path)) + len(path) + len(was) + len(now)
-        if self.room < 0:
+        self.names_left -= sum(map(len, path)) + len(path) + len(was) + len(now)
+        if self.names_left < 0:
             raise Unsupported(self.checkpoint.path, "the names of its objects need too much memory")
         self.changed.append(Change(dotted(path), was, now))
 

@@ -239,17 +239,17 @@ def _rounded(high: NDArray[Any], low: NDArray[Any], dtype: DType) -> NDArray[Any
     bits = np.ascontiguousarray(high).view("<i8")
     away = (low > 0) == (high > 0)
     even = (bits & 1 == 0) & (low != 0) & np.isfinite(high) & (high != 0)
-    return _nearest(np.where(even, np.where(away, bits + 1, bits - 1), bits).view("<f8"), dtype)
+    return nearest(np.where(even, np.where(away, bits + 1, bits - 1), bits).view("<f8"), dtype)
 
 
 def _round(values: NDArray[Any], dtype: DType, out: NDArray[Any]) -> None:
     """Round float64 to a type, into an array of its carrier."""
     import numpy as np
 
-    np.copyto(out, _nearest(values, dtype) if dtype.name == "bfloat16" else values, casting="same_kind")
+    np.copyto(out, nearest(values, dtype) if dtype.name == "bfloat16" else values, casting="same_kind")
 
 
-def _nearest(odd: NDArray[Any], dtype: DType) -> NDArray[Any]:
+def nearest(odd: NDArray[Any], dtype: DType) -> NDArray[Any]:
     """Round float64 to a type in one step; to bfloat16, which numpy lacks, through float32 rounded to odd."""
     import numpy as np
 

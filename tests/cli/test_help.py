@@ -48,6 +48,15 @@ def prepare(folder: Path, example: str) -> None:
     torch.save(norm, folder / "old.pt")
     for name in ("epoch8.pt", "epoch9.pt"):
         torch.save({"model": net.state_dict(), "epoch": 8}, folder / name)
+    (folder / "adapter").mkdir()
+    layer = next(key.removesuffix(".weight") for key in net.state_dict())
+    (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    rows, columns = net.state_dict()[f"{layer}.weight"].flatten(1).shape
+    factors = {
+        f"{layer}.lora_A.weight": torch.ones(1, columns),
+        f"{layer}.lora_B.weight": torch.ones(rows, 1),
+    }
+    save_file(factors, folder / "adapter" / "adapter_model.safetensors")
     (folder / "eval").mkdir()
     for rank in range(2):
         index = np.arange(rank, 5, 2)

@@ -185,12 +185,14 @@ def test_hugging_face_s_pieces_are_merged(kind: str, run_ranks: RunRanks, tmp_pa
     assert "the file of rank 1 is missing" in ran.err
 
 
-def test_accelerate_s_two_dcp_folders_are_one_checkpoint(
-    run_ranks: RunRanks, tmp_path: Path, cli: Cli
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_what_accelerate_saves_is_one_checkpoint(
+    kind: str, run_ranks: RunRanks, tmp_path: Path, cli: Cli
 ) -> None:
+    pytest.importorskip("accelerate")
     run_ranks(2, shardings.save_as_accelerate, str(tmp_path / "saved"), timeout=60)
-    (tmp_path / "saved" / "random_states_0.pkl").write_bytes(b"\x80\x02N.")
-    ran = cli("merge", tmp_path / "saved", tmp_path / "out.pt")
+    (tmp_path / "saved" / kind / "random_states_0.pkl").write_bytes(b"\x80\x02N.")
+    ran = cli("merge", tmp_path / "saved" / kind, tmp_path / "out.pt")
     assert ran.code == 0
     assert "random_states_0.pkl" in ran.err
     saved, whole = torch.load(tmp_path / "out.pt"), torch.load(tmp_path / "saved-whole.pt")
@@ -209,6 +211,18 @@ def test_lightning_s_meta_stands_beside_its_dcp(run_ranks: RunRanks, tmp_path: P
     ran = cli("merge", tmp_path / "d", tmp_path / "out.pt", "--force")
     assert ran.code == 3
     assert "meta.pt: has 'epoch'" in ran.err
+
+
+def test_what_megatron_lays_beside_dcp_is_named(run_ranks: RunRanks, tmp_path: Path, cli: Cli) -> None:
+    """Its `torch_dist` has flat keys, with the optimizer's beside the weights, and `common.pt`."""
+    folder = tmp_path / "iter_0000003"
+    run_ranks(2, shardings.save_sharded, str(folder), timeout=60)
+    torch.save({"iteration": 3}, folder / "common.pt")
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    ran = cli("merge", folder, tmp_path / "out.safetensors")
+    assert ran.code == 0
+    assert "common.pt" in ran.err
+    assert ckpttool.digest(tmp_path / "out.safetensors") == ckpttool.digest(folder)
 
 
 # Large folders.

@@ -29,6 +29,7 @@ CONTRACT = {
     "merge": f"{WRITING} --dtype --full --take-rank --companions --shard-size --to",
     "slim": WRITING,
     "disarm": f"{READING} --dry-run --force",
+    "merge-lora": WRITING,
     "split": f"{READING} --dry-run --force --ranks --as",
     "diff": f"{READING} --rtol --atol",
     "verify": f"{READING} --against",

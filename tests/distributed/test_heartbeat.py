@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -110,6 +111,32 @@ def is_killed(rank: int, folder: Path) -> None:
     train(rank, folder, at=only(rank, folder, "forward", 3, mortal.kill_oneself))
 
 
+def runs_out_of_memory(rank: int, folder: Path) -> None:
+    """Take memory beyond the limit of a control group; the kernel then kills the process."""
+
+    def take() -> None:
+        group = Path(memory_group(), f"ckpttool-test-{os.getpid()}")
+        group.mkdir()
+        (folder / "group").write_text(str(group))
+        (group / "memory.limit_in_bytes").write_text(str(256 << 20))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        mortal.note_now(folder)
+        taken = [bytearray(os.urandom(1 << 20)) for _ in range(2048)]
+        assert not taken, "the limit did not hold"
+
+    train(rank, folder, at=only(rank, folder, "forward", 3, take))
+
+
+def memory_group() -> str:
+    """Return the folder of this process's control group for memory; skip where there is none to write in."""
+    own = re.search(r"^\d+:memory:(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
+    for name in (own[1], "") if own else ():
+        folder = f"/sys/fs/cgroup/memory{name}"
+        if os.access(folder, os.W_OK):
+            return folder
+    pytest.skip("no control group for memory can be made here")
+
+
 def raises(rank: int, folder: Path) -> None:
     def fail() -> None:
         raise ValueError("on purpose")
@@ -197,6 +224,17 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
     assert "error: rank 0: rank 1 is gone: process " in ends[0].said
     assert "has ended without a word, as if killed" in ends[0].said
     assert "memory ran out" not in ends[0].said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+def test_a_rank_that_was_killed_as_memory_ran_out_is_told_from_one_that_was_killed(tmp_path: Path) -> None:
+    memory_group()
+    ends = watched(runs_out_of_memory, tmp_path)
+    with contextlib.suppress(OSError):
+        Path((tmp_path / "group").read_text()).rmdir()
+    assert ends[BAD].code == -signal.SIGKILL, ends[BAD].said
+    assert "rank 1 is gone: process " in ends[0].said
+    assert "the kernel has killed a process of this machine as memory ran out" in ends[0].said
 
 
 def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Agents of torchrun for the drill, and the processes that are theirs.
 
-A program that imports torch takes some seconds to start. So agents are forks of a server that has imported it,
-and their ranks forks of the agents: torch's own agent, rendezvous and environment, without the wait. With `fresh`
-an agent is torchrun itself, which starts each rank as a new program.
+A program that imports torch takes some seconds to start. So agents are forks of a server that has imported
+it, and their ranks forks of the agents: torch's own agent, rendezvous and environment, without the wait. With
+`fresh` an agent is torchrun itself, which starts each rank as a new program.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -24,15 +26,50 @@ PRELOADED = [
     *("train.resuming", "train.init_from", "train.trackers", "train.virtual_ranks", "train.wrapping"),
     __name__,
 ]
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
+"""From linux/sched.h."""
+
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 
-class Agent:
-    """An agent with its ranks, started at once. Its output is in a file."""
+@dataclass(frozen=True)
+class Machine:
+    """A network namespace in the place of a machine.
 
-    def __init__(self, options: list[str], arguments: list[str], folder: Path, *, fresh: bool) -> None:
-        log = folder / f"agent-{time.monotonic_ns()}.log"
+    Attributes:
+        network: its name. The device that leads to other machines is called `wire`.
+        lacks: a folder of other machines, which is empty and read-only here; None lacks none.
+    """
+
+    network: str
+    lacks: Path | None = None
+
+    def enter(self) -> None:
+        """Move this process to the machine."""
+        os.environ["GLOO_SOCKET_IFNAME"] = "wire"  # else gloo takes the address that the host's name has
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.network}") as file:
+            if libc.setns(file.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWNS):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        if self.lacks:
+            for mount in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", "ro", "none", str(self.lacks)]):
+                subprocess.run(["mount", *mount], check=True)
+
+
+class Agent:
+    """An agent with its ranks, started at once. Its output is in `log`."""
+
+    def __init__(
+        self,
+        options: list[str],
+        arguments: list[str],
+        folder: Path,
+        *,
+        fresh: bool = False,
+        machine: Machine | None = None,
+    ) -> None:
+        log = self.log = folder / f"agent-{time.monotonic_ns()}.log"
         settings = {"DRILL": str(folder), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
         if "--nnodes" in options:
             settings["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -45,7 +82,9 @@ class Agent:
                 )
             self.pid = self.popen.pid
         else:
-            self.process = CONTEXT.Process(target=_agent, args=(options, arguments, settings, str(log)))
+            self.process = CONTEXT.Process(
+                target=_agent, args=(options, arguments, settings, str(log), machine)
+            )
             self.process.start()
             self.pid = self.process.pid or 0
 
@@ -55,7 +94,9 @@ class Agent:
         return self.popen.poll() if self.popen else self.process.exitcode
 
 
-def _agent(options: list[str], arguments: list[str], settings: dict[str, str], log: str) -> None:
+def _agent(
+    options: list[str], arguments: list[str], settings: dict[str, str], log: str, machine: Machine | None
+) -> None:
     """Run an agent as torchrun does, but for its ranks, which are forks."""
     from torch.distributed import run
     from torch.distributed.launcher.api import elastic_launch
@@ -63,6 +104,8 @@ def _agent(options: list[str], arguments: list[str], settings: dict[str, str], l
     os.setsid()
     os.environ.update(settings)
     _write_to(log)
+    if machine:
+        machine.enter()
     config, _, _ = run.config_from_args(run.parse_args([*options, "train/main.py"]))
     config.start_method = "fork"
     elastic_launch(config, _rank)(arguments)

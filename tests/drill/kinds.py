@@ -19,32 +19,50 @@ class Kind:
         at: where the rank is when it is killed, once for each kill: a place that the saboteur is told of.
         whom: `worker`, its `agent`, or `all` processes of the run.
         rank: which rank; None for any.
+        steps: the first and the last step at which the rank is killed; some training is left after it.
+        signal: what it is killed by. An agent hands SIGTERM and SIGUSR1 on to its ranks.
         agents: of torchrun, with one rank each; 0 for one agent with all ranks.
         back: `restart` by torchrun, `again` by the same command, a `new agent` in place of the dead one, or
             `fewer`, by the agents that are left.
-        last: no kill comes after this step, so that some training is left.
     """
 
     name: str
     at: tuple[str, ...]
     whom: str = "worker"
     rank: int | None = None
+    steps: tuple[int, int] = (1, STEPS - 2)
+    signal: str = "SIGKILL"
     agents: int = 0
     back: str = "restart"
-    last: int = STEPS - 2
 
+
+FIRST_EPOCH = (1, STEPS // 2)
 
 KINDS = [
     Kind("a worker, in a step", ("step",)),
     Kind("a worker, at any moment", ("any",)),
     Kind("a worker, at the start", ("start",)),
-    Kind("a worker, in evaluation", ("evaluation",), last=5),
+    Kind("a worker, in evaluation", ("evaluation",), steps=FIRST_EPOCH),
     Kind("rank 0, in the middle of a save", ("save",), rank=0),
     Kind("rank 0, after a save's rename", ("after the rename",), rank=0),
+    Kind("rank 0, between last.pt and best.pt", ("one of two names",), rank=0, steps=FIRST_EPOCH),
     Kind("a worker, and again at the restart", ("step", "start")),
-    Kind("a worker, and again at any moment", ("evaluation", "any"), last=5),
+    Kind("a worker, and again at any moment", ("evaluation", "any"), steps=FIRST_EPOCH),
+    Kind("a worker, stopped by SIGSTOP", ("step",), signal="SIGSTOP"),
     Kind("the agent, in a step", ("step",), "agent", back="again"),
     Kind("the agent, in the middle of a save", ("save",), "agent", rank=0, back="again"),
+    Kind("the agent, by SIGTERM in a step", ("step",), "agent", signal="SIGTERM", back="again"),
+    Kind(
+        "the agent, by SIGTERM in evaluation",
+        ("evaluation",),
+        "agent",
+        None,
+        FIRST_EPOCH,
+        "SIGTERM",
+        0,
+        "again",
+    ),
+    Kind("the agent, by SIGUSR1 at any moment", ("any",), "agent", signal="SIGUSR1", back="again"),
     Kind("all at once, in a save", ("before the rename",), "all", rank=0, back="again"),
     Kind("all at once, in a step", ("step",), "all", back="again"),
     Kind("an agent of several, and a new one", ("step",), "agent", agents=3, back="new agent"),
@@ -62,11 +80,13 @@ class Trial:
     Attributes:
         kind: of the kills.
         ranks: of the run, at its start.
+        save: `sync` or `async`.
         kills: in order, as the saboteur reads them.
     """
 
     kind: Kind
     ranks: int
+    save: str
     kills: tuple[dict[str, Any], ...]
 
 
@@ -77,10 +97,11 @@ def draw(kind: Kind, chance: random.Random) -> Trial:
         {
             "at": at,
             "whom": kind.whom,
+            "signal": kind.signal,
             "rank": chance.randrange(ranks) if kind.rank is None else kind.rank,
-            "step": 0 if at in ("start", "any") else chance.randint(1, kind.last),
+            "step": 0 if at in ("start", "any") else chance.randint(*kind.steps),
             "after": chance.uniform(0, 2),
         }
         for at in kind.at
     ]
-    return Trial(kind, ranks, tuple(kills))
+    return Trial(kind, ranks, chance.choice(("sync", "async")), tuple(kills))

@@ -51,12 +51,16 @@ class Saboteur:
             (FOLDER / f"kill-{self.next}").open("x").close()
         except FileExistsError:
             return
-        whom = self.kills[self.next]["whom"]
-        if whom == "worker":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if whom == "agent":
-            os.kill(os.getppid(), signal.SIGKILL)
-        time.sleep(60)  # until the end comes: by the kernel, or by the drill
+        kill = self.kills[self.next]
+        if kill["whom"] != "all" and kill["signal"] != "none":
+            pid = os.getpid() if kill["whom"] == "worker" else os.getppid()
+            os.kill(pid, signal.Signals[kill["signal"]])
+        if kill["signal"] == "none":  # the drill does what it has in mind, and says when
+            while not (FOLDER / f"go-{self.next}").exists():
+                time.sleep(0.01)
+            self.next, self.before = self.next + 1, 0.0
+        elif kill["signal"] == "SIGKILL":
+            time.sleep(60)  # until the end comes: by the kernel, or by the drill
 
     def goes_on(self) -> None:
         """Leave a mark if this is the first step after a kill."""
@@ -128,7 +132,10 @@ def _tell_of_files(saboteur: Saboteur) -> None:
         if str(target).endswith(".pt"):
             saboteur.at("before the rename")
         replace(source, target, **options)
-        if str(target).endswith(".pt"):
+        folder, name = os.path.split(target)
+        if name.endswith(".pt"):
             saboteur.at("after the rename")
+        if name == "best.pt" or (name == "last.pt" and not os.path.exists(os.path.join(folder, "best.pt"))):
+            saboteur.at("one of two names")
 
     os.fsync, os.replace = half_written, renamed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from dataclasses import dataclass, replace
@@ -21,6 +22,9 @@ VIRTUAL = 12
 
 PATIENCE = 240.0
 """Seconds that a trial may take."""
+
+OF_RANKS = re.compile(r"pt/(rng|log|plan|progress/sums)")
+"""What a checkpoint holds for each rank."""
 
 UNDISTURBED = Kind("undisturbed", ())
 FILES = {run_folder.LAST, run_folder.BEST, run_folder.LOG}
@@ -61,7 +65,7 @@ class Run:
             soon = "is_host=0,last_call_timeout=3,keep_alive_interval=1"
             nodes = f"--nnodes {fewest}:{trial.ranks} --nproc-per-node 1 --local-addr 127.0.0.1"
             self.options = f"{nodes} {meeting} --rdzv-conf {soon}".split()
-        self.options += ["--max-restarts", "4"]
+        self.options += ["--max-restarts", "4", "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
 
     def start(self) -> None:
         """Start an agent."""
@@ -102,8 +106,9 @@ class Run:
     def unexpected(self, codes: dict[int, int | None]) -> list[str]:
         """Return what is wrong with the exit codes of the agents: one was killed, at most."""
         ends = sorted(code for code in codes.values() if code is not None)
-        killed = self.trial.kind.whom != "worker" and self.trial.kills
-        wanted = [-9] * bool(killed) + [0] * (len(ends) - bool(killed))
+        killed = bool(self.trial.kind.whom != "worker" and self.trial.kills)
+        ended = -9 if self.trial.kind.signal == "SIGKILL" else 1  # torchrun's own, after a signal
+        wanted = sorted([ended] * killed + [0] * (len(ends) - killed))
         return [] if ends == wanted else [f"agents ended with {ends}"]
 
     def close(self) -> list[str]:
@@ -125,7 +130,8 @@ def arguments(trial: Trial, folder: Path) -> list[str]:
     return [
         *("--data", "fake:50", "--batch-size", "12", "--epochs", "2", "--model", model, *virtual),
         *("--out", str(folder / "run"), "--resume", "auto", "--save-every", "1steps", "--log-every", "1"),
-        *("--eval-batch", "2", "--timeout", "30", "--join-timeout", "20"),  # so that each rank has some
+        *("--eval-batch", "2", "--save", trial.save),  # so that each rank evaluates
+        *("--timeout", "60", "--join-timeout", "20", "--hang-timeout", "8"),
     ]
 
 
@@ -158,7 +164,11 @@ class Drill:
         key = (trial.ranks, fewer)
         if key not in self.wholes:
             kind = replace(UNDISTURBED, back="fewer" if fewer else "restart")
-            run = Run(Trial(kind, trial.ranks, ()), self.folder / f"whole-{trial.ranks}-{fewer}", fresh=False)
+            run = Run(
+                Trial(kind, trial.ranks, "sync", ()),
+                self.folder / f"whole-{trial.ranks}-{fewer}",
+                fresh=False,
+            )
             problems = [*run.finish(), *run.close()]
             assert not problems, problems
             self.wholes[key] = run.folder / "run"
@@ -170,29 +180,25 @@ def compared(found: Path, whole: Path, trial: Trial) -> list[str]:
     names = {path.name for path in found.iterdir()}
     if names != FILES:
         return [f"files: {sorted(names ^ FILES)} left or missing"]
-    problems = []
-    try:
-        checkpoints.read(str(found / run_folder.BEST))
-        ends = [checkpoints.read(str(folder / run_folder.LAST)) for folder in (whole, found)]
-    except CkptToolError as error:
-        return [str(error)]
-    entries = different(*ends)
+    differing = []
+    for name in (run_folder.BEST, run_folder.LAST):
+        try:
+            both = [checkpoints.read(str(folder / name)) for folder in (whole, found)]
+        except CkptToolError as error:
+            return [str(error)]
+        differing += [f"{name}{entry}" for entry in different(*both)]
     logs = [_log(folder) for folder in (found, whole)]
     if trial.kind.back == "fewer":  # per rank, as of fewer ranks
-        entries = [
-            entry for entry in entries if not entry.startswith(("/rng", "/log", "/plan", "/progress/sums"))
-        ]
+        differing = [entry for entry in differing if not OF_RANKS.search(entry)]
         logs = [[_of_samples(line) for line in log] for log in logs]
-    if entries:
-        problems.append(f"last.pt differs in {', '.join(entries[:4])}")
-    if logs[0] != logs[1]:
-        problems.append("log.jsonl differs")
-    return problems
+    problems = [f"these differ: {', '.join(differing[:4])}"] if differing else []
+    return problems + ["log.jsonl differs"] * (logs[0] != logs[1])
 
 
 def _log(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log without their times."""
+    """Return the lines of a log without their times, and without those on saves and signals."""
     lines = [json.loads(line) for line in (folder / run_folder.LOG).read_text().splitlines()]
+    lines = [line for line in lines if "event" not in line]
     return [{key: value for key, value in line.items() if "second" not in key} for line in lines]
 
 

@@ -88,6 +88,12 @@ def on_tokens(rank: int, size: int) -> Any:
     return model.state_dict()
 
 
+def watched(rank: int, size: int) -> Any:
+    model = without_norm()
+    example("train_watched")(model, [torch.ones(3, 6, dtype=torch.float64)] * 2)
+    return [float(parameter.grad.sum()) for parameter in model.parameters()]
+
+
 def batches_of(rank: int, sizes: tuple[int, ...]) -> list[Any]:
     return [samples(10 * rank + number + 20)[:size] for number, size in enumerate(sizes)]
 
@@ -171,6 +177,14 @@ def test_the_plan_as_a_sampler_gives_the_weights_of_one_process(run_ranks: Any) 
     )
     for found in run_ranks(2, by_plan):
         assert_same(found, alone)
+
+
+def test_a_watched_loop_trains_as_before(run_ranks: Any) -> None:
+    alone = without_norm()
+    for _ in range(2):
+        alone(torch.ones(3, 6, dtype=torch.float64)).sum().backward()
+    expected = [float(parameter.grad.sum()) for parameter in alone.parameters()]
+    assert run_ranks(2, watched) == [pytest.approx(expected, rel=1e-13)] * 2
 
 
 def test_torchs_sampler_repeats_a_sample() -> None:

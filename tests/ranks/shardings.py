@@ -305,20 +305,53 @@ def save_as_hugging_face(rank: int, world_size: int, folder: str) -> None:
 
 
 def save_as_accelerate(rank: int, world_size: int, folder: str) -> None:
-    """Save model and optimizer in two DCP folders, as accelerate does; rank 0 also keeps the whole."""
-    import torch.distributed.checkpoint as dcp
+    """Save by accelerate's functions, as DCP (`sharded`) and by rank (`local`); rank 0 also the whole."""
+    import logging
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+    from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import StateDictType, fully_shard
 
     warnings.simplefilter("ignore")
+    fsdp_utils.logger = logging.getLogger("accelerate")  # its own asks for a launcher
     model = net()
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     steps(model, optimizer, 2)
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights}, checkpoint_id=f"{folder}/pytorch_model_fsdp_0")
-    dcp.save({"optimizer": moments}, checkpoint_id=f"{folder}/optimizer_0")
+    launched = SimpleNamespace(
+        process_index=rank,
+        num_processes=world_size,
+        is_main_process=rank == 0,
+        is_fsdp2=True,
+        wait_for_everyone=dist.barrier,
+    )
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+    for name in ("sharded", "local"):
+        Path(folder, name).mkdir(parents=True, exist_ok=True)
+        plugin.state_dict_type = StateDictType[f"{name.upper()}_STATE_DICT"]
+        fsdp_utils.save_fsdp_model(plugin, launched, model, f"{folder}/{name}", 0)
+        fsdp_utils.save_fsdp_optimizer(plugin, launched, optimizer, model, f"{folder}/{name}", 0)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
     if rank == 0:
         torch.save({"model": weights, "optimizer": moments}, f"{folder}-whole.pt")
+
+
+def save_fsdp1_on_a_mesh(rank: int, world_size: int, folder: str) -> None:
+    """Save FSDP1's sharded state dict with a device mesh, which holds DTensors; rank 0 also the whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    warnings.simplefilter("ignore")
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = FullyShardedDataParallel(
+        net(), device_mesh=mesh, device_id=torch.device("cpu"), use_orig_params=True
+    )
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        torch.save(model.state_dict(), f"{folder}/model_world_size_{world_size}_rank_{rank}.pt")
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        saved = model.state_dict()
+    if rank == 0:
+        torch.save(saved, f"{folder}-whole.pt")

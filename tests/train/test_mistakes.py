@@ -235,3 +235,66 @@ def test_a_link_to_nothing_among_the_images_is_named(images: Path, fails: Fails)
     (images / "dog" / "gone.png").symlink_to("nowhere.png")
     said = fails(3, "--data", f"folder:{images}")
     assert said == f"error: {images}/dog/gone.png: no such file\n"
+
+
+# ---- a user's data set that can't read a file --------------------------------------------------------------
+
+UNREADABLE = """
+import torch
+from torch.utils.data import Dataset
+
+class Files(Dataset):
+    classes = list("ab")
+    def __len__(self):
+        return 12
+    def __getitem__(self, index):
+        if index == 7 and torch.distributed.is_initialized():
+            {fails}
+        return torch.rand(1, 8, 8), index % 2
+
+def pair():
+    return Files(), Files()
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        ("open('/nowhere/7.png')", "/nowhere/7.png: no such file or directory: training sample 7 of --data "),
+        ("raise OSError('truncated')", "own.py:pair: training sample 7 can't be read: truncated"),
+    ],
+    ids=["missing", "damaged"],
+)
+def test_a_file_that_a_user_s_data_set_can_t_read_is_named_with_its_sample(
+    tmp_path, capsys, workers, fails, said
+):
+    (tmp_path / "own.py").write_text(UNREADABLE.format(fails=fails))
+    data = f"{tmp_path}/own.py:pair"
+    assert main.main(["--data", data, "--out", str(tmp_path / "run"), "--workers", workers]) == 3
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+LEAVES = """
+import sys, torch
+from torch import nn
+
+class Leaves(nn.Linear):
+    def forward(self, x):
+        if torch.distributed.is_initialized() and self.training and len(x) > 1:
+            sys.exit({code})
+        return super().forward(x.flatten(1))
+
+def model():
+    return Leaves(3072, 10)
+"""
+
+
+@pytest.mark.parametrize(("code", "also"), [("0", ""), ("'no licence'", ": no licence")])
+def test_a_rank_whose_model_calls_sys_exit_says_where_and_fails(tmp_path, capsys, code, also):
+    (tmp_path / "own.py").write_text(LEAVES.format(code=code))
+    model = f"{tmp_path}/own.py:model"
+    assert main.main(["--data", "fake:16", "--model", model, "--out", str(tmp_path / "run")]) == 1
+    assert f"error: rank 0: {tmp_path}/own.py:8 ended the process{also} (" in capsys.readouterr().err

@@ -255,7 +255,7 @@ def test_a_changed_data_set_is_found(cli: Cli, original: Path, samples: torch.Te
     )
 
 
-# ---- runs that were resumed ----------------------------------------------------------------------------------
+# ---- runs that were resumed ------------------------------------------------------------------------------
 
 
 def test_a_resumed_run_goes_on_with_its_chain_and_a_way_back_is_recorded(cli: Cli, original: Path) -> None:

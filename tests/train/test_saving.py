@@ -157,7 +157,7 @@ def test_a_save_waits_for_the_one_before_and_says_so(run_ranks, tmp_path):
 
 def save_on_a_full_disk(rank: int, size: int, folder: str, mended: bool) -> Any:
     """Save after each of three steps. Files may have 10 kB; after the last step more, if it is mended."""
-    trainer, told = make_trainer(rank, size), list[str]()
+    trainer, told = make_trainer(rank, size, keep=3 if mended else 0), list[str]()
     saver = saving.Saver(trainer, folder, lambda event, text, step, **_: told.append(f"{step}: {text}"))
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:

@@ -18,7 +18,7 @@ import torch
 
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, TORCHRUN, environment
-from train import task
+from train import agreement, task
 from train.config import TrainConfig
 from train.engine import Trainer
 from train.main import Job, train
@@ -59,6 +59,7 @@ def told(
             return usual_way(*given)
 
         patch.setattr(owner, name, struck)
+        patch.setattr(agreement, "SPACING", 0.0)  # these steps take milliseconds
         job = Job(config, trainings.place(rank, size), data, model, task.build(config, data), [])
         with contextlib.redirect_stdout(None):
             return train(job)
@@ -226,6 +227,14 @@ def test_a_signal_to_one_rank_ends_all_under_spawn(tmp_path, rank):
     assert run.returncode == 128 + signal.SIGUSR1, errors
     assert "ended   by SIGUSR1 after step" in said
     assert os.listdir(tmp_path / "run") == sorted(["last.pt", "log.jsonl"]) or step_of(tmp_path) >= 2
+
+
+def test_the_launcher_of_spawn_passes_every_signal_on(tmp_path):
+    with running(tmp_path, program("--spawn", "2")) as run:
+        run.send_signal(signal.SIGUSR1)
+        said, errors = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGUSR1, errors
+    assert "ended   by SIGUSR1 after step" in said
 
 
 def test_a_second_ctrl_c_ends_at_once_and_leaves_the_old_file(tmp_path):

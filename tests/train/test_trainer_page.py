@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from tests.support.generated_page import generated, regenerate
 from train import flags
 from train.config import TrainConfig
 
-PAGE = ROOT / "docs" / "trainer.md"
+PAGE, MACHINES = ROOT / "docs" / "trainer.md", ROOT / "docs" / "several-machines.md"
 BEGIN, END = "<!-- flags -->\n", "<!-- /flags -->"
 BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -172,26 +175,50 @@ def test_the_commands_for_two_nodes_train_together(folder: Path) -> None:
     assert (other.returncode, told) == (0, "")
 
 
+STUBS = {
+    "scontrol": """[ $1 = show ] && echo 127.0.0.1 && echo other
+        [ $1 = requeue ] && echo "requeue $2" """,
+    # as SLURM's own, it starts two tasks and hands SIGTERM on
+    "srun": """"$@" & first=$!; "$@" & second=$!
+        trap 'kill -TERM $first $second' TERM
+        wait $first $second; wait $first $second""",
+}
+
+
 @pytest.mark.timeout(300)
-def test_the_script_for_slurm_starts_one_training_on_two_nodes(folder: Path) -> None:
-    (script,) = blocks("sh", "slurm")
+def test_the_script_for_slurm_saves_at_its_signal_and_goes_back_into_the_queue(folder: Path) -> None:
+    script = next(text for lang, name, text in BLOCK.findall(MACHINES.read_text()) if name == "slurm")
     stubs = folder / "slurm"
     stubs.mkdir()
-    (stubs / "scontrol").write_text("#!/bin/sh\n[ $1 = show ] && echo 127.0.0.1 && echo other\n")
-    (stubs / "srun").write_text('#!/bin/sh\n"$@" & first=$!\n"$@" || exit 1\nwait $first\n')
-    for stub in stubs.iterdir():
-        stub.chmod(0o755)
+    for name, text in STUBS.items():
+        (stubs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (stubs / name).chmod(0o755)
     script = script.replace("29500", str(free_port())).replace("--nproc-per-node 4", "--nproc-per-node 1")
-    (folder / "job.sh").write_text(script.replace("--max-time", "--data fake:16 --epochs 1 --max-time"))
-    given = {
-        "SLURM_JOB_NODELIST": "node[0-1]",
-        "SLURM_NNODES": "2",
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NAME": "job",
-    }
-    said = run("bash job.sh", folder, **{**given, "PATH": f"{stubs}{os.pathsep}{PATHS['PATH']}"})
-    assert said.count("ranks   2 on cpu") == 1
-    assert (folder / "runs" / "job" / "last.pt").exists()
+    settings = "--data fake:64 --epochs 999 --save-every 5steps"
+    (folder / "job.sh").write_text(script.replace("--save-every 10min", settings))
+    given = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "SLURM_RESTART_COUNT": "0"}
+    paths = {**PATHS, "PATH": f"{stubs}{os.pathsep}{PATHS['PATH']}", "PYTHONUNBUFFERED": "1"}
+    job = subprocess.Popen(
+        ["bash", "job.sh"],
+        cwd=folder,
+        env=environment(**{**given, **paths}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        end = time.monotonic() + 120
+        while not (folder / "runs" / "job" / "last.pt").exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        job.send_signal(signal.SIGUSR1)
+        said, _ = job.communicate(timeout=100)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+    assert said.count("ranks   2 on cpu") == 1, said
+    assert "SIGTERM after step" in said, said
+    assert said.rstrip().endswith("requeue 7"), said
 
 
 if __name__ == "__main__":

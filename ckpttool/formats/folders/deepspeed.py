@@ -19,7 +19,7 @@ from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.tensor_likes import shape_of
 from ...errors import Damaged
-from ...inert_pickle.values import Record, remade, tensor_of
+from ...inert_pickle.values import Record, remade, tensor_of, walk
 from ...tensors.cast import Caster
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
@@ -82,7 +82,8 @@ def _held(files: Sequence[Checkpoint], found: Files) -> dict[int, int]:
     ranks = {id(file.source): rank for each in (found.models, found.optims) for rank, file in each.items()}
     held = dict.fromkeys(sorted(set(ranks.values())), 0)
     for file in files:
-        storages = {id(storage): storage.nbytes for _, storage in file.storages()}
+        tensors = (value for value in walk(file.tree) if isinstance(value, TensorRef))
+        storages = {id(tensor.storage): tensor.storage.nbytes for tensor in tensors}
         held[ranks[id(file.source)]] += sum(storages.values())
     return held
 
@@ -141,7 +142,7 @@ def _layout(files: Files, groups: Sequence[Group]) -> Layout:
             raise Damaged(file.source.path, reason, hint=HINT)
         for group, part in enumerate(parts):
             layout.check(rank, group, part, "part of the weights")
-        _check_mapping(file, [layout.held_by(rank), stated.held_by(rank)])
+        _check_mapping(file, layout, stated)
     return layout
 
 
@@ -162,12 +163,9 @@ def _paddings(files: Files, groups: Sequence[Group]) -> list[list[int]]:
         listed = of_optimizer(file).get("param_alignment_paddings")
         if listed is None:
             return []
-        lengths = (
-            [len(each) if isinstance(each, list) else -1 for each in listed]
-            if isinstance(listed, list)
-            else []
-        )
-        found: list[list[int]] = listed if lengths == [len(group) for group in groups] else [[-1]]
+        lengths = [len(each) for each in listed if isinstance(each, list)] if isinstance(listed, list) else []
+        fits = lengths == [len(group) for group in groups] and len(listed) == len(groups)
+        found: list[list[int]] = listed if fits else [[-1]]
         if any(type(fill) is not int or fill < 0 for each in found for fill in each):
             reason = "has paddings ('param_alignment_paddings') that do not fit its model's parameters"
             raise Damaged(file.source.path, reason, hint=HINT)
@@ -175,8 +173,8 @@ def _paddings(files: Files, groups: Sequence[Group]) -> list[list[int]]:
     return []
 
 
-def _check_mapping(file: RankFile, allowed: Sequence[object]) -> None:
-    """Check the names and places that a rank states for its part; only stages 1 and 2 do."""
+def _check_mapping(file: RankFile, *layouts: Layout) -> None:
+    """Check that a rank states the places of one of the layouts; only stages 1 and 2 state any."""
     listed = of_optimizer(file).get("param_slice_mappings")
     if not isinstance(listed, list):
         return
@@ -184,7 +182,7 @@ def _check_mapping(file: RankFile, allowed: Sequence[object]) -> None:
         {name: _address(place) for name, place in each.items()} if isinstance(each, dict) else {}
         for each in listed
     ]
-    if stated not in allowed:
+    if all(stated != layout.held_by(file.rank) for layout in layouts):
         raise Damaged(
             file.source.path,
             f"holds other parameters than rank {file.rank}'s file should ('param_slice_mappings')",
@@ -220,6 +218,9 @@ def _frozen(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
             if part is None:
                 raise Damaged(file.source.path, f"lacks the frozen parameter '{name[:80]}'", hint=HINT)
             parts[rank] = part
+        if files.stage < 3 and parts[0].shape != shape:
+            reason = f"holds '{name[:80]}' in another shape than {list(shape)}, which it states"
+            raise Damaged(files.first.source.path, reason, hint=HINT)
         if files.stage == 3:
             (slot,) = parameters_cut([{name: shape}], files.world_size, [*parts]).slots
             found[name] = joined(wholes, slot, parts)
@@ -263,14 +264,15 @@ def _module(files: Files, kept: Mapping[Any, Any], cut: Mapping[str, TensorRef])
     module, ties, buffers = facts["module"], facts.get("shared_params"), _buffers(files)
     names = {t.view: n for n, value in module.items() if n in cut and (t := tensor_of(value)) and t.numel}
     caster, own = Caster(DTYPES["float32"]), dict[object, TensorRef]()
+    stands_for = (0,) if files.stage == 3 else None
     state = remade(module, ())
     for name, value in module.items():
         tensor = tensor_of(value)
-        other = names.get(tensor.view) if tensor is not None else None
         tie = ties.get(name) if isinstance(ties, dict) else None
-        source = next((each for each in (name, tie, other) if isinstance(each, str) and each in cut), None)
-        if source is not None:
-            state[name] = cut[source]
+        sources = [name, tie, names.get(tensor.view) if tensor is not None else None]
+        whole = next((cut[each] for each in sources if isinstance(each, str) and each in cut), None)
+        if whole is not None and (tensor is None or tensor.shape in (whole.shape, stands_for)):
+            state[name] = whole
         elif isinstance(kept.get(name), TensorRef):
             found = kept[name]
             half = name in buffers and found.dtype.name in ("float16", "bfloat16")
@@ -278,8 +280,7 @@ def _module(files: Files, kept: Mapping[Any, Any], cut: Mapping[str, TensorRef])
         elif name in kept:
             state[name] = kept[name]
         elif not files.missing:
-            raise Damaged(
-                files.first.source.path, f"has no values of '{name[:80]}', and no file says its shape"
-            )
+            reason = f"has no values of '{name[:80]}' in the shape that it states"
+            raise Damaged(files.first.source.path, reason, hint=HINT)
     state.update((name, tensor) for name, tensor in cut.items() if name not in state)
     return state

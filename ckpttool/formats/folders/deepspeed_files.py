@@ -23,7 +23,7 @@ LATEST = "latest"
 
 OF_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states")
 OF_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states")
-ENDINGS = ("model_states.pt", "optim_states.pt")
+OURS = re.compile(r".*(?:mp_rank_\d+|layer_\d+-model_\d+)[-_]?(?:model|optim)_states\.pt")
 
 MAX_RANKS = 1 << 16
 
@@ -84,7 +84,7 @@ def candidates(folder: str) -> list[str]:
 
 def _states_in(folder: str) -> list[str]:
     try:
-        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(ENDINGS)]
+        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if OURS.fullmatch(name)]
     except OSError:
         return []
 
@@ -99,7 +99,7 @@ def _folders(folder: str) -> list[str]:
 
 def is_ours(path: str) -> bool:
     """Return whether a file has the name that DeepSpeed gives a rank's file."""
-    return os.path.basename(path).endswith(ENDINGS)
+    return OURS.fullmatch(os.path.basename(path)) is not None
 
 
 def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
@@ -110,8 +110,8 @@ def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
         files: all of them, in any order.
 
     Raises:
-        Damaged: a file is of another run, world size, stage or step, was renamed, or is there twice; or there
-            are no model states.
+        Damaged: a file is of another run, world size or stage, was renamed, or is there twice; or there are
+            no model states.
         Unsupported: the model itself was cut (tensor or pipeline parallelism, experts).
     """
     models: list[RankFile] = []
@@ -151,6 +151,8 @@ def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
 
 def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
     """Return what the name of a file says, and whether it has model states."""
+    if not is_ours(file.path):
+        raise Damaged(file.path, "is no file of DeepSpeed's ranks, as the others are", hint="leave it out")
     name = os.path.basename(file.path).removesuffix(".pt")
     of_model = OF_MODEL.fullmatch(name)
     found = of_model or OF_OPTIMIZER.fullmatch(name)

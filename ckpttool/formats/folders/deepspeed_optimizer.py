@@ -82,13 +82,9 @@ def merged(
 
 def _entry(file: RankFile, kept: object, group: int) -> dict[str, Any]:
     """Return a rank's state of a group; {} when the optimizer never made a step."""
-    states = (
-        dict(enumerate(kept))
-        if isinstance(kept, list)
-        else kept.get("state")
-        if isinstance(kept, dict)
-        else None
-    )
+    states = kept.get("state") if isinstance(kept, dict) else None
+    if isinstance(kept, list):
+        states = dict(enumerate(kept))
     found = states.get(group, {}) if isinstance(states, dict) else None
     if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
         raise Damaged(file.source.path, f"has a malformed optimizer state of group {group}", hint=HINT)
@@ -154,30 +150,29 @@ def _copied(value: object) -> object:
 def _param_groups(files: Files, kept: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
     """Return the settings of the parameter groups, which list their parameters by name."""
     first = min(kept)
-    file = files.optims[first]
+    groups, file = _groups(kept[first]), files.optims[first]
     for rank, each in kept.items():
-        if not same(each.get("param_groups"), kept[first].get("param_groups")):
+        if not same(_groups(each), groups):
             raise Damaged(
                 files.optims[rank].source.path,
                 f"is of another step or run: its optimizer's settings are not those in {file.source.path}",
                 hint=HINT,
             )
-    groups = kept[first].get("param_groups")
-    found = (
-        [group.get("params") for group in groups if isinstance(group, dict)]
-        if isinstance(groups, list)
-        else []
-    )
-    numbers = [number for listed in found if isinstance(listed, list) for number in listed]
-    if numbers != [*range(len(names))] or len(found) != len(groups or ()):
-        raise Damaged(
-            file.source.path, "has an optimizer of other parameter groups than its model", hint=HINT
-        )
+    listed = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    numbers = [number for each in listed for number in (each if isinstance(each, list) else [None])]
+    if numbers != [*range(len(names))]:
+        reason = "has an optimizer of other parameter groups than its model"
+        raise Damaged(file.source.path, reason, hint=HINT)
     ordered = [given_order(each, files.world_size) if dealt_out(files) else list(each) for each in names]
     return [
         {**group, "params": [name for number in group["params"] for name in ordered[number]]}
         for group in groups
     ]
+
+
+def _groups(kept: object) -> list[Any]:
+    found = kept.get("param_groups") if isinstance(kept, dict) else None
+    return found if isinstance(found, list) else []
 
 
 def dealt_out(files: Files) -> bool:

@@ -160,9 +160,11 @@ def beside(checkpoint: Checkpoint, path: str) -> list[str]:
     if source is None:
         return []
     read = _files_read(checkpoint)
-    own = os.path.relpath(os.path.realpath(path), os.path.realpath(source)).split(os.sep)[0]
+    top = os.path.realpath(source)
+    places = [path, *(shard.path for shard in checkpoint.shards)]  # in a folder below, as DeepSpeed has tags
+    own = {os.path.relpath(os.path.realpath(each), top).split(os.sep)[0] for each in places}
     others = others_in(source, files_of_checkpoints(source))
-    found = [name for name in others if not name.startswith(".") and name != own]
+    found = [name for name in others if not name.startswith(".") and name not in own]
     return [name for name in found if _identity_of(os.path.join(source, name)) not in read]
 
 

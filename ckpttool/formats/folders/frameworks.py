@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import UsageFault
 from . import deepspeed, hf_pieces, rank_files
-from .dcp_folders import read_together
+from .dcp_folders import read_together, with_ranks
 from .ranked import Framework, opened
 
 FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
@@ -20,9 +20,14 @@ def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
     Raises:
         Unreadable, Damaged, Unsupported: as `Framework.read`, and as a file can't be read.
     """
-    together = read_together(folder) if take_rank is None else None
-    if together is not None:
-        return together
+    found = _by_ranks(folder, take_rank)
+    together = read_together(folder)
+    if together is None or found is None:
+        return found or (together if take_rank is None else None)
+    return with_ranks(together, found)
+
+
+def _by_ranks(folder: str, take_rank: int | None) -> Checkpoint | None:
     for framework in FRAMEWORKS:
         paths = framework.candidates(folder)
         if paths:

@@ -64,7 +64,11 @@ def opened(paths: Sequence[str]) -> list[Checkpoint]:
         head = source.read(0, min(source.size, 512))
         reader = next((reader for reader in READERS if reader.sniff(head)), None)
         if reader is None:
-            raise Unreadable(path, "is not a file that torch or safetensors wrote", hint="copy it again")
+            raise Unreadable(
+                path,
+                "is not a file that torch or safetensors wrote",
+                hint="copy it again, or name the files to merge",
+            )
         files.append(reader.read(source))
     return files
 

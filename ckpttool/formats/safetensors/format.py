@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Mapping
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ...checkpoint import full_json
@@ -35,6 +37,10 @@ from .strict_json import parse_object
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
+
+FIELD_NAMES = ("dtype", "shape", "data_offsets")
+FIELDS = itemgetter(*FIELD_NAMES)
+"""An entry's three fields; of a hundred thousand entries they are checked together, in C loops."""
 
 MAX_HEADER = 100_000_000
 """Bytes that the format allows a header."""
@@ -72,19 +78,18 @@ def read(source: Source) -> Checkpoint:
     metadata = _metadata(source, header.pop(METADATA, {}))
     tensors: dict[str, TensorRef] = {}
     forms: dict[tuple[str, tuple[int, ...]], _Form] = {}
-    end = len(raw)
-    for name, entry in sorted(header.items(), key=lambda item: _begin(source, item)):
-        like = entry["dtype"], tuple(entry["shape"])
+    start = end = len(raw)
+    for (begin, stop), name, type_name, shape in _entries(source, header):
+        like = type_name, tuple(shape)
         form = forms.get(like) or forms.setdefault(like, _form(source, name, *like))
-        begin, stop = entry["data_offsets"]
         if stop - begin != form.nbytes:
             raise Damaged(
                 source.path,
                 f"tensor '{name}' should have {form.nbytes} bytes by its shape, has {stop - begin}",
             )
-        if len(raw) + begin != end:
+        if start + begin != end:
             raise Damaged(source.path, f"tensor '{name}' leaves a gap or overlaps the one before it")
-        storage = Storage(ByteRange(source, end, form.nbytes), form.dtype.storage or "UntypedStorage")
+        storage = Storage(ByteRange(source, end, form.nbytes), form.kind)
         tensors[name] = TensorRef(storage, form.dtype, form.shape, form.stride)
         end += form.nbytes
     if end > source.size:
@@ -130,30 +135,51 @@ def _metadata(source: Source, found: object) -> dict[str, str]:
     return found
 
 
-def _begin(source: Source, item: tuple[str, Any]) -> tuple[int, int]:
-    """Return where a tensor begins and ends in the payload; check the form of its entry first."""
-    name, entry = item
-    form = isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}
-    if (
-        not form
-        or not isinstance(entry["dtype"], str)
-        or not isinstance(entry["shape"], list)
-        or not isinstance(entry["data_offsets"], list)
-        or len(entry["data_offsets"]) != 2
-        or not all(map(is_count, entry["shape"] + entry["data_offsets"]))
-    ):
+def _entries(source: Source, header: dict[str, Any]) -> list[tuple[Any, str, str, list[int]]]:
+    """Return place in the payload, name, type and shape of each tensor, in the order of the payload."""
+    try:
+        types, shapes, places = zip(*map(FIELDS, header.values()), strict=True) if header else ((), (), ())
+        sizes = [*chain.from_iterable(shapes)]
+        offsets = [*chain.from_iterable(places)]
+        is_regular = (
+            {*map(len, header.values())} <= {len(FIELD_NAMES)}
+            and {*map(type, types)} <= {str}
+            and {*map(type, shapes), *map(type, places)} <= {list}
+            and {*map(len, places)} <= {2}
+            and {*map(type, sizes), *map(type, offsets)} <= {int}
+            and min(chain(sizes, offsets), default=0) >= 0
+            and max(chain(sizes, offsets), default=0) <= MAX_BYTES
+        )
+    except (KeyError, TypeError):
+        is_regular = False
+    if not is_regular:
+        name = next(name for name, entry in header.items() if not _is_regular(entry))
         raise Damaged(source.path, f"its header has a malformed entry for '{name[:80]}'")
-    begin, end = entry["data_offsets"]
-    return begin, end
+    entries = list(zip(places, header, types, shapes, strict=True))
+    entries.sort(key=itemgetter(0))
+    return entries
+
+
+def _is_regular(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {*FIELD_NAMES}
+        and isinstance(entry["dtype"], str)
+        and isinstance(entry["shape"], list)
+        and isinstance(entry["data_offsets"], list)
+        and len(entry["data_offsets"]) == 2
+        and all(map(is_count, entry["shape"] + entry["data_offsets"]))
+    )
 
 
 class _Form(NamedTuple):
-    """Dtype, shape and stride of a tensor: a file may have 100,000 tensors of a few forms."""
+    """What a tensor is but for its place: a file may have 100,000 tensors of a few forms."""
 
     dtype: DType
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     nbytes: int
+    kind: str
 
 
 def _form(source: Source, name: str, type_name: str, shape: tuple[int, ...]) -> _Form:
@@ -168,7 +194,7 @@ def _form(source: Source, name: str, type_name: str, shape: tuple[int, ...]) -> 
             source.path, f"tensor '{name[:80]}' has {len(shape)} axes, and at most {MAX_AXES} are supported"
         )
     nbytes = 0 if 0 in shape else extent(shape) * dtype.itemsize
-    return _Form(dtype, shape, contiguous_stride(shape), nbytes)
+    return _Form(dtype, shape, contiguous_stride(shape), nbytes, dtype.storage or "UntypedStorage")
 
 
 def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, str], out: Output) -> None:

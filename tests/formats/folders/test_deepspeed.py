@@ -480,6 +480,8 @@ HOSTILE = {
     "many ranks": lambda tree: tree["optimizer_state_dict"].update(partition_count=60_000),
     "stage": lambda tree: tree["optimizer_state_dict"].update(zero_stage=-1),
     "groups": lambda tree: tree["optimizer_state_dict"].update(single_partition_of_fp32_groups=3),
+    "a list of states": lambda tree: tree["optimizer_state_dict"].update(base_optimizer_state=[5]),
+    "a number of states": lambda tree: tree["optimizer_state_dict"].update(base_optimizer_state=5),
     "no groups": lambda tree: tree["optimizer_state_dict"].update(single_partition_of_fp32_groups=[]),
     "paddings": lambda tree: tree["optimizer_state_dict"].update(param_alignment_paddings=[[-5]]),
     "paddings of text": lambda tree: tree["optimizer_state_dict"].update(param_alignment_paddings="abc"),
@@ -523,6 +525,40 @@ def test_malformed_model_states_are_refused(name: str, change: Any, run: Callabl
     changed(file, change)
     with pytest.raises(Damaged):
         ckpttool.open(folder)
+
+
+STATED = {
+    "a trained parameter": lambda tree: tree["param_shapes"][0].update({"embed.weight": (3, 7)}),
+    "a frozen parameter": lambda tree: tree["frozen_param_shapes"].update({"middle.weight": (5, 3)}),
+}
+
+
+@pytest.mark.parametrize("change", STATED.values(), ids=STATED)
+def test_shapes_that_are_not_those_of_the_model_are_refused(change: Any, run: Callable[[str], Path]) -> None:
+    folder = run("zero2-fp32")
+    changed(folder / "mp_rank_00_model_states.pt", change)
+    with pytest.raises(Damaged, match=r"'(embed|middle)\.weight' in"):
+        ckpttool.open(folder)
+
+
+def test_optimizers_of_two_forms_are_refused(run: Callable[[str], Path]) -> None:
+    folder = run("zero2-fp32")
+    for file in optimizer_files(folder)[:2]:
+        changed(file, lambda tree: tree["optimizer_state_dict"].update(base_optimizer_state=[{}, {}]))
+        with pytest.raises(Damaged):
+            ckpttool.open(folder)
+
+
+def test_a_file_with_another_name_is_not_taken_for_a_rank_s(
+    run: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = run("zero2-fp32")
+    (tmp_path / "other").mkdir()
+    other = shutil.copy(folder / "mp_rank_00_model_states.pt", tmp_path / "other" / "best_model_states.pt")
+    with pytest.raises(Unreadable, match="without the index"):
+        ckpttool.open(tmp_path / "other")
+    with pytest.raises(Damaged, match="no file of DeepSpeed's ranks"):
+        ckpttool.open_ranks([other, *folder.iterdir()])
 
 
 def test_nothing_of_a_hostile_pickle_runs(run: Callable[[str], Path], tmp_path: Path) -> None:
@@ -580,6 +616,12 @@ def test_stage_0_goes_on_in_one_process(runs: Path, tmp_path: Path, cli: Callabl
         if name != UNCERTAIN:
             wanted = optimizer.state[parameters[name]]["exp_avg"]
             torch.testing.assert_close(kept["exp_avg"], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_inspect_knows_the_names_in_the_files(runs: Path, cli: Callable[..., Any]) -> None:
+    for case in CASES:
+        found = cli("inspect", runs / case.name, "--json").json
+        assert (found["format"], found["state"], found["unknown"]) == ("deepspeed-zero", "module", [])
 
 
 def test_inspect_says_what_is_missing(run: Callable[[str], Path], cli: Callable[..., Any]) -> None:

@@ -108,6 +108,11 @@ def test_fsdp1_is_whole_with_the_optimizer(fsdp1: Path) -> None:
     assert_same(apart(loaded(fsdp1 / "sharded")), apart(torch.load(fsdp1 / "whole.pt")))
 
 
+def test_fsdp1_on_a_mesh_is_whole(run_ranks: RunRanks, tmp_path: Path) -> None:
+    folder = saved(run_ranks, shardings.save_fsdp1_on_a_mesh, tmp_path / "ranks", 2)
+    assert_same(apart(loaded(folder)), apart(torch.load(f"{folder}-whole.pt")))
+
+
 def test_local_state_dicts_of_fsdp1_are_refused_by_name(fsdp1: Path) -> None:
     with pytest.raises(Unsupported, match=r"LOCAL_STATE_DICT.*without their names and shapes"):
         ckpttool.open(fsdp1 / "local")
@@ -335,6 +340,22 @@ def test_a_byte_that_changed_is_found_by_its_checksum(copied: Path, tmp_path: Pa
         ran = cli("merge", copied, tmp_path / "out.pt", *options)
         assert ran.code == 3
         assert "rank_3.pt: the bytes of 'model.2.weight' do not match their checksum" in ran.err
+
+
+def test_a_file_of_something_else_among_the_ranks_is_named(copied: Path) -> None:
+    (copied / "log_rank_0.bin").write_bytes(b"hello")
+    with pytest.raises(
+        CkptToolError, match=r"log_rank_0\.bin: is not a file that torch or safetensors wrote"
+    ):
+        ckpttool.open(copied)
+
+
+def test_links_to_the_files_are_files(hsdp: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "links"
+    folder.mkdir()
+    for path in hsdp.iterdir():
+        (folder / path.name).symlink_to(path)
+    assert ckpttool.digest(folder) == ckpttool.digest(hsdp)
 
 
 # Replicas.

@@ -1,0 +1,349 @@
+"""The threads of a rank's heartbeat: what it tells the others, and what it makes of what they tell.
+
+Imports torch where it is used. One thread exchanges beats through the store of the process group, by a
+connection of its own, since a client of a TCPStore waits in one call at a time. The other judges
+(`hangs.py`), because a call to a store whose machine has stopped never returns. Neither needs the main
+thread, so a rank that hangs still says where; one that is stopped or killed does not, which tells them apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from . import hangs, processes, stacks
+from .hangs import Beat, Seen, Verdict
+
+T = TypeVar("T")
+
+PATIENCE = 5.0
+"""Seconds that a rank waits for the launcher to end it after another rank has failed, and reported that."""
+
+WARN_AFTER = 30.0
+"""Seconds after which a rank that others wait for is called slow, unless half of the timeout is shorter."""
+
+BUSY = 0.05
+"""Seconds of processor time per second from which a rank is taken to compute."""
+
+BUSY_BYTES = 200_000
+"""Bytes read or written per second from which a rank is taken to read or write."""
+
+
+class Watch:
+    """What this rank does now.
+
+    Attributes:
+        timeout: seconds after which a rank that does nothing is taken for hung.
+        step: that it takes or has just taken; 0 before the first.
+        doing: the phase.
+        counts: how often each phase was entered.
+        marks: a number that changes with each sign of progress.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.step = self.marks = 0
+        self.doing = "start"
+        self.counts: dict[str, int] = {}
+
+    def phase(self, name: str) -> None:
+        """Note that this rank now does `name`, until it is told of another phase."""
+        self.doing = name
+        self.counts[name] = self.counts.get(name, 0) + 1
+        self.marks += 1
+
+    def steps(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches. Each begins a step: with the phase `data` until it is there, then `step`."""
+        iterator = iter(batches)
+        while True:
+            self.step += 1
+            self.phase("data")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                self.step -= 1
+                self.phase("step")
+                return
+            self.phase("step")
+            yield batch
+
+
+class Pulse:
+    """The two threads of a rank, and what they know of the others. Made by all ranks together."""
+
+    def __init__(self, watched: Watch) -> None:
+        import torch.distributed as dist
+
+        from . import collectives
+
+        self.watched, self.timeout = watched, watched.timeout
+        self.interval = min(1.0, watched.timeout / 20)
+        self.rank, self.size = collectives.rank(), collectives.world_size()
+        self.thread = threading.get_ident()
+        self.memory_kills = processes.memory_kills()
+        self.dump = os.memfd_create("stack") if hasattr(os, "memfd_create") else None
+        own: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "machine": processes.machine(),
+            "pid": os.getpid(),
+        }
+        own |= {"machine": processes.machine(), "began": processes.began(os.getpid()), "dump": self.dump}
+        met = collectives.gather((uuid.uuid4().hex, own))
+        self.about = [about for _, about in met]
+        # Keys of this watch alone: a store may outlive a job, with what ranks that are dead have written.
+        self.keys = [f"ckpttool/watch/{met[0][0]}/{name}" for name in (*range(self.size), "verdict")]
+        self.store: Any = dist.distributed_c10d._get_default_store().clone()
+        self.clock = _RunningClock(3 * self.interval + 1)
+        now = self.clock.now()
+        self.exchanged = self.marked = self.worked = now
+        self.marks, self.work, self.children = watched.marks, processes.work(), -1.0
+        self.beat, self.beats = Beat(), [(Beat(), now)] * self.size
+        self.verdict = self.end = self.error = ""
+        self.slow: Sequence[int] = ()
+        self.warn_after = [min(WARN_AFTER, self.timeout / 2)] * self.size
+        self.over, self.speaks = threading.Event(), threading.Lock()
+        self._send()
+        self._arm()
+        if self.rank == 0:
+            self.store.set(self.keys[-1], "")
+        collectives.gather(None)  # every key is there: to read one that is not would wait
+        self.threads = [threading.Thread(target=run, daemon=True) for run in (self._exchange, self._judge)]
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self, end: str, error: BaseException | None = None) -> None:
+        """Tell the others how the block has ended here, and stop the threads.
+
+        The thread tells them, which nothing interrupts: a signal may raise another error here, as that of a
+        loading process which has died.
+        """
+        if isinstance(error, KeyboardInterrupt | GeneratorExit):
+            end = hangs.LEFT
+        self.error = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        self.end = end
+        self.over.set()
+        for thread in self.threads:
+            thread.join(timeout=2 * self.interval)
+        faulthandler.cancel_dump_traceback_later()
+        if self.dump is not None:
+            os.close(self.dump)
+
+    # ---- exchanging --------------------------------------------------------------------------------
+
+    def _exchange(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store has gone: what that means, the judge says
+            while not self.over.wait(self.interval):
+                self._send()
+                self._receive(self.store)
+            self._send()
+
+    def _send(self) -> None:
+        beat, at = self.beat, self.watched
+        if self.end:
+            beat = dataclasses.replace(beat, step=at.step, phase=at.doing, counts=at.counts)
+            beat = dataclasses.replace(beat, end=self.end, error=self.error)
+        self.store.set(self.keys[self.rank], json.dumps(dataclasses.asdict(beat)))
+
+    def _receive(self, store: Any) -> None:
+        read = store.multi_get(self.keys) if store.has_extended_api() else map(store.get, self.keys)
+        *beats, verdict = [bytes(one).decode() for one in read]
+        now = self.clock.now()
+        for rank, written in enumerate(beats):
+            beat = Beat(**json.loads(written))
+            if beat.number != self.beats[rank][0].number or beat.end:
+                self.beats[rank] = beat, now
+        self.exchanged, self.verdict = now, verdict
+
+    def seen(self) -> list[Seen]:
+        """Return all ranks as this one sees them."""
+        now, found = self.clock.now(), []
+        for rank, (about, (beat, came)) in enumerate(zip(self.about, self.beats, strict=True)):
+            beat, silent = (self.beat, 0.0) if rank == self.rank else (beat, now - came)
+            process = self._process(rank)
+            if silent >= self.timeout and process and not beat.end:
+                beat = dataclasses.replace(beat, stack=_dumped(about))
+            found.append(Seen(rank, beat, silent, about["host"], about["pid"], process))
+        return found
+
+    def _process(self, rank: int) -> str | None:
+        """Return the state of a rank's process; None if it runs on another machine."""
+        about = self.about[rank]
+        if not about["machine"] or about["machine"] != self.about[self.rank]["machine"]:
+            return None
+        return processes.state(about["pid"], about["began"])
+
+    # ---- judging -----------------------------------------------------------------------------------
+
+    def _judge(self) -> None:
+        while not self.over.wait(self.interval):
+            self._look_at_oneself()
+            ranks = self.seen()
+            verdict = (
+                Verdict(**json.loads(self.verdict)) if self.verdict else hangs.judge(ranks, self.timeout)
+            )
+            if verdict is None and self.clock.now() - self.exchanged >= self.timeout <= self.beat.idle:
+                verdict = hangs.no_store(ranks[self.rank], self.clock.now() - self.exchanged)
+            if verdict is None:
+                self._warn(ranks)
+            # What a dead rank said last may be on its way, and this one may have work left that is of use.
+            elif not verdict.is_final or self.beat.idle >= PATIENCE:
+                self._leave(self._agreed(verdict))
+
+    def _look_at_oneself(self) -> None:
+        """Write down what this rank does."""
+        now, marks = self.clock.now(), self.watched.marks
+        if marks != self.marks:
+            self.marks, self.marked = marks, now
+        frame = sys._current_frames().get(self.thread) if now - self.marked > 2 * self.interval else None
+        if frame is not None and stacks.is_debugged(frame):
+            self.marked = now  # a person looks at it
+        age = now - self.marked
+        if self._works(age) and age < hangs.WORKING_FACTOR * self.timeout:
+            self.worked = now
+        self.beat = Beat(
+            number=self.beat.number + 1,
+            step=self.watched.step,
+            phase=self.watched.doing,
+            age=age,
+            idle=now - max(self.marked, self.worked),
+            waits=frame is not None and stacks.waits(frame),
+            counts=dict(self.watched.counts),
+            stack=stacks.shown(frame) if frame is not None else "",
+        )
+        self._arm()
+
+    def _arm(self) -> None:
+        """Let the stack be written if nobody calls this again: if something holds the interpreter, no thread
+        of Python can say where it is."""
+        if self.dump is not None:
+            os.ftruncate(self.dump, 0)
+            os.lseek(self.dump, 0, os.SEEK_SET)
+            faulthandler.dump_traceback_later(self.timeout / 2, file=self.dump)
+
+    def _works(self, age: float) -> bool:
+        """Return whether this process, or one that it started, has computed, read or written since the last
+        look."""
+        work, children = processes.work(), processes.children_seconds() if age > 3 * self.interval else -1.0
+        seconds, moved = work[0] - self.work[0], work[1] - self.work[1]
+        if children >= 0 <= self.children:
+            seconds += children - self.children
+        self.work, self.children = work, children
+        return seconds > BUSY * self.interval or moved > BUSY_BYTES * self.interval
+
+    def _warn(self, ranks: list[Seen]) -> None:
+        """Warn of a rank that others wait for, on the first of these; each time after twice as long."""
+        if self.slow and all(ranks[rank].beat.age < 3 * self.interval for rank in self.slow):
+            _say("warning", self.rank, [f"rank {', '.join(map(str, self.slow))} goes on"])
+            self.slow = ()
+        verdict = hangs.slow(ranks, self.warn_after)
+        if verdict is None:
+            return
+        for rank in verdict.ranks:
+            self.warn_after[rank] *= 2
+        if self.rank == min(set(range(self.size)) - set(verdict.ranks)):
+            self.slow = verdict.ranks
+            lines = [*verdict.lines, f"it is taken for hung once it has done nothing for {self.timeout:g} s"]
+            _say("warning", self.rank, lines)
+
+    def explain(self, *, timed_out: bool) -> str:
+        """Return which rank was lost, after a collective has failed, and write it; empty if nobody knows.
+
+        It is written at once, since the launcher will end this process as soon as it sees the other one dead.
+        """
+        verdict = None
+        for _ in range(5):
+            with contextlib.suppress(RuntimeError):
+                self._receive(self.store.clone())
+            if self.verdict:
+                self._leave(Verdict(**json.loads(self.verdict)))
+            verdict = hangs.lost(self.seen(), self.rank, 3 * self.interval, timed_out=timed_out)
+            if verdict is not None:
+                break
+            time.sleep(self.interval)
+        if verdict is None:
+            return ""
+        lines = self._lines(verdict)
+        self.speaks.acquire()  # for good; if the judging thread speaks already, it ends this process
+        _say("error", self.rank, lines)
+        return "\n".join(lines)
+
+    # ---- ending ------------------------------------------------------------------------------------
+
+    def _agreed(self, verdict: Verdict) -> Verdict:
+        """Return what all ranks say: of several verdicts at once, the first one."""
+        if self.clock.now() - self.exchanged < self.timeout:
+            with contextlib.suppress(RuntimeError):
+                text = json.dumps(dataclasses.asdict(verdict))
+                return Verdict(**json.loads(self.store.clone().compare_set(self.keys[-1], "", text)))
+        return verdict
+
+    def _leave(self, verdict: Verdict) -> None:
+        """Say what has happened and end this process."""
+        self.speaks.acquire()
+        lines = [*self._lines(verdict), "the job ends (exit 1)"]
+        _say("error", self.rank, lines)
+        time.sleep(self.interval + 0.5)  # until all ranks have said it
+        self._release(verdict.ranks)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        os._exit(1)
+
+    def _lines(self, verdict: Verdict) -> list[str]:
+        lines = list(verdict.lines)
+        if verdict.kind == "gone" and processes.memory_kills() > self.memory_kills:
+            lines.append("meanwhile the kernel has killed a process of this machine as memory ran out")
+        return lines
+
+    def _release(self, ranks: Iterable[int]) -> None:
+        """End ranks of this machine that can't end themselves; a launcher would wait for them."""
+        for one in self.seen():
+            if one.rank in ranks and one.silent >= self.timeout and one.process and not one.beat.end:
+                stopped = one.process in ("T", "t")  # when it goes on it will read the verdict
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(one.pid, signal.SIGCONT if stopped else signal.SIGKILL)
+
+
+class _RunningClock:
+    """Seconds in which this process ran. What it slept through, as its machine or all ranks were stopped,
+    hardly counts, so that no rank is blamed for it.
+
+    Args:
+        most: seconds that can pass between two calls.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most, self.last, self.total = most, time.monotonic(), 0.0
+        self.lock = threading.Lock()
+
+    def now(self) -> float:
+        with self.lock:
+            now = time.monotonic()
+            self.total += min(now - self.last, self.most)
+            self.last = now
+            return self.total
+
+
+def _say(kind: str, rank: int, lines: Iterable[str]) -> None:
+    """Write to stderr, in one piece, whatever lock the main thread holds."""
+    text = f"{kind}: rank {rank}: " + "\n  ".join(lines) + "\n"
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode(errors="replace"))
+
+
+def _dumped(about: dict[str, Any]) -> str:
+    """Return the stack that faulthandler has written in a process of this machine."""
+    path = f"/proc/{about['pid']}/fd/{about['dump']}"
+    with contextlib.suppress(OSError), open(path, errors="replace") as file:
+        return file.read(4000)
+    return ""

@@ -1,0 +1,271 @@
+"""Add a LoRA adapter to the model that it was trained on, as PEFT's `merge_and_unload` does.
+
+A weight W of a layer gets W + scale · B·A, with scale = alpha / r, or alpha / √r with rslora; embeddings and
+layers of `fan_in_fan_out` get the transposed product. Source: PEFT's `LoraConfig`, `tuners/lora/layer.py` and
+`utils/save_and_load.py`, 0.21.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Any
+
+from ..checkpoint.argument import takes_checkpoint
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.rebuilt_tensors import with_plain_tensor
+from ..checkpoint.state import State
+from ..checkpoint.tensor_likes import require_plain
+from ..errors import Damaged, Refused, Unreadable, Unsupported
+from ..formats.reading import open as open_any
+from ..inert_pickle.values import remade
+from ..tensors.ref import TensorRef
+from .low_rank import Update, updated
+from .selection import replace_state
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+PREFIX = "base_model.model."
+
+FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
+
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of `init_lora_weights` that leave the model's own weights as they are."""
+
+_WAYS = (
+    "use_dora lora_bias use_qalora use_bdlora megatron_config layer_replication target_parameters "
+    "trainable_token_indices alora_invocation_tokens arrow_config kasa_config velora_config monteclora_config"
+)
+UNKNOWN_WAYS = tuple(_WAYS.split())
+"""Settings by which a layer computes something else than W + scale · B·A."""
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """What an adapter changed.
+
+    Attributes:
+        updated: names of the weights that a product was added to.
+        replaced: names of tensors that the adapter holds whole, as `modules_to_save` and biases.
+        added: names that only the adapter has.
+    """
+
+    updated: tuple[str, ...]
+    replaced: tuple[str, ...]
+    added: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter in PEFT's format.
+
+    Attributes:
+        checkpoint: its tensors; open until `checkpoint.close()`.
+        config: what its `adapter_config.json` says.
+    """
+
+    checkpoint: Checkpoint
+    config: Mapping[str, Any]
+
+
+def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
+    """Open an adapter's folder.
+
+    Args:
+        folder: holds `adapter_config.json` and `adapter_model.safetensors` or `.bin`.
+
+    Returns:
+        The adapter, whose `checkpoint` the caller closes.
+
+    Raises:
+        Unreadable: one of both files is missing.
+        Damaged: the configuration is no JSON object; or as `ckpttool.open` raises it.
+    """
+    path = os.fspath(folder)
+    config = os.path.join(path, CONFIG)
+    try:
+        with open(config, encoding="utf-8") as file:
+            said = json.load(file)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise Unreadable(
+            config, reason, hint="ADAPTER is the folder that PEFT's save_pretrained wrote"
+        ) from None
+    except (ValueError, RecursionError):
+        raise Damaged(config, "is not JSON") from None
+    if not isinstance(said, dict):
+        raise Damaged(config, "is not a JSON object")
+    there = [os.path.join(path, name) for name in WEIGHTS if os.path.lexists(os.path.join(path, name))]
+    if not there:
+        raise Unreadable(path, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
+    return Adapter(open_any(there[0]), said)
+
+
+@takes_checkpoint
+def merge_lora(
+    checkpoint: Checkpoint, adapter: Adapter, *, state: str | None = None
+) -> tuple[Checkpoint, Merged]:
+    """Return a checkpoint in which an adapter's updates are added to the weights.
+
+    Values are computed in float64 when they are written, a few rows at a time, and rounded once to the
+    weight's type. Tensors that share the memory of an updated one stay tied to it.
+
+    Args:
+        checkpoint: the base model; it stays as it is.
+        adapter: what `open_adapter` returned; open until the result is saved.
+        state: dotted path of the model's state; found when None.
+
+    Raises:
+        Unsupported: the adapter is no LoRA, or of a kind that computes something else, such as DoRA.
+        Refused: a tensor of it has no place in the model, or does not fit it.
+        Damaged: one of two factors is missing, or has another rank than the configuration says.
+        NoState: there is no state, or none at `state`.
+    """
+    found = checkpoint.state(state)
+    require_plain(checkpoint.path, found.likes, "can't be added to")
+    merging = _Merging(checkpoint, found, adapter)
+    new = replace_state(checkpoint, found, merging.container)
+    return new, merging.report
+
+
+class _Merging:
+    """Pairs the tensors of an adapter with those of a model.
+
+    Args:
+        checkpoint: the base.
+        state: of the model in it.
+        adapter: the adapter.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, state: State, adapter: Adapter) -> None:
+        self.path, self.state, self.config = adapter.checkpoint.path, state, adapter.config
+        self.base = checkpoint.path
+        self._require_known()
+        factors: dict[str, dict[str, TensorRef]] = {}
+        self.whole: dict[str, TensorRef] = {}
+        for key, tensor in adapter.checkpoint.state().tensors.items():
+            name = key.removeprefix(PREFIX)
+            match = FACTOR.fullmatch(name)
+            if match:
+                module, embedding, factor = match.groups()
+                factors.setdefault(module, {})[f"{embedding or ''}{factor}"] = tensor
+            elif ".lora_" in name:
+                raise Unsupported(
+                    self.path, f"holds '{key[:80]}', which is no factor of a product (DoRA, or a bias)"
+                )
+            else:
+                self.whole[name.replace(".base_layer.", ".")] = tensor  # of a layer that has factors too
+        self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
+        self._require_places()
+        held = state.tensors
+        self.report = Merged(
+            tuple(self.updates),
+            tuple(name for name in self.whole if name in held),
+            tuple(name for name in self.whole if name not in held),
+        )
+
+    def _require_known(self) -> None:
+        kind = self.config.get("peft_type")
+        if kind != "LORA":
+            raise Unsupported(self.path, f"is an adapter of type {str(kind)[:40]}, and only LORA is added")
+        odd = [name for name in UNKNOWN_WAYS if self.config.get(name)]
+        start = self.config.get("init_lora_weights", True)
+        if start not in PLAIN_STARTS:
+            odd.append(f"init_lora_weights={str(start)[:40]}")
+        if odd:
+            raise Unsupported(
+                self.path,
+                f"is a LoRA with {', '.join(odd)}, which is more than a product added to the weights",
+                hint="merge it in Python: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()",
+            )
+
+    def _update(self, module: str, those: Mapping[str, TensorRef]) -> Update:
+        names = ("embedding_A", "embedding_B") if "embedding_A" in those else ("A", "B")
+        if {*those} != {*names}:
+            raise Damaged(self.path, f"holds one of both factors of '{module[:80]}'")
+        a, b = (those[name] for name in names)
+        rank = self._setting("rank_pattern", "r", module)
+        if not a.shape or len(b.shape) < 2 or a.shape[0] != rank or prod(b.shape[1:]) != rank:
+            raise Damaged(
+                self.path,
+                f"has factors of '{module[:80]}' of shapes {list(a.shape)} and {list(b.shape)}, and {CONFIG} "
+                f"says rank {rank}",
+            )
+        if {a.dtype.name, b.dtype.name} - {*FLOATS}:
+            raise Unsupported(self.path, f"has factors of '{module[:80]}' of type {a.dtype.name}")
+        alpha = self._setting("alpha_pattern", "lora_alpha", module)
+        turned = "embedding_A" in those or bool(self.config.get("fan_in_fan_out"))
+        return Update(a, b, alpha / (sqrt(rank) if self.config.get("use_rslora") else rank), turned)
+
+    def _setting(self, pattern: str, usual: str, module: str) -> float:
+        """Return a number of the configuration: that of the first pattern that fits a layer, or the usual."""
+        chosen = self.config.get(usual)
+        try:
+            for key, value in (self.config.get(pattern) or {}).items():
+                if re.match(rf"(.*\.)?({key})$", module):
+                    chosen = value
+                    break
+        except (AttributeError, re.error):
+            raise Damaged(self.path, f"{CONFIG} has a malformed {pattern}") from None
+        if not isinstance(chosen, int | float) or isinstance(chosen, bool) or chosen <= 0:
+            raise Damaged(self.path, f"{CONFIG} says {usual} = {chosen!r:.40}, which is no positive number")
+        return chosen
+
+    def _require_places(self) -> None:
+        tensors = self.state.tensors
+        saved = tuple(self.config.get("modules_to_save") or ())
+        for name, update in self.updates.items():
+            weight = tensors.get(name)
+            if weight is None:
+                raise self._misfit(name, "the model has no such weight")
+            if weight.dtype.name not in FLOATS:
+                raise self._misfit(name, f"the weight is {weight.dtype.name}")
+            sizes = (weight.shape[0], prod(weight.shape[1:])) if weight.shape else ()
+            if sizes != update.sizes:
+                raise self._misfit(name, f"{list(update.sizes)} is to be added to {list(weight.shape)}")
+        for name, tensor in self.whole.items():
+            old = tensors.get(name)
+            if old is None and not any(f".{name}".rpartition(".")[0].endswith(f".{each}") for each in saved):
+                raise self._misfit(name, "the model has no such tensor")
+            if old is not None and old.shape != tensor.shape:
+                raise self._misfit(
+                    name, f"its shape is {list(tensor.shape)}, and {list(old.shape)} in the model"
+                )
+        changed: dict[tuple[object, ...], str] = {}
+        for name in (*self.updates, *(name for name in self.whole if name in tensors)):
+            other = changed.setdefault(tensors[name].view, name)
+            if other != name:
+                raise self._misfit(
+                    name, f"the model ties it to '{other[:80]}', which the adapter changes too"
+                )
+
+    def _misfit(self, name: str, reason: str) -> Refused:
+        first = next(iter(self.state.tensors), "")
+        return Refused(
+            self.path,
+            f"does not fit {self.base}: '{name[:80]}': {reason}",
+            hint=f"is it the adapter's own base model? Its first name is '{first[:80]}'",
+        )
+
+    def container(self, old: dict[object, object]) -> dict[object, object]:
+        """Return the model's dict with the changed tensors; what was tied to one of them still is."""
+        tensors = self.state.tensors
+        made = {
+            tensors[name].view: updated(self.base, tensors[name], update)
+            for name, update in self.updates.items()
+        }
+        made |= {tensors[name].view: tensor for name, tensor in self.whole.items() if name in tensors}
+
+        def value(key: object, was: object) -> object:
+            tensor = tensors.get(str(key))
+            new = made.get(tensor.view) if tensor is not None else None
+            return was if new is None else with_plain_tensor(was, new)
+
+        pairs = [(key, value(key, was)) for key, was in old.items()]
+        return remade(old, [*pairs, *((name, self.whole[name]) for name in self.report.added)])

@@ -1,0 +1,27 @@
+"""A short drill: runs that are killed, at seeded moments. `make drill` has all kinds of kills."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from tests.ranks.programs import start
+
+SHORT = ["a worker, in a step", "rank 0, in the middle of a save", "the agent, by SIGTERM in evaluation"]
+
+
+@pytest.mark.timeout(400)
+def test_runs_that_are_killed_end_in_the_bits_of_one_that_nothing_disturbed() -> None:
+    kinds = [word for name in SHORT for word in ("--only", name)]
+    done = start([sys.executable, "-m", "tests.drill", "--kills", "3", "--load", "1", *kinds], patience=380)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^3 of 3 held", done.stdout, re.MULTILINE)
+    assert [line.partition("  ")[0] for line in done.stdout.splitlines()[1:4]] == SHORT
+
+
+def test_an_unknown_kind_is_refused_with_the_names_of_all() -> None:
+    done = start([sys.executable, "-m", "tests.drill", "--only", "nothing"])
+    assert done.returncode == 2
+    assert "no such kind" in done.stderr and "all at once, in a step" in done.stderr

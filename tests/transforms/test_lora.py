@@ -1,0 +1,196 @@
+"""LoRA adapters added to their base models: PEFT's `merge_and_unload` is the oracle where it is installed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, Unsupported
+from tests.support.saved import saved
+
+
+class Net(torch.nn.Module):
+    """Layers of each kind that LoRA adapts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(13, 6)
+        self.up = torch.nn.Linear(6, 10)
+        self.down = torch.nn.Linear(10, 6, bias=False)
+        self.conv = torch.nn.Conv2d(3, 4, 3)
+        self.point = torch.nn.Conv2d(4, 4, 1)
+        self.head = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.down(self.up(self.embed(x))))
+        return found
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "linear": {"target_modules": ["up", "down"], "r": 4, "lora_alpha": 8},
+    "all layers": {"target_modules": ["embed", "up", "conv", "point"], "r": 2, "lora_alpha": 3},
+    "rslora": {"target_modules": ["up"], "r": 4, "lora_alpha": 8, "use_rslora": True},
+    "patterns": {
+        "target_modules": ["up", "down"],
+        "r": 4,
+        "lora_alpha": 8,
+        "rank_pattern": {"up": 2},
+        "alpha_pattern": {"^down": 5},
+    },
+    "a module saved whole": {"target_modules": ["up"], "r": 2, "modules_to_save": ["head"]},
+    "biases": {"target_modules": ["up"], "r": 2, "bias": "all"},
+}
+
+
+def trained(config: dict[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Save a base and an adapter whose factors are random; return the state that PEFT merges."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    torch.manual_seed(0)
+    base = Net().to(dtype)
+    torch.save(base.state_dict(), folder / "base.pt")
+    model = peft.get_peft_model(base, peft.LoraConfig(**config))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name or parameter.requires_grad:
+                parameter.copy_(torch.randn_like(parameter) / 4)
+    model.save_pretrained(folder / "adapter")
+    found: dict[str, torch.Tensor] = model.merge_and_unload().state_dict()
+    return found
+
+
+def merge(folder: Path, output: str = "out.pt") -> dict[str, torch.Tensor]:
+    adapter = ckpttool.open_adapter(folder / "adapter")
+    with ckpttool.open(folder / "base.pt") as base, adapter.checkpoint:
+        new, _ = ckpttool.merge_lora(base, adapter)
+        ckpttool.save(new, folder / output, force=True)
+    return torch.load(folder / output, weights_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("case", CONFIGS)
+def test_the_result_is_what_peft_merges(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    wanted = trained(CONFIGS[case], tmp_path, dtype)
+    found = merge(tmp_path)
+    assert found.keys() == wanted.keys()
+    base = torch.load(tmp_path / "base.pt", weights_only=True)
+    assert any(not torch.equal(found[name], base[name]) for name in base)
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float64: 1e-6}[dtype]
+    for name, tensor in wanted.items():
+        assert found[name].dtype == tensor.dtype
+        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance)
+
+
+# Without PEFT.
+
+
+def save_adapter(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> None:
+    (folder / "adapter").mkdir(exist_ok=True)
+    named = {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    save_file(named, folder / "adapter" / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 3, **config}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+
+
+def factors(rows: int, columns: int, rank: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(rank, columns), torch.randn(rows, rank)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_value_is_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
+    weight = torch.randn(700, 900).to(dtype)
+    a, b = factors(700, 900)
+    saved({"fc.weight": weight, "fc.bias": torch.ones(700)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, {"fc.lora_A.weight": a, "fc.lora_B.weight": b})
+    exact = weight.double() + 1.5 * (b.double() @ a.double())
+    found = merge(tmp_path)
+    single = exact.float() if dtype == torch.float32 else None
+    if single is not None:
+        assert torch.equal(found["fc.weight"], single)
+    error = (found["fc.weight"].double() - exact).abs()
+    down, up = (exact.to(dtype).double() - exact).abs(), error
+    assert (up <= down).all()
+    assert torch.equal(found["fc.bias"], torch.ones(700))
+
+
+def test_a_tied_weight_stays_tied(tmp_path: Path) -> None:
+    weight = torch.randn(5, 4)
+    saved({"embed.weight": weight, "head.weight": weight}, tmp_path / "base.pt")
+    a, b = factors(5, 4)
+    save_adapter(tmp_path, {"head.lora_A.weight": a, "head.lora_B.weight": b})
+    found = merge(tmp_path)
+    assert found["embed.weight"].data_ptr() == found["head.weight"].data_ptr()
+    torch.testing.assert_close(found["embed.weight"], weight + 1.5 * b @ a)
+
+
+def test_a_turned_layer_and_an_odd_layout(tmp_path: Path) -> None:
+    weight = torch.randn(4, 5)
+    saved({"fc.weight": weight.t().contiguous().t()}, tmp_path / "base.pt")
+    a, b = factors(5, 4)
+    save_adapter(tmp_path, {"fc.lora_A.weight": a, "fc.lora_B.weight": b}, fan_in_fan_out=True)
+    torch.testing.assert_close(merge(tmp_path)["fc.weight"], weight + 1.5 * (b @ a).t())
+
+
+A, B = factors(5, 4)
+GOOD = {"fc.lora_A.weight": A, "fc.lora_B.weight": B}
+
+WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[CkptToolError], str]] = {
+    "DoRA": (GOOD, {"use_dora": True}, Unsupported, "use_dora"),
+    "a magnitude": (
+        GOOD | {"fc.lora_magnitude_vector": torch.ones(5)}, {}, Unsupported, "no factor of a product"
+    ),
+    "another start": (GOOD, {"init_lora_weights": "pissa"}, Unsupported, "init_lora_weights=pissa"),
+    "another kind": (GOOD, {"peft_type": "LOHA"}, Unsupported, "type LOHA"),
+    "one factor": ({"fc.lora_A.weight": A}, {}, Damaged, "one of both factors of 'fc'"),
+    "another rank": (GOOD, {"r": 3}, Damaged, "says rank 3"),
+    "no number": (GOOD, {"lora_alpha": "x"}, Damaged, "lora_alpha = 'x'"),
+    "a malformed pattern": (GOOD, {"rank_pattern": {"(": 2}}, Damaged, "malformed rank_pattern"),
+    "another layer": (
+        {"up.lora_A.weight": A, "up.lora_B.weight": B}, {}, Refused, "'up.weight': the model has no"
+    ),
+    "another size": (
+        GOOD | {"fc.lora_B.weight": B[:3].clone()}, {}, Refused, r"\[3, 4\] is to be added to \[5, 4\]"
+    ),
+    "a tensor of no use": (GOOD | {"x.weight": torch.ones(1)}, {}, Refused, "'x.weight': the model has"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_can_not_be_added_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    tensors, config, error, message = WRONG[case]
+    saved({"fc.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, tensors, **config)
+    with pytest.raises(error, match=message):
+        merge(tmp_path)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_folder_without_an_adapter_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(Unreadable, match=r"adapter_config\.json"):
+        ckpttool.open_adapter(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{")
+    with pytest.raises(Damaged, match="not JSON"):
+        ckpttool.open_adapter(tmp_path)
+
+
+def test_the_command_names_what_it_did(cli: Any, tmp_path: Path) -> None:
+    state = {"fc.weight": torch.ones(5, 4), "head.weight": torch.ones(2, 5)}
+    save_file(state, tmp_path / "base.safetensors")
+    save_adapter(tmp_path, GOOD | {"head.weight": torch.zeros(2, 5)}, modules_to_save=["head"])
+    words = ["merge-lora", tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors"]
+    ran = cli(*words)
+    assert ran.code == 0, ran.err
+    assert ran.out.startswith(f"added 1 update of {tmp_path / 'adapter'} -> ")
+    assert "replaced by the adapter's: head.weight" in ran.err
+    assert load_file(tmp_path / "out.safetensors")["head.weight"].sum() == 0
+    data = cli(*words, "--json", "--force").json
+    assert (data["updated"], data["replaced"], data["added"]) == (["fc.weight"], ["head.weight"], [])
+    missing = cli("merge-lora", tmp_path / "base.safetensors", tmp_path / "none", tmp_path / "x.pt")
+    assert missing.code == 3
+    assert "save_pretrained" in missing.err
