@@ -6,6 +6,7 @@ import contextlib
 import os
 import stat
 from collections.abc import Callable
+from typing import Any
 
 from ckpttool.files import temporaries
 
@@ -40,13 +41,16 @@ def follow_links() -> None:
 
 def trust_short_writes() -> None:
     """Take each write for complete."""
-    pwrite = os.pwrite
 
-    def pwrite_all(fd: int, data: memoryview, position: int) -> int:
-        pwrite(fd, data, position)
-        return len(data)
+    def complete(write: Callable[..., int]) -> Callable[..., int]:
+        def write_all(fd: int, data: Any, *more: Any) -> int:
+            write(fd, data, *more)
+            return sum(map(len, data)) if isinstance(data, list | tuple) else len(data)
 
-    os.pwrite = pwrite_all
+        return write_all
+
+    for name in ("write", "writev", "pwrite", "pwritev"):
+        setattr(os, name, complete(getattr(os, name)))
 
 
 def leave_temporaries() -> None:

@@ -5,6 +5,7 @@ The largest tensor is large enough to be copied by several threads.
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 from collections import OrderedDict
@@ -85,6 +86,21 @@ def _ranks(path: Path) -> None:
     source.unlink()
 
 
+def _factors() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factors of an adapter, whose product has no rounding."""
+    return torch.arange(514.0).reshape(2, 257) % 4, torch.arange(600.0).reshape(300, 2) % 3
+
+
+def _adapter(path: Path) -> None:
+    """Write a LoRA adapter of rank 2 for one layer, as PEFT does."""
+    path.mkdir()
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["fc"]}
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    first, second = _factors()
+    layer = "base_model.model.module.fc.lora_"
+    save_file({f"{layer}A.weight": first, f"{layer}B.weight": second}, path / "adapter_model.safetensors")
+
+
 def _predictions(rank: int) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         import numpy as np
@@ -106,6 +122,7 @@ INPUTS: dict[str, Callable[[Path], object]] = {
     "shards": _made(training, to="safetensors-sharded", shard_size=4 << 20),
     "dcp": _dcp,
     "ranks": _ranks,
+    "adapter": _adapter,
     "rank0.safetensors": _predictions(0),
     "rank1.safetensors": _predictions(1),
 }
@@ -144,6 +161,12 @@ def _bf16() -> dict[str, torch.Tensor]:
     return {name: v.bfloat16() if v.is_floating_point() else v for name, v in state().items()}
 
 
+def _adapted() -> dict[str, torch.Tensor]:
+    first, second = _factors()
+    exact = state()["module.fc.weight"].double() + second.double() @ first.double()
+    return {**state(), "module.fc.weight": exact.float()}
+
+
 WANTED: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
     "plain": partial(state, prefix=""),
     "prefixed": state,
@@ -151,6 +174,7 @@ WANTED: dict[str, Callable[[], dict[str, torch.Tensor]]] = {
     "renamed": partial(state, prefix="model."),
     "bf16": _bf16,
     "mean": _mean,
+    "adapted": _adapted,
 }
 """States that outputs must have, in plain torch."""
 

@@ -305,6 +305,14 @@ SCENARIOS = [
         wanted="prefixed",
     ),
     Scenario(
+        "merge-lora",
+        ".pt and adapter to .pt",
+        "merge-lora in.pt adapter out/model.pt",
+        inputs=("in.pt", "adapter"),
+        targets=("out/model.pt",),
+        wanted="adapted",
+    ),
+    Scenario(
         "split",
         ".pt to new files of two ranks",
         "split in.pt out/model/ --ranks 2 --as dtensor --device cpu",

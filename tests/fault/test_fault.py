@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import click
@@ -15,6 +16,7 @@ from ckpttool.cli import group
 from tests.fault import inputs
 from tests.fault.holes import HOLES
 from tests.fault.judge import Bench
+from tests.fault.power_cut import FLUSHES, RENAMES, WRITES
 from tests.fault.scenarios import SCENARIOS, Scenario
 from tests.fault.supervised import KILL, SHORT, TERM, Fault, run
 from tests.fault.trying import place_for_runs, try_scenario
@@ -63,9 +65,18 @@ def test_every_output_is_old_or_new_whatever_fails(name: str, given: Path) -> No
         inputs.check(place / "done" / named(name).targets[0], named(name).wanted or "")
 
 
-def wrong_with(hole: str, given: Path, *faults: Fault) -> str:
-    """Return what the machine finds with something broken on purpose."""
+def wrong_with(hole: str, given: Path, calls: Collection[str] = (), *ways: str) -> str:
+    """Return what the machine finds with something broken on purpose.
+
+    Args:
+        hole: what is broken; empty for nothing.
+        calls: system calls that are to fail; of those that the program makes, the first and the last.
+        ways: how they fail.
+    """
     bench = Bench(OVER, given, given.parent / f"{hole or 'whole'}", HOLES.get(hole))
+    counts = Counter(seen.call.name for seen in bench.dry.seen)
+    made = [(name, nth) for name in calls for nth in {1, counts[name]} if counts[name]]
+    faults = [Fault(*each, how) for each in made for how in ways]
     return "\n".join([*bench.wrong, *(wrong for fault in faults for wrong in bench.try_fault(fault).wrong)])
 
 
@@ -84,30 +95,27 @@ def test_a_link_that_is_followed_is_found(given: Path) -> None:
 
 
 def test_a_short_write_that_is_taken_for_complete_is_found(given: Path) -> None:
-    found = wrong_with("trust-short-writes", given, Fault("pwrite64", 3, SHORT))
+    found = wrong_with("trust-short-writes", given, WRITES, SHORT)
     assert "the output is not that of one" in found
 
 
 def test_a_temporary_that_stays_after_an_error_is_found(given: Path) -> None:
-    assert "leaves out/.model.safetensors." in wrong_with(
-        "leave-temporaries", given, Fault("pwrite64", 2, "ENOSPC")
-    )
+    assert "leaves out/.model.safetensors." in wrong_with("leave-temporaries", given, WRITES, "ENOSPC")
 
 
 def test_a_file_that_is_written_where_it_lies_is_found(given: Path) -> None:
-    found = wrong_with("write-in-place", given, Fault("fsync", 2, KILL), Fault("write", 1, KILL))
+    found = wrong_with("write-in-place", given, WRITES, KILL)
     assert "out/model.safetensors is written where it lies" in found
     assert "out/model.safetensors is neither old nor new" in found
 
 
 def test_an_error_of_a_flush_that_is_swallowed_is_found(given: Path) -> None:
-    found = wrong_with("swallow-errors", given, Fault("fsync", 1, "EIO"))
+    found = wrong_with("swallow-errors", given, FLUSHES, "EIO")
     assert "gets its name before it is flushed" in found
 
 
 def test_without_a_hole_the_same_faults_find_nothing(given: Path) -> None:
-    faults = [Fault("pwrite64", 3, SHORT), Fault("pwrite64", 2, "ENOSPC"), Fault("fsync", 1, "EIO")]
-    assert wrong_with("", given, *faults, Fault("fsync", 2, KILL), Fault("rename", 1, TERM)) == ""
+    assert wrong_with("", given, {*WRITES, *FLUSHES, *RENAMES}, SHORT, "ENOSPC", "EIO", KILL, TERM) == ""
 
 
 def test_a_call_is_answered_as_asked_in_any_thread(given: Path) -> None:
