@@ -113,8 +113,11 @@ def _agent(
 
 def _rank(arguments: list[str]) -> None:
     """Run the trainer as a program that has just started."""
+    import torch
+
     from train import launch, main
 
+    torch.set_num_threads(1)  # as OMP_NUM_THREADS says, which was read when torch was imported
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # an agent's handlers are not the ranks'
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -123,7 +126,7 @@ def _rank(arguments: list[str]) -> None:
         launch.leave(code)
 
 
-def store(folder: Path) -> tuple[multiprocessing.process.BaseProcess, int]:
+def store() -> tuple[multiprocessing.process.BaseProcess, int]:
     """Start the store at which several agents meet, in a process that no kill concerns; return its port."""
     ours, theirs = CONTEXT.Pipe()
     process = CONTEXT.Process(target=_store, args=(theirs,), daemon=True)

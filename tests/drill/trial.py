@@ -56,10 +56,11 @@ class Run:
         (folder / "plan.json").write_text(json.dumps(trial.kills))
         self.agents: list[Agent] = []
         self.dead: set[int] = set()
+        self.cleared = 0
         alone = "--rdzv-backend c10d --rdzv-endpoint localhost:0 --rdzv-id drill"  # as --standalone
         self.store, self.options = None, f"--nproc-per-node {trial.ranks} {alone}".split()
         if trial.kind.agents:
-            self.store, port = agents.store(folder)
+            self.store, port = agents.store()
             fewest = 1 if trial.kind.back == "fewer" else trial.ranks
             meeting = f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id drill"
             soon = "is_host=0,last_call_timeout=3,keep_alive_interval=1"
@@ -80,9 +81,9 @@ class Run:
             self.start()
         while time.monotonic() < end:
             time.sleep(0.1)
-            if kind.whom == "all" and self.killed() > len(self.dead):
+            if kind.whom == "all" and self.killed() > self.cleared:
                 agents.kill_all(self.folder, self.agents)
-                self.dead.add(self.killed())
+                self.cleared = self.killed()
             codes = {agent.pid: agent.code for agent in self.agents}
             new = [pid for pid, code in codes.items() if code not in (None, 0) and pid not in self.dead]
             for pid in new:
