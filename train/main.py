@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,13 +42,9 @@ if TYPE_CHECKING:
 
     from ckpttool.distributed.place import Place
     from ckpttool.distributed.plan import Step
-    from train.agreement import Agreement
     from train.data import Data
     from train.engine import Trainer
-    from train.limits import Limits
-    from train.report import Report
-    from train.saving import Saver
-    from train.scoring import Score
+    from train.run import Run
     from train.task import Task
 
 
@@ -123,128 +119,33 @@ def train(job: Job) -> int:
     """
     from ckpttool.distributed import collectives
     from train import data, run_folder
+    from train.run import Run
 
-    config = job.config
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
     data.compare(job.data, "before training")
     with contextlib.ExitStack() as held:
-        claimed = run_folder.claimed(config, time.strftime("%Y%m%d-%H%M%S"))
-        return train_in(collectives.decide(lambda: held.enter_context(claimed)), job)
+        claimed = run_folder.claimed(job.config, time.strftime("%Y%m%d-%H%M%S"))
+        run = Run(job, collectives.decide(lambda: held.enter_context(claimed)))
+        with run.opened():
+            end = train_epochs(run)
+        return run.end(end)
 
 
-def train_in(folder: str, job: Job) -> int:
-    """Train, with rank 0's files in a folder. Returns as `train`."""
-    from ckpttool.distributed import collectives
-    from train import attempts, proof, resuming, shares, trackers
-    from train.agreement import Agreement
-    from train.engine import Trainer
-    from train.report import Report
-    from train.saving import Saver
-    from train.stopping import Stop
-
-    trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
-    remarks = resuming.resume(trainer, folder)
-    trainer.proof = proof.chain_of(trainer, folder)
-    measured = [("shares", text) for text in shares.settle(trainer)]
-    if trainer.proof:
-        trainer.proof.begin(trainer.resumed)
-    report = Report(trainer, folder)
-    saver = Saver(trainer, folder, report.event)
-    stop = Stop(job.config.grace, report.how_to_go_on if job.place.rank == 0 else lambda: "")
-    began = [("resume", text) for text in remarks] or [("init", text) for text in job.remarks]
-    report.begin(began + measured)
-    with contextlib.ExitStack() as open_files:
-        with collectives.together():
-            begin = open_files.enter_context(attempts.counted(folder, job.config, job.place.rank))
-            if job.place.rank == 0:
-                opened = trackers.opened(job.config, folder, trainer.progress.global_step)
-                trainer.log.sinks = open_files.enter_context(opened)
-        open_files.enter_context(stop)
-        try:
-            end = run(trainer, report, saver, Agreement(stop, saver), begin)
-        except BaseException:
-            saver.leave()
-            raise
-        with collectives.together():  # what a tracker writes last may fail, on rank 0 alone
-            open_files.close()
-    if trainer.proof:
-        trainer.proof.end(end)
-    report.end(end)
-    return 128 + stop.number if end and end == stop.name else 0
-
-
-def run(
-    trainer: Trainer, report: Report, saver: Saver, agreement: Agreement, begin: Callable[[int], None]
-) -> str:
-    """Train the rest of the run.
-
-    Args:
-        begin: is told of each step before it is taken.
+def train_epochs(run: Run) -> str:
+    """Train the rest of a run; after each step, do what is due.
 
     Returns:
         What ended it: a flag, as `--epochs`, or a signal; `""` if there was nothing left to do.
     """
-    from train.limits import Limits
-
-    limits = Limits(trainer.config, trainer.steps_per_epoch)
-    trainer.before_update = agreement.begin
-    trainer.scorer.before_batch = agreement.stop.raise_if_told
-    end, began = "", time.monotonic()
-    if trainer.progress.unscored:
-        end = after_step(trainer, report, saver, agreement, limits, began)
-    while not end and not limits.is_over(trainer.progress):
+    end = run.begin()
+    while not end and not run.is_over():
         began = time.monotonic()
-        begin(trainer.progress.global_step + 1)
-        for _ in report.bar(steps_of_epoch(trainer)):
-            end = after_step(trainer, report, saver, agreement, limits, began)
+        for _ in run.report.bar(steps_of_epoch(run.trainer)):
+            end = run.after_step(began)  # evaluates, reports and saves
             if end:
                 break
-            begin(trainer.progress.global_step + 1)
-    saver.finish()
-    report.note_signal(end, agreement.stop)
+    run.finish(end)
     return end
-
-
-def after_step(
-    trainer: Trainer, report: Report, saver: Saver, agreement: Agreement, limits: Limits, began: float
-) -> str:
-    """Do what is due after a step: evaluate, report and save. A collective.
-
-    A signal ends the run without the evaluation that is due, or in the middle of it. A run that continues
-    from there begins with it.
-
-    Args:
-        began: when the epoch began, by `time.monotonic`.
-
-    Returns:
-        What ends the run here; `""` if it goes on.
-    """
-    progress = trainer.progress
-    signal = agreement.finish()
-    due = limits.due(progress, signal)
-    tested, trained, best = None, None, False
-    if due.evaluate and not signal:
-        tested, signal = evaluate(trainer, agreement)
-    progress.unscored = due.evaluate and tested is None
-    if not progress.unscored:
-        trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
-        best = tested is not None and trainer.note_best(tested)
-        report.scores(trained, tested, seconds=time.monotonic() - began, best=best)
-    saver.save(last=due.save or bool(signal), best=best)  # after the log: a resume drops what it logs again
-    return signal or due.end
-
-
-def evaluate(trainer: Trainer, agreement: Agreement) -> tuple[Score | None, str]:
-    """Return the score on the test set; or None, and the signal that has cut the evaluation short."""
-    from ckpttool.errors import CkptToolError
-
-    try:
-        return trainer.evaluate(), ""
-    except CkptToolError:
-        signal = agreement.finish(now=True)  # if one rank fails in an evaluation, all do
-        if not signal:
-            raise
-        return None, signal
 
 
 def steps_of_epoch(trainer: Trainer) -> Iterator[None]:

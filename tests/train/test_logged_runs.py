@@ -122,7 +122,7 @@ def test_on_another_number_of_ranks_an_interval_goes_on_with_the_same_sums(
     run_ranks(2, run, str(tmp_path / "two"), settings)
     saved = str(tmp_path / "two" / "step-000006.pt")
     run_ranks(1, run, str(tmp_path / "one"), {**settings, "resume": saved})
-    two, one = (next(e for e in entries(tmp_path / name) if "step" in e) for name in ("two", "one"))
+    two, one = (next(e for e in entries(tmp_path / name) if "steps" in e) for name in ("two", "one"))
     assert (two["step"], two["steps"]) == (one["step"], one["steps"]) == (10, 10)
     assert one["loss"] == pytest.approx(two["loss"], rel=0.05)  # dropout is drawn anew
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -326,10 +327,10 @@ def test_a_file_that_rank_0_cant_write_or_remove_ends_every_rank(run_ranks, tmp_
 def test_a_run_whose_weights_become_nan_ends_and_overwrites_nothing(run_ranks, tmp_path, unit):
     failed = {"epochs": 2, "lr": 1e30, "save_every": Every(1, unit)}
     first, second = run_ranks(2, run, str(tmp_path / unit), failed)
-    assert first.startswith("CheckFailed: after ")
-    assert "is NaN or infinite: nothing can be learned from here on" in first
-    assert "give a smaller --lr than 1e+30" in first
-    assert second.startswith("RankFailed: rank 0 failed: after ")
+    assert first.startswith("CheckFailed: ")
+    assert re.search(r"is NaN (or infinite|by step \d+): nothing can be learned from here on", first)
+    assert "a smaller --lr" in first
+    assert second.startswith("RankFailed: rank 0 failed: ")
     assert first[-1] == second[-1] == "1"
     for path in (tmp_path / unit).glob("*.pt"):
         state = torch.load(path, weights_only=True)["model"]
