@@ -1,8 +1,8 @@
 """log.jsonl, the log of a run: one JSON object on each line, written by rank 0. Needs no torch.
 
 A line with `epoch` ends an epoch and has the scores on the test set. A line with `step` is about the steps
-since the line before (train/step_log.py); or with `test_loss`, a score in the middle of an epoch; or with `event`, what happened
-in that step: a save that failed or was waited for, a signal.
+since the line before (train/step_log.py); with `test_loss` it is a score in the middle of an epoch, and with
+`event` what happened in that step: a save that failed or was waited for, or a signal.
 docs/trainer.md lists the fields.
 """
 
