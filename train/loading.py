@@ -40,8 +40,8 @@ class Batches:
             except StopIteration:
                 return
             except (ConnectionError, EOFError) as error:
-                if not self.loader.num_workers:
-                    raise
+                if not self.loader.num_workers or str(error).startswith("Caught "):
+                    raise  # a sample raised it
                 # It died while it handed a batch over, which torch does not expect.
                 raise RuntimeError("DataLoader worker (pid 0) has died") from error
             if isinstance(batch, Failure):

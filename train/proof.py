@@ -32,7 +32,17 @@ SHORT = 8
 
 NOT_OF_THE_TRAINING = (
     *("out", "resume", "spawn", "force", "max_time", "tensorboard", "wandb", "save_every", "keep", "change"),
-    *("stop_at", "init", "timeout", "hang_timeout", "join_timeout", "download", "preview", "json"),
+    *(
+        "stop_at",
+        "init",
+        "init_allow_missing",
+        "timeout",
+        "hang_timeout",
+        "join_timeout",
+        "download",
+        "preview",
+        "json",
+    ),
     *("save", "grace", "prove_every"),
 )
 """Settings that change no bit of the weights, or that a replay gives anew."""

@@ -165,6 +165,7 @@ def write(
     names: list[str],
     *,
     before_it_counts: Callable[[], object] = lambda: None,
+    placed: list[str] | None = None,
 ) -> None:
     """Write one checkpoint under several names, each atomically.
 
@@ -175,11 +176,13 @@ def write(
             on from the old one, and writes the others again.
         before_it_counts: called when the file is complete on the disk and has no name yet. If it raises, the
             file is removed.
+        placed: gets each name once it is the new file's, also where a later one fails.
 
     Raises:
         FileError: the disk is full, or the folder can't be written; an older file of that name is unchanged.
     """
     paths = [os.path.join(folder, name) for name in names]
+    placed = [] if placed is None else placed
     with naming(paths[0]):
         try:
             with replacing(paths[-1]) as file:
@@ -189,8 +192,10 @@ def write(
                 before_it_counts()
         except UsageFault as error:  # at the start it could be: the folder has changed since
             raise FileError(paths[0], error.message.removeprefix(f"{paths[-1]}: ")) from error
-        for path in reversed(paths[:-1]):
+        placed.append(names[-1])
+        for name, path in zip(names[-2::-1], paths[-2::-1], strict=True):
             _give_name(paths[-1], path)
+            placed.append(name)
 
 
 def _give_name(path: str, other: str) -> None:

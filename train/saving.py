@@ -134,6 +134,7 @@ class Save:
             lr: for the hint, if they are not.
         """
         self.state, self.folder, self.names, self.keep = state, folder, names, keep
+        self.placed: list[str] = []
         self.finite, self.lr = finite, lr
         self.step, self.best = state["progress"]["global_step"], state["progress"]["best"]
         self.digests: Future[dict[str, bytes]] = Future()
@@ -174,7 +175,8 @@ class Save:
             _settle(self.written, self._write)
 
     def _write(self) -> None:
-        run_folder.write(self.state, self.folder, self.names, before_it_counts=self.allowed.result)
+        wait = self.allowed.result
+        run_folder.write(self.state, self.folder, self.names, before_it_counts=wait, placed=self.placed)
         if self.keep:
             run_folder.drop_old(self.folder, self.keep)
 
@@ -332,16 +334,17 @@ class Saver:
             self._agree(save)
         if self.trainer.config.save == "sync":
             save.write()
-        failure = collectives.decide(partial(_failure, save))
+        failure, placed = collectives.decide(partial(_outcome, save))
         self._under_way = None
+        for name in placed:
+            self._failed.pop(name, None)
+        self._best_on_disk = save.best if run_folder.BEST in placed else self._best_on_disk
         if failure is None:
-            for name in save.names:
-                self._failed.pop(name, None)
-            self._best_on_disk = save.best if run_folder.BEST in save.names else self._best_on_disk
             return
-        for name in {run_folder.LAST, run_folder.BEST} & {*save.names}:  # no later save is of a numbered one
+        missing = {*save.names} - {*placed}
+        for name in {run_folder.LAST, run_folder.BEST} & missing:  # no later save is of a numbered one
             self._failed[name] = failure
-        if run_folder.BEST in save.names and self.trainer.progress.best == save.best:
+        if run_folder.BEST in missing and self.trainer.progress.best == save.best:
             self.trainer.progress.best = self._best_on_disk  # so that the next better one is written
         again = "the next save tries again"
         self._say(
@@ -384,13 +387,14 @@ class Saver:
             self._tell(event, text, self.trainer.progress.global_step, **fields)
 
 
-def _failure(save: Save) -> FileError | None:
-    """Wait for the file on rank 0. Return the error with which the disk refused it; raise any other."""
+def _outcome(save: Save) -> tuple[FileError | None, list[str]]:
+    """Wait for the file on rank 0. Return the error with which the disk refused something, and the names that
+    are the new file's; raise any other error."""
     try:
         save.written.result()
     except FileError as error:
-        return error
-    return None
+        return error, save.placed
+    return None, save.placed
 
 
 def _running_statistics(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

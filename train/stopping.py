@@ -115,7 +115,8 @@ class Stop:
             seconds: since it came.
         """
         since = time.monotonic() - seconds
-        self.number, self.since = number, min(since, self.since) if self.number else since
+        self.since = min(since, self.since) if self.number else since
+        self.number = number  # last: another thread takes it as a sign that `since` is set
         if self._open:
             self._wake()
 
@@ -142,7 +143,8 @@ class Stop:
         if self._launcher is not None and os.getppid() != self._launcher:
             os._exit(128 + number)  # the launcher was killed, and this signal is the kernel's: no one asks
         if not self.number:
-            self.number, self.since = number, time.monotonic()
+            self.since = time.monotonic()
+            self.number = number
         elif number == signal.SIGINT and (not started_by_launcher() or self.seconds() > REPEATED):
             self._end(128 + number, "\ninterrupted")
 

@@ -135,6 +135,8 @@ class Pulse:
         self.over.set()
         for thread in self.threads:
             thread.join(timeout=2 * self.interval)
+        if any(thread.is_alive() for thread in self.threads):
+            return  # one that is late still uses the file of the stack: another may get its number
         faulthandler.cancel_dump_traceback_later()
         if self.dump is not None:
             os.close(self.dump)
@@ -226,7 +228,7 @@ class Pulse:
     def _arm(self) -> None:
         """Let the stack be written if nobody calls this again: if something holds the interpreter, no thread
         of Python can say where it is."""
-        if self.dump is not None:
+        if self.dump is not None and not self.over.is_set():
             os.ftruncate(self.dump, 0)
             os.lseek(self.dump, 0, os.SEEK_SET)
             faulthandler.dump_traceback_later(self.timeout / 2, file=self.dump)

@@ -193,7 +193,7 @@ def map_pieces(work: Callable[[P], T], pieces: Iterable[P], workers: int) -> Ite
     Args:
         work: releases the GIL for most of its time.
         pieces: taken as they are needed.
-        workers: threads besides the caller's.
+        workers: pieces at a time, one of them in the caller's thread.
     """
 
     def all_of(group: list[P]) -> list[T]:

@@ -78,6 +78,7 @@ class SplitPlan:
         if not self.sharded:
             raise NothingToDo(f"{path}: no tensor would be cut: each is a buffer, without axes or named")
         self.optimizer = self._only_optimizer()
+        self.keys_whole = self._keys_whole(patterns)
         self.extra = self._without_both()
         self._require_shapes()
 
@@ -94,6 +95,26 @@ class SplitPlan:
                 hint="leave one out first: ckpttool convert IN OUT --drop NAME",
             )
         return found[0] if found else None
+
+    def _keys_whole(self, patterns: tuple[str, ...]) -> set[object]:
+        """Return the keys under which the optimizer keeps parameters that stay whole."""
+        if not patterns or self.optimizer is None:
+            return set()
+        optimizer, names = self.optimizer[1], dict[object, str]()
+        for group in optimizer["param_groups"] if isinstance(optimizer.get("param_groups"), list) else ():
+            named = group.get("param_names") if isinstance(group, dict) else None
+            names |= zip(group["params"], named, strict=False) if isinstance(named, list) else ()
+        state = optimizer["state"] if isinstance(optimizer["state"], dict) else {}
+        found = {key: key if isinstance(key, str) else names.get(key) for key in state}
+        unknown = [key for key, name in found.items() if name not in self.state.tensors]
+        if unknown:
+            raise Refused(
+                self.checkpoint.path,
+                f"the optimizer does not say which parameter {unknown[0]!s:.80} is, so not whether it stays whole",
+                hint="name its parameters first: ckpttool optimizer IN OUT --to names --model SPEC",
+            )
+        cut = {*self.sharded}
+        return {key for key, name in found.items() if name not in cut}
 
     def _without_both(self) -> dict[Any, Any]:
         """Return what is neither the model's state nor the optimizer, in its dicts."""
@@ -118,6 +139,8 @@ class SplitPlan:
     def _moments(self) -> Iterator[tuple[object, object, TensorRef]]:
         state = self.optimizer[1]["state"] if self.optimizer else {}
         for key, entry in state.items() if isinstance(state, dict) else ():
+            if key in self.keys_whole:
+                continue
             for kept, value in entry.items() if isinstance(entry, dict) else ():
                 tensor = plain_tensor(value)
                 if tensor is not None:
@@ -151,7 +174,7 @@ class SplitPlan:
 
     def _optimizer(self, shards: Shards, optimizer: Mapping[Any, Any]) -> object:
         def kept(key: object, entry: Any) -> object:
-            if not isinstance(entry, dict):
+            if not isinstance(entry, dict) or key in self.keys_whole:
                 return entry
             pairs = ((name, moment(f"{key!s:.80}.{name}", value)) for name, value in entry.items())
             return remade(entry, pairs)

@@ -211,15 +211,33 @@ class _Disarmer:
             return tuple(self.value(item, (*path, str(i))) for i, item in enumerate(value))
         if isinstance(value, frozenset):
             self.note(path, "frozenset", "set")
-        return Set_(self.key(item, (*path, str(i)), ()) for i, item in enumerate(value))
+        items = list(value)
+        return Set_(self.keys(items, [(*path, str(i)) for i in range(len(items))]))
 
     def fill(self, made: Any, items: Any, of: object, path: Path) -> Any:
         """Fill an empty dict, which takes the place of `of`."""
         self.done[id(of)] = made
-        for key, item in items:
-            at = (*path, in_brief(key))
-            made[key if type(key) is str else self.key(key, at, made)] = self.value(item, at)
+        pairs = list(items)
+        places = [(*path, in_brief(key)) for key, _ in pairs]
+        for key, (_, item), at in zip(
+            self.keys([key for key, _ in pairs], places), pairs, places, strict=True
+        ):
+            made[key] = self.value(item, at)
         return made
+
+    def keys(self, old: list[Any], places: list[Path]) -> list[Any]:
+        """Return the keys of a dict or the items of a set in their plain forms, no two of them equal.
+
+        Those that change give way: they get a number behind.
+        """
+        new = [key if type(key) is str else self.key(key, at) for key, at in zip(old, places, strict=True)]
+        changes = [b is not a and (type(b) is not type(a) or b != a) for a, b in zip(old, new, strict=True)]
+        taken = {key for key, is_changed in zip(new, changes, strict=True) if not is_changed}
+        for number, is_changed in enumerate(changes):
+            if is_changed:
+                new[number] = _apart(new[number], taken)
+                taken.add(new[number])
+        return new
 
     def items(self, items: Any, of: object, path: Path) -> list[object]:
         """Return a list that takes the place of `of`."""
@@ -228,17 +246,13 @@ class _Disarmer:
         made.extend(self.value(item, (*path, str(i))) for i, item in enumerate(items))
         return made
 
-    def key(self, key: object, path: Path, taken: Any) -> object:
-        """Return a key or an item of a set as something that has a hash.
-
-        Args:
-            taken: keys that it must differ from, if it is changed.
-        """
+    def key(self, key: object, path: Path) -> object:
+        """Return a key or an item of a set as something that has a hash."""
         if isinstance(key, tuple):
-            return tuple(self.key(item, path, ()) for item in key)
+            return tuple(self.key(item, path) for item in key)
         if isinstance(key, FrozenSet_):
             self.note(path, "frozenset", "tuple")
-            return tuple(self.key(item, path, ()) for item in key)
+            return tuple(self.key(item, path) for item in key)
         if not isinstance(key, Record):
             return self.value(key, path)
         if tensor_of(key) is not None or is_value(key):
@@ -247,12 +261,8 @@ class _Disarmer:
         plain: object = text_of(key) or f"{key.type_name}({in_brief(key.args)[:200]})"
         if isinstance(number, int | float | str | bytes):
             plain = number
-        found, count = plain, 1
-        while found in taken:
-            count += 1
-            found = f"{plain!s}~{count}"
-        self.note(path, key.type_name, type(found).__name__)
-        return found
+        self.note(path, key.type_name, type(plain).__name__)
+        return plain
 
     # Objects.
 
@@ -337,3 +347,12 @@ def _may_be_state(value: Record, attributes: Mapping[object, object]) -> bool:
     """Return whether the attributes of an object, as a dict, could be or complete a dict of tensors."""
     found = (isinstance(each, TensorRef) or array_of(each) is not None for each in walk(value))
     return not attributes or any(found)
+
+
+def _apart(key: object, taken: set[Any]) -> object:
+    """Return a key, with a number behind it if it is among those taken."""
+    found, count = key, 1
+    while found in taken:
+        count += 1
+        found = f"{key!s}~{count}"
+    return found

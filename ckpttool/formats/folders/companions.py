@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...errors import OutputExists
+from ...errors import OutputExists, UsageFault
 from ...files.commit import replacing
 from ...files.suggestions import CHECKPOINT_ENDINGS
 from . import folders, sharding
@@ -57,9 +57,16 @@ def targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) 
 
     Raises:
         OutputExists: there is such a file, and `force` is not given.
+        UsageFault: two companions have one name.
     """
     folder = output if is_folder else os.path.dirname(output) or "."
     found = [os.path.join(folder, os.path.basename(path)) for path in paths]
+    for number, target in enumerate(found):
+        if target in found[:number]:
+            both = f"{paths[found.index(target)]} and {paths[number]}"
+            raise UsageFault(
+                f"{both} would both become {target}", hint="copy one by hand, without --companions"
+            )
     for target in found:
         if os.path.lexists(target) and not force:
             raise OutputExists(f"{target}: already exists", hint="write it anyway with --force")
