@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint bench fault fuzz docs clean
+.PHONY: demo test lint bench fault fuzz docs clean long
 
 # Of `make fault` and `make fuzz`.
 SECONDS ?= 600
@@ -12,7 +12,11 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not long'
+
+# Whole runs of the trainer: the commands of its page, hangs, two machines, replays, restarts.
+long: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
 # Fifteen minutes on an idle machine of two cores: 50 kills. `make test` has three of them.
 drill: $(INSTALLED)

@@ -1,8 +1,8 @@
 """How often a step has failed: counted in `--out`, over starts, so that a run is not restarted for ever.
 
-While rank 0 trains, attempts.json says which step it is in. A run that ends well, or by a signal in good order, removes it.
-Else the next start finds the step that failed there, also if rank 0 was killed. After the third failure of
-one step in a row it refuses to go on, as another start would end in the same way.
+While rank 0 trains, attempts.json says which step it is in. A run that ends well, or by a signal in good
+order, removes it. Else the next start finds the step that failed there, also if rank 0 was killed. After the
+third failure of one step in a row it refuses to go on, as another start would end in the same way.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckpttool.distributed import collectives
-from ckpttool.errors import CkptToolError
+from ckpttool.distributed.lost_rank import is_lost_rank, is_timeout
 from train import attempts, proof, resuming, shares, trackers
 from train.agreement import Agreement
 from train.engine import Trainer
@@ -116,7 +116,9 @@ class Run:
         """Return the score on the test set; or None, and the signal that has cut the evaluation short."""
         try:
             return self.trainer.evaluate(), ""
-        except CkptToolError:
+        except Exception as error:
+            if is_lost_rank(error) or is_timeout(error):
+                raise
             signal = self._agreement.finish(now=True)  # if one rank fails in an evaluation, all do
             if not signal:
                 raise

@@ -66,6 +66,7 @@ LAUNCHERS = {
 SETTINGS = ["--data", "fake:32", "--epochs", "1", "--batch-size", "4", "--eval-batch", "2"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "how", "training", "said"),
     [
@@ -100,6 +101,7 @@ def test_a_dead_process_that_loads_data_is_told_from_a_dead_rank(tmp_path: Path)
     assert "is gone" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_slow_loader_is_warned_of_and_the_run_ends_well(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(DATA.format(how="time.sleep(3)"))
     (tmp_path / "model.py").write_text("from torch import nn\nmodel = lambda: nn.Linear(3072, 2)")

@@ -258,6 +258,7 @@ def test_a_changed_data_set_is_found(cli: Cli, original: Path, samples: torch.Te
 # ---- runs that were resumed ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_resumed_run_goes_on_with_its_chain_and_a_way_back_is_recorded(cli: Cli, original: Path) -> None:
     folder = original.parent / "resumed"
     flags = ["--prove-every", 1, "--save-every", "3steps", "--keep", 9]
@@ -275,6 +276,7 @@ def test_a_resumed_run_goes_on_with_its_chain_and_a_way_back_is_recorded(cli: Cl
     assert (ran.code, ran.json["replayed"]) == (0, [0, STEPS]), ran.json
 
 
+@pytest.mark.long
 def test_a_replay_ends_where_the_run_went_on_with_other_settings(cli: Cli, original: Path) -> None:
     folder = original.parent / "longer"
     train(folder, "--prove-every", 1, "--save-every", "3steps", "--keep", 9, "--stop-at", 6)
@@ -285,6 +287,7 @@ def test_a_replay_ends_where_the_run_went_on_with_other_settings(cli: Cli, origi
     assert (last["ok"], last["replayed"]) == (True, [6, 12])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flags", [[], ["--save", "sync"]], ids=["async", "sync"])
 def test_a_run_of_two_ranks_is_replayed_on_two(cli: Cli, original: Path, flags: list[str]) -> None:
     folder = original.parent / f"two{len(flags)}"
@@ -349,6 +352,7 @@ def test_what_is_no_record_is_refused(cli: Cli, tmp_path: Path, text: bytes | No
     assert said in ran.err
 
 
+@pytest.mark.long
 def test_a_record_that_begins_with_a_resume_is_proved_from_there_and_not_before(
     cli: Cli, original: Path
 ) -> None:

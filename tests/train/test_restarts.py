@@ -135,6 +135,7 @@ def model():
 """
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_step_that_has_failed_three_times_is_not_tried_again(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(FAILS)

@@ -154,6 +154,7 @@ def assert_undisturbed(folder: Path, tmp_path: Path) -> None:
     assert different(*ends) == []
 
 
+@pytest.mark.long
 def test_a_machine_that_is_lost_and_comes_back_and_a_link_that_is_cut_change_no_bit(
     two_machines: Any, tmp_path: Path
 ) -> None:
@@ -171,6 +172,7 @@ def test_a_machine_that_is_lost_and_comes_back_and_a_link_that_is_cut_change_no_
     assert_undisturbed(run.folder / "run", tmp_path)
 
 
+@pytest.mark.long
 def test_a_link_that_is_cut_for_long_ends_the_step_and_the_run_goes_on_when_it_is_back(
     two_machines: Any, tmp_path: Path
 ) -> None:

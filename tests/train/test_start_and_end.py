@@ -356,6 +356,7 @@ def test_two_ranks_train_with_loading_processes_and_say_how_to_go_on(tmp_path: P
     assert "--spawn 2" in line and "--resume auto" in line and "--augment auto" in line
 
 
+@pytest.mark.long
 @pytest.mark.timeout(420)
 def test_a_published_network_does_not_get_worse_in_an_epoch(resnet20: Path, tmp_path: Path) -> None:
     """Run the command of docs/fine-tuning.md: 776 of 846 test images are right before it."""
@@ -370,6 +371,7 @@ def test_a_published_network_does_not_get_worse_in_an_epoch(resnet20: Path, tmp_
     assert entry["correct"] >= 776
 
 
+@pytest.mark.long
 def test_the_tutorial_s_network_is_trained_alike_on_one_process_and_on_four(tmp_path: Path) -> None:
     pictures = SHARED / "data" / "cifar10-mini"
     if not pictures.exists():

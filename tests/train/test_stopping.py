@@ -237,6 +237,7 @@ def test_the_launcher_of_spawn_passes_every_signal_on(tmp_path):
     assert "ended   by SIGUSR1 after step" in said
 
 
+@pytest.mark.long
 def test_a_second_ctrl_c_ends_at_once_and_leaves_the_old_file(tmp_path):
     with running(tmp_path, program("--save-every", "1steps"), seconds=3.0) as run:
         time.sleep(1.0)
@@ -252,6 +253,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_the_old_file(tmp_path):
     assert step_of(tmp_path) == before
 
 
+@pytest.mark.long
 def test_a_step_that_takes_longer_than_the_grace_is_said(tmp_path):
     with running(tmp_path, program("--grace", "0.5"), seconds=3.0) as run:
         time.sleep(1.0)

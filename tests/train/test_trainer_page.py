@@ -128,6 +128,7 @@ PATHS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_commands_of_the_page_run_one_after_another(folder: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -152,6 +153,7 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_commands_for_two_nodes_train_together(folder: Path) -> None:
     (text,) = blocks("sh", "nodes")
@@ -185,6 +187,7 @@ STUBS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_script_for_slurm_saves_at_its_signal_and_goes_back_into_the_queue(folder: Path) -> None:
     script = next(text for lang, name, text in BLOCK.findall(MACHINES.read_text()) if name == "slurm")
