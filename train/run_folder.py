@@ -110,6 +110,10 @@ def _check_files(folder: str, config: TrainConfig) -> None:
     for path in own if config.resume else ():
         if stat.S_ISFIFO(os.stat(path).st_mode):
             raise UsageFault(f"{path}: is a named pipe, not a file of a run", hint="remove it")
+        if os.path.islink(path) and not path.endswith(".pt"):  # a checkpoint is replaced, not written into
+            raise UsageFault(
+                f"{path}: is a link, and what it leads to would be written into", hint="remove it"
+            )
 
 
 def check_writable(folder: str) -> None:

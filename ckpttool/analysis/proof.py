@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,7 @@ def prove(
         raise Damaged(path, "is no record of a run")
     findings = [Finding("chain", f"line {one.number}", one.message) for one in breaks]
     try:
+        findings += _begun_elsewhere(links)
         record = RunRecord(links)
         notes = [*_notes(record)]
         checkpoints: dict[str, int] = {}
@@ -112,6 +113,7 @@ def prove(
             found = _check_checkpoint(folder, name, links)
             checkpoints[name] = -1 if isinstance(found, Finding) else found
             findings += [found] if isinstance(found, Finding) else []
+        notes += _absent(links, checkpoints)
         whole = {step: name for name, step in checkpoints.items() if step >= 0}
         replayed, command, ranks = None, list[str](), 0
         if replay is not None:
@@ -139,6 +141,20 @@ def prove(
     )
 
 
+def _begun_elsewhere(links: list[chain.Link]) -> Iterator[Finding]:
+    """Yield the resumes from checkpoints that the lines before do not tell of: of another run, or of steps
+    that were trained without a record."""
+    told: list[tuple[int, Any]] = []
+    for link in links:
+        entry = link.entry
+        if entry.get("kind") == "checkpoint":
+            told.append((entry["step"], entry["digests"]))
+        goes_on = entry.get("kind") == "begin" and entry["source"] and link is not links[0]
+        if goes_on and (entry["step"], entry["source"]["digests"]) not in told:
+            message = f"goes on from a checkpoint of step {entry['step']} that no line before it tells of"
+            yield Finding("chain", f"line {link.number}", message, entry["step"])
+
+
 def _notes(record: RunRecord) -> Iterator[str]:
     for line, last, step in record.returns:
         yield f"line {line}: the run went back from step {last} to step {step}, and on from there"
@@ -146,6 +162,15 @@ def _notes(record: RunRecord) -> Iterator[str]:
         yield f"the record begins at step {record.begins[0]['step']}, with a resume"
     if record.end is None:
         yield "the record has no end: the run was interrupted or goes on, or the end was removed"
+
+
+def _absent(links: list[chain.Link], checkpoints: Mapping[str, int]) -> Iterator[str]:
+    """Yield what the folder lacks of the checkpoints that the chain tells of."""
+    steps = [link.entry["step"] for link in links if link.entry.get("kind") == "checkpoint"]
+    if steps and not checkpoints:
+        yield f"none of the {len(steps)} checkpoints of the record is in the folder"
+    elif steps and 0 <= checkpoints.get("last.pt", -1) != steps[-1] and steps[-1] not in checkpoints.values():
+        yield f"last.pt is of step {checkpoints['last.pt']}, and the record's last checkpoint of {steps[-1]}"
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------
@@ -175,6 +200,9 @@ def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Findin
     if all(entry["digests"] != digests for entry in of_step):
         changed = next((part for part in digests if digests[part] != of_step[-1]["digests"].get(part)), "run")
         return Finding("checkpoint", name, f"its {changed} is not the one of step {step} in the chain", step)
+    named = re.fullmatch(r"step-(\d+)\.pt", name)
+    if named and int(named[1]) != step:
+        return Finding("checkpoint", name, f"is of step {step}, another than its name says", step)
     if model != digests["model"]:
         return Finding("checkpoint", name, f"the model's values are not those that step {step} saved", step)
     if head is not None and head not in {chain.FIRST, *(link.hash for link in links)}:

@@ -140,8 +140,6 @@ def differing(command: list[str], record: RunRecord, start: int) -> Part | None:
             text=True,
             check=False,
         )
-        if ran.returncode == 2:
-            raise UsageFault(f"the replay could not start: {_said(ran.stderr)}")
         if ran.returncode:
             return Part(start, f"the replay ended with exit code {ran.returncode}: {_said(ran.stderr)}")
         again = RunRecord(chain.read(os.path.join(folder, chain.NAME))[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,12 +78,17 @@ def read(path: str) -> tuple[list[Link], list[Break]]:
     """Return the lines of a chain, and where it does not hold. A last line that was cut off is left out.
 
     Raises:
-        Unreadable: there is no such file, or it can't be read.
+        Unreadable: there is no such file, or it is no regular one, or can't be read.
         Damaged: no line of it is a JSON object.
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would wait, and a device never end
+            raise Unreadable(path, "is not a regular file")
         with open(path, "rb") as file:
             lines = file.read().split(b"\n")
+    except FileNotFoundError as error:
+        hint = "a run has a record if it is trained with --prove-every K"
+        raise Unreadable(path, "no such file: there is no record of a run", hint=hint) from error
     except OSError as error:
         raise Unreadable(path, (error.strerror or str(error)).lower()) from error
     links, breaks, expected, shift = list[Link](), list[Break](), FIRST, 0

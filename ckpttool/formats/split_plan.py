@@ -110,7 +110,7 @@ class SplitPlan:
         if unknown:
             raise Refused(
                 self.checkpoint.path,
-                f"the optimizer does not say whether its parameter {unknown[0]!s:.80} is one that stays whole",
+                f"the optimizer does not say whether its parameter {unknown[0]!s:.80} stays whole",
                 hint="name its parameters first: ckpttool optimizer IN OUT --to names --model SPEC",
             )
         cut = {*self.sharded}

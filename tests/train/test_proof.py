@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import sys
@@ -365,3 +366,27 @@ def test_a_record_that_begins_with_a_resume_is_proved_from_there_and_not_before(
     ran = cli("prove", folder, "--from", 4, "--run-code")
     assert ran.code == 0
     assert "the record begins at step 3, with a resume" in ran.err
+
+
+def test_a_record_that_is_no_regular_file_is_refused_and_not_waited_for(cli: Cli, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.jsonl")
+    ran = cli("prove", tmp_path, "--no-replay")
+    assert ran.code == 3 and "is not a regular file" in ran.err
+
+
+def test_a_checkpoint_of_another_step_than_its_name_says_is_found(cli: Cli, run: Path) -> None:
+    first, second = sorted(run.glob("step-*.pt"))[:2]
+    second.unlink()
+    first.rename(second)
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 1 and "another than its name says" in ran.err + ran.out
+
+
+def test_a_resume_from_a_checkpoint_that_the_record_does_not_hold_is_found(cli: Cli, run: Path) -> None:
+    def foreign(entries: list[dict[str, Any]]) -> None:
+        begin = next(entry for entry in entries if entry["kind"] == "begin")
+        entries.append({**begin, "step": 99, "source": {"digests": {"model": "0"}}})
+
+    rechain(run, foreign)
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 1 and "goes on from a checkpoint of step 99" in ran.err + ran.out

@@ -476,3 +476,20 @@ def test_contents_nested_too_deeply_are_refused(levels: int, tmp_path: Path) -> 
 
 def test_lists_that_double_sixty_times_take_no_time(tmp_path: Path) -> None:
     disarmed(torch_zip(tmp_path / "in.pt", SYSTEM + b"2\x86" * 60))
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_keys_that_become_equal_lose_no_entry(is_last: bool, tmp_path: Path) -> None:
+    pairs: list[tuple[Any, int]] = [
+        (pathlib.PurePosixPath("a"), 1),
+        ("a", 2),
+        (decimal.Decimal(1), 3),
+        ("1", 4),
+    ]
+    given = dict(reversed(pairs) if is_last else pairs)
+    torch.save({"of": given, "all": {pathlib.PurePosixPath("a"), "a"}}, tmp_path / "in.pt")
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+        ckpttool.save(disarm(checkpoint)[0], tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert sorted(found["of"].values()) == [1, 2, 3, 4]
+    assert (found["of"]["a"], found["of"]["1"], len(found["all"])) == (2, 4, 2)
