@@ -68,7 +68,9 @@ def measure(
     seconds: Seconds = {way: [] for way in ways}
     for launch in range(launches):
         shift = launch % len(ways)
-        found = _launch(folder, [*ways[shift:], *ways[:shift]], ranks, (rounds, steps, batch))
+        own = folder / str(launch)
+        own.mkdir()
+        found = _launch(own, [*ways[shift:], *ways[:shift]], ranks, (rounds, steps, batch))
         for way in ways:
             seconds[way] += found[way]
     return seconds

@@ -25,6 +25,7 @@ from ckpttool.formats.folders import folders
 from ckpttool.metrics import predictions
 from ckpttool.tensors import cast
 from tests.ranks import shardings
+from train import main
 
 
 def prepare(folder: Path, example: str) -> None:
@@ -77,7 +78,25 @@ def prepare_ranks(folder: Path, run_ranks: Any) -> None:
         shutil.copy(folder / f"placed-{rank}.pt", folder / f"checkpoint/actor/model_rank_{rank}.pt")
 
 
-ANSWERS = ("diff", "doctor", "verify")
+def prepare_run(folder: Path) -> None:
+    """The run with a record that examples speak of."""
+    flags = [
+        "--data",
+        "fake:40",
+        "--batch-size",
+        "2",
+        "--epochs",
+        "2",
+        "--save-every",
+        "10steps",
+        "--keep",
+        "3",
+    ]
+    done = main.main([*flags, "--prove-every", "5", "--out", str(folder / "runs" / "a")])
+    assert done == 0
+
+
+ANSWERS = ("diff", "doctor", "verify", "prove")
 """Commands whose exit code is the answer: 1 is one as good as 0, and depends on the files."""
 
 
@@ -109,6 +128,8 @@ def test_the_example_works_when_pasted(
     prepare(tmp_path, example)
     if example.startswith("ckpttool merge "):
         prepare_ranks(tmp_path, request.getfixturevalue("run_ranks"))
+    if example.startswith("ckpttool prove "):
+        prepare_run(tmp_path)
     monkeypatch.chdir(tmp_path)
     words = [word for text in shlex.split(example)[1:] for word in sorted(glob(text)) or [text]]
     with group.commands[words[0]].make_context(words[0], words[1:]) as parsed:
