@@ -10,7 +10,6 @@ set of all classes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -24,7 +23,7 @@ from train import log_file
 
 from . import machine
 from .commands import CHILDREN, PYTHON, tool
-from .markdown import check_marks, put_between_marks
+from .own_program import parsed, parser_of, show
 
 EXAMPLE = CHILDREN / "digits_by_class.py"
 ROOT = Path(__file__).parents[1]
@@ -148,26 +147,14 @@ def _percent(share: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.running_statistics", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name, usual in (("ranks", 4), ("epochs", 4), ("seed", 0)):
-        parser.add_argument(f"--{name}", type=int, default=usual, metavar="N", help="(%(default)s)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
-    options = parser.parse_args()
-    if options.markdown:
-        try:
-            check_marks(options.markdown)
-        except ValueError as error:
-            parser.error(f"--markdown {error}")
+    options = parsed(parser_of("running_statistics", __doc__, ranks=4, epochs=4, seed=0))
     with tempfile.TemporaryDirectory(prefix="ckpttool-bench-") as name:
         folder = Path(name)
         about = f"{machine.date()}; {machine.versions()}; {machine.size(folder)}"
         measured = measure(folder, ranks=options.ranks, epochs=options.epochs, seed=options.seed)
     weights = "the same" if measured.same_weights else "DIFFERENT"
     markdown = f"{as_markdown(measured)}\n\nWeights of both trainings: {weights}. Measured {about}."
-    print(markdown)
-    if options.markdown:
-        put_between_marks(options.markdown, markdown)
+    show(markdown, options)
     return 0
 
 

@@ -10,7 +10,6 @@ same number of steps is trained with one save, in each way, and without.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any
 
 from . import machine
 from .commands import CHILDREN, PYTHON
-from .markdown import check_marks, put_between_marks
+from .own_program import parsed, parser_of, show
 
 CHILD = CHILDREN / "saving_turns.py"
 NAMES = {
@@ -91,18 +90,9 @@ def _table(rows: list[list[str]]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.saving", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name, usual in (("megabytes", 500), ("rounds", 5), ("steps", 50), ("batch", 512)):
-        parser.add_argument(f"--{name}", type=int, default=usual, metavar="N", help="(%(default)s)")
+    parser = parser_of("saving", __doc__, megabytes=500, rounds=5, steps=50, batch=512)
     parser.add_argument("--folder", type=Path, metavar="DIR", help="for the checkpoints (a temporary one)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to FILE")
-    options = parser.parse_args()
-    if options.markdown:
-        try:
-            check_marks(options.markdown)
-        except ValueError as error:
-            parser.error(f"--markdown {error}")
+    options = parsed(parser)
     with tempfile.TemporaryDirectory(prefix="ckpttool-bench-", dir=options.folder) as name:
         folder, load = Path(name), machine.load()
         counts = {"rounds": options.rounds, "steps": options.steps, "batch": options.batch}
@@ -110,9 +100,7 @@ def main() -> int:
         about = f"{machine.date()}; {machine.versions()}; {machine.size(folder)}; {load} at the start"
     what = f"A state of {found['bytes'] / 1e6:.0f} MB, {options.rounds} rounds of {options.steps} steps"
     markdown = f"{as_markdown(found)}\n\n{what}, batch {options.batch}. Measured {about}."
-    print(markdown)
-    if options.markdown:
-        put_between_marks(options.markdown, markdown)
+    show(markdown, options)
     return 0
 
 

@@ -12,7 +12,6 @@ are left out where they are not installed (`pip install -e '.[interop]'`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from . import machine
 from .commands import CHILDREN, PYTHON
-from .markdown import check_marks, put_between_marks
+from .own_program import parsed, parser_of, show
 
 CHILD = CHILDREN / "training_turns.py"
 NAMES = {
@@ -116,17 +115,7 @@ def _named(way: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name, usual in (("ranks", 2), ("launches", 5), ("rounds", 12), ("steps", 2), ("batch", 64)):
-        parser.add_argument(f"--{name}", type=int, default=usual, metavar="N", help="(%(default)s)")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to FILE")
-    options = parser.parse_args()
-    if options.markdown:
-        try:
-            check_marks(options.markdown)
-        except ValueError as error:
-            parser.error(f"--markdown {error}")
+    options = parsed(parser_of("training", __doc__, ranks=2, launches=5, rounds=12, steps=2, batch=64))
     ways = [way for way in NAMES if way not in NEEDS or find_spec(NEEDS[way])]
     with tempfile.TemporaryDirectory(prefix="ckpttool-bench-") as name:
         folder = Path(name)
@@ -137,9 +126,7 @@ def main() -> int:
     what = f"ResNet-20, {options.ranks} ranks, gloo, global batch {options.batch}"
     turns = f"{options.launches} launches of {options.rounds} rounds of {options.steps} steps"
     markdown = f"{as_markdown(seconds, options.steps)}\n\n{what}; {turns}. Measured {about}."
-    print(markdown)
-    if options.markdown:
-        put_between_marks(options.markdown, markdown)
+    show(markdown, options)
     return 0
 
 

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 @options.inputs_argument
 @options.output_argument
 @click.option("--weights", metavar="W,W,…", help="The weight of each INPUT; equal if not given.")
-@options.state_option
-@options.shard_size_option
-@options.device_option
-@options.verify_option
-@options.dry_run_option
-@options.force_option
-@options.reading
+@options.writing_options
 def command(inputs: tuple[str, ...], weights: str | None, **given: Any) -> None:
     """Write the mean of several checkpoints of one model: only its state, every number rounded once.
 

@@ -14,22 +14,13 @@ from .rewriting import Outcome, rewrite
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
 
-FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "dcp")
-
 OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target")
 """Options that change the tensors of one state, by the names of their parameters."""
 
 
 @click.command("convert")
-@click.option(
-    "--to",
-    type=click.Choice(FORMATS, case_sensitive=False),
-    metavar="FORMAT",
-    help=f"Write FORMAT, whatever OUTPUT's name: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
-)
-@click.option(
-    "--full", is_flag=True, help="Keep everything, also in safetensors: optimizer, counters, settings."
-)
+@options.to_option
+@options.full_option
 @click.option(
     "--dtype",
     metavar="TYPE",

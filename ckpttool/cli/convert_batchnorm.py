@@ -54,13 +54,7 @@ if TYPE_CHECKING:
     metavar="GLOB",
     help="Keys in which INPUTs may differ: the first INPUT's are taken. Repeatable.",
 )
-@options.state_option
-@options.shard_size_option
-@options.device_option
-@options.verify_option
-@options.dry_run_option
-@options.force_option
-@options.reading
+@options.writing_options
 def command(
     inputs: tuple[str, ...],
     to: Target | None,

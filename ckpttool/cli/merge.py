@@ -10,7 +10,6 @@ import click
 from ..errors import NothingToDo, RanksDiffer, Refused
 from . import options
 from .console import Console, counted
-from .convert import FORMATS
 from .rewriting import Outcome, rewrite
 
 if TYPE_CHECKING:
@@ -20,15 +19,8 @@ if TYPE_CHECKING:
 @click.command("merge")
 @options.inputs_argument
 @options.output_argument
-@click.option(
-    "--to",
-    type=click.Choice(FORMATS, case_sensitive=False),
-    metavar="FORMAT",
-    help=f"Write FORMAT, whatever OUTPUT's name: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
-)
-@click.option(
-    "--full", is_flag=True, help="Keep everything, also in safetensors: optimizer, counters, settings."
-)
+@options.to_option
+@options.full_option
 @click.option(
     "--dtype", metavar="TYPE", help="Cast the model's floating-point tensors to bf16, fp16, fp32 or fp64."
 )
@@ -43,13 +35,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Also copy the small files beside the ranks': config.json, the tokenizer.",
 )
-@options.state_option
-@options.shard_size_option
-@options.device_option
-@options.verify_option
-@options.dry_run_option
-@options.force_option
-@options.reading
+@options.writing_options
 def command(
     inputs: tuple[str, ...],
     to: str | None,

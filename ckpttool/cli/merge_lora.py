@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 @click.argument("input", metavar="BASE", type=click.Path(), callback=options.note_inputs)
 @click.argument("adapter", metavar="ADAPTER", type=click.Path())
 @options.output_argument
-@options.state_option
-@options.shard_size_option
-@options.device_option
-@options.verify_option
-@options.dry_run_option
-@options.force_option
-@options.reading
+@options.writing_options
 def command(adapter: str, **given: Any) -> None:
     """Add a LoRA adapter to its base model, as PEFT's merge_and_unload does.
 

@@ -77,6 +77,16 @@ device_option = click.option(
     metavar="NAME",
     help="The device that a .pt tags its storages with, e.g. cpu; default: as INPUT.",
 )
+FORMATS = ("torch-zip", "safetensors", "safetensors-sharded", "torch-sharded", "dcp")
+to_option = click.option(
+    "--to",
+    type=click.Choice(FORMATS, case_sensitive=False),
+    metavar="FORMAT",
+    help=f"Write FORMAT, whatever OUTPUT's name: {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.",
+)
+full_option = click.option(
+    "--full", is_flag=True, help="Keep everything, also in safetensors: optimizer, counters, settings."
+)
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object on stdout, also for errors."
 )
@@ -125,9 +135,7 @@ def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 reading = _all(json_option, quiet_option, verbose_option)
 """The options of every command."""
 
-writing = _all(
-    input_argument,
-    output_argument,
+writing_options = _all(
     state_option,
     shard_size_option,
     device_option,
@@ -136,6 +144,9 @@ writing = _all(
     force_option,
     reading,
 )
+"""The options of every command that writes a state."""
+
+writing = _all(input_argument, output_argument, writing_options)
 """The arguments and options of every command that writes one file from another."""
 
 

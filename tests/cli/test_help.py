@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from ckpttool import __version__
 from ckpttool.cli import SECTIONS, group
-from ckpttool.cli.convert import FORMATS
+from ckpttool.cli.options import FORMATS
 from ckpttool.formats import destination
 from ckpttool.formats.folders import folders
 from ckpttool.metrics import predictions
