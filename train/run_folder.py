@@ -168,7 +168,7 @@ def write(
     folder: str,
     names: list[str],
     *,
-    before_it_counts: Callable[[], object] = lambda: None,
+    placing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     placed: list[str] | None = None,
 ) -> None:
     """Write one checkpoint under several names, each atomically.
@@ -178,8 +178,8 @@ def write(
         folder: of the run.
         names: of the files, at least one. The first is replaced last: a run that is killed before that goes
             on from the old one, and writes the others again.
-        before_it_counts: called when the file is complete on the disk and has no name yet. If it raises, the
-            file is removed.
+        placing: called when the file is complete on the disk; in the context that it returns, the file gets
+            its first name. If the context raises, the file is removed.
         placed: gets each name once it is the new file's, also where a later one fails.
 
     Raises:
@@ -189,11 +189,11 @@ def write(
     placed = [] if placed is None else placed
     with naming(paths[0]):
         try:
-            with replacing(paths[-1]) as file:
+            with contextlib.ExitStack() as while_placed, replacing(paths[-1]) as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-                before_it_counts()
+                while_placed.enter_context(placing())
         except UsageFault as error:  # at the start it could be: the folder has changed since
             raise FileError(paths[0], error.message.removeprefix(f"{paths[-1]}: ")) from error
         placed.append(names[-1])
