@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -111,6 +112,9 @@ def read(path: str) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise Unreadable(path, (error.strerror or str(error)).lower()) from error
+    except pickle.UnpicklingError as error:  # torch's own text tells how to run what is in it
+        what = "it holds more than tensors and plain values, or is damaged; nothing in it was run"
+        raise Damaged(path, f"can't be read: {what}") from error
     except Exception as error:  # torch raises all kinds of errors for damaged bytes
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise Damaged(path, f"can't be read: {reason}") from error
@@ -151,7 +155,8 @@ def _require_file(path: str) -> None:
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        raise Unreadable(path, (error.strerror or str(error)).lower()) from error
+        reason = "is a link to nothing" if os.path.islink(path) else (error.strerror or str(error)).lower()
+        raise Unreadable(path, reason) from error
     if not stat.S_ISREG(mode):
         raise Refused(path, "is not a regular file", hint="name a checkpoint: --resume PATH")
 

@@ -78,13 +78,19 @@ def run_program(
 def process_group(place: Place, config: RanksConfig) -> Iterator[None]:
     """Hold the process group of a program, under a watch for ranks that hang; enter it with the data loaded.
 
+    Processes that load data end with it.
     What took this rank a while may take another one as long, so it waits at least for that time.
     """
     from ckpttool.distributed import group, heartbeat
+    from train import loading
 
     took = time.monotonic() - STARTED
     patience = max(config.join_timeout, took)
-    with group.process_group(place, config.timeout, patience), heartbeat.watch(config.hang_timeout):
+    with (
+        group.process_group(place, config.timeout, patience),
+        heartbeat.watch(config.hang_timeout),
+        loading.processes_ended(),
+    ):
         yield
 
 

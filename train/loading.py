@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,23 @@ from ckpttool.distributed.place import Place
 from ckpttool.errors import CkptToolError
 from train.samples import Samples, count
 from train.spawning import PR_SET_PDEATHSIG
+
+_started: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What holds the loading processes of this process."""
+
+
+@contextlib.contextmanager
+def processes_ended() -> Iterator[None]:
+    """End the loading processes that were started in the block, however it ends.
+
+    The garbage collector would do it too late: it closes the queue to such a process before torch says in it
+    that the process shall end. torch then waits for ten seconds and leaves the process alone (torch 2.15).
+    """
+    try:
+        yield
+    finally:
+        for batches in list(_started):
+            batches._shutdown_workers()
 
 
 class Batches:
@@ -34,6 +52,8 @@ class Batches:
             CkptToolError: one that a sample raised, as it was raised, also in another process.
         """
         batches = iter(self.loader)
+        if self.loader.num_workers:
+            _started.add(batches)
         while True:
             try:
                 batch = next(batches)

@@ -8,7 +8,6 @@ docs/trainer.md lists the fields.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -16,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpttool.errors import Damaged, Unreadable
+from ckpttool.files import lines
 from ckpttool.files.commit import replacing
 from train.file_errors import naming
 
@@ -29,17 +29,8 @@ def append(folder: str, entry: Mapping[str, Any]) -> None:
         FileError: the log can't be written. What was written of the line is taken back.
     """
     path = os.path.join(folder, LOG)
-    line = (json.dumps(_finite(entry)) + "\n").encode()
-    with naming(path), open(path, "ab", buffering=0) as file:
-        before = file.tell()
-        try:
-            written = file.write(line)
-            if written < len(line):
-                file.write(line[written:])
-        except OSError:
-            with contextlib.suppress(OSError):
-                file.truncate(before)
-            raise
+    with naming(path):
+        lines.append(path, json.dumps(_finite(entry)).encode())
 
 
 def cut(folder: str, *, epoch: int, step: int) -> None:
@@ -97,16 +88,16 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def _entries(path: str) -> Iterator[dict[str, Any]]:
     try:
         with open(path, "rb") as file:
-            lines = file.read().split(b"\n")
+            found = file.read().split(b"\n")
     except FileNotFoundError:
         raise Unreadable(path, "no such file", hint=f"give the folder of a run, or its {LOG}") from None
     except OSError as error:
         raise Unreadable(path, (error.strerror or str(error)).lower()) from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(found, start=1):
         entry = parsed(line)
         if entry is not None:
             yield entry
-        elif line.strip() and number < len(lines):  # the text after the last line break may be cut off
+        elif line.strip() and number < len(found):  # the text after the last line break may be cut off
             raise Damaged(path, f"line {number} is not a JSON object", hint="is this the log of a run?")
 
 

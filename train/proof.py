@@ -8,9 +8,11 @@ it, and trains a part of the run again to compare. docs/proof.md says what that 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from ckpttool.files.chain import Link
 from train.config import TrainConfig
 from train.file_errors import naming
 from train.flags import arguments_of
+from train.held_lines import HeldLines
 
 if TYPE_CHECKING:
     from train.engine import Trainer
@@ -31,25 +34,18 @@ SHORT = 8
 """Bytes of a sample's digest that are kept."""
 
 NOT_OF_THE_TRAINING = (
-    *("out", "resume", "spawn", "force", "max_time", "tensorboard", "wandb", "save_every", "keep", "change"),
-    *(
-        "stop_at",
-        "init",
-        "init_allow_missing",
-        "timeout",
-        "hang_timeout",
-        "join_timeout",
-        "download",
-        "preview",
-        "json",
-    ),
-    *("save", "grace", "prove_every"),
+    *("out", "resume", "spawn", "force", "max_time", "stop_at", "change", "download", "preview", "json"),
+    *("save_every", "save", "keep", "grace", "prove_every", "tensorboard", "wandb"),
+    *("init", "init_allow_missing", "timeout", "hang_timeout", "join_timeout"),
 )
 """Settings that change no bit of the weights, or that a replay gives anew."""
 
 
 class Proof:
     """Writes the chain of a run. Every rank has one and calls it alike; only rank 0 writes.
+
+    A disk that is full ends no run: lines are held, and written when there is room again. The line of a
+    checkpoint is in the file before the checkpoint takes its place, so while lines are held none is saved.
 
     Args:
         folder: of the run.
@@ -60,13 +56,16 @@ class Proof:
         self.trainer, self.every = trainer, every
         self.path = os.path.join(folder, chain.NAME)
         self.last: Link | None = None
+        self._lines = HeldLines(self._append)
+        self._alone = threading.Lock()  # the thread that saves writes too
         self._of_step: list[tuple[int, str]] = []
         self._of_steps: dict[int, list[tuple[int, str]]] = {}
 
     @property
     def head(self) -> str:
-        """The hash of the last line; on rank 0."""
-        return self.last.hash if self.last else chain.FIRST
+        """The hash of the last line in the file; on rank 0."""
+        with self._alone:
+            return self.last.hash if self.last else chain.FIRST
 
     def begin(self, resumed: Mapping[str, Any] | None) -> None:
         """Write how the run begins here. A collective.
@@ -75,7 +74,7 @@ class Proof:
             resumed: the checkpoint that it goes on from, as it was read.
 
         Raises:
-            FileError: on rank 0, if the chain can't be read or written; the other ranks raise RankFailed.
+            FileError: on rank 0, if a chain that is there can't be read; the other ranks raise RankFailed.
         """
         from train.saving import versions
 
@@ -121,7 +120,7 @@ class Proof:
             self._of_step.append((index, whole.digest()[:SHORT].hex()))
 
     def step(self, number: int) -> None:
-        """End a step. A collective where it is one of every K. Raises as `begin`."""
+        """End a step. A collective where it is one of every K."""
         self._of_steps[number] = self._of_step
         self._of_step = []
         if number % self.every and number != self.trainer.log.last:
@@ -138,7 +137,7 @@ class Proof:
                 self._write("step", step=number, weights=self._weights(), samples=samples)
 
     def epoch(self) -> None:
-        """Write who takes which samples in the current epoch. A collective. Raises as `begin`."""
+        """Write who takes which samples in the current epoch. A collective."""
         with collectives.together():
             if collectives.rank() == 0:
                 plan, progress, order = self.trainer.plan, self.trainer.progress, hashlib.sha256()
@@ -150,19 +149,33 @@ class Proof:
                     "epoch", step=progress.global_step, epoch=progress.epoch + 1, plan=order.hexdigest()
                 )
 
-    def checkpoint(self, state: dict[str, Any]) -> None:
-        """Write the digests of a checkpoint, before its file takes its place. Raises as `begin`.
+    @contextlib.contextmanager
+    def checkpoint(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Write the digests of a checkpoint, whose file takes its place in the block. On rank 0 alone.
+
+        If the block fails the line is taken back, so that the chain names no checkpoint that was not kept.
 
         Args:
-            state: on rank 0, with its digests; and as `chain` the hash of the chain when it was captured.
+            state: with its digests; and as `chain` the hash of the chain when it was captured.
+
+        Raises:
+            FileError: the line can't be written, or one that is held.
         """
-        with collectives.together():
-            if collectives.rank() == 0:
-                step = state["progress"]["global_step"]
-                self._write("checkpoint", step=step, digests=state["digests"], durably=True)
+        with self._alone:
+            self._lines.flush()
+            before, size = self.last, os.path.getsize(self.path)
+            step = state["progress"]["global_step"]
+            self._append({"kind": "checkpoint", "step": step, "digests": state["digests"]})
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, size)
+                    self.last = before
+                raise
 
     def evaluation(self, score: Mapping[str, Any]) -> None:
-        """Write the score of an evaluation. Raises as `begin`."""
+        """Write the score of an evaluation."""
         with collectives.together():
             if collectives.rank() == 0:
                 step = self.trainer.progress.global_step
@@ -171,17 +184,28 @@ class Proof:
                 self._write("evaluation", step=step, score=plain)
 
     def end(self, ended_by: str) -> None:
-        """Write that the run ends. Raises as `begin`."""
+        """Write that the run ends. A collective.
+
+        Raises:
+            FileError: on rank 0, if lines are left that can't be written; the other ranks raise RankFailed.
+        """
         with collectives.together():
-            if collectives.rank() == 0 and ended_by:
-                self._write("end", step=self.trainer.progress.global_step, by=ended_by, durably=True)
+            if collectives.rank() == 0:
+                if ended_by:
+                    self._write("end", step=self.trainer.progress.global_step, by=ended_by)
+                self._lines.flush()
 
     def _weights(self) -> str:
         return collectives.digest_all(self.trainer.ddp.module.state_dict())
 
-    def _write(self, kind: str, *, durably: bool = False, **fields: Any) -> None:
+    def _write(self, kind: str, **fields: Any) -> None:
+        with self._alone:
+            self._lines.add({"kind": kind, **fields})
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
         with naming(self.path):
-            self.last = chain.append(self.path, self.last, {"kind": kind, **fields}, durably=durably)
+            durably = entry["kind"] in ("checkpoint", "end")
+            self.last = chain.append(self.path, self.last, entry, durably=durably)
 
 
 def chain_of(trainer: Trainer, folder: str) -> Proof | None:

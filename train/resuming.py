@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -73,16 +74,18 @@ def _find(trainer: Trainer, folder: str) -> tuple[str, dict[str, Any], list[str]
     resume = trainer.config.resume
     if resume != "auto":
         return (resume, read_fitting(resume, trainer), []) if resume else None
-    passed_over: list[Damaged | Unreadable] = []
-    for path in run_folder.newest_first(folder):
+    passed_over: list[str] = []
+    first: Damaged | Unreadable | None = None
+    for path, *more in run_folder.newest_first(folder):
         found = _whole(path, trainer)
         if isinstance(found, dict):
-            return path, found, [f"passed over {error}" for error in passed_over]
-        passed_over.append(found)
-    if passed_over:
+            return path, found, passed_over
+        also = f" (also named {', '.join(map(os.path.basename, more))})" if more else ""
+        passed_over.append(f"passed over {found}{also}")
+        first = first or found
+    if first:
         others = f", and no other checkpoint in {folder} is whole" if len(passed_over) > 1 else ""
-        error = passed_over[0]
-        raise Damaged(error.path, f"{error.reason}{others}", hint="--force starts over")
+        raise Damaged(first.path, f"{first.reason}{others}", hint="--force starts over")
     return None
 
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import stat
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,8 @@ from train.log_file import LOG
 LAST, BEST = "last.pt", "best.pt"
 LINK = ".link"
 TENSORBOARD = os.path.join("tensorboard", "events.out.tfevents.*")
-NUMBERED = re.compile(r"step-(\d+)\.pt")
+NUMBERED = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.pt")
+"""The names that `numbered` gives, and no others: `step-7.pt` is a user's."""
 
 
 _held: set[int] = set()
@@ -108,8 +110,13 @@ def _check_files(folder: str, config: TrainConfig) -> None:
             hint="--resume auto continues it, --force overwrites it, --out names another folder",
         )
     for path in own if config.resume else ():
-        if stat.S_ISFIFO(os.stat(path).st_mode):
+        if os.path.exists(path) and stat.S_ISFIFO(os.stat(path).st_mode):
             raise UsageFault(f"{path}: is a named pipe, not a file of a run", hint="remove it")
+        real = os.path.realpath(path)
+        is_folder, has_none = os.path.isdir(real), not os.path.isdir(os.path.dirname(real))
+        if os.path.basename(path) in (LAST, BEST) and (is_folder or has_none):
+            what = "a folder" if is_folder else "a link into a folder that does not exist"
+            raise UsageFault(f"{path}: is {what}: no checkpoint can be written there", hint="move it away")
         if os.path.islink(path) and not path.endswith(".pt"):  # a checkpoint is replaced, not written into
             raise UsageFault(
                 f"{path}: is a link, and what it leads to would be written into", hint="remove it"
@@ -168,7 +175,7 @@ def write(
     folder: str,
     names: list[str],
     *,
-    before_it_counts: Callable[[], object] = lambda: None,
+    placing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     placed: list[str] | None = None,
 ) -> None:
     """Write one checkpoint under several names, each atomically.
@@ -178,8 +185,8 @@ def write(
         folder: of the run.
         names: of the files, at least one. The first is replaced last: a run that is killed before that goes
             on from the old one, and writes the others again.
-        before_it_counts: called when the file is complete on the disk and has no name yet. If it raises, the
-            file is removed.
+        placing: called when the file is complete on the disk; in the context that it returns, the file gets
+            its first name. If the context raises, the file is removed.
         placed: gets each name once it is the new file's, also where a later one fails.
 
     Raises:
@@ -189,11 +196,11 @@ def write(
     placed = [] if placed is None else placed
     with naming(paths[0]):
         try:
-            with replacing(paths[-1]) as file:
+            with contextlib.ExitStack() as while_placed, replacing(paths[-1]) as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
-                before_it_counts()
+                while_placed.enter_context(placing())
         except UsageFault as error:  # at the start it could be: the folder has changed since
             raise FileError(paths[0], error.message.removeprefix(f"{paths[-1]}: ")) from error
         placed.append(names[-1])
@@ -227,36 +234,58 @@ def numbered(global_step: int) -> str:
     return f"step-{global_step:06d}.pt"
 
 
-def newest_first(folder: str) -> list[str]:
-    """Return the paths of a run's checkpoints, to be tried in this order: last.pt, then the others by time.
+def newest_first(folder: str) -> list[list[str]]:
+    """Return a run's checkpoints, to be tried in this order: last.pt, then the others by time.
 
-    A file that has two names is listed once.
+    Returns:
+        For each file its names. A link that leads to nothing is a file too.
     """
     others = [
         entry
         for entry in os.scandir(folder)
-        if (NUMBERED.fullmatch(entry.name) or entry.name == BEST) and entry.is_file()
+        if (NUMBERED.fullmatch(entry.name) or entry.name == BEST) and (entry.is_file() or entry.is_symlink())
     ]
-    others.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name), reverse=True)
+    others.sort(key=lambda entry: (_facts(entry.path).st_mtime_ns, entry.name), reverse=True)
     paths = [os.path.join(folder, LAST), *(entry.path for entry in others)]
-    found: dict[tuple[int, int], str] = {}
-    for path in filter(os.path.exists, paths):
-        facts = os.stat(path)
-        found.setdefault((facts.st_dev, facts.st_ino), path)
+    found: dict[tuple[int, int], list[str]] = {}
+    for path in filter(os.path.lexists, paths):
+        facts = _facts(path)
+        found.setdefault((facts.st_dev, facts.st_ino), []).append(path)
     return list(found.values())
+
+
+def _facts(path: str) -> os.stat_result:
+    """Return what is known of a file; of a link that leads to nothing, of the link."""
+    return os.stat(path) if os.path.exists(path) else os.lstat(path)
 
 
 def drop_old(folder: str, keep: int) -> None:
     """Remove all numbered checkpoints but the last `keep` written.
 
-    By time, not by number: a run that went back to an earlier step writes small numbers last.
+    By time, not by number: a run that went back to an earlier step writes small numbers last. Links, folders
+    and other files of such a name, which the trainer has not written, stay and do not count.
 
     Raises:
         FileError: one can't be removed.
     """
     with naming(folder, "listed"):
         found = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
-        found.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name))
-    for entry in found[: max(0, len(found) - keep)]:
+        found = [entry for entry in found if entry.is_file(follow_symlinks=False)]
+        found.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name), reverse=True)
+    for entry in found:
         with naming(entry.path, "removed"):
-            os.unlink(entry.path)
+            keep -= _is_written_here(entry.path)
+            if keep < 0:
+                os.unlink(entry.path)
+                keep = 0
+
+
+def _is_written_here(path: str) -> bool:
+    """Return whether a file is a checkpoint of the trainer: a zip whose pickle holds digests and progress."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            pickled = next((name for name in file.namelist() if name.endswith("/data.pkl")), None)
+            whole = file.read(pickled) if pickled else b""
+    except zipfile.BadZipFile:
+        return False
+    return b"digests" in whole and b"global_step" in whole

@@ -9,14 +9,15 @@ import contextlib
 import importlib.util
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CheckFailed, FileError, UsageFault
 from train import log_file
 from train.config import TrainConfig
 from train.file_errors import naming
+from train.held_lines import HeldLines
 
 if TYPE_CHECKING:
     from train.step_log import Sink
@@ -70,30 +71,19 @@ class LogFile:
     """log.jsonl in a run's folder. What a full disk refuses is held, and written when there is room again."""
 
     def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self._held: list[Mapping[str, Any]] = []
+        self._lines = HeldLines(partial(log_file.append, folder))
 
     def __enter__(self) -> LogFile:
         return self
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
         """Add a line; if it can't be written, say so and go on."""
-        self._held.append(entry)
-        try:
-            self._write_held()
-        except FileError as error:
-            if len(self._held) == 1:
-                print(f"warning: {error}; training goes on, and tries again", file=sys.stderr, flush=True)
-
-    def _write_held(self) -> None:
-        while self._held:
-            log_file.append(self.folder, self._held[0])
-            del self._held[0]
+        self._lines.add(entry)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Raise FileError if lines are left that can't be written, and the run has not failed already."""
         with contextlib.suppress(*([FileError] if kind is not None else [])):
-            self._write_held()
+            self._lines.flush()
 
 
 class TensorBoard:

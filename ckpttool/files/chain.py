@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import Damaged, Unreadable
+from . import lines
 
 NAME = "run.jsonl"
 """The chain in the folder of a training run."""
@@ -60,17 +61,13 @@ def append(path: str, before: Link | None, entry: Mapping[str, Any], *, durably:
         durably: return only when it is on the disk.
 
     Raises:
-        OSError: the file can't be written.
+        OSError: the file can't be written. What was written of the line is taken back.
         ValueError: a value is NaN or infinite.
     """
     number = before.number + 1 if before else 1
     whole = {"n": number, "prev": before.hash if before else FIRST, **entry}
     line = json.dumps(whole, allow_nan=False).encode()
-    with open(path, "ab") as file:
-        file.write(line + b"\n")
-        if durably:
-            file.flush()
-            os.fsync(file.fileno())
+    lines.append(path, line, durably=durably)
     return Link(number, whole, hashlib.sha256(line).hexdigest())
 
 
@@ -85,14 +82,14 @@ def read(path: str) -> tuple[list[Link], list[Break]]:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a named pipe would wait, and a device never end
             raise Unreadable(path, "is not a regular file")
         with open(path, "rb") as file:
-            lines = file.read().split(b"\n")
+            found = file.read().split(b"\n")
     except FileNotFoundError as error:
         hint = "a run has a record if it is trained with --prove-every K"
         raise Unreadable(path, "no such file: there is no record of a run", hint=hint) from error
     except OSError as error:
         raise Unreadable(path, (error.strerror or str(error)).lower()) from error
     links, breaks, expected, shift = list[Link](), list[Break](), FIRST, 0
-    for number, line in enumerate(lines[:-1], start=1):  # behind the last line break nothing was finished
+    for number, line in enumerate(found[:-1], start=1):  # behind the last line break nothing was finished
         try:
             entry = json.loads(line)
         except (ValueError, RecursionError):

@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -250,21 +251,42 @@ def test_best_pt_is_not_changed_by_later_saves_of_last_pt(run_ranks, tmp_path):
     assert epochs == [1, 2]
 
 
-def test_the_numbered_checkpoints_written_last_are_kept_even_if_their_numbers_are_smaller(tmp_path):
-    for second, number in enumerate((7, 8, 4, 5)):
-        path = tmp_path / run_folder.numbered(number)
-        path.touch()
+def write_numbered(folder: Path, *numbers: int) -> None:
+    """Write checkpoints, as far as `drop_old` looks at them, one second after the other."""
+    for second, number in enumerate(numbers):
+        path = folder / run_folder.numbered(number)
+        torch.save({"progress": {"global_step": number}, "digests": {}}, path)
         os.utime(path, (second, second))
+
+
+def test_the_numbered_checkpoints_written_last_are_kept_even_if_their_numbers_are_smaller(tmp_path):
+    write_numbered(tmp_path, 7, 8, 4, 5)
     run_folder.drop_old(str(tmp_path), keep=2)
     assert sorted(os.listdir(tmp_path)) == ["step-000004.pt", "step-000005.pt"]
 
 
-@pytest.mark.parametrize("keep", range(1, 9))
-def test_only_numbered_checkpoints_beyond_keep_are_removed(tmp_path, keep):
-    for number in range(5):
-        (tmp_path / run_folder.numbered(number)).touch()
-    run_folder.drop_old(str(tmp_path), keep=keep)
-    assert len(os.listdir(tmp_path)) == min(5, keep)
+@pytest.mark.parametrize("keep", [1, 4, 5, 8])
+def test_only_checkpoints_of_the_trainer_beyond_keep_are_removed(tmp_path, keep):
+    write_numbered(tmp_path, *range(5))
+    foreign = ["step-7.pt", "step-0000007.pt", "step-000007.pt", "step-000008.pt", "step-000009.pt"]
+    for name in foreign[:2]:
+        shutil.copy(tmp_path / "step-000000.pt", tmp_path / name)
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / foreign[2])
+    (tmp_path / foreign[3]).symlink_to("step-7.pt")
+    (tmp_path / foreign[4]).mkdir()
+    run_folder.drop_old(str(tmp_path), keep)
+    own = [run_folder.numbered(number) for number in range(5)]
+    assert sorted(os.listdir(tmp_path)) == sorted(foreign + own[-keep:])
+
+
+def test_an_old_checkpoint_that_can_not_be_removed_is_named(tmp_path, monkeypatch):
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    write_numbered(tmp_path, 1, 2)
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(FileError, match=r"step-000001\.pt: could not be removed: permission denied"):
+        run_folder.drop_old(str(tmp_path), keep=1)
 
 
 def test_a_second_name_that_can_not_be_given_leaves_no_third(tmp_path, monkeypatch):
@@ -398,6 +420,25 @@ def test_a_named_pipe_among_the_files_of_a_run_is_refused_and_not_waited_for(tmp
         checkpoints.read(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("what", ["a folder", "a link into a folder that does not exist"])
+def test_a_place_where_no_checkpoint_can_be_written_is_refused_at_the_start(tmp_path, what):
+    if what == "a folder":
+        (tmp_path / "last.pt").mkdir()
+    else:
+        (tmp_path / "last.pt").symlink_to(tmp_path / "gone" / "last.pt")
+    with pytest.raises(UsageFault, match=f"last.pt: is {what}: no checkpoint can be written there"):
+        claim(TrainConfig(out=str(tmp_path), resume="auto"))
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "run.jsonl"])
+def test_a_log_that_is_a_link_is_refused(tmp_path, name):
+    (tmp_path / "precious").write_bytes(b"of another")
+    (tmp_path / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(UsageFault, match=f"{name}: is a link, and what it leads to would be written into"):
+        claim(TrainConfig(out=str(tmp_path), resume="auto"))
+    assert (tmp_path / "precious").read_bytes() == b"of another"
+
+
 # ---- reading -------------------------------------------------------------------------------------------
 
 
@@ -418,6 +459,13 @@ def test_another_programs_checkpoint_is_refused(tmp_path, state):
     with pytest.raises(Refused, match="not a checkpoint of this trainer") as refused:
         checkpoints.read(str(tmp_path / "other.pt"))
     assert "ckpttool inspect" in refused.value.hint
+
+
+def test_a_checkpoint_that_would_run_something_is_refused_without_torchs_advice_to_run_it(tmp_path):
+    torch.save({"model": subprocess.Popen}, tmp_path / "hostile.pt")
+    with pytest.raises(Damaged, match="holds more than tensors and plain values, or is damaged") as refused:
+        checkpoints.read(str(tmp_path / "hostile.pt"))
+    assert "weights_only" not in str(refused.value)
 
 
 @pytest.mark.parametrize("kept", [0, 100, 0.5, 0.999])

@@ -1,8 +1,9 @@
-"""Random numbers that loading processes draw."""
+"""Loading processes: the random numbers that they draw, and their end."""
 
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def test_workers_draw_different_numbers_for_each_epoch_rank_and_seed() -> None:
 def test_random_samples_from_workers_are_the_same_after_a_resume_within_an_epoch(
     tmp_path: Path,
 ) -> None:
+    before = {*multiprocessing.active_children()}
     (tmp_path / "own.py").write_text(OWN_DATA)
     settings = ["--data", f"{tmp_path}/own.py:pair", "--batch-size", "4", "--workers", "2"]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -86,3 +88,4 @@ def test_random_samples_from_workers_are_the_same_after_a_resume_within_an_epoch
     assert main.main([*settings, *saving, *going_on]) == 0
     one, other = (torch.load(out / "last.pt", weights_only=True)["model"] for out in (whole, resumed))
     assert all(torch.equal(one[name], other[name]) for name in one)
+    assert {*multiprocessing.active_children()} <= before  # those of an evaluation are kept for the next

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import struct
@@ -110,10 +111,12 @@ def fails(tmp_path: Path, capsys: Any) -> Fails:
 
     def run(code: int, *flags: str) -> str:
         capsys.readouterr()
+        before = {*multiprocessing.active_children()}
         found = main.main([*flags, "--epochs", "1", "--batch-size", "8", "--out", str(tmp_path / "run")])
         said = capsys.readouterr().err
         assert (found, said.count("\n")) == (code, 1), said
         assert said.startswith("error: ")
+        assert {*multiprocessing.active_children()} <= before, "a loading process is left"
         return said
 
     return run

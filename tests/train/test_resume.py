@@ -165,7 +165,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["damaged", "cut off", "missing"])
+@pytest.mark.parametrize("how", ["damaged", "cut off", "missing", "a link to nothing"])
 @pytest.mark.parametrize("size", [1, 2])
 def test_resume_auto_takes_the_newest_checkpoint_that_is_whole(run_ranks, tmp_path, size, how):
     run_ranks(size, run, str(tmp_path / "whole"), {})
@@ -175,20 +175,26 @@ def test_resume_auto_takes_the_newest_checkpoint_that_is_whole(run_ranks, tmp_pa
         shutil.copy2(tmp_path / "whole" / f"step-{step:06d}.pt", parts)
     os.link(parts / "step-000008.pt", parts / "last.pt")
     for name in ("last.pt", "step-000008.pt"):
-        if how == "missing":
+        if how in ("missing", "a link to nothing"):
             (parts / name).unlink()
         elif how == "damaged":
             damage(parts / name)
         else:
             os.truncate(parts / name, 5000)
+    if how == "a link to nothing":
+        (parts / "last.pt").symlink_to(parts / "nothing.pt")
     said, *_ = run_ranks(size, run, str(parts), {"resume": "auto"})
     remarks = [line for line in said.splitlines() if line.startswith("resume")]
     over = [line.removeprefix("resume  ") for line in remarks if "passed over" in line]
     if how == "damaged":
         saved = "the model's values are not the saved ones"
         assert over == [f"passed over {parts}/{name}: {saved}" for name in ("last.pt", "step-000008.pt")]
-    else:  # the two names of one file that is cut off are looked at once
-        assert len(over) == (how == "cut off")
+    elif how == "cut off":  # the two names of one file are looked at once
+        (only,) = over
+        assert only.startswith(f"passed over {parts}/last.pt: ")
+        assert only.endswith(" (also named step-000008.pt)")
+    else:
+        assert over == [f"passed over {parts}/last.pt: is a link to nothing"] * (how != "missing")
     assert f"continues from {parts}/step-000007.pt at epoch 2, step 3 of 4" in remarks[len(over)]
     assert contents(parts / "last.pt") == contents(tmp_path / "whole" / "last.pt")
 
@@ -301,15 +307,6 @@ def test_other_versions_and_a_longer_schedule_are_reported(run_ranks, tmp_path):
 
 
 # ---- files that rank 0 alone writes -------------------------------------------------------------------
-
-
-def test_an_old_checkpoint_that_can_not_be_removed_is_told_and_ends_no_run(run_ranks, tmp_path):
-    (tmp_path / "step-000000.pt").mkdir()
-    os.utime(tmp_path / "step-000000.pt", (0, 0))
-    said = run_ranks(2, run, str(tmp_path), {"resume": "auto", "epochs": 1, "keep": 1})
-    assert not any("Error" in one for one in said), said
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert any("could not be removed: is a directory" in one.get("error", "") for one in lines)
 
 
 def test_a_log_that_rank_0_cant_write_ends_every_rank(run_ranks, tmp_path):

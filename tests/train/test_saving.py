@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ckpttool.errors import CkptToolError
+from ckpttool.files import chain
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, environment
 from train import checkpoints, run_folder, saving
@@ -195,6 +196,45 @@ def test_a_run_whose_last_save_failed_ends_with_exit_code_3(run_ranks, tmp_path,
     assert (tmp_path / "last.pt").read_bytes() == b"the old one"
 
 
+def train_with_a_record_on_a_disk_that_is_full(rank: int, size: int, folder: str, until: int) -> str:
+    """Run the trainer. No file may grow beyond 6 kB from its second step on, until it has done `until`."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    end_step = Trainer.end_step
+
+    def watched(trainer: Trainer, *given: Any) -> None:
+        full = 1 <= trainer.progress.global_step < until
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (6_000 if full else most, most))
+        end_step(trainer, *given)
+
+    saves = {"prove_every": 1, "save": "sync", "save_every": runs.Every(1, "steps"), "keep": 9}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "end_step", watched)
+        try:
+            return runs.run(rank, size, runs.restless, folder, saves)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+@pytest.mark.parametrize(("size", "until", "saved"), [(1, 4, [1, 5, 6]), (2, 99, [1])])
+def test_a_full_disk_ends_no_run_with_a_record_which_names_what_was_saved_and_no_more(
+    run_ranks, tmp_path, size, until, saved
+):
+    said, *others = run_ranks(size, train_with_a_record_on_a_disk_that_is_full, str(tmp_path), until)
+    assert said.startswith("FileError") == (until == 99), said
+    assert all(other.startswith("RankFailed: rank 0 failed") for other in others)
+    links, breaks = chain.read(str(tmp_path / "run.jsonl"))
+    assert breaks == []
+    assert [link.entry["step"] for link in links if link.entry["kind"] == "checkpoint"] == saved
+    assert sorted(tmp_path.glob("step-*.pt")) == [tmp_path / run_folder.numbered(step) for step in saved]
+    for step in saved:
+        state = checkpoints.read(str(tmp_path / run_folder.numbered(step)))
+        assert state["chain"] in {link.hash for link in links}
+    if until < 99:
+        assert [link.entry["step"] for link in links if link.entry["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+        assert links[-1].entry["kind"] == "end"
+
+
 def save_the_best_on_a_disk_that_fails_once(rank: int, size: int, folder: str) -> list[float]:
     """Stand in for a failing disk: `os.fsync` raises EIO, as it does where a block can't be written."""
     trainer = make_trainer(rank, size)
@@ -223,7 +263,8 @@ def test_a_best_state_that_could_not_be_written_is_not_the_one_to_beat(run_ranks
 def test_a_disk_that_is_full_ends_no_run_before_its_last_step(tmp_path):
     """On a file system of 5 MB, which has room for one checkpoint and not for the next beside it."""
     command = [sys.executable, str(ROOT / "train" / "main.py"), "--data", "fake:40", "--out", "disk/run"]
-    program = f"mount -t tmpfs -o size=5m none disk && {' '.join(command)} --epochs 3 --batch-size 8"
+    command += ["--epochs", "3", "--batch-size", "8", "--prove-every", "2"]
+    program = f"mount -t tmpfs -o size=5m none disk && {' '.join(command)}"
     after = "; code=$?; cp -r disk/run out; exit $code"
     (tmp_path / "disk").mkdir()
     if subprocess.run(
@@ -245,3 +286,6 @@ def test_a_disk_that_is_full_ends_no_run_before_its_last_step(tmp_path):
     assert next(entry["event"] for entry in entries if "event" in entry) == "save failed"
     assert checkpoints.read(str(tmp_path / "out" / "last.pt"))["progress"]["epoch"] == 1
     assert not list((tmp_path / "out").glob(".*"))
+    links, breaks = chain.read(str(tmp_path / "out" / "run.jsonl"))
+    assert breaks == []
+    assert [link.entry["step"] for link in links if link.entry["kind"] == "checkpoint"] == [5]

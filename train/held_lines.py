@@ -1,0 +1,36 @@
+"""Lines for a file on a disk that may be full: held until there is room. Needs no torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckpttool.errors import FileError
+
+
+class HeldLines:
+    """Lines in order. What the disk refuses is held, and written before the next line.
+
+    Args:
+        write: adds one to the file whole, or raises FileError.
+    """
+
+    def __init__(self, write: Callable[[Mapping[str, Any]], object]) -> None:
+        self._write = write
+        self._held: list[Mapping[str, Any]] = []
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Add a line; if it can't be written, say so and go on."""
+        self._held.append(entry)
+        try:
+            self.flush()
+        except FileError as error:
+            if len(self._held) == 1:
+                print(f"warning: {error}; training goes on, and tries again", file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        """Write what is held. Raise FileError if the disk still refuses it."""
+        while self._held:
+            self._write(self._held[0])
+            del self._held[0]
