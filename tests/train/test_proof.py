@@ -115,7 +115,7 @@ def test_without_a_replay_nothing_is_run_and_torch_is_not_imported(original: Pat
         f"code = cli.run(['prove', {str(original)!r}, '--no-replay'])\n"
         "sys.exit(code or 10 * ('torch' in sys.modules))"
     )
-    done = start([sys.executable, "-c", code], cwd=ROOT)
+    done = start([sys.executable, "-c", code], cwd=ROOT, anew=True)
     assert done.returncode == 0, done.stderr
     assert ": the chain holds (" in done.stdout
 
