@@ -56,7 +56,8 @@ def same_tensors(one: Any, other: Any) -> None:
 def test_one_process_goes_on_where_the_ranks_were(run: Path, tmp_path: Path, cli: Cli) -> None:
     ran = cli("merge", run, tmp_path / "run.pt")
     assert ran.code == 0
-    assert ran.out.startswith("merged 4 ranks of DTensor, 4 -> ")
+    assert ran.out.startswith("merged 4 ranks of DTensor -> ")
+    assert "run         DTensor, 4 ranks, step 3\n" in cli("inspect", run).out
     saved = torch.load(tmp_path / "run.pt", weights_only=True)
     model = shardings.net()
     model.load_state_dict(saved["model"])
