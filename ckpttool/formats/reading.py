@@ -296,5 +296,6 @@ def _stranger(name: str, head: bytes) -> Unsupported:
         if head.lstrip()[: len(start)].lower() == start.lower():
             return Unsupported(name, what, hint=hint)
     if head[:1] == b"\x80":
-        return Unsupported(name, "is a pickle, but not one that torch.save wrote")
+        listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(name)}"
+        return Unsupported(name, "is a pickle, but not one that torch.save wrote", hint=listed)
     return Unsupported(name, "is not a checkpoint in any format known here")
