@@ -23,9 +23,10 @@ from ...files.suggestions import CHECKPOINT_ENDINGS, names_in
 from ...inert_pickle.values import tensor_of
 from ...tensors.ref import TensorRef
 from ...tensors.values import stream
+from .device_meshes import Mesh
 from .pieces import RankFile, RankFiles, Wholes, in_order, require_rank
 from .ranked import whole_of
-from .sharded_values import DTENSOR, Mesh, Sharded, ShardedValues, is_sharded
+from .sharded_values import DTENSOR, Sharded, ShardedValues, is_sharded
 from .side_by_side import SideBySide
 
 FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
