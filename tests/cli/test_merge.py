@@ -146,6 +146,11 @@ def test_companions_are_copied_when_asked_and_else_named(run: Path, tmp_path: Pa
     assert not (tmp_path / "a" / "n.safetensors").exists()
     assert cli("merge", run, f"{tmp_path}/b/", "--companions").code == 0
     assert (tmp_path / "b" / "config.json").exists()
+    twice = Path(shutil.copytree(run, tmp_path / "twice"))
+    (twice / "config.json").write_text("{}")
+    ran = cli("merge", twice, tmp_path / "c.pt", "--companions")
+    assert ran.code == 2
+    assert f"{twice}/config.json and {twice}/huggingface/config.json would both become" in ran.err
 
 
 def test_the_files_of_the_ranks_are_never_overwritten(run: Path, tmp_path: Path, cli: Cli) -> None:

@@ -191,6 +191,23 @@ def test_keys_that_whole_names_are_not_cut(tmp_path: Path) -> None:
     assert type(loaded["rope.inv_freq"]) is torch.Tensor
 
 
+def test_the_optimizer_keeps_whole_what_it_keeps_of_parameters_that_stay_whole(tmp_path: Path) -> None:
+    model = {"w": torch.ones(4, 2), "rope.inv_freq": torch.ones(4)}
+    groups = [{"lr": 0.1, "params": [0, 1]}]
+    state = {0: {"exp_avg": torch.ones(4, 2)}, 1: {"exp_avg": torch.arange(4.0)}}
+    value = {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
+        with pytest.raises(Refused, match="does not say whether its parameter 0 stays whole"):
+            ckpttool.split(checkpoint, tmp_path / "out", 2, whole=["*.inv_freq"])
+    groups[0]["param_names"] = [*model]
+    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "out", 2, whole=["*.inv_freq"])
+    loaded = torch.load(tmp_path / "out" / "optim_world_size_2_rank_1.pt", weights_only=False)["state"]
+    assert torch.equal(loaded[1]["exp_avg"], torch.arange(4.0))
+    assert loaded[0]["exp_avg"].to_local().shape == (2, 2)
+    assert_same(torch.load(merged(tmp_path / "out"), weights_only=True), value)
+
+
 def with_optimizer(**moments: torch.Tensor) -> dict[str, Any]:
     state = {0: moments}
     return {
