@@ -171,7 +171,7 @@ def test_what_differs_between_ranks_is_left_out_by_name_unless_a_rank_is_taken(
     second = tmp_path / "out" / "extra_state_world_size_2_rank_1.pt"
     saved({"rng": {"cpu": torch.zeros(20_000)}, "epoch": 3, "host": "b"}, second)
     ran = cli("merge", tmp_path / "out", tmp_path / "merged.pt")
-    words = "(differs between ranks; --take-rank R takes one's)"
+    words = "(differs between ranks; merge --take-rank R takes one's)"
     assert f"left out: 'rng.cpu' {words}, 'host' {words}\n" in ran.err
     assert torch.load(tmp_path / "merged.pt").keys() == {"model", "epoch"}
     assert cli("merge", tmp_path / "out", tmp_path / "taken.pt", "--take-rank", 1).code == 0

@@ -111,7 +111,9 @@ class SideBySide:
             here = (*path, key)
             self._require_holders(here, held, those)
             if self._common and not _agree(held, those):
-                self.left.append(f"'{_name(here)[:80]}' (differs between ranks; --take-rank R takes one's)")
+                self.left.append(
+                    f"'{_name(here)[:80]}' (differs between ranks; merge --take-rank R takes one's)"
+                )
                 continue
             merged = self._merge(here, those)
             if not self._common or merged != {} or not those[0].value:
