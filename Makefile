@@ -1,6 +1,10 @@
 # Each target does all of its own set-up; the first one run makes .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+
+# Tests and benchmarks start many programs; where Python keeps no bytecode, each would compile all of it anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 INSTALLED := .venv/.installed
 
 .PHONY: demo test lint bench fault fuzz docs clean long

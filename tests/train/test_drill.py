@@ -15,7 +15,7 @@ SHORT = ["a worker, in a step", "rank 0, in the middle of a save", "the agent, b
 @pytest.mark.timeout(400)
 def test_runs_that_are_killed_end_in_the_bits_of_one_that_nothing_disturbed() -> None:
     kinds = [word for name in SHORT for word in ("--only", name)]
-    done = start([sys.executable, "-m", "tests.drill", "--kills", "3", "--load", "1", *kinds], patience=380)
+    done = start([sys.executable, "-m", "tests.drill", "--kills", "3", "--load", "0", *kinds], patience=380)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^3 of 3 held", done.stdout, re.MULTILINE)
     assert [line.partition("  ")[0] for line in done.stdout.splitlines()[1:4]] == SHORT
