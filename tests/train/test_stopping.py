@@ -206,7 +206,7 @@ def test_processes_that_load_data_outlive_a_signal_to_the_whole_group(tmp_path):
         os.killpg(run.pid, signal.SIGTERM)
         said, errors = run.communicate(timeout=60)
     assert run.returncode == 143, errors
-    assert "ended   by SIGTERM after step" in said and "to continue: python" in said
+    assert "ended   by SIGTERM after step" in said and "\nto continue:\n  python" in said
     assert errors == ""
     assert step_of(tmp_path) >= 2
 
@@ -249,7 +249,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_the_old_file(tmp_path):
         _, errors = run.communicate(timeout=60)
     assert time.monotonic() - began < 2.0  # a step takes three
     assert run.returncode == 130
-    assert errors.startswith("\ninterrupted; to continue: python ")
+    assert errors.startswith("\ninterrupted; to continue:\n  python ")
     assert step_of(tmp_path) == before
 
 
