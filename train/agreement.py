@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import deque
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,12 +20,18 @@ SPACING = 0.02
 MOST = 10
 """Steps between two messages at most."""
 
+LONG = 1.0
+"""Seconds from which on a step is long: what is sent in it is read at its end, not at that of the next."""
+
 
 class Agreement:
     """Tells all ranks that one was told to end, and how far the save has come on each.
 
-        agreement.begin()     # in each step, before the optimizer's, which hides what the message takes
+        agreement.begin()     # in each step, before the optimizer's
         agreement.finish()    # after it
+
+    To read a message in its own step is to wait once more for the slowest rank, which costs per cents of a
+    short step. In the next one it is there: the gradients have made the ranks wait for each other meanwhile.
 
     Attributes:
         stop: what this rank was told.
@@ -37,20 +45,21 @@ class Agreement:
         self._group: dist.ProcessGroup | None = None
         if not self._is_alone and dist.get_backend() != "gloo":
             self._group = dist.new_group(backend="gloo")
-        self._sent: tuple[torch.Tensor, dist.Work | None] | None = None
-        self._steps, self._until_next, self._last = 0, 1, time.monotonic()
+        self._sent: deque[_Message] = deque()
+        self._step = self._sent_in = 0
+        self._spacing, self._waits, self._last = 1, True, time.monotonic()
 
     def begin(self) -> None:
         """Send what this rank has to tell, if it is time for that; do not wait."""
-        self._steps += 1
-        if not self._is_alone and self._steps >= self._until_next:
+        self._step += 1
+        if self._step - self._sent_in >= self._spacing and not self._is_alone:
             self._send()
 
-    def finish(self, *, now: bool = False) -> str:
+    def finish(self, *, wait: bool = False) -> str:
         """Act on what the ranks have told, the same on each. A collective where a message was sent.
 
         Args:
-            now: send one here, if none was.
+            wait: leave nothing to the next step, as more is to be done after this one.
 
         Returns:
             The signal by which any rank was told to end; `""` if none was.
@@ -58,34 +67,47 @@ class Agreement:
         Raises:
             CheckFailed, RanksDiffer: as `Saver.advance`.
         """
-        told = self._word()
+        signal_of_any = self._act(self._word()) if self._is_alone else ""
+        while self._sent and (wait or self._waits or signal_of_any or self._sent[0].step < self._step):
+            message = self._sent.popleft()
+            if message.work is not None:
+                message.work.wait()
+            signal_of_any = self._act([int(value) for value in message.values.tolist()]) or signal_of_any
+        return signal_of_any
+
+    def ask(self) -> str:
+        """Send a message in any case, and wait for it. A collective. Returns and raises as `finish`."""
         if not self._is_alone:
-            if self._sent is None:
-                if not now:
-                    return ""
-                self._send()
-            told = self._received()
-        number, milliseconds, fewest, *of_save = told
-        self._steps, self._until_next, self._last = 0, -fewest, time.monotonic()
+            self._send()
+        return self.finish(wait=True)
+
+    def _act(self, told: list[int]) -> str:
+        number, milliseconds, microseconds, *of_save = told
+        self._spacing = max(1, min(int(SPACING * 1e6) // max(microseconds, 1), MOST))
+        self._waits = microseconds >= LONG * 1e6
         self.saver.advance(*of_save)
         if number:
             self.stop.heard(number, milliseconds / 1e3)
         return signal.Signals(number).name if number else ""
 
     def _send(self) -> None:
-        told = torch.tensor(self._word(), dtype=torch.int64)
-        self._sent = told, dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-    def _received(self) -> list[int]:
-        """Return the largest of what the ranks have told, of each number."""
-        assert self._sent is not None
-        (values, work), self._sent = self._sent, None
-        if work is not None:
-            work.wait()
-        return [int(value) for value in values.tolist()]
+        values = torch.tensor(self._word(), dtype=torch.int64)
+        work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._sent.append(_Message(self._step, values, work))
+        self._sent_in, self._last = self._step, time.monotonic()
 
     def _word(self) -> list[int]:
-        """Return what this rank tells. Steps are negative: the fewest to the next message are the largest."""
-        number, passed = self.stop.number, (time.monotonic() - self._last) / max(self._steps, 1)
-        steps = max(1, min(int(SPACING / max(passed, 1e-6)), MOST))
-        return [number, int(self.stop.seconds() * 1e3) if number else 0, -steps, *self.saver.word()]
+        """Return what this rank tells; of each number, the largest of any rank counts."""
+        number, steps = self.stop.number, max(self._step - self._sent_in, 1)
+        passed = (time.monotonic() - self._last) / steps
+        since = int(self.stop.seconds() * 1e3) if number else 0
+        return [number, since, int(passed * 1e6), *self.saver.word()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """What is sent in a step: this rank's values, and when `work` is done, the largest of all ranks'."""
+
+    step: int
+    values: torch.Tensor
+    work: dist.Work | None

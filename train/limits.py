@@ -31,7 +31,7 @@ class Due:
     Attributes:
         evaluate: score the test set.
         save: write last.pt.
-        end: what ends the run here, as `--max-time` or `SIGTERM`; `""` if it goes on.
+        end: what ends the run here, as `--max-time`; `""` if it goes on.
     """
 
     evaluate: bool = False
@@ -70,7 +70,7 @@ class Limits:
         steps = self.config.max_steps
         return epochs >= self.config.epochs or (steps is not None and position.global_step >= steps)
 
-    def due(self, position: Position, signal: str = "") -> Due:
+    def due(self, position: Position) -> Due:
         """Return what is to be done after a step. A collective if a time is among the limits.
 
         The end of a training is evaluated and saved. `--max-time` saves but does not evaluate: the run goes
@@ -78,7 +78,6 @@ class Limits:
 
         Args:
             position: after the step; the epoch that ends with it may be counted as finished or not.
-            signal: that tells the run to end; the same on every rank.
         """
         config, is_over = self.config, self.is_over(position)
         time_to_save, time_is_up = self._times()
@@ -88,7 +87,6 @@ class Limits:
         if is_over:
             epochs, _ = self._epochs(position)
             end = "--epochs" if epochs >= config.epochs else "--max-steps"
-        end = signal or end
         return Due(
             evaluate=is_over or self._is_due(config.eval_every, position),
             save=bool(end) or time_to_save or self._is_due(config.save_every, position),

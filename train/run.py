@@ -100,8 +100,8 @@ class Run:
             What ends the run here; `""` if it goes on.
         """
         trainer, progress = self.trainer, self.trainer.progress
-        signal = self._agreement.finish()
-        due = self.limits.due(progress, signal)
+        due = self.limits.due(progress)
+        signal = self._agreement.finish(wait=due.evaluate or due.save)
         tested, best = None, False
         if due.evaluate and not signal:
             tested, signal = self._evaluate()
@@ -124,7 +124,7 @@ class Run:
         except Exception as error:
             if is_lost_rank(error) or is_timeout(error):
                 raise
-            signal = self._agreement.finish(now=True)  # if one rank fails in an evaluation, all do
+            signal = self._agreement.ask()  # if one rank fails in an evaluation, all do
             if not signal:
                 raise
             return None, signal

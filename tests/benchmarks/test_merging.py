@@ -11,6 +11,7 @@ import pytest
 from tests.support.running import ROOT
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_small_run_of_merging(tmp_path: Path) -> None:
     options = ["--size", "4MB", "--rounds", "1", "--folder", str(tmp_path)]

@@ -33,10 +33,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory, run_ranks: Any) -> Measur
     return measure(tmp_path_factory.mktemp("statistics"), train=train)
 
 
+@pytest.mark.long
 def test_both_trainings_end_with_the_same_weights(measured: Measured) -> None:
     assert measured.same_weights
 
 
+@pytest.mark.long
 def test_the_statistics_of_one_rank_cost_accuracy_and_pooling_recovers_it(measured: Measured) -> None:
     assert len(measured.ranks) == 4
     # With three seeds: 3.8 points or more above the ranks' mean, and 3.9 or more above rank 0.
@@ -47,11 +49,13 @@ def test_the_statistics_of_one_rank_cost_accuracy_and_pooling_recovers_it(measur
     assert all(ours >= theirs for ours, theirs in zip(measured.pooled, measured.plain, strict=True))
 
 
+@pytest.mark.long
 def test_plain_scores_as_the_statistics_of_rank_0(measured: Measured) -> None:
     assert measured.ranks[0] == measured.plain[-1]
     assert measured.ranks[0] not in measured.ranks[1:], "else the ranks would hardly differ"
 
 
+@pytest.mark.long
 def test_files_pooled_afterwards_score_as_the_pooled_training(measured: Measured) -> None:
     """Almost: files of single ranks lack the variance between ranks within a step."""
     assert measured.offline == pytest.approx(measured.pooled[-1], abs=0.02)

@@ -25,6 +25,7 @@ def test_the_tables_hold_each_way_against_a_copy_and_a_run_without_saves() -> No
     assert lines[-1] == "| async, beyond no save | ≤ 3.0% | 2.0% | met |"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_ways_take_turns(tmp_path: Path) -> None:
     found = measure(tmp_path, megabytes=2, rounds=2, steps=1, batch=2)

@@ -26,6 +26,7 @@ def test_the_table_names_what_was_measured() -> None:
     assert lines[3] == "| train/main.py | 2.00 | 1.000 | 0.50 – 2.00 | 1.000 |"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_the_loops_take_turns(tmp_path: Path) -> None:
     seconds = measure(tmp_path, ["bare", "ours"], launches=1, rounds=2, steps=1, batch=4)

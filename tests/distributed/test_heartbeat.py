@@ -10,7 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from tests.ranks import mortal
 from tests.ranks.mortal import Ended
 
 TIMEOUT = 4.0
+Case = Callable[[int, Path], object]
+
 BAD = 1
 """The rank with which something is wrong."""
 
@@ -173,105 +176,6 @@ def holds_the_interpreter(rank: int, folder: Path) -> None:
     train(rank, folder, at=only(rank, folder, "forward", 3, lambda: re.match(r"(a+)+$", "a" * 60 + "b")))
 
 
-def watched(case: Callable[[int, Path], object], folder: Path, size: int = 2) -> list[Ended]:
-    """Run a case whose ranks must end in time, by themselves."""
-    ends = mortal.run(case, folder, size)
-    assert None not in [end.code for end in ends], [end.said for end in ends]
-    late = max(end.at for end in ends) - mortal.noted(folder)
-    assert late < TIMEOUT + 5 + SLACK, f"{late:.1f} s"
-    return ends
-
-
-@pytest.mark.parametrize(
-    ("case", "where"),
-    [
-        (hangs_in_data, "'data' of step 3"),
-        (hangs_in_forward, "'forward' of step 3"),
-        (hangs_in_backward, "'backward' of step 3"),
-        (hangs_in_evaluation, "'evaluation' of step 6"),
-        (hangs_in_save, "'save' of step 6"),
-    ],
-)
-def test_a_rank_that_hangs_is_named_by_all_with_its_phase_and_its_stack(
-    tmp_path: Path, case: Any, where: str
-) -> None:
-    for rank, end in enumerate(watched(case, tmp_path)):
-        assert end.code == 1, end.said
-        assert re.search(rf"error: rank {rank}: rank 1 hangs: in {where} for \d s ", end.said), end.said
-        assert "stack of rank 1" in end.said and "time.sleep(1000)" in end.said
-        assert "it is waited for by rank 0 in" in end.said
-
-
-def test_all_of_three_ranks_say_the_same(tmp_path: Path) -> None:
-    said = [
-        end.said.partition("error: ")[2].partition(": ")[2] for end in watched(hangs_in_data, tmp_path, 3)
-    ]
-    assert said[0].startswith("rank 1 hangs")
-    assert "ranks 0, 2 in 'backward' of step 3" in said[0]
-    assert said[0] == said[1] == said[2]
-
-
-def test_a_stopped_rank_is_told_from_one_that_hangs_and_ends_too(tmp_path: Path) -> None:
-    ends = watched(stops, tmp_path)
-    assert [end.code for end in ends] == [1, 1]
-    assert "error: rank 0: rank 1 is stopped, as by SIGSTOP (process " in ends[0].said
-    assert "no heartbeat for 4 s; the last one said '" in ends[0].said
-    own = "error: rank 1: this rank was stopped, as by SIGSTOP, and the others have ended the job (exit 1)\n"
-    assert ends[BAD].said == own
-
-
-def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
-    ends = watched(is_killed, tmp_path)
-    assert ends[0].at - mortal.noted(tmp_path) < TIMEOUT
-    assert ends[BAD].code == -signal.SIGKILL
-    assert "error: rank 0: rank 1 is gone: process " in ends[0].said
-    assert "has ended without a word, as if killed" in ends[0].said
-    assert "memory ran out" not in ends[0].said
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
-def test_a_rank_that_was_killed_as_memory_ran_out_is_told_from_one_that_was_killed(tmp_path: Path) -> None:
-    memory_group()
-    ends = watched(runs_out_of_memory, tmp_path)
-    with contextlib.suppress(OSError):
-        Path((tmp_path / "group").read_text()).rmdir()
-    assert ends[BAD].code == -signal.SIGKILL, ends[BAD].said
-    assert "rank 1 is gone: process " in ends[0].said
-    assert "the kernel has killed a process of this machine as memory ran out" in ends[0].said
-
-
-def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path) -> None:
-    ends = watched(raises, tmp_path)
-    assert "rank 0: rank 1 failed in 'forward' of step 3: ValueError: on purpose" in ends[0].said
-    assert "Traceback" in ends[BAD].said and "failed in" not in ends[BAD].said
-
-
-def test_a_rank_that_skips_backward_is_named(tmp_path: Path) -> None:
-    ends = watched(skips_backward, tmp_path)
-    said = "rank 1 skipped backward: it has begun 3 forward and 2 backward passes"
-    assert said in ends[0].said, ends[0].said
-
-
-def test_a_rank_with_fewer_steps_is_named(tmp_path: Path) -> None:
-    end = mortal.run(has_fewer_steps, tmp_path, patience=20)[0]
-    assert end.code == 1
-    assert "rank 1 has ended its loop after step 3: it had fewer steps than the others" in end.said
-
-
-def test_ranks_that_wait_in_different_collectives_are_a_deadlock(tmp_path: Path) -> None:
-    for end in watched(calls_collectives_in_another_order, tmp_path):
-        assert "no rank goes on, and none is behind: all are in 'forward'" in end.said
-
-
-def test_a_rank_whose_interpreter_is_held_is_named_with_its_stack(tmp_path: Path) -> None:
-    end = watched(holds_the_interpreter, tmp_path)[0]
-    assert "rank 1 does not answer" in end.said and "something holds its interpreter" in end.said
-    assert "in holds_the_interpreter" in end.said or "in <lambda>" in end.said
-
-
-# ---- no false alarm --------------------------------------------------------------------------------------
-
-
 def is_slow(rank: int, folder: Path) -> None:
     train(rank, folder, steps=80, at=only(rank, folder, "data", 3, lambda: time.sleep(0.8 * TIMEOUT)))
 
@@ -333,17 +237,144 @@ def sleeps_as_a_whole(rank: int, folder: Path) -> None:
     train(rank, folder, at=at)
 
 
+CASES: list[Case] = [
+    *(hangs_in_data, hangs_in_forward, hangs_in_backward, hangs_in_evaluation, hangs_in_save),
+    *(stops, is_killed, runs_out_of_memory, raises, skips_backward, has_fewer_steps),
+    *(calls_collectives_in_another_order, holds_the_interpreter),
+    *(is_slow, computes_long, compiles_long, writes_long, evaluates_long, sleeps_as_a_whole),
+]
+
+
+class Cases:
+    """The cases of this file, run four at a time, as most of what they do is to wait."""
+
+    def __init__(self, threads: ThreadPoolExecutor, folder: Path) -> None:
+        self.folder = folder
+        self.begun = {
+            (case, size): threads.submit(mortal.run, case, self.folder_of(case, size), size, patience=40)
+            for case, size in [*((case, 2) for case in CASES), (hangs_in_data, 3)]
+        }
+
+    def folder_of(self, case: Case, size: int = 2) -> Path:
+        """Return where a case writes."""
+        folder = self.folder / f"{case.__name__}-{size}"
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def ends(self, case: Case, size: int = 2) -> list[Ended]:
+        """Return how the ranks of a case have ended."""
+        return self.begun[case, size].result()
+
+    def in_time(self, case: Case, size: int = 2) -> list[Ended]:
+        """Return how the ranks have ended, which they had to do in time, and by themselves."""
+        ends = self.ends(case, size)
+        assert None not in [end.code for end in ends], [end.said for end in ends]
+        late = max(end.at for end in ends) - mortal.noted(self.folder_of(case, size))
+        assert late < TIMEOUT + 5 + SLACK, f"{late:.1f} s"
+        return ends
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
+    threads = ThreadPoolExecutor(4)
+    yield Cases(threads, tmp_path_factory.mktemp("cases"))
+    threads.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize(
-    "case", [is_slow, computes_long, compiles_long, writes_long, evaluates_long, sleeps_as_a_whole]
+    ("case", "where"),
+    [
+        (hangs_in_data, "'data' of step 3"),
+        (hangs_in_forward, "'forward' of step 3"),
+        (hangs_in_backward, "'backward' of step 3"),
+        (hangs_in_evaluation, "'evaluation' of step 6"),
+        (hangs_in_save, "'save' of step 6"),
+    ],
 )
-def test_a_rank_that_works_or_is_slow_is_not_ended(tmp_path: Path, case: Any) -> None:
-    ends = mortal.run(case, tmp_path)
+def test_a_rank_that_hangs_is_named_by_all_with_its_phase_and_its_stack(
+    cases: Cases, case: Any, where: str
+) -> None:
+    for rank, end in enumerate(cases.in_time(case)):
+        assert end.code == 1, end.said
+        assert re.search(rf"error: rank {rank}: rank 1 hangs: in {where} for \d s ", end.said), end.said
+        assert "stack of rank 1" in end.said and "time.sleep(1000)" in end.said
+        assert "it is waited for by rank 0 in" in end.said
+
+
+def test_all_of_three_ranks_say_the_same(cases: Cases) -> None:
+    said = [end.said.partition("error: ")[2].partition(": ")[2] for end in cases.in_time(hangs_in_data, 3)]
+    assert said[0].startswith("rank 1 hangs")
+    assert "ranks 0, 2 in 'backward' of step 3" in said[0]
+    assert said[0] == said[1] == said[2]
+
+
+def test_a_stopped_rank_is_told_from_one_that_hangs_and_ends_too(cases: Cases) -> None:
+    ends = cases.in_time(stops)
+    assert [end.code for end in ends] == [1, 1]
+    assert "error: rank 0: rank 1 is stopped, as by SIGSTOP (process " in ends[0].said
+    assert "no heartbeat for 4 s; the last one said '" in ends[0].said
+    own = "error: rank 1: this rank was stopped, as by SIGSTOP, and the others have ended the job (exit 1)\n"
+    assert ends[BAD].said == own
+
+
+def test_a_killed_rank_is_named_at_once(cases: Cases) -> None:
+    ends = cases.in_time(is_killed)
+    assert ends[0].at - mortal.noted(cases.folder_of(is_killed)) < TIMEOUT
+    assert ends[BAD].code == -signal.SIGKILL
+    assert "error: rank 0: rank 1 is gone: process " in ends[0].said
+    assert "has ended without a word, as if killed" in ends[0].said
+    assert "memory ran out" not in ends[0].said
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="control groups are Linux's")
+def test_a_rank_that_was_killed_as_memory_ran_out_is_told_from_one_that_was_killed(cases: Cases) -> None:
+    memory_group()
+    ends = cases.in_time(runs_out_of_memory)
+    with contextlib.suppress(OSError):
+        Path((cases.folder_of(runs_out_of_memory) / "group").read_text()).rmdir()
+    assert ends[BAD].code == -signal.SIGKILL, ends[BAD].said
+    assert "rank 1 is gone: process " in ends[0].said
+    assert "the kernel has killed a process of this machine as memory ran out" in ends[0].said
+
+
+def test_a_rank_that_raises_is_named_with_its_error(cases: Cases) -> None:
+    ends = cases.in_time(raises)
+    assert "rank 0: rank 1 failed in 'forward' of step 3: ValueError: on purpose" in ends[0].said
+    assert "Traceback" in ends[BAD].said and "failed in" not in ends[BAD].said
+
+
+def test_a_rank_that_skips_backward_is_named(cases: Cases) -> None:
+    ends = cases.in_time(skips_backward)
+    said = "rank 1 skipped backward: it has begun 3 forward and 2 backward passes"
+    assert said in ends[0].said, ends[0].said
+
+
+def test_a_rank_with_fewer_steps_is_named(cases: Cases) -> None:
+    end = cases.ends(has_fewer_steps)[0]
+    assert end.code == 1
+    assert "rank 1 has ended its loop after step 3: it had fewer steps than the others" in end.said
+
+
+def test_ranks_that_wait_in_different_collectives_are_a_deadlock(cases: Cases) -> None:
+    for end in cases.in_time(calls_collectives_in_another_order):
+        assert "no rank goes on, and none is behind: all are in 'forward'" in end.said
+
+
+def test_a_rank_whose_interpreter_is_held_is_named_with_its_stack(cases: Cases) -> None:
+    end = cases.in_time(holds_the_interpreter)[0]
+    assert "rank 1 does not answer" in end.said and "something holds its interpreter" in end.said
+    assert "in holds_the_interpreter" in end.said or "in <lambda>" in end.said
+
+
+@pytest.mark.parametrize("case", CASES[-6:])
+def test_a_rank_that_works_or_is_slow_is_not_ended(cases: Cases, case: Any) -> None:
+    ends = cases.ends(case)
     assert [end.code for end in ends] == [0, 0], [end.said for end in ends]
     assert "error" not in ends[0].said + ends[1].said
 
 
-def test_a_slow_loader_is_named_in_a_warning_and_its_end_too(tmp_path: Path) -> None:
-    said = mortal.run(is_slow, tmp_path)[0].said
+def test_a_slow_loader_is_named_in_a_warning_and_its_end_too(cases: Cases) -> None:
+    said = cases.ends(is_slow)[0].said
     assert re.search(r"^warning: rank 0: rank 1 is slow: in 'data' of step 3 for \d s", said), said
     assert "taken for hung once it has done nothing for 4 s" in said
     assert said.endswith("warning: rank 0: rank 1 goes on\n")

@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 PRELOADED = ["torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor"]
+PRELOADED += ["torch.distributed.run", "torch.utils.data", "numpy"]
 """What the server imports: torch, and what the first DDP or DTensor would import, in the time of a case."""
 
 START_TIMEOUT = 90.0

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.ranks.forked import Program
+
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 TINY = ["--data", "fake:10", "--epochs", "1", "--batch-size", "4"]
@@ -37,9 +39,19 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def start(
-    command: list[str], cwd: Path = ROOT, *, patience: float = PATIENCE, **more: str
+    command: list[str], cwd: Path = ROOT, *, patience: float = PATIENCE, anew: bool = False, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end, in `patience` seconds; `more` are variables of its environment."""
+    """Run a command to its end.
+
+    Args:
+        patience: seconds that it has.
+        anew: start a new process of Python's, and not a fork of one that has imported torch.
+        more: variables of its environment.
+    """
+    if not anew and command[0] == sys.executable:
+        program = Program(command, cwd, environment(**more))
+        out, err = program.communicate(patience)
+        return subprocess.CompletedProcess(command, program.returncode or 0, out, err)
     return subprocess.run(
         command,
         cwd=cwd,

@@ -22,6 +22,7 @@ from ckpttool.distributed.collectives import RankFailed
 from ckpttool.distributed.group import process_group
 from ckpttool.errors import CkptToolError, RanksDiffer
 from tests.ranks import trainings
+from tests.ranks.forked import Program
 from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, start
 from train import flags, launch, main, report
 from train.config import TrainConfig
@@ -90,15 +91,7 @@ def test_a_rank_that_fails_ends_the_others_and_only_it_has_a_traceback(tmp_path,
 @contextlib.contextmanager
 def training(arguments, line, folder):
     """Start the program in a session of its own and wait for a line of output; kill what is left."""
-    run = subprocess.Popen(
-        [sys.executable, str(ROOT / "train" / "main.py"), *arguments],
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    run = Program([sys.executable, str(ROOT / "train" / "main.py"), *arguments], folder, environment())
     try:
         next(said for said in run.stdout if line in said)
         yield run
@@ -143,18 +136,11 @@ def test_ranks_do_not_outlive_a_launcher_that_was_killed_as_soon_as_it_had_start
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
 @pytest.mark.parametrize("flags", [TINY, ["--help"]], ids=["training", "help"])
 def test_a_full_stdout_is_reported_in_one_line(tmp_path, flags):
+    command = [sys.executable, "train/main.py", *flags, "--out", str(tmp_path / "x")]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "train/main.py", *flags, "--out", str(tmp_path / "x")],
-            cwd=ROOT,
-            env=environment(),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-    assert (done.returncode, done.stderr) == (1, "error: standard output: no space left on device\n")
+        run = Program(command, ROOT, environment(), stdout=full.fileno())
+        _, errors = run.communicate(timeout=60)
+    assert (run.returncode, errors) == (1, "error: standard output: no space left on device\n")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -180,6 +180,7 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Flatten(), *hidden, nn.Linear(8, 10))
 
 
+@pytest.mark.long
 def test_a_compiled_run_resumes_bit_for_bit_and_saves_the_usual_keys(run_ranks: Any, tmp_path: Any) -> None:
     settings = {"compile": True, "ema": 0.7, "clip_norm": 0.5, "drop_last": True}
     arguments = perceptron, str(tmp_path), settings, (1,)

@@ -7,13 +7,13 @@ import os
 import pty
 import shlex
 import struct
-import subprocess
 import sys
 import termios
 from pathlib import Path
 
 import pytest
 
+from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment
 from train import report
 from train.config import TrainConfig
@@ -38,7 +38,7 @@ def on_terminal(folder: Path, columns: int, *arguments: str) -> list[str]:
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     command = [sys.executable, str(ROOT / "train" / "main.py"), *arguments, "--out", "x"]
     env = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES")}
-    run = subprocess.Popen(command, cwd=folder, env=env, stdout=theirs, stderr=theirs, stdin=theirs)
+    run = Program(command, folder, env, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     said = b""
     try:

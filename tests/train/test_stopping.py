@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from tests.ranks import runs, trainings
+from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, TORCHRUN, environment
 from train import agreement, task
 from train.config import TrainConfig
@@ -154,18 +154,10 @@ FLAGS += ["--out", "run", "--log-every", "1"]
 
 
 @contextlib.contextmanager
-def running(folder: Path, command: list[str], seconds: float = 0.05) -> Iterator[subprocess.Popen[str]]:
+def running(folder: Path, command: list[str], seconds: float = 0.05) -> Iterator[Program]:
     """Start a program, and wait until each rank has taken some steps; kill what is left."""
     (folder / "own.py").write_text(SLOW.format(seconds=seconds))
-    run = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment(PYTHONPATH=str(ROOT)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    run = Program(command, folder, environment(PYTHONPATH=str(ROOT)))
     try:
         end = time.monotonic() + 90
         while not steps_logged(folder) > 1:
