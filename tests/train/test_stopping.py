@@ -262,8 +262,7 @@ def test_a_step_that_takes_longer_than_the_grace_is_said(tmp_path):
 def test_a_signal_before_the_first_step_ends_the_run_in_one_line(tmp_path, number):
     waits = "def model():\n    open('here', 'w')\n    __import__('time').sleep(99)\n"
     (tmp_path / "own.py").write_text(waits)
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    run = subprocess.Popen(program(), cwd=tmp_path, env=environment(), **pipes)
+    run = Program(program(), tmp_path, environment())
     end = time.monotonic() + 60
     while not (tmp_path / "here").exists() and time.monotonic() < end:
         time.sleep(0.05)
