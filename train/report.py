@@ -8,17 +8,15 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.plan import Plan, dealt_sizes
 from ckpttool.metrics.certificate import Certificate, LossCertificate
-from train import launch, log_file, scoring, spawning
-from train.config import DataConfig, TrainConfig
+from train import commands, launch, log_file, scoring, spawning
+from train.config import TrainConfig
 from train.data import Data
 from train.engine import Trainer, TrainScore
 from train.flags import arguments_of
@@ -246,9 +244,9 @@ class Report:
             model = os.path.join(self.folder, "model.safetensors")
             strip = ["ckpttool", "strip-prefix", saved[0], model]
             strip += ["--state", "ema.averages"] * bool(self.trainer.ema)
-            launch.say(to_paste([*strip, *(["--force"] * os.path.exists(model))]))
-            evaluate = ["python", program("evaluate"), model, *flags_of(self.trainer.config)]
-            launch.say(to_paste([*evaluate, *flags_of_bits(self.trainer.place.device)]))
+            launch.say(commands.to_paste([*strip, *(["--force"] * os.path.exists(model))]))
+            same = commands.flags_of(self.trainer.config) + commands.flags_of_bits(self.trainer.place.device)
+            launch.say(commands.to_paste(["python", commands.program("evaluate"), model, *same]))
 
     def how_to_go_on(self) -> str:
         """Return the command that continues an interrupted run."""
@@ -261,14 +259,8 @@ class Report:
             return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
         alone = spawn or place.world_size == 1
         start = ["python"] if alone else ["torchrun", "--nproc-per-node", str(place.world_size)]
-        return f"to continue:\n{to_paste([*start, program('main'), *arguments_of(resumed)])}"
-
-
-def program(name: str) -> str:
-    """Return the path of a program of this package, relative to the working directory."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
-    below = os.path.relpath(path)
-    return path if below.startswith(os.pardir) else below
+        start += [commands.program("main"), *arguments_of(resumed)]
+        return f"to continue:\n{commands.to_paste(start)}"
 
 
 def describe(data: Data) -> str:
@@ -310,37 +302,3 @@ def in_lines(recipe: str) -> str:
     unbreakable = recipe.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
     lines = textwrap.wrap(unbreakable, width=72, break_long_words=False, break_on_hyphens=False)
     return f"\n{'':8}".join(lines).replace("\N{NO-BREAK SPACE}", " ")
-
-
-def to_paste(words: Sequence[str], columns: int = 80) -> str:
-    """Return a command for a shell, indented, broken before a flag where a line would be too long."""
-    lines = [" "]
-    for number, word in enumerate(words):
-        quoted = shlex.quote(word)
-        after = words[number + 1] if number + 1 < len(words) else "-"
-        width = len(quoted) + (0 if after.startswith("-") else 1 + len(shlex.quote(after)))
-        if word.startswith("-") and len(lines[-1]) + 1 + width > columns - 2:
-            lines.append("     ")
-        lines[-1] += f" {quoted}"
-    return " \\\n".join(lines)
-
-
-def flags_of(config: TrainConfig) -> list[str]:
-    """Return the flags with which an evaluation builds the same model and takes the same samples."""
-    flags = ["--model", config.model, "--data", config.data]
-    if config.task != DataConfig.task:
-        flags += ["--task", config.task]
-    if config.eval_batch != DataConfig.eval_batch:
-        flags += ["--eval-batch", str(config.eval_batch)]
-    for name, values in (("mean", config.mean), ("std", config.std)):
-        if values:
-            flags.append(f"--{name}={','.join(map(str, values))}")
-    if config.resize:
-        flags += ["--resize", str(config.resize)]
-    return flags
-
-
-def flags_of_bits(device: torch.device) -> list[str]:
-    """Return the flags with which an evaluation gives the same numbers to the last digit."""
-    threads = torch.get_num_threads()
-    return ["--threads", str(threads)] if device.type == "cpu" and threads != 1 else []

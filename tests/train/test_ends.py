@@ -24,7 +24,7 @@ from ckpttool.errors import CkptToolError, RanksDiffer
 from tests.ranks import trainings
 from tests.ranks.forked import Program
 from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, start
-from train import flags, launch, main, report
+from train import commands, flags, launch, main, report
 from train.config import TrainConfig
 from train.engine import Trainer
 
@@ -179,7 +179,7 @@ def test_programs_are_proposed_by_a_path_that_works_in_the_working_directory(tmp
         (tmp_path, f"{ROOT}/train/main.py"),
     ):
         monkeypatch.chdir(folder)
-        assert report.program("main") == path
+        assert commands.program("main") == path
 
 
 def test_ctrl_c_before_the_first_save_says_so(tmp_path):

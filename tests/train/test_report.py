@@ -15,7 +15,7 @@ import pytest
 
 from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment
-from train import report
+from train import commands, report
 from train.config import TrainConfig
 
 OWN = """
@@ -88,7 +88,7 @@ def test_a_recipe_is_broken_between_its_parts() -> None:
 def test_a_command_is_broken_before_flags_and_is_the_same_for_a_shell() -> None:
     words = ["python", "train/main.py", "--model", "own.py:model", "--data", "own.py:data", "--mean=-1,2"]
     words += ["--out", "my \\ run", "--init-allow-missing", "linear.*", "--epochs", "20", "--resume", "auto"]
-    text = report.to_paste(words)
+    text = commands.to_paste(words)
     assert shlex.split(text.replace(" \\\n", " ")) == words
     assert 1 < len(text.splitlines()) == text.count("\n      --") + 1
     assert max(map(len, text.splitlines())) <= 80
