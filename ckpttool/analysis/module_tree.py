@@ -173,8 +173,8 @@ def _leaf(entry: _Entry, start: int, times: int) -> Branch:
 def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]]:
     """Yield rows of modules: each follows the last, is numbered on from it, and is alike."""
     names: Iterable[str] = modules
-    if all(name.isdecimal() for name in modules):  # safetensors has 10 before 2
-        names = sorted(modules, key=lambda name: (len(name), name))
+    if all(map(str.isdecimal, modules)):  # safetensors has 10 before 2
+        names = sorted(sorted(modules), key=len)
     row: list[str] = []
     before: _Kind = ()
     expected: str | None = None  # the name of the row's next module

@@ -104,35 +104,32 @@ def prove(
     if not any(link.entry.get("kind") == "begin" for link in links):
         raise Damaged(path, "is no record of a run")
     findings = [Finding("chain", f"line {one.number}", one.message) for one in breaks]
+    replayed, command, ranks = None, list[str](), 0
     try:
         findings += _begun_elsewhere(links)
         record = RunRecord(links)
-        notes = [*_notes(record)]
-        checkpoints: dict[str, int] = {}
-        for name in sorted(one for one in os.listdir(folder) if CHECKPOINT.fullmatch(one)):
-            found = _check_checkpoint(folder, name, links)
-            checkpoints[name] = -1 if isinstance(found, Finding) else found
-            findings += [found] if isinstance(found, Finding) else []
-        notes += _absent(links, checkpoints)
-        whole = {step: name for name, step in checkpoints.items() if step >= 0}
-        replayed, command, ranks = None, list[str](), 0
+        whole, wrong = _checkpoints(folder, links)
+        findings += wrong
+        notes = [*_notes(record), *_absent(links, whole)]
         if replay is not None:
-            start, end = segment(path, record, whole, replay)
-            ranks = replay.ranks or record.begin_of(start)["ranks"]
-            resumed = os.path.join(folder, whole[start]) if start else None
-            command = command_of(path, record.begin_of(start), end, resumed, replay)
+            steps = {step: name for name, step in whole.items()}
+            start, end, why = segment(path, record, steps, replay)
+            notes += [why] if why else []
+            begin = record.begin_of(start)
+            ranks = replay.ranks or begin["ranks"]
+            resumed = os.path.join(folder, steps[start]) if start else None
+            command = command_of(path, begin, end, resumed, replay)
             if not replay.dry:
                 announce(shlex.join(command))
                 replayed, part = (start, end), differing(command, record, start)
                 findings += [Finding("replay", f"step {part.step}", part.message, part.step)] if part else []
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise Damaged(path, f"is no record of a run: {type(error).__name__}: {error}") from error
-    kept = tuple((name, step) for name, step in checkpoints.items() if step >= 0)
     return Proved(
         len(links),
         links[-1].hash,
         record.end is not None,
-        kept,
+        tuple(whole.items()),
         replayed,
         ranks,
         tuple(findings),
@@ -168,12 +165,24 @@ def _absent(links: list[chain.Link], checkpoints: Mapping[str, int]) -> Iterator
     """Yield what the folder lacks of the checkpoints that the chain tells of."""
     steps = [link.entry["step"] for link in links if link.entry.get("kind") == "checkpoint"]
     if steps and not checkpoints:
-        yield f"none of the {len(steps)} checkpoints of the record is in the folder"
+        yield f"none of the {len(steps)} checkpoints of the record is in the folder and whole"
     elif steps and 0 <= checkpoints.get("last.pt", -1) != steps[-1] and steps[-1] not in checkpoints.values():
         yield f"last.pt is of step {checkpoints['last.pt']}, and the record's last checkpoint of {steps[-1]}"
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------------
+
+
+def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[Finding]]:
+    """Return the step of each checkpoint that holds, by name, and what is wrong with the others."""
+    whole, wrong = dict[str, int](), list[Finding]()
+    for name in sorted(one for one in os.listdir(folder) if CHECKPOINT.fullmatch(one)):
+        found = _check_checkpoint(folder, name, links)
+        if isinstance(found, Finding):
+            wrong.append(found)
+        else:
+            whole[name] = found
+    return whole, wrong
 
 
 def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -54,29 +55,49 @@ class Replay:
     dry: bool = False
 
 
-def segment(path: str, record: RunRecord, whole: dict[int, str], replay: Replay) -> tuple[int, int]:
-    """Return the steps after which the replay begins and ends."""
+def segment(path: str, record: RunRecord, whole: dict[int, str], replay: Replay) -> tuple[int, int, str]:
+    """Return the steps after which the replay begins and ends, and why it ends before what was asked for.
+
+    Args:
+        path: of the record, for messages.
+        record: what it says.
+        whole: the steps of the checkpoints that are there.
+        replay: which part is asked for. Without a start it is the last part that can be replayed.
+
+    Raises:
+        UsageFault: the record tells of no step, or ends before the one asked for; or there is no checkpoint
+            to begin from, or no step behind it that went on with the same settings.
+    """
     starts = sorted({*whole} | ({0} if record.begins[0]["step"] == 0 else set()))
     ends = sorted(record.steps)
+    alone = f"check the record alone: ckpttool prove {shlex.quote(os.path.dirname(path) or '.')} --no-replay"
     if not ends:
-        raise UsageFault(f"{path}: tells of no step, so there is nothing to replay")
-    end = ends[-1] if replay.end is None else max([one for one in ends if one <= replay.end], default=0)
-    before = end - 1 if replay.start is None else replay.start
-    possible = [one for one in starts if one <= before]
+        raise UsageFault(f"{path}: tells of no step, so there is nothing to replay", hint=alone)
+    wanted = ends[-1] if replay.end is None else replay.end
+    if wanted > ends[-1]:
+        raise UsageFault(
+            f"--to {wanted}: the last step in the record is {ends[-1]}",
+            hint="leave out --to to replay up to there",
+        )
+    asked = path if replay.end is None else f"--to {wanted}"
+    possible = [one for one in starts if one <= wanted - 1]
+    if replay.start is not None:
+        asked, possible = f"--from {replay.start}", [one for one in starts if one <= replay.start][-1:]
     if not possible:
         have = f"checkpoints of steps {', '.join(map(str, starts))}" if starts else "no whole checkpoint"
-        raise UsageFault(
-            f"--from {before}: there is nothing to begin from; the run has {have}", hint="give another --from"
-        )
-    start = possible[-1]
-    limit = record.limit(start)
-    end = end if limit is None else max((one for one in ends if one <= min(end, limit)), default=0)
-    if end <= start:
-        raise UsageFault(
-            f"--to {replay.end or end}: no step from {start} on is in the chain up to there",
-            hint="give a greater --to, or a smaller --from",
-        )
-    return start, end
+        raise UsageFault(f"{asked}: there is nothing to begin from; the run has {have}", hint=alone)
+    for start in reversed(possible):
+        limit = record.limit(start)
+        last = wanted if limit is None else min(wanted, limit)
+        end = max((one for one in ends if start < one <= last), default=None)
+        if end is not None:
+            changed = f"the run went on from step {limit} with other settings"
+            why = changed if last < wanted else f"step {wanted} is not in the record"
+            return start, end, f"replays up to step {end}: {why}" if end < wanted else ""
+    raise UsageFault(
+        f"{asked}: no step behind {possible[-1]} and up to {wanted} is in the record with the same settings",
+        hint=alone if replay.start is None else "give another --from, or leave it out",
+    )
 
 
 def command_of(path: str, begin: Entry, end: int, resumed: str | None, replay: Replay) -> list[str]:

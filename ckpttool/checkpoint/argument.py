@@ -22,9 +22,9 @@ def takes_checkpoint(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        given = args[0] if args else kwargs.get("checkpoint")
-        if given is not None and not isinstance(given, Checkpoint):
-            raise TypeError(_what_to_pass(function.__name__, given))
+        given = args[:1] or [kwargs[name] for name in ("checkpoint",) if name in kwargs]
+        if given and not isinstance(given[0], Checkpoint):
+            raise TypeError(_what_to_pass(function.__name__, given[0]))
         return function(*args, **kwargs)
 
     return checked

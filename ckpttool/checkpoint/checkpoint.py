@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import islice
 from types import TracebackType
 from typing import NamedTuple
 
-from ..errors import Damaged, NoState, Refused, Unsupported
-from ..inert_pickle.values import Global, OrderedDict_, Record, TooDeep, in_brief, rebuild, tensor_of
+from ..errors import NoState, Refused
+from ..inert_pickle.values import Global, TooDeep, in_brief, rebuild, tensor_of
 from ..tensors.ref import Source, Storage, TensorRef
-from .dotted_names import MAX_NAMES, Entry, Path, TooManyNames, contents, dotted, named_values
-from .nested_states import TwiceNamed, flattened, is_tensor, values_at
-from .pickled_modules import BadModules, is_module, named, own_attributes
+from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted
+from .pickled_modules import own_attributes
 from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, tensor_like
-from .state import State, in_part, make_state, part
-from .states import (
-    Likelihood,
-    candidates,
-    equally_likely,
-    follow,
-    is_nested,
-    is_offered,
-    is_state,
-    likelihood,
-    path_of,
-)
-from .tensor_likes import TensorLike, placeholders
+from .state import State, in_part
+from .state_search import StateSearch
+from .states import follow, is_offered
+from .tensor_likes import TensorLike
 
 OF_TORCH = {"format": "pt"}
 """The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
@@ -153,14 +140,15 @@ class Checkpoint:
         Raises:
             Unsupported: the dotted paths together would fill the memory.
         """
-        try:
-            yield from named_values(self.tree, inside, MAX_NAMES + 64 * self.nbytes)
-        except TooManyNames:
-            raise Unsupported(self.path, "its dotted names need too much memory") from None
+        return self._search.named(inside)
 
     def states(self) -> list[Path]:
         """Return the paths of everything that could be a model's state, the likeliest first."""
-        return [path for _, path in self._ranked()]
+        return self._search.states()
+
+    @property
+    def _search(self) -> StateSearch:
+        return StateSearch(self.path, self.tree, MAX_NAMES + 64 * self.nbytes)
 
     def state(self, where: str | None = None) -> State:
         """Return the model's state.
@@ -177,12 +165,8 @@ class Checkpoint:
             Refused: two entries of nested dicts have one dotted name; or as `require_whole`.
             Unsupported: the dotted names of nested dicts together would fill the memory.
         """
-        path = self._only() if where is None else self._named(where)
-        if path is None and where is not None and (found := self._part(where)) is not None:
-            return found
-        if path is None:
-            raise NoState(self.path, f"holds no state named '{str(where)[:80]}'", hint=self._where_to_look())
-        return self.state_at(path)
+        self.require_whole()
+        return self._search.only() if where is None else self._search.by_name(where)
 
     def state_at(self, path: Path) -> State:
         """Return the state at a path, which dotted names leave open when keys contain dots.
@@ -195,18 +179,7 @@ class Checkpoint:
             Damaged, Refused, Unsupported: as for `state`.
         """
         self.require_whole()
-        value, elsewhere = follow(self.tree, path), placeholders(self.tree)
-        if isinstance(value, Record) and is_module(value):
-            return make_state(path, self._of_module(value), module=value, elsewhere=elsewhere)
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise self._no_dict(path)
-        if not is_nested(path, value) and (is_state(value) or not value):
-            return make_state(path, value, elsewhere=elsewhere)
-        places = self._places(value)
-        entries = OrderedDict_(values_at(value, places))
-        if not any(map(is_tensor, entries.values())):
-            raise self._no_dict(path)
-        return make_state(path, entries, nested=value, places=places, elsewhere=elsewhere)
+        return self._search.at(path)
 
     def require_whole(self) -> None:
         """Check that tensors are whole, not one rank's pieces whose places only the metadata tells.
@@ -309,102 +282,3 @@ class Checkpoint:
             return replace(self, tree=rebuild(self.tree, change))
         except (TooDeep, RecursionError):
             raise Refused(self.path, "its contents are nested too deeply to be copied") from None
-
-    def _ranked(self) -> list[tuple[Likelihood, Path]]:
-        """Return the paths of states with their likelihood, the likeliest first."""
-        paths = candidates(self.tree)
-        found = [(likelihood(path, partial(self._entries, path)), path) for path in paths]
-        return sorted(found, key=lambda pair: pair[0])
-
-    def _entries(self, path: Path) -> Mapping[object, object]:
-        value = follow(self.tree, path)
-        if isinstance(value, Record):
-            return self._of_module(value)
-        assert isinstance(value, dict)
-        try:
-            return dict(values_at(value, self._places(value))) if is_nested(path, value) else value
-        except Refused:  # as soon as this state is taken; another one may be named
-            return value
-
-    def _only(self) -> Path:
-        """Return the path of the one state that is likelier than all others."""
-        ranked = self._ranked()
-        if not ranked:
-            reason = "holds no dict of tensors by name, so no model's state"
-            for path, value in self.named(contents):
-                if (key := _key_that_is_no_name(value)) is not None:
-                    where = f"'{dotted(path)[:80]}'" if path else "the dict at the top"
-                    reason += f": {where} has tensors, but its key {key} is no text"
-                    break
-            raise NoState(self.path, reason, hint=self._where_to_look())
-        first, *rivals = equally_likely(self.tree, ranked)
-        if rivals:
-            names = [dotted(path) for path in (first, *rivals)]
-            shown = ", ".join(f"'{name[:80]}'" for name in names[:8])
-            more = f" and {len(names) - 8} more" if names[8:] else ""
-            raise NoState(
-                self.path,
-                f"holds {len(names)} states, and nothing says which is the model's: {shown}{more}",
-                hint=f"name one: --state {shlex.quote(names[0])}; or take all of them as one: --state ''",
-            )
-        return first
-
-    def _named(self, where: str) -> Path | None:
-        """Return the path behind a dotted name; of several that fit it, the likeliest state's."""
-        # Keys may contain dots, so one dotted name may fit several paths.
-        fitting = (path for path in self.states() if where == dotted(path))
-        return next(fitting, None) or path_of(self.tree, where)
-
-    def _part(self, where: str) -> State | None:
-        """Return the part of a state whose keys a dotted name is a prefix of: `state_dict.ema_model`."""
-        for path in self.states():
-            inner = f"{dotted(path)}." if path else ""
-            try:
-                whole = self.state_at(path)
-            except (NoState, Refused):  # whose names are ambiguous; another state may have the keys
-                continue
-            for name in dict.fromkeys((where.removeprefix(inner), where)):
-                found = part(whole, f"{name}.") if name.strip("!") else None
-                if found is not None:
-                    return found
-        return None
-
-    def _places(self, value: dict[object, object]) -> dict[str, Path]:
-        try:
-            return flattened(value, MAX_NAMES + 64 * self.nbytes)
-        except TooManyNames:
-            raise Unsupported(self.path, "its dotted names need too much memory") from None
-        except TwiceNamed as fault:
-            reason = f"two entries of its nested dicts are named '{str(fault)[:80]}'"
-            named = self.named(contents)
-            dicts = (path for path, each in named if path and isinstance(each, dict) and is_state(each))
-            choices = " or ".join(f"--state {shlex.quote(dotted(path))}" for path in islice(dicts, 4))
-            hint = f"take one of the dicts: {choices}" if choices else None
-            raise Refused(self.path, reason, hint=hint) from None
-
-    def _of_module(self, value: Record) -> dict[object, object]:
-        try:
-            return OrderedDict_(named(value))
-        except BadModules as fault:
-            raise Damaged(self.path, str(fault)) from None
-
-    def _no_dict(self, path: Path) -> NoState:
-        reason = f"'{dotted(path)[:80]}' is not a dict of tensors by name"
-        if (key := _key_that_is_no_name(follow(self.tree, path))) is not None:
-            reason += f": it has the key {key}, which is no text"
-        return NoState(self.path, reason, hint=self._where_to_look())
-
-    def _where_to_look(self) -> str:
-        names = [shlex.quote(dotted(path)) for path in self.states()]
-        if not names:
-            return f"see what is in it: ckpttool inspect {shlex.quote(self.path)}"
-        if names == ["''"]:
-            return "the file itself is the state: leave out --state"
-        return f"there are: {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if names[8:] else "")
-
-
-def _key_that_is_no_name(value: object) -> str | None:
-    """Return a key of a dict of tensors that is no text, as a number; None if all keys are text."""
-    if not isinstance(value, dict) or not any(map(is_tensor, value.values())):
-        return None
-    return next((in_brief(key) for key in value if not isinstance(key, str)), None)

@@ -33,6 +33,11 @@ class Ranks:
     replicated: tuple[str, ...] = ()
     missing: tuple[int, ...] = ()
 
+    @property
+    def axes(self) -> str:
+        """The mesh as `mesh fsdp 2 x tp 2`; empty when it is one axis without a name, of all ranks."""
+        return f"mesh {self.mesh}" if self.mesh and self.mesh != str(self.world_size) else ""
+
 
 def require_all(path: str, missing: Sequence[int], world_size: int | None) -> None:
     """Check that no rank's file is missing.

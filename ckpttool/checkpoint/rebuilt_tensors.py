@@ -6,14 +6,14 @@ torch pickles such a tensor as a call that puts it together from plain tensors a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
 from ..inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of, walk, with_tensor
-from ..tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
+from ..tensors.dtypes import STORAGE_DTYPES
 from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor
-from .tensor_likes import TensorLike, shape_of
+from .tensor_likes import TensorLike, attributes, shape_of, torch_dtype
 
 ENDINGS = ("Tensor", "Parameter", "Buffer")
 """The ends of the names of classes that are taken for tensors, though they are not known here."""
@@ -89,7 +89,7 @@ def _of_subclass(
         name = kind.name.rpartition(".")[2] if isinstance(kind, Global) else "object"
         found = _unknown(name, value)
         if function == WRAPPER_SUBCLASS and len(values) > 2:
-            found = replace(found, dtype=_dtype(values[1]), shape=shape_of(values[2]))
+            found = replace(found, dtype=torch_dtype(values[1]), shape=shape_of(values[2]))
     return found
 
 
@@ -165,7 +165,7 @@ def _jagged(args: tuple[object, ...]) -> TensorLike | None:
 
 def _meta(args: tuple[object, ...]) -> TensorLike | None:
     """Read `_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)`."""
-    return TensorLike("meta", _dtype(args[0]), shape_of(args[1])) if len(args) > 1 else None
+    return TensorLike("meta", torch_dtype(args[0]), shape_of(args[1])) if len(args) > 1 else None
 
 
 def _uninitialised(args: tuple[object, ...]) -> TensorLike:
@@ -190,14 +190,14 @@ READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], TensorLike | Non
 
 def _dtensor(args: tuple[object, ...], state: object) -> TensorLike | None:
     """Read a DTensor: a local tensor, and the mesh and placements that say which piece of the whole it is."""
-    attributes = _attributes(state)
-    local, spec = tensor_of(attributes.get("_local_tensor")), _attributes(attributes.get("_spec"))
+    own = attributes(state)
+    local, spec = tensor_of(own.get("_local_tensor")), attributes(own.get("_spec"))
     shape, placements = shape_of(args[2]) if len(args) > 2 else None, spec.get("placements")
     if local is None or shape is None or not isinstance(placements, tuple | list):
         return None
     words = [_placement(each) for each in placements]
     whole = local.shape == shape and not any(word.startswith("Partial") for word in words)
-    mesh = _attributes(spec.get("mesh"))
+    mesh = attributes(spec.get("mesh"))
     rank, ranks = mesh.get("_rank"), mesh.get("_flatten_rank_map")
     here = f"rank {rank}" if type(rank) is int else None
     of = f" of {len(ranks)}" if here and isinstance(ranks, tuple) else ""
@@ -208,7 +208,7 @@ def _dtensor(args: tuple[object, ...], state: object) -> TensorLike | None:
 def _placement(value: object) -> str:
     """Return a placement as torch writes it: `Shard(0)`."""
     name = value.type_name.rpartition(".")[2] if isinstance(value, Record) else in_brief(value)
-    settings = _attributes(value).values()
+    settings = attributes(value).values()
     return f"{name}({', '.join(in_brief(each) for each in settings)})"
 
 
@@ -219,10 +219,10 @@ def _sharded(args: tuple[object, ...], state: object) -> TensorLike | None:
         return None
     parts: dict[str, TensorRef] = {}
     places = []
-    for shard in map(_attributes, state[0]):
+    for shard in map(attributes, state[0]):
         tensor, offsets = (
             tensor_of(shard.get("tensor")),
-            _attributes(shard.get("metadata")).get("shard_offsets"),
+            attributes(shard.get("metadata")).get("shard_offsets"),
         )
         if tensor is None or not isinstance(offsets, list | tuple):
             return None
@@ -230,7 +230,7 @@ def _sharded(args: tuple[object, ...], state: object) -> TensorLike | None:
         places.append(f"at {list(map(in_brief, offsets))}".replace("'", ""))
     shapes = [tensor.shape for tensor in parts.values()]
     local = shapes[0] if len(shapes) == 1 else (sum(tensor.numel for tensor in parts.values()),)
-    dtype = _dtype(args[1]) or next((tensor.dtype for tensor in parts.values()), None)
+    dtype = torch_dtype(args[1]) or next((tensor.dtype for tensor in parts.values()), None)
     return TensorLike(
         "ShardedTensor", dtype, shape, parts, ", ".join(places), None if shapes == [shape] else local
     )
@@ -243,15 +243,3 @@ SHARDED_TYPES: dict[object, Callable[[tuple[object, ...], object], TensorLike | 
     Global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"): _sharded,
 }
 """The classes of tensors that lie on several ranks, with how their state is read."""
-
-
-def _attributes(value: object) -> Mapping[object, object]:
-    """Return an object's state as a dict: a dict, the second of (dict, slots), or nothing."""
-    state = value.state if isinstance(value, Record) else value
-    if isinstance(state, tuple) and len(state) == 2:
-        state = state[1]
-    return state if isinstance(state, dict) else {}
-
-
-def _dtype(value: object) -> DType | None:
-    return DTYPES.get(value.name) if isinstance(value, Global) and value.module == "torch" else None

@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import Refused
 from ..inert_pickle.values import Global, Record
@@ -95,6 +96,19 @@ def placeholder(tensor: TensorRef, shape: Shape | None) -> TensorLike:
         shape: the parameter's shape; None when its name is not listed.
     """
     return TensorLike(PLACEHOLDER, tensor.dtype, shape, local_shape=tensor.shape)
+
+
+def attributes(value: object) -> Mapping[Any, Any]:
+    """Return an object's state as a dict: a dict, the second of (dict, slots), or nothing."""
+    state = value.state if isinstance(value, Record) else value
+    if isinstance(state, tuple) and len(state) == 2:
+        state = state[1]
+    return state if isinstance(state, dict) else {}
+
+
+def torch_dtype(value: object) -> DType | None:
+    """Return the dtype that a name of torch's means, as `torch.float32`; None for any other value."""
+    return DTYPES.get(value.name) if isinstance(value, Global) and value.module == "torch" else None
 
 
 def shape_of(value: object) -> Shape | None:

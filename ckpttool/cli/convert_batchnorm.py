@@ -87,8 +87,6 @@ def command(
       ckpttool convert-batchnorm rank0.pt rank1.pt pooled.pt --counts 4096,2048 --momentum 0.1
       ckpttool convert-batchnorm old.pt sync.pt --to sync
     """
-    from ..formats.destination import format_of_output
-
     given_momentum = () if momentum is None else (str(momentum),)
     of_several = {"--counts": counts, "--cumulative": cumulative, "--keep-first": keep_first}
     _check(inputs, to, {**of_several, "--momentum": given_momentum})
@@ -96,23 +94,16 @@ def command(
     state = given["state"]
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        from ..batchnorm.convert_states import convert
-        from ..errors import NothingToDo
-
-        pooled, report = None, None
+        pooled = None
         if inputs[1:]:
             several = {"cumulative": cumulative, "momentum": momentum, "keep_first": keep_first}
             checkpoint, pooled = _pool(
                 checkpoint, inputs[1:], counts, exclude=exclude, state=state, **several
             )
         choices = {"kinds": _kinds(model), "exclude": exclude, "state": state}
-        try:
-            written = format_of_output(given["output"], checkpoint, None)
-            as_text = written.startswith("safetensors") and not checkpoint.full
-            checkpoint, report = convert(checkpoint, to or "plain", as_text=as_text, **choices)
-        except NothingToDo:
-            if pooled is None:
-                raise
+        checkpoint, report = _converted(
+            checkpoint, to or "plain", given["output"], pooled is not None, **choices
+        )
         return checkpoint, _outcome(len(inputs), to or "plain", pooled, report)
 
     rewrite({**given, "input": inputs[0]}, transform)
@@ -126,6 +117,25 @@ def _pool(
 
     opened = [formats.open(path) for path in others]  # tensors that are kept refer to the open files
     return pool_states([first, *opened], dict(map(_counts, counts)) or None, **choices)
+
+
+def _converted(
+    checkpoint: Checkpoint, to: Target, output: str, pooled: bool, **choices: Any
+) -> tuple[Checkpoint, Report | None]:
+    """Convert a state; None for the report where it was pooled and there is nothing to convert."""
+    from ..batchnorm.convert_states import convert
+    from ..errors import NothingToDo
+    from ..formats.destination import format_of_output
+
+    written = format_of_output(output, checkpoint, None)
+    try:
+        return convert(
+            checkpoint, to, as_text=written.startswith("safetensors") and not checkpoint.full, **choices
+        )
+    except NothingToDo:
+        if not pooled:
+            raise
+    return checkpoint, None
 
 
 def _check(inputs: tuple[str, ...], to: Target | None, of_several: dict[str, tuple[str, ...]]) -> None:

@@ -147,7 +147,7 @@ def _usual_hint(error: CkptToolError, call: Call) -> str:
         return "copy or download it again, or use an older checkpoint"
     if isinstance(error, Unreadable):
         return f"check what is there, and its permissions: ls -ld {shlex.quote(path)}"
-    if isinstance(error, Unsupported) and call.command == "ckpttool inspect":
+    if isinstance(error, Unsupported):  # inspect reads no more than the others
         return "files of torch.save, safetensors, shards with an index and DCP folders can be read"
     return f"see what is in it: ckpttool inspect {shlex.quote(path)}"
 

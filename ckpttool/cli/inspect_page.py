@@ -107,9 +107,8 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
 def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
     """Yield who wrote the files, what each rank's hold, and which are missing."""
     count = "" if ranks.world_size is None else counted(ranks.world_size, "rank", "ranks")
-    mesh = f"mesh {printable(ranks.mesh)}" if ranks.mesh else ""
     step = "" if ranks.step is None else f"step {ranks.step}"
-    yield "run", ", ".join(filter(None, (ranks.framework, count, mesh, step)))
+    yield "run", ", ".join(filter(None, (ranks.framework, count, printable(ranks.axes), step)))
     if ranks.held:
         held = [f"{rank}: {show_bytes(nbytes)}" for rank, nbytes in ranks.held.items()]
         yield "ranks hold", show_names(held, max(most, 8))

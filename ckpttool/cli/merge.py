@@ -145,7 +145,7 @@ def _in_words(checkpoint: Checkpoint) -> str:
         return checkpoint.format
     ranks = checkpoint.ranks
     count = f"{counted(ranks.world_size, 'rank', 'ranks')} of " if ranks.world_size is not None else ""
-    return f"{count}{ranks.framework}{f', {ranks.mesh}' if ranks.mesh else ''}"
+    return f"{count}{ranks.framework}{f', {ranks.axes}' if ranks.axes else ''}"
 
 
 def _holds_all(checkpoint: Checkpoint, given: dict[str, Any], to: str | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -110,6 +110,7 @@ def rewrite(
             if console.draws:
                 choices |= {"progress": bar.add, "expect": bar.expect}
             saved = formats.save(new, options["output"], **choices)
+    outcome.left_out += new.unread
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
 
 
@@ -154,7 +155,8 @@ def _refuse_state(options: Mapping[str, Any]) -> None:
 
 def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *, dry: bool) -> None:
     also = {where: count for where, count in outcome.also.items() if where not in saved.left_out}
-    _note(console, outcome, saved, also)
+    lost = [name for name in saved.left_out if name not in outcome.left_out]
+    _note(console, outcome, saved, also, lost)
     verb = f"would have {outcome.done}" if dry else outcome.done
     about = "about " if dry and saved.format == "dcp" else ""
     shards = f" in {counted(saved.shards, 'shard', 'shards')}" if saved.shards else ""
@@ -165,7 +167,7 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "keys": saved.keys,
         "renamed": len(outcome.renamed),
         "also_renamed": also,
-        "left_out": [*outcome.left_out, *saved.left_out],
+        "left_out": [*outcome.left_out, *lost],
         "kept": outcome.kept,
         "tied": saved.tied,
         "copied": saved.copied,
@@ -196,8 +198,10 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
     console.result(f"{verb} -> {printable(saved.path)} ({size})", data)
 
 
-def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, int]) -> None:
-    """Note what else is worth knowing about the output."""
+def _note(
+    console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, int], lost: Sequence[str]
+) -> None:
+    """Note what else is worth knowing about the output, such as what its format has `lost`."""
     for note in outcome.notes:
         console.note(printable(note))
     if console.verbose:
@@ -207,10 +211,7 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
         ("kept as they were", outcome.kept),
         ("renamed too", [f"{where} ({count} keys)" for where, count in also.items()]),
         ("left out", outcome.left_out),
-        (
-            f"left out, as {saved.format} {saved.why_left_out}",
-            [n for n in saved.left_out if not _is_versions(n)],
-        ),
+        (f"left out, as {saved.format} {saved.why_left_out}", [n for n in lost if not _is_versions(n)]),
         ("written once, with the tie in the metadata", saved.tied),
         ("written once per name, though they share memory", saved.copied),
         ("other files of the folder, not copied", saved.not_copied),
@@ -230,7 +231,7 @@ def _note(console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, i
             "its pickle names what could run when it is loaded without weights_only: "
             f"{', '.join(map(printable, saved.mentions))}; ckpttool disarm writes plain values in their place"
         )
-    if console.verbose and (versions := [*filter(_is_versions, saved.left_out)]):
+    if console.verbose and (versions := [*filter(_is_versions, lost)]):
         where = console.names(versions)
         console.note(f"left out: torch's versions of modules ({where}), which load_state_dict can do without")
     if saved.keyed_by_text:

@@ -40,6 +40,9 @@ IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "py
 ALONE = ("model.safetensors", "pytorch_model.bin")
 """Names that transformers gives the file of a model that is not sharded."""
 
+RECORDS = {"log.jsonl", "run.jsonl"}
+"""What the trainer writes beside the checkpoints of a run."""
+
 MAX_REPLACED = 1000
 """Times that a folder is read again because another process replaced it meanwhile."""
 
@@ -237,6 +240,16 @@ def _telling(folder: str, names: list[str]) -> str | None:
 def _nothing_known(folder: str, names: list[str]) -> Unreadable:
     """Return the error for a folder in which no checkpoint was found."""
     files = [os.path.join(folder, name) for name in checkpoints_among(names)]
+    if files and RECORDS & {*names}:
+        files.sort(key=lambda path: os.path.basename(path) != "last.pt")
+        found = ", ".join(map(os.path.basename, files[:4])) + (
+            f" and {len(files) - 4} more" * bool(files[4:])
+        )
+        return Unreadable(
+            folder,
+            f"is the folder of a training run, in which each checkpoint is a file: {found}",
+            hint=f"name one: ckpttool inspect {shlex.quote(files[0])}",
+        )
     meant = f"; or name one file: {', '.join(files[:4])}" if files else ""
     return Unreadable(
         folder,
@@ -283,5 +296,6 @@ def _stranger(name: str, head: bytes) -> Unsupported:
         if head.lstrip()[: len(start)].lower() == start.lower():
             return Unsupported(name, what, hint=hint)
     if head[:1] == b"\x80":
-        return Unsupported(name, "is a pickle, but not one that torch.save wrote")
+        listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(name)}"
+        return Unsupported(name, "is a pickle, but not one that torch.save wrote", hint=listed)
     return Unsupported(name, "is not a checkpoint in any format known here")

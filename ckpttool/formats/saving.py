@@ -74,10 +74,6 @@ def save(
         Damaged: what was read does not have its checksum (nothing was written), or what was written does not
             read back as intended (it was removed).
     """
-    if not isinstance(checkpoint, Checkpoint):
-        raise TypeError(
-            f"save takes a Checkpoint, as ckpttool.open gives it, not {type(checkpoint).__name__}"
-        )
     name = os.fspath(path)
     kind = format_of_output(name, checkpoint, to)
     require_sense(name, kind, state, full, keep_copies, shard_size)
@@ -90,9 +86,16 @@ def save(
     plan = SavePlan(checkpoint, name, kind, state, whole, keep_copies)
     if expect is not None:
         expect(plan.work(bool(verify), dry_run))
+    return _written(plan, shard_size, verify, dry_run, progress)
+
+
+def _written(
+    plan: SavePlan, shard_size: int | None, verify: bool | None, dry_run: bool, progress: Progress | None
+) -> Saved:
+    """Write what is planned, and compare what was read and written before it takes its place."""
     opened = partial(Output, progress=progress)
     is_compared = not dry_run if verify is None else verify
-    with Checksums(checkpoint, plan.storages() if is_compared else ()) as checksums:
+    with Checksums(plan.checkpoint, plan.storages() if is_compared else ()) as checksums:
         if dry_run:
             checksums.finish()
 
@@ -100,6 +103,6 @@ def save(
             checksums.finish()
             plan.compare(found, values=bool(verify), progress=progress)
 
-        if kind in folders.NAMES:
+        if plan.format in folders.NAMES:
             return plan.write_folder(shard_size, dry_run, opened, check)
         return plan.dry_run() if dry_run else plan.write_file(opened, check)

@@ -205,7 +205,7 @@ class SplitPlan:
         problem = "does not read back as intended, and was not kept"
         try:
             with open_any(folder) as found:
-                there = found.state("model" if self.optimizer else "").tensors
+                there = found.state("model" if self.optimizer or self.extra else "").tensors
                 meant = self.state.tensors
                 same = _forms(there) == _forms(meant)
                 if same and values:

@@ -83,10 +83,7 @@ def split(
         Damaged: what was read does not have its checksum, or what was written does not read back as intended.
     """
     name = os.fspath(path)
-    if not 1 <= ranks <= MAX_RANKS:
-        raise UsageFault(f"{ranks} is not a number of ranks from 1 to {MAX_RANKS}")
-    if not re.fullmatch(r"[a-z]+", device):
-        raise UsageFault(f"'{device[:80]}' is not a type of device", hint="say for example: --device cpu")
+    _require_sense(ranks, device)
     _require_place(checkpoint, name, force)
     plan = SplitPlan(replace(checkpoint, device="cpu"), state, tuple(whole))
     make = partial(plan.files, ranks=ranks, device=device, axis=axis)
@@ -103,6 +100,13 @@ def split(
 
         sizes = _write(name, make, partial(Output, progress=progress), check)
     return plan.report(name, ranks, sizes)
+
+
+def _require_sense(ranks: int, device: str) -> None:
+    if not 1 <= ranks <= MAX_RANKS:
+        raise UsageFault(f"{ranks} is not a number of ranks from 1 to {MAX_RANKS}")
+    if not re.fullmatch(r"[a-z]+", device):
+        raise UsageFault(f"'{device[:80]}' is not a type of device", hint="say for example: --device cpu")
 
 
 def _require_place(checkpoint: Checkpoint, path: str, force: bool) -> None:

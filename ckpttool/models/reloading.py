@@ -142,10 +142,8 @@ def reload(
         case, kept = _without_kept(case, patterns)
         values = _values(checkpoint.path, case.state)
         if case.fit.distance and not accepts(model, case.state):
-            hint = "keep the model's own values: --allow-missing GLOB"
-            if named is None:
-                hint = _hint(case, doctor(checkpoint, model, state=state, spec=spec), state, spec)
-            raise _mismatch(checkpoint, case.fit, hint)
+            diagnosis = None if named else doctor(checkpoint, model, state=state, spec=spec)
+            raise _mismatch(checkpoint, case.fit, _hint(case, diagnosis, state, spec))
         loaded = tuple(values)
         values.update((name, value) for name, value in model.state_dict().items() if name in kept)
         _load(model, values, checkpoint.path, assign=assign)
@@ -327,15 +325,17 @@ def _mismatch(checkpoint: Checkpoint, fit: Fit, hint: str) -> Mismatch:
     )
 
 
-def _hint(case: Case, found: Diagnosis, state: str | None, spec: str | None) -> str:
+def _hint(case: Case, found: Diagnosis | None, state: str | None, spec: str | None) -> str:
     """Return everything that makes the state load: one command, several, or what no command can do.
 
     Args:
         case: the state as a reload takes it, without wrappers' prefixes.
-        found: what the doctor found.
+        found: what the doctor found; None for the tensors of a list, which take the model's names.
         state: the state that the user named.
         spec: the SPEC that built the model.
     """
+    if found is None:
+        return "keep the model's own values: --allow-missing GLOB"
     where = [] if state is None else ["--state", state]
     if spec and (respec := resized(spec, case)):
         return command_line(["ckpttool", "reload", found.path, "--model", respec.spec, *where])

@@ -82,7 +82,7 @@ def found_prefixes(
     for chain, count in counts.items():
         for end in (link.end() for link in _LINK.finditer(chain)):
             chains[chain[:end]] += count
-    own = [name for name in keys if name in COMPANIONS]
+    own = [name for name in COMPANIONS if name in keys]
     found = [_judged(chain, count, len(keys), own, versions or {}) for chain, count in chains.most_common()]
     return [*found, *_offered(keys, {each.prefix for each in found}, lightning)]
 

@@ -85,7 +85,7 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
     "text": (content(b"hello"), "in.pt: is not a checkpoint"),
     "a page": (content(b"<!doctype html>"), "HTML page"),
     "an LFS pointer": (content(b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
-    "a plain pickle": (content(b"\x80\x02}."), "not one that torch.save wrote"),
+    "a plain pickle": (content(b"\x80\x02}."), "running it: python -m pickletools "),
     "a zip cut short": (cut(".pt"), "in.pt: is cut short"),
     "a legacy file cut short": (cut(".pth", legacy=True), "is cut short in storage"),
     "safetensors cut short": (cut(".safetensors"), "in.safetensors:"),
@@ -100,7 +100,9 @@ def test_an_input_that_can_t_be_read_is_one_line_and_exit_3(
     make, words = UNREADABLE[what]
     path = make(tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert_one_line(cli(*arguments(command, path, tmp_path / "out.pt")), 3, path, words)
+    ran = cli(*arguments(command, path, tmp_path / "out.pt"))
+    assert_one_line(ran, 3, path, words)
+    assert "ckpttool inspect" not in ran.err, "which can't read it either"
     assert sorted(tmp_path.iterdir()) == before
 
 

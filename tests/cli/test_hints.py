@@ -81,6 +81,19 @@ def test_a_name_without_an_ending_may_be_a_dcp_folder(cli: Cli, tmp_path: Path) 
     assert f"ckpttool convert IN {tmp_path}/folder --to dcp" in ran.err
 
 
+def test_the_folder_of_a_run_has_the_command_for_its_last_checkpoint(cli: Cli, tmp_path: Path) -> None:
+    for name in ("best.pt", "last.pt"):
+        saved(tmp_path / name, {"w": TWO})
+    (tmp_path / "log.jsonl").write_text("{}\n")
+    for command in (["inspect", tmp_path], ["merge", tmp_path, tmp_path / "o.pt"]):
+        ran = cli(*command)
+        assert ran.code == 3
+        assert (
+            "is the folder of a training run, in which each checkpoint is a file: last.pt, best.pt" in ran.err
+        )
+        assert f"{tmp_path}/last.pt: torch-zip" in pasted(cli, ran.err).out
+
+
 def test_metrics_of_a_folder_name_its_files(cli: Cli, tmp_path: Path) -> None:
     ran = cli("gather-metrics", tmp_path)
     assert ran.code == 3

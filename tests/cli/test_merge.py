@@ -56,7 +56,8 @@ def same_tensors(one: Any, other: Any) -> None:
 def test_one_process_goes_on_where_the_ranks_were(run: Path, tmp_path: Path, cli: Cli) -> None:
     ran = cli("merge", run, tmp_path / "run.pt")
     assert ran.code == 0
-    assert ran.out.startswith("merged 4 ranks of DTensor, 4 -> ")
+    assert ran.out.startswith("merged 4 ranks of DTensor -> ")
+    assert "run         DTensor, 4 ranks, step 3\n" in cli("inspect", run).out
     saved = torch.load(tmp_path / "run.pt", weights_only=True)
     model = shardings.net()
     model.load_state_dict(saved["model"])
@@ -145,6 +146,11 @@ def test_companions_are_copied_when_asked_and_else_named(run: Path, tmp_path: Pa
     assert not (tmp_path / "a" / "n.safetensors").exists()
     assert cli("merge", run, f"{tmp_path}/b/", "--companions").code == 0
     assert (tmp_path / "b" / "config.json").exists()
+    twice = Path(shutil.copytree(run, tmp_path / "twice"))
+    (twice / "config.json").write_text("{}")
+    ran = cli("merge", twice, tmp_path / "c.pt", "--companions")
+    assert ran.code == 2
+    assert f"{twice}/config.json and {twice}/huggingface/config.json would both become" in ran.err
 
 
 def test_the_files_of_the_ranks_are_never_overwritten(run: Path, tmp_path: Path, cli: Cli) -> None:

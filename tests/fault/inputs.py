@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,7 @@ from safetensors.torch import save_file
 import ckpttool
 from ckpttool import cli
 from ckpttool.metrics import predictions
+from tests.support.every_format import as_dcp, as_tar, converted
 
 LARGE = 5 << 18
 """Elements of the largest tensor: 5 MiB."""
@@ -51,31 +51,6 @@ def training(seed: int = 0) -> dict[str, Any]:
 
 def _apart(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in named.items()}
-
-
-def _dcp(path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(training(), checkpoint_id=path, no_dist=True)
-
-
-def _tar(path: Path) -> None:
-    from tests.support.every_format import as_tar
-
-    as_tar(path)
-
-
-def _made(of: Callable[[], object], **choices: Any) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        source = path.with_name("source.pt")
-        torch.save(of(), source)
-        with ckpttool.open(source) as checkpoint:
-            ckpttool.save(checkpoint, path, **choices)
-        source.unlink()
-
-    return write
 
 
 def _ranks(path: Path) -> None:
@@ -116,11 +91,11 @@ INPUTS: dict[str, Callable[[Path], object]] = {
     "in.pt": lambda path: torch.save(training(), path),
     "other.pt": lambda path: torch.save(training(1), path),
     "legacy.pt": lambda path: torch.save(training(), path, _use_new_zipfile_serialization=False),
-    "tar.pt": _tar,
+    "tar.pt": as_tar,
     "in.safetensors": lambda path: save_file(_apart(state()), path),
-    "full.safetensors": _made(training, to="safetensors", full=True),
-    "shards": _made(training, to="safetensors-sharded", shard_size=4 << 20),
-    "dcp": _dcp,
+    "full.safetensors": converted(training, to="safetensors", full=True),
+    "shards": converted(training, to="safetensors-sharded", shard_size=4 << 20),
+    "dcp": as_dcp(training),
     "ranks": _ranks,
     "adapter": _adapter,
     "rank0.safetensors": _predictions(0),

@@ -124,6 +124,6 @@ def test_what_a_format_has_no_place_for_is_called_so(cli: Any, tmp_path: Path) -
         warnings.simplefilter("ignore")
         torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "in.pt")
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.pt")
-    assert "left out, as torch-zip has no place for it: code" in ran.err
+    assert "left out: code\n" in ran.err
     ran = cli("convert", tmp_path / "in.pt", tmp_path / "out.safetensors")
-    assert "left out, as safetensors holds only tensors: code" in ran.err
+    assert "left out: code\n" in ran.err

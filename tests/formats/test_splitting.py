@@ -21,6 +21,7 @@ from ckpttool.inert_pickle.values import Record
 from ckpttool.tensors.ref import TensorRef
 from ckpttool.tensors.values import stream
 from tests.ranks import splits
+from tests.support.comparing import assert_same
 from tests.support.saved import saved
 
 RunRanks = Callable[..., Any]
@@ -156,6 +157,27 @@ def test_everything_beside_model_and_optimizer_is_kept_whole(tmp_path: Path) -> 
     extra = torch.load(tmp_path / "out" / "extra_state_world_size_2_rank_1.pt", weights_only=True)
     assert extra["run"] == {"name": "x"}
     assert torch.equal(extra["rng"], value["rng"])
+    again = torch.load(merged(tmp_path / "out"), weights_only=True)
+    parts = {"model": value["run"].pop("model"), "optimizer": value["optimizer"]}
+    assert_same(again, parts | value)
+
+
+def test_what_differs_between_ranks_is_left_out_by_name_unless_a_rank_is_taken(
+    tmp_path: Path, cli: Any
+) -> None:
+    value = {"model": torch.nn.Linear(3, 2).state_dict(), "rng": {"cpu": torch.ones(20_000)}, "epoch": 3}
+    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "out", 2)
+    second = tmp_path / "out" / "extra_state_world_size_2_rank_1.pt"
+    saved({"rng": {"cpu": torch.zeros(20_000)}, "epoch": 3, "host": "b"}, second)
+    ran = cli("merge", tmp_path / "out", tmp_path / "merged.pt")
+    words = "(differs between ranks; merge --take-rank R takes one's)"
+    assert f"left out: 'rng.cpu' {words}, 'host' {words}\n" in ran.err
+    assert torch.load(tmp_path / "merged.pt").keys() == {"model", "epoch"}
+    assert cli("merge", tmp_path / "out", tmp_path / "taken.pt", "--take-rank", 1).code == 0
+    assert torch.load(tmp_path / "taken.pt")["host"] == "b"
+    second.rename(tmp_path / "out" / "extra_state_world_size_3_rank_1.pt")
+    assert "one of 3 ranks" in cli("merge", tmp_path / "out", tmp_path / "merged.pt", "--force").err
 
 
 def test_keys_that_whole_names_are_not_cut(tmp_path: Path) -> None:
@@ -167,6 +189,23 @@ def test_keys_that_whole_names_are_not_cut(tmp_path: Path) -> None:
             ckpttool.split(checkpoint, tmp_path / "other", 2, whole=["x"])
     loaded = torch.load(tmp_path / "out" / "model_world_size_2_rank_0.pt", weights_only=False)
     assert type(loaded["rope.inv_freq"]) is torch.Tensor
+
+
+def test_the_optimizer_keeps_whole_what_it_keeps_of_parameters_that_stay_whole(tmp_path: Path) -> None:
+    model = {"w": torch.ones(4, 2), "rope.inv_freq": torch.ones(4)}
+    groups = [{"lr": 0.1, "params": [0, 1]}]
+    state = {0: {"exp_avg": torch.ones(4, 2)}, 1: {"exp_avg": torch.arange(4.0)}}
+    value = {"model": model, "optimizer": {"state": state, "param_groups": groups}}
+    numbers = ckpttool.open(saved(value, tmp_path / "in.pt"))
+    with pytest.raises(Refused, match="does not say whether its parameter 0 stays whole"):
+        ckpttool.split(numbers, tmp_path / "out", 2, whole=["*.inv_freq"])
+    groups[0]["param_names"] = [*model]
+    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "out", 2, whole=["*.inv_freq"])
+    loaded = torch.load(tmp_path / "out" / "optim_world_size_2_rank_1.pt", weights_only=False)["state"]
+    assert torch.equal(loaded[1]["exp_avg"], torch.arange(4.0))
+    assert loaded[0]["exp_avg"].to_local().shape == (2, 2)
+    assert_same(torch.load(merged(tmp_path / "out"), weights_only=True), value)
 
 
 def with_optimizer(**moments: torch.Tensor) -> dict[str, Any]:
@@ -221,7 +260,7 @@ def test_a_folder_is_replaced_only_when_asked_and_only_if_it_holds_nothing_else(
     assert len(os.listdir(out)) == 3
 
 
-def test_the_input_is_not_replaced_as_it_may_hold_what_was_not_read(tmp_path: Path) -> None:
+def test_the_input_is_not_replaced(tmp_path: Path) -> None:
     value = {"model": {"w": torch.ones(4)}, "epoch": 1}
     with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
         ckpttool.split(checkpoint, tmp_path / "two", 2)
@@ -229,7 +268,7 @@ def test_the_input_is_not_replaced_as_it_may_hold_what_was_not_read(tmp_path: Pa
         with pytest.raises(OutputExists, match="is the input"):
             ckpttool.split(checkpoint, tmp_path / "two", 4, force=True)
         found = ckpttool.split(checkpoint, tmp_path / "four", 4)
-    assert found.left_out == ("extra_state_world_size_2_rank_*.pt (each rank has its own)",)
+    assert (found.repeated, found.left_out) == (("epoch",), ())
 
 
 @pytest.mark.parametrize("state", [{}, {"count": torch.tensor(3), "ids": torch.arange(4)}])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-import ckpttool
-from tests.support.every_format import as_script, as_tar, with_objects
+from tests.support.every_format import as_dcp, as_script, as_tar, converted, with_objects
 
 Files = dict[str, bytes]
 """The files of a checkpoint by name; that of a single file is empty."""
@@ -58,25 +56,6 @@ def _trainers(path: Path) -> None:
     torch.save(whole | {"digests": {"model": "0" * 64}, "config": {"lr": 0.1, "data": "digits"}}, path)
 
 
-def _converted(**choices: Any) -> Callable[[Path], None]:
-    def write(path: Path) -> None:
-        source = path.with_name("source.pt")
-        torch.save(training(), source)
-        with ckpttool.open(source) as checkpoint:
-            ckpttool.save(checkpoint, path, **choices)
-        source.unlink()
-
-    return write
-
-
-def _dcp(path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(training(), checkpoint_id=path, no_dist=True)
-
-
 def _safetensors(path: Path) -> None:
     save_file(
         {name: value.contiguous().clone() for name, value in state().items()}, path, metadata={"who": "me"}
@@ -97,13 +76,13 @@ SEEDS: dict[str, tuple[Callable[[Path], object], ...]] = {
     "tar": (as_tar,),
     "TorchScript": (as_script,),
     "safetensors": (_safetensors,),
-    "safetensors --full": (_converted(to="safetensors", full=True),),
+    "safetensors --full": (converted(training, to="safetensors", full=True),),
     "shards, safetensors": (
-        _converted(to="safetensors-sharded", shard_size=64),
-        _converted(to="safetensors-sharded", shard_size=64, full=True),
+        converted(training, to="safetensors-sharded", shard_size=64),
+        converted(training, to="safetensors-sharded", shard_size=64, full=True),
     ),
-    "shards, torch": (_converted(to="torch-sharded", shard_size=64),),
-    "DCP": (_dcp, _converted(to="dcp", full=True)),
+    "shards, torch": (converted(training, to="torch-sharded", shard_size=64),),
+    "DCP": (as_dcp(training), converted(training, to="dcp", full=True)),
 }
 """By format, what writes each seed."""
 

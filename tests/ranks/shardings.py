@@ -176,9 +176,8 @@ def _train_and_save(model: nn.Module, rank: int, world_size: int, folder: str) -
     where = f"world_size_{world_size}_rank_{rank}.pt"
     torch.save(model.state_dict(), f"{folder}/model_{where}")
     torch.save(optimizer.state_dict(), f"{folder}/optim_{where}")
-    torch.save(
-        {"lr_scheduler": {"last_epoch": 1}, "rng": torch.get_rng_state()}, f"{folder}/extra_state_{where}"
-    )
+    extra = {"lr_scheduler": {"last_epoch": 1}, "rng": torch.get_rng_state()}
+    torch.save(extra, f"{folder}/extra_state_{where}")
 
     def full(value: Any) -> Any:
         if isinstance(value, dict):
@@ -188,7 +187,7 @@ def _train_and_save(model: nn.Module, rank: int, world_size: int, folder: str) -
             return new
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    saved = {"model": full(model.state_dict()), "optimizer": full(optimizer.state_dict())}
+    saved = {"model": full(model.state_dict()), "optimizer": full(optimizer.state_dict()), **extra}
     if rank == 0:
         torch.save(saved, f"{folder}-whole.pt")
 

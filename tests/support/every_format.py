@@ -111,22 +111,15 @@ def as_script(path: Path) -> None:
         torch.jit.save(torch.jit.script(model()), path)
 
 
-def through(to: str) -> Callable[[Path], None]:
-    """Return a function that writes a state in another format, which other tests compare with its readers."""
-
-    def make(path: Path) -> None:
-        torch.save(state(), path.with_suffix(".source.pt"))
-        ckpttool.save(ckpttool.open(path.with_suffix(".source.pt")), path, to=to)
-
-    return make
-
-
-def full_of(make: Callable[[], object], to: str) -> Callable[[Path], None]:
-    """Return a function that writes a whole checkpoint in a format of tensors, as `--full` does."""
+def converted(of: Callable[[], object], **choices: Any) -> Callable[[Path], None]:
+    """Return a function that writes what torch saves as `ckpttool.save` does with these choices."""
 
     def write(path: Path) -> None:
-        torch.save(make(), path.with_suffix(".source.pt"))
-        ckpttool.save(ckpttool.open(path.with_suffix(".source.pt")), path, to=to, full=True)
+        source = path.with_suffix(".source.pt")
+        torch.save(of(), source)
+        with ckpttool.open(source) as checkpoint:
+            ckpttool.save(checkpoint, path, **choices)
+        source.unlink()
 
     return write
 
@@ -136,13 +129,17 @@ def apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-def as_dcp(path: Path) -> None:
-    """Write a training checkpoint as a DCP folder."""
-    import torch.distributed.checkpoint as dcp
+def as_dcp(of: Callable[[], dict[str, Any]]) -> Callable[[Path], None]:
+    """Return a function that writes a training checkpoint as a DCP folder."""
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(training(), checkpoint_id=path, no_dist=True)
+    def write(path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(of(), checkpoint_id=path, no_dist=True)
+
+    return write
 
 
 INPUTS: dict[str, Callable[[Path], None]] = {
@@ -154,8 +151,8 @@ INPUTS: dict[str, Callable[[Path], None]] = {
     "`torch.save(model)`": lambda path: torch.save({"model": model(), "epoch": 3}, path),
     "TorchScript": as_script,
     "safetensors": lambda path: save_file(apart(state()), path, metadata={"who": "me"}),
-    "safetensors `--full`": full_of(training, "safetensors"),
-    "shards, safetensors": through("safetensors-sharded"),
-    "shards, torch": through("torch-sharded"),
-    "DCP folder": as_dcp,
+    "safetensors `--full`": converted(training, to="safetensors", full=True),
+    "shards, safetensors": converted(state, to="safetensors-sharded"),
+    "shards, torch": converted(state, to="torch-sharded"),
+    "DCP folder": as_dcp(training),
 }

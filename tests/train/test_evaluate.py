@@ -258,5 +258,5 @@ def test_an_evaluation_does_not_import_the_compiler(saved):
     """It takes more than a second, and only training needs it."""
     code = "import sys; from train.evaluate import main; sys.exit(main() or 'torch._dynamo' in sys.modules)"
     arguments = [str(saved / "plain.pt"), "--model", "resnet20", "--data", "fake:20"]
-    done = start([sys.executable, "-c", code, *arguments])
+    done = start([sys.executable, "-c", code, *arguments], anew=True)
     assert done.returncode == 0, done.stderr

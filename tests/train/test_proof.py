@@ -115,7 +115,7 @@ def test_without_a_replay_nothing_is_run_and_torch_is_not_imported(original: Pat
         f"code = cli.run(['prove', {str(original)!r}, '--no-replay'])\n"
         "sys.exit(code or 10 * ('torch' in sys.modules))"
     )
-    done = start([sys.executable, "-c", code], cwd=ROOT)
+    done = start([sys.executable, "-c", code], cwd=ROOT, anew=True)
     assert done.returncode == 0, done.stderr
     assert ": the chain holds (" in done.stdout
 
@@ -335,6 +335,14 @@ def test_a_dry_run_says_the_command_and_runs_nothing(cli: Cli, run: Path) -> Non
     assert ": the chain holds (" in ran.out
 
 
+def test_a_step_that_is_not_in_the_record_is_refused_or_named(cli: Cli, run: Path) -> None:
+    ran = cli("prove", run, "--run-code", "--dry-run", "--from", 0, "--to", STEPS + 1)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"--to {STEPS + 1}: the last step in the record is {STEPS}\n" in ran.err
+    ran = cli("prove", run, "--run-code", "--dry-run", "--from", 0, "--to", 5)
+    assert ran.code == 0 and "replays up to step 4: step 5 is not in the record\n" in ran.err
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -385,8 +393,13 @@ def test_a_checkpoint_of_another_step_than_its_name_says_is_found(cli: Cli, run:
 def test_a_resume_from_a_checkpoint_that_the_record_does_not_hold_is_found(cli: Cli, run: Path) -> None:
     def foreign(entries: list[dict[str, Any]]) -> None:
         begin = next(entry for entry in entries if entry["kind"] == "begin")
-        entries.append({**begin, "step": 99, "source": {"digests": {"model": "0"}}})
+        entries.append({**begin, "step": 99, "source": {"digests": {"model": "0"}}, "ranks": 3})
+        step = next(entry for entry in entries if entry["kind"] == "step")
+        entries.append({**step, "step": 100})
 
     rechain(run, foreign)
-    ran = cli("prove", run, "--no-replay")
-    assert ran.code == 1 and "goes on from a checkpoint of step 99" in ran.err + ran.out
+    ran = cli("prove", run, "--run-code", "--dry-run")
+    assert ran.code == 1 and "goes on from a checkpoint of step 99" in ran.err
+    assert "--stop-at 8 " in ran.err and "the run went on from step 99 with other settings" in ran.err
+    ran = cli("prove", run, "--run-code", "--dry-run", "--from", 8)
+    assert ran.code == 2 and "--from 8: no step behind 8 and up to 100 is in the record" in ran.err

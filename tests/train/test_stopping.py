@@ -35,9 +35,9 @@ def told(
     Args:
         on: the ranks that get a signal.
         how: when: ("update", steps done before) or ("evaluate", batches scored before).
-        settings: of the run; `signal` is the signal.
+        settings: of the run; `signal` is the signal, and `long` the seconds of a long step.
     """
-    number = settings.pop("signal", signal.SIGTERM)
+    number, long = settings.pop("signal", signal.SIGTERM), settings.pop("long", agreement.LONG)
     usual = {"epochs": 2, "batch_size": runs.BATCH, "lr": 0.05, "timeout": 20.0, "eval_batch": 2, **SELDOM}
     config = TrainConfig(**{"out": folder, **usual, **settings})
     data, model = trainings.tensors(runs.SHAPE, runs.SAMPLES), trainings.seeded(runs.restless)
@@ -60,6 +60,7 @@ def told(
 
         patch.setattr(owner, name, struck)
         patch.setattr(agreement, "SPACING", 0.0)  # these steps take milliseconds
+        patch.setattr(agreement, "LONG", long)
         job = Job(config, trainings.place(rank, size), data, model, task.build(config, data), [])
         with contextlib.redirect_stdout(None):
             return train(job)
@@ -95,7 +96,13 @@ def resumed_as_if_nothing_had_happened(
 def test_a_signal_to_any_rank_ends_all_after_one_step(run_ranks, tmp_path, size, on, number):
     settings = {"signal": number}
     saved = resumed_as_if_nothing_had_happened(run_ranks, tmp_path, size, on, ("update", 1), settings)
-    assert saved["progress"]["global_step"] in (2, 3)
+    assert saved["progress"]["global_step"] == (2 if size == 1 else 3)
+
+
+def test_a_long_step_is_the_last_if_a_signal_comes_in_it(run_ranks, tmp_path):
+    settings = {"long": 0.0}
+    saved = resumed_as_if_nothing_had_happened(run_ranks, tmp_path, 2, [1], ("update", 1), settings)
+    assert saved["progress"]["global_step"] == 2
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,14 @@ def with_beside(checkpoint: Checkpoint, folder: str) -> Checkpoint:
         Unsupported: `meta.pt` is in another format.
     """
     if os.path.exists(os.path.join(folder, COMMON)):
-        checkpoint = replace(checkpoint, unread=(*checkpoint.unread, COMMON))
+        checkpoint = replace(checkpoint, unread=(*checkpoint.unread, f"{COMMON} (not read)"))
     path = os.path.join(folder, META)
     if not os.path.exists(path) or not isinstance(checkpoint.tree, dict):
         return checkpoint
     source = Source(path, open_source_descriptor(path))
     meta = torch_zip.read(source) if torch_zip.sniff(source.read(0, min(source.size, 4))) else None
     if meta is None or not isinstance(meta.tree, dict):
-        return replace(checkpoint, unread=(*checkpoint.unread, META))
+        return replace(checkpoint, unread=(*checkpoint.unread, f"{META} (not a dict that torch.save wrote)"))
     if twice := checkpoint.tree.keys() & meta.tree.keys():
         raise Damaged(path, f"has '{str(twice.pop())[:80]}', and so has the DCP folder that it is in")
     return replace(

@@ -46,7 +46,7 @@ def read_together(folder: str) -> Checkpoint | None:
         source=telling,
         tree=tree,
         shards=tuple(source for part in parts for source in (part.source, *part.shards)),
-        unread=tuple(name for name in inside if BESIDE.fullmatch(name)),
+        unread=tuple(f"{name} (not read)" for name in inside if BESIDE.fullmatch(name)),
         names=frozenset().union(*(part.names for part in parts)),
     )
 

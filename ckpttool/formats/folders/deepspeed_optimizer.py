@@ -14,9 +14,9 @@ from ...checkpoint.ranks import HINT
 from ...errors import Damaged
 from ...inert_pickle.values import Record, in_brief, tensor_of
 from ...tensors.ref import TensorRef
-from ..pytorch.tensor_pickle import write_torch_pickle
 from .deepspeed_files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, of_optimizer
 from .pieces import RankFile, Wholes
+from .side_by_side import same
 from .zero import Layout, given_order, joined
 
 KEPT = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
@@ -120,15 +120,6 @@ def _require_equal(files: Files, key: str, values: Mapping[int, object]) -> None
                 f"{files.optims[first].source.path}",
                 hint=HINT,
             )
-
-
-def same(one: object, other: object) -> bool:
-    """Return whether two values are the same, tensors by their bytes, on whatever device they were."""
-    try:
-        (ours, mine), (theirs, yours) = (write_torch_pickle(each, device="cpu") for each in (one, other))
-    except ValueError:  # nested too deeply to be written, or with a name that no pickle can hold
-        return False
-    return ours == theirs and all(a.data.read() == b.data.read() for a, b in zip(mine, yours, strict=True))
 
 
 def _shown(value: object) -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -23,9 +23,10 @@ from ...files.suggestions import CHECKPOINT_ENDINGS, names_in
 from ...inert_pickle.values import tensor_of
 from ...tensors.ref import TensorRef
 from ...tensors.values import stream
+from .device_meshes import Mesh
 from .pieces import RankFile, RankFiles, Wholes, in_order, require_rank
 from .ranked import whole_of
-from .sharded_values import DTENSOR, Mesh, Sharded, ShardedValues, is_sharded
+from .sharded_values import DTENSOR, Sharded, ShardedValues, is_sharded
 from .side_by_side import SideBySide
 
 FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
@@ -34,6 +35,9 @@ RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 """How names of files say which rank wrote them."""
 
 WORLD = re.compile(r"world_size[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
+
+EXTRA = "extra_state"
+"""How the names of the files begin that hold what is neither the model nor its optimizer."""
 
 FLAT = "_flat_param"
 """The end of the names in FSDP's LOCAL_STATE_DICT."""
@@ -75,8 +79,9 @@ class _Facts:
 def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
     """Return the files of ranks as one checkpoint; None if none of them holds a sharded tensor.
 
-    What several kinds of files hold (`model_…`, `optim_…`) becomes one dict. Files without any sharded tensor
-    that are no optimizer's are left out, by name.
+    What several kinds of files hold (`model_…`, `optim_…`) becomes one dict. Of files without any sharded
+    tensor it gets the entries that all ranks hold alike, or those of `take_rank`; what `extra_state_…` has
+    stands beside the model. The rest is left out, by name.
 
     Args:
         path: the folder, for messages.
@@ -94,26 +99,19 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
         return None
     groups = _groups(facts)
     runs: dict[str, RankFiles] = {}
+    own: dict[str, RankFiles] = {}
     left: list[str] = []
     for stem, group in groups.items():
         if any(each.sharded for each in group) or _is_mergeable_optimizer(group):
-            runs[stem] = in_order(_rank_file(each, facts) for each in group)
+            runs[stem] = in_order(map(_rank_file, group))
+        elif all(is_optimizer(each.file.tree) for each in group):
+            named = RANK.sub("rank_*", os.path.basename(group[0].file.path))
+            left.append(f"{named} (flat pieces without names and places)")
         else:
-            left.append(_left_in_words(group))
-    _require_one_run(runs)
+            own[stem] = in_order(map(_rank_file, group))
+    _require_one_run(runs | own)
     require_rank(path, take_rank, (file.rank for run in runs.values() for file in run.files))
-    trees: dict[str, object] = {}
-    missing = tuple(sorted({rank for run in runs.values() for rank in run.missing}))
-    world = next(run.world_size for run in runs.values())
-    replicated: list[str] = []
-    names = _names_of(runs)
-    for stem, run in runs.items():
-        wholes = Wholes(path, run.missing, run.world_size, take_rank)
-        merging = SideBySide(wholes, run.files, (names[stem],) if len(runs) > 1 else ())
-        trees[names[stem]] = merging.merge()
-        replicated += wholes.replicated
-        left += merging.left
-    tree = trees if len(trees) > 1 else next(iter(trees.values()))
+    tree, replicated, apart = _joined(path, runs, own, take_rank)
     held: dict[int, int] = {}
     for each in facts:
         if each.rank is not None:
@@ -121,12 +119,48 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
     first = next(each.sharded for each in facts if each.sharded)
     mesh = max((each.mesh for each in facts if each.mesh), key=lambda mesh: len(mesh.sizes), default=None)
     kind = DTENSORS if first.kind == DTENSOR else FSDP
-    framework = "DTensor" if kind == DTENSORS else "FSDP1 (ShardedTensor)"
-    step = _step_of([file for run in runs.values() for file in run.files])
     ranks = Ranks(
-        framework, world, str(mesh or ""), step, dict(sorted(held.items())), tuple(replicated), missing
+        "DTensor" if kind == DTENSORS else "FSDP1 (ShardedTensor)",
+        next(run.world_size for run in runs.values()),
+        str(mesh or ""),
+        _step_of([file for run in runs.values() for file in run.files]),
+        dict(sorted(held.items())),
+        tuple(replicated),
+        tuple(sorted({rank for run in runs.values() for rank in run.missing})),
     )
-    return whole_of(path, kind, tree, files, ranks, tuple(left))
+    return whole_of(path, kind, tree, files, ranks, (*left, *apart))
+
+
+def _joined(
+    path: str, runs: Mapping[str, RankFiles], own: Mapping[str, RankFiles], take_rank: int | None
+) -> tuple[object, list[str], list[str]]:
+    """Return the whole, the names of replicas, and what it lacks in words.
+
+    Args:
+        path: the folder.
+        runs: the files of each kind that hold pieces.
+        own: the files of each kind that hold what ranks keep beside them.
+        take_rank: as for `read`.
+    """
+    names, replicated, left = _names_of(runs), list[str](), list[str]()
+
+    def merged(wholes: Wholes, files: Sequence[RankFile], where: tuple[str, ...], common: bool) -> Any:
+        merging = SideBySide(wholes, files, where, common=common)
+        tree = merging.merge()
+        replicated.extend(wholes.replicated)
+        left.extend(merging.left)
+        return tree
+
+    beside: dict[object, object] = {}
+    for stem, run in own.items():
+        files = _beside({*names.values(), *beside}, stem, run, take_rank)
+        beside |= merged(Wholes(path, take_rank=take_rank), files, (), True)
+    whole: dict[object, object] = {}
+    for stem, run in runs.items():
+        where = (names[stem],) if len(runs) > 1 or beside else ()
+        wholes = Wholes(path, run.missing, run.world_size, take_rank)
+        whole[names[stem]] = merged(wholes, run.files, where, False)
+    return (whole | beside if len(whole) > 1 or beside else whole.popitem()[1]), replicated, left
 
 
 def _facts(file: Checkpoint) -> _Facts:
@@ -187,14 +221,18 @@ def _has_rows(optimizer: Any) -> bool:
     return any((tensor := tensor_of(value)) is not None and tensor.shape for value in kept)
 
 
-def _left_in_words(group: Sequence[_Facts]) -> str:
-    """Return the files of one kind as one name, and why they are left out."""
-    named = RANK.sub("rank_*", os.path.basename(group[0].file.path))
-    flat = all(is_optimizer(each.file.tree) for each in group)
-    return f"{named} ({'flat pieces without names and places' if flat else 'each rank has its own'})"
+def _beside(taken: set[object], stem: str, run: RankFiles, take_rank: int | None) -> Sequence[RankFile]:
+    """Return the files of one kind that hold no pieces, as dicts without keys that are taken."""
+    files = [file for file in run.files if file.rank == take_rank] or run.files
+    name = _begin(stem)
+    if name == EXTRA and all(isinstance(f.tree, dict) and taken.isdisjoint(f.tree) for f in files):
+        return files
+    while name in taken:
+        name += "_"
+    return [replace(file, tree={name: file.tree}) for file in files]
 
 
-def _rank_file(facts: _Facts, others: Sequence[_Facts]) -> RankFile:
+def _rank_file(facts: _Facts) -> RankFile:
     rank = facts.rank
     if rank is None:
         raise Damaged(
@@ -218,15 +256,19 @@ def _require_one_run(runs: dict[str, RankFiles]) -> None:
             )
 
 
-def _names_of(runs: dict[str, RankFiles]) -> dict[str, str]:
+def _names_of(runs: Mapping[str, RankFiles]) -> dict[str, str]:
     """Return the name of each kind of files in the whole: `model`, `optimizer`, or how their names begin."""
-    names = {stem: re.split(r"_?(?:world_size|rank)", stem)[0].strip("_-.#") or stem for stem in runs}
+    names = {stem: _begin(stem) for stem in runs}
     optimizers = [stem for stem, run in runs.items() if is_optimizer(run.files[0].tree)]
     rest = [stem for stem in runs if stem not in optimizers]
     for one, name in ((rest, "model"), (optimizers, "optimizer")):
         if len(one) == 1:
             names[one[0]] = name
     return names if len({*names.values()}) == len(runs) else {stem: stem for stem in runs}
+
+
+def _begin(stem: str) -> str:
+    return re.split(r"_?(?:world_size|rank)", stem)[0].strip("_-.#") or stem
 
 
 # The training step.

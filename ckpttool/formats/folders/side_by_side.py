@@ -10,11 +10,15 @@ from ...checkpoint.dotted_names import dotted
 from ...errors import Damaged, Refused
 from ...inert_pickle.values import LEAVES, MAX_DEPTH, Record, in_brief, remade, tensor_of, with_tensor
 from ...tensors.ref import TensorRef
+from ...tensors.values import stream
 from .pieces import Piece, RankFile, Wholes
 from .sharded_values import Sharded, ShardedValues, is_sharded
 
 STEPS = ("step", "steps", "global_step", "global_steps", "iteration", "epoch", "current_epoch")
 """Keys of numbers that are the same in all files of one save."""
+
+SMALL = 1 << 16
+"""The most bytes of a tensor that `same` reads."""
 
 Path = tuple[object, ...]
 
@@ -30,17 +34,21 @@ class SideBySide:
     """Merges the trees of ranks: pieces become whole tensors, and what all hold becomes one value.
 
     Attributes:
-        left: what only one rank's value of is in the result, in words.
+        left: what the result lacks of the ranks' files, in words.
     """
 
-    def __init__(self, wholes: Wholes, files: Sequence[RankFile], path: Path = ()) -> None:
+    def __init__(
+        self, wholes: Wholes, files: Sequence[RankFile], path: Path = (), *, common: bool = False
+    ) -> None:
         """Prepare merging.
 
         Args:
             wholes: joins the pieces.
             files: of the ranks, in their order.
             path: where the result lies in the whole, for names.
+            common: ranks may differ in any entry of a dict; the result then has those that all hold alike.
         """
+        self._common = common
         self._path = path
         self._wholes = wholes
         self._files = files
@@ -102,7 +110,14 @@ class SideBySide:
         for key, those in found.items():
             here = (*path, key)
             self._require_holders(here, held, those)
-            yield key, self._merge(here, those)
+            if self._common and not _agree(held, those):
+                self.left.append(
+                    f"'{_name(here)[:80]}' (differs between ranks; merge --take-rank R takes one's)"
+                )
+                continue
+            merged = self._merge(here, those)
+            if not self._common or merged != {} or not those[0].value:
+                yield key, merged
 
     def _require_holders(self, path: Path, held: list[Held], those: list[Held]) -> None:
         """Check that no rank lacks a tensor of which it has a part; stages of a pipeline have their own."""
@@ -207,8 +222,20 @@ def _alike(records: Sequence[Any]) -> bool:
     return len(shapes) == 1
 
 
+def _agree(held: Sequence[Held], those: Sequence[Held]) -> bool:
+    """Return whether all ranks hold an entry alike, or as dicts that may have entries in common."""
+    first, *others = (each.value for each in those)
+    if len(those) < len(held):
+        return False
+    return all(isinstance(each.value, dict) for each in those) or all(same(first, each) for each in others)
+
+
 def same(one: object, other: object) -> bool:
-    """Return whether two values that are no tensors are the same, to the type; NaN is the same as NaN."""
+    """Return whether two values are the same, to the type; NaN is the same as NaN.
+
+    Tensors are by dtype, shape and bytes, on whatever device they were. Of those of more than 64 KiB no value
+    is read: they differ only if the checksums that the files state do.
+    """
     stack, seen = [(one, other)], set[tuple[int, int]]()
     while stack:
         a, b = stack.pop()
@@ -228,6 +255,19 @@ def same(one: object, other: object) -> bool:
         elif isinstance(a, Record) and isinstance(b, Record):
             fields = ("how", "callable", "args", "kwargs", "state", "elements", "items")
             stack.extend((getattr(a, name), getattr(b, name)) for name in fields)
+        elif isinstance(a, TensorRef) and isinstance(b, TensorRef):
+            if not _same_tensor(a, b):
+                return False
         elif not (a == b or (a != a and b != b)):
             return False
     return True
+
+
+def _same_tensor(one: TensorRef, other: TensorRef) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if one.nbytes <= SMALL:
+        return b"".join(map(bytes, stream(one))) == b"".join(map(bytes, stream(other)))
+    sums = {each.storage.crc32 for each in (one, other) if each.is_plain}
+    whole = one.nbytes == one.storage.nbytes == other.storage.nbytes
+    return not whole or None in sums or len(sums) < 2

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
-from itertools import chain
-from operator import itemgetter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, repeat
+from operator import le, sub
 from typing import Any, NamedTuple
 
 from ...checkpoint import full_json
@@ -32,15 +32,13 @@ from ...tensors.ref import (
     is_count,
 )
 from ...tensors.values import require_bounded, stream
-from .strict_json import parse_object
+from .strict_json import Pairs, parse_object
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
 METADATA = "__metadata__"
 
 FIELD_NAMES = ("dtype", "shape", "data_offsets")
-FIELDS = itemgetter(*FIELD_NAMES)
-"""An entry's three fields; of a hundred thousand entries they are checked together, in C loops."""
 
 MAX_HEADER = 100_000_000
 """Bytes that the format allows a header."""
@@ -76,26 +74,7 @@ def read(source: Source) -> Checkpoint:
     raw = source.read(0, 8 + size)
     header = _parse(source, raw[8:])
     metadata = _metadata(source, header.pop(METADATA, {}))
-    tensors: dict[str, TensorRef] = {}
-    forms: dict[tuple[str, tuple[int, ...]], _Form] = {}
-    start = end = len(raw)
-    for (begin, stop), name, type_name, shape in _entries(source, header):
-        like = type_name, tuple(shape)
-        form = forms.get(like) or forms.setdefault(like, _form(source, name, *like))
-        if stop - begin != form.nbytes:
-            raise Damaged(
-                source.path,
-                f"tensor '{name}' should have {form.nbytes} bytes by its shape, has {stop - begin}",
-            )
-        if start + begin != end:
-            raise Damaged(source.path, f"tensor '{name}' leaves a gap or overlaps the one before it")
-        storage = Storage(ByteRange(source, end, form.nbytes), form.kind)
-        tensors[name] = TensorRef(storage, form.dtype, form.shape, form.stride)
-        end += form.nbytes
-    if end > source.size:
-        raise Damaged(source.path, f"is cut short: {end - source.size} bytes are missing")
-    if end < source.size:
-        raise Damaged(source.path, f"has {source.size - end} bytes that belong to no tensor")
+    tensors = _tensors(source, header, len(raw))
     is_full = full_json.ENTRY in metadata
     tree, protocol = _tree(source, tensors, metadata)
     return Checkpoint(source, NAME, tree, protocol, metadata, full=is_full)
@@ -120,7 +99,7 @@ def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str
 def _parse(source: Source, raw: bytes) -> dict[str, Any]:
     if raw[:1] != b"{":
         raise Damaged(source.path, "its header is not a JSON object")
-    header = parse_object(source.path, raw, "its header")
+    header = parse_object(source.path, raw, "its header", _entry)
     if b"\\u" in raw:
         try:
             json.dumps(header, ensure_ascii=False).encode()
@@ -129,47 +108,96 @@ def _parse(source: Source, raw: bytes) -> dict[str, Any]:
     return header
 
 
+def _entry(pairs: Pairs) -> tuple[Any, ...] | None:
+    """Return a tensor's entry, as the library writes it, as type, shape, begin and end; None for others."""
+    if len(pairs) != len(FIELD_NAMES):
+        return None
+    (first, dtype), (second, shape), (third, place) = pairs
+    if first != "dtype" or second != "shape" or third != "data_offsets":
+        return None
+    if type(shape) is not list or type(place) is not list or len(place) != 2:
+        return None
+    return dtype, tuple(shape), *place
+
+
 def _metadata(source: Source, found: object) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise Damaged(source.path, "its __metadata__ is not a map of text to text")
     return found
 
 
-def _entries(source: Source, header: dict[str, Any]) -> list[tuple[Any, str, str, list[int]]]:
-    """Return place in the payload, name, type and shape of each tensor, in the order of the payload."""
+def _tensors(source: Source, header: dict[str, Any], start: int) -> dict[str, TensorRef]:
+    """Return the tensors in the order of the payload, which begins at `start`.
+
+    A file may have 100,000, so each rule is checked for all of them in one C loop; a tensor that breaks it
+    is looked for only then.
+    """
+    names, types, shapes, begins, ends = _columns(source, header)
+    likes = list(zip(types, shapes, strict=True))
+    of_like = {
+        like: _form(source, name, *like) for like, name in dict(zip(likes, names, strict=True)).items()
+    }
+    forms = list(map(of_like.__getitem__, likes))
+    dtypes, sizes, strides, nbytes, kinds = zip(*forms, strict=True) if forms else ((),) * 5
+    if (found := tuple(map(sub, ends, begins))) != nbytes:
+        name, has, should = _first_unequal(names, found, nbytes)
+        raise Damaged(source.path, f"tensor '{name}' should have {should} bytes by its shape, has {has}")
+    if begins != (expected := (0, *ends)[: len(begins)]):
+        name, _, _ = _first_unequal(names, begins, expected)
+        raise Damaged(source.path, f"tensor '{name}' leaves a gap or overlaps the one before it")
+    end = start + sum(nbytes)
+    if end > source.size:
+        raise Damaged(source.path, f"is cut short: {end - source.size} bytes are missing")
+    if end < source.size:
+        raise Damaged(source.path, f"has {source.size - end} bytes that belong to no tensor")
+    places = map(ByteRange, repeat(source), map(start.__add__, begins), nbytes)
+    tensors = map(TensorRef, map(Storage, places, kinds), dtypes, sizes, strides)
+    return dict(zip(names, tensors, strict=True))
+
+
+def _first_unequal(names: Sequence[str], has: Sequence[int], should: Sequence[int]) -> tuple[str, int, int]:
+    return next(row for row in zip(names, has, should, strict=True) if row[1] != row[2])
+
+
+_Columns = tuple[Sequence[str], Sequence[str], Sequence[tuple[int, ...]], tuple[int, ...], tuple[int, ...]]
+
+
+def _columns(source: Source, header: dict[str, Any]) -> _Columns:
+    """Return name, type, shape, begin and end of all tensors, in the order of the payload."""
+    if not header:
+        return (), (), (), (), ()
+    entries = [each if type(each) is tuple else _reordered(each) for each in header.values()]
+    types, shapes, begins, ends = zip(*entries, strict=True)
     try:
-        types, shapes, places = zip(*map(FIELDS, header.values()), strict=True) if header else ((), (), ())
-        sizes = [*chain.from_iterable(shapes)]
-        offsets = [*chain.from_iterable(places)]
+        numbers = [*begins, *ends, *chain.from_iterable(shapes)]
         is_regular = (
-            {*map(len, header.values())} <= {len(FIELD_NAMES)}
-            and {*map(type, types)} <= {str}
-            and {*map(type, shapes), *map(type, places)} <= {list}
-            and {*map(len, places)} <= {2}
-            and {*map(type, sizes), *map(type, offsets)} <= {int}
-            and min(chain(sizes, offsets), default=0) >= 0
-            and max(chain(sizes, offsets), default=0) <= MAX_BYTES
+            {*map(type, types)} == {str}
+            and {*map(type, numbers)} == {int}
+            and min(numbers) >= 0
+            and max(numbers) <= MAX_BYTES
         )
-    except (KeyError, TypeError):
+    except TypeError:
         is_regular = False
     if not is_regular:
-        name = next(name for name, entry in header.items() if not _is_regular(entry))
+        name = next(name for name, each in zip(header, entries, strict=True) if not _is_regular(*each))
         raise Damaged(source.path, f"its header has a malformed entry for '{name[:80]}'")
-    entries = list(zip(places, header, types, shapes, strict=True))
-    entries.sort(key=itemgetter(0))
-    return entries
+    if all(map(le, ends, begins[1:])):
+        return [*header], types, shapes, begins, ends
+    rows = sorted(zip(begins, ends, header, types, shapes, strict=True))
+    begins, ends, names, types, shapes = zip(*rows, strict=True)
+    return names, types, shapes, begins, ends
 
 
-def _is_regular(entry: Any) -> bool:
-    return (
-        isinstance(entry, dict)
-        and entry.keys() == {*FIELD_NAMES}
-        and isinstance(entry["dtype"], str)
-        and isinstance(entry["shape"], list)
-        and isinstance(entry["data_offsets"], list)
-        and len(entry["data_offsets"]) == 2
-        and all(map(is_count, entry["shape"] + entry["data_offsets"]))
-    )
+def _reordered(entry: Any) -> tuple[Any, ...]:
+    """Return an entry whose fields are in another order as a tuple too; what is none, as an irregular one."""
+    found = None
+    if isinstance(entry, dict) and entry.keys() == {*FIELD_NAMES}:
+        found = _entry([(name, entry[name]) for name in FIELD_NAMES])
+    return found or (None, (), 0, 0)
+
+
+def _is_regular(type_name: object, shape: tuple[object, ...], begin: object, end: object) -> bool:
+    return type(type_name) is str and all(map(is_count, (*shape, begin, end)))
 
 
 class _Form(NamedTuple):
