@@ -1,8 +1,9 @@
 """How often a step has failed: counted in `--out`, over starts, so that a run is not restarted for ever.
 
 While rank 0 trains, attempts.json says which step it is in. A run that ends well, or by a signal in good
-order, removes it. Else the next start finds the step that failed there, also if rank 0 was killed. After the
-third failure of one step in a row it refuses to go on, as another start would end in the same way.
+order, removes it; one that `--grace` or a second Ctrl-C cuts off takes the step back. Else the next start
+finds the step that failed there, also if rank 0 was killed. After the third failure of one step in a row it
+refuses to go on, as another start would end in the same way.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def counted(folder: str, config: TrainConfig, rank: int) -> Iterator[Callable[[i
 
     Yields:
         A function to call with the number of each step, from 1, before it is taken; it costs a microsecond.
+            With 0 before this process is ended on purpose, as by the second Ctrl-C: then no step has failed.
 
     Raises:
         CheckFailed: a step has failed three times in a row.

@@ -110,6 +110,13 @@ def load(config: DataConfig, *, seed: int = 0) -> Data:
         Unreadable, Damaged: an image of a folder can't be read.
         CkptToolError: `--download` failed.
     """
+    parts = load_parts(config, seed=seed)
+    # The shuffle depends on the number of samples, so other sizes are other data.
+    return _data(config, parts, f" {count(parts.train)}/{count(parts.test)}")
+
+
+def load_parts(config: DataConfig, *, seed: int = 0) -> Parts:
+    """Return both parts of a data set, none of them empty, without reading a sample. Raises as `load`."""
     # What a factory draws, as for random_split, must be the same on every rank, in each run, and in an
     # evaluation, which has no --seed: else samples that were trained on would be tested with.
     with seeded("data"):
@@ -117,8 +124,7 @@ def load(config: DataConfig, *, seed: int = 0) -> Data:
     for part, samples in (("training", parts.train), ("test", parts.test)):
         if not count(samples):
             raise UsageFault(f"--data {config.data}: there are no {part} samples")
-    # The shuffle depends on the number of samples, so other sizes are other data.
-    return _data(config, parts, f" {count(parts.train)}/{count(parts.test)}")
+    return parts
 
 
 def load_test(config: DataConfig) -> Data:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.errors import CkptToolError
 from train import flags, launch, spawning
 from train.config import TrainConfig
+from train.stopping import Starting
 
 # torch is imported only where it is needed, so that wrong flags are refused within a tenth of a second.
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return launch.run_program(lambda: preview.run(config), lambda _: None)
     if config.spawn:
         return spawning.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
-    return launch.run_program(lambda: prepare(config), work)
+    with Starting(launch.rank()):
+        return launch.run_program(lambda: prepare(config), work)
 
 
 def prepare(config: TrainConfig) -> Job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckpttool.distributed.place import given_rank, given_world_size
 from ckpttool.distributed.plan import Plan
@@ -19,17 +20,18 @@ NAMED = 3
 
 
 def run(config: TrainConfig) -> None:
-    """Load the data that the flags name, and show their plan on rank 0.
+    """Count the samples that the flags name, and show their plan on rank 0.
 
     Raises:
-        UsageFault, FileError: as `data.load`.
+        UsageFault, FileError: as `data.load_parts`.
         CheckFailed: stdout can't be written.
     """
     if given_rank() == 0:
         from train import data, samples
 
-        loaded = data.load(config, seed=config.seed)
-        show(make_plan(config, samples.count(loaded.train)), loaded.name, config, config.json)
+        # No task: samples are only counted, and need no classes.
+        parts = data.load_parts(replace(config, task=""), seed=config.seed)
+        show(make_plan(config, samples.count(parts.train)), config.data, config, config.json)
 
 
 def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None:

@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ckpttool.distributed import collectives
 from ckpttool.distributed.plan import Plan, dealt_sizes
 from ckpttool.metrics.certificate import Certificate, LossCertificate
-from train import launch, log_file, scoring, spawning
-from train.config import DataConfig, TrainConfig
+from train import commands, launch, log_file, scoring, spawning
+from train.config import TrainConfig
 from train.data import Data
 from train.engine import Trainer, TrainScore
 from train.flags import arguments_of
@@ -214,7 +212,7 @@ class Report:
         if ended_by and ended_by == stop.name:
             seconds, step = stop.seconds(), self.trainer.progress.global_step
             left = stop.grace - seconds
-            self._when = f" after step {step}, saved {seconds:.1f} s later, {left:.1f} s before --grace ends"
+            self._when = f" after step {step}, saved {seconds:.1f} s later, {left:.1f} s of --grace left"
             fields = {"seconds": round(seconds, 3), "grace_left": round(left, 3)}
             self.trainer.log.write({"step": step, "event": ended_by, **fields}, step)
 
@@ -236,17 +234,19 @@ class Report:
             if best in saved:
                 score = scoring.merit_in_words(self.trainer.task, self.trainer.progress.best)
                 launch.say(f"        {best} ({score})")
+            else:
+                launch.say(f"        no {BEST}: there is no score on the test set yet")
         if saved:
-            flags = flags_of(self.trainer.config) + flags_of_bits(self.trainer.place.device)
             if ended_by and ended_by not in ("--epochs", "--max-steps"):
-                launch.say(f"\nended   by {ended_by}{self._when}; {self.how_to_go_on()}")
+                launch.say(f"\nended   by {ended_by}{self._when}\n{self.how_to_go_on()}")
             launch.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
-            model = shlex.quote(os.path.join(self.folder, "model.safetensors"))
-            scored = " --state ema.averages" if self.trainer.ema else ""
-            launch.say(f"  ckpttool strip-prefix {shlex.quote(saved[0])} {model}{scored} --force")
-            command = f"python {program('evaluate')} {model}"
-            launch.say(f"  {in_two_lines(command, flags)}")
+            model = os.path.join(self.folder, "model.safetensors")
+            strip = ["ckpttool", "strip-prefix", saved[0], model]
+            strip += ["--state", "ema.averages"] * bool(self.trainer.ema)
+            launch.say(commands.to_paste([*strip, *(["--force"] * os.path.exists(model))]))
+            same = commands.flags_of(self.trainer.config) + commands.flags_of_bits(self.trainer.place.device)
+            launch.say(commands.to_paste(["python", commands.program("evaluate"), model, *same]))
 
     def how_to_go_on(self) -> str:
         """Return the command that continues an interrupted run."""
@@ -258,15 +258,9 @@ class Report:
         if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
         alone = spawn or place.world_size == 1
-        start = "python" if alone else f"torchrun --nproc-per-node {place.world_size}"
-        return f"to continue: {start} {program('main')} {shlex.join(arguments_of(resumed))}"
-
-
-def program(name: str) -> str:
-    """Return the path of a program of this package, relative to the working directory."""
-    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), f"{name}.py")
-    below = os.path.relpath(path)
-    return shlex.quote(path if below.startswith(os.pardir) else below)
+        start = ["python"] if alone else ["torchrun", "--nproc-per-node", str(place.world_size)]
+        start += [commands.program("main"), *arguments_of(resumed)]
+        return f"to continue:\n{commands.to_paste(start)}"
 
 
 def describe(data: Data) -> str:
@@ -308,30 +302,3 @@ def in_lines(recipe: str) -> str:
     unbreakable = recipe.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
     lines = textwrap.wrap(unbreakable, width=72, break_long_words=False, break_on_hyphens=False)
     return f"\n{'':8}".join(lines).replace("\N{NO-BREAK SPACE}", " ")
-
-
-def in_two_lines(command: str, flags: str) -> str:
-    """Return a command to paste, broken if it would not fit into 80 columns."""
-    break_or_not = " " if len(command) + len(flags) < 78 else " \\\n      "
-    return command + break_or_not + flags
-
-
-def flags_of(config: TrainConfig) -> str:
-    """Return the flags with which an evaluation builds the same model and takes the same samples."""
-    flags = [f"--model {shlex.quote(config.model)}", f"--data {shlex.quote(config.data)}"]
-    if config.task != DataConfig.task:
-        flags.append(f"--task {shlex.quote(config.task)}")
-    if config.eval_batch != DataConfig.eval_batch:
-        flags.append(f"--eval-batch {config.eval_batch}")
-    for name, values in (("mean", config.mean), ("std", config.std)):
-        if values:
-            flags.append(f"--{name}={','.join(map(str, values))}")
-    if config.resize:
-        flags.append(f"--resize {config.resize}")
-    return " ".join(flags)
-
-
-def flags_of_bits(device: torch.device) -> str:
-    """Return the flags with which an evaluation gives the same numbers to the last digit."""
-    threads = torch.get_num_threads()
-    return f" --threads {threads}" if device.type == "cpu" and threads != 1 else ""

@@ -43,7 +43,7 @@ class Run:
         self.limits = Limits(job.config, trainer.steps_per_epoch)
         self.report = Report(trainer, folder)
         self._saver = Saver(trainer, folder, self.report.event)
-        self._stop = Stop(job.config.grace, self.report.how_to_go_on if job.place.rank == 0 else lambda: "")
+        self._stop = Stop(job.config.grace, self._left_undone)
         self._agreement = Agreement(self._stop, self._saver)
         began = [("resume", text) for text in remarks] or [("init", text) for text in job.remarks]
         self.report.begin(began + measured)
@@ -70,6 +70,11 @@ class Run:
                 raise
             with collectives.together():  # what a tracker writes last may fail, on rank 0 alone
                 files.close()
+
+    def _left_undone(self) -> str:
+        """Return what rank 0 says if a signal ends the process at once, which is no failure of a step."""
+        self._begin_step(0)
+        return self.report.how_to_go_on() if self.job.place.rank == 0 else ""
 
     def begin(self) -> str:
         """Score the last step if a signal has cut that short. Return as `after_step`."""

@@ -62,6 +62,8 @@ class Stop:
         global _active
         if threading.current_thread() is not threading.main_thread():
             return self
+        if _active is not None:
+            _active.__exit__()  # what listened while the run started has nothing to do any more
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._open, _active = True, self
@@ -157,6 +159,20 @@ class Stop:
         os._exit(code)
 
 
+class Starting(Stop):
+    """A context in which a signal ends the process at once, with one line on rank 0: nothing is trained yet.
+
+    It ends where a `Stop` begins. A handler of Python's would have to wait for ranks that are late.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(0.0, lambda: "nothing was trained" if rank == 0 else "")
+
+    def _take(self, number: int) -> None:
+        if number in SIGNALS:
+            self._end(128 + number, f"ended by {signal.Signals(number).name} before the first step")
+
+
 # ---- processes that are forked -----------------------------------------------------------------------------
 
 _active: Stop | None = None
@@ -164,10 +180,9 @@ _mask: Any = None
 
 
 def _before_fork() -> None:
+    # A signal in a child that still has the descriptor would be taken for one of ours.
     global _mask
-    if (
-        _active is not None
-    ):  # a signal in a child that still has the descriptor would be taken for one of ours
+    if _active is not None:
         _mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

@@ -238,13 +238,13 @@ def _verdict(kind: str, blamed: Sequence[Seen], inside: Sequence[Seen]) -> Verdi
 def _about(kind: str, one: Seen) -> str:
     """Return what a rank is blamed for."""
     rank, beat, process = f"rank {one.rank}", one.beat, f"process {one.pid} on {one.host}"
-    silence = f"no heartbeat for {one.silent:.0f} s; it was last seen in {one.position}"
+    silence = f"no heartbeat for {one.silent:.0f} s; the last one said {one.position}"
     if kind == "failed":
         return f"{rank} failed in {one.position}: {beat.error}"
     if kind == "gone":
         return (
-            f"{rank} is gone: {process} has ended without a word, as if killed; it was "
-            f"last seen in {one.position}"
+            f"{rank} is gone: {process} has ended without a word, as if killed; its last heartbeat "
+            f"said {one.position}"
         )
     if kind == "stopped":
         return f"{rank} is stopped, as by SIGSTOP ({process}): {silence}"

@@ -196,6 +196,8 @@ class Pulse:
             )
             if verdict is None and self.clock.now() - self.exchanged >= self.timeout <= self.beat.idle:
                 verdict = hangs.no_store(ranks[self.rank], self.clock.now() - self.exchanged)
+            if self.over.is_set():
+                return  # the block has ended while this thread was late: nothing is left to judge
             if verdict is None:
                 self._warn(ranks)
             # What a dead rank said last may be on its way, and this one may have work left that is of use.
@@ -294,6 +296,8 @@ class Pulse:
         """Say what has happened and end this process."""
         self.speaks.acquire()
         lines = [*self._lines(verdict), "the job ends (exit 1)"]
+        if verdict.kind == "stopped" and self.rank in verdict.ranks:  # and goes on: the others have said it
+            lines = ["this rank was stopped, as by SIGSTOP, and the others have ended the job (exit 1)"]
         _say("error", self.rank, lines)
         time.sleep(self.interval + 0.5)  # until all ranks have said it
         self._release(verdict.ranks)

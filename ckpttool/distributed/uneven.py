@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ..errors import CheckFailed, UsageFault
-from . import collectives
+from . import collectives, nested
 from .lost_rank import is_lost_rank
 from .mean_loss import global_mean_loss
 from .stand_in import require_no_torch_sync, standing_in
@@ -169,11 +169,21 @@ class Uneven(Generic[Batch]):
         return count << 2 | (self._last is None) * NEEDS | self._over * OVER
 
     def _borrow(self, lender: int) -> None:
-        """Let ranks that never had a batch stand in with one of another rank."""
+        """Let ranks that never had a batch stand in with one of another rank.
+
+        What is on the lender's GPU travels through memory to the device of the borrower's model. What is not
+        stays off it, as a loop that moves its batches itself expects.
+        """
         mine = self._last if collectives.rank() == lender else None
-        lent = collectives.gather(mine)[lender]
+        on_gpu = [not tensor.is_cpu for tensor in nested.tensors(mine)]
+        if any(on_gpu):
+            mine = nested.mapped(mine, lambda tensor: tensor.cpu())
+        lent, were_on_gpu = collectives.gather((mine, on_gpu))[lender]
         if self._last is None:
             self._last = lent
+            if any(were_on_gpu):
+                device, were = next(self.model.parameters()).device, iter(were_on_gpu)
+                self._last = nested.mapped(lent, lambda tensor: tensor.to(device) if next(were) else tensor)
 
 
 def length(batch: Any) -> int:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpttool import distributed
 from ckpttool.distributed import heartbeat
+from ckpttool.distributed.pulse import Pulse
 from tests.ranks import mortal
 from tests.ranks.mortal import Ended
 
@@ -310,8 +311,10 @@ def test_all_of_three_ranks_say_the_same(cases: Cases) -> None:
 def test_a_stopped_rank_is_told_from_one_that_hangs_and_ends_too(cases: Cases) -> None:
     ends = cases.in_time(stops)
     assert [end.code for end in ends] == [1, 1]
-    assert all("rank 1 is stopped, as by SIGSTOP (process " in end.said for end in ends)
-    assert all("no heartbeat for 4 s" in end.said for end in ends)
+    assert "error: rank 0: rank 1 is stopped, as by SIGSTOP (process " in ends[0].said
+    assert "no heartbeat for 4 s; the last one said '" in ends[0].said
+    own = "error: rank 1: this rank was stopped, as by SIGSTOP, and the others have ended the job (exit 1)\n"
+    assert ends[BAD].said == own
 
 
 def test_a_killed_rank_is_named_at_once(cases: Cases) -> None:
@@ -395,6 +398,41 @@ def leaves_nothing(rank: int, size: int) -> tuple[int, int, int]:
         threading.active_count() - before[0],
         len(os.listdir("/proc/self/fd")) - before[1],
     )
+
+
+def ends_while_a_thread_sleeps(rank: int, size: int) -> tuple[int, int, bool]:
+    """Leave a watch whose thread is in the middle of a beat, and then finds a verdict that ends processes.
+
+    Returns:
+        The threads and descriptors that were left, and whether a file that was opened then is whole.
+    """
+    before, beats = len(os.listdir("/proc/self/fd")), Pulse._look_at_oneself
+    late, go_on = threading.Event(), threading.Event()
+
+    def beat(pulse: Pulse) -> None:
+        late.set()
+        go_on.wait(30)
+        beats(pulse)
+        pulse.verdict = '{"kind": "hangs", "ranks": [0], "lines": ["too late"]}'
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pulse, "_look_at_oneself", beat)
+        with distributed.watch(5):
+            late.wait(30)
+        threads = [one for one in threading.enumerate() if one.name.endswith("(_judge)")]
+        file = os.memfd_create("of another")
+        os.write(file, b"whole")
+        go_on.set()
+        for thread in threads:
+            thread.join(30)
+    whole = os.pread(file, 9, 0) == b"whole"
+    os.close(file)
+    return len(threads), len(os.listdir("/proc/self/fd")) - before, whole
+
+
+def test_a_thread_that_is_late_ends_no_process_and_touches_no_other_file(run_ranks: Any) -> None:
+    """The descriptor of the stack stays open, as another file would get its number."""
+    assert run_ranks(2, ends_while_a_thread_sleeps) == [(1, 1, True)] * 2
 
 
 def test_the_threads_end_with_the_block(run_ranks: Any) -> None:

@@ -273,3 +273,27 @@ def test_the_same_script_runs_without_a_launcher(tmp_path: Path) -> None:
     script.write_text(OWN_LOOP)
     done = start([sys.executable, str(script)])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+class OnGpu(torch.Tensor):
+    """Stands in for a tensor on a GPU, which `cpu` copies into memory as a plain one."""
+
+    is_cpu = property(lambda self: False)  # type: ignore[assignment]
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor)
+
+
+def borrowed(rank: int, world_size: int) -> list[tuple[str, str]]:
+    """Return the types of the two parts of each batch, of which only rank 0 has one."""
+    model, found = DistributedDataParallel(nn.Linear(6, 1)), []
+    inputs, target = torch.ones(3, 6), torch.ones(3, 1)
+    with Uneven(model, [(inputs.as_subclass(OnGpu), target)] if rank == 0 else []) as uneven:
+        for batch in uneven:
+            found.append((type(batch[0]).__name__, type(batch[1]).__name__))
+            uneven.global_mean((model(batch[0].cpu()) - batch[1]).sum()).backward()
+    return found
+
+
+def test_a_batch_is_not_borrowed_with_the_device_of_the_rank_that_lends_it(run_ranks: Any) -> None:
+    assert run_ranks(2, borrowed) == [[("OnGpu", "Tensor")], [("Tensor", "Tensor")]]

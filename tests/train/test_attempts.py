@@ -69,6 +69,12 @@ def test_a_start_that_ends_before_its_first_step_is_not_counted(tmp_path: Path) 
     assert refused(tmp_path).startswith("step 9")
 
 
+def test_a_step_that_is_taken_back_is_not_counted(tmp_path: Path) -> None:
+    for _ in range(4):
+        attempt(tmp_path, 8, 9, 0)
+    assert refused(tmp_path) == ""
+
+
 def test_rank_0_may_be_a_step_behind_the_rank_that_fails(tmp_path: Path) -> None:
     for step in (9, 8, 9):
         attempt(tmp_path, step)

@@ -24,7 +24,7 @@ from ckpttool.errors import CkptToolError, RanksDiffer
 from tests.ranks import trainings
 from tests.ranks.forked import Program
 from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, start
-from train import flags, launch, main, report
+from train import commands, flags, launch, main, report
 from train.config import TrainConfig
 from train.engine import Trainer
 
@@ -151,8 +151,9 @@ def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, ranks):
         os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all that it has in front
         said, errors = run.communicate(timeout=60)
     assert (run.returncode, errors) == (130, "")
-    (line,) = (line for line in said.splitlines() if line.startswith("ended   by SIGINT after step "))
-    _, command = line.split("; to continue: ")
+    ended = said[said.index("ended   by SIGINT after step ") : said.index("\nnext:")]
+    assert max(len(line) for line in ended.splitlines() if str(ROOT) not in line) <= 80
+    command = ended.partition("\nto continue:\n  ")[2].replace(" \\\n     ", "")
     program, arguments = command.split(f" {ROOT}/train/main.py ")  # not under the folder that it runs in
     assert program == "python"
     assert flags.parse(shlex.split(arguments)) == flags.parse([*given, *spawn, "--resume", "auto"])
@@ -166,7 +167,7 @@ def test_a_run_started_by_torchrun_is_continued_by_torchrun(tmp_path, monkeypatc
         trainer = trainings.trainer(0, 1, data, model)
         trainer.place = trainings.place(0, 2)
         said = report.Report(trainer, str(tmp_path)).how_to_go_on()
-    assert said.startswith("to continue: torchrun --nproc-per-node 2 train/main.py ")
+    assert said.startswith("to continue:\n  torchrun --nproc-per-node 2 train/main.py ")
     assert "--spawn" not in said
 
 
@@ -178,7 +179,7 @@ def test_programs_are_proposed_by_a_path_that_works_in_the_working_directory(tmp
         (tmp_path, f"{ROOT}/train/main.py"),
     ):
         monkeypatch.chdir(folder)
-        assert report.program("main") == shlex.quote(path)
+        assert commands.program("main") == path
 
 
 def test_ctrl_c_before_the_first_save_says_so(tmp_path):

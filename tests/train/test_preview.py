@@ -116,6 +116,13 @@ def test_shares_that_are_measured_are_said_to_be_equal_until_then(capsys):
     assert "shares are equal until the speeds of the ranks have been measured" in text
 
 
+@pytest.mark.parametrize("task", ["classification", "language-model", "own.py:no_such_task"])
+def test_samples_need_no_classes_and_are_not_read(tmp_path, capsys, task):
+    code = "class Texts(list):\n    def __getitem__(self, index):\n        raise OSError\n"
+    (tmp_path / "own.py").write_text(f"{code}def data():\n    return Texts('abcde'), Texts('ab')\n")
+    assert "5 training samples" in seen(capsys, "--data", f"{tmp_path}/own.py:data", "--task", task)
+
+
 @pytest.mark.parametrize(
     "launcher", [[*TORCHRUN, "2", "train/main.py"], [sys.executable, "train/main.py", "--spawn", "2"]]
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import shlex
 import struct
 import sys
 import termios
@@ -14,7 +15,7 @@ import pytest
 
 from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, environment
-from train import report
+from train import commands, report
 from train.config import TrainConfig
 
 OWN = """
@@ -71,6 +72,7 @@ def test_the_scores_of_any_task_are_a_table_and_the_bar_leaves_nothing(tmp_path:
     for row in rows:
         assert row[len(heading) - 1].isdigit() and row[len(heading) :] in ("", "  best")
     assert not any("step/s" in line for line in lines)
+    assert "  ckpttool strip-prefix x/best.pt x/model.safetensors" in lines
     assert max(len(line) for line in lines if "evaluate.py" not in line) <= 80
 
 
@@ -81,3 +83,12 @@ def test_a_recipe_is_broken_between_its_parts() -> None:
         "train   10 epochs, sgd lr 0.1, cosine, amp bf16, clip-norm 1.0, ema 0.999,\n"
         "        augment crop-flip, mixup 0.2, seed 123"
     )
+
+
+def test_a_command_is_broken_before_flags_and_is_the_same_for_a_shell() -> None:
+    words = ["python", "train/main.py", "--model", "own.py:model", "--data", "own.py:data", "--mean=-1,2"]
+    words += ["--out", "my \\ run", "--init-allow-missing", "linear.*", "--epochs", "20", "--resume", "auto"]
+    text = commands.to_paste(words)
+    assert shlex.split(text.replace(" \\\n", " ")) == words
+    assert 1 < len(text.splitlines()) == text.count("\n      --") + 1
+    assert max(map(len, text.splitlines())) <= 80

@@ -154,7 +154,7 @@ def test_runs_of_max_time_one_after_the_other_give_the_uninterrupted_run(
     short = {**settings, "resume": "auto", "max_time": 1e-9}  # time for one step
     for _ in range(EPOCHS * STEPS - 1):
         said = run_ranks(size, run, str(tmp_path / "parts"), short)
-        assert "ended   by --max-time; to continue" in said[0]
+        assert "ended   by --max-time\nto continue:\n  " in said[0]
     assert "ended" not in run_ranks(size, run, str(tmp_path / "parts"), short)[0]
     assert contents(tmp_path / "parts" / "last.pt") == contents(tmp_path / "whole" / "last.pt")
     epochs = [entry for entry in log(tmp_path / "parts") if "epoch" in entry]
@@ -352,8 +352,8 @@ def test_two_ranks_train_with_loading_processes_and_say_how_to_go_on(tmp_path: P
         [sys.executable, "train/main.py", "--spawn", "2", *TINY, *flags, "--out", str(tmp_path / "r")]
     )
     assert done.returncode == 0, done.stderr
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("ended"))
-    assert "--spawn 2" in line and "--resume auto" in line and "--augment auto" in line
+    said = done.stdout[done.stdout.index("ended   by --max-time\nto continue:\n  python") :]
+    assert "--spawn 2" in said and "--resume auto" in said and "--augment auto" in said
 
 
 @pytest.mark.long

@@ -205,7 +205,7 @@ def test_processes_that_load_data_outlive_a_signal_to_the_whole_group(tmp_path):
         os.killpg(run.pid, signal.SIGTERM)
         said, errors = run.communicate(timeout=60)
     assert run.returncode == 143, errors
-    assert "ended   by SIGTERM after step" in said and "to continue: python" in said
+    assert "ended   by SIGTERM after step" in said and "\nto continue:\n  python" in said
     assert errors == ""
     assert step_of(tmp_path) >= 2
 
@@ -248,8 +248,9 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_the_old_file(tmp_path):
         _, errors = run.communicate(timeout=60)
     assert time.monotonic() - began < 2.0  # a step takes three
     assert run.returncode == 130
-    assert errors.startswith("\ninterrupted; to continue: python ")
+    assert errors.startswith("\ninterrupted; to continue:\n  python ")
     assert step_of(tmp_path) == before
+    assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0  # none has failed
 
 
 @pytest.mark.long
@@ -261,3 +262,18 @@ def test_a_step_that_takes_longer_than_the_grace_is_said(tmp_path):
     assert run.returncode == 1
     assert errors.startswith("error: --grace 0.5: SIGTERM came ")
     assert errors.endswith("nothing was saved yet (--save-every N[steps|epochs])\n")
+    assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_before_the_first_step_ends_the_run_in_one_line(tmp_path, number):
+    waits = "def model():\n    open('here', 'w')\n    __import__('time').sleep(99)\n"
+    (tmp_path / "own.py").write_text(waits)
+    run = Program(program(), tmp_path, environment())
+    end = time.monotonic() + 60
+    while not (tmp_path / "here").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    run.send_signal(number)
+    said = run.communicate(timeout=30)
+    assert run.returncode == 128 + number
+    assert said == ("", f"ended by {number.name} before the first step; nothing was trained\n")
