@@ -22,7 +22,7 @@ test: $(INSTALLED)
 long: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
-# Fifteen minutes on an idle machine of two cores: 50 kills. `make test` has three of them.
+# Fifteen minutes on an idle machine of two cores: 50 kills. `make test` has two of them.
 drill: $(INSTALLED)
 	$(BIN)/python -m tests.drill
 

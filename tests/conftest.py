@@ -21,10 +21,11 @@ from tests.support.warm_python import WarmPython
 __all__ = ["run_ranks"]
 
 
-# A shell that starts the tests in the background has them ignore Ctrl-C. Programs started by a test would
-# inherit that, but not a handler.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that starts the tests in the background has them ignore Ctrl-C, and nohup the end of a terminal.
+# Programs started by a test would inherit that.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 # Deterministic, so that a failure can be repeated; without a deadline, as time varies on shared machines.
 settings.register_profile(

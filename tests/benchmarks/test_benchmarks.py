@@ -59,6 +59,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, Pa
     return done.stdout.splitlines(), folder, pages
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("row", ROWS + TARGETS)
 def test_every_row_is_printed_as_text_and_as_markdown(bench, row):
     lines, _, _ = bench
@@ -66,23 +67,27 @@ def test_every_row_is_printed_as_text_and_as_markdown(bench, row):
     assert any(line.startswith(f"| {row} |") for line in lines)
 
 
+@pytest.mark.long
 def test_the_text_tables_fit_80_columns(bench):
     lines, _, _ = bench
     text = lines[: lines.index("The same in Markdown:")]
     assert [line for line in text if len(line) > 80] == []
 
 
+@pytest.mark.long
 def test_a_missed_target_is_no_failure(bench):
     lines, _, _ = bench
     verdicts = [line.split()[-1] for line in lines if line.startswith(tuple(t + "  " for t in TARGETS))]
     assert set(verdicts[-5:]) <= {"met", "MISSED"}
 
 
+@pytest.mark.long
 def test_nothing_is_left_in_the_folder(bench):
     _, folder, _ = bench
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.long
 def test_all_tables_go_between_the_marks_of_the_page_about_speed(bench):
     _, _, pages = bench
     text = (pages / "docs" / "benchmarks.md").read_text()
@@ -92,6 +97,7 @@ def test_all_tables_go_between_the_marks_of_the_page_about_speed(bench):
     assert f"Python {sys.version.split()[0]}" in text
 
 
+@pytest.mark.long
 def test_one_table_with_the_main_targets_of_each_case_goes_into_the_readme(bench):
     _, _, pages = bench
     text = (pages / "README.md").read_text()

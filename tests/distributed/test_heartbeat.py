@@ -246,7 +246,7 @@ CASES: list[Case] = [
 
 
 class Cases:
-    """The cases of this file, run four at a time, as most of what they do is to wait."""
+    """The cases of this file, run seven at a time, as most of what they do is to wait."""
 
     def __init__(self, threads: ThreadPoolExecutor, folder: Path) -> None:
         self.folder = folder
@@ -276,7 +276,7 @@ class Cases:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cases]:
-    threads = ThreadPoolExecutor(4)
+    threads = ThreadPoolExecutor(7)
     yield Cases(threads, tmp_path_factory.mktemp("cases"))
     threads.shutdown(cancel_futures=True)
 

@@ -214,6 +214,7 @@ def measured(run_ranks: Run, tmp_path_factory: Any) -> Any:
     return measure_all(run_ranks, str(tmp_path_factory.mktemp("exactness")), STOPS[:1])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_every_run_resumes_bit_for_bit_on_every_number_of_ranks(measured: Any) -> None:
     for row, result in zip(ROWS, measured[0], strict=True):
@@ -221,6 +222,7 @@ def test_every_run_resumes_bit_for_bit_on_every_number_of_ranks(measured: Any) -
         assert not any(result.resumed.values()), (row.name, result.resumed)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_ranks_give_what_one_rank_gives_within_the_promised_bounds(measured: Any) -> None:
     found, on_others = measured
@@ -230,6 +232,7 @@ def test_ranks_give_what_one_rank_gives_within_the_promised_bounds(measured: Any
     assert max(on_others.values()) <= FLOAT32
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_what_saves_memory_and_equal_shares_give_the_bits_of_the_plain_run(measured: Any) -> None:
     by_name = {row.name: result.digests for row, result in zip(ROWS, measured[0], strict=True)}
@@ -237,6 +240,7 @@ def test_what_saves_memory_and_equal_shares_give_the_bits_of_the_plain_run(measu
     assert by_name["`--rank-share 1,1`"][2] == by_name["plain"][2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_page_says_what_was_measured(measured: Any) -> None:
     assert relations(PAGE.read_text()) == relations(page(*measured)), (

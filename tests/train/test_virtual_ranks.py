@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import nn
 from ckpttool import batchnorm
 from ckpttool.errors import UsageFault
 from tests.ranks import runs, trainings
-from tests.ranks.programs import ROOT, environment
+from tests.ranks.programs import ROOT, start
 from train import flags, preflight, task, virtual_ranks
 from train.config import TrainConfig
 from train.flag_values import Every
@@ -142,8 +141,7 @@ def test_the_program_gives_the_same_bits_with_and_without_a_launcher_that_sets_t
     training = "--virtual-ranks 2 --model resnet20 --data fake:24 --batch-size 10 --max-steps 2 --out"
     for out, more, threads in (("one", [], "2"), ("two", ["--spawn", "2"], "1")):
         command = [sys.executable, str(ROOT / "train" / "main.py"), *training.split(), out, *more]
-        own = environment(OMP_NUM_THREADS=threads)
-        subprocess.run(command, cwd=tmp_path, env=own, check=True, timeout=100)
+        assert start(command, tmp_path, OMP_NUM_THREADS=threads).returncode == 0
     assert digests(tmp_path / "one" / "last.pt") == digests(tmp_path / "two" / "last.pt")
 
 
