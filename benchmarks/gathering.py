@@ -40,6 +40,7 @@ def set_up_many(folder: Path, size: int) -> Case:
         ways,
         [Target(text, times, 10.0, "{:.1f} ×".format, GATHER, at_least=True)],
         as_ratio=False,
+        summary=0,
     )
 
 

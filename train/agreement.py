@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections import deque
@@ -24,14 +25,18 @@ LONG = 1.0
 """Seconds from which on a step is long: what is sent in it is read at its end, not at that of the next."""
 
 
+LONGEST = 1e6
+"""Seconds that are told of a step at most."""
+
+
 class Agreement:
     """Tells all ranks that one was told to end, and how far the save has come on each.
 
         agreement.begin()     # in each step, before the optimizer's
         agreement.finish()    # after it
 
-    To read a message in its own step is to wait once more for the slowest rank, which costs per cents of a
-    short step. In the next one it is there: the gradients have made the ranks wait for each other meanwhile.
+    To read a message in its own step is to wait once more for the slowest rank, which costs some per cent of
+    a short step. By the next one it has arrived: the gradients have made the ranks wait for each other.
 
     Attributes:
         stop: what this rank was told.
@@ -47,11 +52,15 @@ class Agreement:
             self._group = dist.new_group(backend="gloo")
         self._sent: deque[_Message] = deque()
         self._step = self._sent_in = 0
-        self._spacing, self._waits, self._last = 1, True, time.monotonic()
+        self._spacing, self._waits = 1, True
+        self._began, self._gap, self._seconds = time.monotonic(), math.inf, math.inf
 
     def begin(self) -> None:
         """Send what this rank has to tell, if it is time for that; do not wait."""
         self._step += 1
+        gap, self._began = time.monotonic() - self._began, time.monotonic()
+        # An evaluation or a save between two steps lengthens one gap: a step is long if two in a row are.
+        self._gap, self._seconds = gap, min(gap, self._gap)
         if self._step - self._sent_in >= self._spacing and not self._is_alone:
             self._send()
 
@@ -94,14 +103,13 @@ class Agreement:
         values = torch.tensor(self._word(), dtype=torch.int64)
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._sent.append(_Message(self._step, values, work))
-        self._sent_in, self._last = self._step, time.monotonic()
+        self._sent_in = self._step
 
     def _word(self) -> list[int]:
         """Return what this rank tells; of each number, the largest of any rank counts."""
-        number, steps = self.stop.number, max(self._step - self._sent_in, 1)
-        passed = (time.monotonic() - self._last) / steps
+        number = self.stop.number
         since = int(self.stop.seconds() * 1e3) if number else 0
-        return [number, since, int(passed * 1e6), *self.saver.word()]
+        return [number, since, int(min(self._seconds, LONGEST) * 1e6), *self.saver.word()]
 
 
 @dataclass(frozen=True, slots=True)

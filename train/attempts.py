@@ -1,9 +1,9 @@
 """How often a step has failed: counted in `--out`, over starts, so that a run is not restarted for ever.
 
 While rank 0 trains, attempts.json says which step it is in. A run that ends well, or by a signal in good
-order, removes it; one that `--grace` or a second Ctrl-C cuts off takes the step back. Else the next start
-finds the step that failed there, also if rank 0 was killed. After the third failure of one step in a row it
-refuses to go on, as another start would end in the same way.
+order, removes it; one whose rank 0 is cut off by `--grace` or a second Ctrl-C takes the step back. Else the
+next start finds the step that failed there, also if rank 0 was killed. After the third failure of one step in
+a row it refuses to go on, as another start would end in the same way.
 """
 
 from __future__ import annotations
@@ -58,9 +58,13 @@ def counted(folder: str, config: TrainConfig, rank: int) -> Iterator[Callable[[i
         head = json.dumps({"flags": flags, "failed": failed})[:-1]
         start = os.write(fd, f'{head}, "step": {0:{WIDTH}}}}\n'.encode()) - WIDTH - 2
 
+    over = False
+
     def begin(step: int) -> None:
+        nonlocal over
+        over = over or step == 0  # another thread says so, while this one may begin a step
         with contextlib.suppress(OSError):  # the next save reports a disk that fails
-            os.pwrite(fd, f"{step:{WIDTH}}".encode(), start)
+            os.pwrite(fd, f"{0 if over else step:{WIDTH}}".encode(), start)
 
     try:
         yield begin

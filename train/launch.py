@@ -78,8 +78,8 @@ def run_program(
 def process_group(place: Place, config: RanksConfig) -> Iterator[None]:
     """Hold the process group of a program, under a watch for ranks that hang; enter it with the data loaded.
 
-    Processes that load data end with it.
-    What took this rank a while may take another one as long, so it waits at least for that time.
+    What took this rank a while may take another one as long, so it waits at least for that time. Processes
+    that load data end before the group does.
     """
     from ckpttool.distributed import group, heartbeat
     from train import loading

@@ -235,7 +235,7 @@ class Report:
                 score = scoring.merit_in_words(self.trainer.task, self.trainer.progress.best)
                 launch.say(f"        {best} ({score})")
             else:
-                launch.say(f"        no {BEST}: there is no score on the test set yet")
+                launch.say(f"        no {BEST}: no score here was the best so far")
         if saved:
             if ended_by and ended_by not in ("--epochs", "--max-steps"):
                 launch.say(f"\nended   by {ended_by}{self._when}\n{self.how_to_go_on()}")

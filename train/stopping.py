@@ -166,11 +166,14 @@ class Starting(Stop):
     """
 
     def __init__(self, rank: int) -> None:
-        super().__init__(0.0, lambda: "nothing was trained" if rank == 0 else "")
+        super().__init__(0.0, lambda: "nothing more was trained" if rank == 0 else "")
 
     def _take(self, number: int) -> None:
-        if number in SIGNALS:
-            self._end(128 + number, f"ended by {signal.Signals(number).name} before the first step")
+        if number not in SIGNALS:
+            return
+        if self._launcher is not None and number == signal.SIGTERM:
+            os._exit(128 + number)  # so a launcher ends ranks when another one has failed, and said why
+        self._end(128 + number, f"ended by {signal.Signals(number).name} before the first step")
 
 
 # ---- processes that are forked -----------------------------------------------------------------------------

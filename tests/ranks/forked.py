@@ -97,7 +97,8 @@ class Program:
                 out, err = (read.result(max(0.0, end - time.monotonic())) if read else "" for read in reads)
                 self.wait(max(1.0, end - time.monotonic()))
             except TimeoutError as error:
-                self.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)  # who has the pipes open keeps the threads waiting
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0) from error
         return out, err
 
@@ -243,7 +244,11 @@ def _run(arguments: list[str], env: Mapping[str, str]) -> int:
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException as error:
+    except KeyboardInterrupt:
         traceback.print_exc()
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)  # as an interpreter ends
+    except BaseException:
+        traceback.print_exc()
+        return 1
     return 0

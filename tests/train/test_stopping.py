@@ -276,4 +276,4 @@ def test_a_signal_before_the_first_step_ends_the_run_in_one_line(tmp_path, numbe
     run.send_signal(number)
     said = run.communicate(timeout=30)
     assert run.returncode == 128 + number
-    assert said == ("", f"ended by {number.name} before the first step; nothing was trained\n")
+    assert said == ("", f"ended by {number.name} before the first step; nothing more was trained\n")
