@@ -14,6 +14,8 @@ import torch
 def values(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor's values in row-major order, conjugation and negation applied."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if flat.dtype == torch.bool:  # a copy would make any byte but 0 a 1
+        flat = flat.view(torch.uint8)
     return torch.empty(flat.numel(), dtype=flat.dtype).copy_(flat).view(torch.uint8).numpy().tobytes()
 
 
