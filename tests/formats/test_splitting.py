@@ -211,6 +211,10 @@ BESIDE = {
         {"rng_rank_0": {"a": 1}},
         r"left out: rng_rank_\*\.pt \(.* of rank 1\)",
     ),
+    "a rank too many": (
+        {f"rng_rank_{rank}": {"a": 1} for rank in range(3)},
+        r"left out: rng_rank_\*\.pt \(rng_rank_2\.pt was written by rank 2, and there were 2 ranks\)",
+    ),
     "all different": ({"extra_state_rank_0": {"a": 1}, "extra_state_rank_1": {"a": 2}}, "left out: 'a' "),
     "all alike": ({"extra_state_rank_0": {}, "extra_state_rank_1": {}}, ""),
 }

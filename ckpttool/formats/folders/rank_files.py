@@ -235,6 +235,9 @@ def _complete(
     _require_one_run(runs | {stem: run})
     here = {file.rank for file in run.files}
     size = next(run.world_size for run in runs.values())
+    last = run.files[-1]
+    if size is not None and last.rank >= size:
+        raise Damaged(last.source.path, f"was written by rank {last.rank}, and there were {size} ranks")
     for rank in range(size or 0) if take_rank is None else [take_rank]:
         if rank not in here:
             raise Damaged(run.files[0].source.path, f"lies here without that of rank {rank}")
