@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...checkpoint.dotted_names import dotted
+from ...checkpoint.ranks import HINT
 from ...errors import Damaged, Refused
 from ...inert_pickle.values import LEAVES, MAX_DEPTH, Record, in_brief, remade, tensor_of, with_tensor
 from ...tensors.ref import TensorRef
@@ -205,9 +206,12 @@ class SideBySide:
             return
         if path and path[-1] in STEPS:
             one, other = in_brief(taken.value), in_brief(others[0].value)
+            if tensor_of(taken.value) and tensor_of(others[0].value):
+                one, other = "another", "one tensor"
             raise Damaged(
                 others[0].file.source.path,
                 f"is of another save: '{_name(path)[:80]}' is {other}, and {one} in {taken.file.source.path}",
+                hint="take the files of one save, or merge --take-rank R" if self._common else HINT,
             )
         ranks = ", ".join(str(each.file.rank) for each in others[:8]) + (" …" if others[8:] else "")
         self.left.append(f"'{_name(path)[:80]}' of rank {ranks}, which differs from rank {taken.file.rank}'s")
