@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -178,6 +179,103 @@ def test_what_differs_between_ranks_is_left_out_by_name_unless_a_rank_is_taken(
     assert torch.load(tmp_path / "taken.pt")["host"] == "b"
     second.rename(tmp_path / "out" / "extra_state_world_size_3_rank_1.pt")
     assert "one of 3 ranks" in cli("merge", tmp_path / "out", tmp_path / "merged.pt", "--force").err
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """Return a folder with what two ranks hold of a model alone."""
+    with ckpttool.open(saved({"model": {"w": torch.ones(4, 2)}}, tmp_path / "in.pt")) as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "out", 2)
+    return tmp_path / "out"
+
+
+BESIDE = {
+    "two saves": (
+        {"rng_step10_rank_0": {}, "rng_step10_rank_1": {}, "rng_step20_rank_0": {}, "rng_step20_rank_1": {}},
+        r"left out: rng_step\d0_rank_\*\.pt \(rng_step20_rank_0\.pt was written by rank 0, and so was \S+10",
+    ),
+    "no rank": ({"settings": {"lr": 1}}, r"left out: settings\.pt \(.*its name does not say which rank"),
+    "two world sizes": (
+        {f"extra_state_world_size_{of}_rank_{rank}": {"a": 1} for of in (2, 4) for rank in range(of)},
+        r"left out: extra_state_world_size_\d_rank_\*\.pt \(\S+ was written by one of 4 ranks, and .* of 2\)",
+    ),
+    "another world size": (
+        {f"extra_state_world_size_4_rank_{rank}": {"a": 1} for rank in range(4)},
+        r"left out: extra_state_world_size_4_rank_\*\.pt \(\S+ was written by one of 4 ranks, and .* of 2\)",
+    ),
+    "one missing": (
+        {"extra_state_world_size_2_rank_0": {"a": 1}},
+        r"left out: extra_state_\S+ \(extra_state_world_size_2_rank_0\.pt lies here without that of rank 1\)",
+    ),
+    "one missing of an unknown number": (
+        {"rng_rank_0": {"a": 1}},
+        r"left out: rng_rank_\*\.pt \(.* of rank 1\)",
+    ),
+    "a rank too many": (
+        {f"rng_rank_{rank}": {"a": 1} for rank in range(3)},
+        r"left out: rng_rank_\*\.pt \(rng_rank_2\.pt was written by rank 2, and there were 2 ranks\)",
+    ),
+    "all different": ({"extra_state_rank_0": {"a": 1}, "extra_state_rank_1": {"a": 2}}, "left out: 'a' "),
+    "all alike": ({"extra_state_rank_0": {}, "extra_state_rank_1": {}}, ""),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_files_beside_the_model_never_stop_its_merging_nor_change_where_it_lies(
+    case: str, two: Path, cli: Any
+) -> None:
+    files, message = BESIDE[case]
+    paths = [*two.iterdir(), *(saved(value, two / f"{name}.pt") for name, value in files.items())]
+    ran = cli("merge", *paths, two.parent / "merged.pt")
+    assert ran.code == 0
+    assert re.search(message, ran.err)
+    assert_same(torch.load(two.parent / "merged.pt"), {"model": {"w": torch.ones(4, 2)}})
+
+
+def test_the_file_of_one_rank_alone_can_be_taken(two: Path, cli: Any) -> None:
+    saved({"a": 1}, two / "extra_state_world_size_2_rank_0.pt")
+    for rank, keys in enumerate([{"model", "a"}, {"model"}]):
+        assert cli("merge", two, two.parent / f"{rank}.pt", "--take-rank", rank).code == 0
+        assert torch.load(two.parent / f"{rank}.pt").keys() == keys
+
+
+def test_another_step_beside_the_model_is_refused(two: Path, cli: Any) -> None:
+    for rank in range(2):
+        value = {"trainer": {"global_step": 100 * rank + 100}}
+        saved(value, two / f"extra_state_world_size_2_rank_{rank}.pt")
+    ran = cli("merge", two, two.parent / "merged.pt")
+    assert ran.code == 3
+    assert "rank_1.pt: is of another save: 'trainer.global_step' is 200, and 100 in" in ran.err
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_large_tensors_beside_the_model_are_compared(legacy: bool, two: Path, cli: Any) -> None:
+    for rank in range(2):
+        views = torch.arange(40_000.0).reshape(200, 200)
+        value = {"alike": views[1:], "turned": views.t() if rank else views.t().contiguous()}
+        value |= {"buf": views[1:] + rank, "repeated": torch.ones(1).expand(1 << 40)}
+        path = two / f"extra_state_world_size_2_rank_{rank}.pt"
+        value["buf"] = torch.cat([torch.zeros(9), value["buf"].flatten()])[9:]
+        torch.save(value, path, _use_new_zipfile_serialization=not legacy)
+    ran = cli("merge", two, two.parent / "merged.pt")
+    assert ran.code == 0, ran.err
+    assert "left out: 'buf' (differs" in ran.err
+    assert "'repeated' (differs" in ran.err
+    assert torch.load(two.parent / "merged.pt").keys() == {"model", "alike", "turned"}
+
+
+def test_one_rank_s_files_of_several_kinds_are_merged(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    value = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "out", 1)
+    assert_same(torch.load(merged(tmp_path / "out"), weights_only=True), value)
+    end = "world_size_1_rank_0.pt"
+    shutil.copy(tmp_path / "out" / f"model_{end}", tmp_path / "out" / f"shadow_{end}")
+    again = torch.load(merged(tmp_path / "out"), weights_only=True)
+    assert_same(again.pop("shadow"), value["model"])
+    assert_same(again, value)
 
 
 def test_keys_that_whole_names_are_not_cut(tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
 
     What several kinds of files hold (`model_…`, `optim_…`) becomes one dict. Of files without any sharded
     tensor it gets the entries that all ranks hold alike, or those of `take_rank`; what `extra_state_…` has
-    stands beside the model. The rest is left out, by name.
+    stands beside the model. The rest is left out, by name, and so are such files that are not those of all
+    ranks of the run.
 
     Args:
         path: the folder, for messages.
@@ -99,17 +100,16 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
         return None
     groups = _groups(facts)
     runs: dict[str, RankFiles] = {}
-    own: dict[str, RankFiles] = {}
+    own: dict[str, list[_Facts]] = {}
     left: list[str] = []
     for stem, group in groups.items():
         if any(each.sharded for each in group) or _is_mergeable_optimizer(group):
             runs[stem] = in_order(map(_rank_file, group))
         elif all(is_optimizer(each.file.tree) for each in group):
-            named = RANK.sub("rank_*", os.path.basename(group[0].file.path))
-            left.append(f"{named} (flat pieces without names and places)")
+            left.append(f"{_named(group)} (flat pieces without names and places)")
         else:
-            own[stem] = in_order(map(_rank_file, group))
-    _require_one_run(runs | own)
+            own[stem] = group
+    _require_one_run(runs)
     require_rank(path, take_rank, (file.rank for run in runs.values() for file in run.files))
     tree, replicated, apart = _joined(path, runs, own, take_rank)
     held: dict[int, int] = {}
@@ -132,14 +132,15 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
 
 
 def _joined(
-    path: str, runs: Mapping[str, RankFiles], own: Mapping[str, RankFiles], take_rank: int | None
+    path: str, runs: dict[str, RankFiles], own: Mapping[str, Sequence[_Facts]], take_rank: int | None
 ) -> tuple[object, list[str], list[str]]:
     """Return the whole, the names of replicas, and what it lacks in words.
 
     Args:
         path: the folder.
         runs: the files of each kind that hold pieces.
-        own: the files of each kind that hold what ranks keep beside them.
+        own: the files of each kind that hold what ranks keep beside them. Where there are any, the result is
+            a dict of kinds, whatever it gets of them.
         take_rank: as for `read`.
     """
     names, replicated, left = _names_of(runs), list[str](), list[str]()
@@ -152,15 +153,20 @@ def _joined(
         return tree
 
     beside: dict[object, object] = {}
-    for stem, run in own.items():
+    for stem, group in own.items():
+        try:
+            run = _complete(runs, stem, group, take_rank)
+        except Damaged as fault:  # of what may be done without
+            left.append(f"{_named(group)} ({os.path.basename(fault.path)} {fault.reason})")
+            continue
         files = _beside({*names.values(), *beside}, stem, run, take_rank)
         beside |= merged(Wholes(path, take_rank=take_rank), files, (), True)
     whole: dict[object, object] = {}
     for stem, run in runs.items():
-        where = (names[stem],) if len(runs) > 1 or beside else ()
+        where = (names[stem],) if len(runs) > 1 or own else ()
         wholes = Wholes(path, run.missing, run.world_size, take_rank)
         whole[names[stem]] = merged(wholes, run.files, where, False)
-    return (whole | beside if len(whole) > 1 or beside else whole.popitem()[1]), replicated, left
+    return (whole | beside if len(whole) > 1 or own else whole.popitem()[1]), replicated, left
 
 
 def _facts(file: Checkpoint) -> _Facts:
@@ -194,15 +200,48 @@ def _inside(value: object) -> Iterable[Entry] | None:
 
 
 def _groups(facts: Sequence[_Facts]) -> dict[str, list[_Facts]]:
-    """Return the files by kind: those whose names differ in numbers alone; else those of like contents."""
+    """Return the files by kind: those whose names differ in numbers alone; else those of like contents.
+
+    One rank's files of several kinds have names unlike each other too, and their names say a rank.
+    """
     groups: dict[str, list[_Facts]] = {}
     for each in facts:
         groups.setdefault(re.sub(r"\d+", "#", os.path.basename(each.file.path)), []).append(each)
     if len(groups) == len(facts) > 1:
-        groups = {}
-        for each in facts:
-            groups.setdefault("optimizer" if is_optimizer(each.file.tree) else "model", []).append(each)
+        alike: dict[str, list[_Facts]] = {}
+        for stem, (each,) in groups.items():
+            kind = "optimizer" if is_optimizer(each.file.tree) else "model" if each.sharded else stem
+            alike.setdefault(kind, []).append(each)
+        once = all(len({each.rank for each in group}) == len(group) for group in alike.values())
+        if once or not all(RANK.search(stem.replace("#", "0")) for stem in groups):
+            return alike
     return groups
+
+
+def _named(group: Sequence[_Facts]) -> str:
+    """Return the files of one kind as one name."""
+    return RANK.sub("rank_*", os.path.basename(group[0].file.path))
+
+
+def _complete(
+    runs: dict[str, RankFiles], stem: str, group: Sequence[_Facts], take_rank: int | None
+) -> RankFiles:
+    """Return the files of one kind, which are those of all ranks of the run, or that of `take_rank` at least.
+
+    Raises:
+        Damaged: they are not.
+    """
+    run = in_order(map(_rank_file, group))
+    _require_one_run(runs | {stem: run})
+    here = {file.rank for file in run.files}
+    size = next(run.world_size for run in runs.values())
+    last = run.files[-1]
+    if size is not None and last.rank >= size:
+        raise Damaged(last.source.path, f"was written by rank {last.rank}, and there were {size} ranks")
+    for rank in range(size or 0) if take_rank is None else [take_rank]:
+        if rank not in here:
+            raise Damaged(run.files[0].source.path, f"lies here without that of rank {rank}")
+    return run
 
 
 def _is_mergeable_optimizer(group: Sequence[_Facts]) -> bool:

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...checkpoint.dotted_names import dotted
+from ...checkpoint.ranks import HINT
 from ...errors import Damaged, Refused
 from ...inert_pickle.values import LEAVES, MAX_DEPTH, Record, in_brief, remade, tensor_of, with_tensor
 from ...tensors.ref import TensorRef
-from ...tensors.values import stream
+from ...tensors.values import MAX_EXPANSION, in_pieces
 from .pieces import Piece, RankFile, Wholes
 from .sharded_values import Sharded, ShardedValues, is_sharded
 
@@ -18,7 +19,10 @@ STEPS = ("step", "steps", "global_step", "global_steps", "iteration", "epoch", "
 """Keys of numbers that are the same in all files of one save."""
 
 SMALL = 1 << 16
-"""The most bytes of a tensor that `same` reads."""
+"""The most bytes of a tensor that `same` reads although its checksum is known."""
+
+BLOCK = 1 << 18
+"""Elements of two tensors that `same` compares at a time."""
 
 Path = tuple[object, ...]
 
@@ -111,6 +115,8 @@ class SideBySide:
             here = (*path, key)
             self._require_holders(here, held, those)
             if self._common and not _agree(held, those):
+                if key in STEPS:
+                    self._compare(here, those)
                 self.left.append(
                     f"'{_name(here)[:80]}' (differs between ranks; merge --take-rank R takes one's)"
                 )
@@ -200,9 +206,12 @@ class SideBySide:
             return
         if path and path[-1] in STEPS:
             one, other = in_brief(taken.value), in_brief(others[0].value)
+            if tensor_of(taken.value) and tensor_of(others[0].value):
+                one, other = "another", "one tensor"
             raise Damaged(
                 others[0].file.source.path,
                 f"is of another save: '{_name(path)[:80]}' is {other}, and {one} in {taken.file.source.path}",
+                hint="take the files of one save, or merge --take-rank R" if self._common else HINT,
             )
         ranks = ", ".join(str(each.file.rank) for each in others[:8]) + (" …" if others[8:] else "")
         self.left.append(f"'{_name(path)[:80]}' of rank {ranks}, which differs from rank {taken.file.rank}'s")
@@ -233,8 +242,9 @@ def _agree(held: Sequence[Held], those: Sequence[Held]) -> bool:
 def same(one: object, other: object) -> bool:
     """Return whether two values are the same, to the type; NaN is the same as NaN.
 
-    Tensors are by dtype, shape and bytes, on whatever device they were. Of those of more than 64 KiB no value
-    is read: they differ only if the checksums that the files state do.
+    Tensors are by dtype, shape and bytes, on whatever device they were. Of those of more than 64 KiB the
+    checksums are compared instead where both files state them. Those that repeat their elements very often
+    count as different.
     """
     stack, seen = [(one, other)], set[tuple[int, int]]()
     while stack:
@@ -266,8 +276,18 @@ def same(one: object, other: object) -> bool:
 def _same_tensor(one: TensorRef, other: TensorRef) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    if one.nbytes <= SMALL:
-        return b"".join(map(bytes, stream(one))) == b"".join(map(bytes, stream(other)))
-    sums = {each.storage.crc32 for each in (one, other) if each.is_plain}
-    whole = one.nbytes == one.storage.nbytes == other.storage.nbytes
-    return not whole or None in sums or len(sums) < 2
+    both = one, other
+    sums = {each.storage.crc32 for each in both}
+    if one.nbytes > SMALL and None not in sums and all(_is_whole(each) for each in both):
+        return len(sums) == 1
+    if any(each.nbytes > each.storage.nbytes + MAX_EXPANSION for each in both):
+        return False
+    pieces = zip(
+        in_pieces(one, BLOCK * one.dtype.part), in_pieces(other, BLOCK * one.dtype.part), strict=True
+    )
+    return all(a == b for a, b in pieces)
+
+
+def _is_whole(tensor: TensorRef) -> bool:
+    """Return whether a tensor is all of its storage, as the storage lies there."""
+    return tensor.is_plain and tensor.nbytes == tensor.storage.nbytes
