@@ -11,14 +11,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from ckpttool.errors import CheckFailed, CkptToolError
-from ckpttool.files import chain
+from ckpttool.files import chain, lines
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, environment
 from train import checkpoints, run_folder, saving
@@ -197,11 +196,8 @@ def test_a_run_whose_last_save_failed_ends_with_exit_code_3(run_ranks, tmp_path,
     assert (tmp_path / "last.pt").read_bytes() == b"the old one"
 
 
-def train_with_a_record_on_a_disk_that_is_full(
-    rank: int, size: int, folder: str, until: int, *, fails: bool = False
-) -> str:
-    """Run the trainer. No file may grow beyond 6 kB from its second step on, until it has done `until`; with
-    `fails` it then ends with an error."""
+def train_with_a_record_on_a_disk_that_is_full(rank: int, size: int, folder: str, until: int) -> str:
+    """Run the trainer. No file may grow beyond 6 kB from its second step on, until it has done `until`."""
     _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     end_step = Trainer.end_step
 
@@ -209,8 +205,6 @@ def train_with_a_record_on_a_disk_that_is_full(
         full = 1 <= trainer.progress.global_step < until
         if rank == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (6_000 if full else most, most))
-        if fails and trainer.progress.global_step == until:
-            raise CheckFailed("the step failed")
         end_step(trainer, *given)
 
     saves = {"prove_every": 1, "save": "sync", "save_every": runs.Every(1, "steps"), "keep": 9}
@@ -241,12 +235,32 @@ def test_a_full_disk_ends_no_run_with_a_record_which_names_what_was_saved_and_no
         assert links[-1].entry["kind"] == "end"
 
 
+def fail_after_a_full_disk(rank: int, size: int, folder: str) -> str:
+    """Run the trainer with a record whose lines find no room in steps 2 and 3; step 4 fails."""
+    usual, end_step = lines.append, Trainer.end_step
+
+    def refuse(path: str, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    def watched(trainer: Trainer, *given: Any) -> None:
+        step = trainer.progress.global_step
+        lines.append = refuse if 1 <= step < 3 else usual
+        if step == 3:
+            raise CheckFailed("the step failed")
+        end_step(trainer, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "end_step", watched)
+        patch.setattr(lines, "append", usual)  # and put it back at the end
+        return runs.run(rank, size, runs.restless, folder, {"prove_every": 1, "workers": 0})
+
+
 def test_a_run_that_fails_writes_the_lines_that_a_full_disk_had_refused(run_ranks, tmp_path):
-    said = run_ranks(1, partial(train_with_a_record_on_a_disk_that_is_full, fails=True), str(tmp_path), 4)
-    assert said[0].startswith("CheckFailed: the step failed")
+    (said,) = run_ranks(1, fail_after_a_full_disk, str(tmp_path))
+    assert said.startswith("CheckFailed: the step failed")
     links, breaks = chain.read(str(tmp_path / "run.jsonl"))
     assert breaks == []
-    assert [link.entry["step"] for link in links if link.entry["kind"] == "step"] == [1, 2, 3, 4]
+    assert [link.entry["step"] for link in links if link.entry["kind"] == "step"] == [1, 2, 3]
 
 
 def save_the_best_on_a_disk_that_fails_once(rank: int, size: int, folder: str) -> list[float]:
