@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpttool.distributed import collectives, transport
+from ckpttool.errors import FileError
 from ckpttool.files import chain
 from ckpttool.files.chain import Link
 from train.config import TrainConfig
@@ -153,7 +154,7 @@ class Proof:
     def checkpoint(self, state: Mapping[str, Any]) -> Iterator[None]:
         """Write the digests of a checkpoint, whose file takes its place in the block. On rank 0 alone.
 
-        If the block fails the line is taken back, so that the chain names no checkpoint that was not kept.
+        If the block fails, the file did not get its name, and the line is taken back.
 
         Args:
             state: with its digests; and as `chain` the hash of the chain when it was captured.
@@ -194,6 +195,16 @@ class Proof:
                 if ended_by:
                     self._write("end", step=self.trainer.progress.global_step, by=ended_by)
                 self._lines.flush()
+
+    def leave(self) -> None:
+        """Leave a run that has failed: write what is held if the disk takes it now; send nothing."""
+        if not self._alone.acquire(blocking=False):  # the thread that saves still waits for the disk
+            return
+        try:
+            with contextlib.suppress(FileError):
+                self._lines.flush()
+        finally:
+            self._alone.release()
 
     def _weights(self) -> str:
         return collectives.digest_all(self.trainer.ddp.module.state_dict())

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpttool.distributed import collectives, randomness
-from ckpttool.errors import Damaged, Unreadable, UsageFault
+from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
 from train import changing, checkpoints, optimizers, run_folder, shares
 from train.config import TrainConfig
 from train.contents import Contents, flat
@@ -75,7 +75,7 @@ def _find(trainer: Trainer, folder: str) -> tuple[str, dict[str, Any], list[str]
     if resume != "auto":
         return (resume, read_fitting(resume, trainer), []) if resume else None
     passed_over: list[str] = []
-    first: Damaged | Unreadable | None = None
+    first: FileError | None = None
     for path, *more in run_folder.newest_first(folder):
         found = _whole(path, trainer)
         if isinstance(found, dict):
@@ -85,16 +85,24 @@ def _find(trainer: Trainer, folder: str) -> tuple[str, dict[str, Any], list[str]
         first = first or found
     if first:
         others = f", and no other checkpoint in {folder} is whole" if len(passed_over) > 1 else ""
-        raise Damaged(first.path, f"{first.reason}{others}", hint="--force starts over")
+        hint = "move it away" if isinstance(first, Refused) else "--force starts over"
+        raise Damaged(first.path, f"{first.reason}{others}", hint=hint)
     return None
 
 
-def _whole(path: str, trainer: Trainer) -> dict[str, Any] | Damaged | Unreadable:
-    """Return a checkpoint that belongs to this training, or why it is not whole; else raise as `resume`."""
+def _whole(path: str, trainer: Trainer) -> dict[str, Any] | FileError:
+    """Return a checkpoint that belongs to this training, or why it is not whole; else raise as `resume`.
+
+    A numbered or best one of another program is passed over too; a last.pt is the run's, or a mistake.
+    """
     try:
         return read_fitting(path, trainer)
     except (Damaged, Unreadable) as error:
         if isinstance(error.__cause__, PermissionError):  # for the user to change
+            raise
+        return error
+    except Refused as error:
+        if os.path.basename(path) == run_folder.LAST:
             raise
         return error
 

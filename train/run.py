@@ -67,6 +67,8 @@ class Run:
                 yield
             except BaseException:
                 self._saver.leave()
+                if trainer.proof:
+                    trainer.proof.leave()
                 raise
             with collectives.together():  # what a tracker writes last may fail, on rank 0 alone
                 files.close()

@@ -31,6 +31,8 @@ LINK = ".link"
 TENSORBOARD = os.path.join("tensorboard", "events.out.tfevents.*")
 NUMBERED = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.pt")
 """The names that `numbered` gives, and no others: `step-7.pt` is a user's."""
+LONGEST_PICKLE = 1 << 28
+"""Bytes that are read of a checkpoint's pickle, to tell whose it is: a hundred thousand tensors take less."""
 
 
 _held: set[int] = set()
@@ -114,7 +116,8 @@ def _check_files(folder: str, config: TrainConfig) -> None:
             raise UsageFault(f"{path}: is a named pipe, not a file of a run", hint="remove it")
         real = os.path.realpath(path)
         is_folder, has_none = os.path.isdir(real), not os.path.isdir(os.path.dirname(real))
-        if os.path.basename(path) in (LAST, BEST) and (is_folder or has_none):
+        is_written = config.keep or not NUMBERED.fullmatch(os.path.basename(path))
+        if path.endswith(".pt") and is_written and (is_folder or has_none):
             what = "a folder" if is_folder else "a link into a folder that does not exist"
             raise UsageFault(f"{path}: is {what}: no checkpoint can be written there", hint="move it away")
         if os.path.islink(path) and not path.endswith(".pt"):  # a checkpoint is replaced, not written into
@@ -186,7 +189,8 @@ def write(
         names: of the files, at least one. The first is replaced last: a run that is killed before that goes
             on from the old one, and writes the others again.
         placing: called when the file is complete on the disk; in the context that it returns, the file gets
-            its first name. If the context raises, the file is removed.
+            its first name. If the context raises, the file is removed. An error is raised in it only if the
+            file did not get that name.
         placed: gets each name once it is the new file's, also where a later one fails.
 
     Raises:
@@ -196,17 +200,37 @@ def write(
     placed = [] if placed is None else placed
     with naming(paths[0]):
         try:
-            with contextlib.ExitStack() as while_placed, replacing(paths[-1]) as file:
+            _write_first(state, paths[-1], placing, placed)
+        except UsageFault as error:  # at the start it could be: the folder has changed since
+            raise FileError(paths[0], error.message.removeprefix(f"{paths[-1]}: ")) from error
+        for name, path in zip(names[-2::-1], paths[-2::-1], strict=True):
+            _give_name(paths[-1], path)
+            placed.append(name)
+
+
+def _write_first(
+    state: dict[str, Any],
+    path: str,
+    placing: Callable[[], contextlib.AbstractContextManager[object]],
+    placed: list[str],
+) -> None:
+    """Write the file under its first name, and add that to `placed` once the file has it."""
+    inode, failure = None, None
+    with contextlib.ExitStack() as while_placed:
+        try:
+            with replacing(path) as file:
                 torch.save(state, file)
                 file.flush()
                 os.fsync(file.fileno())
                 while_placed.enter_context(placing())
-        except UsageFault as error:  # at the start it could be: the folder has changed since
-            raise FileError(paths[0], error.message.removeprefix(f"{paths[-1]}: ")) from error
-        placed.append(names[-1])
-        for name, path in zip(names[-2::-1], paths[-2::-1], strict=True):
-            _give_name(paths[-1], path)
-            placed.append(name)
+                inode = os.fstat(file.fileno()).st_ino
+        except OSError as error:
+            if inode is None or not os.path.exists(path) or os.stat(path).st_ino != inode:
+                raise
+            failure = error  # the folder could not be flushed: the name is given, but may not last
+    placed.append(os.path.basename(path))
+    if failure:
+        raise failure
 
 
 def _give_name(path: str, other: str) -> None:
@@ -238,12 +262,13 @@ def newest_first(folder: str) -> list[list[str]]:
     """Return a run's checkpoints, to be tried in this order: last.pt, then the others by time.
 
     Returns:
-        For each file its names. A link that leads to nothing is a file too.
+        For each file its names. A link that leads to nothing is a file too, and one to a folder is none.
     """
     others = [
         entry
         for entry in os.scandir(folder)
-        if (NUMBERED.fullmatch(entry.name) or entry.name == BEST) and (entry.is_file() or entry.is_symlink())
+        if (NUMBERED.fullmatch(entry.name) or entry.name == BEST)
+        and (os.path.isfile(entry.path) or not os.path.exists(entry.path))
     ]
     others.sort(key=lambda entry: (_facts(entry.path).st_mtime_ns, entry.name), reverse=True)
     paths = [os.path.join(folder, LAST), *(entry.path for entry in others)]
@@ -284,8 +309,8 @@ def _is_written_here(path: str) -> bool:
     """Return whether a file is a checkpoint of the trainer: a zip whose pickle holds digests and progress."""
     try:
         with zipfile.ZipFile(path) as file:
-            pickled = next((name for name in file.namelist() if name.endswith("/data.pkl")), None)
-            whole = file.read(pickled) if pickled else b""
-    except zipfile.BadZipFile:
+            name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
+            begin = file.open(name).read(LONGEST_PICKLE)
+    except Exception:  # another program's file may be anything, and each decompressor has errors of its own
         return False
-    return b"digests" in whole and b"global_step" in whole
+    return b"digests" in begin and b"global_step" in begin

@@ -24,7 +24,8 @@ from .replay import Replay, command_of, differing, segment
 from .run_record import RunRecord
 from .verify import verify
 
-CHECKPOINT = re.compile(r"(last|best|step-\d+)\.pt")
+CHECKPOINT = re.compile(r"(last|best|step-(\d{6}|[1-9]\d{6,}))\.pt")
+"""The names that the trainer gives, and no others: `step-7.pt` is a user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +109,9 @@ def prove(
     try:
         findings += _begun_elsewhere(links)
         record = RunRecord(links)
-        whole, wrong = _checkpoints(folder, links)
+        whole, wrong, foreign = _checkpoints(folder, links)
         findings += wrong
-        notes = [*_notes(record), *_absent(links, whole)]
+        notes = [*_notes(record), *foreign, *_absent(links, whole)]
         if replay is not None:
             steps = {step: name for name, step in whole.items()}
             start, end, why = segment(path, record, steps, replay)
@@ -173,43 +174,52 @@ def _absent(links: list[chain.Link], checkpoints: Mapping[str, int]) -> Iterator
 # ---- checkpoints ---------------------------------------------------------------------------------------
 
 
-def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[Finding]]:
-    """Return the step of each checkpoint that holds, by name, and what is wrong with the others."""
-    whole, wrong = dict[str, int](), list[Finding]()
+def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[Finding], list[str]]:
+    """Return the step of each checkpoint that holds, by name, what is wrong with the others, and notes on
+    numbered files that are not the trainer's."""
+    whole, wrong, foreign = dict[str, int](), list[Finding](), list[str]()
     for name in sorted(one for one in os.listdir(folder) if CHECKPOINT.fullmatch(one)):
         found = _check_checkpoint(folder, name, links)
         if isinstance(found, Finding):
             wrong.append(found)
+        elif isinstance(found, str):
+            foreign.append(found)
         else:
             whole[name] = found
-    return whole, wrong
+    return whole, wrong, foreign
 
 
-def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Finding:
-    """Return the step of a checkpoint that is whole and that the chain tells of; else what is wrong."""
+def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Finding | str:
+    """Return the step of a checkpoint that is whole and that the chain tells of; else what is wrong.
+
+    Of a numbered file that is not the trainer's return a note: the trainer leaves such files alone. One that
+    can't be read is the trainer's if the chain tells a checkpoint of the step in its name.
+    """
     path = os.path.join(folder, name)
+    told = [link.entry for link in links if link.entry.get("kind") == "checkpoint"]
+    begins = [link.entry for link in links if link.entry.get("kind") == "begin" and link.entry["source"]]
+    told += [{"step": entry["step"], "digests": entry["source"]["digests"]} for entry in begins]
+    named = re.fullmatch(r"step-(\d+)\.pt", name)
+    is_told = named is None or int(named[1]) in [entry["step"] for entry in told]
     try:
         problems = verify(path).problems
         if problems:
-            return Finding("checkpoint", name, f"{problems[0].name}: {problems[0].message}")
+            return _unreadable(name, f"{problems[0].name}: {problems[0].message}", is_told)
         with opened(path) as checkpoint:
             tree: Any = checkpoint.tree
             step, digests, head = tree["progress"]["global_step"], dict(tree["digests"]), tree.get("chain")
             model = _digest(tree["model"])
     except CkptToolError as error:
-        return Finding("checkpoint", name, error.message.removeprefix(f"{path}: "))
-    except (KeyError, TypeError, AttributeError):
-        return Finding("checkpoint", name, "is no checkpoint of the trainer")
-    told = [link.entry for link in links if link.entry.get("kind") == "checkpoint"]
-    begins = [link.entry for link in links if link.entry.get("kind") == "begin" and link.entry["source"]]
-    told += [{"step": entry["step"], "digests": entry["source"]["digests"]} for entry in begins]
+        return _unreadable(name, error.message.removeprefix(f"{path}: "), is_told)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        reason = "is no checkpoint of the trainer"
+        return f"{name}: {reason}" if named else Finding("checkpoint", name, reason)
     of_step = [entry for entry in told if entry["step"] == step]
     if not of_step:
         return Finding("checkpoint", name, f"is of step {step}, of which the chain tells no checkpoint", step)
     if all(entry["digests"] != digests for entry in of_step):
         changed = next((part for part in digests if digests[part] != of_step[-1]["digests"].get(part)), "run")
         return Finding("checkpoint", name, f"its {changed} is not the one of step {step} in the chain", step)
-    named = re.fullmatch(r"step-(\d+)\.pt", name)
     if named and int(named[1]) != step:
         return Finding("checkpoint", name, f"is of step {step}, another than its name says", step)
     if model != digests["model"]:
@@ -218,6 +228,13 @@ def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Findin
         message = f"was saved beside another chain: no line has the hash {head[:16]}… that it holds"
         return Finding("checkpoint", name, message, step)
     return int(step)
+
+
+def _unreadable(name: str, reason: str, is_told: bool) -> Finding | str:
+    """Return what is wrong with a file that can't be read: a note if no checkpoint of such a name is told."""
+    if is_told:
+        return Finding("checkpoint", name, reason)
+    return f"{name}: {reason}; the record tells of no checkpoint of that step"
 
 
 def _digest(model: dict[str, TensorRef]) -> str:

@@ -16,15 +16,16 @@ def append(path: str, line: bytes, *, durably: bool = False) -> None:
     Raises:
         OSError: the disk is full, or failed. What was written of the line is taken back.
     """
-    left = line + b"\n"
-    with open(path, "ab", buffering=0) as file:
-        before = file.tell()
-        try:
+    left, before = line + b"\n", None
+    try:
+        with open(path, "ab", buffering=0) as file:
+            before = file.tell()
             while left:
                 left = left[file.write(left) :]
             if durably:
                 os.fsync(file.fileno())
-        except OSError:
+    except OSError:  # of the closing too: NFS says only then that the disk is full
+        if before is not None:
             with contextlib.suppress(OSError):
-                file.truncate(before)
-            raise
+                os.truncate(path, before)
+        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 
 from ckpttool.errors import CkptToolError, Damaged, FileError, Refused, Unreadable, UsageFault
+from ckpttool.files import commit
 from tests.ranks import trainings
 from tests.support.running import ROOT
 from train import checkpoints, models, run_folder, saving
@@ -265,6 +268,19 @@ def test_the_numbered_checkpoints_written_last_are_kept_even_if_their_numbers_ar
     assert sorted(os.listdir(tmp_path)) == ["step-000004.pt", "step-000005.pt"]
 
 
+def write_foreign(path: Path, what: str) -> None:
+    """Write a file of another program, as whose reading fails in a way of its own."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a/other" if what == "no pickle" else "a/data.pkl", b"digests global_step" * 9)
+    raw = bytearray(path.read_bytes())
+    if what == "corrupt":  # behind the header and the name
+        raw[40:44] = b"\xff" * 4
+    elif what == "encrypted":
+        raw[6] |= 1
+        raw[raw.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(b"text" if what == "text" else raw)
+
+
 @pytest.mark.parametrize("keep", [1, 4, 5, 8])
 def test_only_checkpoints_of_the_trainer_beyond_keep_are_removed(tmp_path, keep):
     write_numbered(tmp_path, *range(5))
@@ -274,6 +290,9 @@ def test_only_checkpoints_of_the_trainer_beyond_keep_are_removed(tmp_path, keep)
     torch.save(nn.Linear(2, 2).state_dict(), tmp_path / foreign[2])
     (tmp_path / foreign[3]).symlink_to("step-7.pt")
     (tmp_path / foreign[4]).mkdir()
+    for number, damage in enumerate(("corrupt", "encrypted", "text", "no pickle"), start=10):
+        foreign.append(run_folder.numbered(number))
+        write_foreign(tmp_path / foreign[-1], damage)
     run_folder.drop_old(str(tmp_path), keep)
     own = [run_folder.numbered(number) for number in range(5)]
     assert sorted(os.listdir(tmp_path)) == sorted(foreign + own[-keep:])
@@ -303,6 +322,30 @@ def test_a_second_name_that_can_not_be_given_leaves_no_third(tmp_path, monkeypat
         run_folder.write({"a": torch.zeros(2)}, str(tmp_path), ["last.pt", "best.pt"])
     assert os.listdir(tmp_path) == ["best.pt"]  # the first name is given last
     assert torch.load(tmp_path / "best.pt")["a"].sum() == 0
+
+
+def test_an_error_of_the_folder_after_the_file_got_its_name_is_no_error_of_the_placing(tmp_path, monkeypatch):
+    seen, placed = [], []
+
+    @contextlib.contextmanager
+    def placing():
+        try:
+            yield
+        except BaseException as error:
+            seen.append(error)
+            raise
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    for name in ("sync_folder", "keep_permissions"):  # behind the rename, and before it
+        with monkeypatch.context() as patch, pytest.raises(FileError, match="error"):
+            patch.setattr(commit, name, fail)
+            state = {"a": torch.full((2,), len(placed))}
+            run_folder.write(state, str(tmp_path), ["last.pt"], placing=placing, placed=placed)
+        assert (placed, len(seen)) == (["last.pt"], int(name != "sync_folder"))
+    assert os.listdir(tmp_path) == ["last.pt"]
+    assert torch.load(tmp_path / "last.pt")["a"].sum() == 0
 
 
 def test_the_second_file_is_a_copy_if_the_file_system_has_no_links(tmp_path, monkeypatch):
@@ -420,13 +463,16 @@ def test_a_named_pipe_among_the_files_of_a_run_is_refused_and_not_waited_for(tmp
         checkpoints.read(str(tmp_path / name))
 
 
+@pytest.mark.parametrize("name", ["last.pt", "step-000100.pt"])
 @pytest.mark.parametrize("what", ["a folder", "a link into a folder that does not exist"])
-def test_a_place_where_no_checkpoint_can_be_written_is_refused_at_the_start(tmp_path, what):
+def test_a_place_where_no_checkpoint_can_be_written_is_refused_at_the_start(tmp_path, what, name):
     if what == "a folder":
-        (tmp_path / "last.pt").mkdir()
+        (tmp_path / name).mkdir()
     else:
-        (tmp_path / "last.pt").symlink_to(tmp_path / "gone" / "last.pt")
-    with pytest.raises(UsageFault, match=f"last.pt: is {what}: no checkpoint can be written there"):
+        (tmp_path / name).symlink_to(tmp_path / "gone" / name)
+    with pytest.raises(UsageFault, match=f"{name}: is {what}: no checkpoint can be written there"):
+        claim(TrainConfig(out=str(tmp_path), resume="auto", keep=1))
+    if name != "last.pt":  # without --keep none is written there
         claim(TrainConfig(out=str(tmp_path), resume="auto"))
 
 

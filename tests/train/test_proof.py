@@ -390,6 +390,23 @@ def test_a_checkpoint_of_another_step_than_its_name_says_is_found(cli: Cli, run:
     assert ran.code == 1 and "another than its name says" in ran.err + ran.out
 
 
+def test_files_of_the_users_are_no_problem_and_named_if_the_trainer_could_have_named_them(
+    cli: Cli, run: Path
+) -> None:
+    for name in ("step-7.pt", "step-000007.pt"):
+        (run / name).write_text("text")
+    torch.save({"digests": "abc", "progress": {"global_step": 9}}, run / "step-000009.pt")
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 0, ran.err
+    assert "step-7.pt" not in ran.err
+    assert "the record tells of no checkpoint of that step" in ran.err
+    assert "step-000009.pt: is no checkpoint of the trainer" in ran.err
+    (run / "step-000006.pt").unlink()
+    (run / "step-000006.pt").write_text("text")
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 1 and "checkpoint: step-000006.pt: " in ran.err
+
+
 def test_a_resume_from_a_checkpoint_that_the_record_does_not_hold_is_found(cli: Cli, run: Path) -> None:
     def foreign(entries: list[dict[str, Any]]) -> None:
         begin = next(entry for entry in entries if entry["kind"] == "begin")

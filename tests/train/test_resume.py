@@ -183,7 +183,11 @@ def test_resume_auto_takes_the_newest_checkpoint_that_is_whole(run_ranks, tmp_pa
             os.truncate(parts / name, 5000)
     if how == "a link to nothing":
         (parts / "last.pt").symlink_to(parts / "nothing.pt")
-    said, *_ = run_ranks(size, run, str(parts), {"resume": "auto"})
+    elif how == "missing":  # and names of the run at files that are not
+        (parts / "else").mkdir()
+        (parts / "step-000099.pt").symlink_to("else")
+        torch.save({"model": {}}, parts / "step-000098.pt")
+    said, *_ = run_ranks(size, run, str(parts), {"resume": "auto", "keep": 0})
     remarks = [line for line in said.splitlines() if line.startswith("resume")]
     over = [line.removeprefix("resume  ") for line in remarks if "passed over" in line]
     if how == "damaged":
@@ -193,8 +197,11 @@ def test_resume_auto_takes_the_newest_checkpoint_that_is_whole(run_ranks, tmp_pa
         (only,) = over
         assert only.startswith(f"passed over {parts}/last.pt: ")
         assert only.endswith(" (also named step-000008.pt)")
+    elif how == "missing":
+        foreign = "is not a checkpoint of this trainer"
+        assert over == [f"passed over {parts}/step-000098.pt: {foreign}"]
     else:
-        assert over == [f"passed over {parts}/last.pt: is a link to nothing"] * (how != "missing")
+        assert over == [f"passed over {parts}/last.pt: is a link to nothing"]
     assert f"continues from {parts}/step-000007.pt at epoch 2, step 3 of 4" in remarks[len(over)]
     assert contents(parts / "last.pt") == contents(tmp_path / "whole" / "last.pt")
 
@@ -207,6 +214,15 @@ def test_resume_auto_starts_nothing_anew_if_no_checkpoint_is_whole(run_ranks, tm
     assert first.startswith(f"Damaged: {tmp_path}/last.pt: can't be read: ")
     assert "no other checkpoint in" in first and "--force starts over" in first
     assert second.startswith("RankFailed: rank 0 failed: ")
+
+
+def test_resume_auto_beside_only_another_programs_file_starts_nothing_anew(run_ranks, tmp_path):
+    torch.save({"model": {}}, tmp_path / "step-000098.pt")
+    (said,) = run_ranks(1, run, str(tmp_path), {"resume": "auto"})
+    assert "step-000098.pt: is not a checkpoint of this trainer (move it away) 3" in said
+    (tmp_path / "step-000098.pt").rename(tmp_path / "last.pt")
+    (said,) = run_ranks(1, run, str(tmp_path), {"resume": "auto"})
+    assert said.startswith(f"Refused: {tmp_path}/last.pt: is not a checkpoint of this trainer")
 
 
 def test_resume_auto_passes_over_no_checkpoint_of_another_training(run_ranks, tmp_path):

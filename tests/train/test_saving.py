@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckpttool.errors import CkptToolError
-from ckpttool.files import chain
+from ckpttool.errors import CheckFailed, CkptToolError
+from ckpttool.files import chain, lines
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, environment
 from train import checkpoints, run_folder, saving
@@ -233,6 +233,34 @@ def test_a_full_disk_ends_no_run_with_a_record_which_names_what_was_saved_and_no
     if until < 99:
         assert [link.entry["step"] for link in links if link.entry["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
         assert links[-1].entry["kind"] == "end"
+
+
+def fail_after_a_full_disk(rank: int, size: int, folder: str) -> str:
+    """Run the trainer with a record whose lines find no room in steps 2 and 3; step 4 fails."""
+    usual, end_step = lines.append, Trainer.end_step
+
+    def refuse(path: str, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    def watched(trainer: Trainer, *given: Any) -> None:
+        step = trainer.progress.global_step
+        lines.append = refuse if 1 <= step < 3 else usual
+        if step == 3:
+            raise CheckFailed("the step failed")
+        end_step(trainer, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "end_step", watched)
+        patch.setattr(lines, "append", usual)  # and put it back at the end
+        return runs.run(rank, size, runs.restless, folder, {"prove_every": 1, "workers": 0})
+
+
+def test_a_run_that_fails_writes_the_lines_that_a_full_disk_had_refused(run_ranks, tmp_path):
+    (said,) = run_ranks(1, fail_after_a_full_disk, str(tmp_path))
+    assert said.startswith("CheckFailed: the step failed")
+    links, breaks = chain.read(str(tmp_path / "run.jsonl"))
+    assert breaks == []
+    assert [link.entry["step"] for link in links if link.entry["kind"] == "step"] == [1, 2, 3]
 
 
 def save_the_best_on_a_disk_that_fails_once(rank: int, size: int, folder: str) -> list[float]:
