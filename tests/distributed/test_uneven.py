@@ -258,6 +258,7 @@ except ZeroDivisionError:
 """
 
 
+@pytest.mark.long
 def test_a_body_that_fails_on_a_rank_ends_the_others_which_name_it(tmp_path: Path) -> None:
     """The group's timeout is 100 s, more than a test program may take with its start."""
     script = tmp_path / "own_loop.py"

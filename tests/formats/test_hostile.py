@@ -166,6 +166,7 @@ def watched(folder: Path, most_bytes: float) -> dict[str, tuple[int, float]]:
     return {list(ATTACKS)[int(index)]: tuple(used) for index, used in json.loads(ran.stdout).items()}
 
 
+@pytest.mark.long
 def test_attacks_of_any_size_take_little_memory_and_time(tmp_path: Path) -> None:
     taken = watched(tmp_path, float("inf"))
     assert taken.keys() == ATTACKS.keys()

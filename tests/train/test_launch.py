@@ -30,7 +30,7 @@ def runs(tmp_path_factory) -> dict[str, Any]:
     made = {}
     for name, (command, ranks) in WAYS.items():
         folder = tmp_path_factory.mktemp("run")
-        done = start([*command, *TINY, "--out", str(folder)], anew=ranks == 2)
+        done = start([*command, *TINY, "--out", str(folder)], anew=name == "torchrun by path")
         made[name] = (done, folder, ranks)
     return made
 

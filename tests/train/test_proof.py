@@ -300,6 +300,7 @@ def test_a_run_of_two_ranks_is_replayed_on_two(cli: Cli, original: Path, flags: 
     assert refused.code == 2 and "the run had 2" in refused.err
 
 
+@pytest.mark.long
 def test_virtual_ranks_are_replayed_on_another_number(cli: Cli, original: Path) -> None:
     folder = original.parent / "virtual"
     train(folder, "--virtual-ranks", 2, "--prove-every", 1)

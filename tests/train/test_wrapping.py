@@ -177,6 +177,7 @@ def last_gradients(rank: int, size: int, sizes: list[int], compiled: bool, check
     return list(ddp.state_dict()), gradients
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_compiled_training_has_the_keys_of_ddp_and_the_same_bits_after_other_batches(
     run_ranks: Any, checkpoints: bool
