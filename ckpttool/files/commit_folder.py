@@ -105,7 +105,7 @@ def replacing_folder(path: str, replaced: Replaced, kept: Collection[str] = ()) 
 
 def _check_folder(path: str, target: str, replaced: Replaced, kept: Collection[str]) -> bool:
     """Check that nothing but what is replaced or kept is in the old folder; return whether there is one."""
-    if not os.path.lexists(target):
+    if not _exists(target):
         return False
     if not os.path.isdir(target):
         raise UsageFault(f"{path}: is a file, and the output is a folder", hint="choose another output")
@@ -125,11 +125,26 @@ def others_in(folder: str, names: Collection[str]) -> list[str]:
 
 def _is_file(path: str) -> bool:
     """Return whether something is a regular file, or a link that does not lead to a folder or device."""
-    try:
-        mode = os.stat(path).st_mode
-    except OSError:  # a link that leads nowhere can be replaced, too
-        return os.path.islink(path)
+    mode = os.lstat(path).st_mode
+    if stat.S_ISLNK(mode):
+        try:
+            mode = os.stat(path).st_mode
+        except OSError:  # a link that leads nowhere can be replaced, too
+            return True
     return stat.S_ISREG(mode)
+
+
+def _exists(path: str) -> bool:
+    """Return whether there is something, if only a dangling link.
+
+    Raises:
+        OSError: nobody knows. `os.path.lexists` would say no.
+    """
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _keep_permissions_of_files(new: str, old: str, replaced: Collection[str]) -> None:
@@ -193,7 +208,7 @@ def _put(new: str, target: str) -> str | None:
     The new folder gets the ending of an old one first: what has the ending of a temporary is removed whole
     when its process was killed, and that must never be said of the old one.
     """
-    if not os.path.lexists(target):
+    if not _exists(target):
         os.rename(new, target)
         return None
     old = new.removesuffix(TEMPORARY) + OLD
@@ -262,7 +277,7 @@ def _remove_or_give_back(
             os.unlink(source)
             return
         # What was linked, and has changed since, gives way to the change.
-        if os.path.lexists(place) and not is_kept:
+        if _exists(place) and not is_kept:
             name += f".other-{os.urandom(4).hex()}"
             place = os.path.join(target, name)
         os.rename(source, place)

@@ -16,7 +16,7 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 
 TEMPORARY, OLD = ".ckpttool.tmp", ".ckpttool.old"
@@ -60,24 +60,37 @@ def new_file(target: str, mode: int) -> tuple[int, str]:
     """
     while True:
         path = new_path(target)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        if _lock_new(fd, path):
-            return fd, path
-        os.close(fd)
+        with _removed_after_an_error(path, os.unlink):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+            if _lock_new(fd, path):
+                return fd, path
+            os.close(fd)
 
 
 def new_folder(target: str, mode: int) -> tuple[int, str]:
     """Create and lock a temporary folder. Arguments and errors as of `new_file`."""
     while True:
         path = new_path(target)
-        os.mkdir(path, mode)
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:  # another process took it for abandoned before it could be locked
-            continue
-        if _lock_new(fd, path):
-            return fd, path
-        os.close(fd)
+        with _removed_after_an_error(path, os.rmdir):
+            os.mkdir(path, mode)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:  # another process took it for abandoned before it could be locked
+                continue
+            if _lock_new(fd, path):
+                return fd, path
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _removed_after_an_error(path: str, remove: Callable[[str], object]) -> Iterator[None]:
+    """Remove a temporary that can't be handed out: a signal may come as soon as it is there."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove(path)
+        raise
 
 
 def _lock_new(fd: int, path: str) -> bool:

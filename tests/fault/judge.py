@@ -118,8 +118,7 @@ class Bench:
         if ran.hangs:
             trial.wrong.append("hangs")
         else:
-            is_killed = ran.code < 0
-            trial.wrong += [*self._code(ran, fault), *self._words(ran), *self._files(fault, is_killed)]
+            trial.wrong += [*self._code(ran, fault), *self._words(ran), *self._files(fault, ran)]
             trial.wrong += lost_by_power_cut(ran.seen, self.scenario.targets, is_done=ran.code == 0)
             if self._leftovers():
                 trial.wrong += self._again()
@@ -176,8 +175,11 @@ class Bench:
             else [f"{len(errors)} lines of errors, not {wanted}: {ran.err[-300:]!r}"]
         )
 
-    def _files(self, fault: Fault, is_killed: bool) -> list[str]:
-        """Examine the files: each target old or new, nothing else changed, nothing left but by a kill."""
+    def _files(self, fault: Fault, ran: Ran) -> list[str]:
+        """Examine the files: each target old or new, nothing else changed, nothing left without a word.
+
+        A kill can say nothing, and neither need what fails so that nothing can be removed.
+        """
         wrong = []
         for target in self.scenario.targets:
             now, old, new = (
@@ -187,8 +189,8 @@ class Bench:
             if now not in (old, new):
                 wrong.append(f"{target} is neither old nor new: {_difference(now, old, new)}")
         wrong += self._others()
-        left = self._leftovers()
-        if left and not is_killed and fault.call not in REMOVES:
+        left = [path for path in self._leftovers() if path.split("/")[1] not in ran.err]
+        if left and ran.code >= 0 and fault.call not in REMOVES:
             wrong.append(f"leaves {', '.join(sorted(left)[:3])}")
         return wrong
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from io import BytesIO
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -63,7 +63,7 @@ class OneFile(FileSystemWriter):
                 if isinstance(data, BytesIO):
                     file.write(data.getbuffer())
                 else:
-                    torch.save(data if data.untyped_storage().nbytes() == data.nbytes else data.clone(), file)
+                    _save(data if data.untyped_storage().nbytes() == data.nbytes else data.clone(), file)
                 nbytes = file.tell() - start
                 results.append(WriteResult(item.index, nbytes, _StorageInfo(name, start, nbytes)))
             file.flush()
@@ -71,3 +71,30 @@ class OneFile(FileSystemWriter):
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+
+class _Told:
+    """A file that keeps the first error of its writes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.flush = file.flush
+        self._file = file
+        self.error: BaseException | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except BaseException as error:
+            self.error = self.error or error
+            raise
+
+
+def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
+    """Save a tensor; raise the full disk or the signal of which torch's C++ writer says nothing."""
+    told = _Told(file)
+    try:
+        torch.save(tensor, told)  # type: ignore[arg-type]
+    except RuntimeError:
+        if told.error is None:
+            raise
+        raise told.error from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -27,6 +27,10 @@ OF_TENSORS = (".safetensors", ".bin", ".pt", ".pth", dcp.ENDING)
 """Name endings of files that an index may name as its own: it can't claim a `notes.txt`."""
 
 
+LEADS_NOWHERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES}
+"""What is said of a file that was removed meanwhile, and of a link that can't be followed."""
+
+
 def kind_of(path: str) -> str | None:
     """Return the format of the checkpoint in a folder, judged by the names in it; None if there is none."""
     names = names_in(path)
@@ -45,7 +49,7 @@ def files_of_checkpoints(folder: str) -> list[str]:
         Names without repetition, those of indexes and metadata last; not each of them need exist.
 
     Raises:
-        OSError: the folder can't be listed.
+        OSError: the folder can't be listed, or an index or metadata in it can't be read.
     """
     telling = sorted(
         name for name in os.listdir(folder) if name == dcp.METADATA or name.endswith(sharding.INDEX)
@@ -55,12 +59,19 @@ def files_of_checkpoints(folder: str) -> list[str]:
 
 
 def _named_by(path: str) -> list[str]:
-    """Return the files beside it that an index or DCP metadata names; none if it is damaged, or not one."""
+    """Return the files beside it that an index or DCP metadata names; none if it is damaged, or not one.
+
+    Raises:
+        OSError: it can't be read.
+    """
     names: list[str] = []
-    with contextlib.suppress(CkptToolError):
+    try:
         source = Source(path, open_source_descriptor(path))
         is_dcp = os.path.basename(path) == dcp.METADATA
         names = dcp.file_names(source) if is_dcp else sharded.shard_names(source)
+    except CkptToolError as error:
+        if isinstance(error.__cause__, OSError):  # what it names is not known, rather than nothing
+            raise error.__cause__ from None
     return [name for name in names if name == os.path.basename(name) and name.endswith(OF_TENSORS)]
 
 
@@ -198,8 +209,10 @@ def _files_read(checkpoint: Checkpoint) -> set[tuple[int, int] | None]:
 def _identity_of(path: str) -> tuple[int, int] | None:
     try:
         return _identity(os.stat(path))
-    except OSError:  # removed meanwhile, or a link that leads nowhere
-        return None
+    except OSError as error:
+        if error.errno in LEADS_NOWHERE:
+            return None
+        raise
 
 
 def _identity(facts: os.stat_result) -> tuple[int, int]:
