@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.dotted_names import Entry, contents, dotted
+from ...checkpoint.dotted_names import dotted
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.states import is_optimizer
 from ...errors import Damaged, Unsupported
@@ -26,7 +26,7 @@ from ...tensors.values import stream
 from .device_meshes import Mesh
 from .pieces import RankFile, RankFiles, Wholes, in_order, require_rank
 from .ranked import whole_of
-from .sharded_values import DTENSOR, Sharded, ShardedValues, is_sharded
+from .sharded_values import DTENSOR, Sharded, ShardedValues, unless_sharded
 from .side_by_side import SideBySide
 
 FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
@@ -174,7 +174,7 @@ def _facts(file: Checkpoint) -> _Facts:
     first: Sharded | None = None
     mesh: Mesh | None = None
     nbytes = 0
-    for path, value in file.named(_inside):
+    for path, value in file.named(unless_sharded):
         tensor = tensor_of(value)
         if tensor is not None:
             nbytes += tensor.nbytes
@@ -193,10 +193,6 @@ def _facts(file: Checkpoint) -> _Facts:
     stated = WORLD.search(os.path.basename(file.path))
     world = first.world_size if first else int(stated[1]) if stated else None
     return _Facts(file, first, mesh, world, nbytes)
-
-
-def _inside(value: object) -> Iterable[Entry] | None:
-    return None if is_sharded(value) else contents(value)
 
 
 def _groups(facts: Sequence[_Facts]) -> dict[str, list[_Facts]]:
