@@ -207,30 +207,6 @@ def test_what_accelerate_saves_is_one_checkpoint(
         same_tensors(saved["optimizer"]["state"][name], moments)
 
 
-def test_lightning_s_meta_stands_beside_its_dcp(run_ranks: RunRanks, tmp_path: Path, cli: Cli) -> None:
-    run_ranks(2, shardings.save_sharded, str(tmp_path / "d"), timeout=60)
-    torch.save({"global_step": 7, "pytorch-lightning_version": "2.6"}, tmp_path / "d" / "meta.pt")
-    assert cli("merge", tmp_path / "d", tmp_path / "out.pt").code == 0
-    saved = torch.load(tmp_path / "out.pt")
-    assert (saved["global_step"], saved["epoch"]) == (7, 3)
-    torch.save({"epoch": 7}, tmp_path / "d" / "meta.pt")
-    ran = cli("merge", tmp_path / "d", tmp_path / "out.pt", "--force")
-    assert ran.code == 3
-    assert "meta.pt: has 'epoch'" in ran.err
-
-
-def test_what_megatron_lays_beside_dcp_is_named(run_ranks: RunRanks, tmp_path: Path, cli: Cli) -> None:
-    """Its `torch_dist` has flat keys, with the optimizer's beside the weights, and `common.pt`."""
-    folder = tmp_path / "iter_0000003"
-    run_ranks(2, shardings.save_sharded, str(folder), timeout=60)
-    torch.save({"iteration": 3}, folder / "common.pt")
-    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    ran = cli("merge", folder, tmp_path / "out.safetensors")
-    assert ran.code == 0
-    assert "common.pt" in ran.err
-    assert ckpttool.digest(tmp_path / "out.safetensors") == ckpttool.digest(folder)
-
-
 # Large folders.
 
 

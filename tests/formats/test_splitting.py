@@ -178,7 +178,10 @@ def test_what_differs_between_ranks_is_left_out_by_name_unless_a_rank_is_taken(
     assert cli("merge", tmp_path / "out", tmp_path / "taken.pt", "--take-rank", 1).code == 0
     assert torch.load(tmp_path / "taken.pt")["host"] == "b"
     second.rename(tmp_path / "out" / "extra_state_world_size_3_rank_1.pt")
-    assert "one of 3 ranks" in cli("merge", tmp_path / "out", tmp_path / "merged.pt", "--force").err
+    assert (
+        "(of 3 ranks, and the pieces are of 2)"
+        in cli("merge", tmp_path / "out", tmp_path / "merged.pt", "--force").err
+    )
 
 
 @pytest.fixture
@@ -195,21 +198,17 @@ BESIDE = {
         r"left out: rng_step\d0_rank_\*\.pt \(rng_step20_rank_0\.pt was written by rank 0, and so was \S+10",
     ),
     "no rank": ({"settings": {"lr": 1}}, r"left out: settings\.pt \(.*its name does not say which rank"),
-    "two world sizes": (
-        {f"extra_state_world_size_{of}_rank_{rank}": {"a": 1} for of in (2, 4) for rank in range(of)},
-        r"left out: extra_state_world_size_\d_rank_\*\.pt \(\S+ was written by one of 4 ranks, and .* of 2\)",
-    ),
     "another world size": (
         {f"extra_state_world_size_4_rank_{rank}": {"a": 1} for rank in range(4)},
-        r"left out: extra_state_world_size_4_rank_\*\.pt \(\S+ was written by one of 4 ranks, and .* of 2\)",
+        r"left out: extra_state_world_size_4_rank_\*\.pt \(of 4 ranks, and the pieces are of 2\)",
     ),
     "one missing": (
         {"extra_state_world_size_2_rank_0": {"a": 1}},
-        r"left out: extra_state_\S+ \(extra_state_world_size_2_rank_0\.pt lies here without that of rank 1\)",
+        r"left out: extra_state_\S+ \(extra_state_\S+_rank_0\.pt lies here without that of rank 1; merge",
     ),
     "one missing of an unknown number": (
         {"rng_rank_0": {"a": 1}},
-        r"left out: rng_rank_\*\.pt \(.* of rank 1\)",
+        r"left out: rng_rank_\*\.pt \(.* of rank 1; merge --take-rank R takes one rank's\)",
     ),
     "a rank too many": (
         {f"rng_rank_{rank}": {"a": 1} for rank in range(3)},
@@ -230,6 +229,16 @@ def test_files_beside_the_model_never_stop_its_merging_nor_change_where_it_lies(
     assert ran.code == 0
     assert re.search(message, ran.err)
     assert_same(torch.load(two.parent / "merged.pt"), {"model": {"w": torch.ones(4, 2)}})
+
+
+def test_leftovers_of_another_world_size_hide_nothing_of_the_run_s_own_files(two: Path, cli: Any) -> None:
+    for world_size in (2, 4):
+        for rank in range(world_size):
+            saved({"a": world_size}, two / f"extra_state_world_size_{world_size}_rank_{rank}.pt")
+    ran = cli("merge", two, two.parent / "merged.pt")
+    assert "left out: extra_state_world_size_4_rank_*.pt (of 4 ranks, and the pieces are of 2)\n" in ran.err
+    assert torch.load(two.parent / "merged.pt")["a"] == 2
+    assert "ranks hold  0: 16 bytes, 1: 16 bytes\n" in cli("inspect", two).out
 
 
 def test_the_file_of_one_rank_alone_can_be_taken(two: Path, cli: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tarfile
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from tests.support import recording
 
 RECORDED = Path(__file__).parents[1] / "formats" / "folders" / "recorded" / "deepspeed.tar.xz"
 
@@ -307,18 +308,7 @@ def pack(out: Path) -> None:
     for folder in (out / case.name for case in CASES):
         for name in ("live.pt", "zero_to_fp32.py", "zero_to_torch.py"):  # the last are DeepSpeed's programs
             (folder / name).unlink(missing_ok=True)
-    RECORDED.parent.mkdir(exist_ok=True)
-    with tarfile.open(RECORDED, "w:xz", preset=9) as archive:
-        for path in sorted(out.rglob("*")):
-            archive.add(path, path.relative_to(out), recursive=False, filter=_plain)
-
-
-def _plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Return an entry without the user, the time and the permissions of this machine."""
-    member.uid = member.gid = member.mtime = 0
-    member.uname = member.gname = ""
-    member.mode = 0o755 if member.isdir() else 0o644
-    return member
+    recording.pack(out, RECORDED)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged
@@ -15,12 +18,18 @@ from ..pytorch import zip as torch_zip
 META = "meta.pt"
 """All of Lightning's checkpoint that is no tensor: its keys stand beside those of the folder."""
 
+OF_TRAINER = "pytorch-lightning_version"
+"""The key by which Lightning's Trainer knows its own checkpoints; those of Fabric lack it."""
+
 COMMON = "common.pt"
 """Megatron's arguments and counters, which are left out."""
 
 
 def with_beside(checkpoint: Checkpoint, folder: str) -> Checkpoint:
     """Return the checkpoint of a DCP folder with what lies beside it; what is left out is named.
+
+    That of Lightning's Trainer gets the form of its whole checkpoints, which the Trainer loads on any number
+    of ranks: source, lightning/pytorch/utilities/consolidate_checkpoint.py.
 
     Args:
         checkpoint: the DCP folder's.
@@ -39,11 +48,23 @@ def with_beside(checkpoint: Checkpoint, folder: str) -> Checkpoint:
     meta = torch_zip.read(source) if torch_zip.sniff(source.read(0, min(source.size, 4))) else None
     if meta is None or not isinstance(meta.tree, dict):
         return replace(checkpoint, unread=(*checkpoint.unread, f"{META} (not a dict that torch.save wrote)"))
-    if twice := checkpoint.tree.keys() & meta.tree.keys():
+    tree = _as_trainer(checkpoint.tree) if OF_TRAINER in meta.tree else checkpoint.tree
+    if twice := tree.keys() & meta.tree.keys():
         raise Damaged(path, f"has '{str(twice.pop())[:80]}', and so has the DCP folder that it is in")
     return replace(
         checkpoint,
-        tree=remade(checkpoint.tree, [*checkpoint.tree.items(), *meta.tree.items()]),
+        tree=remade(checkpoint.tree, [*tree.items(), *meta.tree.items()]),
         shards=(*checkpoint.shards, source),
         names=checkpoint.names | meta.names,
     )
+
+
+def _as_trainer(tree: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return the entries of a Trainer's folder under the names that they have in its whole checkpoints."""
+    found = dict(tree)
+    if "model" in found and "state_dict" not in found:
+        found["state_dict"] = found.pop("model")
+    names = list(itertools.takewhile(found.__contains__, map("optimizer_{}".format, itertools.count())))
+    if names and "optimizer_states" not in found:
+        found["optimizer_states"] = [found.pop(name) for name in names]
+    return found

@@ -10,24 +10,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...checkpoint.dotted_names import Entry, contents, dotted
+from ...checkpoint.dotted_names import dotted
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.states import is_optimizer
 from ...errors import Damaged, Unsupported
 from ...files.suggestions import CHECKPOINT_ENDINGS, names_in
 from ...inert_pickle.values import tensor_of
-from ...tensors.ref import TensorRef
-from ...tensors.values import stream
 from .device_meshes import Mesh
 from .pieces import RankFile, RankFiles, Wholes, in_order, require_rank
 from .ranked import whole_of
-from .sharded_values import DTENSOR, Sharded, ShardedValues, is_sharded
+from .sharded_values import DTENSOR, Sharded, ShardedValues, unless_sharded
 from .side_by_side import SideBySide
+from .steps import step_of
 
 FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
 
@@ -96,43 +95,68 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
         Refused: they are nested too deeply.
     """
     facts = [_facts(file) for file in files]
-    if not any(each.sharded for each in facts):
+    first = next((each.sharded for each in facts if each.sharded), None)
+    if first is None:
         return None
-    groups = _groups(facts)
-    runs: dict[str, RankFiles] = {}
-    own: dict[str, list[_Facts]] = {}
+    runs, own, left = _kinds(facts)
+    _require_one_run(runs)
+    require_rank(path, take_rank, (file.rank for run in runs.values() for file in run.files))
+    tree, replicated, apart = _joined(path, runs, own, take_rank)
+    kind = DTENSORS if first.kind == DTENSOR else FSDP
+    ranks = _ranks(kind, facts, runs, replicated)
+    return whole_of(path, kind, tree, files, ranks, (*left, *apart))
+
+
+Runs = dict[str, RankFiles]
+"""The files of each kind that hold pieces."""
+
+
+def _kinds(facts: Sequence[_Facts]) -> tuple[Runs, dict[str, Sequence[_Facts]], list[str]]:
+    """Return files by kind: those that hold pieces, those beside them of as many ranks, the rest in words."""
+    runs: Runs = {}
+    rest: dict[str, Sequence[_Facts]] = {}
     left: list[str] = []
-    for stem, group in groups.items():
+    for stem, group in _groups(facts).items():
         if any(each.sharded for each in group) or _is_mergeable_optimizer(group):
             runs[stem] = in_order(map(_rank_file, group))
         elif all(is_optimizer(each.file.tree) for each in group):
             left.append(f"{_named(group)} (flat pieces without names and places)")
         else:
-            own[stem] = group
-    _require_one_run(runs)
-    require_rank(path, take_rank, (file.rank for run in runs.values() for file in run.files))
-    tree, replicated, apart = _joined(path, runs, own, take_rank)
-    held: dict[int, int] = {}
+            rest[stem] = group
+    size, own = _size(runs), dict[str, Sequence[_Facts]]()
+    for stem, both in rest.items():
+        own[stem] = [each for each in both if each.world_size in (None, size)]
+        for stated in sorted({each.world_size or size for each in both} - {size}):
+            those = [each for each in both if each.world_size == stated]
+            left.append(f"{_named(those)} (of {stated} ranks, and the pieces are of {size})")
+    return runs, own, left
+
+
+def _size(runs: Mapping[str, RankFiles]) -> int:
+    """Return how many ranks there were: sharded tensors say it."""
+    return next(run.world_size for run in runs.values() if run.world_size is not None)
+
+
+def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[str]) -> Ranks:
+    """Return what is known of the run."""
+    size, held = _size(runs), dict[int, int]()
     for each in facts:
-        if each.rank is not None:
+        if each.rank is not None and each.world_size in (None, size):
             held[each.rank] = held.get(each.rank, 0) + each.nbytes
-    first = next(each.sharded for each in facts if each.sharded)
     mesh = max((each.mesh for each in facts if each.mesh), key=lambda mesh: len(mesh.sizes), default=None)
-    kind = DTENSORS if first.kind == DTENSOR else FSDP
-    ranks = Ranks(
+    return Ranks(
         "DTensor" if kind == DTENSORS else "FSDP1 (ShardedTensor)",
-        next(run.world_size for run in runs.values()),
+        size,
         str(mesh or ""),
-        _step_of([file for run in runs.values() for file in run.files]),
+        step_of([file for run in runs.values() for file in run.files]),
         dict(sorted(held.items())),
         tuple(replicated),
         tuple(sorted({rank for run in runs.values() for rank in run.missing})),
     )
-    return whole_of(path, kind, tree, files, ranks, (*left, *apart))
 
 
 def _joined(
-    path: str, runs: dict[str, RankFiles], own: Mapping[str, Sequence[_Facts]], take_rank: int | None
+    path: str, runs: Runs, own: Mapping[str, Sequence[_Facts]], take_rank: int | None
 ) -> tuple[object, list[str], list[str]]:
     """Return the whole, the names of replicas, and what it lacks in words.
 
@@ -154,8 +178,10 @@ def _joined(
 
     beside: dict[object, object] = {}
     for stem, group in own.items():
+        if not group:
+            continue
         try:
-            run = _complete(runs, stem, group, take_rank)
+            run = _complete(_size(runs), group, take_rank)
         except Damaged as fault:  # of what may be done without
             left.append(f"{_named(group)} ({os.path.basename(fault.path)} {fault.reason})")
             continue
@@ -174,7 +200,7 @@ def _facts(file: Checkpoint) -> _Facts:
     first: Sharded | None = None
     mesh: Mesh | None = None
     nbytes = 0
-    for path, value in file.named(_inside):
+    for path, value in file.named(unless_sharded):
         tensor = tensor_of(value)
         if tensor is not None:
             nbytes += tensor.nbytes
@@ -193,10 +219,6 @@ def _facts(file: Checkpoint) -> _Facts:
     stated = WORLD.search(os.path.basename(file.path))
     world = first.world_size if first else int(stated[1]) if stated else None
     return _Facts(file, first, mesh, world, nbytes)
-
-
-def _inside(value: object) -> Iterable[Entry] | None:
-    return None if is_sharded(value) else contents(value)
 
 
 def _groups(facts: Sequence[_Facts]) -> dict[str, list[_Facts]]:
@@ -223,24 +245,20 @@ def _named(group: Sequence[_Facts]) -> str:
     return RANK.sub("rank_*", os.path.basename(group[0].file.path))
 
 
-def _complete(
-    runs: dict[str, RankFiles], stem: str, group: Sequence[_Facts], take_rank: int | None
-) -> RankFiles:
+def _complete(size: int, group: Sequence[_Facts], take_rank: int | None) -> RankFiles:
     """Return the files of one kind, which are those of all ranks of the run, or that of `take_rank` at least.
 
     Raises:
         Damaged: they are not.
     """
     run = in_order(map(_rank_file, group))
-    _require_one_run(runs | {stem: run})
-    here = {file.rank for file in run.files}
-    size = next(run.world_size for run in runs.values())
-    last = run.files[-1]
-    if size is not None and last.rank >= size:
+    here, last = {file.rank for file in run.files}, run.files[-1]
+    if last.rank >= size:
         raise Damaged(last.source.path, f"was written by rank {last.rank}, and there were {size} ranks")
-    for rank in range(size or 0) if take_rank is None else [take_rank]:
+    for rank in range(size) if take_rank is None else [take_rank]:
         if rank not in here:
-            raise Damaged(run.files[0].source.path, f"lies here without that of rank {rank}")
+            way = "" if take_rank is not None else "; merge --take-rank R takes one rank's"
+            raise Damaged(run.files[0].source.path, f"lies here without that of rank {rank}{way}")
     return run
 
 
@@ -282,7 +300,7 @@ def _rank_file(facts: _Facts) -> RankFile:
     return RankFile(facts.file.source, facts.file.tree, rank, facts.world_size)
 
 
-def _require_one_run(runs: dict[str, RankFiles]) -> None:
+def _require_one_run(runs: Runs) -> None:
     """Check that files of all kinds are of as many ranks."""
     first, *others = runs.values()
     for run in others:
@@ -308,42 +326,3 @@ def _names_of(runs: Mapping[str, RankFiles]) -> dict[str, str]:
 
 def _begin(stem: str) -> str:
     return re.split(r"_?(?:world_size|rank)", stem)[0].strip("_-.#") or stem
-
-
-# The training step.
-
-
-def _step_of(files: Sequence[RankFile]) -> int | None:
-    """Return the step that the optimizers of the files state, which is the same in all of them."""
-    stated = [(file, step) for file in files if (step := next(_steps(file.tree), None)) is not None]
-    for file, step in stated:
-        if step != stated[0][1]:
-            first, _ = stated[0]
-            raise Damaged(
-                file.source.path,
-                f"is of step {step}, and {first.source.path} of step {stated[0][1]}",
-                hint=HINT,
-            )
-    return stated[0][1] if stated else None
-
-
-def _steps(tree: Any) -> Iterator[int]:
-    """Yield the steps in a file's optimizers, which lie at its top or one level below."""
-    inside = tree.values() if isinstance(tree, dict) else ()
-    for optimizer in (each for each in (tree, *inside) if is_optimizer(each)):
-        state = optimizer["state"]
-        for entry in state.values() if isinstance(state, dict) else ():
-            step = entry.get("step") if isinstance(entry, dict) else None
-            tensor = tensor_of(step)
-            if tensor is not None and not tensor.shape:
-                yield _number(tensor)
-            elif type(step) is int:
-                yield step
-
-
-def _number(tensor: TensorRef) -> int:
-    import struct
-
-    code = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}.get(tensor.dtype.name)
-    raw = b"".join(map(bytes, stream(tensor)))
-    return int(struct.unpack(f"<{code}", raw)[0]) if code else int.from_bytes(raw, "little")

@@ -24,6 +24,7 @@ from ...tensors.ref import Source
 from ..pytorch import legacy as torch_legacy
 from ..pytorch import zip as torch_zip
 from ..safetensors import format as safetensors
+from .sharded_values import with_pieces
 
 READERS = (torch_zip, torch_legacy, safetensors)
 
@@ -52,10 +53,10 @@ class Framework(Protocol):
 
 
 def opened(paths: Sequence[str]) -> list[Checkpoint]:
-    """Return files as checkpoints, each by itself; those in no format of tensors are left out.
+    """Return files as checkpoints, each by itself, in whose trees sharded tensors are `Sharded` ones.
 
     Raises:
-        Unreadable, Damaged, Unsupported: as a file can't be read.
+        Unreadable, Damaged, Unsupported: as a file can't be read, or a sharded tensor in it.
     """
     allow_open_files(len(paths), paths[0])
     files = []
@@ -69,7 +70,7 @@ def opened(paths: Sequence[str]) -> list[Checkpoint]:
                 "is not a file that torch or safetensors wrote",
                 hint="copy it again, or name the files to merge",
             )
-        files.append(reader.read(source))
+        files.append(with_pieces(reader.read(source)))
     return files
 
 

@@ -4,14 +4,19 @@ A DTensor has a device mesh and a placement for each axis of it. They are applie
 last one left; each cuts the rank's index set along one dimension, which is kept here as a list of intervals.
 A ShardedTensor states where its pieces begin. Sources: torch's `distributed/tensor/placement_types.py`,
 `_dtensor_spec.py` and `distributed/_shard/sharded_tensor/api.py`.
+
+A pickled DTensor takes 2.6 kB, a `Sharded` with its piece 0.6 kB: `with_pieces` puts the one in the other's
+place before the next rank's file is read.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.dotted_names import Entry, contents, dotted
 from ...checkpoint.tensor_likes import attributes, shape_of, torch_dtype
 from ...errors import Damaged, Unsupported
 from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of
@@ -58,9 +63,10 @@ class ShardedValues:
     def __init__(self, path: str) -> None:
         self.path = path
         self._meshes: dict[int, Mesh] = {}
+        self._numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def read(self, name: str, value: object) -> Sharded | None:
-        """Return what a value has of a sharded tensor; None when it is anything else.
+        """Return what a value has of a sharded tensor, or is; None when it is anything else.
 
         Args:
             name: the value's, for messages.
@@ -70,6 +76,8 @@ class ShardedValues:
             Damaged: the description is malformed, or does not fit the values.
             Unsupported: a placement that says no place, such as Partial.
         """
+        if isinstance(value, Sharded):
+            return value
         found = _subclass(value)
         if found is None:
             return None
@@ -80,9 +88,14 @@ class ShardedValues:
         )
         if shape is None or dtype is None:
             raise self._malformed(name)
+        shape = self._once(shape)
         if kind == DTENSOR:
             return self._dtensor(name, dtype, shape, attributes(state))
         return self._sharded_tensor(name, dtype, shape, state)
+
+    def _once(self, numbers: tuple[int, ...]) -> tuple[int, ...]:
+        """Return one object for equal tuples: many tensors have the same shape, cut in the same way."""
+        return self._numbers.setdefault(numbers, numbers)
 
     def _malformed(self, name: str) -> Damaged:
         return Damaged(self.path, f"'{name[:80]}' is a sharded tensor whose description is malformed")
@@ -109,7 +122,8 @@ class ShardedValues:
         if local.shape != sizes:
             what = f"has shape {list(local.shape)}, and its placement says {list(sizes)}"
             raise Damaged(self.path, f"its piece of '{name[:80]}' {what}")
-        pieces = tuple(_boxes(local, held)) if local.numel else ()
+        boxes = _boxes(local, held) if local.numel else ()
+        pieces = tuple((self._once(begin), piece) for begin, piece in boxes)
         return Sharded(DTENSOR, dtype, shape, mesh.rank, mesh.world_size, mesh.ranks, pieces, mesh)
 
     def _cut_of(self, name: str, placement: object, dims: int) -> tuple[int, int] | None:
@@ -168,7 +182,7 @@ class ShardedValues:
             if not is_count(rank := device.get("_rank")):
                 raise self._malformed(name)
             ranks.append(rank)
-        return tuple(ranks)
+        return self._once(tuple(ranks))
 
 
 PLACE = ("shard_offsets", "shard_sizes")
@@ -176,7 +190,38 @@ PLACE = ("shard_offsets", "shard_sizes")
 
 def is_sharded(value: object) -> bool:
     """Return whether a value is a DTensor or ShardedTensor, of which a file has one rank's piece."""
-    return _subclass(value) is not None
+    return isinstance(value, Sharded) or _subclass(value) is not None
+
+
+def unless_sharded(value: object) -> Iterable[Entry] | None:
+    """Return the entries of a container as `contents`; None for a sharded tensor."""
+    return None if is_sharded(value) else contents(value)
+
+
+def with_pieces(file: Checkpoint) -> Checkpoint:
+    """Put what a file has of each sharded tensor, a `Sharded`, in the place of the tensor.
+
+    Args:
+        file: that of one rank; the dicts and lists of its tree are changed.
+
+    Raises:
+        Damaged, Unsupported: as `ShardedValues.read`.
+    """
+    reader, made = ShardedValues(file.path), dict[int, Sharded | None]()
+    for path, value in file.named(unless_sharded):
+        for key, each in _places(value):
+            if isinstance(each, Record) and is_sharded(each):
+                if id(each) not in made:  # tied names are one object, and stay one
+                    made[id(each)] = reader.read(dotted((*path, in_brief(key))), each)
+                value[key] = made[id(each)]  # type: ignore[index]
+    return file
+
+
+def _places(value: object) -> list[tuple[object, object]]:
+    """Return the keys of a container, by which its values can be replaced, and the values."""
+    return list(
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    )
 
 
 def _subclass(value: object) -> tuple[str, Sequence[object], object] | None:
@@ -234,6 +279,9 @@ def _between(held: Intervals, start: int, stop: int) -> Iterator[tuple[int, int]
 
 def _boxes(local: TensorRef, held: Sequence[Intervals]) -> Iterator[tuple[tuple[int, ...], TensorRef]]:
     """Cut a rank's values into boxes of the whole: each is begin and values."""
+    if all(len(each) == 1 for each in held):
+        yield tuple(start for [(start, _)] in held), local
+        return
     places = [list(zip(_starts(each), each, strict=True)) for each in held]
     for box in itertools.product(*places):
         offset = local.offset + sum(here * step for (here, _), step in zip(box, local.stride, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.tensor  # so that torch.load knows DTensor
+from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, RanksDiffer, Unsupported, UsageFault
@@ -435,3 +437,16 @@ def test_reading_alone_tells_that_ranks_differ(differing: Path) -> None:
     state = ckpttool.open(differing).state()
     with pytest.raises(RanksDiffer, match="differs between rank"):
         state.load()
+
+
+def test_a_piece_takes_little_memory_while_all_ranks_are_read(tmp_path: Path) -> None:
+    """A pickled DTensor takes 2.6 kB; only those of one file are there at a time."""
+    save_file({f"layers.{i}.weight": torch.zeros(8, 1) for i in range(60)}, tmp_path / "m.safetensors")
+    ckpttool.split(ckpttool.open(tmp_path / "m.safetensors"), tmp_path / "ranks", 8)
+    ckpttool.open_ranks(tmp_path / "ranks")  # which imports what it needs
+    tracemalloc.start()
+    try:
+        ckpttool.open_ranks(tmp_path / "ranks")
+        assert tracemalloc.get_traced_memory()[1] < 2000 * 8 * 60
+    finally:
+        tracemalloc.stop()
