@@ -20,9 +20,9 @@ from ..formats.reading import open as open_checkpoint
 from ..inert_pickle.values import remade
 from ..tensors.dtypes import DType, real_dtype
 from ..tensors.ref import Computed, Storage, TensorRef
-from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded, stream
+from ..tensors.values import CHUNK, MAX_REPEATED, in_pieces, require_bounded, stream
 from .keys import stripping
-from .mean import BLOCK, Means, mean
+from .mean import Means, mean
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
@@ -246,7 +246,7 @@ def _stretch_of(
 def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
     for each in (a, b):
         require_bounded(name, each, MAX_REPEATED)
-    pairs = zip(in_pieces(a, BLOCK * a.dtype.part), in_pieces(b, BLOCK * b.dtype.part), strict=True)
+    pairs = zip(in_pieces(a, CHUNK), in_pieces(b, CHUNK), strict=True)
     return all(x == y for x, y in pairs)
 
 
