@@ -112,12 +112,13 @@ class Means:
         import numpy as np
 
         read, term = reader(self._dtype), self._term[: len(total)]
-        np.multiply(read(inputs[0]), self._weights[0], out=total, dtype="<f8")
-        for each, weight in zip(inputs[1:], self._weights[1:], strict=True):
-            np.copyto(term, read(each))
+        for number, (each, weight) in enumerate(zip(inputs, self._weights, strict=True)):
+            value = term if number else total
+            np.copyto(value, read(each))
             if weight != 1.0:
-                np.multiply(term, weight, out=term)
-            np.add(total, term, out=total)
+                np.multiply(value, weight, out=value)
+            if number:
+                np.add(total, term, out=total)
 
     def _bound(self, means: NDArray[Any], reach: float, low: NDArray[Any]) -> NDArray[np.intp]:
         """Round both ends of an interval around each float64 mean; return the places where they differ.
