@@ -6,7 +6,7 @@ The tree is made from names alone: `layers.0.attn.weight` is a tensor `weight` i
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter, methodcaller
@@ -150,18 +150,11 @@ def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: in
 def _parted(entries: list[_Entry], start: int) -> tuple[list[_Entry], dict[str, list[_Entry]]]:
     """Return a module's own tensors, and those of each child module."""
     own: list[_Entry] = []
-    modules: dict[str, list[_Entry]] = {}
-    module, here = ".", own  # of the tensor before, with its dot: most follow their like
+    modules: dict[str, list[_Entry]] = defaultdict(list)
     for entry in entries:
         name = entry[0]
-        if not name.startswith(module, start):
-            end = name.find(".", start)
-            if end < 0:
-                own.append(entry)
-                continue
-            module = name[start : end + 1]
-            here = modules.setdefault(module[:-1], [])
-        here.append(entry)
+        end = name.find(".", start)
+        (own if end < 0 else modules[name[start:end]]).append(entry)
     return own, modules
 
 

@@ -19,10 +19,10 @@ from ..formats.opened import File
 from ..formats.reading import open as open_checkpoint
 from ..inert_pickle.values import remade
 from ..tensors.dtypes import DType, real_dtype
-from ..tensors.ref import Computed, Storage, TensorRef
-from ..tensors.values import MAX_REPEATED, in_pieces, require_bounded, stream
+from ..tensors.ref import ByteRange, Computed, Storage, TensorRef
+from ..tensors.values import CHUNK, MAX_REPEATED, in_pieces, require_bounded
 from .keys import stripping
-from .mean import BLOCK, Means, mean
+from .mean import Means, mean
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 INTEGERS = ("bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)))
@@ -179,8 +179,10 @@ class _Averaging:
         path, nbytes = inputs[-1].storage.data.path, inputs[-1].nbytes
         if nbytes > SMALL or not all(each.is_plain for each in inputs):
             work = self.work.setdefault(part.name, _Work(self.weights, part))
-            make = partial(_means, work, inputs)
-            return Computed(path, nbytes, make, is_divisible=all(each.is_contiguous for each in inputs))
+            if all(each.is_stretch and _fills_buffers(each.storage.data) for each in inputs):
+                stretches = partial(_means_of_stretches, work, [each.data for each in inputs])
+                return Computed(path, nbytes, stretches, is_divisible=True)
+            return Computed(path, nbytes, partial(_means, work, inputs))
         batch = self.batches.get(part.name)
         if batch is None or batch.nbytes > BATCH:
             self.batches[part.name] = batch = _Batch(self.weights, part)
@@ -246,24 +248,30 @@ def _stretch_of(
 def _same(name: str, a: TensorRef, b: TensorRef) -> bool:
     for each in (a, b):
         require_bounded(name, each, MAX_REPEATED)
-    pairs = zip(in_pieces(a, BLOCK * a.dtype.part), in_pieces(b, BLOCK * b.dtype.part), strict=True)
+    pairs = zip(in_pieces(a, CHUNK), in_pieces(b, CHUNK), strict=True)
     return all(x == y for x, y in pairs)
 
 
-def _means(work: _Work, inputs: list[TensorRef], start: int, nbytes: int) -> Iterator[memoryview]:
-    """Yield a stretch of the means' bytes; of contiguous inputs, nothing before it is read."""
+def _fills_buffers(data: ByteRange | Computed) -> bool:
+    """Return whether bytes come in pieces of the size of the buffer they are read through."""
+    return isinstance(data, ByteRange) or data.fill is not None
+
+
+def _means_of_stretches(
+    work: _Work, inputs: list[ByteRange | Computed], start: int, nbytes: int
+) -> Iterator[memoryview]:
+    """Yield a part of the means' bytes."""
     means = work.take()
-    if all(each.is_contiguous for each in inputs):
-        flat = (_stretch(each, start, nbytes) for each in inputs)
-        blocks = zip(
-            *(stream(each, buffer=own) for each, own in zip(flat, means.buffers, strict=True)), strict=True
-        )
-        start = 0
-    else:
-        blocks = zip(*(in_pieces(each, len(means.buffers[0])) for each in inputs), strict=True)
-    end = start + nbytes
-    at = 0
-    for block in blocks:
+    parts = (each.part(start, nbytes) for each in inputs)
+    blocks = (part.chunks(own) for part, own in zip(parts, means.buffers, strict=True))
+    yield from map(means.of, zip(*blocks, strict=True))
+    work.give_back(means)
+
+
+def _means(work: _Work, inputs: list[TensorRef], start: int, nbytes: int) -> Iterator[memoryview]:
+    """Yield a part of the means' bytes; inputs of any layout are read from their beginning."""
+    means, at, end = work.take(), 0, start + nbytes
+    for block in zip(*(in_pieces(each, len(means.buffers[0])) for each in inputs), strict=True):
         if at >= end:
             break
         begin, at = at, at + len(block[0])
@@ -278,8 +286,3 @@ def _swapped(piece: memoryview, part: DType) -> memoryview:
     import numpy as np
 
     return memoryview(np.frombuffer(piece, dtype=f"<u{part.itemsize}").byteswap().view("u1"))
-
-
-def _stretch(tensor: TensorRef, start: int, nbytes: int) -> TensorRef:
-    size = tensor.dtype.itemsize
-    return replace(tensor, shape=(nbytes // size,), stride=(1,), offset=tensor.offset + start // size)

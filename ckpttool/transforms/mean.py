@@ -8,8 +8,9 @@ Otherwise it is the nearest number or, when the mean lies within 2^-40 of the mi
 Numbers that nearly cancel, and numbers so large or small that a pair can't hold their products, are averaged
 as fractions, exactly.
 
-Most numbers need none of this: when both ends of the interval around a plain float64 mean that contains the
-exact one round to the same number, that number is the result.
+Most numbers need none of this. Where float64 adds without error, the quotient of that sum rounds as the exact
+mean does. Elsewhere, when both ends of the interval around a plain float64 mean that contains the exact one
+round to the same number, that number is the result.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SPLITTER = 134217729.0  # 2^27 + 1: cuts a float64 into two halves whose products are exact
-BLOCK = 1 << 16
-"""Elements that are read at a time."""
+BLOCK = 1 << 17
+"""Elements averaged at a time at most: numpy works on them long enough for another thread to run."""
 
-STEP = 1 << 15
-"""Elements that are averaged at a time: few enough for the processor's cache."""
+FEW = 1 << 15
+"""Elements averaged as pairs at a time: each takes a dozen times its size."""
+
+HELD = 4 << 20
+"""Bytes read at a time of all inputs together."""
 
 LARGE, SMALL = 2.0**900, 2.0**-900
 
@@ -42,7 +46,7 @@ CANCELLED = 2.0**-40
 
 def mean(raw: Sequence[memoryview], weights: Sequence[float], dtype: DType) -> memoryview:
     """Return the weighted mean of elements of one type, as bytes of that type; see `Means`."""
-    return Means(weights, dtype).of(raw)
+    return Means(weights, dtype, len(raw[0]) // dtype.itemsize).of(raw)
 
 
 class Means:
@@ -52,25 +56,30 @@ class Means:
         weights: one per input, not negative, of a positive sum. Equal weights, whatever their value, are
             exact.
         dtype: float64, float32, float16 or bfloat16.
+        elements: averaged at a time at most; as many as are worth it when None.
     """
 
-    def __init__(self, weights: Sequence[float], dtype: DType) -> None:
+    def __init__(self, weights: Sequence[float], dtype: DType, elements: int | None = None) -> None:
         import numpy as np
 
         self._dtype, self._inputs = dtype, len(weights)
         self._counted = [number for number, weight in enumerate(weights) if weight]
         counted = [weights[number] for number in self._counted]
-        self._weights = [1.0] * len(counted) if len(set(counted)) == 1 else counted
-        self._total, self._end = np.empty(STEP), np.empty(STEP)
-        self._high = np.empty(STEP, carrier(dtype))
+        self._are_equal = len(set(counted)) == 1
+        self._weights = [1.0] * len(counted) if self._are_equal else counted
+        if elements is None:
+            elements = max(min(BLOCK, HELD // (self._inputs * dtype.itemsize)), 1)
+        self._elements = elements
+        self._total, self._term = np.empty(elements), np.empty(elements)
+        self._low, self._high = np.empty(elements, carrier(dtype)), np.empty(elements, carrier(dtype))
 
     @cached_property
     def buffers(self) -> list[memoryview]:
-        """Where the bytes of each input may be read to, BLOCK elements each."""
-        return [memoryview(bytearray(BLOCK * self._dtype.itemsize)) for _ in range(self._inputs)]
+        """Where the bytes of each input may be read to."""
+        return [memoryview(bytearray(self._elements * self._dtype.itemsize)) for _ in range(self._inputs)]
 
     def of(self, raw: Sequence[memoryview | bytes | bytearray]) -> memoryview:
-        """Return the means as bytes of the type, little-endian.
+        """Return the means as bytes of the type, little-endian, valid until the next call.
 
         Args:
             raw: the bytes of the same elements in each input, little-endian.
@@ -78,52 +87,73 @@ class Means:
         import numpy as np
 
         inputs = [np.frombuffer(raw[number], dtype=carrier(self._dtype)) for number in self._counted]
-        out = np.empty(len(inputs[0]), carrier(self._dtype))
-        unsure = np.ones(len(out), np.bool_)
-        for start in range(0, len(out), STEP):
-            stop = min(start + STEP, len(out))
-            self._plainly([each[start:stop] for each in inputs], out[start:stop], unsure[start:stop])
-        if unsure.any():
-            places = np.flatnonzero(unsure)
-            read = reader(self._dtype)
-            out[places] = _carefully(
-                [read(each[places]).astype("<f8") for each in inputs], self._weights, self._dtype
-            )
+        out = self._low[: len(inputs[0])]
+        unsure, read = self._plainly(inputs, out), reader(self._dtype)
+        for start in range(0, len(unsure), FEW):
+            places = unsure[start : start + FEW]
+            values = [read(each[places]).astype("<f8") for each in inputs]
+            out[places] = _carefully(values, self._weights, self._dtype)
         return memoryview(out.view("u1"))  # type: ignore[arg-type]
 
-    def _plainly(self, inputs: list[NDArray[Any]], out: NDArray[Any], unsure: NDArray[np.bool_]) -> None:
-        """Compute the means of at most STEP elements, and where they may not be the nearest numbers."""
+    def _plainly(self, inputs: list[NDArray[Any]], out: NDArray[Any]) -> NDArray[np.intp]:
+        """Compute the means; return the places where they may not be the nearest numbers."""
         import numpy as np
 
-        if self._dtype.itemsize == 8 or (largest := max(map(_largest, inputs))) >= INFINITY[self._dtype.name]:
-            return
-        high = self._high[: len(out)]
+        largest = max(map(_largest, inputs)) if len(out) else 0
+        if self._dtype.itemsize == 8 or largest >= INFINITY[self._dtype.name]:
+            return np.arange(len(out))
+        total = self._total[: len(out)]
         with np.errstate(all="ignore"):
-            values = list(map(reader(self._dtype), inputs))
-            self._bound(values, _float(largest, self._dtype), out, high)
-        bits = f"u{self._dtype.itemsize}"
-        np.not_equal(out.view(bits), high.view(bits), out=unsure)
+            self._add(inputs, total)
+            if self._are_equal and _is_sum_exact(inputs, largest, self._dtype):
+                _round(np.divide(total, len(inputs), out=total), self._dtype, out)
+                return np.arange(0)
+            np.multiply(total, 1.0 / math.fsum(self._weights), out=total)
+            return self._bound(total, (len(inputs) + 2) * 2.0**-52 * _float(largest, self._dtype), out)
 
-    def _bound(
-        self, values: list[NDArray[Any]], largest: float, low: NDArray[Any], high: NDArray[Any]
-    ) -> None:
-        """Round both ends of an interval around each float64 mean that contains the exact one.
+    def _add(self, inputs: list[NDArray[Any]], total: NDArray[Any]) -> None:
+        import numpy as np
+
+        read, term = reader(self._dtype), self._term[: len(total)]
+        for number, (each, weight) in enumerate(zip(inputs, self._weights, strict=True)):
+            value = term if number else total
+            np.copyto(value, read(each))
+            if weight != 1.0:
+                np.multiply(value, weight, out=value)
+            if number:
+                np.add(total, term, out=total)
+
+    def _bound(self, means: NDArray[Any], reach: float, low: NDArray[Any]) -> NDArray[np.intp]:
+        """Round both ends of an interval around each float64 mean; return the places where they differ.
 
         For n values of magnitude up to L, the products, the additions, the sum of the weights and the
-        quotient err by at most (2n + 1) 2^-53 L together. The interval allows 2n + 4, as its ends are rounded
-        too.
+        quotient err by at most (2n + 1) 2^-53 L together. A reach of (2n + 4) 2^-53 L allows for the ends,
+        which are rounded too.
         """
         import numpy as np
 
-        total, end = self._total[: len(low)], self._end[: len(low)]
-        np.multiply(values[0], self._weights[0], out=total, dtype="<f8")
-        for value, weight in zip(values[1:], self._weights[1:], strict=True):
-            term = value if weight == 1.0 else np.multiply(value, weight, out=end, dtype="<f8")
-            np.add(total, term, out=total)
-        np.multiply(total, 1.0 / math.fsum(self._weights), out=total)
-        reach = (len(values) + 2) * 2.0**-52 * largest
-        _round(np.subtract(total, reach, out=end), self._dtype, low)
-        _round(np.add(total, reach, out=end), self._dtype, high)
+        end, high, bits = self._term[: len(low)], self._high[: len(low)], f"u{low.itemsize}"
+        _round(np.subtract(means, reach, out=end), self._dtype, low)
+        _round(np.add(means, reach, out=end), self._dtype, high)
+        return np.flatnonzero(low.view(bits) != high.view(bits))
+
+
+def _is_sum_exact(inputs: list[NDArray[Any]], largest: int, dtype: DType) -> bool:
+    """Return whether float64 adds the elements without error, in any order.
+
+    It does where all are multiples of some 2^k, and their sums less than 2^(k + 53). Then the float64 nearest
+    to their mean lies in the middle between two numbers of the type only if the mean itself does: rounding it
+    again is rounding the mean.
+
+    Args:
+        inputs: in the carrier of the type.
+        largest: the bits of the largest magnitude.
+        dtype: float32, float16 or bfloat16.
+    """
+    infinity = INFINITY[dtype.name]
+    digits = (infinity & -infinity).bit_length() - 1
+    least = (largest >> digits) - (52 - digits - (len(inputs) - 1).bit_length())
+    return least <= 1 or min(map(_smallest, inputs)) >> digits >= least
 
 
 def _carefully(values: list[NDArray[Any]], weights: Sequence[float], dtype: DType) -> Any:
@@ -151,6 +181,14 @@ def _largest(values: NDArray[Any]) -> int:
     sign = 1 << 8 * width - 1
     below, above = int(values.view(f"<u{width}").max()), int(values.view(f"<i{width}").max())
     return max(below - sign, above, 0)
+
+
+def _smallest(values: NDArray[Any]) -> int:
+    """Return the bits of the smallest magnitude that is not zero; larger ones than any if all are."""
+    width = values.itemsize
+    sign, bits = 1 << 8 * width - 1, values.view(f"<u{width}")
+    found = min(int(bits.min()), int(values.view(f"<i{width}").min()) + sign)
+    return found or (int(((bits << 1) - 2).min()) >> 1) + 1
 
 
 def _float(bits: int, dtype: DType) -> float:
@@ -256,10 +294,15 @@ def nearest(odd: NDArray[Any], dtype: DType) -> NDArray[Any]:
     if dtype.name != "bfloat16":
         return odd.astype(carrier(dtype))
     single = odd.astype("<f4")
-    upper = single.view("<u4").copy()
-    over = np.abs(single.astype("<f8")) > np.abs(odd)
-    inexact = (single.astype("<f8") != odd) & np.isfinite(odd)
-    upper = np.where(inexact, (upper - over.astype("<u4")) | np.uint32(1), upper)
+    bits = single.view("<u4")
+    ties = np.flatnonzero((bits & 0xFFFF) == 0x8000)
+    if len(ties):  # perhaps only for float32: one step away from the middle, the bits say on which side it is
+        size, exact = np.abs(single[ties].astype("<f8")), np.abs(odd[ties])
+        bits[ties] += (size < exact).astype("<u4") - (size > exact).astype("<u4")
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += bits
+    rounded >>= 16
     nan = np.isnan(single)
-    rounded = (upper + np.uint32(0x7FFF) + ((upper >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.where(nan, 0x7FC0, rounded).astype("<u2")
+    return np.where(nan, 0x7FC0, rounded).astype("<u2") if nan.any() else rounded.astype("<u2")

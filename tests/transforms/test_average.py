@@ -51,13 +51,13 @@ def nearest(exact: Fraction, dtype: torch.dtype) -> float:
 
 
 def drawn(dtype: torch.dtype, chosen: random.Random, spread: int) -> float:
-    value = chosen.uniform(-1, 1) * 2.0 ** chosen.randint(-spread, spread)
+    value = chosen.choice([0, *[chosen.uniform(-1, 1)] * 9]) * 2.0 ** -chosen.randint(0, 2 * spread)
     return float(torch.tensor(value, dtype=torch.float64).to(dtype))
 
 
 @pytest.mark.parametrize("name", TYPES)
 @pytest.mark.parametrize("count", [2, 3, 5, 7])
-@pytest.mark.parametrize("spread", [0, 2, 10])
+@pytest.mark.parametrize("spread", [0, 2, 20])
 def test_each_number_is_the_nearest_to_the_exact_mean(name: str, count: int, spread: int) -> None:
     dtype, chosen = TYPES[name], random.Random(count)
     rows = [[drawn(dtype, chosen, spread) for _ in range(100)] for _ in range(count)]
@@ -100,6 +100,17 @@ def test_ties_round_to_even_and_near_ties_do_not() -> None:
     three = [torch.tensor([x], dtype=torch.float32) for x in (1.0, 1.0 + 2.0**-22, 1.0 + 2.0**-23 - 2.0**-24)]
     exact = sum((Fraction(float(x)) for x in three), Fraction()) / 3
     assert float(meant(three)) == nearest(exact, torch.float32)
+    for name, step in (("float32", 2.0**-22), ("bfloat16", 2.0**-6), ("float16", 2.0**-9)):
+        for small in (
+            (0, 0),
+            (2.0**-24, 0),
+            (2.0**-40, 0),
+            (2.0**-60, 0),
+            (2.0**-35 + 2.0**-58, -(2.0**-35)),
+        ):
+            row = [torch.tensor([x], dtype=TYPES[name]) for x in (4.0, step, *small)]
+            exact = sum((Fraction(float(x)) for x in row), Fraction()) / 4
+            assert float(meant(row)) == nearest(exact, TYPES[name]), (name, small)
     tiny = [torch.tensor([1.0, 2.0**-60], dtype=torch.float64), torch.tensor([1.0 + 2**-52, -(2.0**-60)])]
     assert meant([tiny[0], tiny[1].to(torch.float64)]).tolist()[1] == 0
 
@@ -196,7 +207,7 @@ def test_ties_stay_only_if_every_file_has_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["out.pt", "out.safetensors"])
 def test_layouts_may_differ_from_file_to_file(to: str, tmp_path: Path) -> None:
-    a, b = torch.randn(200, 400), torch.randn(400, 200)
+    a, b = torch.randn(400, 500), torch.randn(500, 400)
     found, _ = averaged(tmp_path, {"w": a}, {"w": b.t()}, to=to)
     assert torch.equal(found["w"], ((a.double() + b.t().double()) / 2).float())
 

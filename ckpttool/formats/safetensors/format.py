@@ -71,10 +71,9 @@ def read(source: Source) -> Checkpoint:
     size = int.from_bytes(source.read(0, 8), "little")
     if size > MAX_HEADER or 8 + size > source.size:
         raise Damaged(source.path, f"is cut short: its header should have {size} bytes")
-    raw = source.read(0, 8 + size)
-    header = _parse(source, raw[8:])
+    header = _parse(source, source.read(8, size))
     metadata = _metadata(source, header.pop(METADATA, {}))
-    tensors = _tensors(source, header, len(raw))
+    tensors = _tensors(source, header, 8 + size)
     is_full = full_json.ENTRY in metadata
     tree, protocol = _tree(source, tensors, metadata)
     return Checkpoint(source, NAME, tree, protocol, metadata, full=is_full)
@@ -100,7 +99,7 @@ def _parse(source: Source, raw: bytes) -> dict[str, Any]:
     if raw[:1] != b"{":
         raise Damaged(source.path, "its header is not a JSON object")
     header = parse_object(source.path, raw, "its header", _entry)
-    if b"\\u" in raw:
+    if b"\\" in raw and b"\\u" in raw:  # the search for one byte takes a hundredth of the time
         try:
             json.dumps(header, ensure_ascii=False).encode()
         except (UnicodeEncodeError, RecursionError):
