@@ -52,7 +52,7 @@ class ZipWriter:
     def write(self, name: str, data: bytes) -> None:
         """Write a record of bytes in memory."""
         number, header = self._reserve(name, len(data))
-        self.out.write_all([memoryview(data)], len(data))
+        self.out.write(data)
         self._finish(number, name, header, len(data), zlib.crc32(data))
 
     def copy(self, name: str, data: ByteRange | Computed, crc32: int | None) -> None:
@@ -72,7 +72,8 @@ class ZipWriter:
 
     def directory(self) -> bytes:
         """Return the entries of all records, once all are written."""
-        self.out.settle()
+        if not all(self._entries):  # some wait for their checksum
+            self.out.settle()
         return b"".join(self._entries)
 
     def close(self) -> None:
