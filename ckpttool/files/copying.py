@@ -14,6 +14,7 @@ from typing import BinaryIO
 
 from ..tensors.ref import ByteRange, Computed
 from .crc32 import combined, crc32
+from .sharing import share
 from .threads import cores, cut, in_order
 
 BUFFER = 1 << 20
@@ -100,7 +101,6 @@ class Output:
         self.fd = file.fileno()
         self.position = 0
         self._progress = progress or _ignore
-        self._buffers = Buffers()
         self._planned: list[_Copy] = []
 
     def __enter__(self) -> Output:
@@ -152,37 +152,51 @@ class Output:
         if len(self._planned) == PLANNED:
             self.settle()
 
-    def _blocks(self) -> Iterator[Callable[[], _Block]]:
-        """Yield the jobs that write what was planned; what only one thread can make is written in between."""
+    def _blocks(self, buffers: Buffers) -> Iterator[Callable[[], _Block]]:
+        """Yield the jobs that write what was planned; what takes no job is written in between."""
         planned, self._planned = self._planned, []
         for copy in planned:
-            data = copy.data
+            data, position = copy.data, copy.position
             if not isinstance(data, ByteRange | Computed):
-                self._put_here(copy, data)
+                self._put_here(position, data)
             elif isinstance(data, Computed) and not data.is_divisible:
-                self._put_here(copy, data.make(0, copy.nbytes))
+                self._put_here(position, data.make(0, copy.nbytes), copy.then)
             elif copy.nbytes <= SMALL:
-                self._put_here(copy, [data.read()])
-            else:
+                self._put_here(position, [data.read()], copy.then)
+            elif not self._shares(copy):
                 for start, size in cut(copy.nbytes, BUFFER):
-                    yield partial(self._put, copy, data.part(start, size), copy.position + start)
+                    yield partial(self._put, buffers, copy, data.part(start, size), position + start)
 
-    def _put_here(self, copy: _Copy, chunks: Iterable[memoryview | bytes]) -> None:
+    def _shares(self, copy: _Copy) -> bool:
+        """Let the file share the bytes that are to be copied; return False where it can't."""
+        data, position = copy.data, copy.position
+        if copy.then or not isinstance(data, ByteRange):
+            return False
+        shared = share(data, self.fd, position)
+        if shared:
+            self._put_here(position, [data.part(0, shared.start).read()])
+            self._put_here(position + shared.stop, [data.part(shared.stop, copy.nbytes - shared.stop).read()])
+            self._progress(len(shared))
+        return bool(shared)
+
+    def _put_here(
+        self, position: int, chunks: Iterable[memoryview | bytes], then: Then | None = None
+    ) -> None:
         """Write chunks from this thread, with progress after each."""
-        position, crc = copy.position, 0
+        crc = 0
         for chunk in chunks:
             self.write_at(position, chunk)
             position += len(chunk)
-            if copy.then:
+            if then:
                 crc = crc32(chunk, crc)
             self._progress(len(chunk))
-        if copy.then:
-            copy.then(crc)
+        if then:
+            then(crc)
 
-    def _put(self, copy: _Copy, data: ByteRange | Computed, position: int) -> _Block:
+    def _put(self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed, position: int) -> _Block:
         """Write a block, from any thread; its CRC-32 is 0 when nobody asks for it."""
         crc = 0
-        with self._buffers.one() as buffer:
+        with buffers.one() as buffer:
             for chunk in data.chunks(buffer):
                 self.write_at(position, chunk)
                 position += len(chunk)
@@ -212,7 +226,8 @@ def settle_together(outputs: Sequence[Output]) -> None:
         Damaged: a file that bytes come from ends early.
         OSError: a disk is full, or failed.
     """
-    by_turns = zip_longest(*(output._blocks() for output in outputs))
+    buffers = Buffers()
+    by_turns = zip_longest(*(output._blocks(buffers) for output in outputs))
     jobs = filter(None, chain.from_iterable(by_turns))
     for output, *block in in_order(jobs, cores(min(THREADS * len(outputs), MOST_THREADS))):
         output._done(*block)
