@@ -140,7 +140,11 @@ class Output:
         Raises:
             Damaged: the file that they come from ends early; raised here, by a later call or by `settle`.
         """
-        self._plan(data, data.nbytes, then)
+        if data.nbytes <= SMALL and not self._planned:
+            self._put_here(self.position, [data.read()], then)
+            self.position += data.nbytes
+        else:
+            self._plan(data, data.nbytes, then)
 
     def settle(self) -> None:
         """Write all that was appended. Raises whatever goes wrong on the way."""
@@ -159,10 +163,10 @@ class Output:
             data, position = copy.data, copy.position
             if not isinstance(data, ByteRange | Computed):
                 self._put_here(position, data)
-            elif isinstance(data, Computed) and not data.is_divisible:
-                self._put_here(position, data.make(0, copy.nbytes), copy.then)
             elif copy.nbytes <= SMALL:
                 self._put_here(position, [data.read()], copy.then)
+            elif isinstance(data, Computed) and not data.is_divisible:
+                self._put_here(position, data.make(0, copy.nbytes), copy.then)
             elif not self._shares(copy):
                 for start, size in cut(copy.nbytes, BUFFER):
                     yield partial(self._put, buffers, copy, data.part(start, size), position + start)

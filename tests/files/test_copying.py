@@ -208,9 +208,9 @@ def test_what_is_appended_in_many_pieces_is_written_before_all_are_known(
     monkeypatch.setattr(copying, "PLANNED", 3)
     with open(tmp_path / "out", "w+b") as file, Output(file) as out:
         for start in range(10):
-            out.copy(ByteRange(source, start, 20_000))
-        assert (tmp_path / "out").stat().st_size == 9 * 20_000
-    assert (tmp_path / "out").read_bytes() == b"".join(CONTENT[i : i + 20_000] for i in range(10))
+            out.copy(ByteRange(source, start, 150_000))
+        assert (tmp_path / "out").stat().st_size == 9 * 150_000
+    assert (tmp_path / "out").read_bytes() == b"".join(CONTENT[i : i + 150_000] for i in range(10))
 
 
 def test_a_dry_output_only_counts(source: Source) -> None:

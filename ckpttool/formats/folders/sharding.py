@@ -26,7 +26,7 @@ INDEX = ".index.json"
 TIES = "ckpttool.ties"
 """The entry of an index's metadata that records which names are another name of a tensor."""
 
-TOGETHER = 4
+TOGETHER = 8
 """Shards that are written at once."""
 
 DEFAULT_SIZE = 5 * 10**9
