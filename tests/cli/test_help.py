@@ -78,22 +78,13 @@ def prepare_ranks(folder: Path, run_ranks: Any) -> None:
         shutil.copy(folder / f"placed-{rank}.pt", folder / f"checkpoint/actor/model_rank_{rank}.pt")
 
 
-def prepare_run(folder: Path) -> None:
-    """The run with a record that examples speak of."""
-    flags = [
-        "--data",
-        "fake:40",
-        "--batch-size",
-        "2",
-        "--epochs",
-        "2",
-        "--save-every",
-        "10steps",
-        "--keep",
-        "3",
-    ]
-    done = main.main([*flags, "--prove-every", "5", "--out", str(folder / "runs" / "a")])
-    assert done == 0
+@pytest.fixture(scope="module")
+def proved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with a record that examples speak of."""
+    folder = tmp_path_factory.mktemp("proved") / "a"
+    flags = "--data fake:40 --batch-size 2 --epochs 1 --save-every 10steps --keep 3 --prove-every 5"
+    assert main.main([*flags.split(), "--out", str(folder)]) == 0
+    return folder
 
 
 ANSWERS = ("diff", "doctor", "verify", "prove")
@@ -129,7 +120,7 @@ def test_the_example_works_when_pasted(
     if example.startswith("ckpttool merge "):
         prepare_ranks(tmp_path, request.getfixturevalue("run_ranks"))
     if example.startswith("ckpttool prove "):
-        prepare_run(tmp_path)
+        shutil.copytree(request.getfixturevalue("proved_run"), tmp_path / "runs" / "a")
     monkeypatch.chdir(tmp_path)
     words = [word for text in shlex.split(example)[1:] for word in sorted(glob(text)) or [text]]
     with group.commands[words[0]].make_context(words[0], words[1:]) as parsed:

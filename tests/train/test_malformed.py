@@ -84,21 +84,23 @@ def _scalar(value: Any) -> bool:
 HOW = ["dropped", "empty", "text", "number", "nothing", "list", "tensor"]
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_any_changed_field_is_refused_in_one_line(run: Any, how: str) -> None:
+def test_any_changed_field_is_refused_in_one_line(run: Any) -> None:
+    """The digest of the run finds all of them alike, so each field is changed in one way."""
     _, state, folder = run
-    tried = 0
-    for path in fields(state):
-        made = changed(state, path, how)
-        if made is None or path == ("digests", "run"):
+    tried = set()
+    for number, path in enumerate(fields(state)):
+        if path == ("digests", "run"):
             continue
+        ways = (HOW[(number + other) % len(HOW)] for other in range(len(HOW)))
+        how, made = next((how, made) for how in ways if (made := changed(state, path, how)))
         torch.save(made, folder / "changed.pt")
         with pytest.raises(CkptToolError) as refused:
             checkpoints.read(str(folder / "changed.pt"))
         assert refused.value.exit_code == 3, path
         assert "\n" not in str(refused.value), path
-        tried += 1
-    assert tried > 50
+        tried.add((path, how))
+    assert len(tried) > 50
+    assert {how for _, how in tried} == set(HOW)
 
 
 @pytest.mark.parametrize("how", HOW)
