@@ -24,6 +24,15 @@ def cp(source: str | Path, copy: str | Path) -> list[str | Path]:
     return ["cp", "--reflink=never", "-r", source, copy]
 
 
+FLOOR = "bare threads"
+"""The name of the way that `bare_copy` is."""
+
+
+def bare_copy(source: str | Path, *outputs: str | Path) -> list[str | Path]:
+    """Threads that read and write blocks and do nothing else: the floor of copying."""
+    return [PYTHON, "-I", "-S", CHILDREN / "bare_copy.py", source, *outputs]
+
+
 def peer(script: str, *arguments: str | Path) -> list[str | Path]:
     """What a user would run instead: a script in `peers/`."""
     return [PYTHON, PEERS / script, *arguments]

@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from .case import Benchmark, Case, Need, Way
-from .commands import cp, make_checkpoint, tool
+from .commands import FLOOR, bare_copy, cp, make_checkpoint, tool
 from .process import timed
 from .sizes import show_size
-from .targets import at_most_times, peak_at_most
+from .targets import at_most_times, floor, peak_at_most
 
 PEAK = 64_000_000
 
@@ -23,6 +23,9 @@ class Conversion:
     words: tuple[str, ...]
     output: str
     limit: float
+
+
+SEVERAL = f"{FLOOR}, 4 files"
 
 
 FROM_TORCH = {
@@ -67,13 +70,19 @@ def set_up(
     size: int,
 ) -> Case:
     source = make_source(folder, size)
-    ways = [Way("cp", cp(source, folder / "copy"), folder / "copy")]
+    copy = folder / "copy"
+    ways = [Way("cp", cp(source, copy), copy)]
+    floors = {FLOOR: [copy]} if source.is_file() else {}
+    if any(conversion.output.endswith("/") for conversion in conversions.values()):
+        floors[SEVERAL] = [copy / str(number) for number in range(4)]
+    ways += [Way(name, bare_copy(source, *outputs), copy) for name, outputs in floors.items()]
     for name, conversion in conversions.items():
         command, *options = conversion.words
         # A trailing slash asks for a folder, which Path would drop.
         written = f"{folder}/{conversion.output}"
         ways.append(Way(name, tool(command, source, written, *options), Path(written)))
     targets = [at_most_times(name, "cp", c.limit) for name, c in conversions.items()]
+    targets += [floor(name, "cp") for name in floors]
     targets += [peak_at_most(name, PEAK) for name in conversions]
     in_summary = int(make_source is from_torch)  # the others are as fast
     return Case(f"{title}, {show_size(size)}", ways, targets, memory=2 * size, summary=in_summary)

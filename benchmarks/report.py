@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import median
 
@@ -93,13 +94,15 @@ def _verdicts(case: Case, results: Results) -> list[Row]:
             target.text,
             _limit(target),
             target.show(target.measure(results)),
-            "met" if target.met(results) else "MISSED",
+            "" if target.limit == math.inf else "met" if target.met(results) else "MISSED",
         )
         for target in case.targets
     ]
 
 
 def _limit(target: Target) -> str:
+    if target.limit == math.inf:
+        return "the floor"
     return f"{'≥' if target.at_least else '≤'} {target.show(target.limit)}"
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from .case import Benchmark, Case, Need, Way
-from .commands import cp, make_checkpoint, peer, tool
+from .commands import FLOOR, bare_copy, cp, make_checkpoint, peer, tool
 from .sizes import show_size
-from .targets import at_least_times_faster, at_most_times, peak_at_most
+from .targets import at_least_times_faster, at_most_times, floor, peak_at_most
 
 TOOL = "ckpttool strip-prefix"
 UNCHECKED = "ckpttool strip-prefix --no-verify"
@@ -26,6 +26,7 @@ def set_up(folder: Path, size: int) -> Case:
         f"strip-prefix, {show_size(size)} .pt to .safetensors",
         [
             Way("cp", cp(source, copied), copied),
+            Way(FLOOR, bare_copy(source, copied), copied),
             Way(TOOL, tool("strip-prefix", source, written), written, compared=True),
             Way(UNCHECKED, tool("strip-prefix", "--no-verify", source, written), written, compared=True),
             Way(MAPPED, peer(script, source, written, "mmap"), written, compared=True),
@@ -34,11 +35,12 @@ def set_up(folder: Path, size: int) -> Case:
         [
             at_most_times(TOOL, "cp", 1.0),
             at_most_times(UNCHECKED, "cp", 0.75),
+            floor(FLOOR, "cp"),
             at_least_times_faster(TOOL, PLAIN, 7),
             peak_at_most(TOOL, 40_000_000),
         ],
         memory=2 * size,
-        summary=3,
+        summary=4,
     )
 
 

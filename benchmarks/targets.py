@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from statistics import median
 
@@ -32,6 +33,11 @@ def _paired(results: Results, way: str, against: str, compare: Callable[[float, 
 def at_most_times(way: str, against: str, limit: float) -> Target:
     """No slower than `limit` times another way."""
     return Target(f"{way} / {against}", lambda r: ratio(r, way, against), limit, "{:.2f} ×".format, way)
+
+
+def floor(way: str, against: str) -> Target:
+    """No target, but what no way of the kind could do in less, as a row between the targets."""
+    return at_most_times(way, against, math.inf)
 
 
 def at_least_times_faster(way: str, against: str, limit: float) -> Target:

@@ -5,27 +5,30 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, zip_longest
 from mmap import mmap
 from typing import BinaryIO
 
 from ..tensors.ref import ByteRange, Computed
 from .crc32 import combined, crc32
-from .threads import Workers, cores, cut
+from .sharing import share
+from .threads import cores, cut, in_order
 
 BUFFER = 1 << 20
 """Bytes moved at a time; whole elements."""
 
-PENDING = 16
-"""Blocks that may be under way, or wait for a thread, before the caller waits for the oldest."""
-
 SMALL = 1 << 17
 """Bytes that are moved at once: handing them to a thread costs more."""
 
-THREADS = 4
-"""The most that work on one file: one at a time can write to it, while the others read, sum or compute."""
+THREADS, MOST_THREADS = 4, 8
+"""The most that work on one file, and on several: one at a time can write to a file, while the others read,
+sum or compute."""
+
+PLANNED = 10_000
+"""Copies that an output keeps in mind before it writes them."""
 
 FLUSHED = 16 << 20
 """Bytes of an output that are sent to the disk together, long before the fsync that waits for them."""
@@ -34,6 +37,7 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 Progress = Callable[[int], object]
 Then = Callable[[int], object]
+Data = ByteRange | Computed | Iterable[memoryview]
 
 
 def _ignore(_: int) -> None:
@@ -53,10 +57,13 @@ def no_room_named(path: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class _Copy:
-    """Bytes on their way: what is left of them, the CRC-32 of those written, and who is told it."""
+    """Bytes for a place of an output: what is left of them, and the CRC-32 of those that are written."""
 
-    left: int
+    data: Data
+    position: int
+    nbytes: int
     then: Then | None
+    left: int
     crc: int = 0
 
 
@@ -94,18 +101,14 @@ class Output:
         self.fd = file.fileno()
         self.position = 0
         self._progress = progress or _ignore
-        self._buffers = Buffers()
-        self._workers: Workers[tuple[_Copy, int, int]] = Workers(cores(THREADS))
+        self._planned: list[_Copy] = []
 
     def __enter__(self) -> Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self.settle()
-        finally:
-            self._workers.close()
+        if kind is None:
+            self.settle()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append bytes."""
@@ -125,7 +128,7 @@ class Output:
 
     def write_all(self, chunks: Iterable[memoryview], nbytes: int) -> None:
         """Append chunks of `nbytes` bytes together, each valid until the next is asked for."""
-        self._copy_here(chunks, None)
+        self._plan(chunks, nbytes, None)
 
     def copy(self, data: ByteRange | Computed, then: Then | None = None) -> None:
         """Append bytes from elsewhere.
@@ -137,25 +140,73 @@ class Output:
         Raises:
             Damaged: the file that they come from ends early; raised here, by a later call or by `settle`.
         """
-        if isinstance(data, Computed) and not data.is_divisible:
-            self._copy_here(data.make(0, data.nbytes), then)
-            return
-        if data.nbytes <= SMALL:
-            self._copy_here([data.read()], then)
-            return
-        position, copy = self.position, _Copy(data.nbytes, then)
-        self.position += data.nbytes
-        for start, size in cut(data.nbytes, BUFFER):
-            self._workers.add(partial(self._put, copy, data.part(start, size), position + start))
-            self._finish(PENDING)
+        if data.nbytes <= SMALL and not self._planned:
+            self._put_here(self.position, [data.read()], then)
+            self.position += data.nbytes
+        else:
+            self._plan(data, data.nbytes, then)
 
     def settle(self) -> None:
-        """Wait until all that was copied is written. Raises whatever went wrong on the way."""
-        self._finish(0)
+        """Write all that was appended. Raises whatever goes wrong on the way."""
+        settle_together([self])
 
-    def _finish(self, pending: int) -> None:
-        for copy, crc, nbytes in self._workers.results(pending):
-            self._done(copy, crc, nbytes)
+    def _plan(self, data: Data, nbytes: int, then: Then | None) -> None:
+        self._planned.append(_Copy(data, self.position, nbytes, then, nbytes))
+        self.position += nbytes
+        if len(self._planned) == PLANNED:
+            self.settle()
+
+    def _blocks(self, buffers: Buffers) -> Iterator[Callable[[], _Block]]:
+        """Yield the jobs that write what was planned; what takes no job is written in between."""
+        planned, self._planned = self._planned, []
+        for copy in planned:
+            data, position = copy.data, copy.position
+            if not isinstance(data, ByteRange | Computed):
+                self._put_here(position, data)
+            elif copy.nbytes <= SMALL:
+                self._put_here(position, [data.read()], copy.then)
+            elif isinstance(data, Computed) and not data.is_divisible:
+                self._put_here(position, data.make(0, copy.nbytes), copy.then)
+            elif not self._shares(copy):
+                for start, size in cut(copy.nbytes, BUFFER):
+                    yield partial(self._put, buffers, copy, data.part(start, size), position + start)
+
+    def _shares(self, copy: _Copy) -> bool:
+        """Let the file share the bytes that are to be copied; return False where it can't."""
+        data, position = copy.data, copy.position
+        if copy.then or not isinstance(data, ByteRange):
+            return False
+        shared = share(data, self.fd, position)
+        if shared:
+            self._put_here(position, [data.part(0, shared.start).read()])
+            self._put_here(position + shared.stop, [data.part(shared.stop, copy.nbytes - shared.stop).read()])
+            self._progress(len(shared))
+        return bool(shared)
+
+    def _put_here(
+        self, position: int, chunks: Iterable[memoryview | bytes], then: Then | None = None
+    ) -> None:
+        """Write chunks from this thread, with progress after each."""
+        crc = 0
+        for chunk in chunks:
+            self.write_at(position, chunk)
+            position += len(chunk)
+            if then:
+                crc = crc32(chunk, crc)
+            self._progress(len(chunk))
+        if then:
+            then(crc)
+
+    def _put(self, buffers: Buffers, copy: _Copy, data: ByteRange | Computed, position: int) -> _Block:
+        """Write a block, from any thread; its CRC-32 is 0 when nobody asks for it."""
+        crc = 0
+        with buffers.one() as buffer:
+            for chunk in data.chunks(buffer):
+                self.write_at(position, chunk)
+                position += len(chunk)
+                if copy.then:
+                    crc = crc32(chunk, crc)
+        return self, copy, crc, data.nbytes
 
     def _done(self, copy: _Copy, crc: int, nbytes: int) -> None:
         copy.crc = combined(copy.crc, crc, nbytes) if copy.then else 0
@@ -164,27 +215,26 @@ class Output:
         if copy.then and not copy.left:
             copy.then(copy.crc)
 
-    def _copy_here(self, chunks: Iterable[memoryview | bytes], then: Then | None) -> None:
-        """Append chunks from this thread, with progress after each."""
-        crc = 0
-        for chunk in chunks:
-            self.write(chunk)
-            if then:
-                crc = crc32(chunk, crc)
-            self._progress(len(chunk))
-        if then:
-            then(crc)
 
-    def _put(self, copy: _Copy, data: ByteRange | Computed, position: int) -> tuple[_Copy, int, int]:
-        """Write a block, from any thread; its CRC-32 is 0 when nobody asks for it."""
-        crc = 0
-        with self._buffers.one() as buffer:
-            for chunk in data.chunks(buffer):
-                self.write_at(position, chunk)
-                position += len(chunk)
-                if copy.then:
-                    crc = crc32(chunk, crc)
-        return copy, crc, data.nbytes
+_Block = tuple[Output, _Copy, int, int]
+"""An output, and of a block that was written to it: a part of what, its CRC-32, its bytes."""
+
+
+def settle_together(outputs: Sequence[Output]) -> None:
+    """Write what was appended to several outputs, by turns.
+
+    The kernel lets one thread at a time write to a file: threads that write to different files need not wait
+    for each other.
+
+    Raises:
+        Damaged: a file that bytes come from ends early.
+        OSError: a disk is full, or failed.
+    """
+    buffers = Buffers()
+    by_turns = zip_longest(*(output._blocks(buffers) for output in outputs))
+    jobs = filter(None, chain.from_iterable(by_turns))
+    for output, *block in in_order(jobs, cores(min(THREADS * len(outputs), MOST_THREADS))):
+        output._done(*block)
 
 
 def _start_flushing(fd: int, start: int) -> None:

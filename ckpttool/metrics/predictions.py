@@ -120,8 +120,8 @@ def write(
         column: _as_tensor(name, values, COLUMNS[column]) for column, values in predictions.columns().items()
     }
     metadata = {**_as_metadata(evaluation, rank), ROWS: digest(tensors)}
-    with replacing(name) as file:
-        safetensors.write(name, tensors, metadata, Output(file))
+    with replacing(name) as file, Output(file) as out:
+        safetensors.write(name, tensors, metadata, out)
 
 
 def read(path: str | os.PathLike[str]) -> RankFile:

@@ -107,8 +107,8 @@ def test_one_table_with_the_main_targets_of_each_case_goes_into_the_readme(bench
     assert jobs == [
         "ckpttool strip-prefix / cp",
         "ckpttool strip-prefix --no-verify / cp",
+        "bare threads / cp",
         "torch.load + save_file / ckpttool strip-prefix",
-        "strip-prefix in place / cp",
         "ckpttool --help, beyond python -c pass",
     ]
     assert f"Python {sys.version.split()[0]}" in text

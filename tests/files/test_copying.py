@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 
 from ckpttool.errors import CkptToolError, Damaged, Unreadable
 from ckpttool.files import copying, threads
-from ckpttool.files.copying import DryOutput, Output
+from ckpttool.files.copying import DryOutput, Output, settle_together
 from ckpttool.files.open_source import open_source_descriptor
 from ckpttool.files.threads import NAME
 from ckpttool.tensors.ref import ByteRange, Computed, Source
@@ -160,10 +161,56 @@ def test_the_disk_is_written_to_long_before_the_end(
 
 
 def test_an_interrupted_copy_leaves_no_thread(source: Source, tmp_path: Path) -> None:
-    with open(tmp_path / "out", "w+b") as file, pytest.raises(KeyboardInterrupt), Output(file) as out:
-        out.copy(ByteRange(source, 0, 300_000))
+    def interrupts(_: int) -> None:
         raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        copied(source, tmp_path / "out", interrupts)
     assert not [each for each in threading.enumerate() if each.name == NAME]
+
+
+def test_several_files_are_written_by_turns(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, pwrite = list[int](), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, *more: order.append(fd) or pwrite(fd, *more))
+    wanted = {"a": (0, 200_000), "b": (7, 250_000), "c": (99, 3)}
+    with contextlib.ExitStack() as stack:
+        outputs = []
+        for name, (start, size) in wanted.items():
+            file = stack.enter_context(open(tmp_path / name, "w+b"))
+            outputs.append(stack.enter_context(Output(file)))
+            outputs[-1].copy(ByteRange(source, start, size))
+        settle_together(outputs)
+    for name, (start, size) in wanted.items():
+        assert (tmp_path / name).read_bytes() == CONTENT[start : start + size]
+    if copying.BUFFER < 200_000:  # the last block of the first file is written while the second goes on
+        first, second, _ = (out.fd for out in outputs)
+        assert order.index(second) < 5
+        assert len(order) - order[::-1].index(first) > len(order) // 2
+
+
+def test_an_error_of_one_file_ends_the_writing_of_all(source: Source, tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"short")
+    short = Source("short", os.open(tmp_path / "short", os.O_RDONLY))
+    with open(tmp_path / "a", "w+b") as a, open(tmp_path / "b", "w+b") as b:
+        outputs = [Output(a), Output(b)]
+        outputs[0].copy(ByteRange(source, 0, 300_000))
+        outputs[1].copy(ByteRange(short, 0, 300_000))
+        with pytest.raises(Damaged, match="short"):
+            settle_together(outputs)
+    assert not [each for each in threading.enumerate() if each.name == NAME]
+
+
+def test_what_is_appended_in_many_pieces_is_written_before_all_are_known(
+    source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "PLANNED", 3)
+    with open(tmp_path / "out", "w+b") as file, Output(file) as out:
+        for start in range(10):
+            out.copy(ByteRange(source, start, 150_000))
+        assert (tmp_path / "out").stat().st_size == 9 * 150_000
+    assert (tmp_path / "out").read_bytes() == b"".join(CONTENT[i : i + 150_000] for i in range(10))
 
 
 def test_a_dry_output_only_counts(source: Source) -> None:

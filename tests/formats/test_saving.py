@@ -81,6 +81,7 @@ def with_tensors(change: Callable[[dict[str, TensorRef]], object]) -> Callable[.
 def cut_short(writer: Callable[..., Any], *given: Any) -> None:
     (out,) = (each for each in given if isinstance(each, Output))
     writer(*given)
+    out.settle()
     os.ftruncate(out.fd, out.position - 30)
 
 
@@ -165,6 +166,7 @@ def test_wrong_values_are_found_when_asked_for(
     def flipping(self: Output, data: ByteRange) -> None:
         begin = self.position
         copy(self, data)
+        self.settle()
         raw = os.pread(self.fd, 1, begin + data.nbytes - 1)
         os.pwrite(self.fd, bytes([raw[0] ^ 1]), begin + data.nbytes - 1)
 

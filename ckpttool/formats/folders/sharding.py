@@ -6,6 +6,7 @@ which. Shards in torch's format are called `pytorch_model-….bin`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from typing import BinaryIO
 
 from ...errors import UsageFault
 from ...files.commit import writing_into
-from ...files.copying import Output
+from ...files.copying import Output, settle_together
 from ...tensors.ref import TensorRef
 
 SAFETENSORS, TORCH = "safetensors-sharded", "torch-sharded"
@@ -24,6 +25,9 @@ INDEX = ".index.json"
 
 TIES = "ckpttool.ties"
 """The entry of an index's metadata that records which names are another name of a tensor."""
+
+TOGETHER = 8
+"""Shards that are written at once."""
 
 DEFAULT_SIZE = 5 * 10**9
 PREFIXES = "KMGT"
@@ -132,8 +136,13 @@ def write(
     Raises:
         Refused: the format can't hold something.
     """
-    for shard in shards:
-        with writing_into(os.path.join(folder, shard.name)) as file, opened(file) as out:
-            write_shard(shard.name, shard.tensors, out)
+    for first in range(0, len(shards), TOGETHER):
+        with contextlib.ExitStack() as stack:
+            outputs = []
+            for shard in shards[first : first + TOGETHER]:
+                file = stack.enter_context(writing_into(os.path.join(folder, shard.name)))
+                outputs.append(stack.enter_context(opened(file)))
+                write_shard(shard.name, shard.tensors, outputs[-1])
+            settle_together(outputs)
     with writing_into(os.path.join(folder, index_name(kind))) as file:
         file.write(text.encode())

@@ -9,18 +9,10 @@ the payload is copied.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 from collections.abc import Mapping
 
 from ...files.copying import Output
 from ...tensors.ref import ByteRange, Source, TensorRef
-
-FICLONE = 0x40049409
-"""The ioctl that makes a file share all blocks of another (linux/fs.h)."""
-
-# Its errors where the file system, or this pair of files, can't share blocks.
-NO_CLONE = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.EXDEV, errno.ENOSYS, errno.EPERM}
 
 
 def payload_start(source: Source, tensors: Mapping[str, TensorRef]) -> int | None:
@@ -60,13 +52,5 @@ def write(source: Source, header: bytes, out: Output) -> None:
         Damaged: the old file became shorter meanwhile.
         OSError: a disk is full, or failed.
     """
-    try:
-        fcntl.ioctl(out.fd, FICLONE, source.fd)
-    except OSError as error:
-        if error.errno not in NO_CLONE:
-            raise
-        out.write(header)
-        out.copy(ByteRange(source, len(header), source.size - len(header)))
-    else:
-        out.write_at(0, header)
-        out.position = source.size
+    out.write(header)
+    out.copy(ByteRange(source, len(header), source.size - len(header)))

@@ -8,8 +8,10 @@ from __future__ import annotations
 import struct
 import zlib
 from functools import partial
+from typing import NamedTuple
 
 from ...files.copying import Output
+from ...files.sharing import BLOCK
 from ...tensors.ref import ByteRange, Computed
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -33,6 +35,20 @@ UNREADABLE = 0x1 | 0x20 | 0x40 | 0x2000  # encrypted, a patch, strongly encrypte
 ALIGNMENT = 64
 
 
+SHARED = 1 << 20
+"""Bytes of a payload for which a place in a block of its own choice is worth up to a block of padding."""
+
+
+class _Record(NamedTuple):
+    """A record whose payload has its place, and whose header waits for the checksum."""
+
+    number: int
+    path: bytes
+    header: int
+    extra: bytes
+    size: int
+
+
 class ZipWriter:
     """Writes records one after another, and the directory at the end.
 
@@ -51,9 +67,9 @@ class ZipWriter:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a record of bytes in memory."""
-        number, header = self._reserve(name, len(data))
-        self.out.write_all([memoryview(data)], len(data))
-        self._finish(number, name, header, len(data), zlib.crc32(data))
+        record = self._reserve(name, len(data))
+        self.out.write(data)
+        self._finish(record, zlib.crc32(data))
 
     def copy(self, name: str, data: ByteRange | Computed, crc32: int | None) -> None:
         """Write a record of bytes from elsewhere.
@@ -62,17 +78,18 @@ class ZipWriter:
             data: copied unread, from file to file, where `crc32` is known.
             crc32: CRC-32 of the bytes; computed when None.
         """
-        number, header = self._reserve(name, data.nbytes)
-        finish = partial(self._finish, number, name, header, data.nbytes)
         if isinstance(data, ByteRange) and crc32 is not None:
+            record = self._reserve(name, data.nbytes, data.offset)
             self.out.copy(data)
-            finish(crc32)
+            self._finish(record, crc32)
         else:
-            self.out.copy(data, finish)
+            record = self._reserve(name, data.nbytes)
+            self.out.copy(data, partial(self._finish, record))
 
     def directory(self) -> bytes:
         """Return the entries of all records, once all are written."""
-        self.out.settle()
+        if not all(self._entries):  # some wait for their checksum
+            self.out.settle()
         return b"".join(self._entries)
 
     def close(self) -> None:
@@ -87,25 +104,29 @@ class ZipWriter:
         end += END.pack(END_SIGNATURE, 0, 0, count, count, min(size, FULL32), min(offset, FULL32), 0)
         self.out.write(directory + bytes(end))
 
-    def _reserve(self, name: str, size: int) -> tuple[int, int]:
-        """Skip the local header, so that the payload starts on the boundary.
+    def _reserve(self, name: str, size: int, source: int = 1) -> _Record:
+        """Skip a local header, so that the payload starts on the boundary.
 
-        Return the record's number and the offset of the header.
+        Args:
+            name: of the record.
+            size: bytes of the payload.
+            source: the place of the payload in the file that it comes from. A large one gets the same place
+                within a block, so that the two files can share it.
         """
-        header = self.out.position
+        header, path = self.out.position, f"{self.root}/{name}".encode()
+        extra = struct.pack("<HHQQ", ZIP64_EXTRA, 16, size, size) if size >= FULL32 else b""
+        start = header + LOCAL.size + len(path) + len(extra) + 4
+        is_shared = size >= SHARED and source % ALIGNMENT == 0
+        padding = (source - start) % BLOCK if is_shared else -start % ALIGNMENT
+        extra += struct.pack("<HH", PADDING_EXTRA, padding) + b"Z" * padding
         self._entries.append(b"")
-        self.out.position += LOCAL.size + len(self._path(name)) + len(self._local_extra(name, header, size))
-        return len(self._entries) - 1, header
+        self.out.position = start + padding
+        return _Record(len(self._entries) - 1, path, header, extra, size)
 
-    def _local_extra(self, name: str, header: int, size: int) -> bytes:
-        wide = struct.pack("<HHQQ", ZIP64_EXTRA, 16, size, size) if size >= FULL32 else b""
-        start = header + LOCAL.size + len(self._path(name)) + len(wide) + 4
-        padding = -start % ALIGNMENT
-        return wide + struct.pack("<HH", PADDING_EXTRA, padding) + b"Z" * padding
-
-    def _finish(self, number: int, name: str, header: int, size: int, crc: int) -> None:
+    def _finish(self, record: _Record, crc: int) -> None:
         """Write the local header at its offset, and enter the record into the directory."""
-        path, extra, narrow = self._path(name), self._local_extra(name, header, size), min(size, FULL32)
+        number, path, header, extra, size = record
+        narrow = min(size, FULL32)
         version = 45 if size >= FULL32 or header >= FULL32 else 0
         self.out.write_at(
             header,
@@ -123,6 +144,3 @@ class ZipWriter:
             len(path), len(more), 0, 0, 0, 0, min(header, FULL32),
         )  # fmt: skip
         self._entries[number] = entry + path + more
-
-    def _path(self, name: str) -> bytes:
-        return f"{self.root}/{name}".encode()

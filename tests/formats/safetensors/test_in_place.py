@@ -20,10 +20,12 @@ from safetensors.torch import load_file, save_file
 
 import ckpttool
 from ckpttool.errors import Damaged
-from ckpttool.files.copying import Output
-from ckpttool.formats.safetensors import in_place
+from ckpttool.files import copying
+from ckpttool.files import sharing as extents
+from ckpttool.files.copying import Buffers
 from ckpttool.transforms.keys import add_prefix, rename_keys, strip_prefix
 from tests.support.comparing import values
+from tests.support.extents import clone_range
 from tests.support.running import Ran
 
 STATE = {f"module.layer{i}.weight": torch.full((5, 3), float(i)) for i in range(4)}
@@ -52,23 +54,17 @@ def of(state: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: values(tensor) for name, tensor in state.items()}
 
 
-def cloning(fd: int, request: int, source: int) -> int:
-    """Do what a file system that shares blocks does."""
-    assert request == in_place.FICLONE
-    os.sendfile(fd, source, 0, os.fstat(source).st_size)
-    return 0
-
-
 @pytest.fixture
 def sharing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that shares blocks between files: no payload may be copied."""
+    """A file system that shares blocks of a byte between files: no payload may be copied."""
 
     def moved(*_: Any) -> None:
         raise AssertionError("payload was moved")
 
-    monkeypatch.setattr(fcntl, "ioctl", cloning)
-    monkeypatch.setattr(Output, "copy", moved)
-    monkeypatch.setattr(Output, "write_all", moved)
+    monkeypatch.setattr(fcntl, "ioctl", clone_range)
+    monkeypatch.setattr(extents, "BLOCK", 1)
+    monkeypatch.setattr(copying, "SMALL", 0)
+    monkeypatch.setattr(Buffers, "one", moved)
 
 
 @pytest.fixture(params=["copied", "shared"])
@@ -269,18 +265,6 @@ def test_a_full_disk_leaves_the_file_whole(path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "fsync", write)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == [path.name]
-
-
-@pytest.mark.parametrize("number", sorted(in_place.NO_CLONE))
-def test_where_blocks_can_not_be_shared_the_payload_is_copied(
-    number: int, path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuses(*_: Any) -> None:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(fcntl, "ioctl", refuses)
-    strip(path)
-    assert of(load_file(path)) == of(PLAIN)
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "file"])

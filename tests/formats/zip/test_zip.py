@@ -424,8 +424,8 @@ def test_more_than_65535_records_make_a_zip64_directory(tmp_path: Path) -> None:
 def test_a_copied_record_has_the_known_or_computed_checksum(tmp_path: Path) -> None:
     (tmp_path / "source").write_bytes(bytes(range(100)))
     whole = place_of(tmp_path / "source").part(10, 50)
-    with open(tmp_path / "z", "w+b") as file:
-        archive = ZipWriter(Output(file), "r")
+    with open(tmp_path / "z", "w+b") as file, Output(file) as out:
+        archive = ZipWriter(out, "r")
         archive.copy("known", whole, zlib.crc32(bytes(range(10, 60))))
         archive.copy("found", whole, None)
         archive.close()

@@ -1,0 +1,21 @@
+"""A file system that shares extents: FICLONERANGE with the kernel's rules, on any file system."""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+
+from ckpttool.files import sharing
+
+
+def clone_range(fd: int, request: int, wanted: bytes) -> int:
+    """Do what the ioctl does, by copying; refuse what is not whole blocks, but for the end of the source."""
+    assert request == sharing.FICLONERANGE
+    source, start, nbytes, position = struct.unpack("qQQQ", wanted)
+    end, size = start + nbytes, os.fstat(source).st_size
+    aligned = not (start % sharing.BLOCK or position % sharing.BLOCK)
+    if not aligned or end > size or (end % sharing.BLOCK and end != size) or not nbytes:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    assert os.copy_file_range(source, fd, nbytes, start, position) == nbytes
+    return 0
