@@ -116,8 +116,7 @@ def _check_files(folder: str, config: TrainConfig) -> None:
             raise UsageFault(f"{path}: is a named pipe, not a file of a run", hint="remove it")
         real = os.path.realpath(path)
         is_folder, has_none = os.path.isdir(real), not os.path.isdir(os.path.dirname(real))
-        is_written = config.keep or not NUMBERED.fullmatch(os.path.basename(path))
-        if path.endswith(".pt") and is_written and (is_folder or has_none):
+        if os.path.basename(path) in (LAST, BEST) and (is_folder or has_none):
             what = "a folder" if is_folder else "a link into a folder that does not exist"
             raise UsageFault(f"{path}: is {what}: no checkpoint can be written there", hint="move it away")
         if os.path.islink(path) and not path.endswith(".pt"):  # a checkpoint is replaced, not written into
@@ -186,8 +185,8 @@ def write(
     Args:
         state: what the file holds.
         folder: of the run.
-        names: of the files, at least one. The first is replaced last: a run that is killed before that goes
-            on from the old one, and writes the others again.
+        names: of the files, at least one without a number. The first is replaced last: a run that is killed
+            before that goes on from the old one, and writes the others again.
         placing: called when the file is complete on the disk; in the context that it returns, the file gets
             its first name. If the context raises, the file is removed. An error is raised in it only if the
             file did not get that name.
@@ -195,17 +194,23 @@ def write(
 
     Raises:
         FileError: the disk is full, or the folder can't be written; an older file of that name is unchanged.
+            Or a numbered name is another's file, which stays; the others are given.
     """
-    paths = [os.path.join(folder, name) for name in names]
+    every = [os.path.join(folder, name) for name in names]
+    foreign = [path for path in every if NUMBERED.fullmatch(os.path.basename(path)) and _is_foreign(path)]
+    paths = [path for path in every if path not in foreign]
     placed = [] if placed is None else placed
     with naming(paths[0]):
         try:
             _write_first(state, paths[-1], placing, placed)
         except UsageFault as error:  # at the start it could be: the folder has changed since
             raise FileError(paths[0], error.message.removeprefix(f"{paths[-1]}: ")) from error
-        for name, path in zip(names[-2::-1], paths[-2::-1], strict=True):
+        for path in paths[-2::-1]:
             _give_name(paths[-1], path)
-            placed.append(name)
+            placed.append(os.path.basename(path))
+    if foreign:
+        reason = "is not a checkpoint of this trainer, and stays as it is"
+        raise FileError(foreign[0], reason, hint="move it away")
 
 
 def _write_first(
@@ -295,22 +300,26 @@ def drop_old(folder: str, keep: int) -> None:
     """
     with naming(folder, "listed"):
         found = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
-        found = [entry for entry in found if entry.is_file(follow_symlinks=False)]
-        found.sort(key=lambda entry: (entry.stat().st_mtime_ns, entry.name), reverse=True)
+        found.sort(key=lambda entry: (_facts(entry.path).st_mtime_ns, entry.name), reverse=True)
     for entry in found:
         with naming(entry.path, "removed"):
-            keep -= _is_written_here(entry.path)
+            keep -= not _is_foreign(entry.path)
             if keep < 0:
                 os.unlink(entry.path)
                 keep = 0
 
 
-def _is_written_here(path: str) -> bool:
-    """Return whether a file is a checkpoint of the trainer: a zip whose pickle holds digests and progress."""
+def _is_foreign(path: str) -> bool:
+    """Return whether there is something that is not a checkpoint of the trainer: a link, a folder, or no zip
+    whose pickle holds digests and progress."""
+    if not os.path.lexists(path):
+        return False
+    if os.path.islink(path) or not os.path.isfile(path):
+        return True
     try:
         with zipfile.ZipFile(path) as file:
             name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
             begin = file.open(name).read(LONGEST_PICKLE)
     except Exception:  # another program's file may be anything, and each decompressor has errors of its own
-        return False
-    return b"digests" in begin and b"global_step" in begin
+        return True
+    return b"digests" not in begin or b"global_step" not in begin

@@ -211,10 +211,11 @@ class Saver:
             self._failed[name] = failure
         if run_folder.BEST in missing and self.trainer.progress.best == save.best:
             self.trainer.progress.best = self._best_on_disk  # so that the next better one is written
-        again = "the next save tries again"
-        self._say(
-            "save failed", f"the save of step {save.step} failed: {failure}; {again}", error=str(failure)
-        )
+        if run_folder.LAST in placed and missing == {run_folder.numbered(save.step)}:
+            text = f"step {save.step} has no numbered checkpoint: {failure}"
+        else:
+            text = f"the save of step {save.step} failed: {failure}; the next save tries again"
+        self._say("save failed", text, error=str(failure))
 
     def _agree(self, save: Save) -> None:
         """Compare the ranks, and let the file take its place. A collective."""

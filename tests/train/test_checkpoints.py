@@ -463,7 +463,7 @@ def test_a_named_pipe_among_the_files_of_a_run_is_refused_and_not_waited_for(tmp
         checkpoints.read(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("name", ["last.pt", "step-000100.pt"])
+@pytest.mark.parametrize("name", ["last.pt", "best.pt"])
 @pytest.mark.parametrize("what", ["a folder", "a link into a folder that does not exist"])
 def test_a_place_where_no_checkpoint_can_be_written_is_refused_at_the_start(tmp_path, what, name):
     if what == "a folder":
@@ -471,8 +471,6 @@ def test_a_place_where_no_checkpoint_can_be_written_is_refused_at_the_start(tmp_
     else:
         (tmp_path / name).symlink_to(tmp_path / "gone" / name)
     with pytest.raises(UsageFault, match=f"{name}: is {what}: no checkpoint can be written there"):
-        claim(TrainConfig(out=str(tmp_path), resume="auto", keep=1))
-    if name != "last.pt":  # without --keep none is written there
         claim(TrainConfig(out=str(tmp_path), resume="auto"))
 
 

@@ -6,6 +6,7 @@ import collections
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -146,11 +147,47 @@ def save_often(rank: int, size: int, folder: str) -> list[str]:
 def test_a_save_waits_for_the_one_before_and_says_so(run_ranks, tmp_path):
     first, second = run_ranks(2, save_often, str(tmp_path))
     assert len(first) == 2 and first == second
-    assert (
-        first[0].startswith("save waited training waited 0.")
-        and "in step 2 for the save of step 1" in first[0]
-    )
+    waited = r"save waited training waited [\d.]+ s in step 2 for the save of step 1"
+    assert re.match(waited, first[0])
     assert sorted(os.listdir(tmp_path)) == ["last.pt", *(run_folder.numbered(step) for step in (1, 2, 3))]
+
+
+def save_where_numbers_are_taken(rank: int, size: int, folder: str) -> list[str]:
+    """Save after each of three steps, and return what is told."""
+    trainer, told = make_trainer(rank, size, keep=2), list[str]()
+    saver = saving.Saver(trainer, folder, lambda event, text, step, **_: told.append(f"{event}: {text}"))
+    for _ in steps_of_epoch(trainer):
+        saver.save(last=True, best=trainer.progress.step == 2)
+        saver.finish_save()
+    saver.finish()
+    return told
+
+
+@pytest.mark.parametrize("what", ["a file", "a link", "a link to nothing", "a folder"])
+def test_a_save_leaves_what_is_not_the_trainers_under_a_number_and_says_so(run_ranks, tmp_path, what):
+    """A link may lead to a checkpoint of another run."""
+    run_ranks(1, save_where_numbers_are_taken, str(tmp_path))
+    other, number = tmp_path / "other.pt", tmp_path / run_folder.numbered(2)
+    number.rename(other)
+    before = other.read_bytes()
+    if what == "a folder":
+        number.mkdir()
+    elif what == "a file":
+        number.write_bytes(b"of a user")
+    else:
+        number.symlink_to(other if what == "a link" else "nothing")
+    facts = number.lstat()
+    (said,) = run_ranks(1, save_where_numbers_are_taken, str(tmp_path))
+    assert said == [
+        f"save failed: step 2 has no numbered checkpoint: {number}: is not a checkpoint of this trainer, and "
+        "stays as it is"
+    ]
+    now = number.lstat()
+    assert (now.st_ino, now.st_size, now.st_mtime_ns) == (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    assert other.read_bytes() == before and not (tmp_path / "nothing").exists()
+    steps = {"last.pt": 3, "best.pt": 2, run_folder.numbered(1): 1, run_folder.numbered(3): 3}
+    for name, step in steps.items():
+        assert checkpoints.read(str(tmp_path / name))["progress"]["global_step"] == step
 
 
 # ---- a disk that refuses -------------------------------------------------------------------------------
