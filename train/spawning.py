@@ -8,6 +8,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from train import console
+
 SPAWNED = "CKPTTOOL_SPAWNED"
 """The environment variable that tells a rank which process started it by `--spawn`."""
 
@@ -47,7 +49,7 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
         index, failure = error.get_first_failure()
         if failure.exitcode >= 0:
             return int(failure.exitcode)
-        print(f"error: rank {index} was killed by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
+        console.note(f"error: rank {index} was killed by {signal.Signals(-failure.exitcode).name}")
         return 128 - int(failure.exitcode)
     except SignalException as error:
         return 128 + int(error.sigval)

@@ -143,6 +143,17 @@ def test_a_full_stdout_is_reported_in_one_line(tmp_path, flags):
     assert (run.returncode, errors) == (1, "error: standard output: no space left on device\n")
 
 
+def test_training_goes_on_after_the_readers_of_both_streams_have_gone(tmp_path):
+    """Its last lines are then missing, so it ends with exit code 1."""
+    with training([*TINY, "--epochs", "9", "--out", "run"], "train loss", tmp_path) as run:
+        run.stdout.close()
+        run.stderr.close()
+        run.wait(timeout=60)
+    assert run.returncode == 1
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["progress"]["epoch"] == 9
+    assert not (tmp_path / "run" / "attempts.json").exists()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, ranks):
     spawn = ["--spawn", str(ranks)] if ranks > 1 else []
