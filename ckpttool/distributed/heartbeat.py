@@ -14,7 +14,8 @@ from typing import cast
 
 from . import hangs
 from .lost_rank import is_lost_rank, is_timeout
-from .pulse import Pulse, Watch
+from .observer import Watch
+from .pulse import Pulse
 
 _current: Watch | None = None
 

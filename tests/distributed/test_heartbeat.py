@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpttool import distributed
 from ckpttool.distributed import heartbeat
+from ckpttool.distributed.hangs import Seen
+from ckpttool.distributed.observer import Observer
 from ckpttool.distributed.pulse import Pulse
 from tests.ranks import mortal
 from tests.ranks.mortal import Ended
@@ -219,19 +221,12 @@ def evaluates_long(rank: int, folder: Path) -> None:
 
 def sleeps_as_a_whole(rank: int, folder: Path) -> None:
     """Stop all ranks at once for longer than the timeout, as a machine that sleeps does."""
-
-    def sleep() -> None:
-        code = (
-            f"import os, time\nfor s in ({signal.SIGSTOP:d}, {signal.SIGCONT:d}):\n"
-            f" [os.kill(p, s) for p in ({os.getpid()}, {os.getppid()}) if p != {os.getppid()}]\n"
-            f" time.sleep({1.5 * TIMEOUT})"
-        )
-        subprocess.Popen([sys.executable, "-c", code])
-        time.sleep(2)
+    own = os.getpid()
 
     def at(now: str, number: int) -> None:
         if (now, number) == ("forward", 3):
-            sleep()
+            subprocess.Popen(["sh", "-c", f"kill -STOP {own}; sleep {1.5 * TIMEOUT}; kill -CONT {own}"])
+            time.sleep(2)
 
     train(rank, folder, at=at)
 
@@ -405,17 +400,21 @@ def ends_while_a_thread_sleeps(rank: int, size: int) -> tuple[int, int, bool]:
     Returns:
         The threads and descriptors that were left, and whether a file that was opened then is whole.
     """
-    before, beats = len(os.listdir("/proc/self/fd")), Pulse._look_at_oneself
+    before, look, seen = len(os.listdir("/proc/self/fd")), Observer.look, Pulse.seen
     late, go_on = threading.Event(), threading.Event()
 
-    def beat(pulse: Pulse) -> None:
+    def look_late(own: Observer) -> None:
         late.set()
         go_on.wait(30)
-        beats(pulse)
+        look(own)
+
+    def find_a_verdict(pulse: Pulse) -> list[Seen]:
         pulse.verdict = '{"kind": "hangs", "ranks": [0], "lines": ["too late"]}'
+        return seen(pulse)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pulse, "_look_at_oneself", beat)
+        patch.setattr(Observer, "look", look_late)
+        patch.setattr(Pulse, "seen", find_a_verdict)
         with distributed.watch(5):
             late.wait(30)
         threads = [one for one in threading.enumerate() if one.name.endswith("(_judge)")]
