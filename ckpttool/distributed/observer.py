@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from . import hangs, processes, stacks
@@ -34,6 +34,7 @@ class Watch:
         doing: the phase.
         counts: how often each phase was entered.
         marks: a number that changes with each sign of progress.
+        excuse: called when the job ends because another rank was told to end.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -41,6 +42,7 @@ class Watch:
         self.step = self.marks = 0
         self.doing = "start"
         self.counts: dict[str, int] = {}
+        self.excuse: Callable[[], object] = lambda: None
 
     def phase(self, name: str) -> None:
         """Note that this rank now does `name`, until it is told of another phase."""

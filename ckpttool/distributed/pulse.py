@@ -72,7 +72,7 @@ class Pulse:
         for thread in self.threads:
             thread.start()
 
-    def stop(self, end: str, error: BaseException | None = None) -> None:
+    def stop(self, end: str, error: BaseException | str = "") -> None:
         """Tell the others how the block has ended here, and stop the threads.
 
         The thread tells them, which nothing interrupts: a signal may raise another error here, as that of a
@@ -80,7 +80,8 @@ class Pulse:
         """
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             end = hangs.LEFT
-        self.error = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
+        self.error = " ".join(text.split())[:500]
         self.end = end
         self.over.set()
         for thread in self.threads:
@@ -214,6 +215,8 @@ class Pulse:
 
     def _lines(self, verdict: Verdict) -> list[str]:
         lines = list(verdict.lines)
+        if verdict.kind == "told":
+            self.watched.excuse()
         if verdict.kind == "gone" and processes.memory_kills() > self.memory_kills:
             lines.append("meanwhile the kernel has killed a process of this machine as memory ran out")
         return lines

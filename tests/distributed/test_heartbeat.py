@@ -150,6 +150,23 @@ def raises(rank: int, folder: Path) -> None:
     train(rank, folder, at=only(rank, folder, "forward", 3, fail))
 
 
+def is_told_to_end(rank: int, folder: Path) -> None:
+    """End the bad rank as a signal tells it to, from another thread."""
+
+    def end() -> None:
+        heartbeat.end_as_told("SIGTERM")
+        os._exit(7)
+
+    def at(now: str, number: int) -> None:
+        heartbeat.excuse((folder / f"excused-{rank}").touch)
+        if (rank, now, number) == (BAD, "forward", 3):
+            mortal.note_now(folder)
+            threading.Thread(target=end).start()
+            hang()
+
+    train(rank, folder, at=at)
+
+
 def skips_backward(rank: int, folder: Path) -> None:
     mortal.note_now(folder)
     train(rank, folder, steps=3, skip_backward=3 if rank == BAD else 0)
@@ -233,7 +250,7 @@ def sleeps_as_a_whole(rank: int, folder: Path) -> None:
 
 CASES: list[Case] = [
     *(hangs_in_data, hangs_in_forward, hangs_in_backward, hangs_in_evaluation, hangs_in_save),
-    *(stops, is_killed, runs_out_of_memory, raises, skips_backward, has_fewer_steps),
+    *(stops, is_killed, runs_out_of_memory, raises, is_told_to_end, skips_backward, has_fewer_steps),
     *(calls_collectives_in_another_order, holds_the_interpreter),
     *(is_slow, computes_long, compiles_long, writes_long, evaluates_long, sleeps_as_a_whole),
 ]
@@ -335,6 +352,13 @@ def test_a_rank_that_raises_is_named_with_its_error(cases: Cases) -> None:
     ends = cases.in_time(raises)
     assert "rank 0: rank 1 failed in 'forward' of step 3: ValueError: on purpose" in ends[0].said
     assert "Traceback" in ends[BAD].said and "failed in" not in ends[BAD].said
+
+
+def test_a_rank_that_was_told_to_end_is_named_and_excuses_the_others(cases: Cases) -> None:
+    ends = cases.in_time(is_told_to_end)
+    said = "error: rank 0: rank 1 has ended in 'forward' of step 3, as SIGTERM had told it to\n"
+    assert ends[0].said.startswith(said) and (ends[BAD].code, ends[BAD].said) == (7, "")
+    assert [path.name for path in cases.folder_of(is_told_to_end).glob("excused-*")] == ["excused-0"]
 
 
 def test_a_rank_that_skips_backward_is_named(cases: Cases) -> None:

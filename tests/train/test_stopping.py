@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -161,7 +162,7 @@ FLAGS += ["--out", "run", "--log-every", "1"]
 
 
 @contextlib.contextmanager
-def running(folder: Path, command: list[str], seconds: float = 0.05) -> Iterator[Program]:
+def running(folder: Path, command: list[str], seconds: float | str = 0.05) -> Iterator[Program]:
     """Start a program, and wait until each rank has taken some steps; kill what is left."""
     (folder / "own.py").write_text(SLOW.format(seconds=seconds))
     run = Program(command, folder, environment(PYTHONPATH=str(ROOT)))
@@ -262,6 +263,20 @@ def test_a_step_that_takes_longer_than_the_grace_is_said(tmp_path):
     assert run.returncode == 1
     assert errors.startswith("error: --grace 0.5: SIGTERM came ")
     assert errors.endswith("nothing was saved yet (--save-every N[steps|epochs])\n")
+    assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0
+
+
+@pytest.mark.long
+def test_the_grace_of_another_rank_is_no_failure_of_the_step(tmp_path):
+    only_there = "3.0 * (os.environ['RANK'] == '1')"
+    with running(tmp_path, program("--grace", "1", "--spawn", "2"), seconds=only_there) as run:
+        time.sleep(0.5)
+        os.kill(ranks_of(tmp_path)[1][0], signal.SIGTERM)
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert re.match(
+        r"error: rank 0: rank 1 has ended in 'forward' of step \d, as SIGTERM had told it", errors
+    )
     assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0
 
 
