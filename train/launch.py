@@ -88,8 +88,8 @@ def process_group(place: Place, config: RanksConfig) -> Iterator[None]:
     patience = max(config.join_timeout, took)
     with (
         group.process_group(place, config.timeout, patience),
+        loading.processes_ended(),  # outside the watch: nobody waits for a rank whose processes end slowly
         heartbeat.watch(config.hang_timeout),
-        loading.processes_ended(),
     ):
         yield
 
