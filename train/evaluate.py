@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 from ckpttool.distributed.place import started_by_launcher
 from ckpttool.errors import CkptToolError, UsageFault
 from train import console, flags, launch, spawning
-from train.config import DataConfig, RanksConfig, check_pictures, flag
 from train.flag_values import integer
+from train.shared_config import DataConfig, RanksConfig, check_pictures, flag
 
 if TYPE_CHECKING:
     from torch import nn

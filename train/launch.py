@@ -20,7 +20,7 @@ from train import console, spawning
 
 if TYPE_CHECKING:
     from ckpttool.distributed.place import Place
-    from train.config import RanksConfig
+    from train.shared_config import RanksConfig
 
 Job = TypeVar("Job")
 
