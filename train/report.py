@@ -16,11 +16,11 @@ from ckpttool.distributed.plan import Plan, dealt_sizes
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from train import commands, console, log_file, scoring, spawning
+from train.checkpoint_files import BEST, LAST
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import Trainer, TrainScore
 from train.flags import arguments_of
-from train.run_folder import BEST, LAST
 from train.samples import count
 from train.scoring import Score
 from train.stopping import Stop
