@@ -18,7 +18,7 @@ import torch
 
 from tests.ranks import runs, trainings
 from tests.ranks.forked import Program
-from tests.ranks.programs import ROOT, TORCHRUN, environment
+from tests.ranks.programs import ROOT, TORCHRUN, environment, start
 from train import agreement, task
 from train.config import TrainConfig
 from train.engine import Trainer
@@ -278,6 +278,13 @@ def test_the_grace_of_another_rank_is_no_failure_of_the_step(tmp_path):
         r"error: rank 0: rank 1 has ended in 'forward' of step \d, as SIGTERM had told it", errors
     )
     assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0
+
+
+def test_ctrl_c_before_there_are_ranks_is_one_line(tmp_path):
+    """Under an import, where an interrupt may be lost or end in a traceback."""
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), 2)\ntime.sleep(9)\n")
+    done = start(program("--spawn", "2"), tmp_path, anew=True, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
