@@ -257,6 +257,8 @@ class Report:
             return "nothing was saved yet (--save-every N[steps|epochs])"
         spawn = place.world_size if spawning.started_by_spawn() else None
         resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=spawn)
+        if resumed.stop_at and resumed.stop_at <= self.trainer.progress.global_step:
+            resumed = replace(resumed, stop_at=None)
         if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
         alone = spawn or place.world_size == 1

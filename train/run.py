@@ -82,9 +82,13 @@ class Run:
         return self.report.how_to_go_on() if self.job.place.rank == 0 else ""
 
     def begin(self) -> str:
-        """Score the last step if a signal has cut that short. Return as `after_step`."""
+        """Score the last step if a signal has cut that short. Return as `after_step`; also if `--stop-at` is
+        behind."""
         if self.trainer.progress.unscored:
             return self.after_step(time.monotonic())
+        stop_at = self.job.config.stop_at
+        if stop_at and stop_at <= self.trainer.progress.global_step and not self.is_over():
+            return "--stop-at"
         self._begin_step(self.trainer.progress.global_step + 1)
         return ""
 

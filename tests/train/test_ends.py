@@ -182,6 +182,15 @@ def test_a_run_started_by_torchrun_is_continued_by_torchrun(tmp_path, monkeypatc
     assert "--spawn" not in said
 
 
+def test_stop_at_a_step_that_is_done_takes_none_and_is_not_proposed_again(tmp_path, capsys):
+    given = [*TINY, "--epochs", "3", "--out", str(tmp_path)]
+    for stop in ("5", "4"):
+        assert main.main([*given, "--resume", "auto", "--stop-at", stop]) == 0
+        said = capsys.readouterr().out
+        assert "ended   by --stop-at\nto continue:" in said and "--stop-at " not in said
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["progress"]["global_step"] == 5
+
+
 def test_programs_are_proposed_by_a_path_that_works_in_the_working_directory(tmp_path, monkeypatch):
     for folder, path in (
         (ROOT, "train/main.py"),
