@@ -1,9 +1,9 @@
 """How often a step has failed: counted in `--out`, over starts, so that a run is not restarted for ever.
 
 While rank 0 trains, attempts.json says which step it is in. A run that ends well, or by a signal in good
-order, removes it; one whose rank 0 is cut off by `--grace` or a second Ctrl-C takes the step back. Else the
-next start finds the step that failed there, also if rank 0 was killed. After the third failure of one step in
-a row it refuses to go on, as another start would end in the same way.
+order, removes it; one that a rank leaves as `--grace` is over, or by a second Ctrl-C, takes the step back.
+Else the next start finds the step that failed there, also if rank 0 was killed. After the third failure of
+one step in a row it refuses to go on, as another start would end in the same way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def counted(folder: str, config: TrainConfig, rank: int) -> Iterator[Callable[[i
 
     Yields:
         A function to call with the number of each step, from 1, before it is taken; it costs a microsecond.
-            With 0 before this process is ended on purpose, as by the second Ctrl-C: then no step has failed.
+            With 0 before a process is ended on purpose, as by the second Ctrl-C: then no step has failed.
 
     Raises:
         CheckFailed: a step has failed three times in a row.
@@ -64,7 +64,11 @@ def counted(folder: str, config: TrainConfig, rank: int) -> Iterator[Callable[[i
         nonlocal over
         over = over or step == 0  # another thread says so, while this one may begin a step
         with contextlib.suppress(OSError):  # the next save reports a disk that fails
-            os.pwrite(fd, f"{0 if over else step:{WIDTH}}".encode(), start)
+            if not over:
+                os.pwrite(fd, f"{step:{WIDTH}}".encode(), start)
+                return
+            with open(path, "r+b") as file:  # maybe after the block, where the file tells of a failure
+                os.pwrite(file.fileno(), f"{0:{WIDTH}}".encode(), start)
 
     try:
         yield begin

@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from ckpttool.errors import CkptToolError, UsageFault
-from train.config import DataConfig
 from train.samples import HELD_OUT, Parts, Scale, scale_of, split
+from train.shared_config import DataConfig
 
 CLASSES = tuple("0123456789")
 FAKE_SHAPE = (3, 32, 32)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from train.config import DataConfig, TrainConfig
+from train.config import TrainConfig
+from train.shared_config import DataConfig
 
 
 def program(name: str) -> str:

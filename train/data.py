@@ -17,9 +17,9 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.randomness import seeded
 from ckpttool.errors import CheckFailed, RanksDiffer, UsageFault
 from train import builtin_data, contents, pictures, user_data
-from train.config import DataConfig
 from train.contents import CLASSIFICATION, Contents
 from train.samples import Parts, Samples, count, leaves
+from train.shared_config import DataConfig
 
 NAMES = "digits, cifar10, mnist, folder:PATH, fake:N or file.py:factory"
 

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.distributed.place import started_by_launcher
 from ckpttool.errors import CkptToolError, UsageFault
-from train import flags, launch, spawning
-from train.config import DataConfig, RanksConfig, check_pictures, flag
+from train import console, flags, launch, spawning
 from train.flag_values import integer
+from train.shared_config import DataConfig, RanksConfig, check_pictures, flag
 
 if TYPE_CHECKING:
     from torch import nn
@@ -158,7 +158,7 @@ def work(job: Job) -> None:
         phase("evaluation")
         found = evaluate(job)
     if job.place.rank == 0:
-        launch.say(json.dumps(as_json(job, found), indent=2) if job.config.json else in_words(job, found))
+        console.say(json.dumps(as_json(job, found), indent=2) if job.config.json else in_words(job, found))
 
 
 def evaluate(job: Job) -> Score:

@@ -10,7 +10,7 @@ from typing import IO, Any, NoReturn
 
 from ckpttool.distributed.place import given_world_size
 from ckpttool.errors import UsageFault
-from train import launch
+from train import console, launch
 from train.config import OPTIMIZERS, OTHER_OPTIMIZERS, TrainConfig, check
 from train.planning import check_plan
 
@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
         if launch.rank() == 0:
-            launch.say(message.rstrip())
+            console.say(message.rstrip())
 
 
 ELSEWHERE = {

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpttool.errors import FileError
+from train import console
 
 
 class HeldLines:
@@ -27,7 +27,7 @@ class HeldLines:
             self.flush()
         except FileError as error:
             if len(self._held) == 1:
-                print(f"warning: {error}; training goes on, and tries again", file=sys.stderr, flush=True)
+                console.warn(f"{error}; training goes on, and tries again")
 
     def flush(self) -> None:
         """Write what is held. Raise FileError if the disk still refuses it."""

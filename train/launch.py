@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from ckpttool.distributed.lost_rank import is_lost_rank, is_timeout
 from ckpttool.distributed.place import given_rank, given_world_size, started_by_launcher
 from ckpttool.errors import CheckFailed, CkptToolError, RanksDiffer
-from train import spawning
+from train import console, spawning
 
 if TYPE_CHECKING:
     from ckpttool.distributed.place import Place
-    from train.config import RanksConfig
+    from train.shared_config import RanksConfig
 
 Job = TypeVar("Job")
 
@@ -88,8 +88,8 @@ def process_group(place: Place, config: RanksConfig) -> Iterator[None]:
     patience = max(config.join_timeout, took)
     with (
         group.process_group(place, config.timeout, patience),
+        loading.processes_ended(),  # outside the watch: nobody waits for a rank whose processes end slowly
         heartbeat.watch(config.hang_timeout),
-        loading.processes_ended(),
     ):
         yield
 
@@ -128,7 +128,7 @@ def _known(error: RuntimeError) -> CheckFailed | None:
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
     """Report an interrupt on rank 0, with the program's own message; return the exit code."""
     if rank() == 0:
-        print("\n" + "; ".join(["interrupted", *map(str, interrupt.args)]), file=sys.stderr, flush=True)
+        console.note("\n" + "; ".join(["interrupted", *map(str, interrupt.args)]))
     return 128 + signal.SIGINT
 
 
@@ -146,22 +146,10 @@ def leave(code: int) -> NoReturn:
     would still run, and on a busy machine they were seen to abort a rank that had done its work
     ("terminate called without an active exception"), which makes torchrun report a failure.
     """
-    with contextlib.suppress(OSError):  # `say` has reported what could not be written
+    with contextlib.suppress(OSError):  # `console.say` has reported what could not be written
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def say(text: str) -> None:
-    """Print a line at once.
-
-    Raises:
-        CheckFailed: stdout can't be written: the disk is full, or the reader has gone.
-    """
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        raise CheckFailed(f"standard output: {(error.strerror or str(error)).lower()}") from error
 
 
 def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False) -> int:
@@ -180,11 +168,11 @@ def complain(error: CkptToolError, *, echo: bool = False, as_json: bool = False)
         traceback.print_exception(error)
     if as_json:
         body = {"kind": error.kind, "message": str(error), "hint": error.hint}
-        with contextlib.suppress(OSError):  # it goes to stderr too
-            print(json.dumps({"error": body}, indent=2), flush=True)
+        with contextlib.suppress(CheckFailed):  # it goes to stderr too
+            console.say(json.dumps({"error": body}, indent=2))
     if error.kind == "rank-lost":
         return error.exit_code  # the watch has written it
     message, hint = str(error).replace("\n", " "), error.hint or ""
     below = f"\n{hint}" if "\n" in hint else f" ({hint})" if hint else ""
-    print(f"error: {message}{below}", file=sys.stderr, flush=True)
+    console.note(f"error: {message}{below}")
     return error.exit_code

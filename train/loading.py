@@ -8,6 +8,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils import signal_handling
 
 from ckpttool.distributed.place import Place
 from ckpttool.errors import CkptToolError
@@ -23,6 +26,9 @@ from train.spawning import PR_SET_PDEATHSIG
 
 _started: weakref.WeakSet[Any] = weakref.WeakSet()
 """What holds the loading processes of this process."""
+
+PATIENCE = 5.0
+"""Seconds that all loading processes together have to end the samples that they are at."""
 
 
 @contextlib.contextmanager
@@ -35,8 +41,29 @@ def processes_ended() -> Iterator[None]:
     try:
         yield
     finally:
-        for batches in list(_started):
-            batches._shutdown_workers()
+        _end(list(_started))
+
+
+def _end(loaders: list[Any]) -> None:
+    """End all loading processes at once.
+
+    torch would wait for one after the other, ten seconds for each that is stuck in a sample, and leave those
+    alive, as they ignore the signal that it then sends.
+    """
+    for one in loaders:
+        if one._worker_pids_set:  # else the kill below would be raised as the failure of a loading process
+            signal_handling._remove_worker_pids(id(one))
+            one._worker_pids_set = False
+    ends = [threading.Thread(target=one._shutdown_workers, daemon=True) for one in loaders]
+    for end in ends:
+        end.start()
+    deadline = time.monotonic() + PATIENCE
+    for end in ends:
+        end.join(max(0.0, deadline - time.monotonic()))
+    for process in (process for one in loaders for process in one._workers):
+        process.kill()
+    for end in ends:
+        end.join()
 
 
 class Batches:

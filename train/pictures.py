@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import Dataset
 
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
-from train.config import DataConfig
 from train.samples import Parts, Scale, scale_of, split
+from train.shared_config import DataConfig
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff")
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.commit import replacing
-from train import curves, flags, launch
+from train import console, curves, flags, launch
 from train.file_errors import naming
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def draw(arguments: Sequence[str]) -> None:
         )
     runs = curves.read(given.runs)
     write(picture(runs), given.out)
-    launch.say(f"drew {len(runs)} run{'s' * (len(runs) != 1)} -> {given.out}")
+    console.say(f"drew {len(runs)} run{'s' * (len(runs) != 1)} -> {given.out}")
 
 
 def check_output(path: str, *, force: bool) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckpttool.distributed.place import given_rank, given_world_size
 from ckpttool.distributed.plan import Plan
-from train import launch
+from train import console
 from train.config import TrainConfig
 from train.planning import make_plan
 
@@ -49,14 +49,14 @@ def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None
     """
     world_size = config.spawn or given_world_size()
     if as_json:
-        launch.say(json.dumps(entries(plan, world_size, config.epochs)))
+        console.say(json.dumps(entries(plan, world_size, config.epochs)))
         return
     width = shutil.get_terminal_size((80, 24)).columns
     lines = [*_heading(plan, world_size, data_name), "", *table(plan, world_size, width), ""]
     if config.rank_share == "auto":
         lines.append("--rank-share auto: shares are equal until the speeds of the ranks have been measured")
     for line in lines + sentences(plan, world_size):
-        launch.say(line)
+        console.say(line)
 
 
 def entries(plan: Plan, world_size: int, epochs: int) -> list[dict[str, object]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
@@ -14,13 +13,14 @@ from typing import Any
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.plan import Plan, dealt_sizes
+from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate, LossCertificate
-from train import commands, launch, log_file, scoring, spawning
+from train import commands, console, log_file, scoring, spawning
+from train.checkpoint_files import BEST, LAST
 from train.config import TrainConfig
 from train.data import Data
 from train.engine import Trainer, TrainScore
 from train.flags import arguments_of
-from train.run_folder import BEST, LAST
 from train.samples import count
 from train.scoring import Score
 from train.stopping import Stop
@@ -33,7 +33,8 @@ FIXED_COLUMNS = len("  train loss   test loss  seconds  best")
 class Report:
     """Lines on stdout, a progress bar on stderr if it is a terminal, and the log. Silent on other ranks.
 
-    `begin`, `scores` and `end` are collectives: if rank 0 can't print or log, every rank fails.
+    `begin`, `scores` and `end` are collectives: if rank 0 can't log, or print the first or last lines, every
+    rank fails. What it can't print in between, it leaves out.
     """
 
     def __init__(self, trainer: Trainer, folder: str) -> None:
@@ -62,20 +63,20 @@ class Report:
         config, data, plan = self.trainer.config, self.trainer.data, self.trainer.plan
         place = self.trainer.place
         parameters = sum(parameter.numel() for parameter in self.trainer.ddp.parameters())
-        launch.say(f"model   {config.model}, {parameters:,} parameters")
-        launch.say(f"data    {data.name}")
-        launch.say(f"        {describe(data)}")
-        launch.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
+        console.say(f"model   {config.model}, {parameters:,} parameters")
+        console.say(f"data    {data.name}")
+        console.say(f"        {describe(data)}")
+        console.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
         steps = plan.steps_of(place.world_size)
         virtual = " on virtual ranks" if config.virtual_ranks else ""
         dealt = shares(plan, config.virtual_ranks or place.world_size)
-        launch.say(f"batch   {dealt}{virtual}, {steps} steps per epoch")
-        launch.say(f"train   {in_lines(recipe(config))}")
-        launch.say(f"out     {self.folder}")
+        console.say(f"batch   {dealt}{virtual}, {steps} steps per epoch")
+        console.say(f"train   {in_lines(recipe(config))}")
+        console.say(f"out     {self.folder}")
         for word, remark in remarks:
-            launch.say(f"{word:<6}  {remark}")
+            console.say(f"{word:<6}  {remark}")
         if self.trainer.progress.epoch < config.epochs:
-            launch.say(self._heading())
+            console.say(self._heading())
 
     def _heading(self) -> str:
         """Return the heading of the lines of scores."""
@@ -123,13 +124,17 @@ class Report:
         self._bar = None
 
     def _say_above_bar(self, line: str) -> None:
-        """Print a line in the place of the progress bar, which then moves down; at its end, it is gone."""
-        if self._bar is None:
-            launch.say(line)
-            return
-        self._bar.clear()
-        launch.say(line)
-        if self._bar.n < self._bar.total:
+        """Print a line in the place of the progress bar, which then moves down; at its end, it is gone.
+
+        The log has what can't be printed, so that training goes on.
+        """
+        if self._bar is not None:
+            self._bar.clear()
+        try:
+            console.say(line)
+        except CheckFailed as error:
+            console.warn(f"{error}; training goes on")
+        if self._bar is not None and self._bar.n < self._bar.total:
             self._bar.refresh()
 
     def scores(self, trained: TrainScore | None, tested: Score | None, *, seconds: float, best: bool) -> None:
@@ -143,7 +148,6 @@ class Report:
 
         Raises:
             FileError: on rank 0, if the log can't be written; the other ranks raise RankFailed.
-            CheckFailed: likewise, if stdout can't be written.
         """
         if trained is None and tested is None:
             return
@@ -199,12 +203,10 @@ class Report:
             step: in which step.
             fields: more for the log.
         """
-        with collectives.together():
-            if self.speaks:
-                if self._bar is not None:
-                    self._bar.clear()
-                with contextlib.suppress(OSError):  # the log has it too
-                    print(f"warning: {text}", file=sys.stderr, flush=True)
+        if self.speaks:
+            if self._bar is not None:
+                self._bar.clear()
+            console.warn(text)
         self.trainer.log.write({"step": step, "event": event, **fields}, step)
 
     def note_signal(self, ended_by: str, stop: Stop) -> None:
@@ -230,23 +232,23 @@ class Report:
         last, best = (os.path.join(self.folder, name) for name in (LAST, BEST))
         saved = [path for path in (best, last) if os.path.exists(path)]
         if ended_by:
-            launch.say(f"\nsaved   {last}")
+            console.say(f"\nsaved   {last}")
             if best in saved:
                 score = scoring.merit_in_words(self.trainer.task, self.trainer.progress.best)
-                launch.say(f"        {best} ({score})")
+                console.say(f"        {best} ({score})")
             else:
-                launch.say(f"        no {BEST}: no score here was the best so far")
+                console.say(f"        no {BEST}: no score here was the best so far")
         if saved:
             if ended_by and ended_by not in ("--epochs", "--max-steps"):
-                launch.say(f"\nended   by {ended_by}{self._when}\n{self.how_to_go_on()}")
-            launch.say("next:")
+                console.say(f"\nended   by {ended_by}{self._when}\n{self.how_to_go_on()}")
+            console.say("next:")
             # In the run's own folder: elsewhere another run's model may have that name.
             model = os.path.join(self.folder, "model.safetensors")
             strip = ["ckpttool", "strip-prefix", saved[0], model]
             strip += ["--state", "ema.averages"] * bool(self.trainer.ema)
-            launch.say(commands.to_paste([*strip, *(["--force"] * os.path.exists(model))]))
+            console.say(commands.to_paste([*strip, *(["--force"] * os.path.exists(model))]))
             same = commands.flags_of(self.trainer.config) + commands.flags_of_bits(self.trainer.place.device)
-            launch.say(commands.to_paste(["python", commands.program("evaluate"), model, *same]))
+            console.say(commands.to_paste(["python", commands.program("evaluate"), model, *same]))
 
     def how_to_go_on(self) -> str:
         """Return the command that continues an interrupted run."""
@@ -255,6 +257,8 @@ class Report:
             return "nothing was saved yet (--save-every N[steps|epochs])"
         spawn = place.world_size if spawning.started_by_spawn() else None
         resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=spawn)
+        if resumed.stop_at and resumed.stop_at <= self.trainer.progress.global_step:
+            resumed = replace(resumed, stop_at=None)
         if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
             return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
         alone = spawn or place.world_size == 1

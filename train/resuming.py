@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpttool.distributed import collectives, randomness
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
-from train import changing, checkpoints, optimizers, run_folder, shares
+from train import changing, checkpoint_files, checkpoints, optimizers, shares
 from train.config import TrainConfig
 from train.contents import Contents, flat
 from train.data import Data
@@ -76,7 +76,7 @@ def _find(trainer: Trainer, folder: str) -> tuple[str, dict[str, Any], list[str]
         return (resume, read_fitting(resume, trainer), []) if resume else None
     passed_over: list[str] = []
     first: FileError | None = None
-    for path, *more in run_folder.newest_first(folder):
+    for path, *more in checkpoint_files.newest_first(folder):
         found = _whole(path, trainer)
         if isinstance(found, dict):
             return path, found, passed_over
@@ -102,7 +102,7 @@ def _whole(path: str, trainer: Trainer) -> dict[str, Any] | FileError:
             raise
         return error
     except Refused as error:
-        if os.path.basename(path) == run_folder.LAST:
+        if os.path.basename(path) == checkpoint_files.LAST:
             raise
         return error
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpttool.distributed import collectives
+from ckpttool.distributed import collectives, heartbeat
 from ckpttool.distributed.lost_rank import is_lost_rank, is_timeout
 from train import attempts, proof, resuming, shares, trackers
 from train.agreement import Agreement
@@ -61,6 +62,7 @@ class Run:
                     opened = trackers.opened(job.config, self.folder, trainer.progress.global_step)
                     trainer.log.sinks = files.enter_context(opened)
             files.enter_context(self._stop)
+            heartbeat.excuse(partial(self._begin_step, 0))
             trainer.before_update = self._agreement.begin
             trainer.scorer.before_batch = self._stop.raise_if_told
             try:
@@ -76,12 +78,17 @@ class Run:
     def _left_undone(self) -> str:
         """Return what rank 0 says if a signal ends the process at once, which is no failure of a step."""
         self._begin_step(0)
+        heartbeat.end_as_told(self._stop.name)
         return self.report.how_to_go_on() if self.job.place.rank == 0 else ""
 
     def begin(self) -> str:
-        """Score the last step if a signal has cut that short. Return as `after_step`."""
+        """Score the last step if a signal has cut that short. Return as `after_step`; also if `--stop-at` is
+        behind."""
         if self.trainer.progress.unscored:
             return self.after_step(time.monotonic())
+        stop_at = self.job.config.stop_at
+        if stop_at and stop_at <= self.trainer.progress.global_step and not self.is_over():
+            return "--stop-at"
         self._begin_step(self.trainer.progress.global_step + 1)
         return ""
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, default_collate
 
 from ckpttool.errors import UsageFault
-from train.config import DataConfig
+from train.shared_config import DataConfig
 
 Samples = Dataset[Any]
 """A map-style data set. A sample is (tensor, label) for classification, else what default_collate takes."""

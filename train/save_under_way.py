@@ -14,7 +14,7 @@ import torch
 
 from ckpttool.distributed import collectives
 from ckpttool.errors import CheckFailed
-from train import run_folder
+from train import checkpoint_files
 from train.checkpoints import digest_of_run, named_optimizer
 
 T = TypeVar("T")
@@ -110,9 +110,9 @@ class Save:
             _settle(self.written, self._write)
 
     def _write(self) -> None:
-        run_folder.write(self.state, self.folder, self.names, placing=self._placing, placed=self.placed)
+        checkpoint_files.write(self.state, self.folder, self.names, placing=self._placing, placed=self.placed)
         if self.keep:
-            run_folder.drop_old(self.folder, self.keep)
+            checkpoint_files.drop_old(self.folder, self.keep)
 
     @contextlib.contextmanager
     def _placing(self) -> Iterator[None]:
@@ -141,7 +141,7 @@ class Save:
         for name, tensor in self.finite.items():
             # The sum is much faster, and finite only if all values are; but it may overflow where they are.
             if tensor is not None and not torch.isfinite(tensor.sum()) and not torch.isfinite(tensor).all():
-                last = os.path.join(self.folder, run_folder.LAST)
+                last = os.path.join(self.folder, checkpoint_files.LAST)
                 before = f"; {last} is from before that" if os.path.exists(last) else ""
                 raise CheckFailed(
                     f"after step {self.step} {name} is NaN or infinite: nothing can be learned from here on",

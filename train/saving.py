@@ -26,7 +26,8 @@ from torch.nn.modules.batchnorm import _NormBase
 import ckpttool
 from ckpttool.distributed import collectives, heartbeat, randomness
 from ckpttool.errors import FileError
-from train import run_folder
+from train import checkpoint_files
+from train.checkpoint_files import BEST, LAST
 from train.engine import Trainer
 from train.optimizers import consolidated
 from train.save_under_way import Save
@@ -130,8 +131,8 @@ class Saver:
         trainer = self.trainer
         self._wait_for_last()
         keep, step = trainer.config.keep, trainer.progress.global_step
-        numbered = [run_folder.numbered(step)] if last and keep else []
-        names = [run_folder.LAST] * last + [run_folder.BEST] * best + numbered
+        numbered = [checkpoint_files.numbered(step)] if last and keep else []
+        names = [LAST] * last + [BEST] * best + numbered
         model = trainer.ddp.module
         own = {name: tensor.clone() for name, tensor in _running_statistics(model)}  # they become rank 0's
         state = capture(trainer)
@@ -203,18 +204,22 @@ class Saver:
         self._under_way = None
         for name in placed:
             self._failed.pop(name, None)
-        self._best_on_disk = save.best if run_folder.BEST in placed else self._best_on_disk
+        self._best_on_disk = save.best if BEST in placed else self._best_on_disk
         if failure is None:
             return
         missing = {*save.names} - {*placed}
-        for name in {run_folder.LAST, run_folder.BEST} & missing:  # no later save is of a numbered one
+        for name in {
+            LAST,
+            BEST,
+        } & missing:  # no later save is of a numbered one
             self._failed[name] = failure
-        if run_folder.BEST in missing and self.trainer.progress.best == save.best:
+        if BEST in missing and self.trainer.progress.best == save.best:
             self.trainer.progress.best = self._best_on_disk  # so that the next better one is written
-        again = "the next save tries again"
-        self._say(
-            "save failed", f"the save of step {save.step} failed: {failure}; {again}", error=str(failure)
-        )
+        if LAST in placed and missing == {checkpoint_files.numbered(save.step)}:
+            text = f"step {save.step} has no numbered checkpoint: {failure}"
+        else:
+            text = f"the save of step {save.step} failed: {failure}; the next save tries again"
+        self._say("save failed", text, error=str(failure))
 
     def _agree(self, save: Save) -> None:
         """Compare the ranks, and let the file take its place. A collective."""

@@ -7,6 +7,9 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
+
+from train import console
 
 SPAWNED = "CKPTTOOL_SPAWNED"
 """The environment variable that tells a rank which process started it by `--spawn`."""
@@ -26,6 +29,8 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
     Returns:
         Its exit code: that of the rank that failed first, 128 + the signal if one was killed.
     """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end_at_once)  # until there are ranks, and the agent listens to signals
     threads = max(1, (os.cpu_count() or 1) // ranks)
     # torchrun would set it to 1 and print a note.
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -47,11 +52,17 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
         index, failure = error.get_first_failure()
         if failure.exitcode >= 0:
             return int(failure.exitcode)
-        print(f"error: rank {index} was killed by {signal.Signals(-failure.exitcode).name}", file=sys.stderr)
+        console.note(f"error: rank {index} was killed by {signal.Signals(-failure.exitcode).name}")
         return 128 - int(failure.exitcode)
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+def _end_at_once(number: int, _: object) -> NoReturn:
+    """End this process. KeyboardInterrupt would be a traceback, or be lost, as in a callback of an import."""
+    console.note("\ninterrupted")
+    os._exit(128 + number)
 
 
 def end_with_torchrun() -> None:

@@ -28,9 +28,9 @@ from ckpttool.distributed import nested
 from ckpttool.errors import CheckFailed, UsageFault
 from ckpttool.metrics.evaluating import measures
 from ckpttool.models import factory
-from train.config import DataConfig
 from train.loss_pair import PAIR, wrong_pair
 from train.outputs import kind_of, loss_in, numbers_of, scores_in, target_of, trimmed
+from train.shared_config import DataConfig
 
 if TYPE_CHECKING:
     from train.data import Data

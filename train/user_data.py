@@ -10,9 +10,9 @@ from torch.utils.data import TensorDataset
 from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import Unreadable, UsageFault
 from ckpttool.models import factory
-from train.config import DataConfig
 from train.contents import CLASSIFICATION
 from train.samples import Parts, Samples, count
+from train.shared_config import DataConfig
 
 
 def load(config: DataConfig, seed: int) -> Parts:

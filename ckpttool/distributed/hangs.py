@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 WORKING_FACTOR = 10
 """A rank that computes, reads or writes is given this many times the timeout."""
 
-FAILED, LOST, LEFT = "failed", "lost", "left"
-"""How a rank's block ended: by an exception of its own, because another rank was lost, or well."""
+FAILED, LOST, LEFT, TOLD = "failed", "lost", "left", "told"
+"""How a rank's block ended: by an exception of its own, because another rank was lost, well, or as a signal
+told it to."""
 
 STOPPED = ("T", "t")
 """The states of a stopped process, by proc(5)."""
@@ -32,8 +33,8 @@ class Beat:
         waits: whether its main thread is in a collective, and so waits for other ranks.
         counts: how often it has entered each phase.
         stack: of its main thread, if there was no progress for a while.
-        end: how its block ended, one of `FAILED`, `LOST` and `LEFT`; empty while it is in it.
-        error: the exception that ended it.
+        end: how its block ended, one of `FAILED`, `LOST`, `LEFT` and `TOLD`; empty while it is in it.
+        error: what ended it, an exception or a signal.
     """
 
     number: int = 0
@@ -86,7 +87,7 @@ class Verdict:
     """Which ranks are to blame, and why.
 
     Attributes:
-        kind: `failed`, `gone`, `stopped`, `silent`, `hangs`, `skipped`, `left`, `deadlock` or `slow`.
+        kind: `failed`, `gone`, `told`, `stopped`, `silent`, `hangs`, `skipped`, `left`, `deadlock` or `slow`.
         ranks: to blame; none of a deadlock.
         lines: what to tell the user.
     """
@@ -98,7 +99,7 @@ class Verdict:
     @property
     def is_final(self) -> bool:
         """Whether the ranks can't come back, so that nobody needs to wait for the timeout."""
-        return self.kind in ("failed", "gone")
+        return self.kind in ("failed", "gone", "told")
 
 
 # ---- judging -------------------------------------------------------------------------------------------
@@ -156,8 +157,10 @@ def lost(ranks: Sequence[Seen], own: int, silence: float, *, timed_out: bool) ->
 def _dead(ranks: Sequence[Seen]) -> Verdict | None:
     failed = [one for one in ranks if one.beat.end == FAILED]
     gone = [one for one in ranks if not one.beat.end and one.process == ""]
-    if gone or failed:
-        return _verdict("gone" if gone else "failed", gone or failed, [])
+    told = [one for one in ranks if one.beat.end == TOLD]
+    for kind, blamed in (("gone", gone), ("failed", failed), ("told", told)):
+        if blamed:
+            return _verdict(kind, blamed, [])
     return None
 
 
@@ -241,6 +244,8 @@ def _about(kind: str, one: Seen) -> str:
     silence = f"no heartbeat for {one.silent:.0f} s; the last one said {one.position}"
     if kind == "failed":
         return f"{rank} failed in {one.position}: {beat.error}"
+    if kind == "told":
+        return f"{rank} has ended in {one.position}, as {beat.error} had told it to"
     if kind == "gone":
         return (
             f"{rank} is gone: {process} has ended without a word, as if killed; its last heartbeat "

@@ -9,14 +9,16 @@ with process_group(), watch(timeout=300) as watched:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 from . import hangs
 from .lost_rank import is_lost_rank, is_timeout
-from .pulse import Pulse, Watch
+from .observer import Watch
+from .pulse import Pulse
 
 _current: Watch | None = None
+_pulse: Pulse | None = None
 
 
 def phase(name: str) -> None:
@@ -35,6 +37,24 @@ def progress() -> None:
     """Note that this rank has come forward within its phase, for the `watch` that is in force, if any."""
     if _current is not None:
         _current.marks += 1
+
+
+def excuse(call: Callable[[], object]) -> None:
+    """Have `call` called if the job ends because another rank has called `end_as_told`."""
+    if _current is not None:
+        _current.excuse = call
+
+
+def end_as_told(signal: str) -> None:
+    """Tell the other ranks that this process ends now, in the middle of its work, as a signal told it to.
+
+    To be called in any thread just before the process ends.
+
+    Args:
+        signal: its name.
+    """
+    if _pulse is not None:
+        _pulse.stop(hangs.TOLD, signal)
 
 
 @contextlib.contextmanager
@@ -61,14 +81,14 @@ def watch(timeout: float = 300.0) -> Iterator[Watch]:
     """
     from . import collectives
 
-    global _current
+    global _current, _pulse
     own = Watch(timeout)
     if not timeout or collectives.world_size() == 1:
         yield own
         return
     pulse = Pulse(own)
-    before, _current = _current, own
-    end, cause = hangs.LEFT, cast("BaseException | None", None)
+    before, _current, _pulse = (_current, _pulse), own, pulse
+    end, cause = hangs.LEFT, cast("BaseException | str", "")
     try:
         yield own
     except BaseException as error:
@@ -79,5 +99,5 @@ def watch(timeout: float = 300.0) -> Iterator[Watch]:
                 raise collectives.RankLost(explained) from error
         raise
     finally:
-        _current = before
+        _current, _pulse = before
         pulse.stop(end, cause)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import json
 import os
 import signal
@@ -19,64 +18,18 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from . import hangs, processes, stacks
+from . import hangs, processes
 from .hangs import Beat, Seen, Verdict
-
-T = TypeVar("T")
+from .observer import Observer, Watch
 
 PATIENCE = 5.0
 """Seconds that a rank waits for the launcher to end it after another rank has failed, and reported that."""
 
 WARN_AFTER = 30.0
 """Seconds after which a rank that others wait for is called slow, unless half of the timeout is shorter."""
-
-BUSY = 0.05
-"""Seconds of processor time per second from which a rank is taken to compute."""
-
-BUSY_BYTES = 200_000
-"""Bytes read or written per second from which a rank is taken to read or write."""
-
-
-class Watch:
-    """What this rank does now.
-
-    Attributes:
-        timeout: seconds after which a rank that does nothing is taken for hung.
-        step: that it takes or has just taken; 0 before the first.
-        doing: the phase.
-        counts: how often each phase was entered.
-        marks: a number that changes with each sign of progress.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
-        self.step = self.marks = 0
-        self.doing = "start"
-        self.counts: dict[str, int] = {}
-
-    def phase(self, name: str) -> None:
-        """Note that this rank now does `name`, until it is told of another phase."""
-        self.doing = name
-        self.counts[name] = self.counts.get(name, 0) + 1
-        self.marks += 1
-
-    def steps(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches. Each begins a step: with the phase `data` until it is there, then `step`."""
-        iterator = iter(batches)
-        while True:
-            self.step += 1
-            self.phase("data")
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                self.step -= 1
-                self.phase("step")
-                return
-            self.phase("step")
-            yield batch
 
 
 class Pulse:
@@ -90,31 +43,28 @@ class Pulse:
         self.watched, self.timeout = watched, watched.timeout
         self.interval = min(1.0, watched.timeout / 20)
         self.rank, self.size = collectives.rank(), collectives.world_size()
-        self.thread = threading.get_ident()
+        self.over, self.speaks = threading.Event(), threading.Lock()
+        self.own = Observer(watched, self.interval, self.over)
         self.memory_kills = processes.memory_kills()
-        self.dump = os.memfd_create("stack") if hasattr(os, "memfd_create") else None
         own: dict[str, Any] = {
             "host": socket.gethostname(),
             "machine": processes.machine(),
             "pid": os.getpid(),
         }
-        own |= {"machine": processes.machine(), "began": processes.began(os.getpid()), "dump": self.dump}
+        own |= {"began": processes.began(os.getpid()), "dump": self.own.dump}
         met = collectives.gather((uuid.uuid4().hex, own))
         self.about = [about for _, about in met]
         # Keys of this watch alone: a store may outlive a job, with what ranks that are dead have written.
         self.keys = [f"ckpttool/watch/{met[0][0]}/{name}" for name in (*range(self.size), "verdict")]
         self.store: Any = dist.distributed_c10d._get_default_store().clone()
-        self.clock = _RunningClock(3 * self.interval + 1)
-        now = self.clock.now()
-        self.exchanged = self.marked = self.worked = now
-        self.marks, self.work, self.children = watched.marks, processes.work(), -1.0
-        self.beat, self.beats = Beat(), [(Beat(), now)] * self.size
+        self.clock = self.own.clock
+        self.exchanged = self.clock.now()
+        self.beats = [(Beat(), self.exchanged)] * self.size
         self.verdict = self.end = self.error = ""
         self.slow: Sequence[int] = ()
         self.warn_after = [min(WARN_AFTER, self.timeout / 2)] * self.size
-        self.over, self.speaks = threading.Event(), threading.Lock()
         self._send()
-        self._arm()
+        self.own.begin()
         if self.rank == 0:
             self.store.set(self.keys[-1], "")
         collectives.gather(None)  # every key is there: to read one that is not would wait
@@ -122,7 +72,7 @@ class Pulse:
         for thread in self.threads:
             thread.start()
 
-    def stop(self, end: str, error: BaseException | None = None) -> None:
+    def stop(self, end: str, error: BaseException | str = "") -> None:
         """Tell the others how the block has ended here, and stop the threads.
 
         The thread tells them, which nothing interrupts: a signal may raise another error here, as that of a
@@ -130,16 +80,15 @@ class Pulse:
         """
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             end = hangs.LEFT
-        self.error = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
+        self.error = " ".join(text.split())[:500]
         self.end = end
         self.over.set()
         for thread in self.threads:
             thread.join(timeout=2 * self.interval)
         if any(thread.is_alive() for thread in self.threads):
             return  # one that is late still uses the file of the stack: another may get its number
-        faulthandler.cancel_dump_traceback_later()
-        if self.dump is not None:
-            os.close(self.dump)
+        self.own.close()
 
     # ---- exchanging --------------------------------------------------------------------------------
 
@@ -151,7 +100,7 @@ class Pulse:
             self._send()
 
     def _send(self) -> None:
-        beat, at = self.beat, self.watched
+        beat, at = self.own.beat, self.watched
         if self.end:
             beat = dataclasses.replace(beat, step=at.step, phase=at.doing, counts=at.counts)
             beat = dataclasses.replace(beat, end=self.end, error=self.error)
@@ -171,7 +120,7 @@ class Pulse:
         """Return all ranks as this one sees them."""
         now, found = self.clock.now(), []
         for rank, (about, (beat, came)) in enumerate(zip(self.about, self.beats, strict=True)):
-            beat, silent = (self.beat, 0.0) if rank == self.rank else (beat, now - came)
+            beat, silent = (self.own.beat, 0.0) if rank == self.rank else (beat, now - came)
             process = self._process(rank)
             if silent >= self.timeout and process and not beat.end:
                 beat = dataclasses.replace(beat, stack=_dumped(about))
@@ -189,61 +138,20 @@ class Pulse:
 
     def _judge(self) -> None:
         while not self.over.wait(self.interval):
-            self._look_at_oneself()
+            self.own.look()
             ranks = self.seen()
             verdict = (
                 Verdict(**json.loads(self.verdict)) if self.verdict else hangs.judge(ranks, self.timeout)
             )
-            if verdict is None and self.clock.now() - self.exchanged >= self.timeout <= self.beat.idle:
+            if verdict is None and self.clock.now() - self.exchanged >= self.timeout <= self.own.beat.idle:
                 verdict = hangs.no_store(ranks[self.rank], self.clock.now() - self.exchanged)
             if self.over.is_set():
                 return  # the block has ended while this thread was late: nothing is left to judge
             if verdict is None:
                 self._warn(ranks)
             # What a dead rank said last may be on its way, and this one may have work left that is of use.
-            elif not verdict.is_final or self.beat.idle >= PATIENCE:
+            elif not verdict.is_final or self.own.beat.idle >= PATIENCE:
                 self._leave(self._agreed(verdict))
-
-    def _look_at_oneself(self) -> None:
-        """Write down what this rank does."""
-        now, marks = self.clock.now(), self.watched.marks
-        if marks != self.marks:
-            self.marks, self.marked = marks, now
-        frame = sys._current_frames().get(self.thread) if now - self.marked > 2 * self.interval else None
-        if frame is not None and stacks.is_debugged(frame):
-            self.marked = now  # a person looks at it
-        age = now - self.marked
-        if self._works(age) and age < hangs.WORKING_FACTOR * self.timeout:
-            self.worked = now
-        self.beat = Beat(
-            number=self.beat.number + 1,
-            step=self.watched.step,
-            phase=self.watched.doing,
-            age=age,
-            idle=now - max(self.marked, self.worked),
-            waits=frame is not None and stacks.waits(frame),
-            counts=dict(self.watched.counts),
-            stack=stacks.shown(frame) if frame is not None else "",
-        )
-        self._arm()
-
-    def _arm(self) -> None:
-        """Let the stack be written if nobody calls this again: if something holds the interpreter, no thread
-        of Python can say where it is."""
-        if self.dump is not None and not self.over.is_set():
-            os.ftruncate(self.dump, 0)
-            os.lseek(self.dump, 0, os.SEEK_SET)
-            faulthandler.dump_traceback_later(self.timeout / 2, file=self.dump)
-
-    def _works(self, age: float) -> bool:
-        """Return whether this process, or one that it started, has computed, read or written since the last
-        look."""
-        work, children = processes.work(), processes.children_seconds() if age > 3 * self.interval else -1.0
-        seconds, moved = work[0] - self.work[0], work[1] - self.work[1]
-        if children >= 0 <= self.children:
-            seconds += children - self.children
-        self.work, self.children = work, children
-        return seconds > BUSY * self.interval or moved > BUSY_BYTES * self.interval
 
     def _warn(self, ranks: list[Seen]) -> None:
         """Warn of a rank that others wait for, on the first of these; each time after twice as long."""
@@ -307,6 +215,8 @@ class Pulse:
 
     def _lines(self, verdict: Verdict) -> list[str]:
         lines = list(verdict.lines)
+        if verdict.kind == "told":
+            self.watched.excuse()
         if verdict.kind == "gone" and processes.memory_kills() > self.memory_kills:
             lines.append("meanwhile the kernel has killed a process of this machine as memory ran out")
         return lines
@@ -318,26 +228,6 @@ class Pulse:
                 stopped = one.process in ("T", "t")  # when it goes on it will read the verdict
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(one.pid, signal.SIGCONT if stopped else signal.SIGKILL)
-
-
-class _RunningClock:
-    """Seconds in which this process ran. What it slept through, as its machine or all ranks were stopped,
-    hardly counts, so that no rank is blamed for it.
-
-    Args:
-        most: seconds that can pass between two calls.
-    """
-
-    def __init__(self, most: float) -> None:
-        self.most, self.last, self.total = most, time.monotonic(), 0.0
-        self.lock = threading.Lock()
-
-    def now(self) -> float:
-        with self.lock:
-            now = time.monotonic()
-            self.total += min(now - self.last, self.most)
-            self.last = now
-            return self.total
 
 
 def _say(kind: str, rank: int, lines: Iterable[str]) -> None:

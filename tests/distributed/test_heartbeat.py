@@ -22,6 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpttool import distributed
 from ckpttool.distributed import heartbeat
+from ckpttool.distributed.hangs import Seen
+from ckpttool.distributed.observer import Observer
 from ckpttool.distributed.pulse import Pulse
 from tests.ranks import mortal
 from tests.ranks.mortal import Ended
@@ -148,6 +150,23 @@ def raises(rank: int, folder: Path) -> None:
     train(rank, folder, at=only(rank, folder, "forward", 3, fail))
 
 
+def is_told_to_end(rank: int, folder: Path) -> None:
+    """End the bad rank as a signal tells it to, from another thread."""
+
+    def end() -> None:
+        heartbeat.end_as_told("SIGTERM")
+        os._exit(7)
+
+    def at(now: str, number: int) -> None:
+        heartbeat.excuse((folder / f"excused-{rank}").touch)
+        if (rank, now, number) == (BAD, "forward", 3):
+            mortal.note_now(folder)
+            threading.Thread(target=end).start()
+            hang()
+
+    train(rank, folder, at=at)
+
+
 def skips_backward(rank: int, folder: Path) -> None:
     mortal.note_now(folder)
     train(rank, folder, steps=3, skip_backward=3 if rank == BAD else 0)
@@ -219,26 +238,19 @@ def evaluates_long(rank: int, folder: Path) -> None:
 
 def sleeps_as_a_whole(rank: int, folder: Path) -> None:
     """Stop all ranks at once for longer than the timeout, as a machine that sleeps does."""
-
-    def sleep() -> None:
-        code = (
-            f"import os, time\nfor s in ({signal.SIGSTOP:d}, {signal.SIGCONT:d}):\n"
-            f" [os.kill(p, s) for p in ({os.getpid()}, {os.getppid()}) if p != {os.getppid()}]\n"
-            f" time.sleep({1.5 * TIMEOUT})"
-        )
-        subprocess.Popen([sys.executable, "-c", code])
-        time.sleep(2)
+    own = os.getpid()
 
     def at(now: str, number: int) -> None:
         if (now, number) == ("forward", 3):
-            sleep()
+            subprocess.Popen(["sh", "-c", f"kill -STOP {own}; sleep {1.5 * TIMEOUT}; kill -CONT {own}"])
+            time.sleep(2)
 
     train(rank, folder, at=at)
 
 
 CASES: list[Case] = [
     *(hangs_in_data, hangs_in_forward, hangs_in_backward, hangs_in_evaluation, hangs_in_save),
-    *(stops, is_killed, runs_out_of_memory, raises, skips_backward, has_fewer_steps),
+    *(stops, is_killed, runs_out_of_memory, raises, is_told_to_end, skips_backward, has_fewer_steps),
     *(calls_collectives_in_another_order, holds_the_interpreter),
     *(is_slow, computes_long, compiles_long, writes_long, evaluates_long, sleeps_as_a_whole),
 ]
@@ -342,6 +354,13 @@ def test_a_rank_that_raises_is_named_with_its_error(cases: Cases) -> None:
     assert "Traceback" in ends[BAD].said and "failed in" not in ends[BAD].said
 
 
+def test_a_rank_that_was_told_to_end_is_named_and_excuses_the_others(cases: Cases) -> None:
+    ends = cases.in_time(is_told_to_end)
+    said = "error: rank 0: rank 1 has ended in 'forward' of step 3, as SIGTERM had told it to\n"
+    assert ends[0].said.startswith(said) and (ends[BAD].code, ends[BAD].said) == (7, "")
+    assert [path.name for path in cases.folder_of(is_told_to_end).glob("excused-*")] == ["excused-0"]
+
+
 def test_a_rank_that_skips_backward_is_named(cases: Cases) -> None:
     ends = cases.in_time(skips_backward)
     said = "rank 1 skipped backward: it has begun 3 forward and 2 backward passes"
@@ -405,17 +424,21 @@ def ends_while_a_thread_sleeps(rank: int, size: int) -> tuple[int, int, bool]:
     Returns:
         The threads and descriptors that were left, and whether a file that was opened then is whole.
     """
-    before, beats = len(os.listdir("/proc/self/fd")), Pulse._look_at_oneself
+    before, look, seen = len(os.listdir("/proc/self/fd")), Observer.look, Pulse.seen
     late, go_on = threading.Event(), threading.Event()
 
-    def beat(pulse: Pulse) -> None:
+    def look_late(own: Observer) -> None:
         late.set()
         go_on.wait(30)
-        beats(pulse)
+        look(own)
+
+    def find_a_verdict(pulse: Pulse) -> list[Seen]:
         pulse.verdict = '{"kind": "hangs", "ranks": [0], "lines": ["too late"]}'
+        return seen(pulse)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Pulse, "_look_at_oneself", beat)
+        patch.setattr(Observer, "look", look_late)
+        patch.setattr(Pulse, "seen", find_a_verdict)
         with distributed.watch(5):
             late.wait(30)
         threads = [one for one in threading.enumerate() if one.name.endswith("(_judge)")]

@@ -16,6 +16,7 @@ from tests.drill.agents import ROOT, Agent
 from tests.drill.kinds import Kind, Trial
 from tests.ranks.runs import different
 from train import checkpoints, run_folder
+from train.checkpoint_files import BEST, LAST
 
 VIRTUAL = 12
 """Virtual ranks where the number of ranks changes: divisible by 1, 2, 3 and 4."""
@@ -27,7 +28,7 @@ OF_RANKS = re.compile(r"pt/(rng|log|plan|progress/sums)")
 """What a checkpoint holds for each rank."""
 
 UNDISTURBED = Kind("undisturbed", ())
-FILES = {run_folder.LAST, run_folder.BEST, run_folder.LOG}
+FILES = {LAST, BEST, run_folder.LOG}
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def compared(found: Path, whole: Path, trial: Trial) -> list[str]:
     if names != FILES:
         return [f"files: {sorted(names ^ FILES)} left or missing"]
     differing = []
-    for name in (run_folder.BEST, run_folder.LAST):
+    for name in (BEST, LAST):
         try:
             both = [checkpoints.read(str(folder / name)) for folder in (whole, found)]
         except CkptToolError as error:

@@ -140,11 +140,11 @@ def _training() -> object:
 
 def save_of_trainer() -> object:
     """Write the checkpoints of a run as the trainer does, and drop the old numbered one."""
-    from train import launch, run_folder
+    from train import checkpoint_files, launch
 
     def work(kept: object) -> None:
-        run_folder.write(kept, "out", ["last.pt", "best.pt", "step-000004.pt"])
-        run_folder.drop_old("out", 1)
+        checkpoint_files.write(kept, "out", ["last.pt", "best.pt", "step-000004.pt"])
+        checkpoint_files.drop_old("out", 1)
 
     launch.leave(launch.run_program(_training, work))
 

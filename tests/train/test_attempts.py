@@ -72,6 +72,10 @@ def test_a_start_that_ends_before_its_first_step_is_not_counted(tmp_path: Path) 
 def test_a_step_that_is_taken_back_is_not_counted(tmp_path: Path) -> None:
     for _ in range(4):
         attempt(tmp_path, 8, 9, 0)
+        with pytest.raises(ZeroDivisionError), counted(str(tmp_path), CONFIG, 0) as begin:
+            begin(9)
+            raise ZeroDivisionError
+        begin(0)  # what ended the run is known only afterwards
     assert refused(tmp_path) == ""
 
 

@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 
 from ckpttool.errors import CkptToolError
 from train import contents, data, evaluate, main
-from train.config import DataConfig, TrainConfig
+from train.config import TrainConfig
+from train.shared_config import DataConfig
 
 OWN = """
 import os, random, numpy, torch

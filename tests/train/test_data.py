@@ -19,7 +19,7 @@ from ckpttool.errors import CkptToolError, Damaged, UsageFault
 from tests.ranks import trainings
 from tests.support.running import ROOT
 from train import data
-from train.config import DataConfig
+from train.shared_config import DataConfig
 
 
 def load(name: str, **flags: Any) -> data.Data:
@@ -54,7 +54,7 @@ def test_the_digits_are_divided_in_the_same_way_each_time_and_by_class():
 def test_the_digits_need_no_torchvision():
     code = (
         "import sys; sys.modules['torchvision'] = None\n"
-        "from train import data, config; data.load(config.DataConfig())"
+        "from train import data, shared_config; data.load(shared_config.DataConfig())"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 

@@ -143,6 +143,17 @@ def test_a_full_stdout_is_reported_in_one_line(tmp_path, flags):
     assert (run.returncode, errors) == (1, "error: standard output: no space left on device\n")
 
 
+def test_training_goes_on_after_the_readers_of_both_streams_have_gone(tmp_path):
+    """Its last lines are then missing, so it ends with exit code 1."""
+    with training([*TINY, "--epochs", "9", "--out", "run"], "train loss", tmp_path) as run:
+        run.stdout.close()
+        run.stderr.close()
+        run.wait(timeout=60)
+    assert run.returncode == 1
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["progress"]["epoch"] == 9
+    assert not (tmp_path / "run" / "attempts.json").exists()
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, ranks):
     spawn = ["--spawn", str(ranks)] if ranks > 1 else []
@@ -169,6 +180,15 @@ def test_a_run_started_by_torchrun_is_continued_by_torchrun(tmp_path, monkeypatc
         said = report.Report(trainer, str(tmp_path)).how_to_go_on()
     assert said.startswith("to continue:\n  torchrun --nproc-per-node 2 train/main.py ")
     assert "--spawn" not in said
+
+
+def test_stop_at_a_step_that_is_done_takes_none_and_is_not_proposed_again(tmp_path, capsys):
+    given = [*TINY, "--epochs", "3", "--out", str(tmp_path)]
+    for stop in ("5", "4"):
+        assert main.main([*given, "--resume", "auto", "--stop-at", stop]) == 0
+        said = capsys.readouterr().out
+        assert "ended   by --stop-at\nto continue:" in said and "--stop-at " not in said
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["progress"]["global_step"] == 5
 
 
 def test_programs_are_proposed_by_a_path_that_works_in_the_working_directory(tmp_path, monkeypatch):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -15,7 +17,7 @@ from ckpttool.distributed.group import process_group
 from ckpttool.distributed.place import Place
 from tests.ranks import trainings
 from tests.ranks.programs import OWN_DATA
-from train import main, task
+from train import loading, main, task
 from train.engine import Trainer
 from train.main import steps_of_epoch
 
@@ -42,6 +44,31 @@ class Watching(nn.Linear):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         self.seen.append(inputs)
         return super().forward(inputs)
+
+
+class Stuck(Dataset[Any]):
+    """Has two samples that are there at once; the others take for ever."""
+
+    def __len__(self) -> int:
+        return 99
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(1000 * (index > 1))
+        return torch.tensor(index)
+
+
+def test_loading_processes_that_are_stuck_are_ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "PATIENCE", 0.5)
+    before, began = {*multiprocessing.active_children()}, time.monotonic()
+    with loading.processes_ended():
+        each = [[index] for index in range(99)]
+        both = [iter(loading.load(Stuck(), each, trainings.place(0, 1), workers=2)) for _ in range(2)]
+        assert [int(next(batches)) for batches in both] == [0, 0]
+        ended = iter(loading.load(Stuck(), [[1]], trainings.place(0, 1), workers=1))
+        assert [int(batch) for batch in ended] == [1]
+    assert time.monotonic() - began < 5
+    assert {*multiprocessing.active_children()} <= before
+    time.sleep(0.1)  # nor is their end raised here as a failure
 
 
 def drawn(rank: int = 0, seed: int = 0, *, start: int = 0) -> list[torch.Tensor]:

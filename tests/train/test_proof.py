@@ -408,6 +408,26 @@ def test_files_of_the_users_are_no_problem_and_named_if_the_trainer_could_have_n
     assert ran.code == 1 and "checkpoint: step-000006.pt: " in ran.err
 
 
+@pytest.mark.parametrize("before", ["step-000006.pt", None], ids=["another save", "no save"])
+def test_a_checkpoint_that_a_kill_kept_from_its_place_is_a_note(
+    cli: Cli, run: Path, before: str | None
+) -> None:
+    """The line of a checkpoint is in the record before its file has a name."""
+    step = STEPS if before else 3
+    write(run, lines_of(run)[: number_of(run, "checkpoint", step)])
+    last = before and (run / before).read_bytes()
+    for path in run.glob("*.pt"):
+        if before is None or path.name in ("last.pt", "best.pt", f"step-{STEPS:06}.pt"):
+            path.unlink()
+    if last:
+        (run / "last.pt").write_bytes(last)
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 0, ran.err
+    said = "last.pt is of step 6, and the record's last checkpoint of 8"
+    assert (said if before else "none of the 1 checkpoints of the record is in the folder") in ran.err
+    assert "the record has no end" in ran.err
+
+
 def test_a_resume_from_a_checkpoint_that_the_record_does_not_hold_is_found(cli: Cli, run: Path) -> None:
     def foreign(entries: list[dict[str, Any]]) -> None:
         begin = next(entry for entry in entries if entry["kind"] == "begin")

@@ -6,6 +6,7 @@ import collections
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from ckpttool.errors import CheckFailed, CkptToolError
 from ckpttool.files import chain, lines
 from tests.ranks import runs, trainings
 from tests.ranks.programs import ROOT, environment
-from train import checkpoints, run_folder, saving
+from train import checkpoints, saving
+from train.checkpoint_files import numbered
 from train.engine import Trainer
 from train.main import steps_of_epoch
 from train.staging import Staging
@@ -146,11 +148,50 @@ def save_often(rank: int, size: int, folder: str) -> list[str]:
 def test_a_save_waits_for_the_one_before_and_says_so(run_ranks, tmp_path):
     first, second = run_ranks(2, save_often, str(tmp_path))
     assert len(first) == 2 and first == second
-    assert (
-        first[0].startswith("save waited training waited 0.")
-        and "in step 2 for the save of step 1" in first[0]
-    )
-    assert sorted(os.listdir(tmp_path)) == ["last.pt", *(run_folder.numbered(step) for step in (1, 2, 3))]
+    waited = r"save waited training waited [\d.]+ s in step 2 for the save of step 1"
+    assert re.match(waited, first[0])
+    assert sorted(os.listdir(tmp_path)) == [
+        "last.pt",
+        *(numbered(step) for step in (1, 2, 3)),
+    ]
+
+
+def save_where_numbers_are_taken(rank: int, size: int, folder: str) -> list[str]:
+    """Save after each of three steps, and return what is told."""
+    trainer, told = make_trainer(rank, size, keep=2), list[str]()
+    saver = saving.Saver(trainer, folder, lambda event, text, step, **_: told.append(f"{event}: {text}"))
+    for _ in steps_of_epoch(trainer):
+        saver.save(last=True, best=trainer.progress.step == 2)
+        saver.finish_save()
+    saver.finish()
+    return told
+
+
+@pytest.mark.parametrize("what", ["a file", "a link", "a link to nothing", "a folder"])
+def test_a_save_leaves_what_is_not_the_trainers_under_a_number_and_says_so(run_ranks, tmp_path, what):
+    """A link may lead to a checkpoint of another run."""
+    run_ranks(1, save_where_numbers_are_taken, str(tmp_path))
+    other, number = tmp_path / "other.pt", tmp_path / numbered(2)
+    number.rename(other)
+    before = other.read_bytes()
+    if what == "a folder":
+        number.mkdir()
+    elif what == "a file":
+        number.write_bytes(b"of a user")
+    else:
+        number.symlink_to(other if what == "a link" else "nothing")
+    facts = number.lstat()
+    (said,) = run_ranks(1, save_where_numbers_are_taken, str(tmp_path))
+    assert said == [
+        f"save failed: step 2 has no numbered checkpoint: {number}: is not a checkpoint of this trainer, and "
+        "stays as it is"
+    ]
+    now = number.lstat()
+    assert (now.st_ino, now.st_size, now.st_mtime_ns) == (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    assert other.read_bytes() == before and not (tmp_path / "nothing").exists()
+    steps = {"last.pt": 3, "best.pt": 2, numbered(1): 1, numbered(3): 3}
+    for name, step in steps.items():
+        assert checkpoints.read(str(tmp_path / name))["progress"]["global_step"] == step
 
 
 # ---- a disk that refuses -------------------------------------------------------------------------------
@@ -226,9 +267,9 @@ def test_a_full_disk_ends_no_run_with_a_record_which_names_what_was_saved_and_no
     links, breaks = chain.read(str(tmp_path / "run.jsonl"))
     assert breaks == []
     assert [link.entry["step"] for link in links if link.entry["kind"] == "checkpoint"] == saved
-    assert sorted(tmp_path.glob("step-*.pt")) == [tmp_path / run_folder.numbered(step) for step in saved]
+    assert sorted(tmp_path.glob("step-*.pt")) == [tmp_path / numbered(step) for step in saved]
     for step in saved:
-        state = checkpoints.read(str(tmp_path / run_folder.numbered(step)))
+        state = checkpoints.read(str(tmp_path / numbered(step)))
         assert state["chain"] in {link.hash for link in links}
     if until < 99:
         assert [link.entry["step"] for link in links if link.entry["kind"] == "step"] == [1, 2, 3, 4, 5, 6]

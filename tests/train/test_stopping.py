@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ import torch
 
 from tests.ranks import runs, trainings
 from tests.ranks.forked import Program
-from tests.ranks.programs import ROOT, TORCHRUN, environment
+from tests.ranks.programs import ROOT, TORCHRUN, environment, start
 from train import agreement, task
 from train.config import TrainConfig
 from train.engine import Trainer
@@ -161,7 +162,7 @@ FLAGS += ["--out", "run", "--log-every", "1"]
 
 
 @contextlib.contextmanager
-def running(folder: Path, command: list[str], seconds: float = 0.05) -> Iterator[Program]:
+def running(folder: Path, command: list[str], seconds: float | str = 0.05) -> Iterator[Program]:
     """Start a program, and wait until each rank has taken some steps; kill what is left."""
     (folder / "own.py").write_text(SLOW.format(seconds=seconds))
     run = Program(command, folder, environment(PYTHONPATH=str(ROOT)))
@@ -263,6 +264,27 @@ def test_a_step_that_takes_longer_than_the_grace_is_said(tmp_path):
     assert errors.startswith("error: --grace 0.5: SIGTERM came ")
     assert errors.endswith("nothing was saved yet (--save-every N[steps|epochs])\n")
     assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0
+
+
+@pytest.mark.long
+def test_the_grace_of_another_rank_is_no_failure_of_the_step(tmp_path):
+    only_there = "3.0 * (os.environ['RANK'] == '1')"
+    with running(tmp_path, program("--grace", "1", "--spawn", "2"), seconds=only_there) as run:
+        time.sleep(0.5)
+        os.kill(ranks_of(tmp_path)[1][0], signal.SIGTERM)
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert re.match(
+        r"error: rank 0: rank 1 has ended in 'forward' of step \d, as SIGTERM had told it", errors
+    )
+    assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0
+
+
+def test_ctrl_c_before_there_are_ranks_is_one_line(tmp_path):
+    """Under an import, where an interrupt may be lost or end in a traceback."""
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), 2)\ntime.sleep(9)\n")
+    done = start(program("--spawn", "2"), tmp_path, anew=True, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)

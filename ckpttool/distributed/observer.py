@@ -1,0 +1,163 @@
+"""What a rank makes out about itself, in a thread beside the one that trains: its beats.
+
+Needs no torch.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from . import hangs, processes, stacks
+from .hangs import Beat
+
+T = TypeVar("T")
+
+BUSY = 0.05
+"""Seconds of processor time per second from which a rank is taken to compute."""
+
+BUSY_BYTES = 200_000
+"""Bytes read or written per second from which a rank is taken to read or write."""
+
+
+class Watch:
+    """What this rank does now.
+
+    Attributes:
+        timeout: seconds after which a rank that does nothing is taken for hung.
+        step: that it takes or has just taken; 0 before the first.
+        doing: the phase.
+        counts: how often each phase was entered.
+        marks: a number that changes with each sign of progress.
+        excuse: called when the job ends because another rank was told to end.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.step = self.marks = 0
+        self.doing = "start"
+        self.counts: dict[str, int] = {}
+        self.excuse: Callable[[], object] = lambda: None
+
+    def phase(self, name: str) -> None:
+        """Note that this rank now does `name`, until it is told of another phase."""
+        self.doing = name
+        self.counts[name] = self.counts.get(name, 0) + 1
+        self.marks += 1
+
+    def steps(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield the batches. Each begins a step: with the phase `data` until it is there, then `step`."""
+        iterator = iter(batches)
+        while True:
+            self.step += 1
+            self.phase("data")
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                self.step -= 1
+                self.phase("step")
+                return
+            self.phase("step")
+            yield batch
+
+
+class Observer:
+    """Looks at this process from time to time.
+
+    Attributes:
+        beat: what it has seen last.
+        dump: the descriptor of a file with the stack of a process whose interpreter is held; None where the
+            system has no such files.
+        clock: by which it measures.
+    """
+
+    def __init__(self, watched: Watch, interval: float, over: threading.Event) -> None:
+        """Prepare, in the thread that trains.
+
+        Args:
+            watched: what that thread tells of itself.
+            interval: seconds between two looks.
+            over: set when that thread is to be looked at no more.
+        """
+        self.watched, self.interval, self.over = watched, interval, over
+        self.clock, self.beat = RunningClock(3 * interval + 1), Beat()
+        self.dump = os.memfd_create("stack") if hasattr(os, "memfd_create") else None
+        self._thread = threading.get_ident()
+
+    def begin(self) -> None:
+        """Count what happens from now on."""
+        self._marked = self._worked = self.clock.now()
+        self._marks, self._work, self._children = self.watched.marks, processes.work(), -1.0
+        self._arm()
+
+    def close(self) -> None:
+        """Close the file of the stack. No look may be under way: another file may get its number."""
+        faulthandler.cancel_dump_traceback_later()
+        if self.dump is not None:
+            os.close(self.dump)
+
+    def look(self) -> None:
+        """Write down what this rank does."""
+        now, marks = self.clock.now(), self.watched.marks
+        if marks != self._marks:
+            self._marks, self._marked = marks, now
+        frame = sys._current_frames().get(self._thread) if now - self._marked > 2 * self.interval else None
+        if frame is not None and stacks.is_debugged(frame):
+            self._marked = now  # a person looks at it
+        age = now - self._marked
+        if self._works(age) and age < hangs.WORKING_FACTOR * self.watched.timeout:
+            self._worked = now
+        self.beat = Beat(
+            number=self.beat.number + 1,
+            step=self.watched.step,
+            phase=self.watched.doing,
+            age=age,
+            idle=now - max(self._marked, self._worked),
+            waits=frame is not None and stacks.waits(frame),
+            counts=dict(self.watched.counts),
+            stack=stacks.shown(frame) if frame is not None else "",
+        )
+        self._arm()
+
+    def _arm(self) -> None:
+        """Let the stack be written if nobody calls this again: if something holds the interpreter, no thread
+        of Python can say where it is."""
+        if self.dump is not None and not self.over.is_set():
+            os.ftruncate(self.dump, 0)
+            os.lseek(self.dump, 0, os.SEEK_SET)
+            faulthandler.dump_traceback_later(self.watched.timeout / 2, file=self.dump)
+
+    def _works(self, age: float) -> bool:
+        """Return whether this process, or one that it started, has computed, read or written since the last
+        look."""
+        work, children = processes.work(), processes.children_seconds() if age > 3 * self.interval else -1.0
+        seconds, moved = work[0] - self._work[0], work[1] - self._work[1]
+        if children >= 0 <= self._children:
+            seconds += children - self._children
+        self._work, self._children = work, children
+        return seconds > BUSY * self.interval or moved > BUSY_BYTES * self.interval
+
+
+class RunningClock:
+    """Seconds in which this process ran. What it slept through, as its machine or all ranks were stopped,
+    hardly counts, so that no rank is blamed for it.
+
+    Args:
+        most: seconds that can pass between two calls.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most, self.last, self.total = most, time.monotonic(), 0.0
+        self.lock = threading.Lock()
+
+    def now(self) -> float:
+        with self.lock:
+            now = time.monotonic()
+            self.total += min(now - self.last, self.most)
+            self.last = now
+            return self.total
