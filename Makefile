@@ -16,7 +16,7 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not long'
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m 'not long'
 
 # Whole runs of the trainer: the commands of its page, hangs, two machines, replays, restarts.
 long: $(INSTALLED)
