@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,6 +49,7 @@ def timed(command: Sequence[str | Path]) -> Run:
         except BaseException:  # Ctrl-C, SIGTERM: nothing may keep writing to a folder that is removed
             os.killpg(launcher.pid, signal.SIGKILL)
             launcher.communicate()
+            _wait_for_group(launcher.pid)
             raise
         if not answer or int(answer[0]) != 0:
             raise CommandFailed(_reason(command, int(answer[0]) if answer else None, errors.fileno()))
@@ -57,6 +60,15 @@ def timed(command: Sequence[str | Path]) -> Run:
 def smallest_peak() -> int:
     """The smallest measurable `Run.peak`, in bytes: the launcher's own pages count (see `launch`)."""
     return timed(["true"]).peak
+
+
+def _wait_for_group(group: int) -> None:
+    """Wait until killed processes have ended: one in the middle of a write ends only after it."""
+    deadline = time.monotonic() + 10
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.01)
 
 
 def _reason(command: Sequence[str | Path], code: int | None, errors: int) -> str:
