@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from ckpttool.errors import FileError
 from train import console
 
+Line = TypeVar("Line")
 
-class HeldLines:
+
+class HeldLines(Generic[Line]):
     """Lines in order. What the disk refuses is held, and written before the next line.
 
     Args:
         write: adds one to the file whole, or raises FileError.
     """
 
-    def __init__(self, write: Callable[[Mapping[str, Any]], object]) -> None:
+    def __init__(self, write: Callable[[Line], object]) -> None:
         self._write = write
-        self._held: list[Mapping[str, Any]] = []
+        self._held: list[Line] = []
 
-    def add(self, entry: Mapping[str, Any]) -> None:
+    def add(self, line: Line) -> None:
         """Add a line; if it can't be written, say so and go on."""
-        self._held.append(entry)
+        self._held.append(line)
         try:
             self.flush()
         except FileError as error:

@@ -9,11 +9,15 @@ import contextlib
 import importlib.util
 import math
 import os
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from functools import partial
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CheckFailed, FileError, UsageFault
+from ckpttool.files.lines import append_record
 from train import log_file
 from train.config import TrainConfig
 from train.file_errors import naming
@@ -89,30 +93,49 @@ class LogFile:
 class TensorBoard:
     """Events for `tensorboard --logdir runs`, in the folder `tensorboard` of a run.
 
+    What a full disk refuses is held, as by `LogFile`. TensorBoard's own writer would end with the thread in
+    which it writes, so its records are made and appended here.
+
     Args:
         folder: the run's folder.
         step: where the run continues; TensorBoard then hides what an interrupted run wrote after it.
     """
 
     def __init__(self, folder: str, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.path = os.path.join(folder, "tensorboard")
-        with naming(self.path):
-            self.writer = SummaryWriter(self.path, purge_step=step + 1 if step else None)
+        self._folder = os.path.join(folder, "tensorboard")
+        place = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in the order of names
+        self._path = os.path.join(self._folder, f"events.out.tfevents.{place}")
+        self._records = HeldLines(self._append)
+        with naming(self._folder):
+            os.makedirs(self._folder, exist_ok=True)
+        self._add(file_version="brain.Event:2")
+        if step:
+            self._add(step=step + 1, session_log={"status": "START"})
 
     def __enter__(self) -> TensorBoard:
         return self
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
-        """Write each number as a scalar at this step. Raise FileError if it can't be written."""
-        with naming(self.path):
-            for tag, value in tagged(entry).items():
-                self.writer.add_scalar(tag, value, step)
-            self.writer.flush()
+        """Write each number as a scalar at this step; if it can't be written, say so and go on."""
+        values = [{"tag": tag, "simple_value": value} for tag, value in tagged(entry).items()]
+        self._add(step=step, summary={"value": values})
 
-    def __exit__(self, *_: object) -> None:
-        self.writer.close()
+    def _add(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = BytesIO()
+        RecordWriter(record).write(Event(wall_time=time.time(), **event).SerializeToString())
+        self._records.add(record.getvalue())
+
+    def _append(self, record: bytes) -> None:
+        with naming(self._folder):
+            append_record(self._path, record)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Raise FileError as `LogFile` does."""
+        with contextlib.suppress(*([FileError] if kind is not None else [])):
+            self._records.flush()
 
 
 class WeightsAndBiases:

@@ -1,4 +1,4 @@
-"""Lines at the end of a file: written whole, or not at all."""
+"""Lines and records at the end of a file: written whole, or not at all."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import os
 
 
 def append(path: str, line: bytes, *, durably: bool = False) -> None:
-    """Add a line to the end of a file, which is made if there is none.
+    """Add a line, given without its line break, as `append_record` does."""
+    append_record(path, line + b"\n", durably=durably)
+
+
+def append_record(path: str, record: bytes, *, durably: bool = False) -> None:
+    """Add bytes to the end of a file, which is made if there is none.
 
     Args:
-        line: without its line break.
-        durably: return only when it is on the disk.
+        record: the bytes.
+        durably: return only when they are on the disk.
 
     Raises:
-        OSError: the disk is full, or failed. What was written of the line is taken back.
+        OSError: the disk is full, or failed. What was written of the record is taken back.
     """
-    left, before = line + b"\n", None
+    left, before = record, None
     try:
         with open(path, "ab", buffering=0) as file:
             before = file.tell()

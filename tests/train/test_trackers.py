@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import json
 import random
+import resource
 import struct
 import sys
 from collections.abc import Iterator
@@ -110,6 +111,25 @@ def test_tensorboard_has_an_entry_before_the_run_ends(tmp_path: Path) -> None:
         for sink in sinks:
             sink.write(STEP, 2)
         assert ("train/loss", 2) in scalars(tmp_path)
+
+
+def test_tensorboard_gets_later_what_a_full_disk_refused(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("tensorboard")
+    with trackers.TensorBoard(str(tmp_path), 0) as events:
+        events.write({"step": 1, "loss": 1.0}, 1)
+        (file,) = (tmp_path / "tensorboard").iterdir()
+        usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, usual[1]))
+        try:
+            events.write({"step": 2, "loss": 2.0}, 2)
+            events.write({"step": 3, "loss": 3.0}, 3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        assert scalars(tmp_path) == {("train/loss", 1): 1.0}
+        events.write({"step": 4, "loss": 4.0}, 4)
+    assert scalars(tmp_path) == {("train/loss", step): float(step) for step in range(1, 5)}
+    warning = f"warning: {tmp_path}/tensorboard: could not be written: file too large; training goes on"
+    assert capsys.readouterr().err.count(warning) == 1
 
 
 def test_a_folder_that_tensorboard_cant_make_is_an_error_that_names_it(tmp_path: Path) -> None:
