@@ -15,8 +15,9 @@ Say = Callable[[str], object]
 
 
 def in_turns(case: Case, rounds: int, say: Say = lambda text: None, *, ready: bool = False) -> Results:
-    """Runs every way once to warm up, then `rounds` times in turns.
+    """Runs every way once to warm up, then `rounds` times in turns, each time beginning with the next way.
 
+    Who comes first may wait for memory that a virtual machine has returned, or find what another gave up.
     The warm-up also compares the outputs of the compared ways with each other: a fast wrong answer is not
     worth a row.
 
@@ -33,7 +34,8 @@ def in_turns(case: Case, rounds: int, say: Say = lambda text: None, *, ready: bo
     results: dict[str, list[Run]] = {way.name: [] for way in case.ways}
     for round in range(rounds):
         say(f"round {round + 1} of {rounds}")
-        for way in case.ways:
+        first = round % len(case.ways)
+        for way in (*case.ways[first:], *case.ways[:first]):
             results[way.name].append(_one(way, memory))
             _remove(way.output)
     return results

@@ -49,7 +49,7 @@ def write(
             Or a numbered name is another's file, which stays; the others are given.
     """
     every = [os.path.join(folder, name) for name in names]
-    foreign = [path for path in every if NUMBERED.fullmatch(os.path.basename(path)) and _is_foreign(path)]
+    foreign = [path for path in every if is_taken(path)]
     paths = [path for path in every if path not in foreign]
     placed = [] if placed is None else placed
     with naming(paths[0]):
@@ -159,6 +159,11 @@ def drop_old(folder: str, keep: int) -> None:
             if keep < 0:
                 os.unlink(entry.path)
                 keep = 0
+
+
+def is_taken(path: str) -> bool:
+    """Return whether a path has a numbered name and what is there is not the trainer's, so it stays."""
+    return NUMBERED.fullmatch(os.path.basename(path)) is not None and _is_foreign(path)
 
 
 def _is_foreign(path: str) -> bool:

@@ -62,8 +62,8 @@ def _end(loaders: list[Any]) -> None:
         end.join(max(0.0, deadline - time.monotonic()))
     for process in (process for one in loaders for process in one._workers):
         process.kill()
-    for end in ends:
-        end.join()
+    for end in ends:  # those that still wait, for the thread that pins memory say, end with the process
+        end.join(PATIENCE)
 
 
 class Batches:

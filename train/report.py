@@ -231,7 +231,7 @@ class Report:
     def _say_end(self, ended_by: str) -> None:
         last, best = (os.path.join(self.folder, name) for name in (LAST, BEST))
         saved = [path for path in (best, last) if os.path.exists(path)]
-        if ended_by:
+        if ended_by and last in saved:
             console.say(f"\nsaved   {last}")
             if best in saved:
                 score = scoring.merit_in_words(self.trainer.task, self.trainer.progress.best)
@@ -249,11 +249,13 @@ class Report:
             console.say(commands.to_paste([*strip, *(["--force"] * os.path.exists(model))]))
             same = commands.flags_of(self.trainer.config) + commands.flags_of_bits(self.trainer.place.device)
             console.say(commands.to_paste(["python", commands.program("evaluate"), model, *same]))
+        elif ended_by:
+            console.say(self.how_to_go_on())
 
     def how_to_go_on(self) -> str:
         """Return the command that continues an interrupted run."""
-        last, place = os.path.join(self.folder, LAST), self.trainer.place
-        if not os.path.exists(last):
+        place = self.trainer.place
+        if not any(os.path.exists(os.path.join(self.folder, name)) for name in (LAST, BEST)):
             return "nothing was saved yet (--save-every N[steps|epochs])"
         spawn = place.world_size if spawning.started_by_spawn() else None
         resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=spawn)

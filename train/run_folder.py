@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from ckpttool.errors import UsageFault
 from ckpttool.files import chain
 from ckpttool.files.temporaries import remove_abandoned
-from train import attempts
+from train import attempts, checkpoint_files
 from train.checkpoint_files import BEST, LAST, LINK, NUMBERED
 from train.config import TrainConfig
 from train.log_file import LOG
@@ -134,7 +134,8 @@ def _unused(folder: str) -> str:
 def _clear(folder: str) -> None:
     """Remove a run's own files from its folder, so that nothing is left of an overwritten run."""
     for path in (*_own_files(folder), *glob.glob(os.path.join(glob.escape(folder), TENSORBOARD))):
-        os.unlink(path)
+        if not checkpoint_files.is_taken(path):
+            os.unlink(path)
 
 
 def _remove_leftovers(folder: str) -> None:

@@ -208,10 +208,7 @@ class Saver:
         if failure is None:
             return
         missing = {*save.names} - {*placed}
-        for name in {
-            LAST,
-            BEST,
-        } & missing:  # no later save is of a numbered one
+        for name in {LAST, BEST} & missing:  # no later save is of a numbered one
             self._failed[name] = failure
         if BEST in missing and self.trainer.progress.best == save.best:
             self.trainer.progress.best = self._best_on_disk  # so that the next better one is written

@@ -61,7 +61,7 @@ def spawn(script: str, arguments: Sequence[str], ranks: int) -> int:
 
 def _end_at_once(number: int, _: object) -> NoReturn:
     """End this process. KeyboardInterrupt would be a traceback, or be lost, as in a callback of an import."""
-    console.note("\ninterrupted")
+    os.write(2, b"\ninterrupted\n")  # print may be at work already
     os._exit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""What a rank makes out about itself, in a thread beside the one that trains: its beats.
+"""What a rank is doing: told by the thread that trains, looked at by another one.
 
 Needs no torch.
 """

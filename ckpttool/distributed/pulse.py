@@ -102,7 +102,7 @@ class Pulse:
     def _send(self) -> None:
         beat, at = self.own.beat, self.watched
         if self.end:
-            beat = dataclasses.replace(beat, step=at.step, phase=at.doing, counts=at.counts)
+            beat = dataclasses.replace(beat, step=at.step, phase=at.doing, counts=dict(at.counts))
             beat = dataclasses.replace(beat, end=self.end, error=self.error)
         self.store.set(self.keys[self.rank], json.dumps(dataclasses.asdict(beat)))
 

@@ -105,7 +105,11 @@ def replacing_folder(path: str, replaced: Replaced, kept: Collection[str] = ()) 
 
 def _check_folder(path: str, target: str, replaced: Replaced, kept: Collection[str]) -> bool:
     """Check that nothing but what is replaced or kept is in the old folder; return whether there is one."""
-    if not _exists(target):
+    try:
+        exists = _exists(target)
+    except OSError as error:
+        raise not_writable(path, error) from error
+    if not exists:
         return False
     if not os.path.isdir(target):
         raise UsageFault(f"{path}: is a file, and the output is a folder", hint="choose another output")
@@ -142,7 +146,7 @@ def _exists(path: str) -> bool:
     """
     try:
         os.lstat(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import os
 import struct
 
 from ..tensors.ref import ByteRange
@@ -36,7 +37,8 @@ def share(data: ByteRange, fd: int, position: int) -> range:
         OSError: the disk is full, or failed.
     """
     start, end = -position % BLOCK, data.nbytes
-    if data.offset + end != data.source.size:  # only the last block of a file may be shared in part
+    # Only the last block of a file may be shared in part, and only as the last of the other file.
+    if data.offset + end != data.source.size or os.fstat(fd).st_size > position + end:
         end -= (position + end) % BLOCK
     if (data.offset - position) % BLOCK or start >= end:
         return range(0)

@@ -61,9 +61,9 @@ def copied(data: ByteRange, position: int, path: Path, tail: bytes = b"tail") ->
 @pytest.mark.parametrize(
     ("offset", "nbytes", "position", "wanted"),
     [
-        (0, 300_001, 0, 300_001),  # whole: the last block in part
+        (0, 300_001, 0, 73 * BLOCK),  # more follows, so not the last block, which the source has in part
         (100, 200_000, 100, 48 * BLOCK - BLOCK),
-        (100, 299_901, 100 + 5 * BLOCK, 300_001 - BLOCK),
+        (100, 299_901, 100 + 5 * BLOCK, 72 * BLOCK),
         (BLOCK, 2 * BLOCK, 0, 2 * BLOCK),
         (BLOCK, 2 * BLOCK + 1, 0, 2 * BLOCK),
         (100, 200_000, 101, 0),
@@ -77,6 +77,13 @@ def test_whole_blocks_at_the_same_place_in_a_block_are_shared(
     data = ByteRange(source, offset, nbytes)
     assert copied(data, position, tmp_path / "out") == CONTENT[offset : offset + nbytes]
     assert sum(shared) == wanted
+
+
+def test_the_last_block_of_both_files_is_shared_in_part(
+    source: Source, tmp_path: Path, shared: list[int]
+) -> None:
+    assert copied(ByteRange(source, 0, 300_001), 0, tmp_path / "out", tail=b"") == CONTENT
+    assert shared == [300_001]
 
 
 @pytest.mark.parametrize("number", sorted(NO_CLONE))

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch._subclasses import FakeTensorMode
 
 import ckpttool
 from ckpttool.analysis.verify import verify
@@ -394,6 +395,18 @@ def test_a_pt_file_is_a_zip_that_others_find_right(source: str, tmp_path: Path) 
     before, after = (torch.load(each, weights_only=False) for each in (path, tmp_path / "out.pt"))
     assert_same(before, after)
     torch.load(tmp_path / "out.pt", mmap=True, weights_only=True)
+
+
+def test_torch_finds_each_storage_without_loading_it(tmp_path: Path) -> None:
+    """Of fake tensors torch keeps the places, which it computes if there is a record `.format_version`."""
+    state = {str(number): torch.full((size,), 1.0) for number, size in enumerate((5, 400_000, 7, 300_000, 9))}
+    out = tmp_path / "a-name-that-is-longer-than-before.pt"
+    ckpttool.save(ckpttool.open(saved(state, tmp_path)), out)
+    with FakeTensorMode():
+        fake = torch.load(out)
+    records = torch._C.PyTorchFileReader(str(out))
+    found = [tensor.untyped_storage()._checkpoint_offset for tensor in fake.values()]
+    assert found == [records.get_record_offset(f"data/{number}") for number in range(len(state))]
 
 
 def test_safetensors_become_a_pt_file_with_checksums(tmp_path: Path) -> None:

@@ -376,10 +376,12 @@ def test_a_folder_that_holds_a_run_is_refused_with_the_flags_to_give(name, tmp_p
 
 
 def test_force_clears_a_runs_own_files_and_no_others(tmp_path):
-    for name in ("last.pt", "best.pt", "log.jsonl", "step-000007.pt", "notes.txt", "step-x.pt"):
+    write_numbered(tmp_path, 7)
+    for name in ("last.pt", "best.pt", "log.jsonl", "notes.txt", "step-x.pt", "step-000008.pt"):
         (tmp_path / name).touch()
+    (tmp_path / "step-000009.pt").mkdir()
     assert claim(TrainConfig(out=str(tmp_path), force=True)) == str(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-x.pt"]
+    assert sorted(os.listdir(tmp_path)) == ["notes.txt", "step-000008.pt", "step-000009.pt", "step-x.pt"]
 
 
 def test_without_out_each_run_has_a_new_folder_named_by_the_time(tmp_path, monkeypatch):

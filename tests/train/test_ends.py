@@ -189,6 +189,10 @@ def test_stop_at_a_step_that_is_done_takes_none_and_is_not_proposed_again(tmp_pa
         said = capsys.readouterr().out
         assert "ended   by --stop-at\nto continue:" in said and "--stop-at " not in said
     assert torch.load(tmp_path / "last.pt", weights_only=True)["progress"]["global_step"] == 5
+    elsewhere = [*given[:-1], str(tmp_path / "b"), "--resume", str(tmp_path / "last.pt"), "--stop-at", "4"]
+    assert main.main(elsewhere) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("nothing was saved yet (--save-every N[steps|epochs])\n") and "saved   " not in said
 
 
 def test_programs_are_proposed_by_a_path_that_works_in_the_working_directory(tmp_path, monkeypatch):

@@ -150,10 +150,7 @@ def test_a_save_waits_for_the_one_before_and_says_so(run_ranks, tmp_path):
     assert len(first) == 2 and first == second
     waited = r"save waited training waited [\d.]+ s in step 2 for the save of step 1"
     assert re.match(waited, first[0])
-    assert sorted(os.listdir(tmp_path)) == [
-        "last.pt",
-        *(numbered(step) for step in (1, 2, 3)),
-    ]
+    assert sorted(os.listdir(tmp_path)) == ["last.pt", *(numbered(step) for step in (1, 2, 3))]
 
 
 def save_where_numbers_are_taken(rank: int, size: int, folder: str) -> list[str]:

@@ -73,7 +73,7 @@ class OneFile(FileSystemWriter):
         return done
 
 
-class _Told:
+class _KeepsError:
     """A file that keeps the first error of its writes."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -91,10 +91,10 @@ class _Told:
 
 def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
     """Save a tensor; raise the full disk or the signal of which torch's C++ writer says nothing."""
-    told = _Told(file)
+    kept = _KeepsError(file)
     try:
-        torch.save(tensor, told)  # type: ignore[arg-type]
+        torch.save(tensor, kept)  # type: ignore[arg-type]
     except RuntimeError:
-        if told.error is None:
+        if kept.error is None:
             raise
-        raise told.error from None
+        raise kept.error from None

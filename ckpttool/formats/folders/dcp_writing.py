@@ -44,7 +44,7 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
     Raises:
         Damaged: a file that the tensors come from became shorter.
         Refused: the tree is no dict, holds objects that only their own code could make, has two paths that
-            are one when joined with dots, or is nested too deeply.
+            are one when joined with dots, or is nested too deeply; or torch's writer failed.
         Unsupported: an element type that this torch does not have.
     """
     from torch.distributed.checkpoint.api import CheckpointException
@@ -63,6 +63,9 @@ def write(checkpoint: Checkpoint, folder: str) -> None:
             save(state, storage_writer=OneFile(folder), planner=planner, no_dist=True)
         except CheckpointException as failed:
             fault = next(fault for fault, _ in failed.failures.values())
+            if isinstance(fault, RuntimeError):  # of torch: it has no memory left, say
+                said = f"torch could not write it as DCP: {str(fault).splitlines()[0]}"
+                raise Refused(checkpoint.path, said) from None
             if not isinstance(fault, ValueError):
                 raise fault from None
             # Two paths that are one when they are joined with dots.

@@ -26,7 +26,6 @@ TELLING = (
 OF_TENSORS = (".safetensors", ".bin", ".pt", ".pth", dcp.ENDING)
 """Name endings of files that an index may name as its own: it can't claim a `notes.txt`."""
 
-
 LEADS_NOWHERE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES}
 """What is said of a file that was removed meanwhile, and of a link that can't be followed."""
 

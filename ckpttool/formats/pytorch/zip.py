@@ -67,7 +67,8 @@ def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
         raise Refused(checkpoint.path, str(error)) from None
     archive = ZipWriter(out, _root_for(name))
     archive.write("data.pkl", pickle)
-    archive.write(".format_version", b"1")
+    # No ".format_version": by it torch takes the places of storages as computed from their sizes, and reads
+    # other bytes where a file is laid out otherwise.
     archive.write(".storage_alignment", b"64")
     archive.write("byteorder", _common_byteorder(checkpoint, storages).encode())
     for key, storage in enumerate(storages):

@@ -34,7 +34,6 @@ DESCRIPTOR, UTF8 = 8, 0x800
 UNREADABLE = 0x1 | 0x20 | 0x40 | 0x2000  # encrypted, a patch, strongly encrypted, headers masked
 ALIGNMENT = 64
 
-
 SHARED = 1 << 20
 """Bytes of a payload for which a place in a block of its own choice is worth up to a block of padding."""
 
