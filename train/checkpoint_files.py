@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
+import stat
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 
 from ckpttool.errors import FileError, UsageFault
 from ckpttool.files.commit import replacing, sync_folder
-from train.file_errors import naming
+from train.file_errors import naming, system_error
 
 LAST, BEST = "last.pt", "best.pt"
 LINK = ".link"
@@ -49,7 +51,8 @@ def write(
             Or a numbered name is another's file, which stays; the others are given.
     """
     every = [os.path.join(folder, name) for name in names]
-    foreign = [path for path in every if is_taken(path)]
+    with naming(every[0]):
+        foreign = [path for path in every if is_taken(path)]
     paths = [path for path in every if path not in foreign]
     placed = [] if placed is None else placed
     with naming(paths[0]):
@@ -168,15 +171,25 @@ def is_taken(path: str) -> bool:
 
 def _is_foreign(path: str) -> bool:
     """Return whether there is something that is not a checkpoint of the trainer: a link, a folder, or no zip
-    whose pickle holds digests and progress."""
-    if not os.path.lexists(path):
+    whose pickle holds digests and progress.
+
+    Raises:
+        OSError: the disk does not tell.
+    """
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return True
+    except FileNotFoundError:
         return False
-    if os.path.islink(path) or not os.path.isfile(path):
-        return True
     try:
         with zipfile.ZipFile(path) as file:
             name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
             begin = file.open(name).read(LONGEST_PICKLE)
-    except Exception:  # another program's file may be anything, and each decompressor has errors of its own
-        return True
+    except (
+        Exception
+    ) as error:  # another program's file may be anything; each decompressor has errors of its own
+        behind = system_error(error)
+        if behind is None or behind.errno in (errno.EINVAL, errno.EACCES, errno.EPERM):
+            return True  # EINVAL: a zip that speaks of a place before its start
+        raise behind from None
     return b"digests" not in begin or b"global_step" not in begin

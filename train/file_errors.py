@@ -24,14 +24,14 @@ def naming(path: str, done: str = "written") -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        behind = _system_error(error)
+        behind = system_error(error)
         reason = (behind.strerror or "").lower() if behind else str(error).splitlines()[0]
         no_space = behind is None or behind.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         hint = "is the disk full?" if no_space else None
         raise FileError(path, f"could not be {done}: {reason}", hint=hint) from error
 
 
-def _system_error(error: BaseException) -> OSError | None:
+def system_error(error: BaseException) -> OSError | None:
     """Return the system's own error, if there is one behind this one."""
     behind: BaseException | None = error
     while behind is not None:

@@ -37,27 +37,40 @@ class Staging:
         with torch.no_grad():
             for tensor in tensors_of(state):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in storages:
-                    storages[storage._cdata] = self._copied(storage, len(storages))
+                is_new = storage._cdata not in storages
+                if is_new:
+                    storages[storage._cdata] = self._buffer(storage, len(storages))
                     on_device.add(tensor.device)
-                copies[id(tensor)] = _as(tensor, storages[storage._cdata])
+                copies[id(tensor)] = copied = _as(tensor, storages[storage._cdata])
+                if is_new and _is_whole(tensor, storage):
+                    copied.copy_(tensor, non_blocking=tensor.is_cuda)
+                elif is_new:
+                    _bytes(storages[storage._cdata]).copy_(_bytes(storage), non_blocking=tensor.is_cuda)
         for device in on_device:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
         del self._buffers[len(storages) :]
         return copy.deepcopy(state, copies)
 
-    def _copied(self, storage: torch.UntypedStorage, number: int) -> torch.UntypedStorage:
-        """Return the copy of a storage, in the buffer of this number if that has the size."""
+    def _buffer(self, storage: torch.UntypedStorage, number: int) -> torch.UntypedStorage:
+        """Return memory for the copy of a storage: the buffer of this number, if that has the size."""
         size, pinned = storage.nbytes(), storage.device.type == "cuda"
         kept = self._buffers[number : number + 1]
         if not kept or kept[0][0].numel() != size or kept[0][1] != pinned:
             kept = [(torch.empty(size, dtype=torch.uint8, pin_memory=pinned), pinned)]
             self._buffers[number : number + 1] = kept
-        buffer, _ = kept[0]
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        buffer.copy_(source, non_blocking=pinned)
-        return buffer.untyped_storage()
+        return kept[0][0].untyped_storage()
+
+
+def _is_whole(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Return whether a tensor's numbers are its whole storage, in order, and copied faster than bytes."""
+    plain = tensor.is_floating_point() and tensor.is_contiguous() and not tensor.is_neg()
+    return plain and tensor.nbytes == storage.nbytes()
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of a storage as a tensor that shares its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
 
 
 def is_on_cpu(state: Any) -> bool:

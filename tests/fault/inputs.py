@@ -42,11 +42,13 @@ def state(seed: int = 0, prefix: str = "module.") -> OrderedDict[str, torch.Tens
 
 
 def training(seed: int = 0) -> dict[str, Any]:
-    """Return a training checkpoint whose optimizer names its parameters."""
+    """Return a checkpoint that the trainer knows for its own; its optimizer names its parameters."""
     named = state(seed)
     momentum = {0: {"momentum_buffer": torch.full((300, 257), 1.5 + seed)}}
     group = {"lr": 0.1, "params": [0], "param_names": ["module.fc.weight"]}
-    return {"model": named, "optimizer": {"state": momentum, "param_groups": [group]}, "epoch": seed}
+    optimizer = {"state": momentum, "param_groups": [group]}
+    own = {"progress": {"global_step": seed}, "digests": {}}
+    return {"model": named, "optimizer": optimizer, "epoch": seed, **own}
 
 
 def _apart(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
