@@ -118,7 +118,8 @@ class TensorBoard:
     def write(self, entry: Mapping[str, Any], step: int) -> None:
         """Write each number as a scalar at this step; if it can't be written, say so and go on."""
         values = [{"tag": tag, "simple_value": value} for tag, value in tagged(entry).items()]
-        self._add(step=step, summary={"value": values})
+        if values:
+            self._add(step=step, summary={"value": values})
 
     def _add(self, **event: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
