@@ -20,6 +20,10 @@ from .threads import cores, cut, in_order
 BUFFER = 1 << 20
 """Bytes moved at a time; whole elements."""
 
+WRITTEN = 1 << 17
+"""Bytes of one write: the kernel takes memory for a file in pieces as large as the write, where it can, and
+large ones are slow to find, above all in a virtual machine."""
+
 SMALL = 1 << 17
 """Bytes that are moved at once: handing them to a thread costs more."""
 
@@ -120,7 +124,7 @@ class Output:
         view = memoryview(data).cast("B") if len(data) else memoryview(b"")
         end = position + len(view)
         while view:
-            done = os.pwrite(self.fd, view, position)
+            done = os.pwrite(self.fd, view[:WRITTEN], position)
             view = view[done:]
             position += done
         if end // FLUSHED > (end - len(data)) // FLUSHED:

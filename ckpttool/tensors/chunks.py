@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from mmap import mmap
 from operator import add, lt, sub
 
 from ..errors import RanksDiffer
@@ -22,7 +24,18 @@ from .values import stream
 MAX_CUTS = 8
 """Dimensions along which a tensor may be cut; device meshes have three or four."""
 
+NOTHING = memoryview(b"")
+
 Index = tuple[int, ...]
+
+
+class _Spare(threading.local):
+    """Memory of one thread, used again and again: new pages cost as much as what is read into them."""
+
+    memory = NOTHING
+
+
+_spare = _Spare()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +187,10 @@ class _Whole:
                 step *= n
             target = out[first : first + nbytes]
         else:
-            target = memoryview(bytearray(nbytes))
+            spare, _spare.memory = _spare.memory, NOTHING  # a part may itself be made of parts
+            if len(spare) < nbytes:
+                spare = memoryview(mmap(-1, nbytes))
+            target = spare[:nbytes]
         _read_into(target, _cut(part.tensor, part.begin, begin, shape))
         if part.copies:
             self._compare(target, part, begin, shape)
@@ -184,6 +200,7 @@ class _Whole:
             box = tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))
             whole = np.frombuffer(out, np.uint8).reshape(*size, self.width)
             whole[box] = np.frombuffer(target, np.uint8).reshape(*shape, self.width)
+            _spare.memory = spare
 
     def _compare(self, values: memoryview, part: Part, begin: Index, shape: Index) -> None:
         other = bytearray(len(values))
