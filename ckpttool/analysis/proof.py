@@ -166,7 +166,7 @@ def _absent(links: list[chain.Link], checkpoints: Mapping[str, int]) -> Iterator
     """Yield what the folder lacks of the checkpoints that the chain tells of."""
     steps = [link.entry["step"] for link in links if link.entry.get("kind") == "checkpoint"]
     if steps and not checkpoints:
-        yield f"none of the {len(steps)} checkpoints of the record is in the folder and whole"
+        yield f"no checkpoint that the record tells of ({len(steps)}) is in the folder and whole"
     elif steps and 0 <= checkpoints.get("last.pt", -1) != steps[-1] and steps[-1] not in checkpoints.values():
         yield f"last.pt is of step {checkpoints['last.pt']}, and the record's last checkpoint of {steps[-1]}"
 

@@ -424,7 +424,7 @@ def test_a_checkpoint_that_a_kill_kept_from_its_place_is_a_note(
     ran = cli("prove", run, "--no-replay")
     assert ran.code == 0, ran.err
     said = "last.pt is of step 6, and the record's last checkpoint of 8"
-    assert (said if before else "none of the 1 checkpoints of the record is in the folder") in ran.err
+    assert (said if before else "no checkpoint that the record tells of (1) is in the folder") in ran.err
     assert "the record has no end" in ran.err
 
 
