@@ -451,9 +451,9 @@ def differing(copied: Path) -> Path:
 def test_ranks_that_differ_are_named_with_every_tensor(differing: Path, tmp_path: Path, cli: Cli) -> None:
     ran = cli("merge", differing, tmp_path / "out.safetensors")
     assert ran.code == 1
-    assert "'model.2.weight' differs between rank 1 and rank 3" in ran.err
+    assert f"error: {differing}: 'model.2.weight' differs between rank 1 and rank 3" in ran.err
     assert "1 other tensor differs too: model.3.running_mean" in ran.err
-    assert "--take-rank" in ran.err
+    assert "hint: take one rank's values: --take-rank 1" in ran.err
     assert not (tmp_path / "out.safetensors").exists()
 
 
@@ -474,15 +474,35 @@ def test_all_names_of_a_tied_tensor_are_named_where_ranks_differ(
     assert {*"abcd"} <= {*ckpttool.open(folder).ranks.replicated}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("command", [("digest",), ("convert", "o.pt"), ("verify",), ("slim", "o.pt")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("digest",),
+        ("convert", "o.pt"),
+        ("slim", "o.pt"),
+        ("disarm", "o.pt"),
+        ("average", "o.pt"),
+    ],
+)
 def test_other_commands_compare_replicas_too(
     command: tuple[str, ...], differing: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ran = cli(command[0], differing, *command[1:])
+    inputs = [differing] * (1 + (command[0] == "average"))
+    ran = cli(command[0], *inputs, *command[1:])
     assert ran.code == 1
+    assert f"error: {differing}: '" in ran.err
     assert "differs between rank" in ran.err
+    assert f"hint: take one rank's values: ckpttool merge {differing} OUT --take-rank 1" in ran.err
     assert not (tmp_path / "o.pt").exists()
+
+
+def test_verify_names_every_tensor_in_which_ranks_differ(differing: Path, cli: Cli) -> None:
+    ran = cli("verify", differing, "--json")
+    assert ran.code == 1
+    found = {problem["name"]: problem["message"] for problem in ran.json["problems"]}
+    assert found.keys() == {"model.2.weight", "model.3.running_mean"}
+    assert found["model.2.weight"].startswith("'model.2.weight' differs between rank 1 and rank 3")
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -507,8 +527,11 @@ def test_files_of_one_process_are_no_ranks(tmp_path: Path) -> None:
 
 def test_reading_alone_tells_that_ranks_differ(differing: Path) -> None:
     state = ckpttool.open(differing).state()
-    with pytest.raises(RanksDiffer, match="differs between rank"):
+    with pytest.raises(RanksDiffer, match="differs between rank") as caught:
         state.load()
+    error = caught.value
+    assert (error.path, error.ranks) == (str(differing), (1, 3))
+    assert error.hint == "take one rank's values: ckpttool.open_ranks(…, take_rank=1)"
 
 
 def test_a_piece_takes_little_memory_while_all_ranks_are_read(tmp_path: Path) -> None:
