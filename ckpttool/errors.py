@@ -161,7 +161,19 @@ class NeedsTorch(UsageFault, ImportError):
 
 
 class RanksDiffer(CkptToolError):
-    """Ranks hold different values where they must be equal; the message names the tensor and the rank."""
+    """Ranks hold different values where they must be equal; the message names the tensor and the rank.
+
+    Attributes:
+        path: the folder, where the values are those that ranks saved; the message begins with it.
+        reason: the message without the path.
+        ranks: two ranks that saved other values; empty where they were not saved.
+    """
 
     kind = "ranks-differ"
     exit_code = 1
+
+    def __init__(
+        self, reason: str, *, path: str | None = None, ranks: tuple[int, ...] = (), hint: str | None = None
+    ) -> None:
+        super().__init__(reason if path is None else f"{path}: {reason}", hint=hint)
+        self.path, self.reason, self.ranks = path, reason, ranks

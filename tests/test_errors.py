@@ -33,6 +33,7 @@ EXAMPLES = [
     errors.UsageFault("--lr"),
     errors.OutputExists("b.pt", hint="--force"),
     errors.RanksDiffer("rank 1"),
+    errors.RanksDiffer("'0.weight' differs", path="ranks", ranks=(0, 1)),
     RankFailed("rank 0 failed"),
     Odd("log", lines=[1, 2]),
 ]

@@ -166,7 +166,7 @@ def _verify(
         running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
         problems += [Problem("code", name, "could run, when loaded without weights_only") for name in running]
     problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
-    problems += [Problem("ranks", name, fault.message) for name, fault in apart.items()]
+    problems += [Problem("ranks", name, fault.reason) for name, fault in apart.items()]
     problems += [Problem("checksum", name, MISMATCH) for name, _ in damaged]
     problems += read.problems
     if finite:

@@ -16,6 +16,7 @@ from ..errors import (
     FileError,
     Mismatch,
     NothingToDo,
+    RanksDiffer,
     Unreadable,
     Unsupported,
     UsageFault,
@@ -104,7 +105,7 @@ def describe(error: BaseException, call: Call) -> tuple[str, str, str | None, in
     """
     hint: str | None
     if isinstance(error, CkptToolError):
-        hint = _extra_of(error.__cause__) or error.hint or _usual_hint(error, call)
+        hint = _extra_of(error.__cause__) or _own_hint(error) or error.hint or _usual_hint(error, call)
         return error.kind, _with_file(error, call), hint, error.exit_code
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else call.command
@@ -136,6 +137,14 @@ def _with_file(error: CkptToolError, call: Call) -> str:
         return error.message
     path = call.paths[0]
     return error.message if error.message.startswith(f"{path}:") else f"{path}: {error.message}"
+
+
+def _own_hint(error: CkptToolError) -> str | None:
+    """Return a command in the place of the library's call that an error's hint names."""
+    if isinstance(error, RanksDiffer) and error.path is not None:
+        take = f"ckpttool merge {shlex.quote(error.path)} OUT --take-rank {error.ranks[0]}"
+        return f"take one rank's values: {take}"
+    return None
 
 
 def _usual_hint(error: CkptToolError, call: Call) -> str:

@@ -167,8 +167,8 @@ def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
     from ..analysis.rank_differences import tensors_that_differ
 
     first, *others = tensors_that_differ(checkpoint).items()
-    message = f"{checkpoint.path}: {first[1]}"
+    message = str(first[1])
     if others:
         verb = "other tensor differs" if len(others) == 1 else "other tensors differ"
         message += f"; {len(others)} {verb} too: {console.names([name for name, _ in others])}"
-    return RanksDiffer(message, hint=first[1].hint)
+    return RanksDiffer(message, hint=f"take one rank's values: --take-rank {first[1].ranks[0]}")

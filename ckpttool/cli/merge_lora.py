@@ -23,7 +23,8 @@ def command(adapter: str, **given: Any) -> None:
     """Add a LoRA adapter to its base model, as PEFT's merge_and_unload does.
 
     BASE is the model's file or folder of shards, ADAPTER the folder that PEFT wrote. Each value is computed
-    in float64 and rounded once to the weight's own type, a few rows at a time. DoRA and other kinds that do
+    in float64 and rounded once to the weight's own type, a few rows at a time; tensors that ADAPTER holds
+    whole take that of the model's, too. DoRA and other kinds that do
     more than add a product are refused by name.
 
     \b
@@ -42,9 +43,14 @@ def command(adapter: str, **given: Any) -> None:
             outcome.fields = {
                 "updated": found.updated,
                 "replaced": found.replaced,
+                "cast": found.cast,
                 "added": found.added,
             }
-            for said, names in (("replaced by the adapter's", found.replaced), ("added", found.added)):
+            for said, names in (
+                ("replaced by the adapter's", found.replaced),
+                ("of other types in the adapter, and cast to the model's", found.cast),
+                ("added", found.added),
+            ):
                 if names:
                     outcome.notes.append(f"{said}: {console.names(names)}")
             return new, outcome

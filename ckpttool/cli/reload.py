@@ -50,13 +50,15 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
     """
     from .. import formats
     from ..models.reloading import reload
-    from ..models.skeleton import skeleton
+    from ..models.skeleton import skeleton, with_values
 
     console = options.console(given)
     started = time.perf_counter()
     with formats.open(given["file"]) as checkpoint, stdout_kept_for_results():
         opened = time.perf_counter()
-        built = skeleton(model)  # may take long, or leave the current folder
+        # Values that the model keeps take part in the forward pass; else none of its own are needed.
+        build = with_values if input_shape and given["allow_missing"] else skeleton
+        built = build(model)  # may take long, or leave the current folder
         seconds = opened - time.perf_counter()
         note_state(console, checkpoint, state)
         allowed = {name: given[name] for name in ("allow_missing", "allow_unexpected")}
@@ -71,7 +73,7 @@ def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, 
         "state": loaded.state,
         "prefix": loaded.prefix,
         "added": loaded.added,
-        "without_values": loaded.without_values,
+        "without_values": _without_values(loaded),
         "parameters": {"loaded": loaded.covered.parameters, "of": loaded.covered.of_parameters},
         "bytes": {"loaded": loaded.covered.nbytes, "of": loaded.covered.of_nbytes},
         "seconds": round(seconds, 4),
@@ -104,6 +106,11 @@ def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
     return list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
 
 
+def _without_values(loaded: Reloaded) -> list[str]:
+    """Return what has no values in the model either: those that are kept lack them in its skeleton alone."""
+    return [name for name in loaded.without_values if name not in loaded.kept]
+
+
 def _line(
     console: Console,
     loaded: Reloaded,
@@ -133,7 +140,7 @@ def _line(
             console.note(f"{said}: {console.names(which)}")
     if loaded.added:
         console.note(f"missing in the file, kept as they are in the model: {show_names(loaded.added)}")
-    if loaded.without_values:
-        names = console.names(loaded.without_values)
+    if without := _without_values(loaded):
+        names = console.names(without)
         console.note(f"on the meta device, without values, as no file holds them: {names}")
     return line + (f"\nforward pass: {list(given)} -> {made}" if given else "")

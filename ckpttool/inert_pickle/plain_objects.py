@@ -37,6 +37,31 @@ def _made(kind: Callable[..., object], *types: type) -> Callable[[Record], str]:
     return text
 
 
+def _of_a_day(kind: Callable[..., object]) -> Callable[[Record], str]:
+    """Return a function that makes a date or time of the day, with its offset from UTC if that is fixed."""
+
+    def text(record: Record) -> str:
+        match record.args:
+            case (bytes(raw),) if not record.has_state:
+                return str(kind(raw))
+            case (bytes(raw), Record() as zone) if not record.has_state:
+                return str(kind(raw, _zone(zone)))
+        raise ValueError
+
+    return text
+
+
+def _zone(record: Record) -> datetime.timezone:
+    """Return a fixed offset; those of named zones are in a data base that each system has its own of."""
+    args = record.args if record.callable == Global("datetime", "timezone") else None
+    match args:
+        case (Record(callable=Global("datetime", "timedelta"), args=tuple(parts)), *_) if all(
+            type(part) is int for part in parts
+        ):
+            return datetime.timezone(datetime.timedelta(*parts))
+    raise ValueError
+
+
 def _fraction(record: Record) -> str:
     match record.args:
         case (str(text),) if re.fullmatch(r"-?[0-9]+(/[0-9]+)?", text):  # an exponent may take hours
@@ -68,8 +93,8 @@ TEXTS: dict[Global, Callable[[Record], str]] = {
     Global("decimal", "Decimal"): _made(decimal.Decimal, str),
     Global("fractions", "Fraction"): _fraction,
     Global("datetime", "date"): _made(datetime.date, bytes),
-    Global("datetime", "time"): _made(datetime.time, bytes),
-    Global("datetime", "datetime"): _made(datetime.datetime, bytes),
+    Global("datetime", "time"): _of_a_day(datetime.time),
+    Global("datetime", "datetime"): _of_a_day(datetime.datetime),
     Global("datetime", "timedelta"): _made(datetime.timedelta, int),
     Global("uuid", "UUID"): _uuid,
     Global("numpy", "dtype"): _element,
@@ -121,8 +146,11 @@ def _is_bare(record: Record) -> bool:
     if record.callable in RECONSTRUCTOR:
         args = record.args
         return isinstance(args, tuple) and len(args) == 3 and args[1] in OBJECT and args[2] is None
-    known = isinstance(record.callable, Global)
-    return known and record.how == "newobj" and record.args == () and not record.kwargs
+    if not isinstance(record.callable, Global) or record.args != () or record.kwargs:
+        return False
+    if record.how == "reduce":  # without contents it may be any function's result
+        return bool(record.has_state or record.elements or record.items)
+    return record.how == "newobj"
 
 
 def _state(record: Record) -> dict[Any, Any] | None:

@@ -75,7 +75,24 @@ def skeleton(spec: str) -> torch.nn.Module:
     except UsageFault:
         model = None  # a constructor that reads values fails without them; any other error comes again below
     if model is None or (isinstance(model, torch.nn.Module) and _lost_values(model)):
-        model = factory.build(spec)
+        return with_values(spec)
+    if not isinstance(model, torch.nn.Module):
+        raise _no_module(spec, model)
+    return model
+
+
+def with_values(spec: str) -> torch.nn.Module:
+    """Build the model that a SPEC names, with the values that its constructor gives it.
+
+    Args:
+        spec: as `factory.build` takes it.
+
+    Raises:
+        UsageFault: `factory.build` raises it, or the factory returns something other than a module.
+    """
+    import torch
+
+    model = factory.build(spec)
     if not isinstance(model, torch.nn.Module):
         raise _no_module(spec, model)
     return model

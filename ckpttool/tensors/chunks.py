@@ -84,7 +84,7 @@ def assembled(
     parts = sorted((part for part in parts if part.tensor.numel), key=lambda part: part.begin)
     if extent(shape) * dtype.itemsize > MAX_BYTES or not _tile(shape, parts):
         raise BadTensor(f"'{name}' of shape {str(list(shape))[:80]} whose chunks are not the whole of it")
-    whole = _Whole(name, dtype.itemsize, shape, parts)
+    whole = _Whole(path, name, dtype.itemsize, shape, parts)
     if origins is None:
         origins = tuple(each.storage for part in parts for each in (part.tensor, *part.copies))
     data = Computed.filling(path, math.prod(shape) * dtype.itemsize, whole.fill)
@@ -150,6 +150,7 @@ def boxes_of(shape: Index, first: int, count: int) -> Iterator[tuple[Index, Inde
 class _Whole:
     """Make the bytes of the whole; the parts are sorted by where they begin."""
 
+    path: str
     name: str
     width: int
     shape: Index
@@ -211,7 +212,9 @@ class _Whole:
                 raise RanksDiffer(
                     f"'{self.name[:80]}' differs between rank {part.ranks[0]} and rank {rank}, "
                     "which should hold the same values",
-                    hint=f"take one rank's values: --take-rank {part.ranks[0]}",
+                    path=self.path,
+                    ranks=(part.ranks[0], rank),
+                    hint=f"take one rank's values: ckpttool.open_ranks(…, take_rank={part.ranks[0]})",
                 )
 
 

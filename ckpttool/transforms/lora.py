@@ -1,7 +1,8 @@
 """Add a LoRA adapter to the model that it was trained on, as PEFT's `merge_and_unload` does.
 
 A weight W of a layer gets W + scale · B·A, with scale = alpha / r, or alpha / √r with rslora; embeddings and
-layers of `fan_in_fan_out` get the transposed product. Source: PEFT's `LoraConfig`, `tuners/lora/layer.py` and
+layers of `fan_in_fan_out` get the transposed product. What the adapter holds whole is copied into the model's
+own, in the model's type. Source: PEFT's `LoraConfig`, `tuners/lora/layer.py` and
 `utils/save_and_load.py`, 0.21.
 """
 
@@ -13,6 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
+from sys import float_info
 from typing import Any
 
 from ..checkpoint.argument import takes_checkpoint
@@ -23,6 +25,7 @@ from ..checkpoint.tensor_likes import require_plain
 from ..errors import Damaged, Refused, Unreadable, Unsupported
 from ..formats.reading import open as open_any
 from ..inert_pickle.values import remade
+from ..tensors.cast import Caster
 from ..tensors.ref import TensorRef
 from .low_rank import Update, updated
 from .selection import replace_state
@@ -53,11 +56,13 @@ class Merged:
     Attributes:
         updated: names of the weights that a product was added to.
         replaced: names of tensors that the adapter holds whole, as `modules_to_save` and biases.
+        cast: those of them that the adapter has in another type than the model, which keeps its own.
         added: names that only the adapter has.
     """
 
     updated: tuple[str, ...]
     replaced: tuple[str, ...]
+    cast: tuple[str, ...]
     added: tuple[str, ...]
 
 
@@ -164,9 +169,11 @@ class _Merging:
         self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
         self._require_places()
         held = state.tensors
+        replaced = tuple(name for name in self.whole if name in held)
         self.report = Merged(
             tuple(self.updates),
-            tuple(name for name in self.whole if name in held),
+            replaced,
+            tuple(name for name in replaced if held[name].dtype is not self.whole[name].dtype),
             tuple(name for name in self.whole if name not in held),
         )
 
@@ -213,13 +220,18 @@ class _Merging:
                     break
         except (AttributeError, re.error):
             raise Damaged(self.path, f"{CONFIG} has a malformed {pattern}") from None
-        if not isinstance(chosen, int | float) or isinstance(chosen, bool) or chosen <= 0:
-            raise Damaged(self.path, f"{CONFIG} says {usual} = {chosen!r:.40}, which is no positive number")
-        return chosen
+        if type(chosen) not in (int, float) or not 0 < chosen <= float_info.max:  # type: ignore[operator]
+            raise Damaged(
+                self.path, f"{CONFIG} says {usual} = {chosen!r:.40}, which is no finite positive number"
+            )
+        return chosen  # type: ignore[return-value]
 
     def _require_places(self) -> None:
         tensors = self.state.tensors
-        saved = tuple(self.config.get("modules_to_save") or ())
+        saved = self.config.get("modules_to_save") or []
+        if not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
+            said = f"modules_to_save = {saved!r:.40}"
+            raise Damaged(self.path, f"{CONFIG} says {said}, which is no list of names")
         for name, update in self.updates.items():
             weight = tensors.get(name)
             if weight is None:
@@ -237,6 +249,9 @@ class _Merging:
                 raise self._misfit(
                     name, f"its shape is {list(tensor.shape)}, and {list(old.shape)} in the model"
                 )
+            types = {each.dtype.name for each in (tensor, old or tensor)}
+            if len(types) > 1 and types - {*FLOATS}:
+                raise self._misfit(name, f"its type is {tensor.dtype.name}, and the model's another")
         changed: dict[tuple[object, ...], str] = {}
         for name in (*self.updates, *(name for name in self.whole if name in tensors)):
             other = changed.setdefault(tensors[name].view, name)
@@ -260,7 +275,9 @@ class _Merging:
             tensors[name].view: updated(self.base, tensors[name], update)
             for name, update in self.updates.items()
         }
-        made |= {tensors[name].view: tensor for name, tensor in self.whole.items() if name in tensors}
+        casters = {tensors[name].dtype: Caster(tensors[name].dtype) for name in self.report.replaced}
+        for name in self.report.replaced:
+            made[tensors[name].view] = casters[tensors[name].dtype].cast(self.whole[name])
 
         def value(key: object, was: object) -> object:
             tensor = tensors.get(str(key))

@@ -201,6 +201,20 @@ def test_tensors_that_stay_without_values_are_said(cli: Any, tmp_path: Path) -> 
     assert cli("reload", tmp_path / "f.pt", "--model", f"{tmp_path}/net.py:Net").err == ""
 
 
+def test_what_the_model_keeps_takes_part_in_the_forward_pass(
+    net: str, state: Any, cli: Any, tmp_path: Path
+) -> None:
+    torch.save({name: value for name, value in state.items() if not name.startswith("3.")}, tmp_path / "f.pt")
+    words = ["reload", tmp_path / "f.pt", "--model", net, "--allow-missing", "3.*"]
+    for more in ([], ["--input-shape", "2,3,5,5"]):
+        ran = cli(*words, *more)
+        assert ran.code == 0, ran.err
+        assert ran.err == "kept as they are in the model: 3.weight, 3.bias\n"
+        data = cli(*words, *more, "--json").json
+        assert (data["missing"], data["without_values"]) == (["3.weight", "3.bias"], [])
+    assert ran.out.splitlines()[-1] == "forward pass: [2, 3, 5, 5] -> [2, 3]"
+
+
 ODD = """
 import os, torch
 from torch import nn

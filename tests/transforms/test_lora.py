@@ -150,6 +150,14 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[CkptToolErr
     "one factor": ({"fc.lora_A.weight": A}, {}, Damaged, "one of both factors of 'fc'"),
     "another rank": (GOOD, {"r": 3}, Damaged, "says rank 3"),
     "no number": (GOOD, {"lora_alpha": "x"}, Damaged, "lora_alpha = 'x'"),
+    "not a number": (GOOD, {"lora_alpha": float("nan")}, Damaged, "lora_alpha = nan, which is no finite"),
+    "no finite number": (GOOD, {"lora_alpha": float("inf")}, Damaged, "lora_alpha = inf, which is no finite"),
+    "a number too large": (GOOD, {"lora_alpha": 10**400}, Damaged, "lora_alpha = 1000.*, which is no finite"),
+    "modules that are no list": (GOOD, {"modules_to_save": 5}, Damaged, "modules_to_save = 5, which is no"),
+    "modules without names": (GOOD, {"modules_to_save": [5]}, Damaged, r"modules_to_save = \[5\], which"),
+    "a type that is not cast": (
+        GOOD | {"fc.bias": torch.ones(5, dtype=torch.int64)}, {}, Refused, "'fc.bias': its type is int64"
+    ),
     "a malformed pattern": (GOOD, {"rank_pattern": {"(": 2}}, Damaged, "malformed rank_pattern"),
     "another layer": (
         {"up.lora_A.weight": A, "up.lora_B.weight": B}, {}, Refused, "'up.weight': the model has no"
@@ -164,11 +172,33 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[CkptToolErr
 @pytest.mark.parametrize("case", WRONG)
 def test_what_can_not_be_added_is_refused_by_name(case: str, tmp_path: Path) -> None:
     tensors, config, error, message = WRONG[case]
-    saved({"fc.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
+    saved({"fc.weight": torch.ones(5, 4), "fc.bias": torch.ones(5)}, tmp_path / "base.pt")
     save_adapter(tmp_path, tensors, **config)
     with pytest.raises(error, match=message):
         merge(tmp_path)
     assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("of_adapter", [torch.float16, torch.float64])
+def test_what_the_adapter_holds_whole_takes_the_model_s_type(of_adapter: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    held = {
+        "head.weight": torch.randn(2, 5).to(of_adapter),
+        "fc.base_layer.bias": torch.randn(5).to(of_adapter),
+    }
+    base = {
+        "fc.weight": torch.ones(5, 4),
+        "fc.bias": torch.ones(5),
+        "head.weight": torch.ones(2, 5).bfloat16(),
+    }
+    saved(base, tmp_path / "base.pt")
+    save_adapter(tmp_path, GOOD | held, modules_to_save=["head"])
+    found = merge(tmp_path)
+    for name, adapter_name in (("head.weight", "head.weight"), ("fc.bias", "fc.base_layer.bias")):
+        assert torch.equal(
+            found[name], base[name].copy_(held[adapter_name])
+        )  # as PEFT's load_state_dict does
+        assert found[name].dtype == base[name].dtype
 
 
 def test_a_folder_without_an_adapter_is_unreadable(tmp_path: Path) -> None:
@@ -190,6 +220,11 @@ def test_the_command_names_what_it_did(cli: Any, tmp_path: Path) -> None:
     assert "replaced by the adapter's: head.weight" in ran.err
     assert load_file(tmp_path / "out.safetensors")["head.weight"].sum() == 0
     data = cli(*words, "--json", "--force").json
+    assert data["cast"] == []
+    state["head.weight"] = state["head.weight"].half()
+    save_file(state, tmp_path / "base.safetensors")
+    ran = cli(*words, "--force")
+    assert "of other types in the adapter, and cast to the model's: head.weight" in ran.err
     assert (data["updated"], data["replaced"], data["added"]) == (["fc.weight"], ["head.weight"], [])
     missing = cli("merge-lora", tmp_path / "base.safetensors", tmp_path / "none", tmp_path / "x.pt")
     assert missing.code == 3

@@ -37,7 +37,8 @@ from .deepspeed_files import candidates as candidates
 from .deepspeed_optimizer import dealt_out, merged
 from .pieces import RankFile, Wholes, require_rank
 from .ranked import whole_of
-from .side_by_side import SideBySide, same
+from .same_values import same
+from .side_by_side import SideBySide
 from .zero import Group, Layout, alone, given_order, joined, parameters_cut, vectors_cut
 
 NAME = "deepspeed-zero"

@@ -16,7 +16,8 @@ from ...inert_pickle.values import Record, in_brief, tensor_of
 from ...tensors.ref import TensorRef
 from .deepspeed_files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, of_optimizer
 from .pieces import RankFile, Wholes
-from .side_by_side import same
+from .same_values import same
+from .steps import Held, Numbers, require_one
 from .zero import Layout, given_order, joined
 
 KEPT = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
@@ -55,6 +56,7 @@ def merged(
     if not any(held):
         return None, left
     state: dict[str, dict[str, object]] = {name: {} for group in names for name in group}
+    numbers = Numbers()
     lean = all(isinstance(each, list) for each in held)  # elastic_checkpoint: a list of states, no settings
     for group, listed in enumerate(names):
         entries = {rank: _entry(files.optims[rank], each, group) for rank, each in kept.items()}
@@ -63,7 +65,8 @@ def merged(
             values = {rank: found[key] for rank, found in entries.items()}
             parts = {rank: part for rank, value in values.items() if (part := tensor_of(value)) is not None}
             if key == "step" or not all(part.shape for part in parts.values()) or len(parts) < len(values):
-                _require_equal(files, key, values)
+                counted = [Held(files.optims[rank], value) for rank, value in sorted(values.items())]
+                require_one(f"'{key[:80]}' of its optimizer", counted, numbers)
                 for name in listed:
                     state[name][key] = _copied(values[min(values)])
                 continue
@@ -106,29 +109,6 @@ def _common_keys(files: Files, entries: Mapping[int, Mapping[str, Any]]) -> list
 
 def _listed(entry: Mapping[str, Any]) -> str:
     return ", ".join(name[:80] for name in sorted(entry)[:8]) or "no state"
-
-
-def _require_equal(files: Files, key: str, values: Mapping[int, object]) -> None:
-    """Check a value that all ranks count alike, as a step: else a file is of another one."""
-    first = min(values)
-    for rank, value in values.items():
-        if not same(value, values[first]):
-            one, other = (_shown(each) for each in (values[first], value))
-            raise Damaged(
-                files.optims[rank].source.path,
-                f"is of another step or run: '{key[:80]}' of its optimizer is {other}, and {one} in "
-                f"{files.optims[first].source.path}",
-                hint=HINT,
-            )
-
-
-def _shown(value: object) -> str:
-    tensor = tensor_of(value)
-    if tensor is None or tensor.dtype.name != "float32" or tensor.numel != 1:
-        return in_brief(value)
-    import struct
-
-    return f"{struct.unpack('<f', tensor.data.read())[0]:g}"
 
 
 def _copied(value: object) -> object:

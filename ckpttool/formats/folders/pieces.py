@@ -118,7 +118,7 @@ class Wholes:
             raises Damaged. Without missing ranks a gap is an error at once.
         world_size: how many ranks there were, for messages.
         take_rank: the rank whose replicas are taken without comparing them with the others'; None compares.
-        replicated: the names of the tensors of which several ranks hold the same piece.
+        replicated: all names of the tensors of which several ranks hold the same piece.
     """
 
     path: str
@@ -127,6 +127,7 @@ class Wholes:
     take_rank: int | None = None
     replicated: list[str] = field(default_factory=list)
     _made: dict[object, TensorRef] = field(default_factory=dict)
+    _of_several: set[int] = field(default_factory=set)
 
     def tensor(
         self, name: str, dtype: DType, shape: Index, pieces: Sequence[Piece], *, flat: bool = False
@@ -154,15 +155,22 @@ class Wholes:
             if flat:
                 found = replace(found, shape=shape, stride=contiguous_stride(shape))
             self._made[key] = found
+            boxes = [(piece.begin, piece.tensor.shape) for piece in pieces if piece.tensor.numel]
+            if len({*boxes}) < len(boxes):
+                self._of_several.add(id(found))
+        self.note(name, self._made[key])
         return self._made[key]
+
+    def note(self, name: str, tensor: TensorRef) -> None:
+        """Count a name of a tensor that was made here, among the replicas if it is one."""
+        if id(tensor) in self._of_several:
+            self.replicated.append(name)
 
     def _joined(self, name: str, dtype: DType, grid: Index, pieces: Sequence[Piece]) -> TensorRef:
         boxes: dict[tuple[Index, Index], list[Piece]] = {}
         for piece in pieces:
             if piece.tensor.numel:
                 boxes.setdefault((piece.begin, piece.tensor.shape), []).append(piece)
-        if any(len(held) > 1 for held in boxes.values()):
-            self.replicated.append(name)
         parts = [self._part(held) for held in boxes.values()]
         if len(parts) == 1 and parts[0].tensor.shape == grid and not parts[0].copies:
             return replace(parts[0].tensor, requires_grad=False)

@@ -4,34 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-from ...checkpoint.dotted_names import dotted
+from ...checkpoint.dotted_names import MAX_NAMES, dotted, named_values
 from ...checkpoint.ranks import HINT
 from ...errors import Damaged, Refused
 from ...inert_pickle.values import LEAVES, MAX_DEPTH, Record, in_brief, remade, tensor_of, with_tensor
 from ...tensors.ref import TensorRef
-from ...tensors.values import MAX_EXPANSION, in_pieces
 from .pieces import Piece, RankFile, Wholes
-from .sharded_values import Sharded, ShardedValues, is_sharded
-
-STEPS = ("step", "steps", "global_step", "global_steps", "iteration", "epoch", "current_epoch")
-"""Keys of numbers that are the same in all files of one save."""
-
-SMALL = 1 << 16
-"""The most bytes of a tensor that `same` reads although its checksum is known."""
-
-BLOCK = 1 << 18
-"""Elements of two tensors that `same` compares at a time."""
+from .same_values import same
+from .sharded_values import Sharded, ShardedValues, is_sharded, unless_sharded
+from .steps import STEPS, Held, Numbers, require_one
 
 Path = tuple[object, ...]
-
-
-class Held(NamedTuple):
-    """What one rank's file has in a place."""
-
-    file: RankFile
-    value: object
 
 
 class SideBySide:
@@ -57,6 +42,7 @@ class SideBySide:
         self._wholes = wholes
         self._files = files
         self._readers = {file.rank: ShardedValues(file.source.path) for file in files}
+        self._numbers = Numbers()
         self._made: dict[tuple[int, ...], object] = {}
         self.left: list[str] = []
 
@@ -77,10 +63,14 @@ class SideBySide:
             return self._merged(path, held)
         if key not in self._made:
             self._made[key] = self._merged(path, held)
+        elif (tensor := tensor_of(self._made[key])) is not None:
+            self._wholes.note(_name(path), tensor)
         return self._made[key]
 
     def _merged(self, path: Path, held: list[Held]) -> object:
         values: list[Any] = [each.value for each in held]
+        if path and path[-1] in STEPS:
+            self._require_one_number(path, held)
         if any(map(is_sharded, values)):
             return self._whole(path, held)
         if any(tensor_of(value) is not None for value in values):
@@ -95,6 +85,7 @@ class SideBySide:
             return items if isinstance(first, list) else tuple(items)
         if kinds == {Record} and isinstance(first, Record) and _alike(values):
             return self._record(path, held, first)
+        self._require_no_pieces(path, held)
         self._compare(path, held)
         return first
 
@@ -116,7 +107,7 @@ class SideBySide:
             self._require_holders(here, held, those)
             if self._common and not _agree(held, those):
                 if key in STEPS:
-                    self._compare(here, those)
+                    self._require_one(here, those)
                 self.left.append(
                     f"'{_name(here)[:80]}' (differs between ranks; merge --take-rank R takes one's)"
                 )
@@ -196,6 +187,35 @@ class SideBySide:
         whole = self._wholes.tensor(name, first.dtype, first.shape, pieces)
         return with_tensor(self._first(held).value, whole)
 
+    def _require_no_pieces(self, path: Path, held: list[Held]) -> None:
+        """Check that values of several forms hold no piece, as no whole would be made of it."""
+        if all(isinstance(each.value, LEAVES) for each in held):
+            return
+        found = {each.file.rank: self._sharded_in(path, each) for each in held}
+        for each in held:
+            for other in held:
+                lacking = found[other.file.rank].keys() - found[each.file.rank].keys()
+                if lacking:
+                    name = next(name for name in found[other.file.rank] if name in lacking)
+                    raise Damaged(
+                        each.file.source.path,
+                        f"lacks '{name[:80]}', of which {other.file.source.path} has a piece",
+                        hint="save it on all ranks, or whole on one of them",
+                    )
+        first, *others = held
+        if found[first.file.rank]:
+            other = next((each for each in others if type(each.value) is not type(first.value)), others[0])
+            raise Damaged(
+                other.file.source.path,
+                f"holds '{_name(path)[:80]}' in another form than {first.file.source.path}, and pieces of "
+                "tensors are in it",
+            )
+
+    def _sharded_in(self, path: Path, held: Held) -> dict[str, object]:
+        """Return the sharded tensors within a value by their names."""
+        named = named_values(held.value, unless_sharded, MAX_NAMES + 64 * held.file.source.size)
+        return {dotted((*map(in_brief, path), *at)): value for at, value in named if is_sharded(value)}
+
     # Everything else
 
     def _compare(self, path: Path, held: list[Held]) -> None:
@@ -205,16 +225,24 @@ class SideBySide:
         if not others:
             return
         if path and path[-1] in STEPS:
-            one, other = in_brief(taken.value), in_brief(others[0].value)
-            if tensor_of(taken.value) and tensor_of(others[0].value):
-                one, other = "another", "one tensor"
-            raise Damaged(
-                others[0].file.source.path,
-                f"is of another save: '{_name(path)[:80]}' is {other}, and {one} in {taken.file.source.path}",
-                hint="take the files of one save, or merge --take-rank R" if self._common else HINT,
-            )
+            self._require_one(path, [taken, *others])
         ranks = ", ".join(str(each.file.rank) for each in others[:8]) + (" …" if others[8:] else "")
         self.left.append(f"'{_name(path)[:80]}' of rank {ranks}, which differs from rank {taken.file.rank}'s")
+
+    def _require_one(self, path: Path, held: Sequence[Held]) -> None:
+        hint = "take the files of one save, or merge --take-rank R" if self._common else HINT
+        require_one(f"'{_name(path)[:80]}'", held, self._numbers, hint=hint)
+
+    def _require_one_number(self, path: Path, held: list[Held]) -> None:
+        """Check those of the values that are numbers."""
+        taken = self._first(held)
+        found = [
+            Held(each.file, number)
+            for each in (taken, *(each for each in held if each is not taken))
+            if (number := self._numbers.of(self._sharded(path, each) or each.value)) is not None
+        ]
+        if found:
+            self._require_one(path, found)
 
 
 def _name(path: Path) -> str:
@@ -237,57 +265,3 @@ def _agree(held: Sequence[Held], those: Sequence[Held]) -> bool:
     if len(those) < len(held):
         return False
     return all(isinstance(each.value, dict) for each in those) or all(same(first, each) for each in others)
-
-
-def same(one: object, other: object) -> bool:
-    """Return whether two values are the same, to the type; NaN is the same as NaN.
-
-    Tensors are by dtype, shape and bytes, on whatever device they were. Of those of more than 64 KiB the
-    checksums are compared instead where both files state them. Those that repeat their elements very often
-    count as different.
-    """
-    stack, seen = [(one, other)], set[tuple[int, int]]()
-    while stack:
-        a, b = stack.pop()
-        if a is b or (id(a), id(b)) in seen:
-            continue
-        seen.add((id(a), id(b)))
-        if type(a) is not type(b):
-            return False
-        if isinstance(a, dict) and isinstance(b, dict):
-            if list(a) != list(b):
-                return False
-            stack.extend(zip(a.values(), b.values(), strict=True))
-        elif isinstance(a, list | tuple) and isinstance(b, list | tuple):
-            if len(a) != len(b):
-                return False
-            stack.extend(zip(a, b, strict=True))
-        elif isinstance(a, Record) and isinstance(b, Record):
-            fields = ("how", "callable", "args", "kwargs", "state", "elements", "items")
-            stack.extend((getattr(a, name), getattr(b, name)) for name in fields)
-        elif isinstance(a, TensorRef) and isinstance(b, TensorRef):
-            if not _same_tensor(a, b):
-                return False
-        elif not (a == b or (a != a and b != b)):
-            return False
-    return True
-
-
-def _same_tensor(one: TensorRef, other: TensorRef) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    both = one, other
-    sums = {each.storage.crc32 for each in both}
-    if one.nbytes > SMALL and None not in sums and all(_is_whole(each) for each in both):
-        return len(sums) == 1
-    if any(each.nbytes > each.storage.nbytes + MAX_EXPANSION for each in both):
-        return False
-    pieces = zip(
-        in_pieces(one, BLOCK * one.dtype.part), in_pieces(other, BLOCK * one.dtype.part), strict=True
-    )
-    return all(a == b for a, b in pieces)
-
-
-def _is_whole(tensor: TensorRef) -> bool:
-    """Return whether a tensor is all of its storage, as the storage lies there."""
-    return tensor.is_plain and tensor.nbytes == tensor.storage.nbytes

@@ -1,53 +1,133 @@
-"""The training step that the optimizers in the files of ranks state."""
+"""The training step that the files of ranks state: one number, in whatever form, in all files of one save."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from ...checkpoint.ranks import HINT
 from ...checkpoint.states import is_optimizer
 from ...errors import Damaged
-from ...inert_pickle.values import tensor_of
+from ...inert_pickle.values import in_brief, tensor_of
 from ...tensors.ref import TensorRef
 from ...tensors.values import stream
 from .pieces import RankFile
+from .same_values import is_whole, same
+from .sharded_values import Sharded
+
+STEPS = ("step", "steps", "global_step", "global_steps", "iteration", "epoch", "current_epoch")
+"""Keys of numbers that are the same in all files of one save."""
+
+Number = int | float
+
+_NAMES = "float64 float32 float16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
+CODES = dict(zip(_NAMES.split(), "dfeqihbQIHB?", strict=True))
+"""How `struct` calls the types that count steps."""
+
+
+class Held(NamedTuple):
+    """What one rank's file has in a place."""
+
+    file: RankFile
+    value: object
+
+
+class Numbers:
+    """Reads the numbers in values: a Python number, or a tensor of one element, whole or a rank's piece.
+
+    Each parameter of an optimizer has its own step, in each rank's file, and nearly all are one number: those
+    of one checksum are read once.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[tuple[str, str, int], Number] = {}
+
+    def of(self, value: object) -> Number | None:
+        """Return the number in a value, NaN and infinities included; None where there is none."""
+        if isinstance(value, int | float):
+            return value
+        if isinstance(value, Sharded) and len(value.pieces) == 1:
+            value = value.pieces[0][1]
+        tensor = tensor_of(value)
+        if tensor is None or tensor.numel != 1 or tensor.dtype.name not in (*CODES, "bfloat16"):
+            return None
+        storage = tensor.storage
+        if storage.crc32 is None or not is_whole(tensor):
+            return _read(tensor)
+        key = tensor.dtype.name, storage.byteorder, storage.crc32
+        if key not in self._read:
+            self._read[key] = _read(tensor)
+        return self._read[key]
+
+
+def _read(tensor: TensorRef) -> Number:
+    raw = b"".join(map(bytes, stream(tensor)))
+    if tensor.dtype.name == "bfloat16":
+        return float(struct.unpack("<f", b"\0\0" + raw)[0])
+    found: Number = struct.unpack(f"<{CODES[tensor.dtype.name]}", raw)[0]
+    return found
+
+
+def require_one(what: str, held: Sequence[Held], numbers: Numbers, *, hint: str = HINT) -> None:
+    """Check what is the same in all files of one save, as a step is: equal numbers, or else equal values.
+
+    Args:
+        what: the value's name, for the message.
+        held: what each file has; at least one.
+        numbers: reads them.
+        hint: of the error.
+
+    Raises:
+        Damaged: a file has another than the first: it is of another save.
+    """
+    first, *others = held
+    wanted = numbers.of(first.value)
+    for each in others:
+        found = numbers.of(each.value)
+        if wanted is None or found is None:
+            if same(first.value, each.value):
+                continue
+        elif found == wanted or (found != found and wanted != wanted):
+            continue
+        there = first.file.source.path
+        said = f"holds other values as {what} than {there}"
+        if not any(_is_unshown(one.value, number) for one, number in ((first, wanted), (each, found))):
+            said = f"{what} is {_shown(each.value, found)}, and {_shown(first.value, wanted)} in {there}"
+        raise Damaged(each.file.source.path, f"is of another save: {said}", hint=hint)
+
+
+def _is_unshown(value: object, number: Number | None) -> bool:
+    return number is None and (tensor_of(value) is not None or isinstance(value, Sharded))
+
+
+def _shown(value: object, number: Number | None) -> str:
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    return in_brief(value if number is None else number)[:80]
 
 
 def step_of(files: Sequence[RankFile]) -> int | None:
     """Return the step that the optimizers of the files state; None where none does.
 
+    Parameters that were left out of some steps have made fewer: a file's step is the largest in it.
+
     Raises:
         Damaged: two files state different ones.
     """
-    stated = [(file, step) for file in files if (step := next(_steps(file.tree), None)) is not None]
-    for file, step in stated:
-        if step != stated[0][1]:
-            first, _ = stated[0]
-            raise Damaged(
-                file.source.path,
-                f"is of step {step}, and {first.source.path} of step {stated[0][1]}",
-                hint=HINT,
-            )
-    return stated[0][1] if stated else None
+    numbers = Numbers()
+    stated = [Held(file, max(steps)) for file in files if (steps := [*_steps(file.tree, numbers)])]
+    if stated:
+        require_one("its optimizer's step", stated, numbers)
+    return int(stated[0].value) if stated else None  # type: ignore[call-overload]
 
 
-def _steps(tree: Any) -> Iterator[int]:
+def _steps(tree: Any, numbers: Numbers) -> Iterator[int]:
     """Yield the steps in a file's optimizers, which lie at its top or one level below."""
-    inside = tree.values() if isinstance(tree, dict) else ()
+    inside: Iterable[Any] = tree.values() if isinstance(tree, dict) else ()
     for optimizer in (each for each in (tree, *inside) if is_optimizer(each)):
         state = optimizer["state"]
         for entry in state.values() if isinstance(state, dict) else ():
-            step = entry.get("step") if isinstance(entry, dict) else None
-            tensor = tensor_of(step)
-            if tensor is not None and not tensor.shape:
-                yield _number(tensor)
-            elif type(step) is int:
-                yield step
-
-
-def _number(tensor: TensorRef) -> int:
-    code = {"float32": "f", "float64": "d", "int64": "q", "int32": "i"}.get(tensor.dtype.name)
-    raw = b"".join(map(bytes, stream(tensor)))
-    return int(struct.unpack(f"<{code}", raw)[0]) if code else int.from_bytes(raw, "little")
+            step = numbers.of(entry.get("step")) if isinstance(entry, dict) else None
+            if isinstance(step, int) or (step is not None and step.is_integer()):  # not NaN
+                yield int(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import shutil
 import tracemalloc
 from collections.abc import Callable
@@ -228,17 +229,71 @@ def test_a_rank_of_another_step_is_named(copied: Path) -> None:
 
     changed(copied / "optim_world_size_4_rank_2.pt", later)
     with pytest.raises(
-        Damaged, match=r"optim_world_size_4_rank_2\.pt: is of step 6, and .*rank_0\.pt of step 1"
+        Damaged,
+        match=r"optim_world_size_4_rank_2\.pt: is of another save: .*step' is 6, and 1 in .*rank_0\.pt",
     ):
         ckpttool.open(copied)
 
 
-def test_a_counter_of_another_save_is_named(placed: Path, tmp_path: Path) -> None:
+COUNTERS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "epoch": (lambda n: n, "4, and 3"),
+    "global_step": (torch.tensor, "4, and 3"),
+    "steps": (lambda n: torch.tensor([n], dtype=torch.bfloat16), "4, and 3"),
+    "iteration": (lambda n: torch.tensor(3.0 if n == 3 else torch.nan), "nan, and 3"),
+    "trainer.1.step": (lambda n: {0: {"step": torch.tensor(3)}, 1: {"step": torch.tensor(n)}}, "4, and 3"),
+}
+
+
+@pytest.mark.parametrize("take", [(), ("--take-rank", 0)])
+@pytest.mark.parametrize("case", COUNTERS)
+def test_a_counter_of_another_save_is_named(
+    case: str, take: tuple[Any, ...], placed: Path, tmp_path: Path, cli: Cli
+) -> None:
     folder = Path(shutil.copytree(placed, tmp_path / "epochs"))
+    made, numbers = COUNTERS[case]
+    key = case.partition(".")[0]
     for rank, path in enumerate(sorted(folder.iterdir())):
-        changed(path, lambda tree, rank=rank: tree.update(epoch=3 if rank < 3 else 4))
-    with pytest.raises(Damaged, match=r"rank_3\.pt: is of another save: 'epoch' is 4, and 3 in .*rank_0\.pt"):
-        ckpttool.open(folder)
+        changed(path, lambda tree, rank=rank: tree.update({key: made(3 if rank < 3 else 4)}))
+    ran = cli("merge", folder, tmp_path / "o.pt", *take)
+    assert ran.code == 3
+    assert re.search(rf"rank_3\.pt: is of another save: '{case}' is {numbers} in .*rank_0\.pt", ran.err)
+
+
+@pytest.mark.parametrize(
+    "step", [float("nan"), float("inf"), torch.tensor(torch.nan), torch.tensor(torch.inf)]
+)
+def test_a_step_that_is_no_number_is_kept(step: Any, placed: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(placed, tmp_path / "steps"))
+    state = {0: {"step": step, "exp_avg": torch.ones(2)}}
+    for path in folder.iterdir():
+        changed(path, lambda tree: tree.update(optimizer={"state": state, "param_groups": [{"params": [0]}]}))
+    ranks = ckpttool.open(folder).ranks
+    assert ranks is not None and ranks.step is None
+    assert str(float(loaded(folder)["optimizer"]["state"][0]["step"])) == str(float(step))
+
+
+FORMS: dict[str, tuple[Callable[[int, Any], Any], str]] = {
+    "None": (lambda rank, piece: None if rank else {"w": piece}, r"rank_1\.pt: lacks 'ema\.w', .*rank_0\.pt"),
+    "lists": (lambda rank, piece: [piece] * (1 + rank // 3), r"rank_0\.pt: lacks 'ema\.1', .*rank_3\.pt"),
+    "types": (
+        lambda rank, piece: [piece] if rank < 3 else (piece,),
+        r"rank_3\.pt: holds 'ema' in another form than .*rank_0\.pt",
+    ),
+}
+
+
+@pytest.mark.parametrize("output", ["o.pt", "o.safetensors"])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_only_some_ranks_hold_a_piece_of_is_named(
+    form: str, output: str, placed: Path, tmp_path: Path, cli: Cli
+) -> None:
+    folder = Path(shutil.copytree(placed, tmp_path / "forms"))
+    held, message = FORMS[form]
+    for rank, path in enumerate(sorted(folder.iterdir())):
+        changed(path, lambda tree, rank=rank: tree.update(ema=held(rank, tree["rows"])))
+    ran = cli("merge", folder, tmp_path / output)
+    assert ran.code == 3
+    assert re.search(message, ran.err), ran.err
 
 
 def test_a_counter_of_another_save_is_named_beside_the_same_numbers(placed: Path, tmp_path: Path) -> None:
@@ -396,21 +451,58 @@ def differing(copied: Path) -> Path:
 def test_ranks_that_differ_are_named_with_every_tensor(differing: Path, tmp_path: Path, cli: Cli) -> None:
     ran = cli("merge", differing, tmp_path / "out.safetensors")
     assert ran.code == 1
-    assert "'model.2.weight' differs between rank 1 and rank 3" in ran.err
+    assert f"error: {differing}: 'model.2.weight' differs between rank 1 and rank 3" in ran.err
     assert "1 other tensor differs too: model.3.running_mean" in ran.err
-    assert "--take-rank" in ran.err
+    assert "hint: take one rank's values: --take-rank 1" in ran.err
     assert not (tmp_path / "out.safetensors").exists()
 
 
-@pytest.mark.parametrize("command", [("digest",), ("convert", "o.pt"), ("verify",), ("slim", "o.pt")])
+def test_all_names_of_a_tied_tensor_are_named_where_ranks_differ(
+    placed: Path, tmp_path: Path, cli: Cli
+) -> None:
+    folder = Path(shutil.copytree(placed, tmp_path / "tied"))
+
+    def tie(tree: Any, rank: int) -> None:
+        tensor, parameter = torch.ones(3) + rank, torch.nn.Parameter(torch.ones(2) * rank)
+        tree.update(a=tensor, b=tensor, c=parameter, d=parameter)
+
+    for rank, path in enumerate(sorted(folder.iterdir())):
+        changed(path, lambda tree, rank=rank: tie(tree, rank))
+    ran = cli("merge", folder, tmp_path / "o.pt")
+    assert "'a' differs between rank 0 and rank 1" in ran.err
+    assert "3 other tensors differ too: b, c, d" in ran.err
+    assert {*"abcd"} <= {*ckpttool.open(folder).ranks.replicated}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("digest",),
+        ("convert", "o.pt"),
+        ("slim", "o.pt"),
+        ("disarm", "o.pt"),
+        ("average", "o.pt"),
+    ],
+)
 def test_other_commands_compare_replicas_too(
     command: tuple[str, ...], differing: Path, cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ran = cli(command[0], differing, *command[1:])
+    inputs = [differing] * (1 + (command[0] == "average"))
+    ran = cli(command[0], *inputs, *command[1:])
     assert ran.code == 1
+    assert f"error: {differing}: '" in ran.err
     assert "differs between rank" in ran.err
+    assert f"hint: take one rank's values: ckpttool merge {differing} OUT --take-rank 1" in ran.err
     assert not (tmp_path / "o.pt").exists()
+
+
+def test_verify_names_every_tensor_in_which_ranks_differ(differing: Path, cli: Cli) -> None:
+    ran = cli("verify", differing, "--json")
+    assert ran.code == 1
+    found = {problem["name"]: problem["message"] for problem in ran.json["problems"]}
+    assert found.keys() == {"model.2.weight", "model.3.running_mean"}
+    assert found["model.2.weight"].startswith("'model.2.weight' differs between rank 1 and rank 3")
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -435,8 +527,11 @@ def test_files_of_one_process_are_no_ranks(tmp_path: Path) -> None:
 
 def test_reading_alone_tells_that_ranks_differ(differing: Path) -> None:
     state = ckpttool.open(differing).state()
-    with pytest.raises(RanksDiffer, match="differs between rank"):
+    with pytest.raises(RanksDiffer, match="differs between rank") as caught:
         state.load()
+    error = caught.value
+    assert (error.path, error.ranks) == (str(differing), (1, 3))
+    assert error.hint == "take one rank's values: ckpttool.open_ranks(…, take_rank=1)"
 
 
 def test_a_piece_takes_little_memory_while_all_ranks_are_read(tmp_path: Path) -> None:
