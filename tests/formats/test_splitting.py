@@ -315,19 +315,56 @@ def test_the_optimizer_keeps_whole_what_it_keeps_of_parameters_that_stay_whole(t
     assert_same(torch.load(merged(tmp_path / "out"), weights_only=True), value)
 
 
-def with_optimizer(**moments: torch.Tensor) -> dict[str, Any]:
-    state = {0: moments}
+def with_optimizer(**moments: Any) -> dict[str, Any]:
+    """Return a checkpoint with a weight and a bias, of which the optimizer keeps something of the first."""
+    return with_state({0: moments})
+
+
+def with_state(state: Any, **group: Any) -> dict[str, Any]:
     return {
-        "model": {"w": torch.ones(4, 3)},
-        "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        "model": {"w": torch.ones(4, 3), "b": torch.ones(3)},
+        "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1], **group}]},
     }
 
+
+W, B = torch.ones(4, 3), torch.ones(3)
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "a moment of another shape": (
         with_optimizer(row=torch.ones(4)),
-        r"keeps 'row' of parameter 0 in shape \[4\]",
+        r"keeps 'row' of parameter 0 in shape \[4\], which no parameter has",
     ),
+    "Adafactor's columns, in the shape of a bias": (
+        with_optimizer(row=torch.ones(4), column=B) | {"model": {"w": W, "b": B, "c": torch.ones(4)}},
+        r"keeps 'column' of parameter 0 in shape \[3\], and something else in \[4\]",
+    ),
+    "a count in the shape of a bias": (
+        with_optimizer(step=torch.ones(1), exp_avg=W) | {"model": {"w": W, "b": torch.ones(1)}},
+        r"keeps 'exp_avg' of parameter 0 in shape \[4, 3\], and something else in \[1\]",
+    ),
+    "more moments than parameters of their shape": (
+        with_state({0: {"row": B}, 1: {"exp_avg": B}}),
+        r"keeps 'exp_avg' of parameter 1 in shape \[3\], which fewer parameters have",
+    ),
+    "a moment of another shape than the parameter of that name": (
+        with_state({"w": {"exp_avg": B}}),
+        r"keeps 'exp_avg' of parameter w in shape \[3\], and the parameter has \[4, 3\]",
+    ),
+    "a moment of another shape than the parameter named in the group": (
+        with_state({0: {"exp_avg": B}}, param_names=["w", "b"]),
+        r"keeps 'exp_avg' of parameter 0 in shape \[3\], and the parameter has \[4, 3\]",
+    ),
+    "moments in a list": (
+        with_optimizer(old_dirs=[W, W]),
+        r"keeps a tensor of shape \[4, 3\] in 'old_dirs' of parameter 0",
+    ),
+    "moments in a dict": (with_optimizer(q={"exp_avg": W}), r"keeps a tensor of shape \[4, 3\] in 'q' of"),
+    "a sparse moment": (
+        with_optimizer(exp_avg=W.to_sparse()),
+        "keeps a tensor that is sparse COO in 'exp_avg' of parameter 0",
+    ),
+    "a moment that is no entry": (with_state({0: W}), r"keeps a tensor of shape \[4, 3\] in 'all' of par"),
+    "an optimizer whose state is a list": (with_state([1]), "'optimizer' has a list for its `state`"),
     "two optimizers": (
         with_optimizer() | {"other": with_optimizer()["optimizer"]},
         "holds 2 optimizers \\('optimizer', 'other'\\)",
@@ -342,6 +379,25 @@ def test_what_can_not_be_cut_is_refused_by_name(case: str, tmp_path: Path) -> No
     with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint, pytest.raises(Refused, match=message):
         ckpttool.split(checkpoint, tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
+
+
+def test_numbers_beside_the_moments_stay_whole(tmp_path: Path) -> None:
+    value = with_optimizer(step=torch.tensor(3.0), exp_avg=W, settings={"scale": torch.tensor(2.0)}, at=[1])
+    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "out", 2)
+    assert_same(torch.load(merged(tmp_path / "out"), weights_only=True), value)
+
+
+@pytest.mark.parametrize(
+    ("part", "left"), [("state_dict.ema", ["net.w", "count"]), ("state_dict.!ema", ["ema.w", "ema.b"])]
+)
+def test_the_other_part_of_a_dict_is_named_as_left_out(part: str, left: list[str], tmp_path: Path) -> None:
+    state = {"net.w": torch.ones(4), "ema.w": torch.ones(4), "ema.b": torch.ones(2), "count": 1}
+    path = saved({"state_dict": state, "epoch": 3}, tmp_path / "in.pt")
+    with ckpttool.open(path) as checkpoint:
+        found = ckpttool.split(checkpoint, tmp_path / "out", 2, state=part)
+    assert found.left_out == tuple(f"state_dict.{name}" for name in left)
+    assert found.repeated == ("epoch",)
 
 
 @pytest.mark.parametrize(
