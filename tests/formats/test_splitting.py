@@ -86,7 +86,9 @@ def test_an_optimizer_by_names_and_a_dcp_folder_go_on_alike(
     folder = tmp_path / "ranks"
     folder.mkdir()
     run_ranks(2, splits.save, str(folder), timeout=90)
-    assert cli("merge", folder, tmp_path / "one.pt").code == 0
+    assert cli("merge", folder, tmp_path / "numbered.pt").code == 0
+    words = ["--to", "names", "--order", "state"]
+    assert cli("optimizer", tmp_path / "numbered.pt", tmp_path / "one.pt", *words).code == 0
     for form in ("dtensor", "dcp"):
         words = ["--device", "cpu"] if form == "dtensor" else []
         ran = cli("split", tmp_path / "one.pt", tmp_path / form, "--ranks", 4, "--as", form, *words)
@@ -485,6 +487,23 @@ def test_safetensors_and_folders_split_too(tmp_path: Path) -> None:
         with ckpttool.open(source) as checkpoint:
             ckpttool.split(checkpoint, tmp_path / f"out{number}", 3)
         assert ckpttool.digest(tmp_path / f"out{number}") == ckpttool.digest(path)
+
+
+@pytest.mark.parametrize("form", ["dtensor", "dcp"])
+def test_a_wrapper_s_prefix_is_noted_with_the_command_that_strips_it(
+    form: str, cli: Any, tmp_path: Path
+) -> None:
+    path = saved({"model": {"module.w": torch.ones(4), "module.b": torch.ones(2)}}, tmp_path / "in.pt")
+    words = ["--ranks", 2, "--as", form]
+    ran = cli("split", path, tmp_path / "a", *words)
+    assert ran.code == 0
+    command = f"ckpttool strip-prefix {path} OUT --prefix module., then split OUT"
+    assert (
+        f"2 of 2 keys begin with 'module.', and those of a model under fully_shard do not: {command}"
+        in ran.err
+    )
+    assert cli("strip-prefix", path, tmp_path / "out.pt").code == 0
+    assert "strip-prefix" not in cli("split", tmp_path / "out.pt", tmp_path / "b", *words).err
 
 
 def test_the_command_says_what_was_cut_and_what_was_not(cli: Any, tmp_path: Path) -> None:
