@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from ckpttool.tensors.ref import TensorRef
 from ckpttool.tensors.values import stream
 from tests.ranks import splits
 from tests.support.comparing import assert_same
+from tests.support.running import ROOT
 from tests.support.saved import saved
 
 RunRanks = Callable[..., Any]
@@ -107,6 +110,65 @@ def test_a_mesh_with_a_name_takes_files_for_that_name(run_ranks: RunRanks, tmp_p
     with ckpttool.open(saved(splits.Tied().state_dict(), tmp_path / "in.pt")) as checkpoint:
         ckpttool.split(checkpoint, tmp_path / "out", 2, device="cpu", axis="fsdp")
     run_ranks(2, splits.load_named, f"{tmp_path}/out", "fsdp", timeout=60)
+
+
+# The commands of docs/distributed.md, from a framework's folder to one file and to another number of ranks.
+
+PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+
+
+def commands_of(row: str) -> list[str]:
+    """Return the commands of the row of the page's table that begins so."""
+    (line,) = re.findall(rf"^\| {row}.*$", PAGE, re.MULTILINE)
+    return re.findall(r"`ckpttool ([^`]+)`", line)
+
+
+def follow(cli: Any, commands: list[str]) -> None:
+    """Run commands of the page for four ranks, which train on the CPU, in this folder."""
+    for command in commands:
+        words = shlex.split(command.replace("--ranks 8", "--ranks 4"))
+        ran = cli(*words, *(["--device", "cpu"] if "dtensor" in words else []))
+        assert ran.code == 0, ran.err
+
+
+def test_the_page_s_commands_for_verl_write_what_verl_loads(
+    run_ranks: RunRanks, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoint" / "actor").mkdir(parents=True)
+    run_ranks(2, splits.save_as_verl, f"{tmp_path}/checkpoint/actor", timeout=60)
+    follow(cli, commands_of("verl with"))
+    assert cli("convert", "run.safetensors", "run.pt").code == 0
+    run_ranks(4, splits.load_as_verl, f"{tmp_path}/actor", f"{tmp_path}/run.pt", timeout=60)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["its calls of torch", "its functions"])
+def test_the_page_s_commands_for_accelerate_write_what_accelerate_loads(
+    real: bool, run_ranks: RunRanks, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if real:
+        pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    for name in ("checkpoint-100", "new"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, partial(splits.save_as_accelerate, real=real), f"{tmp_path}/checkpoint-100", timeout=60)
+    follow(cli, commands_of("accelerate and"))
+    assert cli("convert", "run.safetensors", "run.pt").code == 0
+    load = partial(splits.load_as_accelerate, real=real)
+    run_ranks(4, load, f"{tmp_path}/new", f"{tmp_path}/run.pt", timeout=60)
+
+
+def test_the_page_s_commands_for_accelerate_write_weights_alone_too(
+    run_ranks: RunRanks, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("checkpoint-100", "new"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, partial(splits.save_as_accelerate, real=False), f"{tmp_path}/checkpoint-100", timeout=60)
+    commands = re.findall(r"^    ckpttool ((?:add-prefix|convert) .*)$", PAGE, re.MULTILINE)
+    follow(cli, ["merge checkpoint-100 model.safetensors", *commands])
+    weights = f"{tmp_path}/model.safetensors"
+    run_ranks(4, splits.load_weights_as_accelerate, f"{tmp_path}/new", weights, timeout=60)
 
 
 # In one process.
