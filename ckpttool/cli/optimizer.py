@@ -72,7 +72,8 @@ def command(to: str, model: str | None, order: Literal["state", "model"] | None,
         }
         outcome = Outcome(done, fields=fields)
         if found.ordered:
-            whose = "the model" if model and order != "state" else "the file's state"
+            either = "the model or the file's state, whichever fits"
+            whose = {"model": "the model", "state": "the file's state", None: either}[order]
             outcome.notes.append(f"it names no parameters: they were taken in the order of {whose}")
         if found.absent:
             count = counted(len(found.absent), "parameter", "parameters")

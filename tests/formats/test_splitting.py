@@ -540,6 +540,27 @@ def test_a_dry_run_writes_nothing_and_knows_the_sizes(tmp_path: Path) -> None:
         assert ckpttool.split(checkpoint, tmp_path / "out", 3) == dry
 
 
+@pytest.mark.filterwarnings("ignore")  # torch wonders at a load without a process group
+def test_an_optimizer_whose_names_are_not_certain_stays_numbered_in_dcp(cli: Any, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    def trained(factor: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        optimizer = torch.optim.Adam([*model[1].parameters(), *model[0].parameters()])
+        (model(torch.ones(2, 3)).sum() * factor).backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(1)
+    value = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    ran = cli("split", saved(value, tmp_path / "in.pt"), tmp_path / "out", "--ranks", 2, "--as", "dcp")
+    assert ran.code == 0
+    assert "ckpttool optimizer INPUT NAMED --to names --order state" in ran.err
+    found = {"optimizer": trained(2)[1].state_dict()}
+    dcp.load(found, checkpoint_id=f"{tmp_path}/out")
+    assert_same(found["optimizer"], value["optimizer"])
+
+
 def test_safetensors_and_folders_split_too(tmp_path: Path) -> None:
     path = saved({"w": torch.rand(5, 3), "b": torch.rand(5)}, tmp_path / "in.pt")
     with ckpttool.open(path) as checkpoint:
