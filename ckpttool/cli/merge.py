@@ -115,7 +115,7 @@ def _merged(
                 f"no file says how many ranks there were; those of {len(ranks.held)} were found"
             )
     if named:
-        checkpoint = with_names(checkpoint, outcome)
+        checkpoint = with_names(checkpoint, outcome, "OUTPUT")
     if dtype:
         to = target(dtype.lower())
         checkpoint, report = cast(checkpoint, to, state=state)
@@ -124,8 +124,14 @@ def _merged(
     return checkpoint, outcome
 
 
-def with_names(checkpoint: Checkpoint, outcome: Outcome) -> Checkpoint:
-    """Return a checkpoint whose optimizer is keyed by names, if they are certain; else note it."""
+def with_names(checkpoint: Checkpoint, outcome: Outcome, file: str) -> Checkpoint:
+    """Return a checkpoint whose optimizer is keyed by names, if they are certain; else note how to name it.
+
+    Args:
+        checkpoint: what is written.
+        outcome: gets the note.
+        file: what a command would name that takes the optimizer with numbers: `INPUT` or `OUTPUT`.
+    """
     from ..transforms.optimizer import to_names
 
     try:
@@ -134,8 +140,8 @@ def with_names(checkpoint: Checkpoint, outcome: Outcome) -> Checkpoint:
         pass
     except Refused as fault:
         outcome.notes.append(
-            f"{fault.reason}: it stays keyed by numbers, which one process loads too; for names: ckpttool "
-            "optimizer OUTPUT NAMED --to names --model SPEC"
+            f"{fault.reason}: it stays keyed by numbers, which one process loads too; for names, if it lists "
+            f"parameters in the state's order: ckpttool optimizer {file} NAMED --to names --order state"
         )
     return checkpoint
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     metavar="SPEC",
     help="Put the parameters in the order of this model: torchvision:resnet18, file.py:factory(n=10).",
 )
-def command(to: str, model: str | None, **given: Any) -> None:
+@click.option(
+    "--order",
+    type=click.Choice(["state", "model"]),
+    help="An optimizer without names lists its parameters in the order of the file's state, or of --model.",
+)
+def command(to: str, model: str | None, order: Literal["state", "model"] | None, **given: Any) -> None:
     """Key the state of every optimizer in a file by parameter names, or by torch's indices.
 
     torch keys it by index and loads it by position, so a model whose layers are in another order silently
@@ -36,12 +41,15 @@ def command(to: str, model: str | None, **given: Any) -> None:
     parameters as an optimizer of that model does, group by group.
 
     Which parameter is which is known from the names in the file (param_names), or from the model's state in
-    it if the shapes allow only one answer. Anything else is refused: no parameter or group is guessed, added
-    or dropped. The rest of the file stays as it is.
+    it if the shapes allow only one answer, whatever the order. Anything else is refused, unless you say in
+    which order the optimizer lists its parameters: that of model.parameters() with --model, or of the file's
+    state with --order state. An optimizer that was given the new layers first lists them in neither. No
+    parameter or group is added or dropped. The rest of the file stays as it is.
 
     \b
     Examples:
       ckpttool optimizer last.pt named.pt --to names
+      ckpttool optimizer run.pt named.pt --to names --order state
       ckpttool optimizer last.pt fitting.pt --to names --model torchvision:resnet18
     """
     from ..transforms.optimizer import to_indices, to_names
@@ -51,13 +59,22 @@ def command(to: str, model: str | None, **given: Any) -> None:
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         change = to_names if to == "names" else to_indices
-        new, found = change(checkpoint, parameters=parameters, state=given["state"])
+        new, found = change(checkpoint, parameters=parameters, state=given["state"], order=order)
         what = counted(len(found.optimizers), "optimizer", "optimizers")
         done = f"keyed {what} of {counted(found.parameters, 'parameter', 'parameters')} by {to}"
         if found.moved:
             done += f", {found.moved} moved"
-        fields = {"optimizers": found.optimizers, "parameters": found.parameters, "moved": found.moved}
+        fields = {
+            "optimizers": found.optimizers,
+            "parameters": found.parameters,
+            "moved": found.moved,
+            "ordered": found.ordered,
+        }
         outcome = Outcome(done, fields=fields)
+        if found.ordered:
+            either = "the model or the file's state, whichever fits"
+            whose = {"model": "the model", "state": "the file's state", None: either}[order]
+            outcome.notes.append(f"it names no parameters: they were taken in the order of {whose}")
         if found.absent:
             count = counted(len(found.absent), "parameter", "parameters")
             outcome.notes.append(f"{count} of the model are in no optimizer: {console.names(found.absent)}")

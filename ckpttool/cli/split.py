@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -57,10 +58,14 @@ def command(
     them once torch.distributed.tensor is imported. As dcp, torch.distributed.checkpoint.load reads the folder
     on any number of ranks; the optimizer is keyed by names, where they are certain.
 
+    The keys must be those of the model alone, without a wrapper's prefix. A run of train/ keeps them as
+    DistributedDataParallel has them, so strip the prefix first.
+
     \b
     Examples:
-      ckpttool split last.pt ranks/ --ranks 4 --as dtensor
-      ckpttool split last.pt folder/ --ranks 4 --as dcp
+      ckpttool strip-prefix last.pt run.pt
+      ckpttool split run.pt ranks/ --ranks 4 --as dtensor
+      ckpttool split run.pt folder/ --ranks 4 --as dcp
     """
     if form == "dcp":
         _as_dcp(ranks, {"--device": device, "--axis": axis, "--whole": whole}, given)
@@ -80,9 +85,25 @@ def _as_dcp(ranks: int, others: dict[str, Any], given: dict[str, Any]) -> None:
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         outcome = Outcome("wrote for any number of ranks", of_state=False, fields={"ranks": ranks})
-        return with_names(checkpoint, outcome), outcome
+        outcome.notes.extend(_wrappers(checkpoint, given["state"]))
+        return with_names(checkpoint, outcome, "INPUT"), outcome
 
     rewrite({**given, "shard_size": None, "device": None}, transform, to=dcp.NAME)
+
+
+def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
+    """Return a note on a wrapper's prefix that the keys carry; none if they carry none."""
+    from ..transforms.wrappers import found_prefixes
+
+    state = checkpoint.found_state() if where is None else checkpoint.state(where)
+    found = found_prefixes(state.tensors, state.versions)[:1] if state is not None else []
+    path = shlex.quote(checkpoint.path)
+    return [
+        f"{each.keys} of {each.of} keys begin with '{each.prefix}', and those of a model under fully_shard "
+        f"do not: ckpttool strip-prefix {path} OUT --prefix {each.prefix}, then split OUT"
+        for each in found
+        if each.certain
+    ]
 
 
 def _as_dtensors(
@@ -95,10 +116,13 @@ def _as_dtensors(
     settings = {name: given[name] for name in ("state", "verify", "force", "dry_run")}
     with formats.open(given["input"]) as checkpoint, console.bar("writing") as bar:
         note_state(console, checkpoint, given["state"])
+        wrappers = _wrappers(checkpoint, given["state"])
         if console.draws:
             settings |= {"progress": bar.add, "expect": bar.expect}
         found = split(checkpoint, given["output"], ranks, device=device, axis=axis, whole=whole, **settings)
     seconds = time.perf_counter() - started
+    for note in wrappers:
+        console.note(note)
     for said, names in (
         ("whole on every rank, as buffers are (--whole adds others)", found.whole),
         ("the same in extra_state of every rank", found.repeated),

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dotted_names import Path, dotted
-from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
+from ..checkpoint.rebuilt_tensors import with_plain_tensor
 from ..checkpoint.states import BUFFERS, is_optimizer
 from ..checkpoint.tensor_likes import require_plain
 from ..errors import Damaged, FileError, NothingToDo, Refused
@@ -19,6 +19,7 @@ from ..inert_pickle.values import remade
 from ..tensors.ref import TensorRef
 from .folders.dtensor_records import Shards
 from .reading import open as open_any
+from .split_optimizer import SplitOptimizer
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 
@@ -77,74 +78,41 @@ class SplitPlan:
         )
         if not self.sharded:
             raise NothingToDo(f"{path}: no tensor would be cut: each is a buffer, without axes or named")
-        self.optimizer = self._only_optimizer()
-        self.keys_whole = self._keys_whole(patterns)
+        self.optimizer = self._only_optimizer(asked=bool(patterns))
         self.extra = self._without_both()
-        self._require_shapes()
 
-    def _only_optimizer(self) -> tuple[Path, dict[Any, Any]] | None:
+    def _only_optimizer(self, *, asked: bool) -> SplitOptimizer | None:
         tree = self.checkpoint.tree
         if not isinstance(tree, dict) or not self.state.path:
             return None
-        found = [((str(key),), value) for key, value in tree.items() if is_optimizer(value)]
+        found = [(str(key), value) for key, value in tree.items() if is_optimizer(value)]
         if len(found) > 1:
-            names = ", ".join(f"'{dotted(path)}'" for path, _ in found)
+            names = ", ".join(f"'{name}'" for name, _ in found)
             raise Refused(
                 self.checkpoint.path,
                 f"holds {len(found)} optimizers ({names}), and a rank has one file for one",
                 hint="leave one out first: ckpttool convert IN OUT --drop NAME",
             )
-        return found[0] if found else None
-
-    def _keys_whole(self, patterns: tuple[str, ...]) -> set[object]:
-        """Return the keys under which the optimizer keeps parameters that stay whole."""
-        if not patterns or self.optimizer is None:
-            return set()
-        optimizer, names = self.optimizer[1], dict[object, str]()
-        for group in optimizer["param_groups"] if isinstance(optimizer.get("param_groups"), list) else ():
-            named = group.get("param_names") if isinstance(group, dict) else None
-            names |= zip(group["params"], named, strict=False) if isinstance(named, list) else ()
-        state = optimizer["state"] if isinstance(optimizer["state"], dict) else {}
-        found = {key: key if isinstance(key, str) else names.get(key) for key in state}
-        unknown = [key for key, name in found.items() if name not in self.state.tensors]
-        if unknown:
-            raise Refused(
-                self.checkpoint.path,
-                f"the optimizer does not say whether its parameter {unknown[0]!s:.80} stays whole",
-                hint="name its parameters first: ckpttool optimizer IN OUT --to names --model SPEC",
-            )
-        cut = {*self.sharded}
-        return {key for key, name in found.items() if name not in cut}
+        if not found:
+            return None
+        name, value = found[0]
+        tensors, path = self.state.tensors, self.checkpoint.path
+        return SplitOptimizer(path, (name,), value, tensors, self.sharded, asked=asked)
 
     def _without_both(self) -> dict[Any, Any]:
         """Return what is neither the model's state nor the optimizer, in its dicts."""
-        taken = [self.state.path, *([self.optimizer[0]] if self.optimizer else [])]
+        taken = [self.state.path, *([self.optimizer.path] if self.optimizer else [])]
         tree = self.checkpoint.tree
         for path in taken:
             tree = _without(tree, path) if path else {}
         return tree if isinstance(tree, dict) else {}
 
-    def _require_shapes(self) -> None:
-        """Check that what the optimizer keeps of parameters has their shapes, so that it is cut like them."""
-        shapes = {self.state.tensors[name].shape for name in self.sharded}
-        for key, kept, tensor in self._moments():
-            if tensor.shape and tensor.shape not in shapes:
-                raise Refused(
-                    self.checkpoint.path,
-                    f"the optimizer keeps '{kept}' of parameter {key!s:.80} in shape {list(tensor.shape)}, "
-                    "which no parameter has: how ranks cut it is unknown",
-                    hint="leave the optimizer out: ckpttool slim writes the model's state alone",
-                )
-
-    def _moments(self) -> Iterator[tuple[object, object, TensorRef]]:
-        state = self.optimizer[1]["state"] if self.optimizer else {}
-        for key, entry in state.items() if isinstance(state, dict) else ():
-            if key in self.keys_whole:
-                continue
-            for kept, value in entry.items() if isinstance(entry, dict) else ():
-                tensor = plain_tensor(value)
-                if tensor is not None:
-                    yield key, kept, tensor
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What no file holds: the rest of a dict that the state is a part of, attributes, unread values."""
+        above = f"{dotted(self.state.path)}." if self.state.path else ""
+        beside = self.checkpoint.outside(replace(self.state, path=()))
+        return (*(f"{above}{name}" for name in beside), *self.checkpoint.unread)
 
     def files(self, *, ranks: int, device: str, axis: str | None) -> Files:
         """Yield each file's name with what goes into it, rank by rank."""
@@ -152,7 +120,7 @@ class SplitPlan:
             shards = Shards(self.checkpoint.path, rank, ranks, device, axis)
             trees: dict[str, object] = {MODEL: self._model(shards)}
             if self.optimizer:
-                trees[OPTIMIZER] = self._optimizer(shards, self.optimizer[1])
+                trees[OPTIMIZER] = self.optimizer.of_rank(shards)
             if self.extra:
                 trees[EXTRA] = self.extra
             for kind, tree in trees.items():
@@ -172,27 +140,12 @@ class SplitPlan:
 
         return remade(container, ((key, value(str(key), old)) for key, old in container.items()))
 
-    def _optimizer(self, shards: Shards, optimizer: Mapping[Any, Any]) -> object:
-        def kept(key: object, entry: Any) -> object:
-            if not isinstance(entry, dict) or key in self.keys_whole:
-                return entry
-            pairs = ((name, moment(f"{key!s:.80}.{name}", value)) for name, value in entry.items())
-            return remade(entry, pairs)
-
-        def moment(name: str, value: object) -> object:
-            tensor = plain_tensor(value)
-            return shards.record(name, tensor) if tensor is not None and tensor.shape else value
-
-        state = optimizer["state"]
-        new = remade(state, ((key, kept(key, entry)) for key, entry in state.items()))
-        return remade(dict(optimizer), (optimizer | {"state": new}).items())  # type: ignore[operator]
-
     # The result
 
     def work(self, ranks: int, *, verify: bool, dry: bool) -> int:
         """Return about the number of bytes that progress will come to."""
         nbytes = {name: tensor.nbytes for name, tensor in self.state.tensors.items()}
-        cut = sum(nbytes[name] for name in self.sharded) + sum(each.nbytes for *_, each in self._moments())
+        cut = sum(nbytes[name] for name in self.sharded) + (self.optimizer.nbytes if self.optimizer else 0)
         repeated = (sum(nbytes.values()) - sum(nbytes[name] for name in self.sharded)) * ranks
         return 0 if dry else cut + repeated + 2 * verify * sum(nbytes.values())
 
@@ -221,10 +174,9 @@ class SplitPlan:
     def report(self, path: str, ranks: int, sizes: Mapping[str, int]) -> Split:
         """Return what was written."""
         whole = tuple(name for name in self.state.tensors if name not in {*self.sharded})
-        where = dotted(self.optimizer[0]) if self.optimizer else None
-        repeated = tuple(map(str, self.extra))
-        left = self.checkpoint.unread
-        return Split(path, ranks, (*sizes,), sum(sizes.values()), self.sharded, whole, where, repeated, left)
+        where = dotted(self.optimizer.path) if self.optimizer else None
+        nbytes, repeated = sum(sizes.values()), tuple(map(str, self.extra))
+        return Split(path, ranks, (*sizes,), nbytes, self.sharded, whole, where, repeated, self.left_out)
 
 
 def _is_buffer(name: str, tensor: TensorRef) -> bool:

@@ -3,8 +3,9 @@
 torch numbers the parameters through all groups, keys the state by these numbers, and loads by index alone.
 By name, `state` has parameter names for keys and each group lists names as its `params`:
 `torch.distributed.checkpoint` calls them fully qualified names. Both forms hold the same. One can be made
-from the other when it is known which parameter is which: from the names in the file (`param_names`), or from
-the model's state in it, when only one assignment fits the shapes of the momentum.
+from the other when it is known which parameter is which: from the names in the file (`param_names`), from the
+model's state in it, when only one assignment in any order fits the shapes of the momentum, or by the user's
+word that the optimizer lists its parameters in the order of that state or of a live model.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dotted_names import contents, dotted
 from ..checkpoint.states import is_optimizer
-from ..errors import NothingToDo, Refused
+from ..errors import NothingToDo, Refused, UsageFault
 from ..inert_pickle.values import remade
-from .optimizer_parameters import ParameterSource, check_shape
+from .optimizer_parameters import Order, ParameterSource, check_shape
 from .optimizer_slots import FLAT, BadOptimizer, Shape, Slot, entry_of, slots, without_prefix
 
 
@@ -32,12 +33,14 @@ class Rekeyed:
         parameters: the number of parameters in all of them.
         moved: how many of these are at another place than before.
         absent: parameters of the live model that no optimizer keeps.
+        ordered: those optimizers whose parameters were taken in an order, on the caller's word.
     """
 
     optimizers: tuple[str, ...]
     parameters: int
     moved: int
     absent: tuple[str, ...] = ()
+    ordered: tuple[str, ...] = ()
 
 
 def to_names(
@@ -45,23 +48,27 @@ def to_names(
     *,
     parameters: Mapping[str, Sequence[int]] | None = None,
     state: str | None = None,
+    order: Order | None = None,
 ) -> tuple[Checkpoint, Rekeyed]:
     """Return a checkpoint whose optimizers are keyed by the names of parameters.
 
     Args:
         checkpoint: the checkpoint; it stays as it is.
         parameters: name -> shape of a live model's parameters, in the order of `named_parameters()`. Each
-            group is put in this order. It also decides which parameter is which when neither the file's own
-            names nor its state do.
+            group is put in this order.
         state: dotted path of the model's state whose parameters they are; every state is tried when None.
+        order: what an optimizer without names is taken to list its parameters in the order of, if its shapes
+            leave it open: the file's `state`, or the live `model`. None: the live model, unless the file's
+            state has another order that fits too; without a live model it is refused.
 
     Raises:
         NothingToDo: there is no optimizer, or all are keyed by names in this order.
         Refused: it is unknown which parameter is which, or the momentum's shapes or the live model contradict
             what is known. Nothing is guessed, added or dropped.
+        UsageFault: `order` is `model`, and there are no `parameters`.
         NoState: there is no state at `state`.
     """
-    return _rekeyed(checkpoint, parameters, state, by_name=True)
+    return _rekeyed(checkpoint, parameters, state, order, by_name=True)
 
 
 def to_indices(
@@ -69,6 +76,7 @@ def to_indices(
     *,
     parameters: Mapping[str, Sequence[int]] | None = None,
     state: str | None = None,
+    order: Order | None = None,
 ) -> tuple[Checkpoint, Rekeyed]:
     """Return a checkpoint whose optimizers are keyed by numbers, as torch keys them: undo `to_names`.
 
@@ -78,23 +86,28 @@ def to_indices(
             group is put in this order, so that an optimizer whose groups are made by the same rule from that
             model gives each parameter its own momentum. The order stays when None.
         state: dotted path of the model's state whose parameters they are; every state is tried when None.
+        order: as in `to_names`.
 
     Raises:
         NothingToDo: there is no optimizer, or all are keyed by numbers in this order.
         Refused: it is unknown which parameter is which, or the momentum's shapes or the live model contradict
             what is known. Nothing is guessed, added or dropped.
+        UsageFault: `order` is `model`, and there are no `parameters`.
         NoState: there is no state at `state`.
     """
-    return _rekeyed(checkpoint, parameters, state, by_name=False)
+    return _rekeyed(checkpoint, parameters, state, order, by_name=False)
 
 
 def _rekeyed(
     checkpoint: Checkpoint,
     parameters: Mapping[str, Sequence[int]] | None,
     state: str | None,
+    order: Order | None,
     *,
     by_name: bool,
 ) -> tuple[Checkpoint, Rekeyed]:
+    if order == "model" and parameters is None:
+        raise UsageFault("the order of a model needs the model", hint="give it: --model SPEC")
     found = [(dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value)]
     if not found:
         raise NothingToDo(
@@ -102,14 +115,15 @@ def _rekeyed(
             hint=f"see what is in it: ckpttool inspect {shlex.quote(checkpoint.path)}",
         )
     live = None if parameters is None else {name: tuple(shape) for name, shape in parameters.items()}
-    source = ParameterSource(checkpoint, live, state)
+    source = ParameterSource(checkpoint, live, state, order)
     changed: dict[int, object] = {}
-    kept, moved, keeping = 0, 0, set[str]()
+    kept, moved, keeping, ordered = 0, 0, set[str](), list[str]()
     for where, optimizer in found:
         assert isinstance(optimizer, dict)
         try:
             old = slots(optimizer)
-            named = source.named(old, needed=by_name or live is not None)
+            named, in_order = source.named(old, needed=by_name or live is not None)
+            ordered += [where] if in_order else []
             new, names = (named, set[str]()) if live is None else _in_order(named, live)
             keeping |= names
             moved += _moved(named, new, optimizer)
@@ -124,7 +138,7 @@ def _rekeyed(
         raise NothingToDo(f"{checkpoint.path}: its optimizer is keyed by {form} in this order already")
     absent = tuple(name for name in live or () if name not in keeping)
     new_file = checkpoint.rebuilt(lambda value: changed.get(id(value), value))
-    return new_file, Rekeyed(tuple(where for where, _ in found), kept, moved, absent)
+    return new_file, Rekeyed(tuple(where for where, _ in found), kept, moved, absent, (*ordered,))
 
 
 def _in_order(groups: list[list[Slot]], live: Mapping[str, Shape]) -> tuple[list[list[Slot]], set[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,20 +20,53 @@ class _Way(NamedTuple):
     name: str = ""
 
 
-def assignments(
+def by_shapes(
+    places: Sequence[Shape | None], parameters: Sequence[tuple[str, Shape]]
+) -> list[tuple[str, ...]]:
+    """Return the ways to assign parameters to the places of an optimizer, in any order: none, one, or two.
+
+    Args:
+        places: the shape of the momentum at each place; None for a place without momentum, which fits any.
+        parameters: (name, shape); those that fit nowhere may be left out.
+
+    Returns:
+        For each way the names at all places; two of several.
+    """
+    # Of a choice between parameters, the one takes the first and the other the last.
+    ways = [_first_fit(places, order) for order in (parameters, parameters[::-1])]
+    return [*dict.fromkeys(way for way in ways if way is not None)]
+
+
+def _first_fit(
+    places: Sequence[Shape | None], parameters: Sequence[tuple[str, Shape]]
+) -> tuple[str, ...] | None:
+    free: dict[Shape, deque[str]] = defaultdict(deque)
+    for name, shape in parameters:
+        free[shape].append(name)
+    try:
+        taken = [None if shape is None else free[shape].popleft() for shape in places]
+    except IndexError:
+        return None
+    used = {*taken}
+    others = iter([name for name, _ in parameters if name not in used])
+    names = [next(others, None) if name is None else name for name in taken]
+    return None if None in names else tuple(map(str, names))
+
+
+def in_order(
     groups: Sequence[Sequence[Shape | None]], parameters: Sequence[tuple[str, Shape]]
 ) -> list[tuple[str, ...]]:
-    """Return the ways to assign parameters to the places of an optimizer: none, one, or two of several.
+    """Return the ways to assign parameters to an optimizer that lists those of each group in their order.
 
-    Each group is assumed to list its parameters in the model's order, as in every script that goes through
-    `named_parameters()` once and sorts them into groups.
+    Scripts make such an optimizer that go through `named_parameters()` once and sort them into groups. One
+    that puts the new layers first is another, and nothing in its state tells: whoever asks must know.
 
     Args:
         groups: the shape of the momentum at each place; None for a place without momentum, which fits any.
         parameters: (name, shape) in the model's order; those that fit nowhere may be left out.
 
     Returns:
-        For each way the names at all places, group after group.
+        For each way the names at all places, group after group: none, one, or two of several.
     """
     spare = len(parameters) - sum(map(len, groups))
     reached: dict[tuple[int, ...], list[_Way]] = {(0,) * len(groups): [_Way()]}

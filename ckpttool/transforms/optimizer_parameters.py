@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dotted_names import dotted
 from ..checkpoint.states import BUFFERS
 from ..inert_pickle.values import PARAMETER, Record, tensor_of
-from .optimizer_assignment import assignments
+from .optimizer_assignment import by_shapes, in_order
 from .optimizer_slots import BadOptimizer, Shape, Slot, without_prefix
 
 FLOATING = ("float", "bfloat", "complex")
 """How the names of element types begin that parameters may have."""
+
+
+Order = Literal["state", "model"]
+"""Whose order an optimizer lists its parameters in: that of the file's state, or of the live model."""
 
 
 class ParameterSource:
@@ -22,18 +27,27 @@ class ParameterSource:
         checkpoint: the file with the optimizer.
         live: name -> shape of a live model's parameters; None without one.
         state: dotted path of the model's state to ask; every state is asked when None.
+        order: the user's word that an optimizer without names lists its parameters in this order. When None,
+            a live model is that word, unless the file's state has them in another order that fits as well.
 
     Raises:
         NoState: there is no state at `state`.
     """
 
-    def __init__(self, checkpoint: Checkpoint, live: Mapping[str, Shape] | None, state: str | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        live: Mapping[str, Shape] | None,
+        state: str | None,
+        order: Order | None = None,
+    ) -> None:
         where = [state] if state is not None else [dotted(path) for path in checkpoint.states()]
         self.live = live
+        self.order = order
         self.states = [_parameters(checkpoint, path, live) for path in where]
 
-    def named(self, groups: list[list[Slot]], *, needed: bool) -> list[list[Slot]]:
-        """Return the same slots with the names of their parameters.
+    def named(self, groups: list[list[Slot]], *, needed: bool) -> tuple[list[list[Slot]], bool]:
+        """Return the same slots with the names of their parameters, and whether an order was taken for them.
 
         Args:
             groups: the slots of each group.
@@ -45,17 +59,45 @@ class ParameterSource:
         """
         if all(slot.name is not None for group in groups for slot in group):
             self._check(groups)
-            return groups
+            return groups, False
         if not needed:
-            return groups
-        found: dict[tuple[str, ...], None] = {}
-        for candidates in self.states or ([list(self.live.items())] if self.live else []):
-            ways = assignments([[slot.shape for slot in group] for group in groups], candidates)
-            found.update(dict.fromkeys(ways))
+            return groups, False
+        shapes = [[slot.shape for slot in group] for group in groups]
+        found, ordered = self._by_shapes(shapes), False
+        if len(found) > 1 and (self.order or self.live):
+            found, ordered = self._in_order(shapes), True
         if len(found) != 1:
-            raise BadOptimizer(_unnamed(bool(found), bool(self.states or self.live)), hint=HINT)
-        names = iter(next(iter(found)))
-        return [[slot._replace(name=next(names)) for slot in group] for group in groups]
+            raise self._unnamed(several=bool(found), ordered=ordered)
+        names = iter(found[0])
+        return [[slot._replace(name=next(names)) for slot in group] for group in groups], ordered
+
+    def _by_shapes(self, groups: list[list[Shape | None]]) -> list[tuple[str, ...]]:
+        flat = [shape for group in groups for shape in group]
+        lists = self.states or ([list(self.live.items())] if self.live else [])
+        return [*dict.fromkeys(way for candidates in lists for way in by_shapes(flat, candidates))]
+
+    def _in_order(self, groups: list[list[Shape | None]]) -> list[tuple[str, ...]]:
+        """Return the ways that fit the order that was asked for, under the names that the file has."""
+        live = [list(self.live.items())] if self.live else []
+        lists = {"state": self.states, "model": live, None: [*self.states, *live]}[self.order]
+        found: dict[tuple[str, ...], tuple[str, ...]] = {}
+        for way in (way for candidates in lists for way in in_order(groups, candidates)):
+            found.setdefault(tuple(without_prefix(way, self.live or {})), way)
+        return [*found.values()]
+
+    def _unnamed(self, *, several: bool, ordered: bool) -> BadOptimizer:
+        what, hint = "names no parameters, and", None
+        if not self.states and not self.live:
+            return BadOptimizer(f"{what} the file has no model's state that would", hint=MODEL)
+        if ordered and several and self.order is None and self.states:
+            why = "the file's state and the model list them in orders that both fit, or in no single one"
+            return BadOptimizer(f"{what} {why}", hint=ORDER)
+        if ordered:
+            which = "more than one assignment" if several else "no assignment"
+            return BadOptimizer(f"{what} {which} in that order fits the shapes of the momentum")
+        hint = f"{MODEL}; {ORDER}" if several else "--state WHERE says which state is meant"
+        which = "more than one assignment" if several else "no assignment"
+        return BadOptimizer(f"{what} {which} of the state's tensors fits", hint=hint)
 
     def _check(self, groups: list[list[Slot]]) -> None:
         """Refuse names whose momentum has another shape than the tensor of that name in the same file."""
@@ -67,15 +109,8 @@ class ParameterSource:
                 return
 
 
-HINT = "--model SPEC gives the parameters if the file does not; --state WHERE says which state is meant"
-
-
-def _unnamed(several: bool, asked: bool) -> str:
-    if not asked:
-        return "names no parameters, and the file has no model's state that would"
-    if several:
-        return "names no parameters, and more than one assignment of the state's tensors fits"
-    return "names no parameters, and no assignment of the state's tensors fits"
+MODEL = "--model SPEC takes them in the order of that model's parameters"
+ORDER = "--order state takes them in the order of the file's state, --order model in that of --model"
 
 
 def _parameters(

@@ -36,6 +36,8 @@ def prepare(folder: Path, example: str) -> None:
     optimizer = torch.optim.SGD(net.named_parameters(), 0.1).state_dict()
     wrapped = {f"module.{key}": value for key, value in net.state_dict().items()}
     torch.save({"model": wrapped, "optimizer": optimizer, "epoch": 1}, folder / "last.pt")
+    numbered = torch.optim.SGD(net.parameters(), 0.1).state_dict()
+    torch.save({"model": net.state_dict(), "optimizer": numbered}, folder / "run.pt")
     torch.save({f"backbone.{key}": value for key, value in net.state_dict().items()}, folder / "model.pt")
     torch.save(net.state_dict(), folder / "model.bin")
     save_file(net.state_dict(), folder / "model.safetensors")

@@ -36,8 +36,9 @@ def path(tmp_path: Path) -> Path:
 
 def test_to_names_and_back_keeps_everything_else(path: Path, cli: Cli) -> None:
     named, back = path.with_name("named.pt"), path.with_name("back.pt")
-    ran = cli("optimizer", path, named, "--to", "names")
+    ran = cli("optimizer", path, named, "--to", "names", "--order", "state")
     assert ran.code == 0, ran.err
+    assert "it names no parameters: they were taken in the order of the file's state" in ran.err
     assert ran.out.startswith(f"keyed 1 optimizer of 4 parameters by names -> {named} (")
     assert list(torch.load(named, weights_only=True)["optimizer"]["state"]) == [
         *("a.weight", "a.bias", "b.weight", "b.bias")
@@ -49,8 +50,12 @@ def test_to_names_and_back_keeps_everything_else(path: Path, cli: Cli) -> None:
 def test_the_order_of_another_model(path: Path, cli: Cli) -> None:
     out = path.with_name("out.pt")
     spec = f"{path.with_name('nets.py')}:make(order='ba')"
-    ran = cli("optimizer", path, out, "--to", "indices", "--model", spec, "--json")
+    ran = cli("optimizer", path, out, "--to", "indices", "--model", spec)
+    assert ran.code == 3
+    assert "orders that both fit" in ran.err and "--order state" in ran.err
+    ran = cli("optimizer", path, out, "--to", "indices", "--model", spec, "--order", "state", "--json")
     assert (ran.code, ran.json["moved"], ran.json["parameters"]) == (0, 4, 4)
+    assert ran.json["ordered"] == ["optimizer"]
     before, after = (torch.load(each, weights_only=True)["optimizer"]["state"] for each in (path, out))
     for old, new in enumerate((2, 3, 0, 1)):
         assert torch.equal(before[old]["momentum_buffer"], after[new]["momentum_buffer"])
@@ -60,7 +65,7 @@ def test_the_order_of_another_model(path: Path, cli: Cli) -> None:
 
 def test_everything_stays_in_safetensors_too(path: Path, cli: Cli) -> None:
     out = path.with_name("out.safetensors")
-    assert cli("optimizer", path, out, "--to", "names").code == 0
+    assert cli("optimizer", path, out, "--to", "names", "--order", "state").code == 0
     assert cli("optimizer", out, path.with_name("back.pt"), "--to", "indices").code == 0
     assert cli("diff", path, path.with_name("back.pt")).code == 0
 
@@ -76,5 +81,6 @@ def test_what_can_not_be_known_is_exit_3_and_a_file_without_an_optimizer_exit_1(
 
 
 def test_a_state_can_be_named(path: Path, cli: Cli) -> None:
-    assert cli("optimizer", path, path.with_name("out.pt"), "--to", "names", "--state", "model").code == 0
+    words = ["--to", "names", "--order", "state", "--state", "model"]
+    assert cli("optimizer", path, path.with_name("out.pt"), *words).code == 0
     assert "epoch" in torch.load(path.with_name("out.pt"), weights_only=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from ckpttool.tensors.ref import TensorRef
 from ckpttool.tensors.values import stream
 from tests.ranks import splits
 from tests.support.comparing import assert_same
+from tests.support.running import ROOT
 from tests.support.saved import saved
 
 RunRanks = Callable[..., Any]
@@ -86,7 +89,9 @@ def test_an_optimizer_by_names_and_a_dcp_folder_go_on_alike(
     folder = tmp_path / "ranks"
     folder.mkdir()
     run_ranks(2, splits.save, str(folder), timeout=90)
-    assert cli("merge", folder, tmp_path / "one.pt").code == 0
+    assert cli("merge", folder, tmp_path / "numbered.pt").code == 0
+    words = ["--to", "names", "--order", "state"]
+    assert cli("optimizer", tmp_path / "numbered.pt", tmp_path / "one.pt", *words).code == 0
     for form in ("dtensor", "dcp"):
         words = ["--device", "cpu"] if form == "dtensor" else []
         ran = cli("split", tmp_path / "one.pt", tmp_path / form, "--ranks", 4, "--as", form, *words)
@@ -105,6 +110,65 @@ def test_a_mesh_with_a_name_takes_files_for_that_name(run_ranks: RunRanks, tmp_p
     with ckpttool.open(saved(splits.Tied().state_dict(), tmp_path / "in.pt")) as checkpoint:
         ckpttool.split(checkpoint, tmp_path / "out", 2, device="cpu", axis="fsdp")
     run_ranks(2, splits.load_named, f"{tmp_path}/out", "fsdp", timeout=60)
+
+
+# The commands of docs/distributed.md, from a framework's folder to one file and to another number of ranks.
+
+PAGE = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+
+
+def commands_of(row: str) -> list[str]:
+    """Return the commands of the row of the page's table that begins so."""
+    (line,) = re.findall(rf"^\| {row}.*$", PAGE, re.MULTILINE)
+    return re.findall(r"`ckpttool ([^`]+)`", line)
+
+
+def follow(cli: Any, commands: list[str]) -> None:
+    """Run commands of the page for four ranks, which train on the CPU, in this folder."""
+    for command in commands:
+        words = shlex.split(command.replace("--ranks 8", "--ranks 4"))
+        ran = cli(*words, *(["--device", "cpu"] if "dtensor" in words else []))
+        assert ran.code == 0, ran.err
+
+
+def test_the_page_s_commands_for_verl_write_what_verl_loads(
+    run_ranks: RunRanks, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoint" / "actor").mkdir(parents=True)
+    run_ranks(2, splits.save_as_verl, f"{tmp_path}/checkpoint/actor", timeout=60)
+    follow(cli, commands_of("verl with"))
+    assert cli("convert", "run.safetensors", "run.pt").code == 0
+    run_ranks(4, splits.load_as_verl, f"{tmp_path}/actor", f"{tmp_path}/run.pt", timeout=60)
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["its calls of torch", "its functions"])
+def test_the_page_s_commands_for_accelerate_write_what_accelerate_loads(
+    real: bool, run_ranks: RunRanks, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if real:
+        pytest.importorskip("accelerate")
+    monkeypatch.chdir(tmp_path)
+    for name in ("checkpoint-100", "new"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, partial(splits.save_as_accelerate, real=real), f"{tmp_path}/checkpoint-100", timeout=60)
+    follow(cli, commands_of("accelerate and"))
+    assert cli("convert", "run.safetensors", "run.pt").code == 0
+    load = partial(splits.load_as_accelerate, real=real)
+    run_ranks(4, load, f"{tmp_path}/new", f"{tmp_path}/run.pt", timeout=60)
+
+
+def test_the_page_s_commands_for_accelerate_write_weights_alone_too(
+    run_ranks: RunRanks, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("checkpoint-100", "new"):
+        (tmp_path / name).mkdir()
+    run_ranks(2, partial(splits.save_as_accelerate, real=False), f"{tmp_path}/checkpoint-100", timeout=60)
+    commands = re.findall(r"^    ckpttool ((?:add-prefix|convert) .*)$", PAGE, re.MULTILINE)
+    follow(cli, ["merge checkpoint-100 model.safetensors", *commands])
+    weights = f"{tmp_path}/model.safetensors"
+    run_ranks(4, splits.load_weights_as_accelerate, f"{tmp_path}/new", weights, timeout=60)
 
 
 # In one process.
@@ -315,19 +379,56 @@ def test_the_optimizer_keeps_whole_what_it_keeps_of_parameters_that_stay_whole(t
     assert_same(torch.load(merged(tmp_path / "out"), weights_only=True), value)
 
 
-def with_optimizer(**moments: torch.Tensor) -> dict[str, Any]:
-    state = {0: moments}
+def with_optimizer(**moments: Any) -> dict[str, Any]:
+    """Return a checkpoint with a weight and a bias, of which the optimizer keeps something of the first."""
+    return with_state({0: moments})
+
+
+def with_state(state: Any, **group: Any) -> dict[str, Any]:
     return {
-        "model": {"w": torch.ones(4, 3)},
-        "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        "model": {"w": torch.ones(4, 3), "b": torch.ones(3)},
+        "optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": [0, 1], **group}]},
     }
 
+
+W, B = torch.ones(4, 3), torch.ones(3)
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "a moment of another shape": (
         with_optimizer(row=torch.ones(4)),
-        r"keeps 'row' of parameter 0 in shape \[4\]",
+        r"keeps 'row' of parameter 0 in shape \[4\], which no parameter has",
     ),
+    "Adafactor's columns, in the shape of a bias": (
+        with_optimizer(row=torch.ones(4), column=B) | {"model": {"w": W, "b": B, "c": torch.ones(4)}},
+        r"keeps 'column' of parameter 0 in shape \[3\], and something else in \[4\]",
+    ),
+    "a count in the shape of a bias": (
+        with_optimizer(step=torch.ones(1), exp_avg=W) | {"model": {"w": W, "b": torch.ones(1)}},
+        r"keeps 'exp_avg' of parameter 0 in shape \[4, 3\], and something else in \[1\]",
+    ),
+    "more moments than parameters of their shape": (
+        with_state({0: {"row": B}, 1: {"exp_avg": B}}),
+        r"keeps 'exp_avg' of parameter 1 in shape \[3\], which fewer parameters have",
+    ),
+    "a moment of another shape than the parameter of that name": (
+        with_state({"w": {"exp_avg": B}}),
+        r"keeps 'exp_avg' of parameter w in shape \[3\], and the parameter has \[4, 3\]",
+    ),
+    "a moment of another shape than the parameter named in the group": (
+        with_state({0: {"exp_avg": B}}, param_names=["w", "b"]),
+        r"keeps 'exp_avg' of parameter 0 in shape \[3\], and the parameter has \[4, 3\]",
+    ),
+    "moments in a list": (
+        with_optimizer(old_dirs=[W, W]),
+        r"keeps a tensor of shape \[4, 3\] in 'old_dirs' of parameter 0",
+    ),
+    "moments in a dict": (with_optimizer(q={"exp_avg": W}), r"keeps a tensor of shape \[4, 3\] in 'q' of"),
+    "a sparse moment": (
+        with_optimizer(exp_avg=W.to_sparse()),
+        "keeps a tensor that is sparse COO in 'exp_avg' of parameter 0",
+    ),
+    "a moment that is no entry": (with_state({0: W}), r"keeps a tensor of shape \[4, 3\] in 'all' of par"),
+    "an optimizer whose state is a list": (with_state([1]), "'optimizer' has a list for its `state`"),
     "two optimizers": (
         with_optimizer() | {"other": with_optimizer()["optimizer"]},
         "holds 2 optimizers \\('optimizer', 'other'\\)",
@@ -342,6 +443,25 @@ def test_what_can_not_be_cut_is_refused_by_name(case: str, tmp_path: Path) -> No
     with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint, pytest.raises(Refused, match=message):
         ckpttool.split(checkpoint, tmp_path / "out", 2)
     assert not (tmp_path / "out").exists()
+
+
+def test_numbers_beside_the_moments_stay_whole(tmp_path: Path) -> None:
+    value = with_optimizer(step=torch.tensor(3.0), exp_avg=W, settings={"scale": torch.tensor(2.0)}, at=[1])
+    with ckpttool.open(saved(value, tmp_path / "in.pt")) as checkpoint:
+        ckpttool.split(checkpoint, tmp_path / "out", 2)
+    assert_same(torch.load(merged(tmp_path / "out"), weights_only=True), value)
+
+
+@pytest.mark.parametrize(
+    ("part", "left"), [("state_dict.ema", ["net.w", "count"]), ("state_dict.!ema", ["ema.w", "ema.b"])]
+)
+def test_the_other_part_of_a_dict_is_named_as_left_out(part: str, left: list[str], tmp_path: Path) -> None:
+    state = {"net.w": torch.ones(4), "ema.w": torch.ones(4), "ema.b": torch.ones(2), "count": 1}
+    path = saved({"state_dict": state, "epoch": 3}, tmp_path / "in.pt")
+    with ckpttool.open(path) as checkpoint:
+        found = ckpttool.split(checkpoint, tmp_path / "out", 2, state=part)
+    assert found.left_out == tuple(f"state_dict.{name}" for name in left)
+    assert found.repeated == ("epoch",)
 
 
 @pytest.mark.parametrize(
@@ -420,6 +540,27 @@ def test_a_dry_run_writes_nothing_and_knows_the_sizes(tmp_path: Path) -> None:
         assert ckpttool.split(checkpoint, tmp_path / "out", 3) == dry
 
 
+@pytest.mark.filterwarnings("ignore")  # torch wonders at a load without a process group
+def test_an_optimizer_whose_names_are_not_certain_stays_numbered_in_dcp(cli: Any, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    def trained(factor: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        optimizer = torch.optim.Adam([*model[1].parameters(), *model[0].parameters()])
+        (model(torch.ones(2, 3)).sum() * factor).backward()
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(1)
+    value = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    ran = cli("split", saved(value, tmp_path / "in.pt"), tmp_path / "out", "--ranks", 2, "--as", "dcp")
+    assert ran.code == 0
+    assert "ckpttool optimizer INPUT NAMED --to names --order state" in ran.err
+    found = {"optimizer": trained(2)[1].state_dict()}
+    dcp.load(found, checkpoint_id=f"{tmp_path}/out")
+    assert_same(found["optimizer"], value["optimizer"])
+
+
 def test_safetensors_and_folders_split_too(tmp_path: Path) -> None:
     path = saved({"w": torch.rand(5, 3), "b": torch.rand(5)}, tmp_path / "in.pt")
     with ckpttool.open(path) as checkpoint:
@@ -429,6 +570,23 @@ def test_safetensors_and_folders_split_too(tmp_path: Path) -> None:
         with ckpttool.open(source) as checkpoint:
             ckpttool.split(checkpoint, tmp_path / f"out{number}", 3)
         assert ckpttool.digest(tmp_path / f"out{number}") == ckpttool.digest(path)
+
+
+@pytest.mark.parametrize("form", ["dtensor", "dcp"])
+def test_a_wrapper_s_prefix_is_noted_with_the_command_that_strips_it(
+    form: str, cli: Any, tmp_path: Path
+) -> None:
+    path = saved({"model": {"module.w": torch.ones(4), "module.b": torch.ones(2)}}, tmp_path / "in.pt")
+    words = ["--ranks", 2, "--as", form]
+    ran = cli("split", path, tmp_path / "a", *words)
+    assert ran.code == 0
+    command = f"ckpttool strip-prefix {path} OUT --prefix module., then split OUT"
+    assert (
+        f"2 of 2 keys begin with 'module.', and those of a model under fully_shard do not: {command}"
+        in ran.err
+    )
+    assert cli("strip-prefix", path, tmp_path / "out.pt").code == 0
+    assert "strip-prefix" not in cli("split", tmp_path / "out.pt", tmp_path / "b", *words).err
 
 
 def test_the_command_says_what_was_cut_and_what_was_not(cli: Any, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ class Commands(RuleBasedStateMachine):
     @rule()
     def rekey_optimizer(self) -> None:
         self.by_name = not self.by_name
-        self.do("optimizer", "--to", "names" if self.by_name else "indices")
+        self.do("optimizer", "--to", "names" if self.by_name else "indices", "--order", "state")
 
     @rule()
     def in_place(self) -> None:

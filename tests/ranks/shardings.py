@@ -303,22 +303,15 @@ def save_as_hugging_face(rank: int, world_size: int, folder: str) -> None:
         torch.save(tensors, f"{folder}-whole.pt")
 
 
-def save_as_accelerate(rank: int, world_size: int, folder: str) -> None:
-    """Save by accelerate's functions, as DCP (`sharded`) and by rank (`local`); rank 0 also the whole."""
+def of_accelerate(rank: int, world_size: int) -> tuple[Any, Any, Any]:
+    """Return accelerate's module of saving functions, and what they take for its plugin and its launcher."""
     import logging
     from types import SimpleNamespace
 
     import torch.distributed as dist
     from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-    from torch.distributed.fsdp import StateDictType, fully_shard
 
-    warnings.simplefilter("ignore")
     fsdp_utils.logger = logging.getLogger("accelerate")  # its own asks for a launcher
-    model = net()
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
-    steps(model, optimizer, 2)
     launched = SimpleNamespace(
         process_index=rank,
         num_processes=world_size,
@@ -326,7 +319,20 @@ def save_as_accelerate(rank: int, world_size: int, folder: str) -> None:
         is_fsdp2=True,
         wait_for_everyone=dist.barrier,
     )
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True)
+    return fsdp_utils, FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True), launched
+
+
+def save_as_accelerate(rank: int, world_size: int, folder: str) -> None:
+    """Save by accelerate's functions, as DCP (`sharded`) and by rank (`local`); rank 0 also the whole."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+    from torch.distributed.fsdp import StateDictType, fully_shard
+
+    warnings.simplefilter("ignore")
+    model = net()
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    steps(model, optimizer, 2)
+    fsdp_utils, plugin, launched = of_accelerate(rank, world_size)
     for name in ("sharded", "local"):
         Path(folder, name).mkdir(parents=True, exist_ok=True)
         plugin.state_dict_type = StateDictType[f"{name.upper()}_STATE_DICT"]

@@ -26,14 +26,14 @@ class Tied(nn.Module):
         return found
 
 
-def build(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(dtype: torch.dtype = torch.float32, mesh: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model under `fully_shard` with its optimizer."""
     from torch.distributed.fsdp import fully_shard
 
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     model = Tied().to(dtype)
-    fully_shard(model)
+    fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), 0.05, weight_decay=0.1)
 
 
@@ -127,3 +127,130 @@ def load_named(rank: int, world_size: int, folder: str, axis: str) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (world_size,), mesh_dim_names=(axis,)))
     path = Path(folder) / f"model_world_size_{world_size}_rank_{rank}.pt"
     set_model_state_dict(model, torch.load(path, weights_only=True))
+
+
+def _require_as_merged(model: nn.Module, optimizer: torch.optim.Optimizer, merged: str) -> None:
+    """Compare what was loaded with a merged file, bit by bit; then train a step with it."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    whole = torch.load(merged, weights_only=True)
+    weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+    theirs = whole["optimizer"]["state"]
+    names = [name for name, _ in model.named_parameters()]
+    assert weights.keys() == whole["model"].keys() and len(theirs) == len(names)
+    assert all(torch.equal(weights[name], whole["model"][name]) for name in weights)
+    state: Any = moments["state"]
+    for number, name in enumerate(names):
+        kept = theirs[name] if name in theirs else theirs[number]
+        assert kept.keys() == state[name].keys()
+        assert all(torch.equal(state[name][key], kept[key]) for key in kept)
+    train(model, optimizer, 1, 2)
+
+
+# As verl's FSDPCheckpointManager saves and loads FSDP2: its files, its mesh and its calls.
+
+
+def _of_verl(rank: int, world_size: int) -> tuple[Any, Any, Any, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("fsdp",))
+    model, optimizer = build(mesh=mesh)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return model, optimizer, scheduler, f"world_size_{world_size}_rank_{rank}.pt"
+
+
+def save_as_verl(rank: int, world_size: int, folder: str) -> None:
+    """Train three steps, and save as verl does."""
+    model, optimizer, scheduler, end = _of_verl(rank, world_size)
+    train(model, optimizer, 3, 1)
+    scheduler.step()
+    extra = {"lr_scheduler": scheduler.state_dict(), "rng": {"cpu": torch.full((3,), rank)}}
+    for kind, state in (
+        ("model", model.state_dict()),
+        ("optim", optimizer.state_dict()),
+        ("extra_state", extra),
+    ):
+        torch.save(state, f"{folder}/{kind}_{end}")
+
+
+def load_as_verl(rank: int, world_size: int, folder: str, merged: str) -> None:
+    """Load as verl does by default: the model, the optimizer and the scheduler."""
+    model, optimizer, scheduler, end = _of_verl(rank, world_size)
+    model.load_state_dict(torch.load(f"{folder}/model_{end}", weights_only=False), strict=True)
+    optimizer.load_state_dict(torch.load(f"{folder}/optim_{end}", weights_only=False))
+    extra = torch.load(f"{folder}/extra_state_{end}", weights_only=False)
+    assert "rng" not in extra
+    scheduler.load_state_dict(extra["lr_scheduler"])
+    assert scheduler.last_epoch == 1
+    _require_as_merged(model, optimizer, merged)
+
+
+# As accelerate saves and loads FSDP2 with SHARDED_STATE_DICT: by its functions, or by their calls of torch.
+
+
+def save_as_accelerate(rank: int, world_size: int, folder: str, *, real: bool) -> None:
+    """Train three steps, and save as accelerate does."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    model, optimizer = build()
+    train(model, optimizer, 3, 1)
+    if real:
+        utils, plugin, launched = _of_accelerate(rank, world_size)
+        utils.save_fsdp_model(plugin, launched, model, folder, 0)
+        utils.save_fsdp_optimizer(plugin, launched, optimizer, model, folder, 0)
+        return
+    for name, state in (
+        ("pytorch_model_fsdp_0", {"model": get_model_state_dict(model)}),
+        ("optimizer_0", {"optimizer": get_optimizer_state_dict(model, optimizer)}),
+    ):
+        dcp.save(
+            state, storage_writer=dcp.FileSystemWriter(f"{folder}/{name}"), planner=dcp.DefaultSavePlanner()
+        )
+
+
+def load_as_accelerate(rank: int, world_size: int, folder: str, merged: str, *, real: bool) -> None:
+    """Load as accelerate does."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict as of_torch
+
+    model, optimizer = build()
+    if real:
+        utils, plugin, launched = _of_accelerate(rank, world_size)
+        utils.load_fsdp_model(plugin, launched, model, folder, 0)
+        utils.load_fsdp_optimizer(plugin, launched, optimizer, model, folder, 0)
+    else:
+        state: dict[str, Any] = {"model": of_torch.get_model_state_dict(model)}
+        reader = dcp.FileSystemReader(f"{folder}/pytorch_model_fsdp_0")
+        dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
+        of_torch.set_model_state_dict(model, state["model"])
+        state = {"optimizer": of_torch.get_optimizer_state_dict(model, optimizer)}
+        reader = dcp.FileSystemReader(f"{folder}/optimizer_0")
+        dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
+        of_torch.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    _require_as_merged(model, optimizer, merged)
+
+
+def load_weights_as_accelerate(rank: int, world_size: int, folder: str, weights: str) -> None:
+    """Load the model alone as accelerate does."""
+    import torch.distributed.checkpoint as dcp
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint import state_dict as of_torch
+
+    model, _ = build()
+    state: dict[str, Any] = {"model": of_torch.get_model_state_dict(model)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(f"{folder}/pytorch_model_fsdp_0"))
+    of_torch.set_model_state_dict(model, state["model"])
+    for name, tensor in load_file(weights).items():
+        value = model.state_dict()[name]
+        assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, tensor)
+
+
+def _of_accelerate(rank: int, world_size: int) -> tuple[Any, Any, Any]:
+    from torch.distributed.fsdp import StateDictType
+
+    from .shardings import of_accelerate
+
+    utils, plugin, launched = of_accelerate(rank, world_size)
+    plugin.state_dict_type = StateDictType.SHARDED_STATE_DICT
+    return utils, plugin, launched

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ckpttool
-from ckpttool.errors import NothingToDo, Refused
+from ckpttool.errors import NothingToDo, Refused, UsageFault
 from ckpttool.inert_pickle.values import OrderedDict_
 from ckpttool.transforms.optimizer import to_indices, to_names
-from ckpttool.transforms.optimizer_assignment import assignments
+from ckpttool.transforms.optimizer_assignment import by_shapes, in_order
 from ckpttool.transforms.optimizer_order import Misfit, mismatched_order
 from ckpttool.transforms.optimizer_renaming import rename_parameters
 from tests.support.comparing import assert_same
@@ -228,9 +228,12 @@ def test_to_names_and_back_restores_the_file(maker: str, named: bool, tmp_path: 
     make, given = MAKERS[maker]
     net, optimizer = trained(make=make, named=named and maker != "LBFGS", **given)
     tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
-    by_name, done = to_names(saved(tmp_path, tree))
+    by_name, done = to_names(saved(tmp_path, tree), order="state")
     found = loaded(tmp_path, by_name)["optimizer"]
     names = list(shapes(net))
+    assert done.ordered == (
+        ("optimizer",) if "param_names" not in tree["optimizer"]["param_groups"][0] else ()
+    )
     assert found["param_groups"][0]["params"] == names
     assert set(found["state"]) <= set(names)
     assert (done.optimizers, done.parameters, done.moved) == (("optimizer",), 6, 0)
@@ -244,7 +247,7 @@ def test_the_state_by_name_equals_the_one_torch_writes(groups: bool, tmp_path: P
 
     net, optimizer = trained(groups=groups)
     tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    found = loaded(tmp_path, to_names(saved(tmp_path, tree))[0])["optimizer"]
+    found = loaded(tmp_path, to_names(saved(tmp_path, tree), parameters=shapes(net))[0])["optimizer"]
     theirs = get_optimizer_state_dict(net, optimizer)
     assert [group["params"] for group in found["param_groups"]] == [
         group["params"] for group in theirs["param_groups"]
@@ -262,7 +265,7 @@ def test_the_next_step_after_reordering_equals_the_original_bit_for_bit(
     net, optimizer = trained("abc", make=make, groups=groups, **given)
     tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
     other = Net(order)
-    new, done = to_indices(saved(tmp_path, tree), parameters=shapes(other))
+    new, done = to_indices(saved(tmp_path, tree), parameters=shapes(other), order="state")
     found = loaded(tmp_path, new)
     other.load_state_dict(found["model"])
     theirs = make(parameters_of(other, False, groups), **{"lr": 0.5, **given})
@@ -296,9 +299,10 @@ def test_every_optimizer_of_a_file_is_keyed(tmp_path: Path) -> None:
         "discriminator": other.state_dict(),
         "optimizers": [first.state_dict(), second.state_dict()],
     }
-    new, done = to_names(saved(tmp_path, tree))
+    new, done = to_names(saved(tmp_path, tree), order="state")
     found = loaded(tmp_path, new)["optimizers"]
     assert done.optimizers == ("optimizers.0", "optimizers.1")
+    assert done.ordered == ("optimizers.0",)  # the shapes of the other are certain
     assert set(found[1]["state"]) == {"weight", "bias"} and "a.weight" in found[0]["state"]
 
 
@@ -317,8 +321,67 @@ def test_buffers_and_ties_are_not_counted_as_parameters(tmp_path: Path) -> None:
     net(torch.randn(3, 4)).sum().backward()
     optimizer.step()
     tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    found = loaded(tmp_path, to_names(saved(tmp_path, tree))[0])["optimizer"]
+    found = loaded(tmp_path, to_names(saved(tmp_path, tree), order="state")[0])["optimizer"]
     assert found["param_groups"][0]["params"] == [name for name, _ in net.named_parameters()]
+
+
+# Which parameter is which, without names.
+
+
+def new_layers_first(layers: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """Return a checkpoint whose optimizer was given the last layer's parameters before the others'."""
+    net = torch.nn.Sequential()
+    for name, sizes in layers.items():
+        net.add_module(name, torch.nn.Linear(*sizes))
+    *first, last = net.children()
+    parameters = [parameter for layer in (last, *first) for parameter in layer.parameters()]
+    optimizer = torch.optim.Adam(parameters)
+    net(torch.ones(3, layers["body"][0])).square().sum().backward()
+    optimizer.step()
+    moments = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in net.named_parameters()}
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "moments": [moments]}
+
+
+ALIKE = {"body": (4, 4), "head": (4, 4)}
+HEAD_FIRST = {"head.weight": (4, 4), "head.bias": (4,), "body.weight": (4, 4), "body.bias": (4,)}
+BODY_FIRST = {name: HEAD_FIRST[name] for name in ("body.weight", "body.bias", "head.weight", "head.bias")}
+
+
+def moments_of(folder: Path, checkpoint: ckpttool.Checkpoint) -> dict[str, Any]:
+    state = loaded(folder, checkpoint)["optimizer"]["state"]
+    return {name: state[name]["exp_avg"] for name in BODY_FIRST}
+
+
+def test_the_order_of_the_model_is_no_evidence_by_itself(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, new_layers_first(ALIKE))
+    with pytest.raises(Refused, match="more than one assignment of the state's tensors fits") as caught:
+        to_names(checkpoint)
+    assert "--model SPEC" in str(caught.value.hint) and "--order state" in str(caught.value.hint)
+
+
+def test_shapes_that_are_all_different_name_parameters_in_any_order(tmp_path: Path) -> None:
+    tree = new_layers_first({"body": (3, 4), "head": (4, 5)})
+    new, done = to_names(saved(tmp_path, tree))
+    assert done.ordered == ()
+    assert_same(moments_of(tmp_path, new), tree["moments"][0])
+
+
+def test_an_order_that_is_not_that_of_the_file_s_state_must_be_said(tmp_path: Path) -> None:
+    tree = new_layers_first(ALIKE)
+    checkpoint = saved(tmp_path, tree)
+    with pytest.raises(Refused, match="orders that both fit") as caught:
+        to_names(checkpoint, parameters=HEAD_FIRST)
+    assert "--order model" in str(caught.value.hint)
+    new, done = to_names(checkpoint, parameters=HEAD_FIRST, order="model")
+    assert done.ordered == ("optimizer",)
+    assert_same(moments_of(tmp_path, new), tree["moments"][0])
+    by_word = to_names(checkpoint, parameters=BODY_FIRST)[1]  # of the order in which the optimizer lists them
+    assert by_word.ordered == ("optimizer",)
+
+
+def test_the_order_of_a_model_needs_the_model(tmp_path: Path) -> None:
+    with pytest.raises(UsageFault, match="needs the model"):
+        to_names(saved(tmp_path, new_layers_first(ALIKE)), order="model")
 
 
 # Refusals.
@@ -364,7 +427,7 @@ def test_reordering_lbfgs_is_refused(tmp_path: Path) -> None:
     net, optimizer = trained(make=torch.optim.LBFGS)
     checkpoint = saved(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
     with pytest.raises(Refused, match="LBFGS"):
-        to_indices(checkpoint, parameters=shapes(Net("bac")))
+        to_indices(checkpoint, parameters=shapes(Net("bac")), order="state")
 
 
 def test_nothing_to_do_is_an_error(tmp_path: Path) -> None:
@@ -394,12 +457,11 @@ def test_names_of_a_wrapped_model_match_those_of_the_live_model(tmp_path: Path) 
 # Parameters by the shapes of their momentum.
 
 
-@given(
-    parameters=st.lists(st.sampled_from([(1,), (2,), (3, 3)]), max_size=6),
-    groups=st.integers(1, 3),
-    data=st.data(),
-)
-def test_an_assignment_is_certain_exactly_when_it_is_the_only_one(
+SHAPES = st.lists(st.sampled_from([(1,), (2,), (3, 3), (4,)]), max_size=5)
+
+
+@given(parameters=SHAPES, groups=st.integers(1, 3), data=st.data())
+def test_an_assignment_in_order_is_certain_exactly_when_it_is_the_only_one(
     parameters: list[tuple[int, ...]], groups: int, data: st.DataObject
 ) -> None:
     chosen = data.draw(
@@ -407,12 +469,27 @@ def test_an_assignment_is_certain_exactly_when_it_is_the_only_one(
     )
     kept = [[p for p, g in zip(parameters, chosen, strict=True) if g == group] for group in range(groups)]
     named = [(f"p{i}", shape) for i, shape in enumerate(parameters)]
-    found = assignments(kept, named)
+    found = in_order(kept, named)
     every = {
         tuple(f"p{i}" for group in range(groups) for i, g in enumerate(way) if g == group)
         for way in itertools.product(range(-1, groups), repeat=len(parameters))
         if [[p for p, g in zip(parameters, way, strict=True) if g == group] for group in range(groups)]
         == kept
     }
+    assert set(found) <= every
+    assert len(found) == min(len(every), 2)
+
+
+@given(parameters=SHAPES, places=st.lists(st.sampled_from([None, (1,), (2,), (3, 3), (4,)]), max_size=4))
+def test_an_assignment_in_any_order_is_certain_exactly_when_it_is_the_only_one(
+    parameters: list[tuple[int, ...]], places: list[tuple[int, ...] | None]
+) -> None:
+    named = [(f"p{i}", shape) for i, shape in enumerate(parameters)]
+    every = {
+        tuple(name for name, _ in way)
+        for way in itertools.permutations(named, len(places))
+        if all(place in (None, shape) for place, (_, shape) in zip(places, way, strict=True))
+    }
+    found = by_shapes(places, named)
     assert set(found) <= every
     assert len(found) == min(len(every), 2)

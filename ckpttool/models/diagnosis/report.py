@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
-from ...errors import CkptToolError, NothingToDo
+from ...errors import CkptToolError, NothingToDo, Refused
 from ...inert_pickle.values import is_plain, walk
 from ...transforms.optimizer import to_indices
 from ...transforms.optimizer_order import OrderCheck, mismatched_order
@@ -182,14 +182,19 @@ class Report:
                     return
 
     def _add_order(self, message: str, parameters: Mapping[str, tuple[int, ...]]) -> None:
+        checkpoint, flags = self.treatment.case.checkpoint, ["--to", "indices", "--model", self.spec]
         try:
-            to_indices(self.treatment.case.checkpoint, parameters=parameters)
+            try:
+                to_indices(checkpoint, parameters=parameters)
+            except Refused:  # without names both orders may fit: the message says that the state's is meant
+                to_indices(checkpoint, parameters=parameters, order="state")
+                flags += ["--order", "state"]
         except NothingToDo:
             return  # the optimizer keeps nothing per parameter
         except CkptToolError as error:
             self.problems.append(Problem("optimizer-order", f"{message}; no command can fix it: {error}"))
         else:
-            self._add("optimizer-order", message, "optimizer", "--to", "indices", "--model", self.spec)
+            self._add("optimizer-order", message, "optimizer", *flags)
 
     def _remarks(self, is_loadable: bool) -> Iterator[Problem]:
         case = self.case
@@ -239,9 +244,10 @@ class Report:
 def _in_words(check: OrderCheck) -> str:
     first = (check.shapes or check.names or check.order)[0]
     whose = f"a parameter of shape {first.there}" if check.shapes else first.there
+    proviso = " (if it lists them as the file's state does)" if check.order else ""
     return (
         "the optimizer's state is keyed by index, and the model has its parameters in another order: "
-        f"'{first.parameter}' would get what belongs to {whose}, without an error"
+        f"'{first.parameter}' would get what belongs to {whose}, without an error{proviso}"
     )
 
 

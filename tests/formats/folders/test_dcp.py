@@ -597,7 +597,7 @@ def test_an_optimizer_keyed_by_names_needs_no_mending(
     key: str, cli: Callable[..., Any], tmp_path: Path
 ) -> None:
     torch.save(training(), tmp_path / "in.pt")
-    words = ["--to", "names"] if key == "name" else []
+    words = ["--to", "names", "--order", "state"] if key == "name" else []
     source = tmp_path / "in.pt"
     if words:
         source = tmp_path / "named.pt"
