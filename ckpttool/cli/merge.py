@@ -10,7 +10,7 @@ import click
 from ..errors import NothingToDo, RanksDiffer, Refused
 from . import options
 from .console import Console, counted
-from .rewriting import Outcome, rewrite
+from .rewriting import OTHERS, Outcome, rewrite
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -69,15 +69,15 @@ def command(
         new, outcome = _merged(
             checkpoint, dtype, given["state"], named=full or _holds_all(checkpoint, given, to)
         )
-        found = beside.companions(checkpoint, given["output"])
+        found, others = beside.beside(checkpoint, given["output"])
         if companions:
             is_folder = _is_folder(checkpoint, given["output"], to)
             places = beside.targets(found, given["output"], is_folder=is_folder, force=given["force"])
             copied.extend(zip(found, places, strict=True))
             outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
-        elif found and os.path.isdir(inputs[0]):
-            names = console.names([os.path.basename(path) for path in found])
-            outcome.notes.append(f"not copied (--companions does): {names}")
+        if os.path.isdir(inputs[0]):
+            left = [] if companions else [os.path.basename(path) for path in found]
+            outcome.not_copied = {"not copied (--companions does)": left, OTHERS: others}
         return new, outcome
 
     def opening() -> Checkpoint:

@@ -17,6 +17,7 @@ from ...files.open_source import open_source_descriptor
 from ...files.suggestions import names_in
 from ...tensors.ref import Source
 from . import dcp
+from .dcp_beside import not_read
 
 TOGETHER = re.compile(r"(?:pytorch_model|model|optimizer)(?:_fsdp)?(?:_\d+)?")
 """Names of DCP folders that are parts of one checkpoint."""
@@ -50,7 +51,7 @@ def read_together(folder: str) -> Checkpoint | None:
         source=telling,
         tree=tree,
         shards=tuple(source for part in parts for source in (part.source, *part.shards)),
-        unread=tuple(f"{name} (not read)" for name in inside if BESIDE.fullmatch(name)),
+        unread=tuple(not_read(name) for name in inside if BESIDE.fullmatch(name)),
         names=frozenset().union(*(part.names for part in parts)),
     )
 
