@@ -64,6 +64,7 @@ def command(
     console = options.console(given)
     options.require_new_output(inputs, given["output"], given["force"])
     copied: list[tuple[str, str]] = []
+    kept: list[str] = []  # in a folder that is replaced, until the new ones are copied
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         new, outcome = _merged(
@@ -74,6 +75,7 @@ def command(
             is_folder = _is_folder(checkpoint, given["output"], to)
             places = beside.targets(found, given["output"], is_folder=is_folder, force=given["force"])
             copied.extend(zip(found, places, strict=True))
+            kept.extend(map(os.path.basename, places))
             outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
         if os.path.isdir(inputs[0]):
             left = [] if companions else [os.path.basename(path) for path in found]
@@ -84,7 +86,9 @@ def command(
         return formats.open_ranks(inputs[0] if len(inputs) == 1 else inputs, take_rank=take_rank)
 
     try:
-        rewrite({**given, "input": inputs[0]}, transform, opening=opening, full=full or None, to=to)
+        rewrite(
+            {**given, "input": inputs[0]}, transform, opening=opening, full=full or None, to=to, kept=kept
+        )
     except RanksDiffer:
         with opening() as checkpoint:
             raise _all_that_differ(console, checkpoint) from None

@@ -145,7 +145,14 @@ def test_companions_are_copied_when_asked_and_else_named(run: Path, tmp_path: Pa
     assert "config.json: already exists" in again.err
     assert not (tmp_path / "a" / "n.safetensors").exists()
     assert cli("merge", run, f"{tmp_path}/b/", "--companions").code == 0
-    assert (tmp_path / "b" / "config.json").exists()
+    (tmp_path / "b" / "config.json").write_text("older")
+    assert cli("merge", run, f"{tmp_path}/b/", "--companions").code == 2
+    assert "other files too (config.json" in cli("merge", run, f"{tmp_path}/b/", "--force").err
+    assert cli("merge", run, f"{tmp_path}/b/", "--companions", "--force").code == 0
+    assert (tmp_path / "b" / "config.json").read_text() == '{"a": 1}'
+    (tmp_path / "b" / "notes.txt").write_text("mine")
+    ran = cli("merge", run, f"{tmp_path}/b/", "--companions", "--force")
+    assert (ran.code, "other files too (notes.txt)" in ran.err) == (2, True)
     twice = Path(shutil.copytree(run, tmp_path / "twice"))
     (twice / "config.json").write_text("{}")
     ran = cli("merge", twice, tmp_path / "c.pt", "--companions")

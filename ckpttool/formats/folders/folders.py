@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Collection
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import CkptToolError
@@ -96,9 +97,9 @@ def replaced_by(checkpoint: Checkpoint, path: str) -> Replaced:
     return replaced
 
 
-def others(checkpoint: Checkpoint, path: str) -> list[str]:
+def others(checkpoint: Checkpoint, path: str, kept: Collection[str]) -> list[str]:
     """Return the names of what keeps a folder from being replaced: neither replaced nor kept, sorted."""
-    return others_in(path, {*replaced_by(checkpoint, path)(path), *companions(checkpoint, path)})
+    return others_in(path, {*replaced_by(checkpoint, path)(path), *companions(checkpoint, path), *kept})
 
 
 def companions(checkpoint: Checkpoint, path: str) -> list[str]:
