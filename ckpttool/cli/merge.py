@@ -10,7 +10,7 @@ import click
 from ..errors import NothingToDo, RanksDiffer, Refused
 from . import options
 from .console import Console, counted
-from .rewriting import Outcome, rewrite
+from .rewriting import OTHERS, Outcome, rewrite
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -64,27 +64,31 @@ def command(
     console = options.console(given)
     options.require_new_output(inputs, given["output"], given["force"])
     copied: list[tuple[str, str]] = []
+    kept: list[str] = []  # in a folder that is replaced, until the new ones are copied
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         new, outcome = _merged(
             checkpoint, dtype, given["state"], named=full or _holds_all(checkpoint, given, to)
         )
-        found = beside.companions(checkpoint, given["output"])
+        found, others = beside.beside(checkpoint, given["output"])
         if companions:
             is_folder = _is_folder(checkpoint, given["output"], to)
             places = beside.targets(found, given["output"], is_folder=is_folder, force=given["force"])
             copied.extend(zip(found, places, strict=True))
+            kept.extend(map(os.path.basename, places))
             outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
-        elif found and os.path.isdir(inputs[0]):
-            names = console.names([os.path.basename(path) for path in found])
-            outcome.notes.append(f"not copied (--companions does): {names}")
+        if os.path.isdir(inputs[0]):
+            left = [] if companions else [os.path.basename(path) for path in found]
+            outcome.not_copied = {"not copied (--companions does)": left, OTHERS: others}
         return new, outcome
 
     def opening() -> Checkpoint:
         return formats.open_ranks(inputs[0] if len(inputs) == 1 else inputs, take_rank=take_rank)
 
     try:
-        rewrite({**given, "input": inputs[0]}, transform, opening=opening, full=full or None, to=to)
+        rewrite(
+            {**given, "input": inputs[0]}, transform, opening=opening, full=full or None, to=to, kept=kept
+        )
     except RanksDiffer:
         with opening() as checkpoint:
             raise _all_that_differ(console, checkpoint) from None

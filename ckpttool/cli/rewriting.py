@@ -37,6 +37,8 @@ class Outcome:
         casting: report of the cast, which is complete once the output is written.
         notes: what else is worth knowing, said when the output is written.
         fields: further fields of the command's JSON.
+        not_copied: other files of the input's folder, by what is said of them; None for those that
+            `formats.save` reports.
     """
 
     done: str
@@ -49,7 +51,11 @@ class Outcome:
     casting: CastReport | None = None
     notes: list[str] = field(default_factory=list)
     fields: Mapping[str, object] = field(default_factory=dict)
+    not_copied: Mapping[str, Sequence[str]] | None = None
 
+
+OTHERS = "other files of the folder, not copied"
+"""What is said of them when the output is written."""
 
 Transform = Callable[["Checkpoint"], tuple["Checkpoint", Outcome]]
 
@@ -183,8 +189,8 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         data["text_keys"] = saved.text_keys
     if saved.keyed_by_text:
         data["keyed_by_text"] = saved.keyed_by_text
-    if saved.not_copied:
-        data["not_copied"] = saved.not_copied
+    if not_copied := [name for names in _not_copied(outcome, saved).values() for name in names]:
+        data["not_copied"] = not_copied
     if saved.given_back:
         data["given_back"] = saved.given_back
     if saved.not_removed:
@@ -214,7 +220,7 @@ def _note(
         (f"left out, as {saved.format} {saved.why_left_out}", [n for n in lost if not _is_versions(n)]),
         ("written once, with the tie in the metadata", saved.tied),
         ("written once per name, though they share memory", saved.copied),
-        ("other files of the folder, not copied", saved.not_copied),
+        *_not_copied(outcome, saved).items(),
         ("put into the folder by another process meanwhile, and kept", saved.given_back),
         ("could not be removed", saved.not_removed),
         ("keys became text, as dcp has no others (convert --full keeps them)", saved.text_keys),
@@ -239,6 +245,10 @@ def _note(
             "keyed by text, with which torch loads no momentum outside DCP: "
             f"{console.names(saved.keyed_by_text)}; numbers again: {_to_indices(saved)}"
         )
+
+
+def _not_copied(outcome: Outcome, saved: Saved) -> Mapping[str, Sequence[str]]:
+    return {OTHERS: saved.not_copied} if outcome.not_copied is None else outcome.not_copied
 
 
 def _is_versions(name: str) -> bool:

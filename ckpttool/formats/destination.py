@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Collection
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..errors import OutputExists, UsageFault
@@ -117,7 +118,9 @@ def require_device(path: str, kind: str, device: str) -> None:
         raise UsageFault(f"'{device[:80]}' is not a device", hint="say for example: --device cpu")
 
 
-def require_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> None:
+def require_place(
+    checkpoint: Checkpoint, path: str, kind: str, force: bool, kept: Collection[str] = ()
+) -> None:
     """Check that nothing is in the output's place, or that it may be replaced.
 
     Args:
@@ -125,6 +128,7 @@ def require_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> 
         path: the output.
         kind: its format.
         force: whether the user asked for an existing output to be replaced.
+        kept: names of other files that may be in a folder, and stay.
 
     Raises:
         OutputExists: there is something; the hint proposes `--force` only if that would help.
@@ -132,7 +136,7 @@ def require_place(checkpoint: Checkpoint, path: str, kind: str, force: bool) -> 
     """
     if path == "-" or not _is_there(path):
         return
-    found = _conflict(checkpoint, path, kind)
+    found = _conflict(checkpoint, path, kind, kept)
     if found is not None:
         raise OutputExists(f"{path}: already exists, and {found[0]}", hint=found[1])
     if not force:
@@ -148,7 +152,7 @@ def _is_there(path: str) -> bool:
     return True
 
 
-def _conflict(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, str] | None:
+def _conflict(checkpoint: Checkpoint, path: str, kind: str, kept: Collection[str]) -> tuple[str, str] | None:
     """Return what keeps an output from being replaced even with `--force`, and what to do instead."""
     if folders.is_part_of_input(checkpoint, path):
         return f"is a part of the input {checkpoint.path}", "name another output"
@@ -157,7 +161,7 @@ def _conflict(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, str] |
         return (f"is a file, where {kind} is a folder", "name a new folder") if is_other else None
     if kind not in folders.NAMES:
         return "is a folder", "name a file in it"
-    others = folders.others(checkpoint, path)
+    others = folders.others(checkpoint, path, kept)
     if others:
         return f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
     return None

@@ -176,15 +176,17 @@ def _open_in(name: str, folder: str) -> Checkpoint:
 
 
 def _read_folder(name: str) -> Checkpoint:
-    """Read a folder by the file that says what is in it; else by the files that ranks wrote."""
+    """Read a folder by the file that says what is in it, and by what ranks wrote where that is not all."""
     names = _names(name)
     telling = _telling(name, names)
-    if telling is not None:
-        return _read_telling(name, os.path.join(name, telling))
-    from .folders import frameworks
+    found = None
+    if telling is None or (telling == dcp.METADATA and checkpoints_among(names)):
+        from .folders import frameworks
 
-    with _collector_paused():
-        found = frameworks.read_folder(name)
+        with _collector_paused():
+            found = frameworks.read_folder(name)
+    if found is None and telling is not None:
+        return _read_telling(name, os.path.join(name, telling))
     if found is None:
         raise _nothing_known(name, names)
     return found

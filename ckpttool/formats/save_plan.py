@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 
@@ -36,6 +36,7 @@ class SavePlan:
         state: the dotted path of the model's state; None to find it.
         full: write everything, also into a format of tensors.
         keep_copies: write tied tensors once per name.
+        kept: names of other files that stay in a folder which is replaced.
 
     Raises:
         NoState: the format holds only a state, and there is none, or none at that path.
@@ -45,10 +46,17 @@ class SavePlan:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, path: str, kind: str, state: str | None, full: bool, keep_copies: bool
+        self,
+        checkpoint: Checkpoint,
+        path: str,
+        kind: str,
+        state: str | None,
+        full: bool,
+        keep_copies: bool,
+        kept: Collection[str] = (),
     ) -> None:
         self.checkpoint, self.path, self.format = checkpoint, path, kind
-        self.where, self.full = state, full
+        self.where, self.full, self.kept = state, full, kept
         checkpoint.require_whole()
         self.state = None if kind in WHOLE or full else checkpoint.state(state)
         if self.state is None and checkpoint.opened:
@@ -104,7 +112,7 @@ class SavePlan:
             OSError: the disk is full, or a file can't be written.
         """
         size = shard_size or sharding.DEFAULT_SIZE
-        plan = FolderPlan(self.checkpoint, self.format, self.state, self.full, self.ties, size)
+        plan = FolderPlan(self.checkpoint, self.format, self.state, self.full, self.ties, size, self.kept)
         if dry_run:
             return self._saved(plan.dry())
 

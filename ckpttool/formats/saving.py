@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -29,6 +30,7 @@ def save(
     shard_size: int | None = None,
     verify: bool | None = None,
     force: bool = False,
+    kept: Collection[str] = (),
     dry_run: bool = False,
     device: str | None = None,
     progress: Progress | None = None,
@@ -55,6 +57,7 @@ def save(
             compare checksums either.
         force: replace an existing output. Of a folder only the files of the checkpoint in it are replaced;
             if it holds others, it must be the one that the checkpoint was read from, where they stay.
+        kept: names of other files that may be in a folder which is replaced, and stay in it.
         dry_run: write nothing: the same result, exact size included, and the same errors. Of DCP the size is
             that of the values alone, and an error of torch's own library is not foreseen.
         device: the device that a `.pt` tags its storages with, as `cpu`; None keeps those of the file.
@@ -80,10 +83,10 @@ def save(
     if device is not None:
         require_device(name, kind, device)
         checkpoint = replace(checkpoint, device=device)
-    require_place(checkpoint, name, kind, force)
+    require_place(checkpoint, name, kind, force, kept)
     require_folder(name)
     whole = kind not in PICKLES and (checkpoint.full if full is None else full)
-    plan = SavePlan(checkpoint, name, kind, state, whole, keep_copies)
+    plan = SavePlan(checkpoint, name, kind, state, whole, keep_copies, kept)
     if expect is not None:
         expect(plan.work(bool(verify), dry_run))
     return _written(plan, shard_size, verify, dry_run, progress)

@@ -145,12 +145,40 @@ def test_companions_are_copied_when_asked_and_else_named(run: Path, tmp_path: Pa
     assert "config.json: already exists" in again.err
     assert not (tmp_path / "a" / "n.safetensors").exists()
     assert cli("merge", run, f"{tmp_path}/b/", "--companions").code == 0
-    assert (tmp_path / "b" / "config.json").exists()
+    (tmp_path / "b" / "config.json").write_text("older")
+    assert cli("merge", run, f"{tmp_path}/b/", "--companions").code == 2
+    assert "other files too (config.json" in cli("merge", run, f"{tmp_path}/b/", "--force").err
+    assert cli("merge", run, f"{tmp_path}/b/", "--companions", "--force").code == 0
+    assert (tmp_path / "b" / "config.json").read_text() == '{"a": 1}'
+    (tmp_path / "b" / "notes.txt").write_text("mine")
+    ran = cli("merge", run, f"{tmp_path}/b/", "--companions", "--force")
+    assert (ran.code, "other files too (notes.txt)" in ran.err) == (2, True)
     twice = Path(shutil.copytree(run, tmp_path / "twice"))
     (twice / "config.json").write_text("{}")
     ran = cli("merge", twice, tmp_path / "c.pt", "--companions")
     assert ran.code == 2
     assert f"{twice}/config.json and {twice}/huggingface/config.json would both become" in ran.err
+
+
+@pytest.mark.parametrize("output", ["one.pt", "one.safetensors", "new/", "beside/actor/one.pt"])
+def test_what_lies_beside_the_files_of_ranks_is_named(
+    output: str, run: Path, tmp_path: Path, cli: Cli
+) -> None:
+    folder = Path(shutil.copytree(run, tmp_path / "beside" / "actor"))
+    of_run = ["custom_checkpoint_0.pkl", "model.safetensors.index.json", "optimizer.pt", "scheduler.bin"]
+    for name in (*of_run, "huggingface/training_args.bin", "latest", ".hidden"):
+        (folder / name).write_bytes(b"{}")
+    ran = cli("merge", folder, f"{tmp_path}/{output}")
+    assert ran.code == 0
+    assert "not copied (--companions does): fsdp_config.json, config.json\n" in ran.err
+    assert f"other files of the folder, not copied: {', '.join(of_run[:3])}" in ran.err
+    again = cli("merge", folder, f"{tmp_path}/{output}", "--force", "--json")
+    assert sorted(again.json["not_copied"]) == sorted(
+        [*of_run, "huggingface/training_args.bin", "config.json", "fsdp_config.json"]
+    )
+    (tmp_path / "companions").mkdir()
+    ran = cli("merge", folder, tmp_path / "companions" / "one.pt", "--companions", "--json")
+    assert set(again.json["not_copied"]) - set(ran.json["not_copied"]) == {"config.json", "fsdp_config.json"}
 
 
 def test_the_files_of_the_ranks_are_never_overwritten(run: Path, tmp_path: Path, cli: Cli) -> None:

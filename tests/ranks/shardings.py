@@ -137,6 +137,30 @@ def save_placed(rank: int, world_size: int, folder: str) -> None:
     assert isinstance(state["rows"], DTensor)
 
 
+def save_in_order(rank: int, world_size: int, folder: str) -> None:
+    """Save tensors of which two axes cut one dimension, the second first; rank 0 also what torch gathers."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
+    from torch.distributed.tensor._redistribute import redistribute_local_tensor
+
+    warnings.simplefilter("ignore")
+    plane = init_device_mesh("cpu", (2, world_size // 2))
+    state = {}
+    for name, rows in (("even", 8), ("uneven", 7), ("short", 3)):
+        tensor = torch.arange(rows * 5.0).reshape(rows, 5)
+        meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+        order = (ShardOrderEntry(0, (1, 0)),)
+        ordered = DTensorSpec(plane, (Shard(0), Shard(0)), meta, shard_order=order)
+        here = DTensorSpec(plane, (Replicate(), Replicate()), meta)
+        local = redistribute_local_tensor(tensor, here, ordered).contiguous()
+        state[name] = DTensor(local, ordered, requires_grad=False)
+    torch.save(state, f"{folder}/model_world_size_{world_size}_rank_{rank}.pt")
+    gathered = {name: tensor.full_tensor() for name, tensor in state.items()}
+    if rank == 0:
+        torch.save(gathered, f"{folder}-whole.pt")
+
+
 def save_fsdp_tp(rank: int, world_size: int, folder: str) -> None:
     """Train under FSDP2 over tensor parallelism on 2 x 2 ranks and save as trainers built on it do."""
     from torch.distributed.device_mesh import init_device_mesh

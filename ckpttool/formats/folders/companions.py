@@ -15,35 +15,42 @@ from . import folders, sharding
 MAX_BYTES = 100_000_000
 """The most bytes of a file that is copied along; tokenizers have up to 40 MB."""
 
-OF_DEEPSPEED = tuple(os.sep + name for name in ("latest", "zero_to_fp32.py", "zero_to_torch.py"))
+OF_DEEPSPEED = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
+"""Files that serve a folder of DeepSpeed, and have nothing of their own."""
 
-NO_COMPANIONS = (*CHECKPOINT_ENDINGS, ".distcp", ".pkl", ".pickle", sharding.INDEX, *OF_DEEPSPEED)
-"""Endings of the paths of files that belong to a run, not to a model."""
+NO_COMPANIONS = (*CHECKPOINT_ENDINGS, ".distcp", ".pkl", ".pickle", sharding.INDEX)
+"""Endings of the names of files that belong to a run, not to a model."""
 
 BELOW = "huggingface"
 """A folder below that of the ranks, in which trainers keep a model's configuration and tokenizer."""
 
 
-def companions(checkpoint: Checkpoint, path: str) -> list[str]:
-    """Return the paths of the small files that belong to a model, in its folder or in `huggingface/` below.
+def beside(checkpoint: Checkpoint, path: str) -> tuple[list[str], list[str]]:
+    """Return what lies in the folder of a checkpoint or in `huggingface/` there: companions, and the rest.
 
     Args:
         checkpoint: the model, read from a folder; one read from a file has none.
-        path: the output, which is no companion.
+        path: the output, which is not listed.
+
+    Returns:
+        The paths of the small files that belong to a model; and the names of everything else in the folder.
     """
     folder = folders.folder_of(checkpoint)
     if folder is None:
-        return []
-    found = [os.path.join(folder, name) for name in folders.beside(checkpoint, path)]
+        return [], []
+    names = folders.beside(checkpoint, path)
     below = os.path.join(folder, BELOW)
-    if os.path.isdir(below):
-        found += [os.path.join(below, name) for name in sorted(os.listdir(below)) if not name.startswith(".")]
-    return [each for each in found if _is_companion(each)]
+    if BELOW in names and os.path.isdir(below):
+        inside = sorted(name for name in os.listdir(below) if not name.startswith("."))
+        names = [name for name in names if name != BELOW] + [os.path.join(BELOW, name) for name in inside]
+    found = [name for name in names if _is_companion(os.path.join(folder, name))]
+    rest = [name for name in names if name not in found and name not in OF_DEEPSPEED]
+    return [os.path.join(folder, name) for name in found], rest
 
 
 def _is_companion(path: str) -> bool:
-    ends = path.lower().endswith(NO_COMPANIONS)
-    return os.path.isfile(path) and not ends and os.path.getsize(path) <= MAX_BYTES
+    is_of_run = path.lower().endswith(NO_COMPANIONS) or os.path.basename(path) in OF_DEEPSPEED
+    return os.path.isfile(path) and not is_of_run and os.path.getsize(path) <= MAX_BYTES
 
 
 def targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) -> list[str]:

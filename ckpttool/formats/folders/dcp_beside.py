@@ -25,6 +25,11 @@ COMMON = "common.pt"
 """Megatron's arguments and counters, which are left out."""
 
 
+def not_read(name: str) -> str:
+    """Return how a file that is left out is named in `Checkpoint.unread`."""
+    return f"{name} (not read)"
+
+
 def with_beside(checkpoint: Checkpoint, folder: str) -> Checkpoint:
     """Return the checkpoint of a DCP folder with what lies beside it; what is left out is named.
 
@@ -40,7 +45,7 @@ def with_beside(checkpoint: Checkpoint, folder: str) -> Checkpoint:
         Unsupported: `meta.pt` is in another format.
     """
     if os.path.exists(os.path.join(folder, COMMON)):
-        checkpoint = replace(checkpoint, unread=(*checkpoint.unread, f"{COMMON} (not read)"))
+        checkpoint = replace(checkpoint, unread=(*checkpoint.unread, not_read(COMMON)))
     path = os.path.join(folder, META)
     if not os.path.exists(path) or not isinstance(checkpoint.tree, dict):
         return checkpoint

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -16,6 +17,7 @@ from ...files.open_source import open_source_descriptor
 from ...files.suggestions import names_in
 from ...tensors.ref import Source
 from . import dcp
+from .dcp_beside import not_read
 
 TOGETHER = re.compile(r"(?:pytorch_model|model|optimizer)(?:_fsdp)?(?:_\d+)?")
 """Names of DCP folders that are parts of one checkpoint."""
@@ -38,7 +40,10 @@ def read_together(folder: str) -> Checkpoint | None:
     parts = [_read(os.path.join(folder, name)) for name in names]
     tree: dict[object, object] = {}
     for part in parts:
-        tree = _joined(tree, part.tree, part.path)
+        assert isinstance(part.tree, dict)
+        if twice := tree.keys() & part.tree.keys():
+            raise Damaged(part.path, f"has '{str(twice.pop())[:80]}', and so has another folder beside it")
+        tree = joined(tree, part.tree)
     telling = Source(folder, os.dup(parts[0].source.fd))
     telling.size = 0  # its bytes are those of the first folder's metadata, which counts itself
     return replace(
@@ -46,42 +51,24 @@ def read_together(folder: str) -> Checkpoint | None:
         source=telling,
         tree=tree,
         shards=tuple(source for part in parts for source in (part.source, *part.shards)),
-        unread=tuple(f"{name} (not read)" for name in inside if BESIDE.fullmatch(name)),
+        unread=tuple(not_read(name) for name in inside if BESIDE.fullmatch(name)),
         names=frozenset().union(*(part.names for part in parts)),
     )
 
 
-def with_ranks(together: Checkpoint, ranked: Checkpoint) -> Checkpoint:
-    """Return DCP folders and the files of ranks beside them as one checkpoint.
-
-    accelerate writes the model so with `LOCAL_STATE_DICT`, and only the optimizer as DCP.
-
-    Args:
-        together: what `read_together` returned.
-        ranked: the files of the same folder; a state alone is the model.
+def read_own(folder: str) -> Checkpoint | None:
+    """Return what a folder holds as DCP itself; None if it has no metadata.
 
     Raises:
-        Damaged: both hold the same key.
+        Damaged, Unsupported: as `dcp.read` raises.
     """
-    whole = ranked.tree
-    if isinstance(whole, dict) and not {"model", "optimizer"} & whole.keys():
-        whole = {"model": whole}
-    return replace(
-        ranked,
-        tree=_joined(dict(together.tree), whole, ranked.path) if isinstance(together.tree, dict) else whole,
-        shards=(*ranked.shards, *together.shards),
-        unread=(*ranked.unread, *together.unread),
-        names=ranked.names | together.names,
-    )
+    return _read(folder) if os.path.exists(os.path.join(folder, dcp.METADATA)) else None
 
 
-def _joined(tree: dict[object, object], more: object, path: str) -> dict[object, object]:
-    """Return two trees as one, the model first."""
-    assert isinstance(more, dict)
-    if twice := tree.keys() & more.keys():
-        raise Damaged(path, f"has '{str(twice.pop())[:80]}', and so has another folder in it or beside it")
-    joined = {**tree, **more}
-    return {key: joined[key] for key in sorted(joined, key=lambda key: key != "model")}
+def joined(tree: Mapping[object, object], more: Mapping[object, object]) -> dict[object, object]:
+    """Return two trees without a key in common as one, the model first."""
+    both = {**tree, **more}
+    return {key: both[key] for key in sorted(both, key=lambda key: key != "model")}
 
 
 def _read(folder: str) -> Checkpoint:

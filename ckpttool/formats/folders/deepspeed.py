@@ -18,7 +18,7 @@ from typing import Any
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.tensor_likes import shape_of
-from ...errors import Damaged
+from ...errors import Damaged, UsageFault
 from ...inert_pickle.values import Record, remade, tensor_of, walk
 from ...tensors.cast import Caster
 from ...tensors.dtypes import DTYPES
@@ -63,7 +63,7 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
     if not any(is_ours(file.path) for file in files):
         return None
     found = sorted_out(path, files)
-    require_rank(path, take_rank, found.models)
+    _require_states_of(path, take_rank, found)
     facts = contents(found.first)
     tree, left, replicated = _joined(found, take_rank) if found.stage else (facts, (), ())
     version, step = facts.get("ds_version"), facts.get("global_steps")
@@ -76,6 +76,17 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
         missing=found.missing,
     )
     return whole_of(path, NAME, tree, files, ranks, left)
+
+
+def _require_states_of(path: str, take_rank: int | None, files: Files) -> None:
+    """Check that the rank whose buffers are to be taken has any: only in stage 3 each has."""
+    require_rank(path, take_rank, {*files.models, *files.optims})
+    if take_rank is not None and take_rank not in files.models:
+        there = ", ".join(map(str, files.models))
+        raise UsageFault(
+            f"{path}: only rank {there} holds model states, and rank {take_rank} parts of the optimizer",
+            hint=f"leave out --take-rank, or take rank {min(files.models)}",
+        )
 
 
 def _held(files: Sequence[Checkpoint], found: Files) -> dict[int, int]:

@@ -29,7 +29,8 @@ class Mesh:
         coordinate: the rank's place on each axis.
         ranks: those of this mesh, which may be a part of a larger one.
         rank: the one that wrote it.
-        world_size: the number of ranks of the outermost mesh, as far as the file says.
+        world_size: how many ranks there were at least: those of the outermost mesh in the file, which need
+            not be the first ranks of the run.
     """
 
     sizes: tuple[int, ...]
@@ -68,7 +69,7 @@ def read_mesh(value: object) -> Mesh | None:
         return None
     root = found.get("_root_mesh")
     outer = attributes(root).get("_flatten_rank_map", flat) if isinstance(root, Record) else flat
-    world = len(outer) if isinstance(outer, tuple | list) else len(flat)
+    world = max((*flat, *(outer if _is_counts(outer) else ()))) + 1
     return Mesh(sizes, tuple(names), tuple(at), ranks[1], ranks[0], world)
 
 

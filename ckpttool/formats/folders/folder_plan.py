@@ -7,8 +7,9 @@ index of safetensors shards, or into DCP as an entry of that name.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ...checkpoint import full_encoding, full_json
 from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
@@ -51,6 +52,7 @@ class FolderPlan:
         full: keep what DCP itself would lose too.
         ties: names of the state that are kept as another name of a tensor.
         shard_size: the most bytes of a shard.
+        kept: names of other files that stay in the folder which is replaced, if they are in it.
     """
 
     checkpoint: Checkpoint
@@ -59,6 +61,7 @@ class FolderPlan:
     full: bool
     ties: Mapping[str, str]
     shard_size: int
+    kept: Collection[str] = ()
 
     def write(self, path: str, opened: sharding.Opened, check: Callable[[str], None]) -> Written:
         """Write the folder and put it in place.
@@ -74,7 +77,7 @@ class FolderPlan:
             Damaged, Unreadable: the input ended early or was closed meanwhile; or as `check` raises them.
             OSError: the disk is full, or a file can't be written.
         """
-        kept = companions(self.checkpoint, path)
+        kept = {*companions(self.checkpoint, path), *filter(partial(_is_in, path), self.kept)}
         with replacing_folder(path, replaced_by(self.checkpoint, path), kept) as new:
             self._write_into(new.path, opened)
             check(new.path)
@@ -137,3 +140,7 @@ class FolderPlan:
             safetensors.write(self.checkpoint.path, tensors, metadata, out)
         else:
             torch_zip.write(replace(self.checkpoint, tree=OrderedDict_(tensors)), out, name)
+
+
+def _is_in(folder: str, name: str) -> bool:
+    return os.path.lexists(os.path.join(folder, name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Collection
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import CkptToolError
@@ -11,7 +12,7 @@ from ...files.commit_folder import Replaced, others_in
 from ...files.open_source import open_source_descriptor
 from ...files.suggestions import names_in
 from ...tensors.ref import ByteRange, Source
-from . import dcp, sharded, sharding
+from . import dcp, dcp_beside, sharded, sharding
 
 NAMES = (sharding.SAFETENSORS, sharding.TORCH, dcp.NAME)
 
@@ -96,9 +97,9 @@ def replaced_by(checkpoint: Checkpoint, path: str) -> Replaced:
     return replaced
 
 
-def others(checkpoint: Checkpoint, path: str) -> list[str]:
+def others(checkpoint: Checkpoint, path: str, kept: Collection[str]) -> list[str]:
     """Return the names of what keeps a folder from being replaced: neither replaced nor kept, sorted."""
-    return others_in(path, {*replaced_by(checkpoint, path)(path), *companions(checkpoint, path)})
+    return others_in(path, {*replaced_by(checkpoint, path)(path), *companions(checkpoint, path), *kept})
 
 
 def companions(checkpoint: Checkpoint, path: str) -> list[str]:
@@ -160,11 +161,11 @@ def not_copied(checkpoint: Checkpoint, path: str, kind: str) -> tuple[str, ...]:
 
 
 def beside(checkpoint: Checkpoint, path: str) -> list[str]:
-    """Return the names in the folder of a checkpoint that belong to none, sorted.
+    """Return the names in the folder of a checkpoint that are no part of it, sorted.
 
     Args:
         checkpoint: read from a folder; for one from a file there are none.
-        path: the output, which is not listed. Neither are hidden files.
+        path: the output, which is not listed. Neither are hidden files, nor those that `unread` names.
     """
     source = folder_of(checkpoint)
     if source is None:
@@ -173,8 +174,9 @@ def beside(checkpoint: Checkpoint, path: str) -> list[str]:
     top = os.path.realpath(source)
     places = [path, *(shard.path for shard in checkpoint.shards)]  # in a folder below, as DeepSpeed has tags
     own = {os.path.relpath(os.path.realpath(each), top).split(os.sep)[0] for each in places}
-    others = others_in(source, files_of_checkpoints(source))
-    found = [name for name in others if not name.startswith(".") and name not in own]
+    others = sorted(os.listdir(source))
+    told = {name for name in others if dcp_beside.not_read(name) in checkpoint.unread}
+    found = [name for name in others if not name.startswith(".") and name not in own | told]
     return [name for name in found if _identity_of(os.path.join(source, name)) not in read]
 
 

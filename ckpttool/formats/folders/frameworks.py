@@ -1,47 +1,68 @@
-"""Opening what many ranks wrote as one checkpoint, by the first framework that knows the files."""
+"""Opening what many ranks wrote as one checkpoint, by all frameworks that know files of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
-from ...errors import UsageFault
-from . import deepspeed, hf_pieces, rank_files
-from .dcp_folders import read_together, with_ranks
+from ...checkpoint.ranks import HINT, Ranks
+from ...checkpoint.states import is_optimizer
+from ...errors import Damaged, UsageFault
+from . import dcp, deepspeed, hf_pieces, rank_files
+from .dcp_folders import joined, read_own, read_together
 from .ranked import Framework, opened
 
 FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
+
+SHARED_ONCE = (hf_pieces.NAME, dcp.NAME)
+"""Formats that store what ranks share only once: no rank's can be taken."""
+
+KINDS = {"model", "optimizer", "module", "state_dict"}
+"""Keys by which a part of a checkpoint says what it holds."""
 
 
 def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
     """Return what ranks wrote into a folder as one checkpoint; None if no framework knows the files.
 
+    Model and optimizer may be files of two kinds: DTensors beside a DCP folder's own, or beside pieces as
+    safetensors. A DCP folder alone is not meant: one process may have written it.
+
     Raises:
-        Unreadable, Damaged, Unsupported: as `Framework.read`, and as a file can't be read.
+        Unreadable, Damaged, Unsupported: as `Framework.read`, and as a file can't be read; or files of two
+            kinds hold the same.
+        UsageFault: there is no rank to take.
     """
-    found = _by_ranks(folder, take_rank)
-    together = read_together(folder)
-    if together is None or found is None:
-        return found or (together if take_rank is None else None)
-    return with_ranks(together, found)
+    parts = [*_by_ranks(folder, take_rank)]
+    if together := read_together(folder):
+        parts.append(together)
+    if parts and (own := read_own(folder)):
+        parts.append(own)
+    if not parts:
+        return None
+    _require_to_compare(folder, parts, take_rank)
+    return parts[0] if len(parts) == 1 else _as_one(folder, parts)
 
 
-def _by_ranks(folder: str, take_rank: int | None) -> Checkpoint | None:
+def _by_ranks(folder: str, take_rank: int | None) -> Iterator[Checkpoint]:
+    """Yield what each framework makes of its files; none is taken by two."""
+    taken: set[str] = set()
     for framework in FRAMEWORKS:
-        paths = framework.candidates(folder)
-        if paths:
-            found = framework.read(folder, opened(paths), take_rank)
-            if found is not None:
-                return found
-    return None
+        paths = [path for path in framework.candidates(folder) if path not in taken]
+        found = framework.read(folder, opened(paths), take_rank) if paths else None
+        if found is not None:
+            taken.update(paths)
+            yield found
 
 
 def read_files(paths: Sequence[str], take_rank: int | None = None) -> Checkpoint:
     """Return files that ranks wrote as one checkpoint.
 
     Raises:
-        UsageFault: they are not the files of ranks that a framework wrote.
+        UsageFault: they are not the files of ranks that a framework wrote, or there is no rank to take.
         Unreadable, Damaged, Unsupported: as `read_folder`.
     """
     folders = {os.path.dirname(path) or "." for path in paths}
@@ -50,8 +71,96 @@ def read_files(paths: Sequence[str], take_rank: int | None = None) -> Checkpoint
     for framework in FRAMEWORKS:
         found = framework.read(name, files, take_rank)
         if found is not None:
+            _require_to_compare(name, [found], take_rank)
             return found
     raise UsageFault(
         f"{paths[0]}: holds no piece of a tensor that one rank of several wrote",
         hint="for the mean of checkpoints: ckpttool average; for shards, name their index or folder",
     )
+
+
+def _require_to_compare(path: str, parts: Sequence[Checkpoint], take_rank: int | None) -> None:
+    """Check that there is a rank's value to take, if one is to be taken."""
+    if take_rank is not None and all(part.format in SHARED_ONCE for part in parts):
+        raise UsageFault(
+            f"{path}: stores what its ranks share only once, so there is no rank to take",
+            hint="leave out --take-rank",
+        )
+
+
+def _as_one(folder: str, parts: Sequence[Checkpoint]) -> Checkpoint:
+    """Return what lies in a folder in files of several kinds as one checkpoint.
+
+    Raises:
+        Damaged: two kinds hold the same, or are of different runs.
+    """
+    first, *others = parts
+    tree, replicated = dict[object, object](), list[str]()
+    for part in parts:
+        kind, more = _by_kind(part.tree)
+        if twice := tree.keys() & more.keys():
+            what = f"has '{str(min(map(str, twice)))[:80]}' in files of two kinds, and one checkpoint has one"
+            raise Damaged(folder, what, hint=f"merge each by itself: {_commands(folder, parts)}")
+        tree = joined(tree, more)
+        names = part.ranks.replicated if part.ranks else ()
+        replicated += [f"{kind}.{name}" if kind else name for name in names]
+    sources = tuple(source for part in others for source in (part.source, *part.shards))
+    return replace(
+        first,
+        tree=tree,
+        protocol=max(part.protocol for part in parts),
+        shards=(*first.shards, *sources),
+        unread=tuple(dict.fromkeys(text for part in parts for text in part.unread)),
+        full=any(part.full for part in parts),
+        names=frozenset().union(*(part.names for part in parts)),
+        remarks=tuple(remark for part in parts for remark in part.remarks),
+        ranks=replace(_of_one_run(folder, parts), replicated=tuple(replicated)),
+    )
+
+
+def _by_kind(tree: Any) -> tuple[str, dict[object, object]]:
+    """Return the kind under which a part is put, if it names none itself, and the part by kind."""
+    if isinstance(tree, dict) and KINDS & tree.keys():
+        return "", tree
+    kind = "optimizer" if is_optimizer(tree) else "model"
+    return kind, {kind: tree}
+
+
+def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
+    """Return what is known of the run of all parts."""
+    known = [part.ranks for part in parts if part.ranks]
+    held: dict[int, int] = {}
+    for ranks in known:
+        for rank, nbytes in ranks.held.items():
+            held[rank] = held.get(rank, 0) + nbytes
+    for words, stated in (
+        ("ranks", {ranks.world_size for ranks in known}),
+        ("training steps", {ranks.step for ranks in known}),
+    ):
+        if len(numbers := sorted(number for number in stated if number is not None)) > 1:
+            what = f"has files of two kinds, of different numbers of {words}: {numbers[0]} and {numbers[1]}"
+            raise Damaged(folder, what, hint=HINT)
+    frameworks = [part.ranks.framework if part.ranks else "DCP" for part in parts]
+    return Ranks(
+        " and ".join(dict.fromkeys(frameworks)),
+        next((ranks.world_size for ranks in known if ranks.world_size is not None), None),
+        next((ranks.mesh for ranks in known if ranks.mesh), ""),
+        next((ranks.step for ranks in known if ranks.step is not None), None),
+        dict(sorted(held.items())),
+        missing=tuple(sorted({rank for ranks in known for rank in ranks.missing})),
+    )
+
+
+def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
+    """Return the command that merges each part by itself."""
+    found = []
+    for part in parts:
+        paths = [source.path for source in part.shards]
+        if part.format == dcp.NAME:
+            inside = sorted({os.path.dirname(path) for path in paths})
+            paths = [os.path.join(each, dcp.METADATA) for each in inside]
+            found += [f"ckpttool merge {shlex.quote(path)} OUTPUT" for path in paths]
+        else:
+            more = " …" if paths[4:] else ""
+            found.append(f"ckpttool merge {shlex.join(paths[:4])}{more} OUTPUT")
+    return "; ".join(found)

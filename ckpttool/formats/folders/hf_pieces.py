@@ -21,7 +21,7 @@ from ...files.suggestions import names_in
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.ref import TensorRef
 from ..safetensors.strict_json import parse_object
-from .pieces import Piece, Wholes, require_rank
+from .pieces import Piece, Wholes
 from .ranked import whole_of
 
 NAME = "safetensors-ranks"
@@ -38,25 +38,28 @@ def candidates(folder: str) -> list[str]:
 
 
 def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
-    """Return the files of all ranks as one checkpoint; None unless all of them hold pieces.
+    """Return the files of all ranks as one checkpoint; None if none of them holds pieces.
 
     Args:
         path: the folder, for messages.
         files: all of them.
-        take_rank: as for other frameworks; this one stores what ranks share once.
+        take_rank: of no effect: this framework stores what ranks share once.
 
     Raises:
-        Damaged: a file's name or header is malformed, it is there twice, or pieces do not fit together.
-        UsageFault: no file was written by `take_rank`.
+        Damaged: a file's name or header is malformed, it is there twice, it is one of another framework, or
+            pieces do not fit together.
     """
-    if not all(SHARDING in file.metadata for file in files):
+    others = [file for file in files if SHARDING not in file.metadata]
+    if len(others) == len(files):
         return None
+    if others:
+        what = f"holds no pieces as safetensors ({SHARDING}), as files beside it do"
+        raise Damaged(others[0].path, what, hint="name their folder, or merge them by themselves")
     placed = {_place(file): file for file in files}
     if len(placed) < len(files):
         raise Damaged(path, "has two files of one rank and number")
     last = max(rank for rank, _, _ in placed)
     missing = tuple(sorted({*range(last + 1)} - {rank for rank, _, _ in placed}))
-    require_rank(path, take_rank, (rank for rank, _, _ in placed))
     _require_all_files(path, placed)
     pieces: dict[str, list[Piece]] = {}
     held: dict[int, int] = {}
@@ -64,7 +67,7 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
         for name, tensor, begin in _pieces(file):
             pieces.setdefault(name, []).append(Piece(rank, begin, tensor))
             held[rank] = held.get(rank, 0) + tensor.nbytes
-    wholes = Wholes(path, missing, None, take_rank)
+    wholes = Wholes(path, missing)
     tree = OrderedDict_((name, _whole(path, wholes, name, found)) for name, found in pieces.items())
     ranks = Ranks("DCP as safetensors", None, "", None, held, tuple(wholes.replicated), missing)
     return whole_of(path, NAME, tree, files, ranks, _left_out(files))

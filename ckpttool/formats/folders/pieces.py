@@ -26,6 +26,9 @@ from ...tensors.dtypes import DType
 from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent
 from ...tensors.values import MAX_EXPANSION
 
+MAX_RANKS = 1 << 20
+"""The most ranks of a run: a larger number in a file or its name is a mistake, or means harm."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
@@ -81,12 +84,15 @@ def in_order(files: Iterable[RankFile]) -> RankFiles:
         files: in any order, at least one.
 
     Raises:
-        Damaged: two files are of different world sizes, or of one rank; or a rank is not within the world.
+        Damaged: two files are of different world sizes, or of one rank; or a rank is not within the world, or
+            the world beyond all measure.
     """
     found: dict[int, RankFile] = {}
     world: tuple[int, RankFile] | None = None
     for file in files:
         here = file.source.path
+        if max(file.rank, (file.world_size or 1) - 1) >= MAX_RANKS:
+            raise Damaged(here, f"says that rank {file.rank} of {file.world_size or 'many'} ranks wrote it")
         if file.world_size is not None:
             world = world or (file.world_size, file)
             if world[0] != file.world_size:

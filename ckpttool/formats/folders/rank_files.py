@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -56,7 +57,8 @@ class _Facts:
         file: the file.
         sharded: one of its sharded tensors; None when it has none.
         mesh: the largest device mesh in it.
-        world_size: how many ranks there were; None when nothing says so.
+        world_size: how many ranks there were: a tensor may lie on a part of them, whose mesh says no more, so
+            it is the most that a tensor or the file's name says; None when nothing says it.
         nbytes: bytes of the tensors in it.
     """
 
@@ -143,7 +145,7 @@ def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[
     for each in facts:
         if each.rank is not None and each.world_size in (None, size):
             held[each.rank] = held.get(each.rank, 0) + each.nbytes
-    mesh = max((each.mesh for each in facts if each.mesh), key=lambda mesh: len(mesh.sizes), default=None)
+    mesh = reduce(_larger, (each.mesh for each in facts))
     return Ranks(
         "DTensor" if kind == DTENSORS else "FSDP1 (ShardedTensor)",
         size,
@@ -200,6 +202,8 @@ def _facts(file: Checkpoint) -> _Facts:
     first: Sharded | None = None
     mesh: Mesh | None = None
     nbytes = 0
+    stated = WORLD.search(os.path.basename(file.path))
+    world = int(stated[1]) if stated else None
     for path, value in file.named(unless_sharded):
         tensor = tensor_of(value)
         if tensor is not None:
@@ -214,11 +218,16 @@ def _facts(file: Checkpoint) -> _Facts:
                 )
             nbytes += sum(piece.nbytes for _, piece in found.pieces)
             first = first or found
-            if found.mesh and (mesh is None or len(found.mesh.sizes) > len(mesh.sizes)):
-                mesh = found.mesh
-    stated = WORLD.search(os.path.basename(file.path))
-    world = first.world_size if first else int(stated[1]) if stated else None
+            world = max(world or 0, found.world_size)
+            mesh = _larger(mesh, found.mesh)
     return _Facts(file, first, mesh, world, nbytes)
+
+
+def _larger(one: Mesh | None, other: Mesh | None) -> Mesh | None:
+    """Return the mesh with more axes, or with as many and more ranks; the first of equals."""
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda mesh: (len(mesh.sizes), len(mesh.ranks)))
 
 
 def _groups(facts: Sequence[_Facts]) -> dict[str, list[_Facts]]:

@@ -1,7 +1,8 @@
 """Tensors of torch that lie on several ranks, as the pickle of one describes its piece.
 
-A DTensor has a device mesh and a placement for each axis of it. They are applied axis by axis to what the
-last one left; each cuts the rank's index set along one dimension, which is kept here as a list of intervals.
+A DTensor has a device mesh and a placement for each axis of it. They are applied axis by axis, or in the
+order that `shard_order` states, to what the last one left; each cuts the rank's index set along one
+dimension, which is kept here as a list of intervals.
 A ShardedTensor states where its pieces begin. Sources: torch's `distributed/tensor/placement_types.py`,
 `_dtensor_spec.py` and `distributed/_shard/sharded_tensor/api.py`.
 
@@ -11,9 +12,8 @@ place before the next rank's file is read.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.dotted_names import Entry, contents, dotted
@@ -23,10 +23,9 @@ from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brie
 from ...tensors.dtypes import DType
 from ...tensors.ref import TensorRef, is_count
 from .device_meshes import MAX_CHUNKS, Mesh, read_mesh
+from .intervals import Intervals, boxes, share
 
 DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
-
-Intervals = list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,18 +112,40 @@ class ShardedValues:
         if len(placements) != len(mesh.sizes):
             raise self._malformed(name)
         held: list[Intervals] = [[(0, size)] for size in shape]
-        for placement, size, at in zip(placements, mesh.sizes, mesh.coordinate, strict=True):
-            cut = self._cut_of(name, placement, len(shape))
-            if cut is not None:
-                dim, chunks = cut
-                held[dim] = _share(held[dim], size, at, chunks)
+        for dim, cuts in self._cuts(name, placements, len(shape), spec.get("shard_order")):
+            for axis, chunks in cuts.items():
+                held[dim] = share(held[dim], mesh.sizes[axis], mesh.coordinate[axis], chunks)
         sizes = tuple(sum(stop - start for start, stop in each) for each in held)
         if local.shape != sizes:
             what = f"has shape {list(local.shape)}, and its placement says {list(sizes)}"
             raise Damaged(self.path, f"its piece of '{name[:80]}' {what}")
-        boxes = _boxes(local, held) if local.numel else ()
-        pieces = tuple((self._once(begin), piece) for begin, piece in boxes)
+        places = boxes(local, held) if local.numel else ()
+        pieces = tuple((self._once(begin), piece) for begin, piece in places)
         return Sharded(DTENSOR, dtype, shape, mesh.rank, mesh.world_size, mesh.ranks, pieces, mesh)
+
+    def _cuts(
+        self, name: str, placements: Sequence[object], dims: int, stated: object
+    ) -> Iterable[tuple[int, Mapping[int, int]]]:
+        """Yield each dimension that is cut, with axis of the mesh -> chunks, in the order of cutting.
+
+        Args:
+            name: of the tensor.
+            placements: one an axis of the mesh.
+            dims: of the tensor.
+            stated: `shard_order`, which torch 2.10 added: it matters where several axes cut one dimension.
+        """
+        found: dict[int, dict[int, int]] = {}
+        for axis, placement in enumerate(placements):
+            if cut := self._cut_of(name, placement, dims):
+                found.setdefault(cut[0], {})[axis] = cut[1]
+        order = dict(map(_order_of, stated)) if isinstance(stated, tuple | list) else {}
+        for dim, cuts in found.items():
+            is_strided = any(chunks > 1 for chunks in cuts.values())  # which states an order by itself
+            known = len(cuts) == 1 or is_strided or not order
+            axes = [*cuts] if known else order.get(dim, [])
+            if sorted(axes) != [*cuts] or (is_strided and order.get(dim, axes) != axes):
+                raise self._malformed(name)
+            yield dim, {axis: cuts[axis] for axis in axes}
 
     def _cut_of(self, name: str, placement: object, dims: int) -> tuple[int, int] | None:
         """Return the dimension that a placement cuts, and in how many chunks first; None if it cuts none."""
@@ -188,6 +209,14 @@ class ShardedValues:
 PLACE = ("shard_offsets", "shard_sizes")
 
 
+def _order_of(entry: object) -> tuple[int | None, list[int]]:
+    """Return a dimension, and the axes of the mesh that cut it in their order, of a `ShardOrderEntry`."""
+    args = entry.args if isinstance(entry, Record) else None
+    if not isinstance(args, tuple) or len(args) != 2 or not isinstance(args[1], tuple):
+        return None, []
+    return (args[0] if is_count(args[0]) else None), [axis if is_count(axis) else -1 for axis in args[1]]
+
+
 def is_sharded(value: object) -> bool:
     """Return whether a value is a DTensor or ShardedTensor, of which a file has one rank's piece."""
     return isinstance(value, Sharded) or _subclass(value) is not None
@@ -243,51 +272,3 @@ def _subclass(value: object) -> tuple[str, Sequence[object], object] | None:
     if kind.name not in (DTENSOR, SHARDED_TENSOR) or not isinstance(args, tuple):
         return None
     return kind.name, args, state
-
-
-def _share(held: Intervals, ranks: int, at: int, chunks: int) -> Intervals:
-    """Return the share of one rank of an index set, as `torch.chunk` cuts it.
-
-    Args:
-        held: the intervals of the set, in their order.
-        ranks: how many ranks share it.
-        at: this rank's number among them.
-        chunks: how many chunks the set is cut into first; each is then shared by itself.
-    """
-    taken: Intervals = []
-    for first, last in _chunks(sum(stop - start for start, stop in held), chunks):
-        step = -(-(last - first) // ranks)
-        start = min(first + at * step, last)
-        taken += _between(held, start, min(start + step, last))
-    return taken or [(0, 0)]
-
-
-def _chunks(size: int, count: int) -> Iterator[tuple[int, int]]:
-    step = -(-size // count)
-    return ((start, min(start + step, size)) for start in range(0, size, step or 1))
-
-
-def _between(held: Intervals, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the intervals of the numbers from `start` to `stop` of an index set."""
-    before = 0
-    for first, last in held:
-        low, high = max(start - before, 0) + first, min(stop - before, last - first) + first
-        if low < high:
-            yield low, high
-        before += last - first
-
-
-def _boxes(local: TensorRef, held: Sequence[Intervals]) -> Iterator[tuple[tuple[int, ...], TensorRef]]:
-    """Cut a rank's values into boxes of the whole: each is begin and values."""
-    if all(len(each) == 1 for each in held):
-        yield tuple(start for [(start, _)] in held), local
-        return
-    places = [list(zip(_starts(each), each, strict=True)) for each in held]
-    for box in itertools.product(*places):
-        offset = local.offset + sum(here * step for (here, _), step in zip(box, local.stride, strict=True))
-        shape = tuple(stop - start for _, (start, stop) in box)
-        yield tuple(start for _, (start, _) in box), replace(local, shape=shape, offset=offset)
-
-
-def _starts(held: Intervals) -> Iterator[int]:
-    return itertools.accumulate((stop - start for start, stop in held[:-1]), initial=0)

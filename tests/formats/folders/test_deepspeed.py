@@ -686,3 +686,23 @@ def test_what_the_installed_deepspeed_saves_is_read(tmp_path: Path) -> None:
                 {"": tensors[parameter]} if kind == "fp32" else live_tensors({"": momenta[parameter][kind]})
             )
             assert same(whole[""], value), (name, key)
+
+
+def test_a_rank_without_model_states_can_not_be_taken(run: Callable[[str], Path]) -> None:
+    folder = run("zero2-bf16")
+    with pytest.raises(UsageFault, match="only rank 0 holds model states, and rank 1 parts of"):
+        opened(folder, 1)
+    with pytest.raises(UsageFault, match="no file of it was written by rank 9"):
+        opened(folder, 9)
+
+
+def test_files_of_another_run_beside_them_are_not_one_checkpoint(
+    run: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = run("zero3-bf16")
+    save_file({"w": torch.ones(6, 2)}, tmp_path / "w.safetensors")
+    ckpttool.split(ckpttool.open(tmp_path / "w.safetensors"), tmp_path / "ranks", 3)
+    for path in (tmp_path / "ranks").iterdir():
+        shutil.move(path, folder)
+    with pytest.raises(Damaged, match="files of two kinds, of different numbers of ranks: 2 and 3"):
+        opened(folder)

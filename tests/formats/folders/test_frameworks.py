@@ -1,7 +1,12 @@
-"""Folders of Lightning and Megatron, recorded by `tests/support/framework_runs.py`, against their tools."""
+"""Folders of Lightning and Megatron, recorded by `tests/support/framework_runs.py`, against their tools.
+
+And folders in which files of two kinds lie together.
+"""
 
 from __future__ import annotations
 
+import json
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+import ckpttool
+from ckpttool.errors import Damaged, UsageFault
 from tests.support import framework_runs
 from tests.support.running import Ran
 
@@ -71,3 +79,85 @@ def test_megatron_s_folder_is_what_one_rank_of_megatron_loads(runs: Path, cli: C
     found = torch.load(runs / "out.pt")
     tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
     assert same(tensors, torch.load(runs / "megatron-whole.pt"))
+
+
+# Files of two kinds in one folder.
+
+
+def trained(folder: Path) -> tuple[Path, Any]:
+    """Write the files of two ranks of a training into `ranks`; return that folder, and the whole."""
+    model = torch.nn.Linear(3, 6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    named = {**optimizer.state_dict()}
+    named["state"] = dict(zip(("weight", "bias"), named["state"].values(), strict=True))
+    named["param_groups"] = [{**named["param_groups"][0], "params": ["weight", "bias"]}]
+    whole = {"model": dict(model.state_dict()), "optimizer": named}
+    torch.save(whole, folder / "whole.pt")
+    ckpttool.split(ckpttool.open(folder / "whole.pt"), folder / "ranks", 2)
+    return folder / "ranks", whole
+
+
+def as_dcp(folder: Path, model: Any) -> None:
+    """Write a model as DCP into a folder that has other files."""
+    torch.save({"model": model}, folder.parent / "model.pt")
+    ckpttool.save(ckpttool.open(folder.parent / "model.pt"), folder.parent / "dcp", to="dcp")
+    for path in (folder.parent / "dcp").iterdir():
+        shutil.move(path, folder)
+
+
+def as_hugging_face(folder: Path, model: Any) -> None:
+    """Write a model as two ranks' pieces, as HuggingFaceStorageWriter names and describes them."""
+    for rank in range(2):
+        pieces = {name: tensor.chunk(2)[rank].clone() for name, tensor in model.items()}
+        places = {
+            name: {"saved_offsets": [3 * rank, *[0] * (tensor.dim() - 1)]} for name, tensor in model.items()
+        }
+        metadata = {"DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+        save_file(pieces, folder / f"shard-{rank + 1:05}-model-00001-of-00001.safetensors", metadata=metadata)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [as_dcp, as_hugging_face])
+def test_a_model_of_one_kind_and_an_optimizer_of_another_are_one_checkpoint(
+    kind: Callable[..., None], tmp_path: Path, cli: Cli
+) -> None:
+    folder, whole = trained(tmp_path)
+    for path in folder.glob("model_*"):
+        path.unlink()
+    kind(folder, whole["model"])
+    for options in ([], ["--take-rank", 1]):
+        ran = cli("merge", folder, tmp_path / "out.pt", "--force", "--json", *options)
+        assert (ran.code, ran.json["keys"]) == (0, 2)
+        assert same(torch.load(tmp_path / "out.pt"), whole)
+    page = cli("inspect", folder, "--json").json
+    assert (page["state"], page["ranks"]["world_size"], page["ranks"]["step"]) == ("model", 2, 1)
+    assert {"optimizer.state.weight.step"} < {*page["ranks"]["replicated"]}
+    next(folder.glob("optim_*_rank_1.pt")).unlink()
+    with pytest.raises(Damaged, match="the file of rank 1 of 2 is missing"):
+        ckpttool.open(folder).state()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_models_in_one_folder_are_refused_with_the_command_for_each(tmp_path: Path, cli: Cli) -> None:
+    folder, whole = trained(tmp_path)
+    as_dcp(folder, whole["model"])
+    for command in ("inspect",), ("merge", tmp_path / "out.pt"):
+        ran = cli(command[0], folder, *command[1:])
+        assert (ran.code, "has 'model' in files of two kinds" in ran.err) == (3, True)
+    assert f"ckpttool merge {folder}/.metadata OUTPUT" in ran.err
+    assert f"{folder}/model_world_size_2_rank_1.pt" in ran.err
+    assert cli("merge", folder / ".metadata", tmp_path / "out.pt").code == 0
+
+
+def test_there_is_no_rank_to_take_where_what_ranks_share_is_stored_once(tmp_path: Path) -> None:
+    folder = tmp_path / "pieces"
+    folder.mkdir()
+    as_hugging_face(folder, {"w": torch.ones(6, 3)})
+    for paths in (folder, sorted(folder.iterdir())):
+        with pytest.raises(UsageFault, match="so there is no rank to take"):
+            ckpttool.open_ranks(paths, take_rank=0)
+    torch.save({"w": torch.ones(2)}, folder / "other.pt")
+    with pytest.raises(Damaged, match=r"other\.pt: holds no pieces as safetensors"):
+        ckpttool.open_ranks(sorted(folder.iterdir()))

@@ -90,6 +90,25 @@ def test_tensors_placed_in_any_way_are_whole(placed: Path) -> None:
     assert found["tied"].data_ptr() == found["rows"].data_ptr()
 
 
+def test_cuts_of_one_dimension_in_another_order_than_the_mesh_s_are_whole(
+    run_ranks: RunRanks, tmp_path: Path
+) -> None:
+    specs = pytest.importorskip("torch.distributed.tensor._dtensor_spec")
+    if not hasattr(specs, "ShardOrderEntry"):
+        pytest.skip("this torch has no order of shards")
+    folder = saved(run_ranks, shardings.save_in_order, tmp_path / "ranks")
+    whole = torch.load(f"{folder}-whole.pt")
+    assert torch.equal(whole["uneven"], torch.arange(35.0).reshape(7, 5))
+    assert_same(apart(loaded(folder)), apart(whole))
+
+    def forget(tree: Any) -> None:
+        tree["even"]._spec.__dict__.update(shard_order=(specs.ShardOrderEntry(0, (1,)),))
+
+    changed(folder / "model_world_size_4_rank_1.pt", forget)
+    with pytest.raises(Damaged, match=r"rank_1\.pt: 'even' is a sharded tensor whose description is malf"):
+        ckpttool.open(folder)
+
+
 def test_fsdp2_over_tensor_parallel_is_whole_with_the_optimizer(run_ranks: RunRanks, tmp_path: Path) -> None:
     folder = saved(run_ranks, shardings.save_fsdp_tp, tmp_path / "ranks")
     assert_same(apart(loaded(folder)), apart(torch.load(f"{folder}-whole.pt")))
@@ -155,8 +174,44 @@ def test_meshes_as_older_torch_pickles_them_are_read(form: str, placed: Path, tm
     assert ckpttool.digest(folder) == ckpttool.digest(f"{placed}-whole.pt")
 
 
+@pytest.fixture(params=["mesh", "apart"])
+def staged(request: pytest.FixtureRequest, placed: Path, tmp_path: Path) -> Path:
+    """Return files of tensors on 2 of the 4 ranks, whose meshes do not say of what they are a part."""
+    folder = Path(shutil.copytree(placed, tmp_path / "staged"))
+
+    for rank, path in enumerate(sorted(folder.iterdir())):
+
+        def stage(state: Any, rank: int = rank) -> None:
+            part, rows = state["numbers"], state["rows"]
+            older(part._spec.mesh, request.param)
+            state.clear()
+            state.update({f"stage{rank // 2}": part, "rows": rows})
+
+        changed(path, stage)
+    return folder
+
+
+def test_a_mesh_of_some_ranks_does_not_say_how_many_there_were(staged: Path, placed: Path) -> None:
+    whole = torch.load(f"{placed}-whole.pt")
+    wanted = {"stage0": whole["numbers"], "rows": whole["rows"], "stage1": whole["numbers"]}
+    assert_same(apart(loaded(staged)), apart(wanted))
+    for path in staged.iterdir():
+        changed(path, lambda tree: tree.pop("rows"))
+    found = loaded(staged)
+    assert_same(apart(found), apart({name: wanted[name] for name in ("stage0", "stage1")}))
+    for rank in (2, 3):
+        (staged / f"model_world_size_4_rank_{rank}.pt").unlink()
+    with pytest.raises(Damaged, match="the files of ranks 2, 3 of 4 are missing"):
+        ckpttool.open(staged).state()
+
+
 def older(mesh: Any, form: str) -> None:
-    """Give a device mesh the attributes that an older torch pickles."""
+    """Give a device mesh the attributes that an older torch pickles, or those of a mesh of two ranks."""
+    if form == "apart":
+        ranks = list(mesh._root_mesh._flatten_rank_map)
+        here = ranks[mesh._rank // 2 * 2 :][:2]
+        vars(mesh).update(_root_mesh=None, _flatten_rank_map=tuple(here), _rank_map=torch.tensor(here))
+        return
     if form == "layout":
         axes = mesh._layout.axes
         layout = object.__new__(type(mesh._layout))
@@ -356,6 +411,12 @@ def test_a_piece_that_does_not_fit_its_place_is_named(placed: Path, tmp_path: Pa
             "device mesh is malformed",
         ),
         (lambda tree: tree["rows"]._spec.mesh.__dict__.update(_rank=1), "device mesh is malformed"),
+        (
+            lambda tree: tree["rows"]._spec.mesh.__dict__.update(
+                _root_mesh=None, _flatten_rank_map=(0, 1, 2, 3, 1 << 40)
+            ),
+            "says that rank 3 of 1099511627777 ranks wrote it",
+        ),
         (lambda tree: tree["rows"]._spec.__dict__.update(placements=()), "description is malformed"),
     ],
 )
