@@ -62,7 +62,7 @@ def command(
     from ..formats.folders import companions as beside
 
     console = options.console(given)
-    options.require_new_output(inputs, given["output"], given["force"])
+    options.require_new_output(inputs, given["output"], given["force"], alone=False)
     copied: list[tuple[str, str]] = []
     kept: list[str] = []  # in a folder that is replaced, until the new ones are copied
 
@@ -94,6 +94,7 @@ def command(
             raise _all_that_differ(console, checkpoint) from None
     if copied and not given["dry_run"]:
         beside.copy([path for path, _ in copied], [place for _, place in copied])
+        console.note(f"copied beside it: {console.names([place for _, place in copied])}")
 
 
 def _merged(
@@ -122,9 +123,13 @@ def _merged(
         checkpoint = with_names(checkpoint, outcome, "OUTPUT")
     if dtype:
         to = target(dtype.lower())
-        checkpoint, report = cast(checkpoint, to, state=state)
-        outcome.done += f", {counted(report.tensors, 'tensor', 'tensors')} cast to {to.name}"
-        outcome.casting = report
+        try:
+            checkpoint, outcome.casting = cast(checkpoint, to, state=state)
+        except NothingToDo:  # to merge is something to do
+            outcome.notes.append(f"no tensor had to be cast: none has a float dtype other than {to.name}")
+        else:
+            count = counted(outcome.casting.tensors, "tensor", "tensors")
+            outcome.done += f", {count} cast to {to.name}"
     return checkpoint, outcome
 
 

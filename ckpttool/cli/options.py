@@ -96,27 +96,30 @@ verbose_option = click.option(
 )
 
 
-def require_new_output(inputs: Sequence[str], output: str, force: bool) -> None:
+def require_new_output(inputs: Sequence[str], output: str, force: bool, *, alone: bool = True) -> None:
     """Refuse an OUTPUT that may be the last of several INPUTs.
 
     Args:
         inputs: the files that were named before it.
         output: the last argument.
         force: whether --force was given.
+        alone: whether one file makes sense as the only input.
 
     Raises:
         OutputExists: there is a checkpoint at `output`, and `force` is not set.
     """
     from .. import formats
 
-    if force or output == "-" or len(inputs) < 2 or not os.path.lexists(output):
+    is_plain = len(inputs) == 1 and (alone or os.path.isdir(inputs[0]))
+    if force or output == "-" or is_plain or not os.path.lexists(output):
         return
     try:
         formats.open(output).close()
     except CkptToolError:
         return  # it is no input, and the usual answer to an existing OUTPUT fits
     command = click.get_current_context().command_path
-    words = shlex.join([*command.split(), *inputs, output, "OUTPUT"])
+    shown = [*map(shlex.quote, inputs)]
+    words = " ".join([command, *shown[:2], *(["…"] if shown[2:] else []), shlex.quote(output), "OUTPUT"])
     raise OutputExists(
         f"{output}: is a checkpoint that is there already, and the last argument is the OUTPUT",
         hint=f"if {output} is an INPUT, name the OUTPUT after it: {words}",

@@ -125,6 +125,10 @@ def _as_dtensors(
         console.note(note)
     for said, names in (
         ("whole on every rank, as buffers are (--whole adds others)", found.whole),
+        (
+            "cut, though the optimizer has no such parameter (--whole NAME, if it is a buffer)",
+            found.perhaps_buffers,
+        ),
         ("the same in extra_state of every rank", found.repeated),
         ("left out", found.left_out),
     ):
@@ -143,6 +147,7 @@ def _as_dtensors(
         "keys": len(found.sharded) + len(found.whole),
         "sharded": len(found.sharded),
         "whole": found.whole,
+        "perhaps_buffers": found.perhaps_buffers,
         "optimizer": found.optimizer,
         "repeated": found.repeated,
         "renamed": 0,

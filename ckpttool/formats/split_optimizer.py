@@ -66,6 +66,10 @@ class SplitOptimizer:
             )
         for key in unnamed:
             self._require_one_of(key, spare)
+        known = set() if unnamed else {*names.values(), *map(str, value["state"])}
+        views = {tensors[name].view for name in known & tensors.keys()}  # a tied parameter has two names
+        self.without = tuple(name for name in sharded if views and tensors[name].view not in views)
+        """Names of the model's that are cut, and that the optimizer, which names its parameters, has not."""
 
     def _require_shape(self, key: object, shape: Shape) -> None:
         for kept, tensor in self._shaped(key):
@@ -141,6 +145,7 @@ def _names(optimizer: Mapping[Any, Any]) -> dict[str, str]:
     groups = optimizer["param_groups"]
     for group in groups if isinstance(groups, list) else ():
         keys, told = (group.get("params"), group.get("param_names")) if isinstance(group, dict) else (0, 0)
+        told = keys if told is None else told  # where the state is keyed by names, so are the groups
         if isinstance(keys, list) and isinstance(told, list) and len(keys) == len(told):
             names |= zip(map(str, keys), map(str, told), strict=True)
     return names

@@ -40,6 +40,7 @@ class Split:
         optimizer: dotted path of the optimizer in the input; None when it has none.
         repeated: names of what each rank's `extra_state` holds.
         left_out: what of the input no file holds.
+        perhaps_buffers: names of the state that were cut, though the optimizer knows no such parameter.
     """
 
     path: str
@@ -51,6 +52,7 @@ class Split:
     optimizer: str | None
     repeated: tuple[str, ...]
     left_out: tuple[str, ...]
+    perhaps_buffers: tuple[str, ...]
 
 
 class SplitPlan:
@@ -176,7 +178,9 @@ class SplitPlan:
         whole = tuple(name for name in self.state.tensors if name not in {*self.sharded})
         where = dotted(self.optimizer.path) if self.optimizer else None
         nbytes, repeated = sum(sizes.values()), tuple(map(str, self.extra))
-        return Split(path, ranks, (*sizes,), nbytes, self.sharded, whole, where, repeated, self.left_out)
+        perhaps = self.optimizer.without if self.optimizer else ()
+        left = self.left_out
+        return Split(path, ranks, (*sizes,), nbytes, self.sharded, whole, where, repeated, left, perhaps)
 
 
 def _is_buffer(name: str, tensor: TensorRef) -> bool:

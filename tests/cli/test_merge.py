@@ -140,6 +140,10 @@ def test_companions_are_copied_when_asked_and_else_named(run: Path, tmp_path: Pa
     assert ran.code == 0
     assert (tmp_path / "a" / "config.json").read_text() == '{"a": 1}'
     assert sorted(os.listdir(tmp_path / "a")) == ["config.json", "fsdp_config.json", "m.safetensors"]
+    again = cli("merge", run, tmp_path / "a" / "o.safetensors", "--companions")  # the same contents
+    assert again.code == 0
+    assert f"copied beside it: {tmp_path}/a/fsdp_config.json, {tmp_path}/a/config.json" in again.err
+    (tmp_path / "a" / "config.json").write_text("older")
     again = cli("merge", run, tmp_path / "a" / "n.safetensors", "--companions")
     assert again.code == 2
     assert "config.json: already exists" in again.err
@@ -158,6 +162,24 @@ def test_companions_are_copied_when_asked_and_else_named(run: Path, tmp_path: Pa
     ran = cli("merge", twice, tmp_path / "c.pt", "--companions")
     assert ran.code == 2
     assert f"{twice}/config.json and {twice}/huggingface/config.json would both become" in ran.err
+
+
+def test_a_dtype_that_all_tensors_have_is_a_merge_all_the_same(run: Path, tmp_path: Path, cli: Cli) -> None:
+    ran = cli("merge", run, tmp_path / "one.safetensors", "--dtype", "fp32")
+    assert ran.code == 0, ran.err
+    assert "none has a float dtype other than float32" in ran.err
+    assert cli("merge", run, tmp_path / "two.safetensors").code == 0
+    assert (tmp_path / "one.safetensors").read_bytes() == (tmp_path / "two.safetensors").read_bytes()
+
+
+def test_the_file_of_a_rank_as_the_last_argument_is_no_output(run: Path, cli: Cli) -> None:
+    """With two ranks there is one input before it; a folder is an input by itself."""
+    files = sorted(run.glob("model_*.pt"))[:2]
+    before = files[1].read_bytes()
+    ran = cli("merge", *files)
+    assert ran.code == 2
+    assert "the last argument is the OUTPUT" in ran.err and "--force" not in ran.err
+    assert files[1].read_bytes() == before
 
 
 @pytest.mark.parametrize("output", ["one.pt", "one.safetensors", "new/", "beside/actor/one.pt"])

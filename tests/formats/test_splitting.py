@@ -362,6 +362,29 @@ def test_keys_that_whole_names_are_not_cut(tmp_path: Path) -> None:
     assert type(loaded["rope.inv_freq"]) is torch.Tensor
 
 
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ([{"params": ["a", "b"]}], ("inv_freq",)),  # b is frozen: it is in a group and has no state
+        ([{"params": ["a"]}], ("b", "inv_freq")),
+        ([{"params": [0, 1], "param_names": ["a", "b"]}], ("inv_freq",)),
+        ([{"params": [0, 1]}], ()),  # it names nothing
+    ],
+)
+def test_tensors_that_a_naming_optimizer_does_not_know_are_named_as_perhaps_buffers(
+    groups: Any, expected: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A buffer of floats looks like a parameter; fully_shard leaves it whole. A tie is no other tensor."""
+    weight = torch.ones(4, 2)
+    model = {"a": weight, "tied": weight, "b": torch.ones(3, 3), "inv_freq": torch.ones(6)}
+    key = "a" if groups[0]["params"][0] == "a" else 0
+    optimizer = {"state": {key: {"exp_avg": torch.zeros(4, 2)}}, "param_groups": groups}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "in.pt")
+    with ckpttool.open(tmp_path / "in.pt") as checkpoint:
+        found = ckpttool.split(checkpoint, tmp_path / "out", 2, device="cpu", state="model")
+    assert found.perhaps_buffers == expected
+
+
 def test_the_optimizer_keeps_whole_what_it_keeps_of_parameters_that_stay_whole(tmp_path: Path) -> None:
     model = {"w": torch.ones(4, 2), "rope.inv_freq": torch.ones(4)}
     groups = [{"lr": 0.1, "params": [0, 1]}]

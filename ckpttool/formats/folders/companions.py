@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 import shutil
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ def targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) 
         force: whether existing files may be replaced.
 
     Raises:
-        OutputExists: there is such a file, and `force` is not given.
+        OutputExists: there is such a file with other contents, and `force` is not given.
         UsageFault: two companions have one name.
     """
     folder = output if is_folder else os.path.dirname(output) or "."
@@ -74,10 +75,15 @@ def targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) 
             raise UsageFault(
                 f"{both} would both become {target}", hint="copy one by hand, without --companions"
             )
-    for target in found:
-        if os.path.lexists(target) and not force:
+    for path, target in zip(paths, found, strict=True):
+        if os.path.lexists(target) and not force and not _is_same(path, target):
             raise OutputExists(f"{target}: already exists", hint="write it anyway with --force")
     return found
+
+
+def _is_same(one: str, other: str) -> bool:
+    """Return whether two files hold the same bytes."""
+    return os.path.isfile(other) and filecmp.cmp(one, other, shallow=False)
 
 
 def copy(paths: Sequence[str], places: Sequence[str]) -> None:
