@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -67,9 +68,8 @@ def command(
     kept: list[str] = []  # in a folder that is replaced, until the new ones are copied
 
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        new, outcome = _merged(
-            checkpoint, dtype, given["state"], named=full or _holds_all(checkpoint, given, to)
-        )
+        named = shlex.quote(given["output"]) if full or _holds_all(checkpoint, given, to) else None
+        new, outcome = _merged(checkpoint, dtype, given["state"], named)
         found, others = beside.beside(checkpoint, given["output"])
         if companions:
             is_folder = _is_folder(checkpoint, given["output"], to)
@@ -98,9 +98,9 @@ def command(
 
 
 def _merged(
-    checkpoint: Checkpoint, dtype: str | None, state: str | None, *, named: bool
+    checkpoint: Checkpoint, dtype: str | None, state: str | None, output: str | None
 ) -> tuple[Checkpoint, Outcome]:
-    """Return the checkpoint to write: its optimizer keyed by names, its state cast."""
+    """Return the checkpoint to write: its state cast, its optimizer keyed by names if it is in the output."""
     from ..tensors.cast import target
     from ..transforms.selection import cast
 
@@ -119,8 +119,8 @@ def _merged(
             outcome.notes.append(
                 f"no file says how many ranks there were; those of {len(ranks.held)} were found"
             )
-    if named:
-        checkpoint = with_names(checkpoint, outcome, "OUTPUT")
+    if output is not None:
+        checkpoint = with_names(checkpoint, outcome, output)
     if dtype:
         to = target(dtype.lower())
         try:
@@ -139,7 +139,7 @@ def with_names(checkpoint: Checkpoint, outcome: Outcome, file: str) -> Checkpoin
     Args:
         checkpoint: what is written.
         outcome: gets the note.
-        file: what a command would name that takes the optimizer with numbers: `INPUT` or `OUTPUT`.
+        file: a file with the optimizer keyed by numbers, quoted for a shell.
     """
     from ..transforms.optimizer import to_names
 

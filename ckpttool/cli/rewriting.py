@@ -117,6 +117,11 @@ def rewrite(
                 choices |= {"progress": bar.add, "expect": bar.expect}
             saved = formats.save(new, options["output"], **choices)
     outcome.left_out += new.unread
+    if saved.format == "dcp" and choices.get("full"):
+        outcome.notes.append(
+            "torch's dcp.load finds only its tensors: --full puts all else, such as an optimizer's settings, "
+            "into an entry of ckpttool's own; without --full it finds both"
+        )
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
 
 
@@ -208,6 +213,7 @@ def _note(
     console: Console, outcome: Outcome, saved: Saved, also: Mapping[str, int], lost: Sequence[str]
 ) -> None:
     """Note what else is worth knowing about the output, such as what its format has `lost`."""
+    numbered = tuple(f"{name}.state" for name in saved.keyed_by_text)  # has a note of its own
     for note in outcome.notes:
         console.note(printable(note))
     if console.verbose:
@@ -223,7 +229,10 @@ def _note(
         *_not_copied(outcome, saved).items(),
         ("put into the folder by another process meanwhile, and kept", saved.given_back),
         ("could not be removed", saved.not_removed),
-        ("keys became text, as dcp has no others (convert --full keeps them)", saved.text_keys),
+        (
+            "keys became text, as dcp has no others (convert --full keeps them)",
+            [n for n in saved.text_keys if n not in numbered],
+        ),
     ):
         if names:
             console.note(f"{said}: {console.names(names)}")

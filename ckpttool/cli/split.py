@@ -86,7 +86,7 @@ def _as_dcp(ranks: int, others: dict[str, Any], given: dict[str, Any]) -> None:
     def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
         outcome = Outcome("wrote for any number of ranks", of_state=False, fields={"ranks": ranks})
         outcome.notes.extend(_wrappers(checkpoint, given["state"]))
-        return with_names(checkpoint, outcome, "INPUT"), outcome
+        return with_names(checkpoint, outcome, shlex.quote(given["input"])), outcome
 
     rewrite({**given, "shard_size": None, "device": None}, transform, to=dcp.NAME)
 

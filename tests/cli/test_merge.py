@@ -182,6 +182,24 @@ def test_the_file_of_a_rank_as_the_last_argument_is_no_output(run: Path, cli: Cl
     assert files[1].read_bytes() == before
 
 
+def test_full_in_dcp_is_said_to_hide_the_optimizer_s_settings_from_torch(
+    run: Path, tmp_path: Path, cli: Cli
+) -> None:
+    assert "without --full it finds both" in cli("merge", run, tmp_path / "a", "--to", "dcp", "--full").err
+    assert "--full" not in cli("merge", run, tmp_path / "b", "--to", "dcp").err
+    names = [
+        json.dumps(
+            sorted(
+                torch.distributed.checkpoint.FileSystemReader(tmp_path / each)
+                .read_metadata()
+                .state_dict_metadata
+            )
+        )
+        for each in "ab"
+    ]
+    assert [".param_groups." in each for each in names] == [False, True]
+
+
 @pytest.mark.parametrize("output", ["one.pt", "one.safetensors", "new/", "beside/actor/one.pt"])
 def test_what_lies_beside_the_files_of_ranks_is_named(
     output: str, run: Path, tmp_path: Path, cli: Cli

@@ -577,7 +577,7 @@ def test_keys_that_become_text_are_told_and_a_command_makes_them_numbers_again(
         assert told[:2] == ["optimizer", str(words[2])]
         assert cli(*told).code == 0
     into = cli("convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", "--force")
-    assert "keys became text, as dcp has no others (convert --full keeps them): optimizer.state\n" in into.err
+    assert "keys became text" not in into.err  # it is said once
     found = torch.load(tmp_path / "back.pt")["optimizer"]
     assert_same(found["state"], training()["optimizer"]["state"])
 
