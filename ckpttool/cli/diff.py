@@ -11,7 +11,7 @@ import click
 
 from . import options
 from .console import Console, counted, printable, terminal_width
-from .states import note_state
+from .states import note_state, note_unread
 
 if TYPE_CHECKING:
     from ..analysis.compare import Change, Comparison
@@ -89,6 +89,7 @@ def command(
                 progress=progress,
                 verify=not no_verify,
             )
+        note_unread(console, mine, theirs)
         if model_only or found.aside_a or found.aside_b:  # else every state was compared
             for checkpoint in (mine, theirs):
                 note_state(console, checkpoint, state, named=True)

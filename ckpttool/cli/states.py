@@ -1,4 +1,4 @@
-"""Saying which state of a file was chosen."""
+"""Saying which state of a file was chosen, and what of it is not read."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, n
     if taken is not None:
         file = f"{checkpoint.path}: " if named else ""
         note_choice(console, taken.where, checkpoint.other_states(taken.path), file)
+
+
+def note_unread(console: Console, *checkpoints: Checkpoint) -> None:
+    """Note what a comparison of checkpoints can't see, such as values that differ between ranks."""
+    for each in checkpoints:
+        if each.unread:
+            console.note(f"not compared, of {printable(each.path)}: {console.names(each.unread)}")
 
 
 def note_choice(console: Console, where: str, others: Sequence[str], file: str = "") -> None:

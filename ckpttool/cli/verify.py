@@ -11,7 +11,7 @@ import click
 from . import options
 from .console import Console, counted, printable, show_bytes
 from .several_files import Answer, answer_each
-from .states import note_state
+from .states import note_state, note_unread
 
 if TYPE_CHECKING:
     from ..analysis.verify import Verified
@@ -67,6 +67,8 @@ def command(
                 found = verify(
                     checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
                 )
+            if other is not None:
+                note_unread(console, checkpoint, other)
             if other is not None and found.compared == "state":
                 for each in (checkpoint, other):
                     note_state(console, each, state, named=True)

@@ -239,6 +239,12 @@ def test_what_differs_between_ranks_is_left_out_by_name_unless_a_rank_is_taken(
     words = "(differs between ranks; merge --take-rank R takes one's)"
     assert f"left out: 'rng.cpu' {words}, 'host' {words}\n" in ran.err
     assert torch.load(tmp_path / "merged.pt").keys() == {"model", "epoch"}
+    for words in (
+        ["diff", second.parent, tmp_path / "merged.pt"],
+        ["verify", tmp_path / "merged.pt", "--against", second.parent],
+    ):
+        ran = cli(*words)
+        assert (ran.code, f"not compared, of {second.parent}: 'rng.cpu'" in ran.err) == (0, True)
     assert cli("merge", tmp_path / "out", tmp_path / "taken.pt", "--take-rank", 1).code == 0
     assert torch.load(tmp_path / "taken.pt")["host"] == "b"
     second.rename(tmp_path / "out" / "extra_state_world_size_3_rank_1.pt")
