@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.errors import Damaged, UsageFault
-from tests.support import framework_runs
+from tests.support import deepspeed_runs, framework_runs
 from tests.support.running import Ran
 
 Cli = Callable[..., Ran]
@@ -149,6 +149,31 @@ def test_two_models_in_one_folder_are_refused_with_the_command_for_each(tmp_path
     assert f"ckpttool merge {folder}/.metadata OUTPUT" in ran.err
     assert f"{folder}/model_world_size_2_rank_1.pt" in ran.err
     assert cli("merge", folder / ".metadata", tmp_path / "out.pt").code == 0
+
+
+def test_tags_of_deepspeed_in_a_dcp_folder_are_a_second_model(tmp_path: Path, cli: Cli) -> None:
+    folder = tmp_path / "run"
+    with tarfile.open(deepspeed_runs.RECORDED) as archive:
+        inside = [member for member in archive if member.name.split("/")[0] == "zero2-fp32"]
+        archive.extractall(tmp_path, inside, filter="data")
+    (tmp_path / "zero2-fp32").rename(folder)
+    as_dcp(folder, {"w": torch.ones(2)})
+    for command in ("digest",), ("merge", tmp_path / "out.pt"):
+        ran = cli(command[0], folder, *command[1:])
+        assert ran.code == 3
+        assert "has 'model' and 'module' in files of two kinds, DeepSpeed 0.19.8 ZeRO-2 and DCP" in ran.err
+    for path in (folder / "global_step3", folder / ".metadata"):
+        assert f"ckpttool merge {path} OUTPUT" in ran.err
+
+
+def test_pieces_of_hugging_face_in_a_dcp_folder_are_a_second_model(tmp_path: Path, cli: Cli) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    as_hugging_face(folder, {"w": torch.ones(6, 3)})
+    as_dcp(folder, {"w": torch.ones(2)})
+    for command in ("digest",), ("merge", tmp_path / "out.pt"):
+        ran = cli(command[0], folder, *command[1:])
+        assert (ran.code, "in files of two kinds, DCP as safetensors and DCP" in ran.err) == (3, True)
 
 
 def test_there_is_no_rank_to_take_where_what_ranks_share_is_stored_once(tmp_path: Path) -> None:
