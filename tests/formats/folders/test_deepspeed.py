@@ -308,6 +308,12 @@ def test_merging_takes_the_ranks_files_before_rounded_weights_beside_them(runs: 
     assert ckpttool.open(folder).format == "safetensors"
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_no_record_of_an_honest_folder_is_a_stray_one(case: Case, runs: Path) -> None:
+    found = ckpttool.verify(opened(runs / case.name), no_code=True)
+    assert [problem for problem in found.problems if problem.kind != "ranks"] == []
+
+
 # Files that are not those of one step of one run
 
 

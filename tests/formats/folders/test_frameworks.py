@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ def test_a_model_of_one_kind_and_an_optimizer_of_another_are_one_checkpoint(
         ran = cli("merge", folder, tmp_path / "out.pt", "--force", "--json", *options)
         assert (ran.code, ran.json["keys"]) == (0, 2)
         assert same(torch.load(tmp_path / "out.pt"), whole)
+    assert ckpttool.verify(folder, no_code=True).ok
     page = cli("inspect", folder, "--json").json
     assert (page["state"], page["ranks"]["world_size"], page["ranks"]["step"]) == ("model", 2, 1)
     assert {"optimizer.state.weight.step"} < {*page["ranks"]["replicated"]}
@@ -149,6 +151,19 @@ def test_two_models_in_one_folder_are_refused_with_the_command_for_each(tmp_path
     assert f"ckpttool merge {folder}/.metadata OUTPUT" in ran.err
     assert f"{folder}/model_world_size_2_rank_1.pt" in ran.err
     assert cli("merge", folder / ".metadata", tmp_path / "out.pt").code == 0
+
+
+def test_a_storage_that_one_rank_alone_refers_to_is_no_stray_record(tmp_path: Path) -> None:
+    folder, _ = trained(tmp_path)
+    for rank in range(2):
+        own = {"generator": torch.full((3,), rank)}
+        torch.save(own, folder / f"extra_state_world_size_2_rank_{rank}.pt")
+    assert ckpttool.open(folder).unread
+    assert ckpttool.verify(folder, no_code=True).ok
+    with zipfile.ZipFile(folder / "extra_state_world_size_2_rank_1.pt", "a") as archive:
+        archive.writestr("extra_state_world_size_2_rank_1/data/99", b"anything else")
+    (problem,) = ckpttool.verify(folder, no_code=True).problems
+    assert problem.name == "record extra_state_world_size_2_rank_1/data/99"
 
 
 def test_tags_of_deepspeed_in_a_dcp_folder_are_a_second_model(tmp_path: Path, cli: Cli) -> None:
