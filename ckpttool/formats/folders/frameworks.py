@@ -54,11 +54,12 @@ def _by_ranks(folder: str, take_rank: int | None) -> Iterator[Checkpoint]:
     """Yield what each framework makes of its files; none is taken by two."""
     taken: set[str] = set()
     for framework in FRAMEWORKS:
-        paths = [path for path in framework.candidates(folder) if path not in taken]
+        named, telling = framework.candidates(folder)
+        paths = [path for path in named if path not in taken]
         found = framework.read(folder, opened(paths), take_rank) if paths else None
         if found is not None:
             taken.update(paths)
-            yield found
+            yield replace(found, shards=(*found.shards, *telling))
 
 
 def read_files(paths: Sequence[str], take_rank: int | None = None) -> Checkpoint:
@@ -170,16 +171,15 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
 
 def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
     """Return the command that merges each part by itself."""
-    found = []
+    found, here = [], os.path.dirname(os.path.join(folder, ""))
     for part in parts:
         paths = [source.path for source in part.shards]
         inside = sorted({os.path.dirname(path) for path in paths})
-        if part.format == deepspeed.NAME and inside != [folder]:
-            found += [f"ckpttool merge {shlex.quote(path)} OUTPUT" for path in inside]
-        elif part.format == dcp.NAME:
-            paths = [os.path.join(each, dcp.METADATA) for each in inside]
-            found += [f"ckpttool merge {shlex.quote(path)} OUTPUT" for path in paths]
+        if part.format == dcp.NAME:
+            inputs = [shlex.quote(os.path.join(each, dcp.METADATA)) for each in inside]
+        elif below := [each for each in inside if each != here]:
+            inputs = [shlex.quote(each) for each in below]
         else:
-            more = " …" if paths[4:] else ""
-            found.append(f"ckpttool merge {shlex.join(paths[:4])}{more} OUTPUT")
+            inputs = [shlex.join(paths[:4]) + " …" * bool(paths[4:])]
+        found += [f"ckpttool merge {each} OUTPUT" for each in inputs]
     return "; ".join(found)

@@ -201,3 +201,12 @@ def test_there_is_no_rank_to_take_where_what_ranks_share_is_stored_once(tmp_path
     torch.save({"w": torch.ones(2)}, folder / "other.pt")
     with pytest.raises(Damaged, match=r"other\.pt: holds no pieces as safetensors"):
         ckpttool.open_ranks(sorted(folder.iterdir()))
+
+
+def test_a_rank_beyond_all_measure_is_refused(tmp_path: Path) -> None:
+    as_hugging_face(tmp_path, {"w": torch.ones(6, 3)})
+    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").rename(
+        tmp_path / "shard-9999999-model-00001-of-00001.safetensors"
+    )
+    with pytest.raises(Damaged, match=r"shard-9999999.*says that rank 9999998 wrote it"):
+        ckpttool.open(tmp_path)
