@@ -98,6 +98,7 @@ def _as_one(folder: str, parts: Sequence[Checkpoint]) -> Checkpoint:
     Raises:
         Damaged: two kinds hold the same, or are of different runs.
     """
+    run = _of_one_run(folder, parts)
     first, *others = parts
     tree, replicated = dict[object, object](), list[str]()
     for part in parts:
@@ -119,7 +120,7 @@ def _as_one(folder: str, parts: Sequence[Checkpoint]) -> Checkpoint:
         full=any(part.full for part in parts),
         names=frozenset().union(*(part.names for part in parts)),
         remarks=tuple(remark for part in parts for remark in part.remarks),
-        ranks=replace(_of_one_run(folder, parts), replicated=tuple(replicated)),
+        ranks=replace(run, replicated=tuple(replicated)),
     )
 
 
