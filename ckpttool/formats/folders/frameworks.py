@@ -175,7 +175,7 @@ def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
     found, here = [], os.path.dirname(os.path.join(folder, ""))
     for part in parts:
         paths = [source.path for source in part.shards]
-        inside = sorted({os.path.dirname(path) for path in paths})
+        inside = sorted({path if os.path.isdir(path) else os.path.dirname(path) for path in paths})
         if part.format == dcp.NAME:
             inputs = [shlex.quote(os.path.join(each, dcp.METADATA)) for each in inside]
         elif below := [each for each in inside if each != here]:

@@ -181,6 +181,19 @@ def test_tags_of_deepspeed_in_a_dcp_folder_are_a_second_model(tmp_path: Path, cl
         assert f"ckpttool merge {path} OUTPUT" in ran.err
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_each_dcp_folder_is_named_once_where_two_hold_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for place in (folder, folder / "model"):
+        place.mkdir()
+        as_dcp(place, {"w": torch.ones(2)})
+        shutil.rmtree(place.parent / "dcp")
+    with pytest.raises(Damaged) as caught:
+        ckpttool.open(folder)
+    commands = [f"ckpttool merge {place}/.metadata OUTPUT" for place in (folder / "model", folder)]
+    assert caught.value.hint == f"merge each by itself: {'; '.join(commands)}"
+
+
 def test_pieces_of_hugging_face_in_a_dcp_folder_are_a_second_model(tmp_path: Path, cli: Cli) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
