@@ -159,7 +159,9 @@ def _verify(
         damaged = checksums.damaged(progress)
     zips = checkpoint.format in ZIPS or (ranks is not None and checkpoint.format != dcp.NAME)
     for source in (each for each in (checkpoint.source, *checkpoint.shards) if each.size):
-        read.check_rest(source, is_zip=zips and source.read(0, 4) == SIGNATURE)
+        is_one = not source.path.endswith(dcp.ENDING)  # many zips in a row
+        is_zip = zips and is_one and source.read(0, 4) == SIGNATURE
+        read.check_rest(source, is_zip=is_zip, is_of_rank=is_zip and ranks is not None)
     problems: list[Problem] = []
     if no_code:
         problems += read.strays if checkpoint.format != torchscript.NAME else ()  # it has its code in records
@@ -217,19 +219,23 @@ class _Read:
             self._known.add((id(data.source), data.offset))
             self._within[id(data.source)] += data.nbytes
 
-    def check_rest(self, source: Source, *, is_zip: bool) -> None:
-        """Check everything else in a zip: the pickle, code, and storages that no tensor uses."""
+    def check_rest(self, source: Source, *, is_zip: bool, is_of_rank: bool) -> None:
+        """Check everything else in a zip: the pickle, code, and storages that no tensor uses.
+
+        A rank's file may refer to storages of which the whole takes nothing.
+        """
         if not is_zip:
             self.free["contents"] += source.size - self._within[id(source)]
             return
         frame = zip_frame(source)
         self.free.update(frame.free)
         self.problems += [Problem("frame", f"record {name}", message) for name, message in frame.faults]
+        referred = _referred(source) if is_of_rank else ()
         for record in read_directory(source).values():
             if (id(source), record.data.offset) in self._known:
                 continue
             self.checked += record.size
-            is_piece = (id(source), record.data.offset) in self._pieces
+            is_piece = (id(source), record.data.offset) in self._pieces or record.data.offset in referred
             if record.size and not is_piece and record.name.partition("/")[2] not in OWN_RECORDS:
                 self.strays.append(_stray(source, record))
             intact = is_intact(source, record)
@@ -237,6 +243,12 @@ class _Read:
                 self.free["records"] += record.size
             if intact is False:
                 self.problems.append(Problem("checksum", f"record {record.name}", MISMATCH))
+
+
+def _referred(source: Source) -> set[int]:
+    """Return where the storages lie that the pickle of a zip refers to."""
+    storages = (storage.data for _, storage in torch_zip.read(source).storages())
+    return {data.offset for data in storages if isinstance(data, ByteRange)}
 
 
 def _stray(source: Source, record: Record) -> Problem:

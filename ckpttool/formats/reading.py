@@ -180,7 +180,7 @@ def _read_folder(name: str) -> Checkpoint:
     names = _names(name)
     telling = _telling(name, names)
     found = None
-    if telling is None or (telling == dcp.METADATA and checkpoints_among(names)):
+    if telling in (None, dcp.METADATA):
         from .folders import frameworks
 
         with _collector_paused():

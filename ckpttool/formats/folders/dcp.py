@@ -169,6 +169,7 @@ class _Items:
         self.files: dict[str, Source] = {}
         self.names: frozenset[Global] = frozenset()
         self.places: dict[tuple[object, object], ByteRange] = {}
+        self.loaded: dict[tuple[object, object], object] = {}
         if not isinstance(storage_data, dict):
             raise PickleFault("its metadata does not say where anything is stored")
         allow_open_files(len(_file_names(storage_data)), source.path)
@@ -251,12 +252,15 @@ class _Items:
         return Part(offsets, tensor)
 
     def load(self, name: str, offsets: tuple[int, ...] | None) -> object:
+        """Return what lies in a place, which is read once however often the metadata lists it."""
         place = self.places.get((name, offsets))
         if place is None:
             raise PickleFault(f"its metadata does not say where '{name}' is stored")
-        pickle = Archive(place.source, place).read_pickle()
-        self.names |= pickle.names
-        return pickle.value
+        if (name, offsets) not in self.loaded:
+            pickle = Archive(place.source, place).read_pickle()
+            self.names |= pickle.names
+            self.loaded[name, offsets] = pickle.value
+        return self.loaded[name, offsets]
 
 
 BYTES = {Global(f"{MODULE}.metadata", "BytesStorageMetadata")}

@@ -245,22 +245,25 @@ def _without_pieces(file: RankFile, files: Files, cut: Mapping[str, TensorRef]) 
     """Return a file with model states without what describes pieces, or stands in the place of them."""
     tree = contents(file)
     module = entry(file, tree, "module")
+    buffers = _buffers(files)
     names = [
-        name for name, value in module.items() if name not in cut and not _is_placeholder(files, name, value)
+        name
+        for name, value in module.items()
+        if name not in cut and (name in buffers or not _is_placeholder(files, value))
     ]
     kept = remade(module, ((name, module[name]) for name in names))
     return replace(file, tree={k: v for k, v in tree.items() if k not in OF_PIECES} | {"module": kept})
 
 
-def _is_placeholder(files: Files, name: str, value: object) -> bool:
-    """Return whether a value is one of the empty tensors that stage 3 writes in the place of parameters."""
+def _is_placeholder(files: Files, value: object) -> bool:
+    """Return whether a value is empty, as those are that stage 3 writes in the place of parameters."""
     tensor = tensor_of(value)
-    return files.stage == 3 and tensor is not None and tensor.shape == (0,) and name not in _buffers(files)
+    return files.stage == 3 and tensor is not None and tensor.shape == (0,)
 
 
-def _buffers(files: Files) -> list[object]:
+def _buffers(files: Files) -> set[str]:
     listed = contents(files.first).get("buffer_names")
-    return listed if isinstance(listed, list) else []
+    return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
 
 
 def _module(files: Files, kept: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:

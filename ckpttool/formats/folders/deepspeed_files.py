@@ -18,6 +18,7 @@ from ...tensors.ref import Source
 from ..pytorch import zip as torch_zip
 from ..pytorch.archive import Archive
 from .pieces import RankFile, in_order
+from .ranked import Candidates
 
 LATEST = "latest"
 
@@ -56,8 +57,8 @@ class Files:
         return next(iter(self.models.values()))
 
 
-def candidates(folder: str) -> list[str]:
-    """Return the paths of the files of DeepSpeed's ranks in a folder, or in that which `latest` names there.
+def candidates(folder: str) -> Candidates:
+    """Return the files of DeepSpeed's ranks in a folder, or in that which `latest` names there.
 
     Raises:
         Damaged: `latest` names a folder that is not there, though others are.
@@ -65,21 +66,21 @@ def candidates(folder: str) -> list[str]:
     """
     here = _states_in(folder)
     if here:
-        return here
+        return Candidates(here)
     found = {name: states for name in _folders(folder) if (states := _states_in(os.path.join(folder, name)))}
     if not found:
-        return []
+        return Candidates([])
     latest = os.path.join(folder, LATEST)
     hint = f"name one: {', '.join(shlex.quote(os.path.join(folder, tag)) for tag in [*found][:4])}"
     if not os.path.lexists(latest):
         if len(found) > 1:
             raise Unreadable(folder, f"has no file '{LATEST}' that names one of its checkpoints", hint=hint)
-        return found.popitem()[1]
+        return Candidates(found.popitem()[1])
     source = Source(latest, open_source_descriptor(latest))
     tag = source.read(0, min(source.size, 4096)).decode(errors="replace").strip()
     if tag not in found:
         raise Damaged(latest, f"names the checkpoint {tag[:80]!r}, which is not beside it", hint=hint)
-    return found[tag]
+    return Candidates(found[tag], (source,))
 
 
 def _states_in(folder: str) -> list[str]:
@@ -92,7 +93,7 @@ def _states_in(folder: str) -> list[str]:
 def _folders(folder: str) -> list[str]:
     try:
         with os.scandir(folder) as found:
-            return sorted(entry.name for entry in found if entry.is_dir())
+            return sorted(entry.name for entry in found if os.path.isdir(entry.path))  # links lead anywhere
     except OSError:
         return []
 

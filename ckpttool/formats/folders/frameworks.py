@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,11 @@ FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
 SHARED_ONCE = (hf_pieces.NAME, dcp.NAME)
 """Formats that store what ranks share only once: no rank's can be taken."""
 
-KINDS = {"model", "optimizer", "module", "state_dict"}
-"""Keys by which a part of a checkpoint says what it holds."""
+OF_MODEL = {"model", "module", "state_dict"}
+"""Keys under which frameworks put a model: a checkpoint has one of them."""
+
+OF_OPTIMIZER = {"optimizer", "optimizer_states"}
+"""Keys under which they put its optimizer."""
 
 
 def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
@@ -51,11 +54,12 @@ def _by_ranks(folder: str, take_rank: int | None) -> Iterator[Checkpoint]:
     """Yield what each framework makes of its files; none is taken by two."""
     taken: set[str] = set()
     for framework in FRAMEWORKS:
-        paths = [path for path in framework.candidates(folder) if path not in taken]
+        named, telling = framework.candidates(folder)
+        paths = [path for path in named if path not in taken]
         found = framework.read(folder, opened(paths), take_rank) if paths else None
         if found is not None:
             taken.update(paths)
-            yield found
+            yield replace(found, shards=(*found.shards, *telling))
 
 
 def read_files(paths: Sequence[str], take_rank: int | None = None) -> Checkpoint:
@@ -94,12 +98,14 @@ def _as_one(folder: str, parts: Sequence[Checkpoint]) -> Checkpoint:
     Raises:
         Damaged: two kinds hold the same, or are of different runs.
     """
+    run = _of_one_run(folder, parts)
     first, *others = parts
     tree, replicated = dict[object, object](), list[str]()
     for part in parts:
         kind, more = _by_kind(part.tree)
-        if twice := tree.keys() & more.keys():
-            what = f"has '{str(min(map(str, twice)))[:80]}' in files of two kinds, and one checkpoint has one"
+        if twice := _twice(tree, more):
+            kinds = " and ".join(map(_framework, parts))
+            what = f"has {twice} in files of two kinds, {kinds}, and one checkpoint has one"
             raise Damaged(folder, what, hint=f"merge each by itself: {_commands(folder, parts)}")
         tree = joined(tree, more)
         names = part.ranks.replicated if part.ranks else ()
@@ -114,16 +120,30 @@ def _as_one(folder: str, parts: Sequence[Checkpoint]) -> Checkpoint:
         full=any(part.full for part in parts),
         names=frozenset().union(*(part.names for part in parts)),
         remarks=tuple(remark for part in parts for remark in part.remarks),
-        ranks=replace(_of_one_run(folder, parts), replicated=tuple(replicated)),
+        ranks=replace(run, replicated=tuple(replicated)),
     )
 
 
 def _by_kind(tree: Any) -> tuple[str, dict[object, object]]:
     """Return the kind under which a part is put, if it names none itself, and the part by kind."""
-    if isinstance(tree, dict) and KINDS & tree.keys():
+    if isinstance(tree, dict) and (OF_MODEL | OF_OPTIMIZER) & tree.keys():
         return "", tree
     kind = "optimizer" if is_optimizer(tree) else "model"
     return kind, {kind: tree}
+
+
+def _twice(tree: Mapping[object, object], more: Mapping[object, object]) -> str:
+    """Return what two parts both hold, under one key or under two that mean the same; "" for nothing."""
+    same = [str(key) for key in tree if key in more][:1]
+    for keys in (OF_MODEL, OF_OPTIMIZER):
+        if keys & tree.keys() and keys & more.keys():
+            same = sorted(keys & (tree.keys() | more.keys()))
+            break
+    return " and ".join(f"'{key[:80]}'" for key in same)
+
+
+def _framework(part: Checkpoint) -> str:
+    return part.ranks.framework if part.ranks else "DCP"
 
 
 def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
@@ -140,9 +160,8 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
         if len(numbers := sorted(number for number in stated if number is not None)) > 1:
             what = f"has files of two kinds, of different numbers of {words}: {numbers[0]} and {numbers[1]}"
             raise Damaged(folder, what, hint=HINT)
-    frameworks = [part.ranks.framework if part.ranks else "DCP" for part in parts]
     return Ranks(
-        " and ".join(dict.fromkeys(frameworks)),
+        " and ".join(dict.fromkeys(map(_framework, parts))),
         next((ranks.world_size for ranks in known if ranks.world_size is not None), None),
         next((ranks.mesh for ranks in known if ranks.mesh), ""),
         next((ranks.step for ranks in known if ranks.step is not None), None),
@@ -153,14 +172,15 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
 
 def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
     """Return the command that merges each part by itself."""
-    found = []
+    found, here = [], os.path.dirname(os.path.join(folder, ""))
     for part in parts:
         paths = [source.path for source in part.shards]
+        inside = sorted({path if os.path.isdir(path) else os.path.dirname(path) for path in paths})
         if part.format == dcp.NAME:
-            inside = sorted({os.path.dirname(path) for path in paths})
-            paths = [os.path.join(each, dcp.METADATA) for each in inside]
-            found += [f"ckpttool merge {shlex.quote(path)} OUTPUT" for path in paths]
+            inputs = [shlex.quote(os.path.join(each, dcp.METADATA)) for each in inside]
+        elif below := [each for each in inside if each != here]:
+            inputs = [shlex.quote(each) for each in below]
         else:
-            more = " …" if paths[4:] else ""
-            found.append(f"ckpttool merge {shlex.join(paths[:4])}{more} OUTPUT")
+            inputs = [shlex.join(paths[:4]) + " …" * bool(paths[4:])]
+        found += [f"ckpttool merge {each} OUTPUT" for each in inputs]
     return "; ".join(found)

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...checkpoint.checkpoint import SHARDING, Checkpoint
-from ...checkpoint.ranks import Ranks
+from ...checkpoint.ranks import HINT, Ranks
 from ...checkpoint.tensor_likes import shape_of
 from ...errors import Damaged
 from ...files.suggestions import names_in
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.ref import TensorRef
 from ..safetensors.strict_json import parse_object
-from .pieces import Piece, Wholes
-from .ranked import whole_of
+from .pieces import MAX_RANKS, Piece, Wholes
+from .ranked import Candidates, whole_of
 
 NAME = "safetensors-ranks"
 
@@ -32,9 +32,9 @@ OWN = (SHARDING, "DCP_VERSION")
 """Metadata that says where pieces lie, and is not kept."""
 
 
-def candidates(folder: str) -> list[str]:
-    """Return the paths of the files in a folder that are named as the writer names them."""
-    return [os.path.join(folder, name) for name in names_in(folder) if FILE.fullmatch(name)]
+def candidates(folder: str) -> Candidates:
+    """Return the files in a folder that are named as the writer names them."""
+    return Candidates([os.path.join(folder, name) for name in names_in(folder) if FILE.fullmatch(name)])
 
 
 def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
@@ -58,8 +58,7 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
     placed = {_place(file): file for file in files}
     if len(placed) < len(files):
         raise Damaged(path, "has two files of one rank and number")
-    last = max(rank for rank, _, _ in placed)
-    missing = tuple(sorted({*range(last + 1)} - {rank for rank, _, _ in placed}))
+    missing = _missing({rank for rank, _, _ in placed})
     _require_all_files(path, placed)
     pieces: dict[str, list[Piece]] = {}
     held: dict[int, int] = {}
@@ -82,7 +81,13 @@ def _place(file: Checkpoint) -> tuple[int, int, int]:
             f"holds one rank's pieces of tensors ({SHARDING}), and its name does not say which rank's",
             hint="give it the name it was written under: shard-RANK-model-FILE-of-FILES.safetensors",
         )
+    if int(found[1]) > MAX_RANKS:
+        raise Damaged(file.path, f"says that rank {int(found[1]) - 1} wrote it", hint=HINT)
     return int(found[1]) - 1, int(found[2]), int(found[3])
+
+
+def _missing(ranks: set[int]) -> tuple[int, ...]:
+    return tuple(rank for rank in range(max(ranks)) if rank not in ranks)
 
 
 def _require_all_files(path: str, placed: dict[tuple[int, int, int], Checkpoint]) -> None:

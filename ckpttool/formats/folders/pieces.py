@@ -26,7 +26,7 @@ from ...tensors.dtypes import DType
 from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent
 from ...tensors.values import MAX_EXPANSION
 
-MAX_RANKS = 1 << 20
+MAX_RANKS = 1 << 16
 """The most ranks of a run: a larger number in a file or its name is a mistake, or means harm."""
 
 

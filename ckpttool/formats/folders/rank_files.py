@@ -24,7 +24,7 @@ from ...files.suggestions import CHECKPOINT_ENDINGS, names_in
 from ...inert_pickle.values import tensor_of
 from .device_meshes import Mesh
 from .pieces import RankFile, RankFiles, Wholes, in_order, require_rank
-from .ranked import whole_of
+from .ranked import Candidates, whole_of
 from .sharded_values import DTENSOR, Sharded, ShardedValues, unless_sharded
 from .side_by_side import SideBySide
 from .steps import step_of
@@ -43,10 +43,10 @@ FLAT = "_flat_param"
 """The end of the names in FSDP's LOCAL_STATE_DICT."""
 
 
-def candidates(folder: str) -> list[str]:
-    """Return the paths of the files in a folder that are named after a rank."""
+def candidates(folder: str) -> Candidates:
+    """Return the files in a folder that are named after a rank."""
     named = [name for name in names_in(folder) if RANK.search(name) and name.endswith(CHECKPOINT_ENDINGS)]
-    return [os.path.join(folder, name) for name in named]
+    return Candidates([os.path.join(folder, name) for name in named])
 
 
 @dataclass(frozen=True, slots=True)

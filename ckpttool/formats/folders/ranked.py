@@ -2,7 +2,7 @@
 
 A framework is a module with two functions:
 
-    candidates(folder) -> paths                       # by name alone, cheap: the files that may be a run's
+    candidates(folder) -> Candidates                   # by name alone, cheap: the files that may be a run's
     read(path, files, take_rank) -> Checkpoint | None  # None: these are not the files of its ranks
 
 `read` puts whole tensors in the place of the pieces (`pieces.Wholes`), with `whole_of` as its last step; the
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import Ranks
@@ -29,11 +29,18 @@ from .sharded_values import with_pieces
 READERS = (torch_zip, torch_legacy, safetensors)
 
 
+class Candidates(NamedTuple):
+    """The paths of the files that may be a run's, and the open files that named them."""
+
+    paths: list[str]
+    telling: tuple[Source, ...] = ()
+
+
 class Framework(Protocol):
     """A module that reads the files of one framework's ranks."""
 
-    def candidates(self, folder: str) -> list[str]:
-        """Return the paths of the files in a folder whose names are those of this framework's ranks.
+    def candidates(self, folder: str) -> Candidates:
+        """Return the files in a folder whose names are those of this framework's ranks.
 
         They may lie in folders below it. No file is opened, but one that names others.
         """

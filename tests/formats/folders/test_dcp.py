@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, Unsupported
+from ckpttool.formats.folders import dcp as reading_dcp
 from ckpttool.formats.folders import dcp_writing as ours
 from ckpttool.tensors import values as values_of_tensors
 from ckpttool.tensors.to_torch import live_tensors
@@ -336,6 +337,17 @@ def test_metadata_that_does_not_fit_is_damage(what: str, tmp_path: Path) -> None
     folder = saved({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "d")
     with pytest.raises(Damaged):
         ckpttool.open(changed(folder, DAMAGE[what]))
+
+
+def test_a_place_that_is_listed_often_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved({"a": torch.ones(2)}, tmp_path / "d")
+    changed(folder, lambda m: setattr(tensor_of(m), "chunks", tensor_of(m).chunks * 1000))
+    places = []
+    archive = reading_dcp.Archive
+    monkeypatch.setattr(reading_dcp, "Archive", lambda *given: (places.append(given), archive(*given))[1])
+    with pytest.raises(Damaged, match="chunks are not the whole"):
+        ckpttool.open(folder)
+    assert len(places) == 1
 
 
 def test_the_file_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:

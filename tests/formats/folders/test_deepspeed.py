@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -289,6 +290,10 @@ def test_latest_that_names_nothing_is_refused(runs: Path, tmp_path: Path) -> Non
     with pytest.raises(Unreadable):
         opened(folder)
     (folder / "latest").unlink()
+    (folder / "latest").symlink_to("latest")
+    with pytest.raises(Unreadable, match="latest: too many levels of symbolic links"):
+        opened(folder)
+    (folder / "latest").unlink()
     for wrong in ("global_step9", "", "../run/global_step2", ".", "a\0b"):
         (folder / "latest").write_text(wrong)
         with pytest.raises(Damaged, match="not beside it") as caught:
@@ -301,11 +306,39 @@ def test_latest_that_names_nothing_is_refused(runs: Path, tmp_path: Path) -> Non
     assert opened(folder).tree["global_steps"] == 2
 
 
+def test_the_file_that_names_the_checkpoint_is_no_output(runs: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(runs / "zero2-fp32", tmp_path / "run"))
+    with pytest.raises(UsageFault, match="is a part of the input"):
+        ckpttool.save(opened(folder), folder / "latest", to="safetensors", force=True)
+    assert (folder / "latest").read_text() == "global_step3"
+
+
+def test_many_buffers_take_time_in_proportion(run: Callable[[str], Path]) -> None:
+    folder, count = run("zero3-fp32-one-rank"), 30_000
+    names = [f"buffer{number}" for number in range(count)]
+    file = next(folder.glob("*model_states.pt"))
+    with ckpttool.open(file) as checkpoint:
+        tree: Any = checkpoint.tree
+        empty = next(value for value in tree["module"].values() if value.shape == (0,))
+        tree["module"].update(dict.fromkeys(names, empty))
+        tree["buffer_names"] = [*tree["buffer_names"], *names[::-1]]
+        ckpttool.save(checkpoint, file, force=True)
+    began = time.process_time()
+    assert len(opened(folder).tree["module"]) > count
+    assert time.process_time() - began < 5
+
+
 def test_merging_takes_the_ranks_files_before_rounded_weights_beside_them(runs: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(runs / "zero2-bf16", tmp_path / "checkpoint-2"))
     save_file({"w": torch.ones(2, dtype=torch.bfloat16)}, folder / "model.safetensors")
     assert opened(folder, None).format == "deepspeed-zero"
     assert ckpttool.open(folder).format == "safetensors"
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_no_record_of_an_honest_folder_is_a_stray_one(case: Case, runs: Path) -> None:
+    found = ckpttool.verify(opened(runs / case.name), no_code=True)
+    assert [problem for problem in found.problems if problem.kind != "ranks"] == []
 
 
 # Files that are not those of one step of one run

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 import ckpttool
 from ckpttool.errors import Damaged, UsageFault
-from tests.support import framework_runs
+from tests.support import deepspeed_runs, framework_runs
 from tests.support.running import Ran
 
 Cli = Callable[..., Ran]
@@ -131,6 +132,7 @@ def test_a_model_of_one_kind_and_an_optimizer_of_another_are_one_checkpoint(
         ran = cli("merge", folder, tmp_path / "out.pt", "--force", "--json", *options)
         assert (ran.code, ran.json["keys"]) == (0, 2)
         assert same(torch.load(tmp_path / "out.pt"), whole)
+    assert ckpttool.verify(folder, no_code=True).ok
     page = cli("inspect", folder, "--json").json
     assert (page["state"], page["ranks"]["world_size"], page["ranks"]["step"]) == ("model", 2, 1)
     assert {"optimizer.state.weight.step"} < {*page["ranks"]["replicated"]}
@@ -151,6 +153,57 @@ def test_two_models_in_one_folder_are_refused_with_the_command_for_each(tmp_path
     assert cli("merge", folder / ".metadata", tmp_path / "out.pt").code == 0
 
 
+def test_a_storage_that_one_rank_alone_refers_to_is_no_stray_record(tmp_path: Path) -> None:
+    folder, _ = trained(tmp_path)
+    for rank in range(2):
+        own = {"generator": torch.full((3,), rank)}
+        torch.save(own, folder / f"extra_state_world_size_2_rank_{rank}.pt")
+    assert ckpttool.open(folder).unread
+    assert ckpttool.verify(folder, no_code=True).ok
+    with zipfile.ZipFile(folder / "extra_state_world_size_2_rank_1.pt", "a") as archive:
+        archive.writestr("extra_state_world_size_2_rank_1/data/99", b"anything else")
+    (problem,) = ckpttool.verify(folder, no_code=True).problems
+    assert problem.name == "record extra_state_world_size_2_rank_1/data/99"
+
+
+def test_tags_of_deepspeed_in_a_dcp_folder_are_a_second_model(tmp_path: Path, cli: Cli) -> None:
+    folder = tmp_path / "run"
+    with tarfile.open(deepspeed_runs.RECORDED) as archive:
+        inside = [member for member in archive if member.name.split("/")[0] == "zero2-fp32"]
+        archive.extractall(tmp_path, inside, filter="data")
+    (tmp_path / "zero2-fp32").rename(folder)
+    as_dcp(folder, {"w": torch.ones(2)})
+    for command in ("digest",), ("merge", tmp_path / "out.pt"):
+        ran = cli(command[0], folder, *command[1:])
+        assert ran.code == 3
+        assert "has 'model' and 'module' in files of two kinds, DeepSpeed 0.19.8 ZeRO-2 and DCP" in ran.err
+    for path in (folder / "global_step3", folder / ".metadata"):
+        assert f"ckpttool merge {path} OUTPUT" in ran.err
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_dcp_folder_is_named_once_where_two_hold_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for place in (folder, folder / "model"):
+        place.mkdir()
+        as_dcp(place, {"w": torch.ones(2)})
+        shutil.rmtree(place.parent / "dcp")
+    with pytest.raises(Damaged) as caught:
+        ckpttool.open(folder)
+    commands = [f"ckpttool merge {place}/.metadata OUTPUT" for place in (folder / "model", folder)]
+    assert caught.value.hint == f"merge each by itself: {'; '.join(commands)}"
+
+
+def test_pieces_of_hugging_face_in_a_dcp_folder_are_a_second_model(tmp_path: Path, cli: Cli) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    as_hugging_face(folder, {"w": torch.ones(6, 3)})
+    as_dcp(folder, {"w": torch.ones(2)})
+    for command in ("digest",), ("merge", tmp_path / "out.pt"):
+        ran = cli(command[0], folder, *command[1:])
+        assert (ran.code, "in files of two kinds, DCP as safetensors and DCP" in ran.err) == (3, True)
+
+
 def test_there_is_no_rank_to_take_where_what_ranks_share_is_stored_once(tmp_path: Path) -> None:
     folder = tmp_path / "pieces"
     folder.mkdir()
@@ -161,3 +214,12 @@ def test_there_is_no_rank_to_take_where_what_ranks_share_is_stored_once(tmp_path
     torch.save({"w": torch.ones(2)}, folder / "other.pt")
     with pytest.raises(Damaged, match=r"other\.pt: holds no pieces as safetensors"):
         ckpttool.open_ranks(sorted(folder.iterdir()))
+
+
+def test_a_rank_beyond_all_measure_is_refused(tmp_path: Path) -> None:
+    as_hugging_face(tmp_path, {"w": torch.ones(6, 3)})
+    (tmp_path / "shard-00001-model-00001-of-00001.safetensors").rename(
+        tmp_path / "shard-9999999-model-00001-of-00001.safetensors"
+    )
+    with pytest.raises(Damaged, match=r"shard-9999999.*says that rank 9999998 wrote it"):
+        ckpttool.open(tmp_path)
