@@ -17,7 +17,6 @@ from ..inert_pickle.known_names import names_in
 from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type
 from ..inert_pickle.plain_objects import attributes_of, text_of
 from ..inert_pickle.values import (
-    FROM_TYPE,
     MAX_DEPTH,
     FrozenSet_,
     Global,
@@ -36,10 +35,14 @@ from ..inert_pickle.weights_only import (
     NAMES,
     is_tensor_taken,
     is_value,
+    wrapped,
+    wraps,
 )
 from ..tensors.ref import TensorRef
 
 COMPLEX = Global("builtins", "complex")
+OWN_CLASSES = (None, Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
+"""Classes of tensors that torch takes; None stands for a Parameter that is made as one."""
 CONTAINERS = (dict, list, tuple, set, frozenset, Record)
 
 
@@ -63,7 +66,8 @@ class Disarmed:
 
     Attributes:
         changed: every value that became another.
-        left_out: dotted paths of what has no place any more: attributes of pickled models beside their state.
+        left_out: dotted paths of what has no place any more: attributes of pickled models beside their state,
+            and of tensors those that torch's own class computes.
         dtensors: whether DTensors are left, for which torch.load needs `torch.distributed.tensor` imported.
     """
 
@@ -79,7 +83,8 @@ def disarm(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpo
     A Namespace and any other object with attributes becomes a dict, a dict or list of a class of its own a
     plain one, a pickled model its state dict, a NumPy scalar a number, an array a tensor, or a list where
     torch lacks the type; a path, date, decimal number or UUID becomes text, a frozenset a set, the name of a
-    class or function text. Any other object becomes a dict that says which callable would have made it of
+    class or function text. A tensor of another class becomes torch's own; a Parameter stays one, and
+    both keep their attributes. Any other object becomes a dict that says which callable would have made it of
     which arguments. One object in several places is one value in all of them.
 
     The model's state stays what it was, and so its digest: where an array or an object would be taken for a
@@ -156,10 +161,19 @@ class _Disarmer:
 
     def note(self, path: Path, was: str, now: str) -> None:
         """Record a change."""
-        self.names_left -= sum(map(len, path)) + len(path) + len(was) + len(now)
+        self.count((*path, was, now))
+        self.changed.append(Change(dotted(path), was, now))
+
+    def leave_out(self, path: Path, names: Iterable[str]) -> None:
+        """Record attributes that have no place any more."""
+        for name in names:
+            self.count((*path, name))
+            self.left_out.append(dotted((*path, name)))
+
+    def count(self, words: Path) -> None:
+        self.names_left -= sum(map(len, words)) + len(words)
         if self.names_left < 0:
             raise Unsupported(self.checkpoint.path, "the names of its objects need too much memory")
-        self.changed.append(Change(dotted(path), was, now))
 
     def value(self, value: object, path: Path) -> object:
         """Return a value of the tree in its plain form."""
@@ -291,15 +305,23 @@ class _Disarmer:
             assert like is not None
             self.refused[dotted(path)] = like
             return None
-        args = value.args if value.callable in FROM_TYPE and isinstance(value.args, tuple) else ()
-        self.note(path, str(args[1]) if args else value.type_name, "tensor")
-        return plain
+        return self.wrapped(value, plain, path)
+
+    def wrapped(self, value: Record, plain: TensorRef, path: Path) -> object:
+        """Return a tensor of torch's own class, or a Parameter, with its attributes in their plain forms."""
+        wrapping = wraps(value)
+        if wrapping.kind not in OWN_CLASSES:
+            kind = wrapping.kind
+            self.note(path, str(kind) if isinstance(kind, Global) else "object", "tensor")
+        self.leave_out(path, wrapping.left_out)
+        attributes = {name: self.value(each, (*path, name)) for name, each in wrapping.attributes.items()}
+        return wrapped(plain, wrapping.requires_grad, attributes)
 
     def other(self, value: Record, path: Path) -> object:
         array, attributes = array_of(value), attributes_of(value)
         if (module := self.state_dict(value)) is not None:
             self.note(path, value.type_name, "state dict")
-            self.left_out += (dotted((*path, name)) for name, _ in own_attributes(value))
+            self.leave_out(path, (name for name, _ in own_attributes(value)))
             return self.fill(OrderedDict_(), module, value, path)
         if array is not None and (made := self.array(array, path)) is not None:
             self.note(path, "numpy.ndarray", "list" if isinstance(made, list) else "tensor")

@@ -9,6 +9,7 @@ import datetime
 import decimal
 import enum
 import functools
+import inspect
 import pathlib
 import types
 import uuid
@@ -22,6 +23,7 @@ import torch
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Refused
+from ckpttool.inert_pickle.weights_only import PROPERTIES
 from ckpttool.transforms.disarm import Disarmed, disarm
 from tests.support.crafting import (
     call,
@@ -37,7 +39,7 @@ from tests.support.crafting import (
 )
 from tests.support.every_format import INPUTS
 from tests.support.running import SHARED
-from tests.support.tensor_kinds import KINDS, save_kind, save_tagged
+from tests.support.tensor_kinds import KINDS, Tagged, save_kind, save_tagged
 from tests.support.trees import TREES
 
 
@@ -351,6 +353,38 @@ def test_a_tensor_of_a_subclass_becomes_a_tensor_and_is_named(tmp_path: Path) ->
     loaded, report = disarmed(save_tagged(tmp_path / "in.pt"))
     assert type(loaded["x"]) is torch.Tensor
     assert report.changed == (("x", "tests.support.tensor_kinds.Tagged", "tensor"),)
+
+
+def test_a_parameter_stays_one_and_keeps_its_attributes_in_their_plain_forms(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    subclass, plain = torch.ones(2).as_subclass(Tagged), torch.ones(2)
+    for each in (parameter, subclass, plain):
+        each.lr_scale, each.note, each.seed = 0.5, Config(7.0), 2**2100  # type: ignore[attr-defined]
+    torch.save({"p": parameter, "s": subclass, "t": plain}, tmp_path / "in.pt")
+    loaded, report = disarmed(tmp_path / "in.pt")
+    assert type(loaded["p"]) is torch.nn.Parameter
+    assert not loaded["p"].requires_grad
+    assert [type(loaded[name]) for name in "st"] == [torch.Tensor] * 2
+    found = {"lr_scale": 0.5, "note": {"lr": 7.0, "inner": None}, "seed": hex(2**2100)}
+    assert [vars(loaded[key]) for key in "pst"] == [found] * 3
+    assert ("p.note", f"{__name__}.Config", "dict") in report.changed
+    assert report.left_out == ()
+    assert ckpttool.digest(tmp_path / "safe.pt") == ckpttool.digest(tmp_path / "in.pt")
+
+
+def test_attributes_that_torch_s_own_tensors_compute_are_left_out_by_name(tmp_path: Path) -> None:
+    odd = torch.nn.Parameter(torch.ones(2))
+    vars(odd).update({"shape": "mine", "names": ["a"], "__slots__": 1, "note": 1})
+    torch.save({"model": {"w": odd}, "epoch": 1}, tmp_path / "in.pt")
+    loaded, report = disarmed(tmp_path / "in.pt")
+    assert vars(loaded["model"]["w"]) == {"note": 1}
+    assert report.left_out == ("model.w.shape", "model.w.names", "model.w.__slots__")
+
+
+def test_every_property_of_torch_s_tensors_is_known() -> None:
+    of = torch.nn.Parameter
+    found = {each for each in dir(of) if inspect.isdatadescriptor(inspect.getattr_static(of, each))}
+    assert {each for each in found if not each.startswith("__")} <= PROPERTIES
 
 
 @pytest.mark.parametrize("kind", KINDS)
