@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from ..checkpoint.tensor_likes import TensorLike, require_plain
 from ..errors import CkptToolError, Refused, Unsupported
 from ..inert_pickle.known_names import names_in
 from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type
-from ..inert_pickle.plain_objects import attributes_of, text_of
+from ..inert_pickle.object_texts import NoText, described
+from ..inert_pickle.plain_objects import attributes_of, settings_of, text_of
 from ..inert_pickle.values import (
     MAX_DEPTH,
     FrozenSet_,
@@ -24,6 +26,7 @@ from ..inert_pickle.values import (
     Record,
     Set_,
     TooDeep,
+    container_name,
     in_brief,
     tensor_of,
     walk,
@@ -41,7 +44,7 @@ from ..inert_pickle.weights_only import (
 from ..tensors.ref import TensorRef
 
 COMPLEX = Global("builtins", "complex")
-OWN_CLASSES = (None, Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
+OWN_CLASSES = (None, Global("torch", "Tensor"))
 """Classes of tensors that torch takes; None stands for a Parameter that is made as one."""
 CONTAINERS = (dict, list, tuple, set, frozenset, Record)
 
@@ -67,7 +70,7 @@ class Disarmed:
     Attributes:
         changed: every value that became another.
         left_out: dotted paths of what has no place any more: attributes of pickled models beside their state,
-            and of tensors those that torch's own class computes.
+            and of tensors those that torch's own class computes; a defaultdict's factory, a deque's maxlen.
         dtensors: whether DTensors are left, for which torch.load needs `torch.distributed.tensor` imported.
     """
 
@@ -135,6 +138,7 @@ class _Disarmer:
         self.left_out: list[str] = []
         self.refused: dict[str, TensorLike] = {}
         self.done: dict[int, object] = {}
+        self.making: dict[int, Path] = {}  # where a value lies that is being made
         self.kept: list[object] = []  # originals live as long as their ids are keys of `done`
         self.level = 0
         self.names_left = MAX_NAMES + 64 * checkpoint.nbytes
@@ -158,6 +162,11 @@ class _Disarmer:
         where = f"{state.where}." if state is not None and state.path else ""
         likes = {name.removeprefix(where): like for name, like in self.refused.items()}
         require_plain(self.checkpoint.path, likes, "can't be loaded by torch.load(weights_only=True)")
+
+    def refusal(self, path: Path, why: str) -> Refused:
+        """Return the error for a value that has no plain form."""
+        hint = f"its tensors alone: ckpttool convert {shlex.quote(self.checkpoint.path)} out.safetensors"
+        return Refused(self.checkpoint.path, f"'{dotted(path)}' {why}", hint=hint)
 
     def note(self, path: Path, was: str, now: str) -> None:
         """Record a change."""
@@ -188,13 +197,27 @@ class _Disarmer:
             return value
         if id(value) in self.done:
             return self.done[id(value)]
+        if id(value) in self.making:
+            return self.inside_itself(value)
         if self.level == MAX_DEPTH:
             raise TooDeep
         self.level += 1
         self.kept.append(value)
+        self.making[id(value)] = path
         made = self.record(value, path) if isinstance(value, Record) else self.container(value, path)
+        del self.making[id(value)]
         self.level -= 1
-        return self.done.setdefault(id(value), made)  # a tuple that a list in it holds was made there
+        return self.done.setdefault(id(value), made)
+
+    def inside_itself(self, value: object) -> object:
+        """Return the list that a tuple becomes which holds itself, as torch can't read its pickle."""
+        path = self.making[id(value)]
+        if not isinstance(value, tuple):
+            kind = value.type_name if isinstance(value, Record) else container_name(value)
+            raise self.refusal(path, f"({kind}) holds itself, which torch.load(weights_only=True) can't load")
+        self.note(path, "tuple that holds itself", "list")
+        made: list[object] = []
+        return self.done.setdefault(id(value), made)
 
     def integer(self, value: int, path: Path) -> int | str:
         if value.bit_length() < MAX_INTEGER:
@@ -222,7 +245,11 @@ class _Disarmer:
         if isinstance(value, list):
             return self.items(value, value, path)
         if isinstance(value, tuple):
-            return tuple(self.value(item, (*path, str(i))) for i, item in enumerate(value))
+            items = [self.value(item, (*path, str(i))) for i, item in enumerate(value)]
+            if id(value) not in self.done:
+                return tuple(items)
+            self.done[id(value)] += items  # type: ignore[operator]  # see inside_itself
+            return self.done[id(value)]
         if isinstance(value, frozenset):
             self.note(path, "frozenset", "set")
         items = list(value)
@@ -272,11 +299,18 @@ class _Disarmer:
         if tensor_of(key) is not None or is_value(key):
             return self.value(key, path)
         number = scalar_of(key)
-        plain: object = text_of(key) or f"{key.type_name}({in_brief(key.args)[:200]})"
-        if isinstance(number, int | float | str | bytes):
-            plain = number
+        plain = number if isinstance(number, int | float | str | bytes) else text_of(key)
+        if plain is None:
+            plain = self.described(key, path)
         self.note(path, key.type_name, type(plain).__name__)
         return plain
+
+    def described(self, key: Record, path: Path) -> str:
+        try:
+            return described(key)
+        except NoText as why:
+            what = f"is a key or an item of a set that can't become text: it holds {why}"
+            raise self.refusal(path, what) from None
 
     # Objects.
 
@@ -298,9 +332,9 @@ class _Disarmer:
         return self.other(value, path)
 
     def tensor(self, value: Record, like: TensorLike | None, path: Path) -> object:
-        if is_tensor_taken(value):
-            return value
         plain = tensor_of(value)
+        if is_tensor_taken(value) and (plain is None or not wraps(value).attributes):
+            return value
         if plain is None:
             assert like is not None
             self.refused[dotted(path)] = like
@@ -327,9 +361,11 @@ class _Disarmer:
             self.note(path, "numpy.ndarray", "list" if isinstance(made, list) else "tensor")
             return made
         if isinstance(attributes, list):
+            self.leave_out(path, settings_of(value))
             self.note(path, value.type_name, "list")
             return self.items(attributes, value, path)
         if attributes is not None and not (self.apart and _may_be_state(value, attributes)):
+            self.leave_out(path, settings_of(value))
             self.note(path, value.type_name, "dict")
             return self.fill({}, attributes.items(), value, path)
         self.note(path, value.type_name, "record")
@@ -374,7 +410,8 @@ def _may_be_state(value: Record, attributes: Mapping[object, object]) -> bool:
 def _apart(key: object, taken: set[Any]) -> object:
     """Return a key, with a number behind it if it is among those taken."""
     found, count = key, 1
+    text = str(key) if isinstance(key, str | int | float | bytes) else in_brief(key)
     while found in taken:
         count += 1
-        found = f"{key!s}~{count}"
+        found = f"{text}~{count}"
     return found

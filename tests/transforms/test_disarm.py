@@ -51,6 +51,14 @@ class Config:
     inner: Any = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A dataclass with a hash."""
+
+    size: int
+    inner: Any = None
+
+
 @dataclasses.dataclass
 class Slotted:
     """A class whose attributes lie in slots."""
@@ -173,6 +181,7 @@ def test_a_published_file_is_taken() -> None:
         (np.dtype("float32"), "float32"),
         (torch.float16, torch.float16),
         (pathlib.PureWindowsPath("a\\b"), "a\\b"),
+        (np.dtype(">f4"), ">f4"),
         (decimal.Decimal("1.10"), "1.10"),
         (uuid.UUID(int=5), str(uuid.UUID(int=5))),
         (datetime.date(2026, 1, 2), "2026-01-02"),
@@ -550,3 +559,76 @@ def test_keys_that_become_equal_lose_no_entry(is_last: bool, tmp_path: Path) -> 
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert sorted(found["of"].values()) == [1, 2, 3, 4]
     assert (found["of"]["a"], found["of"]["1"], len(found["all"])) == (2, 4, 2)
+
+
+def test_keys_that_are_objects_become_text_with_their_values(tmp_path: Path) -> None:
+    value = {
+        "of": {Key(1): "one", Key(2, "b"): "two", (Key(3), Colour.RED): "three"},
+        "set": {Colour.RED, Key(4, (0.5, None, Key(5)))},
+        "frozen": {frozenset([Key(6)]): 1},
+    }
+    torch.save({"it": value}, tmp_path / "in.pt")
+    loaded, report = disarmed(tmp_path / "in.pt")
+    key, red = f"{__name__}.Key", f"{__name__}.Colour(1)"
+    assert loaded["it"] == {
+        "of": {
+            f"{key}(size=1, inner=None)": "one",
+            f"{key}(size=2, inner='b')": "two",
+            (f"{key}(size=3, inner=None)", red): "three",
+        },
+        "set": {red, f"{key}(size=4, inner=(0.5, None, {key}(size=5, inner=None)))"},
+        "frozen": {(f"{key}(size=6, inner=None)",): 1},
+    }
+    assert {change.was for change in report.changed} == {key, f"{__name__}.Colour", "frozenset"}
+
+
+@pytest.mark.parametrize(
+    ("inner", "why"),
+    [(torch.ones(2), "a tensor"), ("x" * 2000, "more than 1000 characters"), (2**70000, "more than 1000")],
+    ids=["a tensor", "long text", "a long number"],
+)
+def test_a_key_that_text_can_t_hold_is_refused_by_name(inner: Any, why: str, tmp_path: Path) -> None:
+    torch.save({"cfg": {Key(1, inner): 1}}, tmp_path / "in.pt")
+    with pytest.raises(Refused, match=rf"'cfg\..*Key' is a key .* it holds {why}"):
+        disarmed(tmp_path / "in.pt")
+
+
+def _itself(kind: str) -> Any:
+    """Return a value that holds itself."""
+    inside: Any = []
+    held: Any = inside
+    if kind.startswith("tuple"):
+        held = (inside, *range(int(kind[5:])))
+        inside.append(held)
+    elif kind == "parameter":
+        held = torch.nn.Parameter(torch.ones(2))
+        held.all = inside
+        inside.append(held)
+    elif kind == "array":
+        held = np.empty(1, object)
+        held[0] = held
+    else:
+        inside.append(inside)
+    return held
+
+
+@pytest.mark.parametrize("options", [{}, {"pickle_protocol": 4}, {"_use_new_zipfile_serialization": False}])
+@pytest.mark.parametrize("kind", ["tuple0", "tuple1", "tuple5", "list"])
+def test_a_tuple_that_holds_itself_becomes_a_list(kind: str, options: Any, tmp_path: Path) -> None:
+    held = _itself(kind)
+    torch.save({"model": {"w": torch.ones(2)}, "it": held}, tmp_path / "in.pt", **options)
+    loaded, report = disarmed(tmp_path / "in.pt")
+    found = loaded["it"]
+    assert type(found) is list
+    assert (found[0][0] if kind != "list" else found[0]) is found
+    assert len(found) == len(held)
+    named = [("it", "tuple that holds itself", "list")] if kind != "list" else []
+    assert [*report.changed] == named
+    assert ckpttool.digest(tmp_path / "safe.pt") == ckpttool.digest(tmp_path / "in.pt")
+
+
+@pytest.mark.parametrize("kind", ["array", "parameter"])
+def test_what_else_holds_itself_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    torch.save({"it": _itself(kind)}, tmp_path / "in.pt")
+    with pytest.raises(Refused, match=r"'it' .* holds itself"):
+        disarmed(tmp_path / "in.pt")
