@@ -16,11 +16,9 @@ from ..checkpoint.tensor_likes import TensorLike, require_plain
 from ..errors import CkptToolError, Refused, Unsupported
 from ..inert_pickle.known_names import names_in
 from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type
-from ..inert_pickle.object_texts import NoText, described
 from ..inert_pickle.plain_objects import attributes_of, settings_of, text_of
 from ..inert_pickle.values import (
     MAX_DEPTH,
-    FrozenSet_,
     Global,
     OrderedDict_,
     Record,
@@ -42,6 +40,7 @@ from ..inert_pickle.weights_only import (
     wraps,
 )
 from ..tensors.ref import TensorRef
+from .disarmed_keys import Keys
 
 COMPLEX = Global("builtins", "complex")
 OWN_CLASSES = (None, Global("torch", "Tensor"))
@@ -140,6 +139,7 @@ class _Disarmer:
         self.done: dict[int, object] = {}
         self.making: dict[int, Path] = {}  # where a value lies that is being made
         self.kept: list[object] = []  # originals live as long as their ids are keys of `done`
+        self.keys = Keys(self.value, self.note, self.refusal)
         self.level = 0
         self.names_left = MAX_NAMES + 64 * checkpoint.nbytes
 
@@ -253,7 +253,7 @@ class _Disarmer:
         if isinstance(value, frozenset):
             self.note(path, "frozenset", "set")
         items = list(value)
-        return Set_(self.keys(items, [(*path, str(i)) for i in range(len(items))]))
+        return Set_(self.keys.apart(items, [(*path, str(i)) for i in range(len(items))]))
 
     def fill(self, made: Any, items: Any, of: object, path: Path) -> Any:
         """Fill an empty dict, which takes the place of `of`."""
@@ -261,24 +261,10 @@ class _Disarmer:
         pairs = list(items)
         places = [(*path, in_brief(key)) for key, _ in pairs]
         for key, (_, item), at in zip(
-            self.keys([key for key, _ in pairs], places), pairs, places, strict=True
+            self.keys.apart([key for key, _ in pairs], places), pairs, places, strict=True
         ):
             made[key] = self.value(item, at)
         return made
-
-    def keys(self, old: list[Any], places: list[Path]) -> list[Any]:
-        """Return the keys of a dict or the items of a set in their plain forms, no two of them equal.
-
-        Those that change give way: they get a number behind.
-        """
-        new = [key if type(key) is str else self.key(key, at) for key, at in zip(old, places, strict=True)]
-        changes = [b is not a and (type(b) is not type(a) or b != a) for a, b in zip(old, new, strict=True)]
-        taken = {key for key, is_changed in zip(new, changes, strict=True) if not is_changed}
-        for number, is_changed in enumerate(changes):
-            if is_changed:
-                new[number] = _apart(new[number], taken)
-                taken.add(new[number])
-        return new
 
     def items(self, items: Any, of: object, path: Path) -> list[object]:
         """Return a list that takes the place of `of`."""
@@ -286,31 +272,6 @@ class _Disarmer:
         self.done[id(of)] = made
         made.extend(self.value(item, (*path, str(i))) for i, item in enumerate(items))
         return made
-
-    def key(self, key: object, path: Path) -> object:
-        """Return a key or an item of a set as something that has a hash."""
-        if isinstance(key, tuple):
-            return tuple(self.key(item, path) for item in key)
-        if isinstance(key, FrozenSet_):
-            self.note(path, "frozenset", "tuple")
-            return tuple(self.key(item, path) for item in key)
-        if not isinstance(key, Record):
-            return self.value(key, path)
-        if tensor_of(key) is not None or is_value(key):
-            return self.value(key, path)
-        number = scalar_of(key)
-        plain = number if isinstance(number, int | float | str | bytes) else text_of(key)
-        if plain is None:
-            plain = self.described(key, path)
-        self.note(path, key.type_name, type(plain).__name__)
-        return plain
-
-    def described(self, key: Record, path: Path) -> str:
-        try:
-            return described(key)
-        except NoText as why:
-            what = f"is a key or an item of a set that can't become text: it holds {why}"
-            raise self.refusal(path, what) from None
 
     # Objects.
 
@@ -405,13 +366,3 @@ def _may_be_state(value: Record, attributes: Mapping[object, object]) -> bool:
     """Return whether the attributes of an object, as a dict, could be or complete a dict of tensors."""
     found = (isinstance(each, TensorRef) or array_of(each) is not None for each in walk(value))
     return not attributes or any(found)
-
-
-def _apart(key: object, taken: set[Any]) -> object:
-    """Return a key, with a number behind it if it is among those taken."""
-    found, count = key, 1
-    text = str(key) if isinstance(key, str | int | float | bytes) else in_brief(key)
-    while found in taken:
-        count += 1
-        found = f"{text}~{count}"
-    return found
