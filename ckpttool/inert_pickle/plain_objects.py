@@ -43,10 +43,14 @@ def _of_a_day(kind: Callable[..., object]) -> Callable[[Record], str]:
     def text(record: Record) -> str:
         match record.args:
             case (bytes(raw),) if not record.has_state:
-                return str(kind(raw))
+                made: Any = kind(raw)
             case (bytes(raw), Record() as zone) if not record.has_state:
-                return str(kind(raw, _zone(zone)))
-        raise ValueError
+                made = kind(raw, _zone(zone))
+            case _:
+                raise ValueError
+        if made.fold:  # its text does not tell
+            raise ValueError
+        return str(made)
 
     return text
 
@@ -79,8 +83,10 @@ def _uuid(record: Record) -> str:
 
 def _element(record: Record) -> str:
     element = element_of(record)
-    if element is None:
+    if element is None or element.code in ("M8", "m8"):  # whose unit is in the state
         raise ValueError
+    if element.order == ">":
+        return f">{element.code}"
     return NUMBERS[element.code][1] if element.code in NUMBERS else element.code
 
 
@@ -139,6 +145,14 @@ def attributes_of(record: Record) -> dict[Any, Any] | list[Any] | None:
         repeated = items is not None and all(_is_same(items.get(key), attributes[key]) for key in attributes)
         return items if repeated else None
     return attributes
+
+
+def settings_of(record: Record) -> tuple[str, ...]:
+    """Return the names of the settings that a dict or list of a class of the library has beside its items."""
+    args = record.args if isinstance(record.args, tuple) else ()
+    if record.callable == DEFAULT_DICT and args:
+        return ("default_factory",)
+    return ("maxlen",) if record.callable == DEQUE and len(args) > 1 and args[1] is not None else ()
 
 
 def _is_bare(record: Record) -> bool:

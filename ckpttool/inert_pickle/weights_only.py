@@ -7,11 +7,12 @@ Source: `_get_allowed_globals` in torch's `_weights_only_unpickler.py`, 2.6 to 2
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
+from ..tensors.ref import TensorRef
 from .known_names import names_in
-from .values import PARAMETER, Global, OrderedDict_, Record, walk
+from .values import PARAMETER, Global, OrderedDict_, Record, tensor_of, walk
 
 MAX_INTEGER = 2040
 """Bits of an integer: longer ones take an opcode that torch's reader does not know."""
@@ -34,6 +35,8 @@ _SCHEMES = (
     "per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric "
     "per_channel_affine_float_qparams"
 )
+
+FROM_TYPE_V2 = Global("torch._tensor", "_rebuild_from_type_v2")
 
 DTENSOR_NAMES = frozenset(
     Global(f"torch.distributed.{module}", name)
@@ -58,7 +61,7 @@ TENSOR_NAMES = (
         Global("torch", "Size"),
         Global("torch", "Tensor"),
         Global("torch", "device"),
-        Global("torch._tensor", "_rebuild_from_type_v2"),
+        FROM_TYPE_V2,
         Global("torch.nn.parameter", "Parameter"),
         Global("torch.serialization", "_get_layout"),
         Global("torch.storage", "UntypedStorage"),
@@ -128,6 +131,8 @@ def is_tensor_taken(record: Record) -> bool:
         return False
     if record.callable in PARAMETER and not _is_parameter(record.args):
         return False
+    if tensor_of(record) is not None and wraps(record).left_out:
+        return False
     return not any(_is_odd(value) for value in walk(record))
 
 
@@ -145,4 +150,70 @@ def _is_odd(value: object) -> bool:
         return any(isinstance(key, str) and key.startswith("__") for key in value) or (
             isinstance(value, OrderedDict_) and value.attributes is not None
         )
+    if isinstance(value, int):
+        return value.bit_length() >= MAX_INTEGER
     return isinstance(value, frozenset) or (isinstance(value, Record) and bool(value.elements or value.items))
+
+
+_PROPERTIES = (
+    "H T _backward_hooks _base _cdata _grad _grad_fn _has_grad_dtype_override "
+    "_has_symbolic_sizes_strides _post_accumulate_grad_hooks _python_dispatch _version data device "
+    "dtype grad grad_dtype grad_fn imag is_cpu is_cuda is_ipu is_leaf is_maia is_meta is_mkldnn is_mps "
+    "is_mtia is_nested is_quantized is_sparse is_sparse_csr is_vulkan is_xla is_xpu itemsize layout mH "
+    "mT name names nbytes ndim output_nr real requires_grad retains_grad shape volatile"
+)
+PROPERTIES = frozenset(_PROPERTIES.split())
+"""Attributes that torch's own class of tensors computes: setting one fails, or changes the tensor."""
+
+
+class Wrapping(NamedTuple):
+    """What a pickle says of a tensor beside its values.
+
+    Attributes:
+        kind: the class of the tensor; None for a Parameter.
+        requires_grad: of a Parameter; None for any other class.
+        attributes: those that a tensor of torch's own class can have too.
+        left_out: the names of all others; `__setstate__` for a state that is no attributes.
+    """
+
+    kind: object
+    requires_grad: bool | None
+    attributes: dict[str, object]
+    left_out: tuple[str, ...]
+
+
+def wraps(record: Record) -> Wrapping:
+    """Return what the pickle of a tensor in one of WRAPPERS says beside its values."""
+    args: tuple[Any, ...] = (
+        (*record.args, None, None, None) if isinstance(record.args, tuple) else (None,) * 4
+    )
+    _, first, second, third, *_ = args
+    is_parameter = record.callable in PARAMETER
+    state = third if is_parameter else second
+    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    readable = all(part is None or isinstance(part, dict) for part in parts)
+    own = {name: each for part in parts if part for name, each in part.items()} if readable else {}
+    kept = {name: each for name, each in own.items() if _is_settable(name)}
+    left_out = [str(name) for name in own if name not in kept]
+    if not readable:
+        left_out.append("__setstate__")
+    if is_parameter and second:
+        left_out.append("_backward_hooks")
+    return Wrapping(
+        None if is_parameter else first, first is not False if is_parameter else None, kept, (*left_out,)
+    )
+
+
+def wrapped(tensor: TensorRef, requires_grad: bool | None, attributes: dict[str, object]) -> object:
+    """Return the pickle of a tensor, or of a Parameter unless `requires_grad` is None, with attributes."""
+    if requires_grad is not None:
+        name = "_rebuild_parameter_with_state" if attributes else "_rebuild_parameter"
+        args = (tensor, requires_grad, OrderedDict_(), *([attributes] if attributes else []))
+        return Record("reduce", Global("torch._utils", name), args)
+    if attributes:
+        return Record("reduce", FROM_TYPE_V2, (tensor, Global("torch", "Tensor"), attributes))
+    return tensor
+
+
+def _is_settable(name: object) -> bool:
+    return isinstance(name, str) and not name.startswith("__") and name not in PROPERTIES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -15,16 +16,15 @@ from ..checkpoint.tensor_likes import TensorLike, require_plain
 from ..errors import CkptToolError, Refused, Unsupported
 from ..inert_pickle.known_names import names_in
 from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type
-from ..inert_pickle.plain_objects import attributes_of, text_of
+from ..inert_pickle.plain_objects import attributes_of, settings_of, text_of
 from ..inert_pickle.values import (
-    FROM_TYPE,
     MAX_DEPTH,
-    FrozenSet_,
     Global,
     OrderedDict_,
     Record,
     Set_,
     TooDeep,
+    container_name,
     in_brief,
     tensor_of,
     walk,
@@ -36,10 +36,15 @@ from ..inert_pickle.weights_only import (
     NAMES,
     is_tensor_taken,
     is_value,
+    wrapped,
+    wraps,
 )
 from ..tensors.ref import TensorRef
+from .disarmed_keys import Keys
 
 COMPLEX = Global("builtins", "complex")
+OWN_CLASSES = (None, Global("torch", "Tensor"))
+"""Classes of tensors that torch takes; None stands for a Parameter that is made as one."""
 CONTAINERS = (dict, list, tuple, set, frozenset, Record)
 
 
@@ -63,7 +68,8 @@ class Disarmed:
 
     Attributes:
         changed: every value that became another.
-        left_out: dotted paths of what has no place any more: attributes of pickled models beside their state.
+        left_out: dotted paths of what has no place any more: attributes of pickled models beside their state,
+            and of tensors those that torch's own class computes; a defaultdict's factory, a deque's maxlen.
         dtensors: whether DTensors are left, for which torch.load needs `torch.distributed.tensor` imported.
     """
 
@@ -79,7 +85,8 @@ def disarm(checkpoint: Checkpoint, *, state: str | None = None) -> tuple[Checkpo
     A Namespace and any other object with attributes becomes a dict, a dict or list of a class of its own a
     plain one, a pickled model its state dict, a NumPy scalar a number, an array a tensor, or a list where
     torch lacks the type; a path, date, decimal number or UUID becomes text, a frozenset a set, the name of a
-    class or function text. Any other object becomes a dict that says which callable would have made it of
+    class or function text. A tensor of another class becomes torch's own; a Parameter stays one, and
+    both keep their attributes. Any other object becomes a dict that says which callable would have made it of
     which arguments. One object in several places is one value in all of them.
 
     The model's state stays what it was, and so its digest: where an array or an object would be taken for a
@@ -130,7 +137,9 @@ class _Disarmer:
         self.left_out: list[str] = []
         self.refused: dict[str, TensorLike] = {}
         self.done: dict[int, object] = {}
+        self.making: dict[int, Path] = {}  # where a value lies that is being made
         self.kept: list[object] = []  # originals live as long as their ids are keys of `done`
+        self.keys = Keys(self.value, self.note, self.refusal)
         self.level = 0
         self.names_left = MAX_NAMES + 64 * checkpoint.nbytes
 
@@ -154,12 +163,26 @@ class _Disarmer:
         likes = {name.removeprefix(where): like for name, like in self.refused.items()}
         require_plain(self.checkpoint.path, likes, "can't be loaded by torch.load(weights_only=True)")
 
+    def refusal(self, path: Path, why: str) -> Refused:
+        """Return the error for a value that has no plain form."""
+        hint = f"its tensors alone: ckpttool convert {shlex.quote(self.checkpoint.path)} out.safetensors"
+        return Refused(self.checkpoint.path, f"'{dotted(path)}' {why}", hint=hint)
+
     def note(self, path: Path, was: str, now: str) -> None:
         """Record a change."""
-        self.names_left -= sum(map(len, path)) + len(path) + len(was) + len(now)
+        self.count((*path, was, now))
+        self.changed.append(Change(dotted(path), was, now))
+
+    def leave_out(self, path: Path, names: Iterable[str]) -> None:
+        """Record attributes that have no place any more."""
+        for name in names:
+            self.count((*path, name))
+            self.left_out.append(dotted((*path, name)))
+
+    def count(self, words: Path) -> None:
+        self.names_left -= sum(map(len, words)) + len(words)
         if self.names_left < 0:
             raise Unsupported(self.checkpoint.path, "the names of its objects need too much memory")
-        self.changed.append(Change(dotted(path), was, now))
 
     def value(self, value: object, path: Path) -> object:
         """Return a value of the tree in its plain form."""
@@ -174,13 +197,27 @@ class _Disarmer:
             return value
         if id(value) in self.done:
             return self.done[id(value)]
+        if id(value) in self.making:
+            return self.inside_itself(value)
         if self.level == MAX_DEPTH:
             raise TooDeep
         self.level += 1
         self.kept.append(value)
+        self.making[id(value)] = path
         made = self.record(value, path) if isinstance(value, Record) else self.container(value, path)
+        del self.making[id(value)]
         self.level -= 1
-        return self.done.setdefault(id(value), made)  # a tuple that a list in it holds was made there
+        return self.done.setdefault(id(value), made)
+
+    def inside_itself(self, value: object) -> object:
+        """Return the list that a tuple becomes which holds itself, as torch can't read its pickle."""
+        path = self.making[id(value)]
+        if not isinstance(value, tuple):
+            kind = value.type_name if isinstance(value, Record) else container_name(value)
+            raise self.refusal(path, f"({kind}) holds itself, which torch.load(weights_only=True) can't load")
+        self.note(path, "tuple that holds itself", "list")
+        made: list[object] = []
+        return self.done.setdefault(id(value), made)
 
     def integer(self, value: int, path: Path) -> int | str:
         if value.bit_length() < MAX_INTEGER:
@@ -208,11 +245,15 @@ class _Disarmer:
         if isinstance(value, list):
             return self.items(value, value, path)
         if isinstance(value, tuple):
-            return tuple(self.value(item, (*path, str(i))) for i, item in enumerate(value))
+            items = [self.value(item, (*path, str(i))) for i, item in enumerate(value)]
+            if id(value) not in self.done:
+                return tuple(items)
+            self.done[id(value)] += items  # type: ignore[operator]  # see inside_itself
+            return self.done[id(value)]
         if isinstance(value, frozenset):
             self.note(path, "frozenset", "set")
         items = list(value)
-        return Set_(self.keys(items, [(*path, str(i)) for i in range(len(items))]))
+        return Set_(self.keys.apart(items, [(*path, str(i)) for i in range(len(items))]))
 
     def fill(self, made: Any, items: Any, of: object, path: Path) -> Any:
         """Fill an empty dict, which takes the place of `of`."""
@@ -220,24 +261,10 @@ class _Disarmer:
         pairs = list(items)
         places = [(*path, in_brief(key)) for key, _ in pairs]
         for key, (_, item), at in zip(
-            self.keys([key for key, _ in pairs], places), pairs, places, strict=True
+            self.keys.apart([key for key, _ in pairs], places), pairs, places, strict=True
         ):
             made[key] = self.value(item, at)
         return made
-
-    def keys(self, old: list[Any], places: list[Path]) -> list[Any]:
-        """Return the keys of a dict or the items of a set in their plain forms, no two of them equal.
-
-        Those that change give way: they get a number behind.
-        """
-        new = [key if type(key) is str else self.key(key, at) for key, at in zip(old, places, strict=True)]
-        changes = [b is not a and (type(b) is not type(a) or b != a) for a, b in zip(old, new, strict=True)]
-        taken = {key for key, is_changed in zip(new, changes, strict=True) if not is_changed}
-        for number, is_changed in enumerate(changes):
-            if is_changed:
-                new[number] = _apart(new[number], taken)
-                taken.add(new[number])
-        return new
 
     def items(self, items: Any, of: object, path: Path) -> list[object]:
         """Return a list that takes the place of `of`."""
@@ -245,24 +272,6 @@ class _Disarmer:
         self.done[id(of)] = made
         made.extend(self.value(item, (*path, str(i))) for i, item in enumerate(items))
         return made
-
-    def key(self, key: object, path: Path) -> object:
-        """Return a key or an item of a set as something that has a hash."""
-        if isinstance(key, tuple):
-            return tuple(self.key(item, path) for item in key)
-        if isinstance(key, FrozenSet_):
-            self.note(path, "frozenset", "tuple")
-            return tuple(self.key(item, path) for item in key)
-        if not isinstance(key, Record):
-            return self.value(key, path)
-        if tensor_of(key) is not None or is_value(key):
-            return self.value(key, path)
-        number = scalar_of(key)
-        plain: object = text_of(key) or f"{key.type_name}({in_brief(key.args)[:200]})"
-        if isinstance(number, int | float | str | bytes):
-            plain = number
-        self.note(path, key.type_name, type(plain).__name__)
-        return plain
 
     # Objects.
 
@@ -284,30 +293,40 @@ class _Disarmer:
         return self.other(value, path)
 
     def tensor(self, value: Record, like: TensorLike | None, path: Path) -> object:
-        if is_tensor_taken(value):
-            return value
         plain = tensor_of(value)
+        if is_tensor_taken(value) and (plain is None or not wraps(value).attributes):
+            return value
         if plain is None:
             assert like is not None
             self.refused[dotted(path)] = like
             return None
-        args = value.args if value.callable in FROM_TYPE and isinstance(value.args, tuple) else ()
-        self.note(path, str(args[1]) if args else value.type_name, "tensor")
-        return plain
+        return self.wrapped(value, plain, path)
+
+    def wrapped(self, value: Record, plain: TensorRef, path: Path) -> object:
+        """Return a tensor of torch's own class, or a Parameter, with its attributes in their plain forms."""
+        wrapping = wraps(value)
+        if wrapping.kind not in OWN_CLASSES:
+            kind = wrapping.kind
+            self.note(path, str(kind) if isinstance(kind, Global) else "object", "tensor")
+        self.leave_out(path, wrapping.left_out)
+        attributes = {name: self.value(each, (*path, name)) for name, each in wrapping.attributes.items()}
+        return wrapped(plain, wrapping.requires_grad, attributes)
 
     def other(self, value: Record, path: Path) -> object:
         array, attributes = array_of(value), attributes_of(value)
         if (module := self.state_dict(value)) is not None:
             self.note(path, value.type_name, "state dict")
-            self.left_out += (dotted((*path, name)) for name, _ in own_attributes(value))
+            self.leave_out(path, (name for name, _ in own_attributes(value)))
             return self.fill(OrderedDict_(), module, value, path)
         if array is not None and (made := self.array(array, path)) is not None:
             self.note(path, "numpy.ndarray", "list" if isinstance(made, list) else "tensor")
             return made
         if isinstance(attributes, list):
+            self.leave_out(path, settings_of(value))
             self.note(path, value.type_name, "list")
             return self.items(attributes, value, path)
         if attributes is not None and not (self.apart and _may_be_state(value, attributes)):
+            self.leave_out(path, settings_of(value))
             self.note(path, value.type_name, "dict")
             return self.fill({}, attributes.items(), value, path)
         self.note(path, value.type_name, "record")
@@ -347,12 +366,3 @@ def _may_be_state(value: Record, attributes: Mapping[object, object]) -> bool:
     """Return whether the attributes of an object, as a dict, could be or complete a dict of tensors."""
     found = (isinstance(each, TensorRef) or array_of(each) is not None for each in walk(value))
     return not attributes or any(found)
-
-
-def _apart(key: object, taken: set[Any]) -> object:
-    """Return a key, with a number behind it if it is among those taken."""
-    found, count = key, 1
-    while found in taken:
-        count += 1
-        found = f"{key!s}~{count}"
-    return found

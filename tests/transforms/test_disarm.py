@@ -9,6 +9,7 @@ import datetime
 import decimal
 import enum
 import functools
+import inspect
 import pathlib
 import types
 import uuid
@@ -22,6 +23,7 @@ import torch
 
 import ckpttool
 from ckpttool.errors import CkptToolError, Refused
+from ckpttool.inert_pickle.weights_only import PROPERTIES
 from ckpttool.transforms.disarm import Disarmed, disarm
 from tests.support.crafting import (
     call,
@@ -37,7 +39,7 @@ from tests.support.crafting import (
 )
 from tests.support.every_format import INPUTS
 from tests.support.running import SHARED
-from tests.support.tensor_kinds import KINDS, save_kind, save_tagged
+from tests.support.tensor_kinds import KINDS, Tagged, save_kind, save_tagged
 from tests.support.trees import TREES
 
 
@@ -46,6 +48,14 @@ class Config:
     """A dataclass of a user's."""
 
     lr: float
+    inner: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A dataclass with a hash."""
+
+    size: int
     inner: Any = None
 
 
@@ -171,6 +181,7 @@ def test_a_published_file_is_taken() -> None:
         (np.dtype("float32"), "float32"),
         (torch.float16, torch.float16),
         (pathlib.PureWindowsPath("a\\b"), "a\\b"),
+        (np.dtype(">f4"), ">f4"),
         (decimal.Decimal("1.10"), "1.10"),
         (uuid.UUID(int=5), str(uuid.UUID(int=5))),
         (datetime.date(2026, 1, 2), "2026-01-02"),
@@ -353,6 +364,38 @@ def test_a_tensor_of_a_subclass_becomes_a_tensor_and_is_named(tmp_path: Path) ->
     assert report.changed == (("x", "tests.support.tensor_kinds.Tagged", "tensor"),)
 
 
+def test_a_parameter_stays_one_and_keeps_its_attributes_in_their_plain_forms(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    subclass, plain = torch.ones(2).as_subclass(Tagged), torch.ones(2)
+    for each in (parameter, subclass, plain):
+        each.lr_scale, each.note, each.seed = 0.5, Config(7.0), 2**2100  # type: ignore[attr-defined]
+    torch.save({"p": parameter, "s": subclass, "t": plain}, tmp_path / "in.pt")
+    loaded, report = disarmed(tmp_path / "in.pt")
+    assert type(loaded["p"]) is torch.nn.Parameter
+    assert not loaded["p"].requires_grad
+    assert [type(loaded[name]) for name in "st"] == [torch.Tensor] * 2
+    found = {"lr_scale": 0.5, "note": {"lr": 7.0, "inner": None}, "seed": hex(2**2100)}
+    assert [vars(loaded[key]) for key in "pst"] == [found] * 3
+    assert ("p.note", f"{__name__}.Config", "dict") in report.changed
+    assert report.left_out == ()
+    assert ckpttool.digest(tmp_path / "safe.pt") == ckpttool.digest(tmp_path / "in.pt")
+
+
+def test_attributes_that_torch_s_own_tensors_compute_are_left_out_by_name(tmp_path: Path) -> None:
+    odd = torch.nn.Parameter(torch.ones(2))
+    vars(odd).update({"shape": "mine", "names": ["a"], "__slots__": 1, "note": 1})
+    torch.save({"model": {"w": odd}, "epoch": 1}, tmp_path / "in.pt")
+    loaded, report = disarmed(tmp_path / "in.pt")
+    assert vars(loaded["model"]["w"]) == {"note": 1}
+    assert report.left_out == ("model.w.shape", "model.w.names", "model.w.__slots__")
+
+
+def test_every_property_of_torch_s_tensors_is_known() -> None:
+    of = torch.nn.Parameter
+    found = {each for each in dir(of) if inspect.isdatadescriptor(inspect.getattr_static(of, each))}
+    assert {each for each in found if not each.startswith("__")} <= PROPERTIES
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_special_tensors_are_kept_or_refused_by_name(kind: str, tmp_path: Path) -> None:
     path = save_kind(kind, tmp_path / "in.pt")
@@ -516,3 +559,76 @@ def test_keys_that_become_equal_lose_no_entry(is_last: bool, tmp_path: Path) -> 
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert sorted(found["of"].values()) == [1, 2, 3, 4]
     assert (found["of"]["a"], found["of"]["1"], len(found["all"])) == (2, 4, 2)
+
+
+def test_keys_that_are_objects_become_text_with_their_values(tmp_path: Path) -> None:
+    value = {
+        "of": {Key(1): "one", Key(2, "b"): "two", (Key(3), Colour.RED): "three"},
+        "set": {Colour.RED, Key(4, (0.5, None, Key(5)))},
+        "frozen": {frozenset([Key(6)]): 1},
+    }
+    torch.save({"it": value}, tmp_path / "in.pt")
+    loaded, report = disarmed(tmp_path / "in.pt")
+    key, red = f"{__name__}.Key", f"{__name__}.Colour(1)"
+    assert loaded["it"] == {
+        "of": {
+            f"{key}(size=1, inner=None)": "one",
+            f"{key}(size=2, inner='b')": "two",
+            (f"{key}(size=3, inner=None)", red): "three",
+        },
+        "set": {red, f"{key}(size=4, inner=(0.5, None, {key}(size=5, inner=None)))"},
+        "frozen": {(f"{key}(size=6, inner=None)",): 1},
+    }
+    assert {change.was for change in report.changed} == {key, f"{__name__}.Colour", "frozenset"}
+
+
+@pytest.mark.parametrize(
+    ("inner", "why"),
+    [(torch.ones(2), "a tensor"), ("x" * 2000, "more than 1000 characters"), (2**70000, "more than 1000")],
+    ids=["a tensor", "long text", "a long number"],
+)
+def test_a_key_that_text_can_t_hold_is_refused_by_name(inner: Any, why: str, tmp_path: Path) -> None:
+    torch.save({"cfg": {Key(1, inner): 1}}, tmp_path / "in.pt")
+    with pytest.raises(Refused, match=rf"'cfg\..*Key' is a key .* it holds {why}"):
+        disarmed(tmp_path / "in.pt")
+
+
+def _itself(kind: str) -> Any:
+    """Return a value that holds itself."""
+    inside: Any = []
+    held: Any = inside
+    if kind.startswith("tuple"):
+        held = (inside, *range(int(kind[5:])))
+        inside.append(held)
+    elif kind == "parameter":
+        held = torch.nn.Parameter(torch.ones(2))
+        held.all = inside
+        inside.append(held)
+    elif kind == "array":
+        held = np.empty(1, object)
+        held[0] = held
+    else:
+        inside.append(inside)
+    return held
+
+
+@pytest.mark.parametrize("options", [{}, {"pickle_protocol": 4}, {"_use_new_zipfile_serialization": False}])
+@pytest.mark.parametrize("kind", ["tuple0", "tuple1", "tuple5", "list"])
+def test_a_tuple_that_holds_itself_becomes_a_list(kind: str, options: Any, tmp_path: Path) -> None:
+    held = _itself(kind)
+    torch.save({"model": {"w": torch.ones(2)}, "it": held}, tmp_path / "in.pt", **options)
+    loaded, report = disarmed(tmp_path / "in.pt")
+    found = loaded["it"]
+    assert type(found) is list
+    assert (found[0][0] if kind != "list" else found[0]) is found
+    assert len(found) == len(held)
+    named = [("it", "tuple that holds itself", "list")] if kind != "list" else []
+    assert [*report.changed] == named
+    assert ckpttool.digest(tmp_path / "safe.pt") == ckpttool.digest(tmp_path / "in.pt")
+
+
+@pytest.mark.parametrize("kind", ["array", "parameter"])
+def test_what_else_holds_itself_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    torch.save({"it": _itself(kind)}, tmp_path / "in.pt")
+    with pytest.raises(Refused, match=r"'it' .* holds itself"):
+        disarmed(tmp_path / "in.pt")
