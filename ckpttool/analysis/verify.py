@@ -151,7 +151,7 @@ def _verify(
 ) -> Verified:
     ranks = checkpoint.ranks
     if ranks is not None:
-        require_all(checkpoint.path, ranks.missing, ranks.world_size)
+        require_all(checkpoint.path, ranks.missing, ranks.world_size, ranks.lacking)
     read = _Read(checkpoint)
     with Checksums(checkpoint, checkpoint.storages(), every=True) as checksums:
         apart = tensors_that_differ(checkpoint, verify=False)

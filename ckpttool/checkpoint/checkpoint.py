@@ -189,7 +189,7 @@ class Checkpoint:
             Damaged: the file of a rank is missing.
         """
         if self.ranks is not None:
-            require_all(self.path, self.ranks.missing, self.ranks.world_size)
+            require_all(self.path, self.ranks.missing, self.ranks.world_size, self.ranks.lacking)
         if SHARDING in self.metadata:
             raise Refused(
                 self.path,

@@ -23,6 +23,7 @@ class Ranks:
         replicated: the dotted names of the tensors that several ranks hold; they are compared when the values
             are read.
         missing: ranks whose files are not there. The checkpoint can be looked at, but not used.
+        lacking: the names of these files, the first few, where those of the others tell them.
     """
 
     framework: str
@@ -32,6 +33,7 @@ class Ranks:
     held: Mapping[int, int] = field(default_factory=dict)
     replicated: tuple[str, ...] = ()
     missing: tuple[int, ...] = ()
+    lacking: tuple[str, ...] = ()
 
     @property
     def axes(self) -> str:
@@ -39,13 +41,16 @@ class Ranks:
         return f"mesh {self.mesh}" if self.mesh and self.mesh != str(self.world_size) else ""
 
 
-def require_all(path: str, missing: Sequence[int], world_size: int | None) -> None:
+def require_all(
+    path: str, missing: Sequence[int], world_size: int | None, lacking: Sequence[str] = ()
+) -> None:
     """Check that no rank's file is missing.
 
     Args:
         path: the folder, for the message.
         missing: the ranks whose files are not there.
         world_size: how many ranks there were; None when nothing says it.
+        lacking: the names of these files, as far as they are known.
 
     Raises:
         Damaged: some are missing; the message names them.
@@ -58,4 +63,5 @@ def require_all(path: str, missing: Sequence[int], world_size: int | None) -> No
             if len(missing) == 1
             else f"the files of ranks {listed}{of} are"
         )
-        raise Damaged(path, f"{what} missing", hint=HINT)
+        names = f": {', '.join(lacking[:4])}{' …' if lacking[4:] else ''}" if lacking else ""
+        raise Damaged(path, f"{what} missing{names}", hint=HINT)

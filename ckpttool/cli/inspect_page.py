@@ -118,7 +118,8 @@ def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
         yield (
             "missing",
             f"the files of {'rank' if len(ranks.missing) == 1 else 'ranks'} "
-            + show_names([*map(str, ranks.missing)], most),
+            + show_names([*map(str, ranks.missing)], most)
+            + (f": {show_names(ranks.lacking, most)}" if ranks.lacking else ""),
         )
 
 

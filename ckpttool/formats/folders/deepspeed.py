@@ -74,6 +74,7 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
         held=_held(files, found),
         replicated=replicated,
         missing=found.missing,
+        lacking=found.lacking,
     )
     return whole_of(path, NAME, tree, files, ranks, left)
 

@@ -42,6 +42,7 @@ class Files:
         models, optims: rank -> its file with model states, and with optimizer states, in the order of the
             ranks.
         missing: ranks of which a file is not there.
+        lacking: the names of these files, where those of the others tell them.
     """
 
     path: str
@@ -50,6 +51,7 @@ class Files:
     models: Mapping[int, RankFile]
     optims: Mapping[int, RankFile]
     missing: tuple[int, ...]
+    lacking: tuple[str, ...]
 
     @property
     def first(self) -> RankFile:
@@ -147,6 +149,7 @@ def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
         {file.rank: file for file in of_models.files},
         {file.rank: file for file in of_optims.files} if of_optims else {},
         tuple(sorted(without)),
+        (*(of_models.lacking if stage == 3 else ()), *(of_optims.lacking if stage and of_optims else ())),
     )
 
 

@@ -167,6 +167,7 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
         next((ranks.step for ranks in known if ranks.step is not None), None),
         dict(sorted(held.items())),
         missing=tuple(sorted({rank for ranks in known for rank in ranks.missing})),
+        lacking=tuple(name for ranks in known for name in ranks.lacking),
     )
 
 

@@ -15,6 +15,8 @@ opening; with `take_rank` that rank's are taken, and nothing is compared.
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,6 +77,23 @@ class RankFiles:
     files: tuple[RankFile, ...]
     world_size: int | None
     missing: tuple[int, ...]
+
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """The names of the files that are not there, if those of the others differ in the rank alone."""
+        names = [re.split(r"(\d+)", os.path.basename(file.source.path)) for file in self.files]
+        first, ranks = names[0], [file.rank for file in self.files]
+        if any(len(name) != len(first) for name in names):
+            return ()
+        numbers = {i: [int(name[i]) for name in names] for i in range(1, len(first), 2)}
+        places = [i for i, found in numbers.items() if found == ranks]
+        if len(places) != 1 or any(
+            name[:i] + name[i + 1 :] != first[:i] + first[i + 1 :] for i in places for name in names
+        ):
+            return ()
+        before, old, after = first[: places[0]], first[places[0]], first[places[0] + 1 :]
+        width = len(old) if old.startswith("0") else 1
+        return tuple("".join((*before, f"{rank:0{width}}", *after)) for rank in self.missing[:8])
 
 
 def in_order(files: Iterable[RankFile]) -> RankFiles:

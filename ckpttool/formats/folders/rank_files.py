@@ -154,6 +154,7 @@ def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[
         dict(sorted(held.items())),
         tuple(replicated),
         tuple(sorted({rank for run in runs.values() for rank in run.missing})),
+        tuple(name for run in runs.values() for name in run.lacking),
     )
 
 

@@ -242,7 +242,8 @@ def test_a_missing_rank_is_named(rank: int, copied: Path, tmp_path: Path, cli: C
     (copied / f"model_world_size_4_rank_{rank}.pt").unlink()
     page = cli("inspect", copied)
     assert page.code == 0
-    assert f"missing     the files of rank {rank}" in page.out
+    name = f"model_world_size_4_rank_{rank}.pt"
+    assert f"missing     the files of rank {rank}: {name}" in page.out
     for command in (
         ("merge", tmp_path / "o.pt"),
         ("convert", tmp_path / "o.safetensors"),
@@ -251,7 +252,7 @@ def test_a_missing_rank_is_named(rank: int, copied: Path, tmp_path: Path, cli: C
     ):
         ran = cli(command[0], copied, *command[1:])
         assert ran.code == 3
-        assert f"copied: the file of rank {rank} of 4 is missing" in ran.err
+        assert f"copied: the file of rank {rank} of 4 is missing: {name}" in ran.err
     assert not (tmp_path / "o.pt").exists()
 
 
