@@ -152,20 +152,8 @@ class _Merging:
         self.path, self.state, self.config = adapter.checkpoint.path, state, adapter.config
         self.base = checkpoint.path
         self._require_known()
-        factors: dict[str, dict[str, TensorRef]] = {}
         self.whole: dict[str, TensorRef] = {}
-        for key, tensor in adapter.checkpoint.state().tensors.items():
-            name = key.removeprefix(PREFIX)
-            match = FACTOR.fullmatch(name)
-            if match:
-                module, embedding, factor = match.groups()
-                factors.setdefault(module, {})[f"{embedding or ''}{factor}"] = tensor
-            elif ".lora_" in name:
-                raise Unsupported(
-                    self.path, f"holds '{key[:80]}', which is no factor of a product (DoRA, or a bias)"
-                )
-            else:
-                self.whole[name.replace(".base_layer.", ".")] = tensor  # of a layer that has factors too
+        factors = self._sort(adapter.checkpoint.state().tensors)
         self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
         self._require_places()
         held = state.tensors
@@ -191,6 +179,33 @@ class _Merging:
                 f"is a LoRA with {', '.join(odd)}, which is more than a product added to the weights",
                 hint="merge it in Python: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()",
             )
+
+    def _sort(self, tensors: Mapping[str, TensorRef]) -> dict[str, dict[str, TensorRef]]:
+        """Take the tensors that the adapter holds whole, and return the factors of each layer."""
+        factors: dict[str, dict[str, TensorRef]] = {}
+        keys: dict[tuple[str, str], str] = {}
+        for key, tensor in tensors.items():
+            name = key.removeprefix(PREFIX)
+            match = FACTOR.fullmatch(name)
+            if match:
+                module, embedding, factor = match.groups()
+                part = f"{embedding or ''}{factor}"
+                factors.setdefault(module, {})[part] = tensor
+            elif ".lora_" in name:
+                raise Unsupported(
+                    self.path, f"holds '{key[:80]}', which is no factor of a product (DoRA, or a bias)"
+                )
+            else:
+                module, part = name.replace(".base_layer.", "."), ""  # of a layer that has factors too
+                self.whole[module] = tensor
+            other = keys.setdefault((module, part), key)
+            if other != key:
+                raise Refused(
+                    self.path,
+                    f"holds '{other[:80]}' and '{key[:80]}', which are the same tensor of the model",
+                    hint="leave one of both out: ckpttool convert FILE NEWFILE --exclude KEY",
+                )
+        return factors
 
     def _update(self, module: str, those: Mapping[str, TensorRef]) -> Update:
         names = ("embedding_A", "embedding_B") if "embedding_A" in those else ("A", "B")
@@ -271,13 +286,15 @@ class _Merging:
     def container(self, old: dict[object, object]) -> dict[object, object]:
         """Return the model's dict with the changed tensors; what was tied to one of them still is."""
         tensors = self.state.tensors
-        made = {
-            tensors[name].view: updated(self.base, tensors[name], update)
-            for name, update in self.updates.items()
-        }
         casters = {tensors[name].dtype: Caster(tensors[name].dtype) for name in self.report.replaced}
-        for name in self.report.replaced:
-            made[tensors[name].view] = casters[tensors[name].dtype].cast(self.whole[name])
+        made = {
+            tensors[name].view: casters[tensors[name].dtype].cast(self.whole[name])
+            for name in self.report.replaced
+        }
+        for name, update in self.updates.items():  # a targeted embedding is saved whole, too: both count
+            old_weight = tensors[name]
+            weight = self.whole.get(name, old_weight)
+            made[old_weight.view] = updated(self.base, weight, update, old_weight.dtype)
 
         def value(key: object, was: object) -> object:
             tensor = tensors.get(str(key))

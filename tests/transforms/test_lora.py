@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,39 @@ def trained(config: dict[str, Any], folder: Path, dtype: torch.dtype) -> dict[st
     return found
 
 
+@pytest.mark.parametrize("whole", ["auto", True])
+def test_an_embedding_that_is_targeted_and_saved_whole_counts_as_both(whole: object, tmp_path: Path) -> None:
+    """PEFT saves `base_layer.weight` beside the factors of resized embeddings, or of known names."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    torch.manual_seed(0)
+
+    class Tokens(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens, self.lm_head = torch.nn.Embedding(13, 6), torch.nn.Linear(6, 13)
+
+        def get_input_embeddings(self) -> torch.nn.Module:
+            return self.embed_tokens
+
+        def get_output_embeddings(self) -> torch.nn.Module:
+            return self.lm_head
+
+    torch.save(Tokens().state_dict(), tmp_path / "base.pt")
+    targets = ["embed_tokens", "lm_head"]
+    model = peft.get_peft_model(Tokens(), peft.LoraConfig(target_modules=targets, r=2, lora_alpha=3))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=whole)
+    assert "base_model.model.embed_tokens.base_layer.weight" in load_file(
+        tmp_path / "adapter" / "adapter_model.safetensors"
+    )
+    found = merge(tmp_path)
+    for name, tensor in model.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(found[name], tensor)
+
+
 def merge(folder: Path, output: str = "out.pt") -> dict[str, torch.Tensor]:
     adapter = ckpttool.open_adapter(folder / "adapter")
     with ckpttool.open(folder / "base.pt") as base, adapter.checkpoint:
@@ -117,6 +151,43 @@ def test_each_value_is_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
     down, up = (exact.to(dtype).double() - exact).abs(), error
     assert (up <= down).all()
     assert torch.equal(found["fc.bias"], torch.ones(700))
+
+
+@pytest.mark.parametrize("of_adapter", [torch.float32, torch.float64])
+def test_a_product_is_added_to_the_weight_that_the_adapter_holds_whole(
+    of_adapter: torch.dtype, tmp_path: Path
+) -> None:
+    base, own = torch.zeros(10, 4).bfloat16(), torch.randn(10, 4, dtype=of_adapter)
+    a, b = factors(4, 10)
+    saved({"embed.weight": base, "tied.weight": base}, tmp_path / "base.pt")
+    named = {"lora_embedding_A": a, "lora_embedding_B": b, "base_layer.weight": own}
+    save_adapter(tmp_path, {f"embed.{name}": tensor for name, tensor in named.items()})
+    found = merge(tmp_path)
+    exact = own.double() + 1.5 * (b.double() @ a.double()).t()
+    assert torch.equal(found["embed.weight"], exact.bfloat16())
+    assert found["tied.weight"].data_ptr() == found["embed.weight"].data_ptr()
+
+
+SAME = {
+    "with and without the prefix": "fc.lora_A.weight",
+    "with and without .weight": "base_model.model.fc.lora_A",
+    "whole, with and without the prefix": "head.weight",
+    "whole, of the layer and of its base layer": "base_model.model.head.base_layer.weight",
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_two_tensors_for_one_place_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    saved({"fc.weight": torch.ones(5, 4), "head.weight": torch.ones(2, 5)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, GOOD | {"head.weight": torch.ones(2, 5)}, modules_to_save=["head"])
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    held, name = load_file(file), SAME[case]
+    other = f"base_model.model.{'head.weight' if 'head' in name else 'fc.lora_A.weight'}"
+    save_file({**held, name: held[other].clone()}, file)
+    with pytest.raises(Refused, match=f"{re.escape(name)}'") as refused:
+        merge(tmp_path)
+    assert f"'{other}'" in str(refused.value)
+    assert not (tmp_path / "out.pt").exists()
 
 
 def test_a_tied_weight_stays_tied(tmp_path: Path) -> None:
