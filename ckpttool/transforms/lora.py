@@ -1,8 +1,8 @@
 """Add a LoRA adapter to the model that it was trained on, as PEFT's `merge_and_unload` does.
 
 A weight W of a layer gets W + scale · B·A, with scale = alpha / r, or alpha / √r with rslora; embeddings and
-layers of `fan_in_fan_out` get the transposed product. What the adapter holds whole is copied into the model's
-own, in the model's type. Source: PEFT's `LoraConfig`, `tuners/lora/layer.py` and
+layers of `fan_in_fan_out` (Conv1D) get the transposed product. What the adapter holds whole is copied into
+the model's own, in the model's type. Source: PEFT's `LoraConfig`, `tuners/lora/layer.py` and
 `utils/save_and_load.py`, 0.21.
 """
 
@@ -45,6 +45,8 @@ _WAYS = (
 )
 UNKNOWN_WAYS = tuple(_WAYS.split())
 """Settings by which a layer computes something else than W + scale · B·A."""
+
+IN_PYTHON = "merge it in Python: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()"
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -154,6 +156,8 @@ class _Merging:
         self._require_known()
         self.whole: dict[str, TensorRef] = {}
         factors = self._sort(adapter.checkpoint.state().tensors)
+        self._against: str | None = None
+        self._square: str | None = None
         self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
         self._require_places()
         held = state.tensors
@@ -177,7 +181,7 @@ class _Merging:
             raise Unsupported(
                 self.path,
                 f"is a LoRA with {', '.join(odd)}, which is more than a product added to the weights",
-                hint="merge it in Python: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()",
+                hint=IN_PYTHON,
             )
 
     def _sort(self, tensors: Mapping[str, TensorRef]) -> dict[str, dict[str, TensorRef]]:
@@ -222,8 +226,25 @@ class _Merging:
         if {a.dtype.name, b.dtype.name} - {*FLOATS}:
             raise Unsupported(self.path, f"has factors of '{module[:80]}' of type {a.dtype.name}")
         alpha = self._setting("alpha_pattern", "lora_alpha", module)
-        turned = "embedding_A" in those or bool(self.config.get("fan_in_fan_out"))
+        turned = "embedding_A" in those or self._is_turned(module, prod(a.shape[1:]), b.shape[0])
         return Update(a, b, alpha / (sqrt(rank) if self.config.get("use_rslora") else rank), turned)
+
+    def _is_turned(self, module: str, columns: int, rows: int) -> bool:
+        """Return whether a product fits a weight of two axes transposed, which the shape says unless square.
+
+        PEFT tells Conv1D from Linear layer by layer, and saves what the last of them was for all.
+        """
+        said = bool(self.config.get("fan_in_fan_out"))
+        weight = self.state.tensors.get(f"{module}.weight")
+        if weight is None or len(weight.shape) != 2:
+            return False  # a convolution's never is
+        if rows == columns:
+            self._square = self._square or module
+            return said
+        found = weight.shape == (columns, rows)
+        if found is not said and weight.shape in ((columns, rows), (rows, columns)):
+            self._against = self._against or module
+        return found
 
     def _setting(self, pattern: str, usual: str, module: str) -> float:
         """Return a number of the configuration: that of the first pattern that fits a layer, or the usual."""
@@ -267,6 +288,13 @@ class _Merging:
             types = {each.dtype.name for each in (tensor, old or tensor)}
             if len(types) > 1 and types - {*FLOATS}:
                 raise self._misfit(name, f"its type is {tensor.dtype.name}, and the model's another")
+        if self._against and self._square:
+            raise Unsupported(
+                self.path,
+                f"does not say whether the product of '{self._square[:80]}' is transposed: its weight is "
+                f"square, and '{self._against[:80]}' is not as fan_in_fan_out in {CONFIG} says",
+                hint=IN_PYTHON,
+            )
         changed: dict[tuple[object, ...], str] = {}
         for name in (*self.updates, *(name for name in self.whole if name in tensors)):
             other = changed.setdefault(tensors[name].view, name)

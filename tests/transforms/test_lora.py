@@ -208,6 +208,51 @@ def test_a_turned_layer_and_an_odd_layout(tmp_path: Path) -> None:
     torch.testing.assert_close(merge(tmp_path)["fc.weight"], weight + 1.5 * (b @ a).t())
 
 
+def save_layers(folder: Path, shapes: dict[str, tuple[int, int]], **config: Any) -> dict[str, torch.Tensor]:
+    """Save a base of zeros and an adapter whose layers have more outputs than inputs; return the products."""
+    saved({f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}, folder / "base.pt")
+    made, tensors = {}, {}
+    for name, shape in shapes.items():
+        a, b = factors(max(shape), min(shape))
+        tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+        made[name] = 1.5 * b @ a
+    save_adapter(folder, tensors, **config)
+    return made
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_the_shapes_of_a_layer_say_whether_it_is_turned(said: bool, tmp_path: Path) -> None:
+    """PEFT has Conv1D and Linear in one adapter, and one setting for both, that of the last."""
+    made = save_layers(tmp_path, {"conv1d": (4, 5), "linear": (5, 4)}, fan_in_fan_out=said)
+    found = merge(tmp_path)
+    torch.testing.assert_close(found["conv1d.weight"], made["conv1d"].t())
+    torch.testing.assert_close(found["linear.weight"], made["linear"])
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_square_layer_is_turned_as_the_setting_says_unless_another_is_against_it(
+    said: bool, tmp_path: Path
+) -> None:
+    alike, other = ((4, 5), (5, 4)) if said else ((5, 4), (4, 5))
+    made = save_layers(tmp_path, {"square": (4, 4), "alike": alike}, fan_in_fan_out=said)["square"]
+    torch.testing.assert_close(merge(tmp_path)["square.weight"], made.t() if said else made)
+    (tmp_path / "out.pt").unlink()
+    save_layers(tmp_path, {"square": (4, 4), "alike": alike, "other": other}, fan_in_fan_out=said)
+    with pytest.raises(
+        Unsupported, match="product of 'square' is transposed: its weight is square, and 'other'"
+    ):
+        merge(tmp_path)
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_a_convolution_is_never_turned(tmp_path: Path) -> None:
+    a, b = torch.randn(2, 1, 2, 2), torch.randn(4, 2, 1, 1)
+    saved({"conv.weight": torch.zeros(4, 1, 2, 2)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, {"conv.lora_A.weight": a, "conv.lora_B.weight": b}, fan_in_fan_out=True)
+    wanted = 1.5 * torch.einsum("or,rihw->oihw", b[:, :, 0, 0], a)
+    torch.testing.assert_close(merge(tmp_path)["conv.weight"], wanted)
+
+
 A, B = factors(5, 4)
 GOOD = {"fc.lora_A.weight": A, "fc.lora_B.weight": B}
 
