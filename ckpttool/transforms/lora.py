@@ -28,6 +28,7 @@ from ..inert_pickle.values import remade
 from ..tensors.cast import Caster
 from ..tensors.ref import TensorRef
 from .low_rank import Update, updated
+from .name_pattern import UnknownPattern, fits
 from .selection import replace_state
 
 CONFIG = "adapter_config.json"
@@ -251,10 +252,17 @@ class _Merging:
         chosen = self.config.get(usual)
         try:
             for key, value in (self.config.get(pattern) or {}).items():
-                if re.match(rf"(.*\.)?({key})$", module):
+                if fits(key, module):
                     chosen = value
                     break
-        except (AttributeError, re.error):
+        except UnknownPattern as error:
+            raise Unsupported(
+                self.path,
+                f"{CONFIG} has a {pattern} of '{error!s:.80}', which is more than names, '.*', '|' and "
+                "plain groups",
+                hint="name the layers there instead, as they are called in the model",
+            ) from None
+        except (AttributeError, re.error, RecursionError, OverflowError):
             raise Damaged(self.path, f"{CONFIG} has a malformed {pattern}") from None
         if type(chosen) not in (int, float) or not 0 < chosen <= float_info.max:  # type: ignore[operator]
             raise Damaged(

@@ -275,6 +275,10 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[CkptToolErr
         GOOD | {"fc.bias": torch.ones(5, dtype=torch.int64)}, {}, Refused, "'fc.bias': its type is int64"
     ),
     "a malformed pattern": (GOOD, {"rank_pattern": {"(": 2}}, Damaged, "malformed rank_pattern"),
+    "a pattern of repeated groups": (
+        GOOD, {"alpha_pattern": {"((.+)+)+!": 8}}, Unsupported, r"alpha_pattern of '\(\(.\+\)\+\)\+!'"
+    ),
+    "a pattern that looks ahead": (GOOD, {"rank_pattern": {"(?=fc)fc": 2}}, Unsupported, "a rank_pattern of"),
     "another layer": (
         {"up.lora_A.weight": A, "up.lora_B.weight": B}, {}, Refused, "'up.weight': the model has no"
     ),
