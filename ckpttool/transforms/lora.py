@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
@@ -36,6 +37,9 @@ WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PREFIX = "base_model.model."
 
 FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
+
+NAMED = re.compile(r".+\.lora_(?:embedding_)?[AB]\.(?!bias$)([^.]+)(?:\.weight)?")
+"""A factor as it is in the model's own `state_dict`, where several adapters may be."""
 
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the model's own weights as they are."""
@@ -197,9 +201,7 @@ class _Merging:
                 part = f"{embedding or ''}{factor}"
                 factors.setdefault(module, {})[part] = tensor
             elif ".lora_" in name:
-                raise Unsupported(
-                    self.path, f"holds '{key[:80]}', which is no factor of a product (DoRA, or a bias)"
-                )
+                raise self._no_factor(key)
             else:
                 module, part = name.replace(".base_layer.", "."), ""  # of a layer that has factors too
                 self.whole[module] = tensor
@@ -211,6 +213,19 @@ class _Merging:
                     hint="leave one of both out: ckpttool convert FILE NEWFILE --exclude KEY",
                 )
         return factors
+
+    def _no_factor(self, key: str) -> Unsupported:
+        named = NAMED.fullmatch(key)
+        if named is None:
+            said = "which is no factor of a product (DoRA, or a bias)"
+            return Unsupported(self.path, f"holds '{key[:80]}', {said}")
+        file, adapter = shlex.quote(self.path), named[1]
+        wanted = shlex.quote(rf"(\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}=\1")
+        return Unsupported(
+            self.path,
+            f"holds '{key[:80]}' with the adapter's name '{adapter[:40]}' in it, which PEFT's files lack",
+            hint=f"take it out: ckpttool rename-keys {file} {file} --force --map {wanted}",
+        )
 
     def _update(self, module: str, those: Mapping[str, TensorRef]) -> Update:
         names = ("embedding_A", "embedding_B") if "embedding_A" in those else ("A", "B")
@@ -279,7 +294,7 @@ class _Merging:
         for name, update in self.updates.items():
             weight = tensors.get(name)
             if weight is None:
-                raise self._misfit(name, "the model has no such weight")
+                raise self._missing(name, "weight")
             if weight.dtype.name not in FLOATS:
                 raise self._misfit(name, f"the weight is {weight.dtype.name}")
             sizes = (weight.shape[0], prod(weight.shape[1:])) if weight.shape else ()
@@ -288,7 +303,7 @@ class _Merging:
         for name, tensor in self.whole.items():
             old = tensors.get(name)
             if old is None and not any(f".{name}".rpartition(".")[0].endswith(f".{each}") for each in saved):
-                raise self._misfit(name, "the model has no such tensor")
+                raise self._missing(name, "tensor")
             if old is not None and old.shape != tensor.shape:
                 raise self._misfit(
                     name, f"its shape is {list(tensor.shape)}, and {list(old.shape)} in the model"
@@ -311,12 +326,28 @@ class _Merging:
                     name, f"the model ties it to '{other[:80]}', which the adapter changes too"
                 )
 
-    def _misfit(self, name: str, reason: str) -> Refused:
+    def _missing(self, name: str, kind: str) -> Refused:
+        """Return the error for a name that the model does not have, with what may be the cause."""
+        reason, names = f"the model has no such {kind}", list(self.state.tensors)
+        longer = next((each for each in names if each.endswith(f".{name}")), name)
+        prefix = longer.removesuffix(name)
+        if prefix and all(each.startswith(prefix) for each in names):
+            base = shlex.quote(self.base)
+            hint = (
+                f"take its prefix off first: ckpttool strip-prefix {base} OUT --prefix {shlex.quote(prefix)}"
+            )
+            return self._misfit(name, f"{reason}; it has '{longer[:80]}'", hint)
+        if f".{name}".endswith(".lm_head.weight"):
+            hint = "save the model with an output layer of its own (config: tie_word_embeddings = false)"
+            return self._misfit(name, f"{reason}, and may tie its output layer to the embeddings", hint)
+        return self._misfit(name, reason)
+
+    def _misfit(self, name: str, reason: str, hint: str = "") -> Refused:
         first = next(iter(self.state.tensors), "")
         return Refused(
             self.path,
             f"does not fit {self.base}: '{name[:80]}': {reason}",
-            hint=f"is it the adapter's own base model? Its first name is '{first[:80]}'",
+            hint=hint or f"is it the adapter's own base model? Its first name is '{first[:80]}'",
         )
 
     def container(self, old: dict[object, object]) -> dict[object, object]:

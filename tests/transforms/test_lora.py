@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,43 @@ def test_what_can_not_be_added_is_refused_by_name(case: str, tmp_path: Path) -> 
     with pytest.raises(error, match=message):
         merge(tmp_path)
     assert not (tmp_path / "out.pt").exists()
+
+
+def mended(cli: Any, hint: str, **places: Path) -> None:
+    """Run the command that a hint names, with paths for the words in capitals."""
+    words = shlex.split(hint[hint.index("ckpttool ") :])[1:]
+    assert cli(*(places.get(word, word) for word in words)).code == 0
+
+
+def test_a_base_with_a_prefix_is_told_how_to_lose_it(cli: Any, tmp_path: Path) -> None:
+    saved({"module.fc.weight": torch.ones(5, 4), "module.fc.bias": torch.ones(5)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, GOOD)
+    with pytest.raises(Refused, match=r"no such weight; it has 'module\.fc\.weight'") as refused:
+        merge(tmp_path)
+    mended(cli, refused.value.hint or "", OUT=tmp_path / "plain.pt")
+    (tmp_path / "plain.pt").replace(tmp_path / "base.pt")
+    torch.testing.assert_close(merge(tmp_path)["fc.weight"], 1 + 1.5 * B @ A)
+
+
+def test_an_adapter_with_its_name_in_the_keys_is_told_how_to_lose_it(cli: Any, tmp_path: Path) -> None:
+    saved({"fc.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, {"fc.lora_A.my-own.weight": A, "fc.lora_B.my-own.weight": B})
+    with pytest.raises(Unsupported, match="with the adapter's name 'my-own' in it") as refused:
+        merge(tmp_path)
+    mended(cli, refused.value.hint or "")
+    torch.testing.assert_close(merge(tmp_path)["fc.weight"], 1 + 1.5 * B @ A)
+
+
+@pytest.mark.parametrize(
+    "held", [{"lm_head.lora_A.weight": A, "lm_head.lora_B.weight": B}, {"lm_head.weight": A}]
+)
+def test_an_output_layer_that_the_base_does_not_store_may_be_tied(
+    held: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    saved({"embed_tokens.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, held)
+    with pytest.raises(Refused, match=r"'lm_head\.weight': the model has no such .* and may tie"):
+        merge(tmp_path)
 
 
 @pytest.mark.parametrize("of_adapter", [torch.float16, torch.float64])
