@@ -8,50 +8,23 @@ the model's own, in the model's type. Source: PEFT's `LoraConfig`, `tuners/lora/
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
-from sys import float_info
-from typing import Any
 
 from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.rebuilt_tensors import with_plain_tensor
 from ..checkpoint.state import State
 from ..checkpoint.tensor_likes import require_plain
-from ..errors import Damaged, Refused, Unreadable, Unsupported
-from ..formats.reading import open as open_any
+from ..errors import Damaged, Refused, Unsupported
 from ..inert_pickle.values import remade
 from ..tensors.cast import Caster
 from ..tensors.ref import TensorRef
+from .lora_adapter import CONFIG, IN_PYTHON, Adapter
 from .low_rank import Update, updated
-from .name_pattern import UnknownPattern, fits
 from .selection import replace_state
-
-CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-PREFIX = "base_model.model."
-
-FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
-
-NAMED = re.compile(r".+\.lora_(?:embedding_)?[AB]\.(?!bias$)([^.]+)(?:\.weight)?")
-"""A factor as it is in the model's own `state_dict`, where several adapters may be."""
-
-PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the model's own weights as they are."""
-
-_WAYS = (
-    "use_dora lora_bias use_qalora use_bdlora megatron_config layer_replication target_parameters "
-    "trainable_token_indices alora_invocation_tokens arrow_config kasa_config velora_config monteclora_config"
-)
-UNKNOWN_WAYS = tuple(_WAYS.split())
-"""Settings by which a layer computes something else than W + scale · B·A."""
-
-IN_PYTHON = "merge it in Python: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()"
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -71,52 +44,6 @@ class Merged:
     replaced: tuple[str, ...]
     cast: tuple[str, ...]
     added: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter in PEFT's format.
-
-    Attributes:
-        checkpoint: its tensors; open until `checkpoint.close()`.
-        config: what its `adapter_config.json` says.
-    """
-
-    checkpoint: Checkpoint
-    config: Mapping[str, Any]
-
-
-def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
-    """Open an adapter's folder.
-
-    Args:
-        folder: holds `adapter_config.json` and `adapter_model.safetensors` or `.bin`.
-
-    Returns:
-        The adapter, whose `checkpoint` the caller closes.
-
-    Raises:
-        Unreadable: one of both files is missing.
-        Damaged: the configuration is no JSON object; or as `ckpttool.open` raises it.
-    """
-    path = os.fspath(folder)
-    config = os.path.join(path, CONFIG)
-    try:
-        with open(config, encoding="utf-8") as file:
-            said = json.load(file)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise Unreadable(
-            config, reason, hint="ADAPTER is the folder that PEFT's save_pretrained wrote"
-        ) from None
-    except (ValueError, RecursionError):
-        raise Damaged(config, "is not JSON") from None
-    if not isinstance(said, dict):
-        raise Damaged(config, "is not a JSON object")
-    there = [os.path.join(path, name) for name in WEIGHTS if os.path.lexists(os.path.join(path, name))]
-    if not there:
-        raise Unreadable(path, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
-    return Adapter(open_any(there[0]), said)
 
 
 @takes_checkpoint
@@ -156,11 +83,10 @@ class _Merging:
     """
 
     def __init__(self, checkpoint: Checkpoint, state: State, adapter: Adapter) -> None:
-        self.path, self.state, self.config = adapter.checkpoint.path, state, adapter.config
-        self.base = checkpoint.path
-        self._require_known()
-        self.whole: dict[str, TensorRef] = {}
-        factors = self._sort(adapter.checkpoint.state().tensors)
+        self.adapter, self.path, self.config = adapter, adapter.checkpoint.path, adapter.config
+        self.state, self.base = state, checkpoint.path
+        adapter.require_known()
+        factors, self.whole = adapter.parts()
         self._against: str | None = None
         self._square: str | None = None
         self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
@@ -174,65 +100,12 @@ class _Merging:
             tuple(name for name in self.whole if name not in held),
         )
 
-    def _require_known(self) -> None:
-        kind = self.config.get("peft_type")
-        if kind != "LORA":
-            raise Unsupported(self.path, f"is an adapter of type {str(kind)[:40]}, and only LORA is added")
-        odd = [name for name in UNKNOWN_WAYS if self.config.get(name)]
-        start = self.config.get("init_lora_weights", True)
-        if start not in PLAIN_STARTS:
-            odd.append(f"init_lora_weights={str(start)[:40]}")
-        if odd:
-            raise Unsupported(
-                self.path,
-                f"is a LoRA with {', '.join(odd)}, which is more than a product added to the weights",
-                hint=IN_PYTHON,
-            )
-
-    def _sort(self, tensors: Mapping[str, TensorRef]) -> dict[str, dict[str, TensorRef]]:
-        """Take the tensors that the adapter holds whole, and return the factors of each layer."""
-        factors: dict[str, dict[str, TensorRef]] = {}
-        keys: dict[tuple[str, str], str] = {}
-        for key, tensor in tensors.items():
-            name = key.removeprefix(PREFIX)
-            match = FACTOR.fullmatch(name)
-            if match:
-                module, embedding, factor = match.groups()
-                part = f"{embedding or ''}{factor}"
-                factors.setdefault(module, {})[part] = tensor
-            elif ".lora_" in name:
-                raise self._no_factor(key)
-            else:
-                module, part = name.replace(".base_layer.", "."), ""  # of a layer that has factors too
-                self.whole[module] = tensor
-            other = keys.setdefault((module, part), key)
-            if other != key:
-                raise Refused(
-                    self.path,
-                    f"holds '{other[:80]}' and '{key[:80]}', which are the same tensor of the model",
-                    hint="leave one of both out: ckpttool convert FILE NEWFILE --exclude KEY",
-                )
-        return factors
-
-    def _no_factor(self, key: str) -> Unsupported:
-        named = NAMED.fullmatch(key)
-        if named is None:
-            said = "which is no factor of a product (DoRA, or a bias)"
-            return Unsupported(self.path, f"holds '{key[:80]}', {said}")
-        file, adapter = shlex.quote(self.path), named[1]
-        wanted = shlex.quote(rf"(\.lora_(?:embedding_)?[AB])\.{re.escape(adapter)}=\1")
-        return Unsupported(
-            self.path,
-            f"holds '{key[:80]}' with the adapter's name '{adapter[:40]}' in it, which PEFT's files lack",
-            hint=f"take it out: ckpttool rename-keys {file} {file} --force --map {wanted}",
-        )
-
     def _update(self, module: str, those: Mapping[str, TensorRef]) -> Update:
         names = ("embedding_A", "embedding_B") if "embedding_A" in those else ("A", "B")
         if {*those} != {*names}:
             raise Damaged(self.path, f"holds one of both factors of '{module[:80]}'")
         a, b = (those[name] for name in names)
-        rank = self._setting("rank_pattern", "r", module)
+        rank = self.adapter.setting("rank_pattern", "r", module)
         if not a.shape or len(b.shape) < 2 or a.shape[0] != rank or prod(b.shape[1:]) != rank:
             raise Damaged(
                 self.path,
@@ -241,7 +114,7 @@ class _Merging:
             )
         if {a.dtype.name, b.dtype.name} - {*FLOATS}:
             raise Unsupported(self.path, f"has factors of '{module[:80]}' of type {a.dtype.name}")
-        alpha = self._setting("alpha_pattern", "lora_alpha", module)
+        alpha = self.adapter.setting("alpha_pattern", "lora_alpha", module)
         turned = "embedding_A" in those or self._is_turned(module, prod(a.shape[1:]), b.shape[0])
         return Update(a, b, alpha / (sqrt(rank) if self.config.get("use_rslora") else rank), turned)
 
@@ -262,35 +135,9 @@ class _Merging:
             self._against = self._against or module
         return found
 
-    def _setting(self, pattern: str, usual: str, module: str) -> float:
-        """Return a number of the configuration: that of the first pattern that fits a layer, or the usual."""
-        chosen = self.config.get(usual)
-        try:
-            for key, value in (self.config.get(pattern) or {}).items():
-                if fits(key, module):
-                    chosen = value
-                    break
-        except UnknownPattern as error:
-            raise Unsupported(
-                self.path,
-                f"{CONFIG} has a {pattern} of '{error!s:.80}', which is more than names, '.*', '|' and "
-                "plain groups",
-                hint="name the layers there instead, as they are called in the model",
-            ) from None
-        except (AttributeError, re.error, RecursionError, OverflowError):
-            raise Damaged(self.path, f"{CONFIG} has a malformed {pattern}") from None
-        if type(chosen) not in (int, float) or not 0 < chosen <= float_info.max:  # type: ignore[operator]
-            raise Damaged(
-                self.path, f"{CONFIG} says {usual} = {chosen!r:.40}, which is no finite positive number"
-            )
-        return chosen  # type: ignore[return-value]
-
     def _require_places(self) -> None:
         tensors = self.state.tensors
-        saved = self.config.get("modules_to_save") or []
-        if not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
-            said = f"modules_to_save = {saved!r:.40}"
-            raise Damaged(self.path, f"{CONFIG} says {said}, which is no list of names")
+        saved = self.adapter.saved_modules()
         for name, update in self.updates.items():
             weight = tensors.get(name)
             if weight is None:
