@@ -89,6 +89,7 @@ class _Merging:
         factors, self.whole = adapter.parts()
         self._against: str | None = None
         self._square: str | None = None
+        self._beside = _orientations(state.tensors)
         self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
         self._require_places()
         held = state.tensors
@@ -129,6 +130,7 @@ class _Merging:
             return False  # a convolution's never is
         if rows == columns:
             self._square = self._square or module
+            self._against = self._against or self._beside.get((module.rpartition(".")[0], not said))
             return said
         found = weight.shape == (columns, rows)
         if found is not said and weight.shape in ((columns, rows), (rows, columns)):
@@ -217,3 +219,16 @@ class _Merging:
 
         pairs = [(key, value(key, was)) for key, was in old.items()]
         return remade(old, [*pairs, *((name, self.whole[name]) for name in self.report.added)])
+
+
+def _orientations(tensors: Mapping[str, TensorRef]) -> dict[tuple[str, bool], str]:
+    """Return layers by their parent and whether a bias says that they are Conv1D, not Linear."""
+    found: dict[tuple[str, bool], str] = {}
+    for name, bias in tensors.items():
+        layer = name.removesuffix(".bias")
+        weight = tensors.get(f"{layer}.weight") if layer != name else None
+        if weight is not None and len(weight.shape) == 2 and weight.shape[0] != weight.shape[1]:
+            sizes = ((weight.shape[0],), (weight.shape[1],))
+            if bias.shape in sizes:
+                found.setdefault((layer.rpartition(".")[0], bias.shape == sizes[1]), layer)
+    return found

@@ -98,8 +98,7 @@ class Adapter:
         except UnknownPattern as error:
             raise Unsupported(
                 self.checkpoint.path,
-                f"{CONFIG} has a {pattern} of '{error!s:.80}', which is more than names, '.*', '|' and "
-                "plain groups",
+                f"{CONFIG} has {pattern} '{error!s:.80}', more than names, '.*', '|' and plain groups",
                 hint="name the layers there instead, as they are called in the model",
             ) from None
         except (AttributeError, re.error, RecursionError, OverflowError):

@@ -246,6 +246,20 @@ def test_a_square_layer_is_turned_as_the_setting_says_unless_another_is_against_
     assert not (tmp_path / "out.pt").exists()
 
 
+@pytest.mark.parametrize("said", [True, False])
+def test_a_layer_beside_a_square_one_tells_of_which_kind_it_is(said: bool, tmp_path: Path) -> None:
+    """GPT-2's `attn.c_proj` with `lm_head`: PEFT saves the latter's setting, and `attn.c_attn` has a bias."""
+    a, b = factors(4, 4)
+    save_adapter(tmp_path, {"at.proj.lora_A.weight": a, "at.proj.lora_B.weight": b}, fan_in_fan_out=said)
+    state = {"at.proj.weight": torch.zeros(4, 4), "at.qkv.weight": torch.zeros(4, 12)}
+    saved({**state, "at.qkv.bias": torch.zeros(12 if said else 4)}, tmp_path / "base.pt")
+    torch.testing.assert_close(merge(tmp_path)["at.proj.weight"], 1.5 * ((b @ a).t() if said else b @ a))
+    (tmp_path / "out.pt").unlink()
+    saved({**state, "at.qkv.bias": torch.zeros(4 if said else 12)}, tmp_path / "base.pt")
+    with pytest.raises(Unsupported, match=r"weight is square, and 'at\.qkv' is not as fan_in_fan_out"):
+        merge(tmp_path)
+
+
 def test_a_convolution_is_never_turned(tmp_path: Path) -> None:
     a, b = torch.randn(2, 1, 2, 2), torch.randn(4, 2, 1, 1)
     saved({"conv.weight": torch.zeros(4, 1, 2, 2)}, tmp_path / "base.pt")
@@ -277,9 +291,9 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[CkptToolErr
     ),
     "a malformed pattern": (GOOD, {"rank_pattern": {"(": 2}}, Damaged, "malformed rank_pattern"),
     "a pattern of repeated groups": (
-        GOOD, {"alpha_pattern": {"((.+)+)+!": 8}}, Unsupported, r"alpha_pattern of '\(\(.\+\)\+\)\+!'"
+        GOOD, {"alpha_pattern": {"((.+)+)+!": 8}}, Unsupported, r"alpha_pattern '\(\(.\+\)\+\)\+!'"
     ),
-    "a pattern that looks ahead": (GOOD, {"rank_pattern": {"(?=fc)fc": 2}}, Unsupported, "a rank_pattern of"),
+    "a pattern that looks ahead": (GOOD, {"rank_pattern": {"(?=fc)fc": 2}}, Unsupported, "has rank_pattern"),
     "another layer": (
         {"up.lora_A.weight": A, "up.lora_B.weight": B}, {}, Refused, "'up.weight': the model has no"
     ),
