@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from .transforms.keys import rename_keys as rename_keys
     from .transforms.keys import strip_prefix as strip_prefix
     from .transforms.lora import merge_lora as merge_lora
-    from .transforms.lora import open_adapter as open_adapter
+    from .transforms.lora_adapter import open_adapter as open_adapter
     from .transforms.selection import drop as drop
     from .transforms.selection import select as select
     from .transforms.selection import slim as slim
@@ -82,7 +82,8 @@ else:
             "transforms.complex_parts": ("join_complex", "split_complex"),
             "transforms.disarm": ("disarm",),
             "transforms.keys": ("add_prefix", "rename_keys", "strip_prefix"),
-            "transforms.lora": ("merge_lora", "open_adapter"),
+            "transforms.lora": ("merge_lora",),
+            "transforms.lora_adapter": ("open_adapter",),
             "transforms.selection": ("drop", "select", "slim", "with_metadata"),
         },
     )

@@ -31,7 +31,8 @@ def command(adapter: str, **given: Any) -> None:
     Example:
       ckpttool merge-lora model.safetensors adapter merged.safetensors
     """
-    from ..transforms.lora import merge_lora, open_adapter
+    from ..transforms.lora import merge_lora
+    from ..transforms.lora_adapter import open_adapter
 
     console = options.console(given)
     opened = open_adapter(adapter)

@@ -1,50 +1,30 @@
 """Add a LoRA adapter to the model that it was trained on, as PEFT's `merge_and_unload` does.
 
 A weight W of a layer gets W + scale · B·A, with scale = alpha / r, or alpha / √r with rslora; embeddings and
-layers of `fan_in_fan_out` get the transposed product. What the adapter holds whole is copied into the model's
-own, in the model's type. Source: PEFT's `LoraConfig`, `tuners/lora/layer.py` and
+layers of `fan_in_fan_out` (Conv1D) get the transposed product. What the adapter holds whole is copied into
+the model's own, in the model's type. Source: PEFT's `LoraConfig`, `tuners/lora/layer.py` and
 `utils/save_and_load.py`, 0.21.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod, sqrt
-from sys import float_info
-from typing import Any
 
 from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.rebuilt_tensors import with_plain_tensor
 from ..checkpoint.state import State
 from ..checkpoint.tensor_likes import require_plain
-from ..errors import Damaged, Refused, Unreadable, Unsupported
-from ..formats.reading import open as open_any
+from ..errors import Damaged, Refused, Unsupported
 from ..inert_pickle.values import remade
 from ..tensors.cast import Caster
 from ..tensors.ref import TensorRef
+from .lora_adapter import CONFIG, IN_PYTHON, Adapter
 from .low_rank import Update, updated
 from .selection import replace_state
-
-CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-PREFIX = "base_model.model."
-
-FACTOR = re.compile(r"(.+)\.lora_(embedding_)?([AB])(?:\.weight)?")
-
-PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` that leave the model's own weights as they are."""
-
-_WAYS = (
-    "use_dora lora_bias use_qalora use_bdlora megatron_config layer_replication target_parameters "
-    "trainable_token_indices alora_invocation_tokens arrow_config kasa_config velora_config monteclora_config"
-)
-UNKNOWN_WAYS = tuple(_WAYS.split())
-"""Settings by which a layer computes something else than W + scale · B·A."""
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -64,52 +44,6 @@ class Merged:
     replaced: tuple[str, ...]
     cast: tuple[str, ...]
     added: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """A LoRA adapter in PEFT's format.
-
-    Attributes:
-        checkpoint: its tensors; open until `checkpoint.close()`.
-        config: what its `adapter_config.json` says.
-    """
-
-    checkpoint: Checkpoint
-    config: Mapping[str, Any]
-
-
-def open_adapter(folder: str | os.PathLike[str]) -> Adapter:
-    """Open an adapter's folder.
-
-    Args:
-        folder: holds `adapter_config.json` and `adapter_model.safetensors` or `.bin`.
-
-    Returns:
-        The adapter, whose `checkpoint` the caller closes.
-
-    Raises:
-        Unreadable: one of both files is missing.
-        Damaged: the configuration is no JSON object; or as `ckpttool.open` raises it.
-    """
-    path = os.fspath(folder)
-    config = os.path.join(path, CONFIG)
-    try:
-        with open(config, encoding="utf-8") as file:
-            said = json.load(file)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise Unreadable(
-            config, reason, hint="ADAPTER is the folder that PEFT's save_pretrained wrote"
-        ) from None
-    except (ValueError, RecursionError):
-        raise Damaged(config, "is not JSON") from None
-    if not isinstance(said, dict):
-        raise Damaged(config, "is not a JSON object")
-    there = [os.path.join(path, name) for name in WEIGHTS if os.path.lexists(os.path.join(path, name))]
-    if not there:
-        raise Unreadable(path, f"holds neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
-    return Adapter(open_any(there[0]), said)
 
 
 @takes_checkpoint
@@ -149,23 +83,13 @@ class _Merging:
     """
 
     def __init__(self, checkpoint: Checkpoint, state: State, adapter: Adapter) -> None:
-        self.path, self.state, self.config = adapter.checkpoint.path, state, adapter.config
-        self.base = checkpoint.path
-        self._require_known()
-        factors: dict[str, dict[str, TensorRef]] = {}
-        self.whole: dict[str, TensorRef] = {}
-        for key, tensor in adapter.checkpoint.state().tensors.items():
-            name = key.removeprefix(PREFIX)
-            match = FACTOR.fullmatch(name)
-            if match:
-                module, embedding, factor = match.groups()
-                factors.setdefault(module, {})[f"{embedding or ''}{factor}"] = tensor
-            elif ".lora_" in name:
-                raise Unsupported(
-                    self.path, f"holds '{key[:80]}', which is no factor of a product (DoRA, or a bias)"
-                )
-            else:
-                self.whole[name.replace(".base_layer.", ".")] = tensor  # of a layer that has factors too
+        self.adapter, self.path, self.config = adapter, adapter.checkpoint.path, adapter.config
+        self.state, self.base = state, checkpoint.path
+        adapter.require_known()
+        factors, self.whole = adapter.parts()
+        self._against: str | None = None
+        self._square: str | None = None
+        self._beside = _orientations(state.tensors)
         self.updates = {f"{module}.weight": self._update(module, those) for module, those in factors.items()}
         self._require_places()
         held = state.tensors
@@ -177,27 +101,12 @@ class _Merging:
             tuple(name for name in self.whole if name not in held),
         )
 
-    def _require_known(self) -> None:
-        kind = self.config.get("peft_type")
-        if kind != "LORA":
-            raise Unsupported(self.path, f"is an adapter of type {str(kind)[:40]}, and only LORA is added")
-        odd = [name for name in UNKNOWN_WAYS if self.config.get(name)]
-        start = self.config.get("init_lora_weights", True)
-        if start not in PLAIN_STARTS:
-            odd.append(f"init_lora_weights={str(start)[:40]}")
-        if odd:
-            raise Unsupported(
-                self.path,
-                f"is a LoRA with {', '.join(odd)}, which is more than a product added to the weights",
-                hint="merge it in Python: PeftModel.from_pretrained(model, ADAPTER).merge_and_unload()",
-            )
-
     def _update(self, module: str, those: Mapping[str, TensorRef]) -> Update:
         names = ("embedding_A", "embedding_B") if "embedding_A" in those else ("A", "B")
         if {*those} != {*names}:
             raise Damaged(self.path, f"holds one of both factors of '{module[:80]}'")
         a, b = (those[name] for name in names)
-        rank = self._setting("rank_pattern", "r", module)
+        rank = self.adapter.setting("rank_pattern", "r", module)
         if not a.shape or len(b.shape) < 2 or a.shape[0] != rank or prod(b.shape[1:]) != rank:
             raise Damaged(
                 self.path,
@@ -206,36 +115,35 @@ class _Merging:
             )
         if {a.dtype.name, b.dtype.name} - {*FLOATS}:
             raise Unsupported(self.path, f"has factors of '{module[:80]}' of type {a.dtype.name}")
-        alpha = self._setting("alpha_pattern", "lora_alpha", module)
-        turned = "embedding_A" in those or bool(self.config.get("fan_in_fan_out"))
+        alpha = self.adapter.setting("alpha_pattern", "lora_alpha", module)
+        turned = "embedding_A" in those or self._is_turned(module, prod(a.shape[1:]), b.shape[0])
         return Update(a, b, alpha / (sqrt(rank) if self.config.get("use_rslora") else rank), turned)
 
-    def _setting(self, pattern: str, usual: str, module: str) -> float:
-        """Return a number of the configuration: that of the first pattern that fits a layer, or the usual."""
-        chosen = self.config.get(usual)
-        try:
-            for key, value in (self.config.get(pattern) or {}).items():
-                if re.match(rf"(.*\.)?({key})$", module):
-                    chosen = value
-                    break
-        except (AttributeError, re.error):
-            raise Damaged(self.path, f"{CONFIG} has a malformed {pattern}") from None
-        if type(chosen) not in (int, float) or not 0 < chosen <= float_info.max:  # type: ignore[operator]
-            raise Damaged(
-                self.path, f"{CONFIG} says {usual} = {chosen!r:.40}, which is no finite positive number"
-            )
-        return chosen  # type: ignore[return-value]
+    def _is_turned(self, module: str, columns: int, rows: int) -> bool:
+        """Return whether a product fits a weight of two axes transposed, which the shape says unless square.
+
+        PEFT tells Conv1D from Linear layer by layer, and saves what the last of them was for all.
+        """
+        said = bool(self.config.get("fan_in_fan_out"))
+        weight = self.state.tensors.get(f"{module}.weight")
+        if weight is None or len(weight.shape) != 2:
+            return False  # a convolution's never is
+        if rows == columns:
+            self._square = self._square or module
+            self._against = self._against or self._beside.get((module.rpartition(".")[0], not said))
+            return said
+        found = weight.shape == (columns, rows)
+        if found is not said and weight.shape in ((columns, rows), (rows, columns)):
+            self._against = self._against or module
+        return found
 
     def _require_places(self) -> None:
         tensors = self.state.tensors
-        saved = self.config.get("modules_to_save") or []
-        if not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
-            said = f"modules_to_save = {saved!r:.40}"
-            raise Damaged(self.path, f"{CONFIG} says {said}, which is no list of names")
+        saved = self.adapter.saved_modules()
         for name, update in self.updates.items():
             weight = tensors.get(name)
             if weight is None:
-                raise self._misfit(name, "the model has no such weight")
+                raise self._missing(name, "weight")
             if weight.dtype.name not in FLOATS:
                 raise self._misfit(name, f"the weight is {weight.dtype.name}")
             sizes = (weight.shape[0], prod(weight.shape[1:])) if weight.shape else ()
@@ -244,7 +152,7 @@ class _Merging:
         for name, tensor in self.whole.items():
             old = tensors.get(name)
             if old is None and not any(f".{name}".rpartition(".")[0].endswith(f".{each}") for each in saved):
-                raise self._misfit(name, "the model has no such tensor")
+                raise self._missing(name, "tensor")
             if old is not None and old.shape != tensor.shape:
                 raise self._misfit(
                     name, f"its shape is {list(tensor.shape)}, and {list(old.shape)} in the model"
@@ -252,6 +160,13 @@ class _Merging:
             types = {each.dtype.name for each in (tensor, old or tensor)}
             if len(types) > 1 and types - {*FLOATS}:
                 raise self._misfit(name, f"its type is {tensor.dtype.name}, and the model's another")
+        if self._against and self._square:
+            raise Unsupported(
+                self.path,
+                f"does not say whether the product of '{self._square[:80]}' is transposed: its weight is "
+                f"square, and '{self._against[:80]}' is not as fan_in_fan_out in {CONFIG} says",
+                hint=IN_PYTHON,
+            )
         changed: dict[tuple[object, ...], str] = {}
         for name in (*self.updates, *(name for name in self.whole if name in tensors)):
             other = changed.setdefault(tensors[name].view, name)
@@ -260,24 +175,42 @@ class _Merging:
                     name, f"the model ties it to '{other[:80]}', which the adapter changes too"
                 )
 
-    def _misfit(self, name: str, reason: str) -> Refused:
+    def _missing(self, name: str, kind: str) -> Refused:
+        """Return the error for a name that the model does not have, with what may be the cause."""
+        reason, names = f"the model has no such {kind}", list(self.state.tensors)
+        longer = next((each for each in names if each.endswith(f".{name}")), name)
+        prefix = longer.removesuffix(name)
+        if prefix and all(each.startswith(prefix) for each in names):
+            base = shlex.quote(self.base)
+            hint = (
+                f"take its prefix off first: ckpttool strip-prefix {base} OUT --prefix {shlex.quote(prefix)}"
+            )
+            return self._misfit(name, f"{reason}; it has '{longer[:80]}'", hint)
+        if f".{name}".endswith(".lm_head.weight"):
+            hint = "save the model with an output layer of its own (config: tie_word_embeddings = false)"
+            return self._misfit(name, f"{reason}, and may tie its output layer to the embeddings", hint)
+        return self._misfit(name, reason)
+
+    def _misfit(self, name: str, reason: str, hint: str = "") -> Refused:
         first = next(iter(self.state.tensors), "")
         return Refused(
             self.path,
             f"does not fit {self.base}: '{name[:80]}': {reason}",
-            hint=f"is it the adapter's own base model? Its first name is '{first[:80]}'",
+            hint=hint or f"is it the adapter's own base model? Its first name is '{first[:80]}'",
         )
 
     def container(self, old: dict[object, object]) -> dict[object, object]:
         """Return the model's dict with the changed tensors; what was tied to one of them still is."""
         tensors = self.state.tensors
-        made = {
-            tensors[name].view: updated(self.base, tensors[name], update)
-            for name, update in self.updates.items()
-        }
         casters = {tensors[name].dtype: Caster(tensors[name].dtype) for name in self.report.replaced}
-        for name in self.report.replaced:
-            made[tensors[name].view] = casters[tensors[name].dtype].cast(self.whole[name])
+        made = {
+            tensors[name].view: casters[tensors[name].dtype].cast(self.whole[name])
+            for name in self.report.replaced
+        }
+        for name, update in self.updates.items():  # a targeted embedding is saved whole, too: both count
+            old_weight = tensors[name]
+            weight = self.whole.get(name, old_weight)
+            made[old_weight.view] = updated(self.base, weight, update, old_weight.dtype)
 
         def value(key: object, was: object) -> object:
             tensor = tensors.get(str(key))
@@ -286,3 +219,16 @@ class _Merging:
 
         pairs = [(key, value(key, was)) for key, was in old.items()]
         return remade(old, [*pairs, *((name, self.whole[name]) for name in self.report.added)])
+
+
+def _orientations(tensors: Mapping[str, TensorRef]) -> dict[tuple[str, bool], str]:
+    """Return layers by their parent and whether a bias says that they are Conv1D, not Linear."""
+    found: dict[tuple[str, bool], str] = {}
+    for name, bias in tensors.items():
+        layer = name.removesuffix(".bias")
+        weight = tensors.get(f"{layer}.weight") if layer != name else None
+        if weight is not None and len(weight.shape) == 2 and weight.shape[0] != weight.shape[1]:
+            sizes = ((weight.shape[0],), (weight.shape[1],))
+            if bias.shape in sizes:
+                found.setdefault((layer.rpartition(".")[0], bias.shape == sizes[1]), layer)
+    return found

@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..tensors.cast import carrier, reader
+from ..tensors.dtypes import DType
 from ..tensors.ref import Computed, Storage, TensorRef
 from ..tensors.values import CHUNK, stream
 from .mean import nearest
@@ -50,18 +51,19 @@ class Update:
         return (a.T.copy(), b.T.copy()) if self.turned else (b, a)
 
 
-def updated(path: str, weight: TensorRef, update: Update) -> TensorRef:
+def updated(path: str, weight: TensorRef, update: Update, to: DType) -> TensorRef:
     """Return a weight to which an update is added; nothing is read yet.
 
     Args:
         path: the file's name, for messages.
         weight: float64, float32, float16 or bfloat16, of one axis or more.
         update: of as many rows as the weight, and as many columns as its other axes have elements.
+        to: the result's type, one of those.
 
     Returns:
-        The tensor, of the same type and shape. A value is computed in float64 and rounded once.
+        The tensor, of the same shape. A value is computed in float64 and rounded once.
     """
-    row = prod(weight.shape[1:]) * weight.dtype.itemsize
+    row = prod(weight.shape[1:]) * to.itemsize
     held: list[tuple[Any, Any]] = []
 
     def make(start: int, nbytes: int) -> Iterator[memoryview]:
@@ -73,18 +75,20 @@ def updated(path: str, weight: TensorRef, update: Update) -> TensorRef:
         step = max(1, CHUNK // row)
         for begin in range(first, end, step):
             until = min(begin + step, end)
-            raw = _rows(weight, begin, until, *held[0], update.scale)
+            raw = _rows(weight, begin, until, *held[0], update.scale, to)
             offset = begin * row
             yield raw[max(start - offset, 0) : min(start + nbytes - offset, len(raw))]
 
-    data = Computed(path, weight.nbytes, make, is_divisible=True)
+    data = Computed(path, weight.numel * to.itemsize, make, is_divisible=True)
     old = weight.storage
     origins = (old, update.a.storage, update.b.storage)
-    storage = Storage(data, weight.dtype.storage or "UntypedStorage", old.location, origins=origins)
-    return TensorRef.contiguous(storage, weight.dtype, weight.shape)
+    storage = Storage(data, to.storage or "UntypedStorage", old.location, origins=origins)
+    return TensorRef.contiguous(storage, to, weight.shape)
 
 
-def _rows(weight: TensorRef, begin: int, end: int, left: Any, right: Any, scale: float) -> memoryview:
+def _rows(
+    weight: TensorRef, begin: int, end: int, left: Any, right: Any, scale: float, to: DType
+) -> memoryview:
     """Return some rows of the result as bytes."""
     import numpy as np
 
@@ -93,7 +97,7 @@ def _rows(weight: TensorRef, begin: int, end: int, left: Any, right: Any, scale:
     values = _values(part).reshape(end - begin, -1)
     with np.errstate(all="ignore"):
         values += scale * (left[begin:end] @ right)
-        found = nearest(values.reshape(-1), weight.dtype)
+        found = nearest(values.reshape(-1), to)
     return memoryview(np.ascontiguousarray(found).view("u1"))  # type: ignore[arg-type]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,39 @@ def trained(config: dict[str, Any], folder: Path, dtype: torch.dtype) -> dict[st
     return found
 
 
+@pytest.mark.parametrize("whole", ["auto", True])
+def test_an_embedding_that_is_targeted_and_saved_whole_counts_as_both(whole: object, tmp_path: Path) -> None:
+    """PEFT saves `base_layer.weight` beside the factors of resized embeddings, or of known names."""
+    peft = pytest.importorskip("peft", reason="PEFT is not installed")
+    torch.manual_seed(0)
+
+    class Tokens(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed_tokens, self.lm_head = torch.nn.Embedding(13, 6), torch.nn.Linear(6, 13)
+
+        def get_input_embeddings(self) -> torch.nn.Module:
+            return self.embed_tokens
+
+        def get_output_embeddings(self) -> torch.nn.Module:
+            return self.lm_head
+
+    torch.save(Tokens().state_dict(), tmp_path / "base.pt")
+    targets = ["embed_tokens", "lm_head"]
+    model = peft.get_peft_model(Tokens(), peft.LoraConfig(target_modules=targets, r=2, lora_alpha=3))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=whole)
+    assert "base_model.model.embed_tokens.base_layer.weight" in load_file(
+        tmp_path / "adapter" / "adapter_model.safetensors"
+    )
+    found = merge(tmp_path)
+    for name, tensor in model.merge_and_unload().state_dict().items():
+        torch.testing.assert_close(found[name], tensor)
+
+
 def merge(folder: Path, output: str = "out.pt") -> dict[str, torch.Tensor]:
     adapter = ckpttool.open_adapter(folder / "adapter")
     with ckpttool.open(folder / "base.pt") as base, adapter.checkpoint:
@@ -119,6 +154,43 @@ def test_each_value_is_rounded_once(dtype: torch.dtype, tmp_path: Path) -> None:
     assert torch.equal(found["fc.bias"], torch.ones(700))
 
 
+@pytest.mark.parametrize("of_adapter", [torch.float32, torch.float64])
+def test_a_product_is_added_to_the_weight_that_the_adapter_holds_whole(
+    of_adapter: torch.dtype, tmp_path: Path
+) -> None:
+    base, own = torch.zeros(10, 4).bfloat16(), torch.randn(10, 4, dtype=of_adapter)
+    a, b = factors(4, 10)
+    saved({"embed.weight": base, "tied.weight": base}, tmp_path / "base.pt")
+    named = {"lora_embedding_A": a, "lora_embedding_B": b, "base_layer.weight": own}
+    save_adapter(tmp_path, {f"embed.{name}": tensor for name, tensor in named.items()})
+    found = merge(tmp_path)
+    exact = own.double() + 1.5 * (b.double() @ a.double()).t()
+    assert torch.equal(found["embed.weight"], exact.bfloat16())
+    assert found["tied.weight"].data_ptr() == found["embed.weight"].data_ptr()
+
+
+SAME = {
+    "with and without the prefix": "fc.lora_A.weight",
+    "with and without .weight": "base_model.model.fc.lora_A",
+    "whole, with and without the prefix": "head.weight",
+    "whole, of the layer and of its base layer": "base_model.model.head.base_layer.weight",
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_two_tensors_for_one_place_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    saved({"fc.weight": torch.ones(5, 4), "head.weight": torch.ones(2, 5)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, GOOD | {"head.weight": torch.ones(2, 5)}, modules_to_save=["head"])
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    held, name = load_file(file), SAME[case]
+    other = f"base_model.model.{'head.weight' if 'head' in name else 'fc.lora_A.weight'}"
+    save_file({**held, name: held[other].clone()}, file)
+    with pytest.raises(Refused, match=f"{re.escape(name)}'") as refused:
+        merge(tmp_path)
+    assert f"'{other}'" in str(refused.value)
+    assert not (tmp_path / "out.pt").exists()
+
+
 def test_a_tied_weight_stays_tied(tmp_path: Path) -> None:
     weight = torch.randn(5, 4)
     saved({"embed.weight": weight, "head.weight": weight}, tmp_path / "base.pt")
@@ -135,6 +207,65 @@ def test_a_turned_layer_and_an_odd_layout(tmp_path: Path) -> None:
     a, b = factors(5, 4)
     save_adapter(tmp_path, {"fc.lora_A.weight": a, "fc.lora_B.weight": b}, fan_in_fan_out=True)
     torch.testing.assert_close(merge(tmp_path)["fc.weight"], weight + 1.5 * (b @ a).t())
+
+
+def save_layers(folder: Path, shapes: dict[str, tuple[int, int]], **config: Any) -> dict[str, torch.Tensor]:
+    """Save a base of zeros and an adapter whose layers have more outputs than inputs; return the products."""
+    saved({f"{name}.weight": torch.zeros(shape) for name, shape in shapes.items()}, folder / "base.pt")
+    made, tensors = {}, {}
+    for name, shape in shapes.items():
+        a, b = factors(max(shape), min(shape))
+        tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+        made[name] = 1.5 * b @ a
+    save_adapter(folder, tensors, **config)
+    return made
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_the_shapes_of_a_layer_say_whether_it_is_turned(said: bool, tmp_path: Path) -> None:
+    """PEFT has Conv1D and Linear in one adapter, and one setting for both, that of the last."""
+    made = save_layers(tmp_path, {"conv1d": (4, 5), "linear": (5, 4)}, fan_in_fan_out=said)
+    found = merge(tmp_path)
+    torch.testing.assert_close(found["conv1d.weight"], made["conv1d"].t())
+    torch.testing.assert_close(found["linear.weight"], made["linear"])
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_square_layer_is_turned_as_the_setting_says_unless_another_is_against_it(
+    said: bool, tmp_path: Path
+) -> None:
+    alike, other = ((4, 5), (5, 4)) if said else ((5, 4), (4, 5))
+    made = save_layers(tmp_path, {"square": (4, 4), "alike": alike}, fan_in_fan_out=said)["square"]
+    torch.testing.assert_close(merge(tmp_path)["square.weight"], made.t() if said else made)
+    (tmp_path / "out.pt").unlink()
+    save_layers(tmp_path, {"square": (4, 4), "alike": alike, "other": other}, fan_in_fan_out=said)
+    with pytest.raises(
+        Unsupported, match="product of 'square' is transposed: its weight is square, and 'other'"
+    ):
+        merge(tmp_path)
+    assert not (tmp_path / "out.pt").exists()
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_a_layer_beside_a_square_one_tells_of_which_kind_it_is(said: bool, tmp_path: Path) -> None:
+    """GPT-2's `attn.c_proj` with `lm_head`: PEFT saves the latter's setting, and `attn.c_attn` has a bias."""
+    a, b = factors(4, 4)
+    save_adapter(tmp_path, {"at.proj.lora_A.weight": a, "at.proj.lora_B.weight": b}, fan_in_fan_out=said)
+    state = {"at.proj.weight": torch.zeros(4, 4), "at.qkv.weight": torch.zeros(4, 12)}
+    saved({**state, "at.qkv.bias": torch.zeros(12 if said else 4)}, tmp_path / "base.pt")
+    torch.testing.assert_close(merge(tmp_path)["at.proj.weight"], 1.5 * ((b @ a).t() if said else b @ a))
+    (tmp_path / "out.pt").unlink()
+    saved({**state, "at.qkv.bias": torch.zeros(4 if said else 12)}, tmp_path / "base.pt")
+    with pytest.raises(Unsupported, match=r"weight is square, and 'at\.qkv' is not as fan_in_fan_out"):
+        merge(tmp_path)
+
+
+def test_a_convolution_is_never_turned(tmp_path: Path) -> None:
+    a, b = torch.randn(2, 1, 2, 2), torch.randn(4, 2, 1, 1)
+    saved({"conv.weight": torch.zeros(4, 1, 2, 2)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, {"conv.lora_A.weight": a, "conv.lora_B.weight": b}, fan_in_fan_out=True)
+    wanted = 1.5 * torch.einsum("or,rihw->oihw", b[:, :, 0, 0], a)
+    torch.testing.assert_close(merge(tmp_path)["conv.weight"], wanted)
 
 
 A, B = factors(5, 4)
@@ -159,6 +290,10 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], type[CkptToolErr
         GOOD | {"fc.bias": torch.ones(5, dtype=torch.int64)}, {}, Refused, "'fc.bias': its type is int64"
     ),
     "a malformed pattern": (GOOD, {"rank_pattern": {"(": 2}}, Damaged, "malformed rank_pattern"),
+    "a pattern of repeated groups": (
+        GOOD, {"alpha_pattern": {"((.+)+)+!": 8}}, Unsupported, r"alpha_pattern '\(\(.\+\)\+\)\+!'"
+    ),
+    "a pattern that looks ahead": (GOOD, {"rank_pattern": {"(?=fc)fc": 2}}, Unsupported, "has rank_pattern"),
     "another layer": (
         {"up.lora_A.weight": A, "up.lora_B.weight": B}, {}, Refused, "'up.weight': the model has no"
     ),
@@ -177,6 +312,43 @@ def test_what_can_not_be_added_is_refused_by_name(case: str, tmp_path: Path) -> 
     with pytest.raises(error, match=message):
         merge(tmp_path)
     assert not (tmp_path / "out.pt").exists()
+
+
+def mended(cli: Any, hint: str, **places: Path) -> None:
+    """Run the command that a hint names, with paths for the words in capitals."""
+    words = shlex.split(hint[hint.index("ckpttool ") :])[1:]
+    assert cli(*(places.get(word, word) for word in words)).code == 0
+
+
+def test_a_base_with_a_prefix_is_told_how_to_lose_it(cli: Any, tmp_path: Path) -> None:
+    saved({"module.fc.weight": torch.ones(5, 4), "module.fc.bias": torch.ones(5)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, GOOD)
+    with pytest.raises(Refused, match=r"no such weight; it has 'module\.fc\.weight'") as refused:
+        merge(tmp_path)
+    mended(cli, refused.value.hint or "", OUT=tmp_path / "plain.pt")
+    (tmp_path / "plain.pt").replace(tmp_path / "base.pt")
+    torch.testing.assert_close(merge(tmp_path)["fc.weight"], 1 + 1.5 * B @ A)
+
+
+def test_an_adapter_with_its_name_in_the_keys_is_told_how_to_lose_it(cli: Any, tmp_path: Path) -> None:
+    saved({"fc.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, {"fc.lora_A.my-own.weight": A, "fc.lora_B.my-own.weight": B})
+    with pytest.raises(Unsupported, match="with the adapter's name 'my-own' in it") as refused:
+        merge(tmp_path)
+    mended(cli, refused.value.hint or "")
+    torch.testing.assert_close(merge(tmp_path)["fc.weight"], 1 + 1.5 * B @ A)
+
+
+@pytest.mark.parametrize(
+    "held", [{"lm_head.lora_A.weight": A, "lm_head.lora_B.weight": B}, {"lm_head.weight": A}]
+)
+def test_an_output_layer_that_the_base_does_not_store_may_be_tied(
+    held: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    saved({"embed_tokens.weight": torch.ones(5, 4)}, tmp_path / "base.pt")
+    save_adapter(tmp_path, held)
+    with pytest.raises(Refused, match=r"'lm_head\.weight': the model has no such .* and may tie"):
+        merge(tmp_path)
 
 
 @pytest.mark.parametrize("of_adapter", [torch.float16, torch.float64])
