@@ -356,7 +356,9 @@ def test_a_missing_rank_is_named(name: str, run: Callable[[str], Path], tmp_path
     found = ckpttool.open(folder)
     assert found.ranks is not None
     assert found.ranks.missing == (1,)
-    with pytest.raises(Damaged, match=r"the file of rank 1 of 3 is missing: zero_pp_rank_1_mp_rank_00_\w+_states\.pt"):
+    with pytest.raises(
+        Damaged, match=r"the file of rank 1 of 3 is missing: zero_pp_rank_1_mp_rank_00_\w+_states\.pt"
+    ):
         ckpttool.save(found, tmp_path / "out.pt")
     assert not (tmp_path / "out.pt").exists()
 
