@@ -230,14 +230,16 @@ class _Read:
         frame = zip_frame(source)
         self.free.update(frame.free)
         self.problems += [Problem("frame", f"record {name}", message) for name, message in frame.faults]
-        referred = _referred(source) if is_of_rank else ()
+        referred: set[int] | None = None if is_of_rank else set()
         for record in read_directory(source).values():
             if (id(source), record.data.offset) in self._known:
                 continue
             self.checked += record.size
-            is_piece = (id(source), record.data.offset) in self._pieces or record.data.offset in referred
+            is_piece = (id(source), record.data.offset) in self._pieces
             if record.size and not is_piece and record.name.partition("/")[2] not in OWN_RECORDS:
-                self.strays.append(_stray(source, record))
+                referred = _referred(source) if referred is None else referred
+                if record.data.offset not in referred:
+                    self.strays.append(_stray(source, record))
             intact = is_intact(source, record)
             if intact is None:
                 self.free["records"] += record.size

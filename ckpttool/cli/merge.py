@@ -48,10 +48,10 @@ def command(
 ) -> None:
     """Write what many ranks wrote as one checkpoint: a FOLDER, or the files of all ranks.
 
-    Sharded tensors become whole: files of each rank with DTensors or FSDP's shards, DCP folders, shards of
-    Hugging Face. Values that several ranks hold are compared, bit by bit. A rank that is missing, there twice
-    or of another run is an error. A .pt OUTPUT holds the optimizer too, by the names of parameters where they
-    are certain.
+    Sharded tensors become whole: files of each rank with DTensors or FSDP's shards, DCP folders (also those
+    of accelerate, Lightning and Megatron), DeepSpeed's ZeRO, shards of Hugging Face. Values that several
+    ranks hold are compared, bit by bit. A rank that is missing, there twice or of another run is an error. A
+    .pt OUTPUT holds the optimizer too, by the names of parameters where they are certain.
 
     \b
     Examples:
@@ -94,7 +94,7 @@ def command(
             raise _all_that_differ(console, checkpoint) from None
     if copied and not given["dry_run"]:
         beside.copy([path for path, _ in copied], [place for _, place in copied])
-        console.note(f"copied beside it: {console.names([place for _, place in copied])}")
+        console.note(f"copied along: {console.names([place for _, place in copied])}")
 
 
 def _merged(

@@ -117,12 +117,19 @@ def rewrite(
                 choices |= {"progress": bar.add, "expect": bar.expect}
             saved = formats.save(new, options["output"], **choices)
     outcome.left_out += new.unread
-    if saved.format == "dcp" and choices.get("full"):
+    if saved.format == "dcp" and choices.get("full") and _has_optimizer(new):
         outcome.notes.append(
-            "torch's dcp.load finds only its tensors: --full puts all else, such as an optimizer's settings, "
-            "into an entry of ckpttool's own; without --full it finds both"
+            "torch's dcp.load finds only the tensors of its optimizer: --full puts the settings into an entry "
+            "of ckpttool's own; without --full dcp.load finds them too"
         )
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
+
+
+def _has_optimizer(checkpoint: Checkpoint) -> bool:
+    from ..checkpoint.states import is_optimizer
+
+    tree = checkpoint.tree
+    return isinstance(tree, dict) and any(map(is_optimizer, tree.values()))
 
 
 def _name_attributes(state: State, outcome: Outcome) -> None:

@@ -43,6 +43,9 @@ ALONE = ("model.safetensors", "pytorch_model.bin")
 RECORDS = {"log.jsonl", "run.jsonl"}
 """What the trainer writes beside the checkpoints of a run."""
 
+MOST_BELOW = 100
+"""Names in a folder that are tried as folders, for a hint."""
+
 MAX_REPLACED = 1000
 """Times that a folder is read again because another process replaced it meanwhile."""
 
@@ -253,11 +256,21 @@ def _nothing_known(folder: str, names: list[str]) -> Unreadable:
             hint=f"name one: ckpttool inspect {shlex.quote(files[0])}",
         )
     meant = f"; or name one file: {', '.join(files[:4])}" if files else ""
-    return Unreadable(
-        folder,
-        "is a folder without the index of a checkpoint",
-        hint=f"expected in it: *{INDEX} (shards) or {dcp.METADATA} (DCP){meant}",
-    )
+    hint = f"expected in it: *{INDEX} (shards), {dcp.METADATA} (DCP) or the files of all ranks{meant}"
+    if not files and (below := [path for path in _folders_in(folder, names) if _may_hold(path)]):
+        hint = f"name a folder in it: {', '.join(map(shlex.quote, below[:4]))}" + " …" * bool(below[4:])
+    return Unreadable(folder, "is a folder without the index of a checkpoint", hint=hint)
+
+
+def _folders_in(folder: str, names: list[str]) -> list[str]:
+    paths = (os.path.join(folder, name) for name in names[:MOST_BELOW])
+    return [path for path in paths if os.path.isdir(path)]
+
+
+def _may_hold(folder: str) -> bool:
+    """Return whether a folder may hold a checkpoint, by the names in it."""
+    names = names_in(folder)
+    return dcp.METADATA in names or bool(checkpoints_among(names))
 
 
 def read(source: Source) -> Checkpoint:

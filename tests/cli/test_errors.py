@@ -241,8 +241,15 @@ def test_a_folder_without_a_checkpoint_hints_which_files_it_should_hold(
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     Path("runs/LICENSE").touch()
-    hint = "hint: expected in it: *.index.json (shards) or .metadata (DCP)"
+    hint = "hint: expected in it: *.index.json (shards), .metadata (DCP) or the files of all ranks"
     assert cli("inspect", "runs").err.endswith(f"{hint}\n")
+    for below in ("notes", "step 5/actor", "step-6"):
+        Path("runs", below).mkdir(parents=True)
+    assert cli("inspect", "runs").err.endswith(f"{hint}\n")
+    Path("runs/step-6/.metadata").touch()
+    Path("runs/step 5/model_world_size_2_rank_0.pt").touch()
+    for command in (["inspect", "runs"], ["merge", "runs", "out.pt"]):
+        assert cli(*command).err.endswith("hint: name a folder in it: 'runs/step 5', runs/step-6\n")
     Path("runs/last.pt").touch()
     assert cli("inspect", "runs").err.endswith(f"{hint}; or name one file: runs/last.pt\n")
 

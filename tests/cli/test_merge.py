@@ -142,7 +142,7 @@ def test_companions_are_copied_when_asked_and_else_named(run: Path, tmp_path: Pa
     assert sorted(os.listdir(tmp_path / "a")) == ["config.json", "fsdp_config.json", "m.safetensors"]
     again = cli("merge", run, tmp_path / "a" / "o.safetensors", "--companions")  # the same contents
     assert again.code == 0
-    assert f"copied beside it: {tmp_path}/a/fsdp_config.json, {tmp_path}/a/config.json" in again.err
+    assert f"copied along: {tmp_path}/a/fsdp_config.json, {tmp_path}/a/config.json" in again.err
     (tmp_path / "a" / "config.json").write_text("older")
     again = cli("merge", run, tmp_path / "a" / "n.safetensors", "--companions")
     assert again.code == 2
@@ -185,7 +185,10 @@ def test_the_file_of_a_rank_as_the_last_argument_is_no_output(run: Path, cli: Cl
 def test_full_in_dcp_is_said_to_hide_the_optimizer_s_settings_from_torch(
     run: Path, tmp_path: Path, cli: Cli
 ) -> None:
-    assert "without --full it finds both" in cli("merge", run, tmp_path / "a", "--to", "dcp", "--full").err
+    assert (
+        "without --full dcp.load finds them too"
+        in cli("merge", run, tmp_path / "a", "--to", "dcp", "--full").err
+    )
     assert "--full" not in cli("merge", run, tmp_path / "b", "--to", "dcp").err
     names = [
         json.dumps(

@@ -41,22 +41,7 @@ from tests.support.every_format import INPUTS
 from tests.support.running import SHARED
 from tests.support.tensor_kinds import KINDS, Tagged, save_kind, save_tagged
 from tests.support.trees import TREES
-
-
-@dataclasses.dataclass
-class Config:
-    """A dataclass of a user's."""
-
-    lr: float
-    inner: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """A dataclass with a hash."""
-
-    size: int
-    inner: Any = None
+from tests.support.user_classes import Config, Key
 
 
 @dataclasses.dataclass
@@ -271,7 +256,7 @@ def test_objects_are_converted_inside_all_containers_and_named(tmp_path: Path) -
         "args": {"deep": {"path": "x"}},
     }
     names = {change.name: (change.was, change.now) for change in report.changed}
-    assert names["list.0"] == (f"{__name__}.Config", "dict")
+    assert names["list.0"] == (f"{Config.__module__}.Config", "dict")
     assert names["tuple.1"] == ("numpy.float64", "float")
     assert names["set.0"][1] == "str"
     assert names["args"] == ("argparse.Namespace", "dict")
@@ -376,7 +361,7 @@ def test_a_parameter_stays_one_and_keeps_its_attributes_in_their_plain_forms(tmp
     assert [type(loaded[name]) for name in "st"] == [torch.Tensor] * 2
     found = {"lr_scale": 0.5, "note": {"lr": 7.0, "inner": None}, "seed": hex(2**2100)}
     assert [vars(loaded[key]) for key in "pst"] == [found] * 3
-    assert ("p.note", f"{__name__}.Config", "dict") in report.changed
+    assert ("p.note", f"{Config.__module__}.Config", "dict") in report.changed
     assert report.left_out == ()
     assert ckpttool.digest(tmp_path / "safe.pt") == ckpttool.digest(tmp_path / "in.pt")
 
@@ -569,7 +554,7 @@ def test_keys_that_are_objects_become_text_with_their_values(tmp_path: Path) -> 
     }
     torch.save({"it": value}, tmp_path / "in.pt")
     loaded, report = disarmed(tmp_path / "in.pt")
-    key, red = f"{__name__}.Key", f"{__name__}.Colour(1)"
+    key, red = f"{Key.__module__}.Key", f"{__name__}.Colour(1)"
     assert loaded["it"] == {
         "of": {
             f"{key}(size=1, inner=None)": "one",

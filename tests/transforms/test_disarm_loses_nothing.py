@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import decimal
 import functools
 import pathlib
@@ -19,22 +18,7 @@ import torch
 import ckpttool
 from ckpttool.transforms.disarm import disarm
 from tests.support.tensor_kinds import Tagged
-
-
-@dataclasses.dataclass
-class Config:
-    """A dataclass of a user's."""
-
-    lr: float
-    inner: Any = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """A dataclass with a hash."""
-
-    size: int
-    inner: Any = None
+from tests.support.user_classes import Config, Key
 
 
 class Items(dict[str, Any]):

@@ -14,7 +14,7 @@ from ...checkpoint.states import is_optimizer
 from ...errors import Damaged, UsageFault
 from . import dcp, deepspeed, hf_pieces, rank_files
 from .dcp_folders import joined, read_own, read_together
-from .ranked import Framework, opened
+from .ranked import Framework, is_known, opened
 
 FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
 
@@ -53,9 +53,10 @@ def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
 def _by_ranks(folder: str, take_rank: int | None) -> Iterator[Checkpoint]:
     """Yield what each framework makes of its files; none is taken by two."""
     taken: set[str] = set()
+    is_dcp = os.path.exists(os.path.join(folder, dcp.METADATA))  # whose neighbours may be anything
     for framework in FRAMEWORKS:
         named, telling = framework.candidates(folder)
-        paths = [path for path in named if path not in taken]
+        paths = [path for path in named if path not in taken and (not is_dcp or is_known(path))]
         found = framework.read(folder, opened(paths), take_rank) if paths else None
         if found is not None:
             taken.update(paths)

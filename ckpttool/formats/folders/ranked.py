@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple, Protocol
 
 from ...checkpoint.checkpoint import Checkpoint
@@ -69,8 +70,7 @@ def opened(paths: Sequence[str]) -> list[Checkpoint]:
     files = []
     for path in paths:
         source = Source(path, open_source_descriptor(path))
-        head = source.read(0, min(source.size, 512))
-        reader = next((reader for reader in READERS if reader.sniff(head)), None)
+        reader = _reader_of(source)
         if reader is None:
             raise Unreadable(
                 path,
@@ -79,6 +79,16 @@ def opened(paths: Sequence[str]) -> list[Checkpoint]:
             )
         files.append(with_pieces(reader.read(source)))
     return files
+
+
+def is_known(path: str) -> bool:
+    """Return whether a file begins as those do that torch or safetensors write; Unreadable if it can't be."""
+    return _reader_of(Source(path, open_source_descriptor(path))) is not None
+
+
+def _reader_of(source: Source) -> ModuleType | None:
+    head = source.read(0, min(source.size, 512))
+    return next((reader for reader in READERS if reader.sniff(head)), None)
 
 
 def whole_of(

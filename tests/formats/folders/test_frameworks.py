@@ -204,6 +204,26 @@ def test_pieces_of_hugging_face_in_a_dcp_folder_are_a_second_model(tmp_path: Pat
         assert (ran.code, "in files of two kinds, DCP as safetensors and DCP" in ran.err) == (3, True)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_notes_named_after_a_rank_keep_nobody_from_a_dcp_folder(tmp_path: Path, cli: Cli) -> None:
+    """Whoever saves with DCP may keep anything beside it; what torch or safetensors wrote is still read."""
+    folder = tmp_path / "d"
+    torch.distributed.checkpoint.save({"model": {"w": torch.arange(4.0)}}, checkpoint_id=folder)
+    alone = cli("digest", folder).out
+    (folder / "loader_rank_0.bin").write_bytes(b"notes")
+    (folder / "rng_rank_1.pt").touch()
+    torch.save({"rng": torch.ones(3)}, folder / "rng_rank_0.pt")
+    assert cli("digest", folder).out == alone
+    ran = cli("merge", folder, tmp_path / "out.pt")
+    assert (ran.code, ran.err.splitlines()[-1]) == (
+        0,
+        "other files of the folder, not copied: loader_rank_0.bin, rng_rank_0.pt, rng_rank_1.pt",
+    )
+    assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["w"], torch.arange(4.0))
+    (folder / "rng_rank_0.pt").write_bytes((folder / "rng_rank_0.pt").read_bytes()[:-40])
+    assert "rng_rank_0.pt: " in cli("digest", folder).err
+
+
 def test_there_is_no_rank_to_take_where_what_ranks_share_is_stored_once(tmp_path: Path) -> None:
     folder = tmp_path / "pieces"
     folder.mkdir()
