@@ -47,7 +47,7 @@ fuzz: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/python -m tests.cli.test_reference
 	$(BIN)/python -m tests.train.test_trainer_page
-	$(BIN)/python -m tests.train.test_exactness
+	$(BIN)/python -m tests.train.trainer.test_exactness
 	$(BIN)/python -m tests.formats.test_format_table
 	$(BIN)/python -m tests.test_architecture
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from train import log_file
+from train.log import log_file
 
 from . import machine
 from .commands import CHILDREN, PYTHON, tool

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from . import metrics as metrics
     from .analysis.checks import diff as diff
     from .analysis.checks import digest as digest
-    from .analysis.proof import prove as prove
     from .analysis.verify import verify as verify
     from .checkpoint.checkpoint import Checkpoint as Checkpoint
     from .checkpoint.state import State as State
@@ -43,10 +42,11 @@ if TYPE_CHECKING:
     from .formats import open as open
     from .formats import open_ranks as open_ranks
     from .formats import save as save
-    from .formats.splitting import split as split
+    from .formats.splitting.splitting import split as split
     from .models.doctor import doctor as doctor
     from .models.reloading import reload as reload
     from .models.skeleton import skeletons as skeletons
+    from .proving.proof import prove as prove
     from .tensors.ref import TensorRef as TensorRef
     from .transforms.average import average as average
     from .transforms.complex_parts import join_complex as join_complex
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from .transforms.keys import add_prefix as add_prefix
     from .transforms.keys import rename_keys as rename_keys
     from .transforms.keys import strip_prefix as strip_prefix
-    from .transforms.lora import merge_lora as merge_lora
-    from .transforms.lora_adapter import open_adapter as open_adapter
+    from .transforms.lora.adapter import open_adapter as open_adapter
+    from .transforms.lora.merge import merge_lora as merge_lora
     from .transforms.selection import drop as drop
     from .transforms.selection import select as select
     from .transforms.selection import slim as slim
@@ -67,13 +67,13 @@ else:
         {
             "": ("batchnorm", "errors", "metrics"),
             "analysis.checks": ("diff", "digest"),
-            "analysis.proof": ("prove",),
+            "proving.proof": ("prove",),
             "analysis.verify": ("verify",),
             "checkpoint.checkpoint": ("Checkpoint",),
             "checkpoint.state": ("State",),
             "errors": ("CkptToolError",),
             "formats": ("open", "open_ranks", "save"),
-            "formats.splitting": ("split",),
+            "formats.splitting.splitting": ("split",),
             "models.doctor": ("doctor",),
             "models.reloading": ("reload",),
             "models.skeleton": ("skeletons",),
@@ -82,8 +82,8 @@ else:
             "transforms.complex_parts": ("join_complex", "split_complex"),
             "transforms.disarm": ("disarm",),
             "transforms.keys": ("add_prefix", "rename_keys", "strip_prefix"),
-            "transforms.lora": ("merge_lora",),
-            "transforms.lora_adapter": ("open_adapter",),
+            "transforms.lora.merge": ("merge_lora",),
+            "transforms.lora.adapter": ("open_adapter",),
             "transforms.selection": ("drop", "select", "slim", "with_metadata"),
         },
     )

@@ -164,7 +164,7 @@ def test_a_circle_would_be_found() -> None:
     heights = levels()
     assert heights["ckpttool.errors"] == 0
     assert (
-        heights["ckpttool.cli.inspect"]
+        heights["ckpttool.cli.commands.inspect"]
         > heights["ckpttool.formats.reading"]
         > heights["ckpttool.tensors.ref"]
     )

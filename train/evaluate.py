@@ -28,18 +28,21 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.distributed.place import started_by_launcher
 from ckpttool.errors import CkptToolError, UsageFault
-from train import console, flags, launch, spawning
-from train.flag_values import integer
-from train.shared_config import DataConfig, RanksConfig, check_pictures, flag
+from train import console
+from train.config import parser as flags
+from train.config.shared import DataConfig, RanksConfig, check_pictures, flag
+from train.config.values import integer
+from train.launch import program as launch
+from train.launch import spawn as spawning
 
 if TYPE_CHECKING:
     from torch import nn
 
     from ckpttool.distributed.place import Place
     from ckpttool.metrics.predictions import Predictions
-    from train.data import Data
-    from train.scoring import Score
-    from train.task import Task
+    from train.data.data_set import Data
+    from train.tasks.task import Task
+    from train.trainer.scoring import Score
 
 STATEMENT = "eval.json"
 RANK_FILE = re.compile(r"rank\d+\.safetensors")
@@ -138,8 +141,10 @@ def prepare(config: EvaluateConfig) -> Job:
     import torch
 
     from ckpttool.distributed.place import find_place
-    from train import data, models, preflight
-    from train import task as tasks
+    from train.data import data_set as data
+    from train.model import builtin as models
+    from train.tasks import task as tasks
+    from train.trainer import preflight
 
     torch.set_num_threads(config.threads)  # the default differs with and without torchrun
     place = find_place(config.backend)
@@ -170,9 +175,9 @@ def evaluate(job: Job) -> Score:
         CheckFailed: a sample can't be scored; ranks without that sample raise RankFailed.
     """
     from ckpttool.distributed import collectives
-    from train import data
-    from train.scoring import Scorer
-    from train.task import Classification
+    from train.data import data_set as data
+    from train.tasks.task import Classification
+    from train.trainer.scoring import Scorer
 
     config, model = job.config, job.model
     data.compare(job.data, "before evaluating")
@@ -230,7 +235,7 @@ def prepare_output(config: EvaluateConfig) -> list[str]:
         UsageFault: the folder can't be made or written.
     """
     from ckpttool.errors import OutputExists
-    from train.run_folder import check_writable
+    from train.run.folder import check_writable
 
     if config.out is None:
         return []
@@ -280,7 +285,7 @@ def as_json(job: Job, score: Score) -> dict[str, Any]:
 
 def in_words(job: Job, score: Score) -> str:
     """Return the result as one line."""
-    from train import scoring
+    from train.trainer import scoring
 
     size = job.place.world_size
     return f"{job.config.checkpoint}: {scoring.in_words(score)}, on {size} rank{'s' * (size != 1)}"

@@ -33,9 +33,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptToolError
-from train import flags, launch, spawning
-from train.config import TrainConfig
-from train.stopping import Starting
+from train.config import parser as flags
+from train.config.training import TrainConfig
+from train.launch import program as launch
+from train.launch import spawn as spawning
+from train.launch.stopping import Starting
 
 # torch is imported only where it is needed, so that wrong flags are refused within a tenth of a second.
 if TYPE_CHECKING:
@@ -43,10 +45,10 @@ if TYPE_CHECKING:
 
     from ckpttool.distributed.place import Place
     from ckpttool.distributed.plan import Step
-    from train.data import Data
-    from train.engine import Trainer
-    from train.run import Run
-    from train.task import Task
+    from train.data.data_set import Data
+    from train.run.run import Run
+    from train.tasks.task import Task
+    from train.trainer.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CkptToolError as fault:
         return launch.complain(fault, echo=launch.rank() != 0)
     if config.preview:
-        from train import preview
+        from train.run import preview
 
         return launch.run_program(lambda: preview.run(config), lambda _: None)
     if config.spawn:
@@ -89,8 +91,12 @@ def prepare(config: TrainConfig) -> Job:
 
     from ckpttool.distributed import randomness
     from ckpttool.distributed.place import find_place
-    from train import data, init_from, models, preflight, trackers
-    from train import task as tasks
+    from train.checkpoint import init_from
+    from train.data import data_set as data
+    from train.log import trackers
+    from train.model import builtin as models
+    from train.tasks import task as tasks
+    from train.trainer import preflight
 
     trackers.check(config)
     place = find_place(config.backend)
@@ -120,8 +126,9 @@ def train(job: Job) -> int:
         The exit code: 0, or 128 + the number of the signal that ended the run.
     """
     from ckpttool.distributed import collectives
-    from train import data, run_folder
-    from train.run import Run
+    from train.data import data_set as data
+    from train.run import folder as run_folder
+    from train.run.run import Run
 
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
     data.compare(job.data, "before training")
@@ -155,7 +162,7 @@ def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
     if trainer.proof:
         trainer.proof.epoch()
     if trainer.config.virtual_ranks:
-        from train import virtual_ranks
+        from train.trainer import virtual_ranks
 
         yield from virtual_ranks.steps_of_epoch(trainer)
         return
@@ -171,7 +178,7 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
     so each rank's loss is W · Σℓ / N: exact for shares of any size, unlike the mean of each rank's mean.
     """
     from ckpttool.distributed import global_mean_loss
-    from train.engine import Sums
+    from train.trainer.trainer import Sums
 
     task, precision, log = trainer.task, trainer.precision, trainer.log
     sums = Sums()

@@ -23,8 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.commit import replacing
-from train import console, curves, flags, launch
-from train.file_errors import naming
+from ckpttool.files.failures import naming
+from train import console
+from train.config import parser as flags
+from train.launch import program as launch
+from train.log import curves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

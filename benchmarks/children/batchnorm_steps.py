@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from ckpttool import batchnorm
-from train.models import resnet20
+from train.model.builtin import resnet20
 
 RANKS, SAMPLES = 2, 32
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from train.data import load
-from train.samples import Samples
-from train.shared_config import DataConfig
+from train.config.shared import DataConfig
+from train.data.data_set import load
+from train.data.samples import Samples
 
 CLASSES = 10
 

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from ckpttool import metrics
 from ckpttool.metrics.evaluating import Evaluator
-from train.models import resnet20
+from train.model.builtin import resnet20
 
 RANKS = 2
 

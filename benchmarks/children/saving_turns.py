@@ -26,12 +26,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils.data import Dataset
 
 from ckpttool import distributed
-from train import flags, main
-from train.agreement import Agreement
-from train.engine import Trainer
-from train.saving import Saver, capture
-from train.staging import tensors_of
-from train.stopping import Stop
+from train import main
+from train.checkpoint.saver import Saver, capture
+from train.checkpoint.staging import tensors_of
+from train.config import parser as flags
+from train.launch.stopping import Stop
+from train.run.agreement import Agreement
+from train.trainer.trainer import Trainer
 
 LAYERS = 24
 WIDTH = int(os.environ.get("WIDTH", "0"))

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from train.models import resnet20
+from train.model.builtin import resnet20
 
 SAMPLES, CLASSES, LR, MOMENTUM, DECAY = 4096, 10, 0.1, 0.9, 1e-4
 
@@ -106,7 +106,8 @@ def with_fabric(after_step: AfterStep, batch: int) -> None:
 
 def ours(after_step: AfterStep, batch: int, out: str) -> None:
     """Train as train/main.py does, in the group that there is, with its reports and limits."""
-    from train import flags, main
+    from train import main
+    from train.config import parser as flags
 
     take_step = main.take_step
 

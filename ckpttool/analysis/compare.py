@@ -15,8 +15,8 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.dotted_names import MAX_NAMES, contents
 from ..checkpoint.rebuilt_tensors import tensor_like
+from ..checkpoint.special_tensors import TensorLike
 from ..checkpoint.state import State
-from ..checkpoint.tensor_likes import TensorLike
 from ..errors import NoState, Unsupported
 from ..files.copying import Progress
 from ..inert_pickle.values import Record, tensor_of

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.special_tensors import TensorLike, require_plain
 from ..checkpoint.state import State
-from ..checkpoint.tensor_likes import TensorLike, require_plain
 from ..errors import Refused
 from ..files.copying import Progress
 from ..files.digest import digest

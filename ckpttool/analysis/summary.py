@@ -14,16 +14,16 @@ from ..checkpoint.dotted_names import Entry, Path, contents, dotted
 from ..checkpoint.nested_states import is_tensor
 from ..checkpoint.ranks import Ranks
 from ..checkpoint.rebuilt_tensors import plain_tensor, tensor_like
+from ..checkpoint.special_tensors import TensorLike
 from ..checkpoint.state import State
 from ..checkpoint.states import all_tensors, is_optimizer
-from ..checkpoint.tensor_likes import TensorLike
 from ..inert_pickle.known_names import names_in, names_that_run, unknown_names
 from ..inert_pickle.values import Record, in_brief, tensor_of
 from ..tensors.ref import TensorRef
 from ..transforms.wrappers import LIGHTNING, FoundPrefix, found_prefixes
 from .module_tree import Branch, outline
+from .non_tensors import OtherRow, other_rows
 from .optimizers import OptimizerRow, SchedulerRow, describe_optimizer, describe_scheduler
-from .other_values import OtherRow, other_rows
 
 MAX_OPTIMIZERS = 16
 """The most entries of a list that are searched for optimizers."""

@@ -15,12 +15,12 @@ from ..checkpoint.ranks import require_all
 from ..checkpoint.state import State
 from ..files.copying import Buffers, Progress
 from ..files.threads import cores, cut, map_pieces
-from ..formats.folders import dcp
-from ..formats.folders.sharding import TORCH
+from ..formats.dcp import reading as dcp
 from ..formats.opened import File, opened
 from ..formats.pytorch import torchscript
 from ..formats.pytorch import zip as torch_zip
 from ..formats.pytorch.archive import is_intact
+from ..formats.shards.writing import TORCH
 from ..formats.zip.reader import Record, read_directory
 from ..inert_pickle.known_names import names_in, names_that_run
 from ..tensors.cast import FLOATS, count_non_finite
@@ -30,7 +30,7 @@ from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repe
 from ..transforms.keys import stripping
 from .compare import Change, both_states, compare
 from .rank_differences import tensors_that_differ
-from .zip_frame import zip_frame
+from .zip_structure import zip_frame
 
 ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)
 """The formats that are zips, or folders of zips."""

@@ -14,10 +14,10 @@ from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted
 from .pickled_modules import own_attributes
 from .ranks import Ranks, require_all
 from .rebuilt_tensors import plain_tensor, tensor_like
+from .special_tensors import TensorLike
 from .state import State, in_part
 from .state_search import StateSearch
 from .states import follow, is_offered
-from .tensor_likes import TensorLike
 
 OF_TORCH = {"format": "pt"}
 """The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a

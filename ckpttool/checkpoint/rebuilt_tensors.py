@@ -13,7 +13,7 @@ from itertools import islice
 from ..inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of, walk, with_tensor
 from ..tensors.dtypes import STORAGE_DTYPES
 from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor
-from .tensor_likes import TensorLike, attributes, shape_of, torch_dtype
+from .special_tensors import TensorLike, attributes, shape_of, torch_dtype
 
 ENDINGS = ("Tensor", "Parameter", "Buffer")
 """The ends of the names of classes that are taken for tensors, though they are not known here."""

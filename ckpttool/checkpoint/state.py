@@ -12,7 +12,7 @@ from ..tensors.ref import TensorRef
 from .dotted_names import Path, dotted
 from .nested_states import Container, regrouped
 from .rebuilt_tensors import plain_tensor, tensor_like
-from .tensor_likes import Shape, TensorLike, placeholder, require_plain
+from .special_tensors import Shape, TensorLike, placeholder, require_plain
 
 if TYPE_CHECKING:
     import torch

@@ -13,6 +13,7 @@ from ..inert_pickle.values import OrderedDict_, Record, in_brief
 from .dotted_names import Entry, Path, TooManyNames, contents, dotted, named_values
 from .nested_states import TwiceNamed, flattened, is_tensor, values_at
 from .pickled_modules import BadModules, is_module, named
+from .special_tensors import placeholders
 from .state import State, make_state, part
 from .states import (
     Likelihood,
@@ -24,7 +25,6 @@ from .states import (
     likelihood,
     path_of,
 )
-from .tensor_likes import placeholders
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import click
 
-from .commands import ReaderGone, group
+from .all_commands import ReaderGone, group
 from .failure import Call, fail
 
 

@@ -119,8 +119,8 @@ def rewrite(
     outcome.left_out += new.unread
     if saved.format == "dcp" and choices.get("full") and _has_optimizer(new):
         outcome.notes.append(
-            "torch's dcp.load finds only the tensors of its optimizer: --full puts the settings into an entry "
-            "of ckpttool's own; without --full dcp.load finds them too"
+            "torch's dcp.load finds only the tensors of its optimizer: --full puts the settings into an "
+            "entry of ckpttool's own; without --full dcp.load finds them too"
         )
     _report(console, outcome, saved, time.perf_counter() - started, dry=options["dry_run"])
 
@@ -142,7 +142,7 @@ def _name_attributes(state: State, outcome: Outcome) -> None:
 
 def _format_of_new_folder(checkpoint: Checkpoint, output: str) -> str | None:
     """Return INPUT's format if both INPUT and OUTPUT are folders, unless OUTPUT tells its own."""
-    from ..formats.folders import folders
+    from ..formats import folders
 
     if checkpoint.format not in folders.NAMES or folders.kind_of(output):
         return None
@@ -153,7 +153,7 @@ def _keeps_everything(
     options: Mapping[str, Any], outcome: Outcome, new: Checkpoint, choices: Mapping[str, Any]
 ) -> bool:
     """Whether the choice of a state has no effect: none was changed, and the output takes the whole file."""
-    from ..formats import destination
+    from ..formats.saving import destination
 
     if outcome.of_state or choices.get("full"):
         return False

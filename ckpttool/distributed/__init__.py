@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from .collectives import together as together
     from .collectives import total as total
     from .collectives import world_size as world_size
+    from .dummy_pass import pass_standing_in as pass_standing_in
+    from .dummy_pass import standing_in as standing_in
     from .group import process_group as process_group
     from .heartbeat import watch as watch
     from .mean_loss import global_mean_loss as global_mean_loss
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
     from .randomness import Keyed as Keyed
     from .sampler import ExactBatchSampler as ExactBatchSampler
     from .sampler import distribute as distribute
-    from .stand_in import pass_standing_in as pass_standing_in
-    from .stand_in import standing_in as standing_in
     from .uneven import Uneven as Uneven
 else:
     __getattr__, __dir__, __all__ = attributes(
@@ -80,7 +80,7 @@ else:
             "plan": ("Plan",),
             "randomness": ("Keyed",),
             "sampler": ("ExactBatchSampler", "distribute"),
-            "stand_in": ("pass_standing_in", "standing_in"),
+            "dummy_pass": ("pass_standing_in", "standing_in"),
             "uneven": ("Uneven",),
         },
     )

@@ -14,9 +14,9 @@ from torch.distributed import distributed_c10d
 
 from ..errors import CheckFailed, UsageFault
 from . import collectives, nested
+from .dummy_pass import require_no_torch_sync, standing_in
 from .lost_rank import is_lost_rank
 from .mean_loss import global_mean_loss
-from .stand_in import require_no_torch_sync, standing_in
 
 Batch = TypeVar("Batch")
 

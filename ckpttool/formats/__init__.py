@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from .reading import open as open
     from .reading import open_ranks as open_ranks
     from .reading import read as read
-    from .save_report import Saved as Saved
-    from .saving import save as save
+    from .saving.report import Saved as Saved
+    from .saving.saving import save as save
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
             "reading": ("open", "open_ranks", "read"),
-            "save_report": ("Saved",),
-            "saving": ("save",),
+            "saving.report": ("Saved",),
+            "saving.saving": ("save",),
         },
     )

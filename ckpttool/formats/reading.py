@@ -16,12 +16,13 @@ from ..files.descriptors import allow_open_files
 from ..files.open_source import open_source_descriptor
 from ..files.suggestions import checkpoints_among, names_in
 from ..tensors.ref import Source
-from .folders import dcp, sharded
-from .folders.sharding import INDEX
+from .dcp import reading as dcp
 from .pytorch import legacy as torch_legacy
 from .pytorch import tar as torch_tar
 from .pytorch import zip as torch_zip
 from .safetensors import format as safetensors
+from .shards import reading as sharded
+from .shards.writing import INDEX
 
 
 class Format(Protocol):
@@ -126,7 +127,7 @@ def open_ranks(
         UsageFault: one process wrote the files; no file was written by `take_rank`, or the format stores what
             ranks share only once.
     """
-    from .folders import frameworks  # many modules, which other files do without
+    from . import frameworks  # many modules, which other files do without
 
     names = [os.fspath(path) for path in ([paths] if isinstance(paths, str | os.PathLike) else paths)]
     if len(names) == 1 and (os.path.isdir(names[0]) or names[0].endswith((dcp.METADATA, INDEX))):
@@ -184,7 +185,7 @@ def _read_folder(name: str) -> Checkpoint:
     telling = _telling(name, names)
     found = None
     if telling in (None, dcp.METADATA):
-        from .folders import frameworks
+        from . import frameworks
 
         with _collector_paused():
             found = frameworks.read_folder(name)

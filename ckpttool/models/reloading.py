@@ -13,15 +13,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.state import State
-from ..checkpoint.tensor_likes import require_plain
 from ..errors import Mismatch, NothingToDo, Refused, UsageFault
 from ..formats.opened import File, opened
 from ..inert_pickle.values import is_plain
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import TensorRef
 from ..tensors.to_torch import live_tensors
-from ..transforms.shadow import Parameters, with_names
+from ..transforms.ema_names import Parameters, with_names
 from .diagnosis import Diagnosis
 from .diagnosis.case import Case
 from .diagnosis.fit import Blueprint, Fit, compare

@@ -11,9 +11,9 @@ from functools import lru_cache, partial
 
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
+from ..checkpoint.special_tensors import require_plain
 from ..checkpoint.state import State
 from ..checkpoint.states import MEAN, VARIANCE
-from ..checkpoint.tensor_likes import require_plain
 from ..errors import Refused, UsageFault
 from ..formats.opened import File
 from ..formats.reading import open as open_checkpoint

@@ -12,7 +12,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dotted_names import MAX_NAMES, Path, dotted
 from ..checkpoint.pickled_modules import BadModules, is_module, named, own_attributes
 from ..checkpoint.rebuilt_tensors import tensor_like
-from ..checkpoint.tensor_likes import TensorLike, require_plain
+from ..checkpoint.special_tensors import TensorLike, require_plain
 from ..errors import CkptToolError, Refused, Unsupported
 from ..inert_pickle.known_names import names_in
 from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type

@@ -16,7 +16,7 @@ from ..checkpoint.state import State
 from ..checkpoint.states import follow, is_optimizer
 from ..errors import CkptToolError, NothingToDo
 from ..inert_pickle.values import OrderedDict_, remade
-from .optimizer_renaming import rename_parameters
+from .optimizer.renaming import rename_parameters
 from .renaming import MAX_LEVELS, Renaming, add_names, parent, rename_names, strip_names
 from .wrappers import found_prefixes, inner_prefixes
 

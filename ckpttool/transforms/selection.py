@@ -16,8 +16,8 @@ from ..checkpoint import full_json
 from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import OF_TORCH, Checkpoint
 from ..checkpoint.rebuilt_tensors import plain_tensor, with_plain_tensor
+from ..checkpoint.special_tensors import PLACEHOLDER, require_plain
 from ..checkpoint.state import State
-from ..checkpoint.tensor_likes import PLACEHOLDER, require_plain
 from ..errors import NothingToDo, UsageFault
 from ..inert_pickle.values import OrderedDict_, remade, walk
 from ..tensors.cast import Caster, CastReport

@@ -15,7 +15,7 @@ import torch
 import ckpttool
 from ckpttool.analysis.compare import compare
 from ckpttool.errors import CkptToolError
-from ckpttool.transforms.optimizer import to_names
+from ckpttool.transforms.optimizer.rekey import to_names
 
 DOTS = 60_000
 LONG = "a." * DOTS + "w"

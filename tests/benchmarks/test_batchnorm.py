@@ -14,7 +14,7 @@ from benchmarks import batchnorm
 from benchmarks.case import Run
 from benchmarks.children.batchnorm_steps import KINDS, RANKS, work_in_group
 from ckpttool.batchnorm.sync_batchnorm import SyncBatchNorm
-from train.models import resnet20
+from train.model.builtin import resnet20
 
 
 def test_ratios_leave_out_the_start(tmp_path: Path) -> None:

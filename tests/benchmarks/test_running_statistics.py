@@ -14,7 +14,8 @@ import torch
 from benchmarks.children.digits_by_class import shards
 from benchmarks.running_statistics import Measured, as_markdown, measure, write_rank_files
 from tests.support.running import ROOT
-from train import flags, main
+from train import main
+from train.config import parser as flags
 
 
 def train_on_ranks(rank: int, world_size: int, arguments: Sequence[str], statistics: str) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import ckpttool
 from ckpttool.checkpoint.state import State
 from ckpttool.errors import CkptToolError, Damaged, Refused
-from ckpttool.formats.folders import dcp_writing as dcp
+from ckpttool.formats.dcp import writing as dcp
 from ckpttool.tensors.to_torch import live_tensors
 from tests.support.comparing import assert_same, values
 from tests.support.crafting import dict_of, name, storage, tensor, torch_zip, tuple_of

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from ckpttool import __version__
 from ckpttool.cli import SECTIONS, group
 from ckpttool.cli.options import FORMATS
-from ckpttool.formats import destination
-from ckpttool.formats.folders import folders
+from ckpttool.formats import folders
+from ckpttool.formats.saving import destination
 from ckpttool.metrics import predictions
 from ckpttool.tensors import cast
 from tests.ranks import shardings

@@ -22,8 +22,21 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PRELOADED = [
     *("torch", "torch._dynamo", "torch.distributed.run", "torch.utils.data"),
-    *("train.main", "train.data", "train.engine", "train.evaluate", "train.preflight", "train.report"),
-    *("train.resuming", "train.init_from", "train.trackers", "train.virtual_ranks", "train.wrapping"),
+    *(
+        "train.main",
+        "train.data.data_set",
+        "train.trainer.trainer",
+        "train.evaluate",
+        "train.trainer.preflight",
+        "train.run.report",
+    ),
+    *(
+        "train.checkpoint.resume",
+        "train.checkpoint.init_from",
+        "train.log.trackers",
+        "train.trainer.virtual_ranks",
+        "train.model.wrapping",
+    ),
     __name__,
 ]
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
@@ -115,7 +128,8 @@ def _rank(arguments: list[str]) -> None:
     """Run the trainer as a program that has just started."""
     import torch
 
-    from train import launch, main
+    from train import main
+    from train.launch import program as launch
 
     torch.set_num_threads(1)  # as OMP_NUM_THREADS says, which was read when torch was imported
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # an agent's handlers are not the ranks'

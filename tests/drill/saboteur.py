@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.engine import Trainer
+from train.trainer.trainer import Trainer
 
 STARTED = time.time()
 FOLDER = Path(os.environ["DRILL"])

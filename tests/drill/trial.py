@@ -15,8 +15,9 @@ from tests.drill import agents
 from tests.drill.agents import ROOT, Agent
 from tests.drill.kinds import Kind, Trial
 from tests.ranks.runs import different
-from train import checkpoints, run_folder
-from train.checkpoint_files import BEST, LAST
+from train.checkpoint import format as checkpoints
+from train.checkpoint.files import BEST, LAST
+from train.run import folder as run_folder
 
 VIRTUAL = 12
 """Virtual ranks where the number of ranks changes: divisible by 1, 2, 3 and 4."""

@@ -140,7 +140,8 @@ def _training() -> object:
 
 def save_of_trainer() -> object:
     """Write the checkpoints of a run as the trainer does, and drop the old numbered one."""
-    from train import checkpoint_files, launch
+    from train.checkpoint import files as checkpoint_files
+    from train.launch import program as launch
 
     def work(kept: object) -> None:
         checkpoint_files.write(kept, "out", ["last.pt", "best.pt", "step-000004.pt"])

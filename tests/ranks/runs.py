@@ -14,10 +14,10 @@ from torch import nn
 from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
-from train import task
-from train.config import TrainConfig
-from train.flag_values import Every
+from train.config.training import TrainConfig
+from train.config.values import Every
 from train.main import Job, train
+from train.tasks import task
 
 SHAPE = (3, 8, 8)
 BATCH, SAMPLES = 12, 34

@@ -11,11 +11,11 @@ from torch.utils.data import TensorDataset
 
 from ckpttool.distributed.place import Place
 from ckpttool.distributed.plan import Plan
-from train import task
-from train.config import TrainConfig
-from train.data import Data
-from train.engine import Trainer
+from train.config.training import TrainConfig
+from train.data.data_set import Data
 from train.main import steps_of_epoch
+from train.tasks import task
+from train.trainer.trainer import Trainer
 
 
 def place(rank: int, world_size: int) -> Place:

@@ -21,6 +21,7 @@ FOLDERS = (
     "formats",
     "transforms",
     "analysis",
+    "proving",
     "batchnorm",
     "metrics",
     "models",

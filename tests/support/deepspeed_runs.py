@@ -22,7 +22,7 @@ from torch import nn
 
 from tests.support import recording
 
-RECORDED = Path(__file__).parents[1] / "formats" / "folders" / "recorded" / "deepspeed.tar.xz"
+RECORDED = Path(__file__).parents[1] / "formats" / "recorded" / "deepspeed.tar.xz"
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 

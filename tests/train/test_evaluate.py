@@ -14,8 +14,9 @@ from torch import nn
 from tests.ranks import trainings
 from tests.ranks.programs import start
 from tests.support.running import ROOT
-from train import evaluate, models
+from train import evaluate
 from train.evaluate import main, parse
+from train.model import builtin as models
 
 TEST_SET = ROOT.parent / "shared" / "data" / "cifar10-mini" / "test"
 
@@ -196,7 +197,7 @@ def test_without_json_the_result_is_one_line(saved, capsys):
 
 
 def test_the_numbers_are_those_of_plain_pytorch(saved, capsys):
-    from train import data
+    from train.data import data_set as data
 
     samples = data.load(parse(["x", "--model", "resnet20", "--data", "fake:100"])).test
     inputs = torch.stack([samples[index][0] for index in range(20)])

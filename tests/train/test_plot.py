@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.ranks.programs import ROOT, start
-from train import curves, plot
+from train import plot
+from train.log import curves
 
 matplotlib = pytest.importorskip("matplotlib")
 Image = pytest.importorskip("PIL.Image")

@@ -20,8 +20,8 @@ import pytest
 
 from tests.ranks.programs import ROOT, environment
 from tests.support.generated_page import generated, regenerate
-from train import flags
-from train.config import TrainConfig
+from train.config import parser as flags
+from train.config.training import TrainConfig
 
 PAGE, MACHINES = ROOT / "docs" / "trainer.md", ROOT / "docs" / "several-machines.md"
 BEGIN, END = "<!-- flags -->\n", "<!-- /flags -->"

@@ -12,8 +12,8 @@ from ...checkpoint.state import State
 from ...checkpoint.states import is_optimizer
 from ...errors import CkptToolError, NothingToDo, Refused
 from ...inert_pickle.values import is_plain, walk
-from ...transforms.optimizer import to_indices
-from ...transforms.optimizer_order import OrderCheck, mismatched_order
+from ...transforms.optimizer.order import OrderCheck, mismatched_order
+from ...transforms.optimizer.rekey import to_indices
 from . import misfits
 from .case import Case, Rebuild
 from .fit import Fit, shortened

@@ -1,0 +1,167 @@
+"""The command `ckpttool convert`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import options
+from ..console import counted
+from ..parameters import Entry, Pair, SizesFor
+from ..rewriting import Outcome, rewrite
+
+if TYPE_CHECKING:
+    from ...checkpoint.checkpoint import Checkpoint
+
+OF_STATE = ("only", "exclude", "permute", "reshape", "tie", "complex_", "target")
+"""Options that change the tensors of one state, by the names of their parameters."""
+
+
+@click.command("convert")
+@options.to_option
+@options.full_option
+@click.option(
+    "--dtype",
+    metavar="TYPE",
+    help="Cast floating-point tensors to bf16, fp16, fp32 or fp64 (or bfloat16, float16, half, …).",
+)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="GLOB",
+    help="Keep only the keys that match, e.g. 'layer1.*'. Repeatable.",
+)
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out the keys that match. Repeatable.")
+@click.option(
+    "--permute",
+    type=SizesFor(),
+    multiple=True,
+    metavar="GLOB=AXES",
+    help="Put axes in another order: 'fc.weight=1,0' transposes. Repeatable.",
+)
+@click.option(
+    "--reshape",
+    type=SizesFor(),
+    multiple=True,
+    metavar="GLOB=SHAPE",
+    help="Give the same elements another shape: 'fc.weight=10,64,1,1'. Repeatable.",
+)
+@click.option(
+    "--tie",
+    type=Pair(),
+    multiple=True,
+    metavar="NEW=OLD",
+    help="Give a tensor a second name: 'lm_head.weight=embed.weight'. Repeatable.",
+)
+@click.option(
+    "--drop",
+    multiple=True,
+    metavar="NAME",
+    help="Leave out what is stored there, e.g. optimizer. Repeatable.",
+)
+@click.option(
+    "--complex",
+    "complex_",
+    type=click.Choice(["split", "join"]),
+    help="Write complex tensors as pairs NAME.real and NAME.imag, or such pairs as complex tensors.",
+)
+@click.option(
+    "--metadata",
+    type=Entry(),
+    multiple=True,
+    metavar="NAME=TEXT",
+    help="Add text to the header of safetensors: 'format=pt', which some readers want. Repeatable.",
+)
+@click.option(
+    "--keep-copies", is_flag=True, help="Write tied tensors once per name if the format has no ties."
+)
+@options.writing
+def command(full: bool, keep_copies: bool, to: str | None, dtype: str | None, **given: Any) -> None:
+    """Write a checkpoint in another format, whole, without running anything in it.
+
+    A .pt OUTPUT holds everything that INPUT does. A .safetensors OUTPUT holds the model's tensors, or, with
+    --full, everything; a .pt made from that again is what it was before. A name that ends in / is a folder of
+    shards. What a format can't hold is listed.
+
+    \b
+    Examples:
+      ckpttool convert model.bin model.safetensors --dtype bf16
+      ckpttool convert last.pt last.safetensors --full
+      ckpttool convert model.safetensors shards/ --shard-size 500MB
+    """
+    from ...tensors.cast import target
+
+    options = {**given, "target": target(dtype.lower()) if dtype else None, "to": to}
+
+    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        outcome = Outcome(f"converted {checkpoint.format}", of_state=any(options[name] for name in OF_STATE))
+        for step in (_fewer, _laid_out, _complex, _cast, _described):
+            checkpoint = step(checkpoint, outcome, options)
+        return checkpoint, outcome
+
+    rewrite(given, transform, full=full, keep_copies=keep_copies, to=to)
+
+
+def _fewer(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+    from ...transforms.selection import drop, select
+
+    if options["drop"]:
+        checkpoint = drop(checkpoint, options["drop"])
+        outcome.left_out += options["drop"]
+    if options["only"] or options["exclude"]:
+        patterns = {name: options[name] for name in ("only", "exclude", "state")}
+        checkpoint, selection = select(checkpoint, **patterns)
+        outcome.left_out += selection.left_out
+    return checkpoint
+
+
+def _laid_out(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+    from ...transforms import layout
+
+    for flag, change, done in (
+        ("permute", layout.permute, "permuted"),
+        ("reshape", layout.reshape, "reshaped"),
+    ):
+        if options[flag]:
+            checkpoint, names = change(checkpoint, options[flag], state=options["state"])
+            outcome.done += f", {counted(len(names), 'tensor', 'tensors')} {done}"
+    if options["tie"]:
+        checkpoint = layout.tie(checkpoint, options["tie"], state=options["state"])
+        outcome.done += f", {counted(len(options['tie']), 'name', 'names')} tied"
+    return checkpoint
+
+
+def _complex(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+    from ...transforms.complex_parts import join_complex, split_complex
+
+    if options["complex_"]:
+        change, done = (
+            (split_complex, "split") if options["complex_"] == "split" else (join_complex, "joined")
+        )
+        checkpoint, names = change(checkpoint, state=options["state"])
+        outcome.done += f", {counted(len(names), 'complex tensor', 'complex tensors')} {done}"
+    return checkpoint
+
+
+def _cast(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+    from ...transforms.selection import cast
+
+    if (target := options["target"]) is not None:
+        checkpoint, report = cast(checkpoint, target, state=options["state"])
+        outcome.done += f", {counted(report.tensors, 'tensor', 'tensors')} cast to {target.name}"
+        outcome.casting = report
+    return checkpoint
+
+
+def _described(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> Checkpoint:
+    from ...errors import UsageFault
+    from ...formats.saving.destination import SAFETENSORS, format_of_output
+    from ...transforms.selection import with_metadata
+
+    if not options["metadata"]:
+        return checkpoint
+    kind = format_of_output(options["output"], checkpoint, options["to"])
+    if kind not in SAFETENSORS:
+        raise UsageFault(f"--metadata: {kind} has no place for it", hint="write safetensors, or leave it out")
+    return with_metadata(checkpoint, dict(options["metadata"]), state=options["state"])

@@ -1,0 +1,154 @@
+"""ckpttool diff"""
+
+from __future__ import annotations
+
+import math
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import options
+from ..console import Console, counted, printable, terminal_width
+from ..states import note_state, note_unread
+
+if TYPE_CHECKING:
+    from ...analysis.compare import Change, Comparison
+
+
+class _Tolerance(click.FloatRange):
+    """A number of at least 0. NaN is refused: no difference is within it."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value} is not a tolerance.", param, ctx)
+        return number
+
+
+@click.command("diff")
+@click.argument("a", metavar="A", type=click.Path(allow_dash=True), callback=options.note_inputs)
+@click.argument("b", metavar="B", type=click.Path(), callback=options.note_inputs)
+@click.option("--rtol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X times |b|.")
+@click.option("--atol", type=_Tolerance(0), metavar="X", help="Tolerate differences up to X.")
+@click.option("--ignore-prefix", is_flag=True, help="Match names that differ only in wrappers' prefixes.")
+@click.option("--model-only", is_flag=True, help="Compare only the models' states.")
+@click.option(
+    "--sort",
+    type=click.Choice(["name", "size"]),
+    help="Order the rows by name, or by the largest relative difference, instead of in the order of A.",
+)
+@options.state_option
+@options.no_verify_option
+@options.reading
+def command(
+    a: str,
+    b: str,
+    rtol: float | None,
+    atol: float | None,
+    ignore_prefix: bool,
+    model_only: bool,
+    sort: str | None,
+    state: str | None,
+    no_verify: bool,
+    **given: Any,
+) -> int:
+    """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
+
+    A row for each tensor or value that is only in A (-), only in B (+) or differs (~); a row for each module
+    if there are more than 40. -v shows every difference. Everything is compared, the optimizer and the epoch
+    too, unless one of the formats holds only tensors; with --state only the states.
+
+    relative is norm(A - B) / norm(B), cosine that of the angle between A and B, largest the largest |A - B|.
+
+    Without a tolerance, values are the same if their bits are, so -0.0 is not 0.0. With --rtol, --atol or
+    both, they are the same if |a - b| <= atol + rtol * |b|, as in torch.allclose; NaN equals NaN in the same
+    place, and tensors of different dtypes are compared by value.
+
+    \b
+    Examples:
+      ckpttool diff model.bin model.safetensors --atol 1e-6
+      ckpttool diff last.pt model.safetensors --ignore-prefix
+    """
+    from ... import formats
+    from ...analysis.checks import diff
+
+    console = options.console(given)
+    with ExitStack() as stack:
+        mine, theirs = (stack.enter_context(formats.open(path)) for path in (a, b))
+        with console.progress(mine.nbytes, "comparing") as progress:
+            found = diff(
+                mine,
+                theirs,
+                rtol=rtol,
+                atol=atol,
+                state=state,
+                model_only=model_only,
+                ignore_prefix=ignore_prefix,
+                progress=progress,
+                verify=not no_verify,
+            )
+        note_unread(console, mine, theirs)
+        if model_only or found.aside_a or found.aside_b:  # else every state was compared
+            for checkpoint in (mine, theirs):
+                note_state(console, checkpoint, state, named=True)
+    _report(console, a, b, found, sort)
+    return 0 if found.same else 1
+
+
+def _report(console: Console, a: str, b: str, found: Comparison, sort: str | None) -> None:
+    from ..pages.diff import details, page
+
+    for names, file in ((found.aside_a, b), (found.aside_b, a)):
+        if names:
+            console.note(f"not compared, as {printable(file)} holds only tensors: {console.names(names)}")
+    if found.matched_without_prefix:
+        more = counted(found.matched_without_prefix, "name is", "names are")
+        console.note(f"{more} in both files except for a wrapper's prefix: --ignore-prefix")
+    if console.verbose:
+        lines = details(found, sort=sort)
+    else:
+        lines = page(found, sort=sort, width=terminal_width(sys.stdout))
+    console.result("\n".join([*lines, _verdict(printable(a), printable(b), found)]), _data(found, sort))
+
+
+def _data(found: Comparison, sort: str | None) -> dict[str, object]:
+    from ..pages.diff_rows import relative
+
+    changed = sorted(found.changed, key=lambda change: -relative(change)) if sort == "size" else found.changed
+    return {
+        "same": found.same,
+        "only_a": found.only_a,
+        "only_b": found.only_b,
+        "changed": [_fields(change) for change in changed],
+        "tensors": found.tensors,
+        "not_compared": [*found.aside_a, *found.aside_b],
+    }
+
+
+def _fields(change: Change) -> dict[str, object]:
+    data: dict[str, object] = {"name": change.name, "why": change.why, "a": change.a, "b": change.b}
+    if (found := change.distance) is not None:
+        data |= {"differ": found.differ, "of": found.of, "nans": found.nans, "index": change.index}
+        data |= {"max_abs": found.max_abs, "max_rel": found.max_rel, "max_ulp": found.max_ulp}
+    if (norms := change.norms) is not None:
+        data |= {"norm_a": norms.a, "norm_b": norms.b, "norm_difference": norms.difference}
+        data |= {"relative": norms.relative, "cosine": norms.cosine}
+    return data
+
+
+def _verdict(a: str, b: str, found: Comparison) -> str:
+    compared = counted(found.tensors, "tensor", "tensors")
+    if found.same:
+        return f"{a} and {b} are the same ({compared} compared)"
+    parts = [
+        f"{len(names)} {what}"
+        for names, what in (
+            (found.changed, "changed"),
+            (found.only_a, f"only in {a}"),
+            (found.only_b, f"only in {b}"),
+        )
+        if names
+    ]
+    return f"{a} and {b} differ: {', '.join(parts)} ({compared} compared)"

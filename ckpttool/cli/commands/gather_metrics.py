@@ -1,0 +1,79 @@
+"""The command `ckpttool gather-metrics`."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import options
+from ..console import counted, printable, to_json
+
+if TYPE_CHECKING:
+    from ...metrics.certificate import Certificate
+
+
+@click.command("gather-metrics")
+@options.files_argument
+@click.option("--samples", type=click.IntRange(min=0), metavar="N", help="How many samples there must be.")
+@click.option("--out", metavar="FILE", type=click.Path(), help="Also write the certificate to FILE, as JSON.")
+@click.option("--force", is_flag=True, help="Replace the file of --out if it exists.")
+@options.reading
+def command(files: tuple[str, ...], samples: int | None, out: str | None, force: bool, **given: Any) -> None:
+    """Recompute an evaluation's metrics from the prediction files of its ranks, one each, in any order.
+
+    Every sample must appear in them exactly once. If a rank's file is missing, a sample appears twice or in
+    no file, or a file is of another evaluation, the exit code is 1, and samples and files are named. A file
+    holds index, prediction and label as int64 and loss as float64; train/evaluate.py --out writes them.
+
+    \b
+    Example:
+      ckpttool gather-metrics eval/rank*.safetensors
+    """
+    from ...metrics.certificate import recompute
+    from ...metrics.predictions import read
+
+    console = options.console(given)
+    if out is not None and os.path.lexists(out):
+        _require_replaceable(out, force)
+    found = recompute([read(path) for path in files], samples)
+    if out is not None:
+        _write(out, found)
+    console.result(_in_words(found, out), found.statement())
+
+
+def _require_replaceable(out: str, force: bool) -> None:
+    """Refuse an existing file at --out, and with --force too if it holds predictions.
+
+    Raises:
+        OutputExists: `out` may not be replaced.
+    """
+    from ...errors import CkptToolError, OutputExists
+    from ...metrics.predictions import read
+
+    try:
+        read(out)
+    except CkptToolError:
+        if not force:
+            raise OutputExists(f"{out}: already exists", hint="write it anyway with --force") from None
+    else:
+        raise OutputExists(
+            f"{out}: is a prediction file, and --out names the certificate to write",
+            hint="name a file that is not there yet, e.g. --out metrics.json",
+        )
+
+
+def _write(path: str, found: Certificate) -> None:
+    from ...files.commit import replacing
+
+    with replacing(path) as file:
+        file.write(f"{to_json(found.statement())}\n".encode())
+
+
+def _in_words(found: Certificate, out: str | None) -> str:
+    where = "" if out is None else f" -> {printable(out)}"
+    return (
+        f"{found.correct} of {counted(found.samples, 'sample', 'samples')} correct ({found.accuracy:.2%}), "
+        f"loss {found.loss:.4f}, each once in {counted(found.ranks, 'file', 'files')}{where}"
+    )

@@ -1,0 +1,189 @@
+"""The command `ckpttool merge`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ...errors import NothingToDo, RanksDiffer, Refused
+from .. import options
+from ..console import Console, counted
+from ..rewriting import OTHERS, Outcome, rewrite
+
+if TYPE_CHECKING:
+    from ...checkpoint.checkpoint import Checkpoint
+
+
+@click.command("merge")
+@options.inputs_argument
+@options.output_argument
+@options.to_option
+@options.full_option
+@click.option(
+    "--dtype", metavar="TYPE", help="Cast the model's floating-point tensors to bf16, fp16, fp32 or fp64."
+)
+@click.option(
+    "--take-rank",
+    type=click.IntRange(0),
+    metavar="R",
+    help="Where ranks should hold the same values, take those of rank R instead of comparing all.",
+)
+@click.option(
+    "--companions",
+    is_flag=True,
+    help="Also copy the small files beside the ranks': config.json, the tokenizer.",
+)
+@options.writing_options
+def command(
+    inputs: tuple[str, ...],
+    to: str | None,
+    full: bool,
+    dtype: str | None,
+    take_rank: int | None,
+    companions: bool,
+    **given: Any,
+) -> None:
+    """Write what many ranks wrote as one checkpoint: a FOLDER, or the files of all ranks.
+
+    Sharded tensors become whole: files of each rank with DTensors or FSDP's shards, DCP folders (also those
+    of accelerate, Lightning and Megatron), DeepSpeed's ZeRO, shards of Hugging Face. Values that several
+    ranks hold are compared, bit by bit. A rank that is missing, there twice or of another run is an error. A
+    .pt OUTPUT holds the optimizer too, by the names of parameters where they are certain.
+
+    \b
+    Examples:
+      ckpttool merge checkpoint/actor model.safetensors --dtype bf16
+      ckpttool merge checkpoint/actor run.pt
+      ckpttool merge rank0.pt rank1.pt model.safetensors
+    """
+    from ... import formats
+    from ...formats import companions as beside
+
+    console = options.console(given)
+    options.require_new_output(inputs, given["output"], given["force"], alone=False)
+    copied: list[tuple[str, str]] = []
+    kept: list[str] = []  # in a folder that is replaced, until the new ones are copied
+
+    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        named = shlex.quote(given["output"]) if full or _holds_all(checkpoint, given, to) else None
+        new, outcome = _merged(checkpoint, dtype, given["state"], named)
+        found, others = beside.beside(checkpoint, given["output"])
+        if companions:
+            is_folder = _is_folder(checkpoint, given["output"], to)
+            places = beside.targets(found, given["output"], is_folder=is_folder, force=given["force"])
+            copied.extend(zip(found, places, strict=True))
+            kept.extend(map(os.path.basename, places))
+            outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
+        if os.path.isdir(inputs[0]):
+            left = [] if companions else [os.path.basename(path) for path in found]
+            outcome.not_copied = {"not copied (--companions does)": left, OTHERS: others}
+        return new, outcome
+
+    def opening() -> Checkpoint:
+        return formats.open_ranks(inputs[0] if len(inputs) == 1 else inputs, take_rank=take_rank)
+
+    try:
+        rewrite(
+            {**given, "input": inputs[0]}, transform, opening=opening, full=full or None, to=to, kept=kept
+        )
+    except RanksDiffer:
+        with opening() as checkpoint:
+            raise _all_that_differ(console, checkpoint) from None
+    if copied and not given["dry_run"]:
+        beside.copy([path for path, _ in copied], [place for _, place in copied])
+        console.note(f"copied along: {console.names([place for _, place in copied])}")
+
+
+def _merged(
+    checkpoint: Checkpoint, dtype: str | None, state: str | None, output: str | None
+) -> tuple[Checkpoint, Outcome]:
+    """Return the checkpoint to write: its state cast, its optimizer keyed by names if it is in the output."""
+    from ...tensors.cast import target
+    from ...transforms.selection import cast
+
+    outcome = Outcome(f"merged {_in_words(checkpoint)}", of_state=bool(dtype))
+    if checkpoint.ranks is not None:
+        ranks = checkpoint.ranks
+        outcome.fields = {
+            "ranks": {
+                "framework": ranks.framework,
+                "world_size": ranks.world_size,
+                "mesh": ranks.mesh,
+                "step": ranks.step,
+            }
+        }
+        if checkpoint.format == "safetensors-ranks":
+            outcome.notes.append(
+                f"no file says how many ranks there were; those of {len(ranks.held)} were found"
+            )
+    if output is not None:
+        checkpoint = with_names(checkpoint, outcome, output)
+    if dtype:
+        to = target(dtype.lower())
+        try:
+            checkpoint, outcome.casting = cast(checkpoint, to, state=state)
+        except NothingToDo:  # to merge is something to do
+            outcome.notes.append(f"no tensor had to be cast: none has a float dtype other than {to.name}")
+        else:
+            count = counted(outcome.casting.tensors, "tensor", "tensors")
+            outcome.done += f", {count} cast to {to.name}"
+    return checkpoint, outcome
+
+
+def with_names(checkpoint: Checkpoint, outcome: Outcome, file: str) -> Checkpoint:
+    """Return a checkpoint whose optimizer is keyed by names, if they are certain; else note how to name it.
+
+    Args:
+        checkpoint: what is written.
+        outcome: gets the note.
+        file: a file with the optimizer keyed by numbers, quoted for a shell.
+    """
+    from ...transforms.optimizer.rekey import to_names
+
+    try:
+        return to_names(checkpoint)[0]
+    except NothingToDo:
+        pass
+    except Refused as fault:
+        outcome.notes.append(
+            f"{fault.reason}: it stays keyed by numbers, which one process loads too; for names, if it lists "
+            f"parameters in the state's order: ckpttool optimizer {file} NAMED --to names --order state"
+        )
+    return checkpoint
+
+
+def _in_words(checkpoint: Checkpoint) -> str:
+    if checkpoint.ranks is None:
+        return checkpoint.format
+    ranks = checkpoint.ranks
+    count = f"{counted(ranks.world_size, 'rank', 'ranks')} of " if ranks.world_size is not None else ""
+    return f"{count}{ranks.framework}{f', {ranks.axes}' if ranks.axes else ''}"
+
+
+def _holds_all(checkpoint: Checkpoint, given: dict[str, Any], to: str | None) -> bool:
+    """Whether the output's format holds the optimizer too."""
+    from ...formats.saving.destination import WHOLE, format_of_output
+
+    return format_of_output(given["output"], checkpoint, to) in WHOLE
+
+
+def _is_folder(checkpoint: Checkpoint, output: str, to: str | None) -> bool:
+    from ...formats import folders
+    from ...formats.saving.destination import format_of_output
+
+    return format_of_output(output, checkpoint, to) in folders.NAMES
+
+
+def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
+    """Return the error that names every tensor in which ranks differ."""
+    from ...analysis.rank_differences import tensors_that_differ
+
+    first, *others = tensors_that_differ(checkpoint).items()
+    message = str(first[1])
+    if others:
+        verb = "other tensor differs" if len(others) == 1 else "other tensors differ"
+        message += f"; {len(others)} {verb} too: {console.names([name for name, _ in others])}"
+    return RanksDiffer(message, hint=f"take one rank's values: --take-rank {first[1].ranks[0]}")

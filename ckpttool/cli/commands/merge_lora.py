@@ -1,0 +1,59 @@
+"""The command `ckpttool merge-lora`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import options
+from ..console import counted
+from ..rewriting import Outcome, rewrite
+
+if TYPE_CHECKING:
+    from ...checkpoint.checkpoint import Checkpoint
+
+
+@click.command("merge-lora")
+@click.argument("input", metavar="BASE", type=click.Path(), callback=options.note_inputs)
+@click.argument("adapter", metavar="ADAPTER", type=click.Path())
+@options.output_argument
+@options.writing_options
+def command(adapter: str, **given: Any) -> None:
+    """Add a LoRA adapter to its base model, as PEFT's merge_and_unload does.
+
+    BASE is the model's file or folder of shards, ADAPTER the folder that PEFT wrote. Each value is computed
+    in float64 and rounded once to the weight's own type, a few rows at a time; tensors that ADAPTER holds
+    whole take that of the model's, too. DoRA and other kinds that do more than add a product are refused by
+    name.
+
+    \b
+    Example:
+      ckpttool merge-lora model.safetensors adapter merged.safetensors
+    """
+    from ...transforms.lora.adapter import open_adapter
+    from ...transforms.lora.merge import merge_lora
+
+    console = options.console(given)
+    opened = open_adapter(adapter)
+    with opened.checkpoint:
+
+        def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+            new, found = merge_lora(checkpoint, opened, state=given["state"])
+            outcome = Outcome(f"added {counted(len(found.updated), 'update', 'updates')} of {adapter}")
+            outcome.fields = {
+                "updated": found.updated,
+                "replaced": found.replaced,
+                "cast": found.cast,
+                "added": found.added,
+            }
+            for said, names in (
+                ("replaced by the adapter's", found.replaced),
+                ("of other types in the adapter, and cast to the model's", found.cast),
+                ("added", found.added),
+            ):
+                if names:
+                    outcome.notes.append(f"{said}: {console.names(names)}")
+            return new, outcome
+
+        rewrite(given, transform)

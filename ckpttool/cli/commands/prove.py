@@ -1,0 +1,126 @@
+"""The command `ckpttool prove`."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import options
+from ..console import Console, counted, printable
+
+if TYPE_CHECKING:
+    from ...proving.proof import Proved
+
+
+@click.command("prove")
+@click.argument("run", metavar="RUN", type=click.Path(), callback=options.note_inputs)
+@click.argument("flags", metavar="[-- TRAINER FLAGS…]", nargs=-1)
+@click.option(
+    "--from",
+    "start",
+    type=click.IntRange(0),
+    metavar="STEP",
+    help="Replay from the last checkpoint up to STEP; 0: from the start.",
+)
+@click.option(
+    "--to", "end", type=click.IntRange(1), metavar="STEP", help="Replay up to STEP.  [default: the last one]"
+)
+@click.option(
+    "--ranks",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Replay on N ranks, if the run has --virtual-ranks.  [default: the run's]",
+)
+@click.option("--no-replay", is_flag=True, help="Check the chain and the checkpoints only; needs no torch.")
+@click.option(
+    "--program",
+    type=click.Path(),
+    metavar="FILE",
+    help="The train/main.py to replay with.  [default: this package's]",
+)
+@click.option(
+    "--run-code", is_flag=True, help="Let the replay run files that the run names as model, data or task."
+)
+@options.dry_run_option
+@options.reading
+def command(
+    run: str,
+    flags: tuple[str, ...],
+    start: int | None,
+    end: int | None,
+    ranks: int | None,
+    no_replay: bool,
+    program: str | None,
+    run_code: bool,
+    dry_run: bool,
+    **given: Any,
+) -> int:
+    """Check the record of a training run, and train a part of it again, to the same bits.
+
+    RUN is a folder of train/main.py --prove-every K. Its run.jsonl chains digests of the samples, the
+    weights and the checkpoints. By default the steps from the last checkpoint before the end are
+    replayed. docs/proof.md says what is proved.
+
+    \b
+    Examples:
+      ckpttool prove runs/a --no-replay
+      ckpttool prove runs/a --from 0 --to 20
+      ckpttool prove runs/a -- --data folder:elsewhere
+    """
+    from ...proving.proof import prove
+    from ...proving.replay import Replay
+
+    console = options.console(given)
+    replay = None if no_replay else Replay(start, end, ranks, program, run_code, flags, dry_run)
+    began = time.perf_counter()
+    found = prove(run, replay=replay, announce=lambda text: console.note(f"replays: {text}", pasted=True))
+    if dry_run and found.command:
+        console.note(f"would replay: {shlex.join(found.command)}", pasted=True)
+    for note in found.notes:
+        console.note(note)
+    for finding in found.findings:
+        console.note(f"{finding.kind}: {printable(finding.where)}: {printable(finding.message)}")
+    seconds = time.perf_counter() - began
+    console.result(_line(console, run, found, seconds), _fields(run, found, seconds))
+    return 0 if found.ok else 1
+
+
+def _line(console: Console, run: str, found: Proved, seconds: float) -> str:
+    checked = [
+        counted(found.lines, "line", "lines"),
+        counted(len(found.checkpoints), "checkpoint", "checkpoints"),
+    ]
+    if found.replayed:
+        on = f" on {counted(found.ranks, 'rank', 'ranks')}" if found.ranks > 1 else ""
+        checked.append(f"steps {found.replayed[0] + 1} to {found.replayed[1]} replayed{on}")
+    steps = [
+        finding.step for finding in found.findings if finding.kind == "replay" and finding.step is not None
+    ]
+    verdict = "proved" if found.replayed else "the chain holds" if found.ok else ""
+    if not found.ok:
+        verdict = (
+            f"parts at step {steps[0]}" if steps else counted(len(found.findings), "problem", "problems")
+        )
+    head = f"; head {found.head}" if console.verbose else ""
+    return f"{printable(run)}: {verdict} ({', '.join(checked)}, {seconds:.1f} s){head}"
+
+
+def _fields(run: str, found: Proved, seconds: float) -> dict[str, object]:
+    return {
+        "path": run,
+        "ok": found.ok,
+        "lines": found.lines,
+        "head": found.head,
+        "ended": found.ended,
+        "checkpoints": [{"file": name, "step": step} for name, step in found.checkpoints],
+        "replayed": list(found.replayed) if found.replayed else None,
+        "ranks": found.ranks,
+        "problems": [asdict(finding) for finding in found.findings],
+        "notes": list(found.notes),
+        "command": list(found.command),
+        "seconds": round(seconds, 3),
+    }

@@ -1,0 +1,146 @@
+"""ckpttool reload"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import options
+from ..console import Console, printable, show_bytes, show_names, stdout_kept_for_results
+from ..parameters import Shape
+from ..states import note_state
+
+if TYPE_CHECKING:
+    from ...models.reloading import Reloaded
+
+
+@click.command("reload")
+@options.file_argument
+@options.model_option
+@click.option(
+    "--input-shape", type=Shape(), metavar="N,…", help="Also run a forward pass on zeros of this shape."
+)
+@options.state_option
+@click.option(
+    "--allow-missing",
+    multiple=True,
+    metavar="GLOB",
+    help="Names of the model that FILE may lack or have in another shape; they keep its values. Repeatable.",
+)
+@click.option(
+    "--allow-unexpected",
+    multiple=True,
+    metavar="GLOB",
+    help="Names of FILE that the model may lack; they are ignored. Repeatable.",
+)
+@options.reading
+def command(model: str, input_shape: tuple[int, ...] | None, state: str | None, **given: Any) -> None:
+    """Load FILE strictly into the plain model, in one process, and report it.
+
+    Nothing distributed is started, and no code that FILE names is run; only --model runs code: yours.
+    Wrappers' prefixes are removed while loading if the model does not know them. What may be missing or
+    unexpected is said by name, and how much of the model got values. --state also takes an average that
+    lists its tensors in the order of the model's parameters (ema.shadow_params).
+
+    \b
+    Example:
+      ckpttool reload model.safetensors --model torchvision:resnet18 --input-shape 1,3,224,224
+    """
+    from ... import formats
+    from ...models.reloading import reload
+    from ...models.skeleton import skeleton, with_values
+
+    console = options.console(given)
+    started = time.perf_counter()
+    with formats.open(given["file"]) as checkpoint, stdout_kept_for_results():
+        opened = time.perf_counter()
+        # Values that the model keeps take part in the forward pass; else none of its own are needed.
+        build = with_values if input_shape and given["allow_missing"] else skeleton
+        built = build(model)  # may take long, or leave the current folder
+        seconds = opened - time.perf_counter()
+        note_state(console, checkpoint, state)
+        allowed = {name: given[name] for name in ("allow_missing", "allow_unexpected")}
+        loaded = reload(checkpoint, built, state=state, assign=True, spec=model, **allowed)
+        seconds += time.perf_counter() - started
+        shape = _forward(built, input_shape, model) if input_shape else None
+    data: dict[str, object] = {
+        "loaded": len(loaded.loaded),
+        "missing": loaded.kept,
+        "unexpected": loaded.ignored,
+        "mismatched": [],
+        "state": loaded.state,
+        "prefix": loaded.prefix,
+        "added": loaded.added,
+        "without_values": _without_values(loaded),
+        "parameters": {"loaded": loaded.covered.parameters, "of": loaded.covered.of_parameters},
+        "bytes": {"loaded": loaded.covered.nbytes, "of": loaded.covered.of_nbytes},
+        "seconds": round(seconds, 4),
+    }
+    if shape:
+        data["output_shape"] = shape
+    console.result(_line(console, loaded, model, input_shape, shape, seconds), data)
+
+
+def _forward(model: Any, shape: tuple[int, ...], spec: str) -> list[int] | str:
+    """Return the shape of the model's output for zeros, or its type if it is not a tensor."""
+    import torch
+
+    from ...errors import CheckFailed
+
+    model.eval()
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    first = next((m for m in model.modules() if not [*m.children()] and [*m.parameters()]), None)
+    if isinstance(first, torch.nn.Embedding):  # takes indices
+        dtype = torch.int64
+    try:
+        with torch.inference_mode():
+            out = model(torch.zeros(shape, dtype=dtype))
+    except (Exception, SystemExit) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise CheckFailed(
+            f"{spec}: the forward pass failed on zeros of shape {list(shape)}: {reason}",
+            hint="the state loads; check --input-shape (batch first)",
+        ) from error
+    return list(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+
+
+def _without_values(loaded: Reloaded) -> list[str]:
+    """Return what has no values in the model either: those that are kept lack them in its skeleton alone."""
+    return [name for name in loaded.without_values if name not in loaded.kept]
+
+
+def _line(
+    console: Console,
+    loaded: Reloaded,
+    spec: str,
+    given: tuple[int, ...] | None,
+    made: list[int] | str | None,
+    seconds: float,
+) -> str:
+    stripped = f" without '{loaded.prefix}'" if loaded.prefix else ""
+    count, covered = len(loaded.loaded), loaded.covered
+    of = count + len(loaded.kept)
+    how = "strictly"
+    if loaded.kept or loaded.ignored:
+        how = (
+            f"{covered.parameters} of its {covered.of_parameters} parameters, "
+            f"{show_bytes(covered.nbytes)} of {show_bytes(covered.of_nbytes)}"
+        )
+    line = (
+        f"loaded {count} of {of} tensors{stripped} into {spec}, {how}, "
+        f"in one process ({printable(loaded.path)}, {seconds:.2f} s)"
+    )
+    for said, which in (
+        ("kept as they are in the model", loaded.kept),
+        ("ignored, as the model does not have them", loaded.ignored),
+    ):
+        if which:
+            console.note(f"{said}: {console.names(which)}")
+    if loaded.added:
+        console.note(f"missing in the file, kept as they are in the model: {show_names(loaded.added)}")
+    if without := _without_values(loaded):
+        names = console.names(without)
+        console.note(f"on the meta device, without values, as no file holds them: {names}")
+    return line + (f"\nforward pass: {list(given)} -> {made}" if given else "")

@@ -1,0 +1,159 @@
+"""The command `ckpttool split`."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import options
+from ..console import counted, printable, show_bytes
+from ..rewriting import Outcome, rewrite
+from ..states import note_state
+from .merge import with_names
+
+if TYPE_CHECKING:
+    from ...checkpoint.checkpoint import Checkpoint
+
+FORMS = ("dtensor", "dcp")
+
+
+@click.command("split")
+@options.input_argument
+@options.output_argument
+@click.option("--ranks", type=click.IntRange(1), required=True, metavar="W", help="How many ranks there are.")
+@click.option(
+    "--as",
+    "form",
+    type=click.Choice(FORMS),
+    required=True,
+    help="dtensor: a file of DTensors a rank, as FSDP2 saves them; dcp: a folder that any ranks load.",
+)
+@click.option(
+    "--device",
+    metavar="TYPE",
+    help="The type of the ranks' devices, with dtensor: cuda, cpu, xpu.  [default: cuda]",
+)
+@click.option("--axis", metavar="NAME", help="The name of the mesh's axis, where the training names it.")
+@click.option(
+    "--whole",
+    multiple=True,
+    metavar="GLOB",
+    help="Keys that each rank holds whole, beside integers and BatchNorm's statistics. Repeatable.",
+)
+@options.state_option
+@options.verify_option
+@options.dry_run_option
+@options.force_option
+@options.reading
+def command(
+    ranks: int, form: str, device: str | None, axis: str | None, whole: tuple[str, ...], **given: Any
+) -> None:
+    """Write a whole checkpoint as what the ranks of a training load: the inverse of merge.
+
+    As dtensor, rank R of W gets OUTPUT/model_world_size_W_rank_R.pt, cut as fully_shard(model) cuts it, and
+    the optimizer in optim_world_size_W_rank_R.pt; all else goes whole into extra_state_…. torch.load reads
+    them once torch.distributed.tensor is imported. As dcp, torch.distributed.checkpoint.load reads the folder
+    on any number of ranks; the optimizer is keyed by names, where they are certain.
+
+    The keys must be those of the model alone, without a wrapper's prefix. A run of train/ keeps them as
+    DistributedDataParallel has them, so strip the prefix first.
+
+    \b
+    Examples:
+      ckpttool strip-prefix last.pt run.pt
+      ckpttool split run.pt ranks/ --ranks 4 --as dtensor
+      ckpttool split run.pt folder/ --ranks 4 --as dcp
+    """
+    if form == "dcp":
+        _as_dcp(ranks, {"--device": device, "--axis": axis, "--whole": whole}, given)
+    else:
+        _as_dtensors(given, ranks, device or "cuda", axis, whole)
+
+
+def _as_dcp(ranks: int, others: dict[str, Any], given: dict[str, Any]) -> None:
+    """Write a DCP folder, which has no ranks."""
+    from ...errors import UsageFault
+    from ...formats.dcp import reading as dcp
+
+    if useless := [flag for flag, value in others.items() if value]:
+        raise UsageFault(
+            f"{useless[0]} has no effect on a DCP folder, which has no mesh", hint="leave it out"
+        )
+
+    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+        outcome = Outcome("wrote for any number of ranks", of_state=False, fields={"ranks": ranks})
+        outcome.notes.extend(_wrappers(checkpoint, given["state"]))
+        return with_names(checkpoint, outcome, shlex.quote(given["input"])), outcome
+
+    rewrite({**given, "shard_size": None, "device": None}, transform, to=dcp.NAME)
+
+
+def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
+    """Return a note on a wrapper's prefix that the keys carry; none if they carry none."""
+    from ...transforms.wrappers import found_prefixes
+
+    state = checkpoint.found_state() if where is None else checkpoint.state(where)
+    found = found_prefixes(state.tensors, state.versions)[:1] if state is not None else []
+    path = shlex.quote(checkpoint.path)
+    return [
+        f"{each.keys} of {each.of} keys begin with '{each.prefix}', and those of a model under fully_shard "
+        f"do not: ckpttool strip-prefix {path} OUT --prefix {each.prefix}, then split OUT"
+        for each in found
+        if each.certain
+    ]
+
+
+def _as_dtensors(
+    given: dict[str, Any], ranks: int, device: str, axis: str | None, whole: tuple[str, ...]
+) -> None:
+    from ... import formats
+    from ...formats.splitting.splitting import split
+
+    console, started = options.console(given), time.perf_counter()
+    settings = {name: given[name] for name in ("state", "verify", "force", "dry_run")}
+    with formats.open(given["input"]) as checkpoint, console.bar("writing") as bar:
+        note_state(console, checkpoint, given["state"])
+        wrappers = _wrappers(checkpoint, given["state"])
+        if console.draws:
+            settings |= {"progress": bar.add, "expect": bar.expect}
+        found = split(checkpoint, given["output"], ranks, device=device, axis=axis, whole=whole, **settings)
+    seconds = time.perf_counter() - started
+    for note in wrappers:
+        console.note(note)
+    for said, names in (
+        ("whole on every rank, as buffers are (--whole adds others)", found.whole),
+        (
+            "cut, though the optimizer has no such parameter (--whole NAME, if it is a buffer)",
+            found.perhaps_buffers,
+        ),
+        ("the same in extra_state of every rank", found.repeated),
+        ("left out", found.left_out),
+    ):
+        if names:
+            console.note(f"{said}: {console.names(names)}")
+    console.note(
+        f"for ranks on {device}, in a model under fully_shard(model); import torch.distributed.tensor"
+    )
+    done = f"split {counted(len(found.sharded), 'tensor', 'tensors')} over {counted(ranks, 'rank', 'ranks')}"
+    size = f"{counted(len(found.files), 'file', 'files')}, {show_bytes(found.nbytes)}, {seconds:.2f} s"
+    data: dict[str, object] = {
+        "output": found.path,
+        "format": "dtensor-ranks",
+        "ranks": ranks,
+        "files": found.files,
+        "keys": len(found.sharded) + len(found.whole),
+        "sharded": len(found.sharded),
+        "whole": found.whole,
+        "perhaps_buffers": found.perhaps_buffers,
+        "optimizer": found.optimizer,
+        "repeated": found.repeated,
+        "renamed": 0,
+        "left_out": found.left_out,
+        "bytes": found.nbytes,
+        "seconds": round(seconds, 4),
+    } | ({"dry_run": True} if given["dry_run"] else {})
+    verb = f"would have {done}" if given["dry_run"] else done
+    console.result(f"{verb} -> {printable(found.path)} ({size})", data)

@@ -1,0 +1,115 @@
+"""The command `ckpttool verify`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import options
+from ..console import Console, counted, printable, show_bytes
+from ..several_files import Answer, answer_each
+from ..states import note_state, note_unread
+
+if TYPE_CHECKING:
+    from ...analysis.verify import Verified
+
+
+@click.command("verify")
+@options.files_argument
+@click.option(
+    "--against",
+    metavar="OTHER",
+    type=click.Path(),
+    help="Also compare the contents with those of OTHER, whatever its format.",
+)
+@click.option("--finite", is_flag=True, help="Count NaN and infinity as problems.")
+@click.option(
+    "--no-code",
+    is_flag=True,
+    help="Count as problems names that could run, all but harmless ones, and records nothing refers to.",
+)
+@options.state_option
+@options.reading
+def command(
+    files: tuple[str, ...],
+    against: str | None,
+    finite: bool,
+    no_code: bool,
+    state: str | None,
+    **given: Any,
+) -> int:
+    """Read every byte of each FILE: structure, checksums, values that are not finite.
+
+    torch never checks the checksums it writes, so it loads a flipped bit silently; verify finds it.
+
+    \b
+    Examples:
+      ckpttool verify last.pt
+      ckpttool verify model.safetensors --against last.pt
+      ckpttool verify last.pt --no-code
+    """
+    from ... import formats
+    from ...analysis.verify import verify
+
+    console = options.console(given)
+
+    def answer(file: str) -> Answer:
+        with ExitStack() as stack:
+            checkpoint = stack.enter_context(formats.open(file))
+            other = stack.enter_context(formats.open(against)) if against else None
+            if state is not None and other is None:
+                checkpoint.state(state)
+            passes = checkpoint.nbytes + (checkpoint.nbytes + other.nbytes if other else 0)
+            with console.progress(passes, "reading") as progress:
+                found = verify(
+                    checkpoint, against=other, state=state, finite=finite, no_code=no_code, progress=progress
+                )
+            if other is not None:
+                note_unread(console, checkpoint, other)
+            if other is not None and found.compared == "state":
+                for each in (checkpoint, other):
+                    note_state(console, each, state, named=True)
+        _note(console, found)
+        return Answer(_line(file, against, found), _fields(file, found), 0 if found.ok else 1)
+
+    return answer_each(files, console, answer)
+
+
+def _note(console: Console, found: Verified) -> None:
+    code = sum(problem.kind == "code" for problem in found.problems)  # never shortened
+    shown = found.problems[: None if console.verbose else 10 + code]
+    for problem in shown:
+        console.note(f"{problem.kind}: {printable(problem.name)}: {problem.message}")
+    if len(found.problems) > len(shown):
+        console.note(f"and {len(found.problems) - len(shown)} more: -v shows them")
+    if found.non_finite:
+        names = tuple(f"{name} ({count})" for name, count in found.non_finite.items())
+        console.note(f"NaN or infinite values: {console.names(names)}")
+    if found.hint:
+        console.note(f"hint: {printable(found.hint)}", pasted=True)
+
+
+def _line(file: str, against: str | None, found: Verified) -> str:
+    what = "contents" if found.compared == "everything" else "model state"
+    same = f", same {what} as {printable(against)}" if against and found.ok else ""
+    verdict = f"ok{same}" if found.ok else counted(len(found.problems), "problem", "problems")
+    free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in found.free.items())
+    checked = f"{show_bytes(found.checked_bytes)} checked" + (f"; no checksum covers {free}" if free else "")
+    return f"{printable(file)}: {verdict} ({checked})"
+
+
+def _fields(file: str, found: Verified) -> dict[str, object]:
+    return {
+        "path": file,
+        "ok": found.ok,
+        "checked_bytes": found.checked_bytes,
+        "problems": [asdict(problem) for problem in found.problems],
+        "non_finite": found.non_finite,
+        "unsummed": found.unsummed,
+        "unvouched": dict(found.free),
+        "compared": found.compared,
+        "hint": found.hint,
+    }

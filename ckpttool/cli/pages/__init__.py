@@ -1,0 +1,1 @@
+"""What the commands print: the pages of inspect and of diff."""

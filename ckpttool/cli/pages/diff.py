@@ -1,0 +1,74 @@
+"""The page of `ckpttool diff`, as lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..columns import columns, cut, cut_middle, left, right
+from ..console import coloured, printable
+from .diff_rows import ROWS, Row, items_of, relative, rows_of
+from .diff_words import detailed
+
+if TYPE_CHECKING:
+    from ...analysis.compare import Comparison
+
+HEADER = ("differ", "relative", "cosine", "largest")
+COLOURS = {"~": "yellow", "-": "red", "+": "green"}
+
+NARROW = 16
+"""Columns that a name gets at least."""
+
+
+def page(found: Comparison, *, sort: str | None, width: int | None) -> Iterator[str]:
+    """Yield a header and at most ROWS rows: the most different ones, if there are more.
+
+    Args:
+        found: what differs.
+        sort: `name`; `size`, for the largest relative difference first; None for the order of the files.
+        width: columns of the terminal; None cuts nothing.
+    """
+    rows = rows_of(items_of(found))
+    largest = sorted(range(len(rows)), key=lambda i: -rows[i].relative)[:ROWS]
+    yield from _table(_sorted([rows[i] for i in sorted(largest)], sort), width)
+    if len(rows) > ROWS:
+        yield f"  and {len(rows) - ROWS} more that differ less: -v shows every tensor"
+    elif any(row.name.endswith(".*") for row in rows):
+        yield "  -v shows every tensor"
+
+
+def details(found: Comparison, *, sort: str | None) -> Iterator[str]:
+    """Yield a line for every difference, with all that is known of it; `sort` as for `page`."""
+    rows = [
+        Row(mark, name, detailed(change) if change else "", relative=relative(change))
+        for mark, name, change in items_of(found)
+    ]
+    for row in _sorted(rows, sort):
+        yield f"{_mark(row)} {printable(row.name)}" + (f"  {row.text}" if row.text else "")
+
+
+def _sorted(rows: list[Row], sort: str | None) -> list[Row]:
+    if sort == "name":
+        return sorted(rows, key=lambda row: row.name)
+    return sorted(rows, key=lambda row: -row.relative) if sort == "size" else rows
+
+
+def _table(rows: list[Row], width: int | None) -> Iterator[str]:
+    """Yield the header, if a row has numbers, and the rows, whose names give way to a narrow terminal."""
+    cells = [HEADER, *(row.cells for row in rows if row.cells)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    names = [printable(row.name) for row in rows]
+    if width is not None:
+        words = max((columns(row.text) for row in rows), default=0)
+        beside = sum(widths) + 2 * len(widths) if len(cells) > 1 else min(words + 2, width // 2)
+        names = [cut_middle(name, max(width - 2 - beside, NARROW)) for name in names]
+    widest = max(map(columns, names), default=0)
+    if len(cells) > 1:
+        yield "  " + "  ".join([" " * widest, *map(right, HEADER, widths)])
+    for row, name in zip(rows, names, strict=True):
+        line = "  ".join([left(name, widest), *map(right, row.cells, widths), row.text]).rstrip()
+        yield f"{_mark(row)} {cut(line, None if width is None else width - 2)}"
+
+
+def _mark(row: Row) -> str:
+    return coloured(row.mark, COLOURS[row.mark])

@@ -1,0 +1,292 @@
+"""The page that `inspect` prints: what is in a file, for a person to read."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ...analysis.module_tree import shape_in_words, tensors_in_words
+from ...analysis.optimizers import in_words
+from ...checkpoint.checkpoint import SHARDING
+from ..columns import columns, cut, cut_middle, left, right, table, wrapped
+from ..console import counted, printable, show_bytes, show_names
+from .inspect_others import MAX_OTHERS, others
+
+if TYPE_CHECKING:
+    from ...analysis.module_tree import Branch
+    from ...analysis.stats import Stats
+    from ...analysis.summary import Kinds, Summary, TensorRow
+    from ...checkpoint.ranks import Ranks
+    from ...transforms.wrappers import FoundPrefix
+
+MAX_LINES = 200
+"""Lines of modules that are shown without `-v`."""
+
+STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
+
+INDENT = 14
+"""Columns before a fact: two spaces, and the widest label."""
+
+
+def page(
+    summary: Summary, depth: int | None, width: int | None, lines: int, *, everything: bool
+) -> Iterator[str]:
+    """Yield the lines of the page.
+
+    Args:
+        summary: what is in the file.
+        depth: levels of modules to show; None shows as many as fit on `lines` lines.
+        width: columns of the terminal; None cuts and folds nothing.
+        lines: lines for modules.
+        everything: show every name instead of the first few.
+    """
+    yield f"{printable(summary.path)}: {summary.format}, {show_bytes(summary.nbytes)}"
+    for label, fact in _facts(summary, everything):
+        yield from _folded(f"  {label:{INDENT - 2}}{fact}".rstrip(), width)
+    if summary.keys:
+        yield ""
+        yield from _tree(summary, depth or summary.modules.depth_within(lines), width, everything)
+    other = list(others(summary, everything=everything))
+    if other:
+        yield ""
+        yield "other contents"
+        widest = max(columns(name) for name, _ in other)
+        if width:  # long names and long values share the width; whichever is short leaves it to the other
+            values = max(columns(value) for _, value in other)
+            widest = min(widest, max(width - values - 4, width // 2))
+        for name, value in other:
+            shown = left(cut_middle(name, widest), widest)
+            yield cut(f"  {shown}  {value}".rstrip(), width)
+
+
+def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
+    most = 1_000_000 if everything else 6
+    if summary.ranks is not None:
+        yield from _run(summary.ranks, most)
+    if summary.ranks is not None and summary.ranks.missing:
+        yield "state", "none: tensors are not whole without the missing ranks"
+    elif summary.state is None:
+        none = "several, name one" if summary.other_states else "none: it holds no dict of tensors"
+        yield "state", "none: it holds one rank's pieces of tensors" if SHARDING in summary.metadata else none
+    else:
+        where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
+        whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
+        tensors = counted(summary.keys, "tensor", "tensors")
+        yield "state", f"{where}{whole}: {tensors}, {summary.parameters:,} parameters"
+        yield "dtypes", _dtypes(summary.here)
+        pieces = [f"{printable(name)} ({like})" for name, like in summary.likes.items() if like.is_piece]
+        if pieces:
+            yield "pieces", f"{len(pieces)} tensors of which this file has a piece: {show_names(pieces, 2)}"
+        if set(summary.here.devices) - {"cpu"}:
+            yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
+    usable = summary.ranks is None or not summary.ranks.missing
+    for name in summary.other_states if usable else ():
+        yield "also", f"--state {printable(shlex.quote(name))}"
+    for found in summary.prefixes:
+        yield "prefix", _prefix(found)
+    for names in summary.ties[:most]:
+        yield "tied", _tie(names, most)
+    if len(summary.ties) > most:
+        yield "", f"and {len(summary.ties) - most} more"
+    yield from _training(summary)
+    yield from _bytes(summary)
+    for key, value in summary.metadata.items():
+        yield "metadata", f"{printable(key)}: {printable(value)[:200]}"
+    if summary.running:  # all of them: what is left out here may be what matters
+        yield "could run", f"{', '.join(map(printable, summary.running))} (kept inert, never imported)"
+    harmless = summary.unknown[len(summary.running) :]
+    if harmless:
+        yield "unknown", f"{show_names(harmless, most)} (kept inert, never imported)"
+    for remark in summary.remarks[:most]:
+        yield "beware", f"{printable(remark.name)}: {printable(remark.message)}"
+    if len(summary.remarks) > most:
+        yield "", f"and {len(summary.remarks) - most} more"
+
+
+def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
+    """Yield who wrote the files, what each rank's hold, and which are missing."""
+    count = "" if ranks.world_size is None else counted(ranks.world_size, "rank", "ranks")
+    step = "" if ranks.step is None else f"step {ranks.step}"
+    yield "run", ", ".join(filter(None, (ranks.framework, count, printable(ranks.axes), step)))
+    if ranks.held:
+        held = [f"{rank}: {show_bytes(nbytes)}" for rank, nbytes in ranks.held.items()]
+        yield "ranks hold", show_names(held, max(most, 8))
+    if ranks.replicated:
+        yield "held alike", f"by several ranks: {show_names(ranks.replicated, most)}"
+    if ranks.missing:
+        yield (
+            "missing",
+            f"the files of {'rank' if len(ranks.missing) == 1 else 'ranks'} "
+            + show_names([*map(str, ranks.missing)], most)
+            + (f": {show_names(ranks.lacking, most)}" if ranks.lacking else ""),
+        )
+
+
+def _dtypes(kinds: Kinds) -> str:
+    return ", ".join(f"{count} {dtype}" for dtype, count in kinds.dtypes.items()) or "none"
+
+
+def _tie(names: Sequence[str], most: int) -> str:
+    """Join the names of one tensor, at most `most` of them."""
+    shown = " = ".join(map(printable, names[:most]))
+    return shown + (f" and {len(names) - most} more names" if len(names) > most else "")
+
+
+def _prefix(found: FoundPrefix) -> str:
+    perhaps = "" if found.certain else f"; perhaps: {found.reason}"
+    return printable(f"'{found.prefix}' on {found.keys} of {found.of} keys ({found.wrapper}{perhaps})")
+
+
+def _training(summary: Summary) -> Iterator[tuple[str, str]]:
+    for row in summary.optimizers:
+        kind = row.kind or "of an unknown kind"
+        state = f"state of {row.with_state} of {counted(row.parameters, 'parameter', 'parameters')}"
+        kept = f": {show_names(row.per_parameter)}" if row.per_parameter else ""
+        size = f", {show_bytes(row.nbytes)}" if row.nbytes else ""
+        where = f"'{printable(row.name)}'" if row.name else "the file itself"
+        yield "optimizer", f"{where}: {kind}, {state}{size}{kept}"
+        for settings in row.settings[:MAX_OTHERS]:
+            yield "", printable("; ".join(in_words(settings)))
+    for scheduler in summary.schedulers:
+        rate = scheduler.last_lr
+        rates = ", ".join(map(str, rate)) if isinstance(rate, list | tuple) else rate
+        last = "" if scheduler.last_epoch is None else f", at {scheduler.last_epoch}"
+        now = "" if rates is None else f", lr {rates}"
+        yield "scheduler", printable(f"'{scheduler.name}': {scheduler.kind}{last}{now}")
+
+
+def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield what the bytes of the file are used for, if not for the state alone."""
+    optimizers = sum(row.nbytes for row in summary.optimizers)
+    others = summary.beside.nbytes - optimizers
+    rest = summary.nbytes - summary.here.nbytes - summary.beside.nbytes - summary.unused
+    parts = [
+        ("state", summary.here.nbytes),
+        ("optimizers" if len(summary.optimizers) > 1 else "optimizer", optimizers),
+        ("other tensors", others),
+        ("unused", summary.unused),
+        ("all else", rest),
+    ]
+    if summary.unused > max(0, others, optimizers) or summary.beside.nbytes:
+        share = max(summary.nbytes, 1)
+        yield "bytes", ", ".join(f"{n} {show_bytes(c)} ({c / share:.0%})" for n, c in parts if c > 0)
+    if summary.unused:
+        yield (
+            "unused",
+            f"{show_bytes(summary.unused)} of storages that no tensor uses: slim leaves them out",
+        )
+
+
+def _tree(summary: Summary, depth: int, width: int | None, everything: bool) -> Iterator[str]:
+    usual = next(iter(summary.here.dtypes), "")
+    lines = list(summary.modules.lines(depth))
+    shown = lines if everything else lines[:MAX_LINES]
+    where = printable(summary.state or "")
+    names = [_module(level, branch, where) for level, branch in shown]
+    deepest = max(level for level, _ in lines)
+    insides = [_inside(branch, usual, closed=level == deepest) for level, branch in shown]
+    counts = [f"{branch.parameters:,}" for _, branch in shown]
+    sizes = [show_bytes(branch.nbytes) for _, branch in shown]
+    first, second, third = (
+        max(map(columns, names)),
+        max(len("parameters"), *map(len, counts)),
+        max(map(len, sizes)),
+    )
+    if width:
+        space = width - second - third - 6  # for names and contents
+        wanted = max(columns(brief) for _, brief in insides)
+        first = min(first, max(24, min(width // 2, space - wanted)))
+    yield cut(f"{'module':{first}}  {'parameters':>{second}}  {'bytes':>{third}}", width)
+    for name, count, size, (inside, brief) in zip(names, counts, sizes, insides, strict=True):
+        if width and columns(inside) > space - first:
+            inside = brief if ";" in brief else cut_middle(brief, max(space - first, 16))
+        figures = f"{right(count, second)}  {right(size, third)}"
+        yield cut(f"{left(cut_middle(name, first), first)}  {figures}  {inside}".rstrip(), width)
+    if len(lines) > len(shown):
+        yield f"and {len(lines) - len(shown):,} more: -v shows them all"
+
+
+def _module(level: int, branch: Branch, where: str) -> str:
+    name = printable(branch.name)
+    if not level:
+        name = f"{where}.{name}" if where and name else where or name or "the file itself"
+    copies = f" ({branch.copies} alike)" if branch.copies > 1 else ""
+    return "  " * level + name + copies
+
+
+def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
+    """Return what is in a module, for its line, in full and in fewer words."""
+    if branch.branches:
+        text = counted(branch.count, "tensor", "tensors") if closed else ""
+        return text, text
+    whole, brief = (tensors_in_words(branch, usual, MAX_OTHERS, brief=each) for each in (False, True))
+    return printable(whole), printable(brief)
+
+
+def tensor_lines(
+    rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
+) -> Iterator[str]:
+    """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics.
+
+    Args:
+        rows: the tensors.
+        width: columns of the terminal; None separates the cells by tabs, for grep, cut and awk.
+        stats: statistics by name, if they were measured.
+    """
+    cells = [
+        (
+            *(printable(row.name), row.type, row.sizes, str(row.nbytes)),
+            printable(row.shared_with or ""),
+            *(_figures(stats.get(row.name)) if stats else ()),
+        )
+        for row in rows
+    ]
+    return map("\t".join, cells) if width is None else table(cells, (0, 1, 4), width)
+
+
+def stats_table(
+    rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
+) -> Iterator[str]:
+    """Yield a table of statistics with one line per tensor.
+
+    Args:
+        rows: the tensors.
+        stats: statistics by name; a tensor without any gets dashes.
+        width: columns of the terminal, for which deviations and then means are left out; None keeps all.
+    """
+    cells: list[Sequence[str]] = [STATS]
+    for row in rows:
+        shape = row.sizes if row.shape is None else shape_in_words(row.shape)
+        first = printable(row.name), row.type, shape
+        cells.append((*first, *_figures(stats.get(row.name))))
+    if len(cells) == 1:
+        return
+    finite = not any(found and found.non_finite for found in stats.values())
+    shown = [i for i, name in enumerate(STATS) if name != "not finite" or not finite]
+    widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
+    for name in ("std", "mean"):
+        if width is not None and sum(widths[i] + 2 for i in shown) - 2 > width:
+            shown.remove(STATS.index(name))
+    yield from table([[line[i] for i in shown] for line in cells], (0, 1), width)
+
+
+def _figures(found: Stats | None) -> list[str]:
+    if found is None:
+        return ["-"] * 5
+    numbers = found.minimum, found.maximum, found.mean, found.deviation
+    return [*map(_number, numbers), str(found.non_finite)]
+
+
+def _number(value: float | int | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _folded(line: str, width: int | None) -> list[str]:
+    """Fold a fact into lines of `width` columns, each indented as the fact is."""
+    if width is None or columns(line) <= width:
+        return [line]
+    parts = wrapped(line[INDENT:], max(width - INDENT, 20))
+    return [(" " * INDENT if i else line[:INDENT]) + part for i, part in enumerate(parts)]

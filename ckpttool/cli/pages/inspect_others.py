@@ -1,0 +1,78 @@
+"""The part of the page of `inspect` that shows what is neither a tensor nor the state of a training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from ...transforms.wrappers import LIGHTNING
+from ..console import counted, printable, show_bytes
+
+if TYPE_CHECKING:
+    from ...analysis.non_tensors import OtherRow
+    from ...analysis.summary import Summary
+
+MAX_OTHERS = 12
+"""Values below one name that are shown without `-v`."""
+
+FIRST = ("hyper_parameters", "datamodule_hyper_parameters")
+"""Entries of a Lightning file that stand first."""
+
+FOLDED = ("loops", "callbacks")
+"""Entries of a Lightning file that hold its own bookkeeping."""
+
+
+def others(summary: Summary, *, everything: bool) -> Iterator[tuple[str, str]]:
+    """Yield name and value of everything that no other part of the page shows.
+
+    Tensors beside the state are counted last, in a line for each container. Of a Lightning file the
+    hyper-parameters come first, and loops and callbacks are a line each.
+
+    Args:
+        summary: what is in the file.
+        everything: yield every value, also those in optimizers and schedulers.
+    """
+    groups = [(name, list(rows)) for name, rows in groupby(summary.other, _group)]
+    lightning = any(name == LIGHTNING for name, _ in groups)
+    if lightning:
+        groups.sort(key=lambda group: group[0] not in FIRST)
+    training = [row.name for row in summary.optimizers] + [row.name for row in summary.schedulers]
+    shown = [name for name in training if name]
+    inside, around = tuple(f"{name}." for name in shown), {name.rpartition(".")[0] for name in shown}
+    if summary.model:
+        around.add(summary.state or "")
+    for name, rows in groups:
+        if lightning and name in FOLDED and not everything:
+            yield printable(name), _folded(name, rows)
+            continue
+        if not everything:
+            rows = [row for row in rows if row.name not in around and not row.name.startswith(inside)]
+        most = len(rows) if everything else MAX_OTHERS
+        yield from ((printable(row.name), _value(row)) for row in rows[:most])
+        if len(rows) > most:
+            yield f"{printable(name)}.…", f"{len(rows) - most:,} more: -v shows them all"
+    most = len(summary.other_tensors) if everything else MAX_OTHERS
+    for held in summary.other_tensors[:most]:
+        yield printable(held.name), f"{counted(held.tensors, 'tensor', 'tensors')}, {show_bytes(held.nbytes)}"
+    if len(summary.other_tensors) > most:
+        yield "…", f"{len(summary.other_tensors) - most:,} more with tensors: -v shows them all"
+
+
+def _group(row: OtherRow) -> str:
+    return row.name.partition(".")[0]
+
+
+def _folded(name: str, rows: Sequence[OtherRow]) -> str:
+    """Return the names of loops or callbacks, with keys such as `EarlyStopping{'mode': 'min'}`."""
+    keys = (re.split(r"[.{]", row.name[len(name) + 1 :])[0] for row in rows)
+    shown = printable(", ".join(filter(None, dict.fromkeys(keys))))
+    return f"{counted(len(rows), 'value', 'values')} of {shown}" if shown else _value(rows[0])
+
+
+def _value(row: OtherRow) -> str:
+    if row.has_value:
+        text = row.value if isinstance(row.value, str) else str(row.value)
+        return printable(text)[:200] if text else "''"
+    return printable(row.type) + (f" of {row.size}" if row.size is not None else "")

@@ -1,0 +1,322 @@
+"""Reading DCP folders, as `torch.distributed.checkpoint` saves them, without torch.
+
+`.metadata` is a pickle of dataclasses: the names, their types and sizes, and which stretch of which file
+holds each of their chunks. Every chunk is a small `torch.save` zip, and so is every value that is not a
+tensor. torch's library would run what these pickles name (`pickle.load`, `torch.load(weights_only=False)`)
+and load all values into memory; here they are read as inert values, and a tensor stays a place in a file. A
+tensor that ranks saved in parts is described by its parts, and assembled when it is written.
+
+What DCP itself loses can't be read back: keys that were numbers are text, empty dicts are gone, ties are
+copies. Source: torch's `distributed/checkpoint`: `metadata.py`, `filesystem.py`, `_traverse.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from ...checkpoint import full_json
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.pickled_modules import detached
+from ...checkpoint.ranks import Ranks
+from ...errors import Damaged, Unreadable, Unsupported
+from ...files.descriptors import allow_open_files
+from ...files.open_source import open_source_descriptor
+from ...inert_pickle.reader import PickleFault, read_pickle
+from ...inert_pickle.values import Global, Record, in_brief
+from ...tensors.chunks import Part, assembled
+from ...tensors.dtypes import DTYPES, DType
+from ...tensors.ref import MAX_AXES, BadTensor, ByteRange, Source, TensorRef, is_count
+from ..pytorch.archive import Archive
+from .beside import with_beside
+
+NAME = "dcp"
+METADATA = ".metadata"
+ENDING = ".distcp"
+"""How the names of the other files end."""
+
+FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
+
+MODULE = "torch.distributed.checkpoint"
+SPARE = 1000
+"""Places of lists that may stay empty, besides 100 for each entry: DCP drops empty items."""
+
+MAX_METADATA = 1 << 30
+"""The most bytes of `.metadata`; a million chunks take a third of it."""
+
+Path = tuple[str | int, ...]
+
+
+def sniff(head: bytes) -> bool:
+    """Return whether a file that begins with these bytes looks like the metadata of a DCP folder."""
+    return head[:1] == b"\x80" and MODULE.encode() in head
+
+
+def read(source: Source) -> Checkpoint:
+    """Read the metadata and the headers of all chunks, and no element of a tensor.
+
+    Args:
+        source: the file `.metadata`; the others are in the same folder.
+
+    Raises:
+        Damaged: the metadata is malformed, a file is missing or cut short, or chunks overlap or leave gaps.
+        Unsupported: it was written through an extension (compression), or its metadata has more than 1 GB.
+    """
+    try:
+        metadata, names = _metadata(source)
+        items = _Items(source, metadata.get("storage_data"))
+        flat = {name: items.value(name, found) for name, found in _names(metadata).items()}
+        tree = _nest(flat, metadata.get("planner_data"))
+    except (PickleFault, BadTensor) as fault:
+        raise Damaged(source.path, str(fault)) from None
+    text = tree.get(full_json.ENTRY)
+    is_full = isinstance(text, str)
+    whole, protocol = full_json.decode_entry(source.path, tree, text) if isinstance(text, str) else (tree, 2)
+    shards = tuple(items.files.values())
+    found = Checkpoint(source, NAME, whole, protocol, shards=shards, full=is_full, names=names | items.names)
+    return with_beside(replace(found, ranks=_ranks(shards)), items.folder)
+
+
+def _ranks(shards: Sequence[Source]) -> Ranks | None:
+    """Return the ranks that wrote the files, as their names `__{rank}_{n}.distcp` say; None if it was one."""
+    held: dict[int, int] = {}
+    for source in shards:
+        if named := FILE.fullmatch(os.path.basename(source.path)):
+            held[int(named[1])] = held.get(int(named[1]), 0) + source.size
+    return Ranks("DCP", held=dict(sorted(held.items()))) if len(held) > 1 else None
+
+
+def file_names(source: Source) -> list[str]:
+    """Return the names of the files that `.metadata` names, without opening them.
+
+    Raises:
+        Damaged: the metadata is malformed.
+        Unsupported: it has more than 1 GB.
+    """
+    try:
+        return sorted(_file_names(_metadata(source)[0].get("storage_data")))
+    except PickleFault as fault:
+        raise Damaged(source.path, str(fault)) from None
+
+
+def _file_names(storage_data: object) -> set[str]:
+    infos = storage_data.values() if isinstance(storage_data, dict) else ()
+    names = [_fields(info, "_StorageInfo").get("relative_path") for info in infos]
+    return {name for name in names if isinstance(name, str)}
+
+
+# The metadata, as inert records.
+
+
+def _metadata(source: Source) -> tuple[dict[Any, Any], frozenset[Global]]:
+    """Read the metadata into memory: a mapping of it would end this process if the file became shorter."""
+    if source.size > MAX_METADATA:
+        raise Unsupported(source.path, "has metadata of more than 1 GB")
+    pickle = read_pickle(source.read(0, source.size))
+    return _fields(pickle.value, "Metadata"), pickle.names
+
+
+def _fields(value: object, name: str) -> dict[Any, Any]:
+    """Return the attributes of one of DCP's dataclasses."""
+    if isinstance(value, Record) and isinstance(value.callable, Global):
+        cls = value.callable
+        if cls.name == name and cls.module.startswith(MODULE) and isinstance(value.state, dict):
+            return value.state
+    raise PickleFault(f"its metadata is malformed: it lacks a {name} where one should be")
+
+
+def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
+    found = metadata.get("state_dict_metadata")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
+        raise PickleFault("its metadata is malformed: it has no names")
+    return found
+
+
+def torch_size(value: object) -> tuple[int, ...]:
+    """Return what a `torch.Size` holds.
+
+    Raises:
+        PickleFault: the value is something else, or has too many axes.
+    """
+    if isinstance(value, Record) and value.callable == Global("torch", "Size"):
+        value = value.args[0] if isinstance(value.args, tuple) and len(value.args) == 1 else None
+    if not isinstance(value, tuple) or not all(map(is_count, value)):
+        raise PickleFault("its metadata is malformed: it has an invalid size")
+    if len(value) > MAX_AXES:
+        raise PickleFault(f"has a tensor of {len(value)} axes, and at most {MAX_AXES} are supported")
+    return value
+
+
+def _dtype(properties: object) -> DType:
+    """Return the element type, which `TensorProperties` keeps as the first item of a tuple."""
+    state = properties.state if isinstance(properties, Record) else None
+    named = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(named, Global) or named.module != "torch" or named.name not in DTYPES:
+        raise PickleFault(f"its metadata has a tensor of unknown type {in_brief(named)[:40]}")
+    return DTYPES[named.name]
+
+
+class _Items:
+    """The chunks and values of a folder: where each lies, and reading them."""
+
+    def __init__(self, source: Source, storage_data: object) -> None:
+        self.source = source
+        self.folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
+        self.files: dict[str, Source] = {}
+        self.names: frozenset[Global] = frozenset()
+        self.places: dict[tuple[object, object], ByteRange] = {}
+        self.loaded: dict[tuple[object, object], object] = {}
+        if not isinstance(storage_data, dict):
+            raise PickleFault("its metadata does not say where anything is stored")
+        allow_open_files(len(_file_names(storage_data)), source.path)
+        for index, info in storage_data.items():
+            fields = _fields(index, "MetadataIndex")
+            offset = fields.get("offset")
+            name = fields.get("fqn")
+            if not isinstance(name, str):
+                raise PickleFault("its metadata is malformed: it has a name that is not text")
+            key = name, None if offset is None else torch_size(offset)
+            if key in self.places:
+                raise PickleFault(f"its metadata says twice where '{name}' is stored")
+            self.places[key] = self.place(name, _fields(info, "_StorageInfo"))
+        self.check_overlaps()
+
+    def place(self, name: str, info: Mapping[str, Any]) -> ByteRange:
+        extensions = info.get("transform_descriptors")
+        if extensions:
+            known = extensions if isinstance(extensions, list) else [extensions]
+            raise Unsupported(
+                self.source.path,
+                f"'{name}' was written through the extension {', '.join(map(in_brief, known[:3]))[:60]}",
+                hint="load it with torch.distributed.checkpoint and save it without extensions",
+            )
+        file, offset, nbytes = (info.get(field) for field in ("relative_path", "offset", "length"))
+        if not isinstance(file, str) or not is_count(offset) or not is_count(nbytes):
+            raise PickleFault(f"its metadata is malformed where it says where '{name}' is stored")
+        source = self.file(file)
+        if offset + nbytes > source.size:
+            raise Damaged(source.path, f"is cut short: it ends before '{name}' does")
+        return ByteRange(source, offset, nbytes)
+
+    def file(self, name: str) -> Source:
+        if name not in self.files:
+            if not name or name != os.path.basename(name) or name in (".", "..") or "\0" in name:
+                raise Damaged(self.source.path, f"names a file outside its folder: {name[:80]!r}")
+            path = os.path.join(self.folder, name)
+            try:
+                self.files[name] = Source(path, open_source_descriptor(path))
+            except Unreadable as fault:
+                raise Damaged(
+                    self.source.path,
+                    f"its file '{name}' can't be opened: {fault.reason}",
+                    hint="each rank wrote its own: copy the files of all ranks into one folder",
+                ) from None
+        return self.files[name]
+
+    def check_overlaps(self) -> None:
+        ends: dict[int, int] = {}
+        for place in sorted(self.places.values(), key=lambda place: place.offset):
+            if place.offset < ends.get(place.source.fd, 0):
+                raise Damaged(place.path, f"has two items that overlap at byte {place.offset}")
+            ends[place.source.fd] = place.offset + place.nbytes
+
+    def value(self, name: str, metadata: object) -> object:
+        """Return a tensor, or a value that is not one."""
+        if isinstance(metadata, Record) and metadata.callable in BYTES:
+            return self.load(name, None)
+        fields = _fields(metadata, "TensorStorageMetadata")
+        dtype, size = _dtype(fields.get("properties")), torch_size(fields.get("size"))
+        listed = fields.get("chunks")
+        if not isinstance(listed, list):
+            raise PickleFault(f"its metadata does not say in which chunks '{name}' is stored")
+        chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in listed]
+        parts = [
+            self.part(name, torch_size(each.get("offsets")), torch_size(each.get("sizes")), dtype)
+            for each in chunks
+        ]
+        if len(parts) == 1 and parts[0].tensor.shape == size and not any(parts[0].begin):
+            return parts[0].tensor
+        return assembled(name, self.source.path, dtype, size, parts)
+
+    def part(self, name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], dtype: DType) -> Part:
+        """Return a chunk and its place in the tensor."""
+        tensor = detached(self.load(name, offsets))
+        if not isinstance(tensor, TensorRef) or tensor.dtype is not dtype or tensor.shape != sizes:
+            raise PickleFault(f"a chunk of '{name}' is not what the metadata says")
+        if tensor.nbytes > tensor.storage.nbytes:
+            raise PickleFault(f"a chunk of '{name}' repeats its elements")
+        return Part(offsets, tensor)
+
+    def load(self, name: str, offsets: tuple[int, ...] | None) -> object:
+        """Return what lies in a place, which is read once however often the metadata lists it."""
+        place = self.places.get((name, offsets))
+        if place is None:
+            raise PickleFault(f"its metadata does not say where '{name}' is stored")
+        if (name, offsets) not in self.loaded:
+            pickle = Archive(place.source, place).read_pickle()
+            self.names |= pickle.names
+            self.loaded[name, offsets] = pickle.value
+        return self.loaded[name, offsets]
+
+
+BYTES = {Global(f"{MODULE}.metadata", "BytesStorageMetadata")}
+
+
+# The tree, built from the paths that the writer kept for each flat name.
+
+
+def _nest(flat: Mapping[str, object], paths: object) -> dict[str, object]:
+    """Build the tree of the flat names, as torch's `set_element` does."""
+    known = paths if isinstance(paths, dict) else {}
+    nest = _Nest(SPARE + 100 * len(flat))
+    for name, value in flat.items():
+        nest.set(_path(known.get(name, (name,)), name), value)
+    return nest.root
+
+
+def _path(value: object, name: str) -> Path:
+    if not isinstance(value, tuple) or not value or not isinstance(value[0], str):
+        raise PickleFault(f"its metadata has a malformed path for '{name}'")
+    if not all(type(step) is str or is_count(step) for step in value):
+        raise PickleFault(f"its metadata has a malformed path for '{name}'")
+    return value
+
+
+class _Nest:
+    """Nested dicts and lists, built item by item; at most `spare` places of lists may stay empty."""
+
+    def __init__(self, spare: int) -> None:
+        self.root: dict[str, object] = {}
+        self.spare = spare
+
+    def set(self, path: Path, value: object) -> None:
+        holder: Any = self.root
+        for step, next_step in pairwise(path):
+            found = self.get(holder, step)
+            if found is None:
+                found = {} if isinstance(next_step, str) else []
+                self.put(holder, step, found)
+            holder = found
+        if self.get(holder, path[-1]) is not None:
+            raise PickleFault(f"its metadata has two values for '{'.'.join(map(str, path))[:80]}'")
+        self.put(holder, path[-1], value)
+
+    def get(self, holder: Any, step: str | int) -> Any:
+        if isinstance(holder, dict) and isinstance(step, str):
+            return holder.get(step)
+        if isinstance(holder, list) and isinstance(step, int):
+            return holder[step] if step < len(holder) else None
+        raise PickleFault("its metadata has paths that contradict each other")
+
+    def put(self, holder: Any, step: Any, value: object) -> None:
+        if isinstance(holder, list):
+            missing = step + 1 - len(holder)
+            self.spare -= max(0, missing - 1)
+            if self.spare < 0:
+                raise PickleFault("its metadata has a list with few items and a giant index")
+            holder.extend([None] * missing)
+        holder[step] = value

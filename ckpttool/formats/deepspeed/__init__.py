@@ -1,0 +1,1 @@
+"""What DeepSpeed's ranks wrote, ZeRO stages 0 to 3."""

@@ -1,0 +1,260 @@
+"""The files of a DeepSpeed run: which rank wrote which, and whether they are of one run and one step."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.ranks import HINT
+from ...errors import Damaged, Unreadable, Unsupported
+from ...files.open_source import open_source_descriptor
+from ...inert_pickle.values import Record
+from ...tensors.ref import Source
+from ..pytorch import zip as torch_zip
+from ..pytorch.archive import Archive
+from ..ranks.framework import Candidates
+from ..ranks.pieces import RankFile, in_order
+
+LATEST = "latest"
+
+OF_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states")
+OF_OPTIMIZER = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states")
+OURS = re.compile(r".*(?:mp_rank_\d+|layer_\d+-model_\d+)[-_]?(?:model|optim)_states\.pt")
+
+MAX_RANKS = 1 << 16
+
+OF_STAGE_3, OF_STAGES_1_AND_2 = "fp32_flat_groups", "single_partition_of_fp32_groups"
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of one checkpoint of one run.
+
+    Attributes:
+        path: the folder.
+        stage: of ZeRO, 0 to 3.
+        world_size: how many ranks there were.
+        models, optims: rank -> its file with model states, and with optimizer states, in the order of the
+            ranks.
+        missing: ranks of which a file is not there.
+        lacking: the names of these files, where those of the others tell them.
+    """
+
+    path: str
+    stage: int
+    world_size: int
+    models: Mapping[int, RankFile]
+    optims: Mapping[int, RankFile]
+    missing: tuple[int, ...]
+    lacking: tuple[str, ...]
+
+    @property
+    def first(self) -> RankFile:
+        """The model states of the first rank whose file is there."""
+        return next(iter(self.models.values()))
+
+
+def candidates(folder: str) -> Candidates:
+    """Return the files of DeepSpeed's ranks in a folder, or in that which `latest` names there.
+
+    Raises:
+        Damaged: `latest` names a folder that is not there, though others are.
+        Unreadable: `latest` can't be read, or is missing though there are several checkpoints.
+    """
+    here = _states_in(folder)
+    if here:
+        return Candidates(here)
+    found = {name: states for name in _folders(folder) if (states := _states_in(os.path.join(folder, name)))}
+    if not found:
+        return Candidates([])
+    latest = os.path.join(folder, LATEST)
+    hint = f"name one: {', '.join(shlex.quote(os.path.join(folder, tag)) for tag in [*found][:4])}"
+    if not os.path.lexists(latest):
+        if len(found) > 1:
+            raise Unreadable(folder, f"has no file '{LATEST}' that names one of its checkpoints", hint=hint)
+        return Candidates(found.popitem()[1])
+    source = Source(latest, open_source_descriptor(latest))
+    tag = source.read(0, min(source.size, 4096)).decode(errors="replace").strip()
+    if tag not in found:
+        raise Damaged(latest, f"names the checkpoint {tag[:80]!r}, which is not beside it", hint=hint)
+    return Candidates(found[tag], (source,))
+
+
+def _states_in(folder: str) -> list[str]:
+    try:
+        return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if OURS.fullmatch(name)]
+    except OSError:
+        return []
+
+
+def _folders(folder: str) -> list[str]:
+    try:
+        with os.scandir(folder) as found:
+            return sorted(entry.name for entry in found if os.path.isdir(entry.path))  # links lead anywhere
+    except OSError:
+        return []
+
+
+def is_ours(path: str) -> bool:
+    """Return whether a file has the name that DeepSpeed gives a rank's file."""
+    return OURS.fullmatch(os.path.basename(path)) is not None
+
+
+def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
+    """Return the files of a run, told apart by their names and checked against each other.
+
+    Args:
+        path: the folder, for messages.
+        files: all of them, in any order.
+
+    Raises:
+        Damaged: a file is of another run, world size or stage, was renamed, or is there twice; or there are
+            no model states.
+        Unsupported: the model itself was cut (tensor or pipeline parallelism, experts).
+    """
+    models: list[RankFile] = []
+    optims: list[RankFile] = []
+    ranked: set[bool] = set()
+    for file in files:
+        found, is_model = _named(file)
+        tree = contents(file)
+        (models if is_model else optims).append(
+            RankFile(file.source, tree, int(found["rank"] or 0), _world_size(file.path, tree, is_model))
+        )
+        if is_model:
+            ranked.add(found["rank"] is not None)
+    if not models:
+        raise Damaged(path, "has no file *_model_states.pt, which names the parameters", hint=HINT)
+    of_models, of_optims = in_order(models), in_order(optims) if optims else None
+    first = of_models.files[0]
+    for other in optims:
+        _check_world(first, other)
+    world_size = first.world_size or 1
+    stage = _stage(first, optims)
+    if ranked != {stage == 3}:
+        raise Damaged(
+            first.source.path, f"does not belong to the files beside it, of ZeRO stage {stage}", hint=HINT
+        )
+    without = set(of_models.missing) if stage == 3 else set()
+    without |= set(() if not stage else range(world_size) if of_optims is None else of_optims.missing)
+    return Files(
+        path,
+        stage,
+        world_size,
+        {file.rank: file for file in of_models.files},
+        {file.rank: file for file in of_optims.files} if of_optims else {},
+        tuple(sorted(without)),
+        (*(of_models.lacking if stage == 3 else ()), *(of_optims.lacking if stage and of_optims else ())),
+    )
+
+
+def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
+    """Return what the name of a file says, and whether it has model states."""
+    if not is_ours(file.path):
+        raise Damaged(file.path, "is no file of DeepSpeed's ranks, as the others are", hint="leave it out")
+    name = os.path.basename(file.path).removesuffix(".pt")
+    of_model = OF_MODEL.fullmatch(name)
+    found = of_model or OF_OPTIMIZER.fullmatch(name)
+    if found is None or int(found["mp"]) or contents(file).get("mp_world_size") not in (None, 1):
+        raise Unsupported(
+            file.path,
+            "is of a run that cut the model itself (tensor or pipeline parallel, experts): no file says how",
+            hint="DeepSpeed's ds_to_universal.py merges such runs by the rules of the model",
+        )
+    _check_not_renamed(file, name)
+    return found, of_model is not None
+
+
+def _check_not_renamed(file: Checkpoint, name: str) -> None:
+    """Refuse a file that is another rank's under a new name: torch.save keeps the first name inside.
+
+    Only a file that was written through a buffer says nothing.
+    """
+    if file.format == torch_zip.NAME:
+        written = Archive(file.source).root
+        if written != name and (OF_MODEL.fullmatch(written) or OF_OPTIMIZER.fullmatch(written)):
+            raise Damaged(
+                file.path,
+                f"was saved as '{written[:80]}.pt', so it is another rank's file under this name",
+                hint="give it its own name again, or copy the files of all ranks once more",
+            )
+
+
+def contents(file: Checkpoint | RankFile) -> dict[Any, Any]:
+    """Return the dict in a file. Raises Damaged when there is something else in it."""
+    if not isinstance(file.tree, dict):
+        raise Damaged(file.source.path, "holds no dict, as the files of DeepSpeed's ranks do")
+    return file.tree
+
+
+def of_optimizer(file: RankFile) -> dict[Any, Any]:
+    """Return the optimizer's states in a rank's file. Raises Damaged when they are not there."""
+    return entry(file, contents(file), "optimizer_state_dict")
+
+
+def entry(file: RankFile, holder: Mapping[Any, Any], name: str) -> dict[Any, Any]:
+    """Return a dict inside a file's contents. Raises Damaged when there is none of this name."""
+    found = holder.get(name)
+    if not isinstance(found, dict):
+        raise Damaged(file.source.path, f"has no dict '{name}'", hint=HINT)
+    return found
+
+
+def _world_size(path: str, tree: Mapping[Any, Any], is_model: bool) -> int:
+    states = tree if is_model else tree.get("optimizer_state_dict")
+    name = "dp_world_size" if is_model else "partition_count"
+    found = states.get(name) if isinstance(states, dict) else None
+    counts: list[Any] = found if isinstance(found, list) and found else [found]
+    if any(type(each) is not int or not 0 < each <= MAX_RANKS for each in counts):
+        raise Damaged(path, f"does not say how many ranks there were ('{name}')")
+    if any(each != counts[0] for each in counts):
+        raise Unsupported(path, "cuts its parameter groups over different numbers of ranks, as experts are")
+    return int(counts[0])
+
+
+def _check_world(first: RankFile, other: RankFile) -> None:
+    """Check that two files are of as many ranks."""
+    if other.world_size != first.world_size:
+        raise Damaged(
+            other.source.path,
+            f"was written by one of {other.world_size} ranks, and {first.source.path} by one of "
+            f"{first.world_size}",
+            hint=HINT,
+        )
+
+
+def _stage(first: RankFile, optims: Sequence[RankFile]) -> int:
+    """Return the stage of ZeRO; each file of an optimizer must say the same."""
+    if not optims:
+        tree = contents(first)
+        config = tree.get("ds_config")
+        zero = config.get("zero_optimization") if isinstance(config, dict) else None
+        stage = zero.get("stage") if isinstance(zero, dict) else None
+        return 0 if not tree.get("param_shapes") else stage if stage in (1, 2, 3) else 1
+    stages = {file.rank: _stage_of(file) for file in optims}
+    one, *others = optims
+    for file in others:
+        if stages[file.rank] != stages[one.rank]:
+            raise Damaged(
+                file.source.path,
+                f"is of ZeRO stage {stages[file.rank]}, and {one.source.path} of stage {stages[one.rank]}",
+                hint=HINT,
+            )
+    return stages[one.rank]
+
+
+def _stage_of(file: RankFile) -> int:
+    states = of_optimizer(file)
+    stage = states.get("zero_stage")
+    if isinstance(stage, Record) and isinstance(stage.args, tuple) and len(stage.args) == 1:
+        stage = stage.args[0]
+    if stage is None and OF_STAGES_1_AND_2 in states:
+        return 1  # BF16_Optimizer does not say it
+    if type(stage) is not int or stage not in (1, 2, 3):
+        raise Damaged(file.source.path, "does not say its stage of ZeRO ('zero_stage')")
+    return stage

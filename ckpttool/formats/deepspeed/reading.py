@@ -1,0 +1,293 @@
+"""Reading what DeepSpeed's ranks wrote, ZeRO stages 0 to 3, as one checkpoint, without DeepSpeed and torch.
+
+A folder has a file `latest` with the tag of the last checkpoint, and a folder for each tag. In it one file
+`*_model_states.pt` has the model (in stage 3 one a rank, with empty tensors for the parameters), and one file
+`*_optim_states.pt` a rank has its part of the fp32 weights and of the optimizer's momenta.
+
+The checkpoint is that of the model states: `module` holds the fp32 weights, the frozen parameters and the
+buffers under the model's names, `optimizer` the optimizer's state by parameter name; the counters, the
+configuration and the client's state are rank 0's. Source: DeepSpeed's `runtime/engine.py`, to 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.ranks import HINT, Ranks
+from ...checkpoint.special_tensors import shape_of
+from ...errors import Damaged, UsageFault
+from ...inert_pickle.values import Record, remade, tensor_of, walk
+from ...tensors.cast import Caster
+from ...tensors.dtypes import DTYPES
+from ...tensors.ref import TensorRef
+from ..ranks.framework import whole_of
+from ..ranks.merge_trees import SideBySide
+from ..ranks.pieces import RankFile, Wholes, require_rank
+from ..ranks.same_values import same
+from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, entry, is_ours, of_optimizer, sorted_out
+from .files import candidates as candidates
+from .optimizer import dealt_out, merged
+from .zero import Group, Layout, alone, given_order, joined, parameters_cut, vectors_cut
+
+NAME = "deepspeed-zero"
+
+OF_PIECES = {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
+"""Entries of the model states that say how `module` was cut: it is whole now."""
+
+
+def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
+    """Return the files of DeepSpeed's ranks as one checkpoint; None if none has a name that DeepSpeed gives.
+
+    Args:
+        path: the folder, for messages.
+        files: all of them, in any order.
+        take_rank: the rank whose buffers are taken without comparing them in stage 3; None compares.
+
+    Raises:
+        Damaged: as `sorted_out`; or a rank's part does not fit the parameters.
+        Unsupported: as `sorted_out`.
+        UsageFault: no file with model states is of `take_rank`.
+    """
+    if not any(is_ours(file.path) for file in files):
+        return None
+    found = sorted_out(path, files)
+    _require_states_of(path, take_rank, found)
+    facts = contents(found.first)
+    tree, left, replicated = _joined(found, take_rank) if found.stage else (facts, (), ())
+    version, step = facts.get("ds_version"), facts.get("global_steps")
+    ranks = Ranks(
+        f"DeepSpeed{f' {version}' if isinstance(version, str) else ''} ZeRO-{found.stage}",
+        found.world_size,
+        step=step if type(step) is int else None,
+        held=_held(files, found),
+        replicated=replicated,
+        missing=found.missing,
+        lacking=found.lacking,
+    )
+    return whole_of(path, NAME, tree, files, ranks, left)
+
+
+def _require_states_of(path: str, take_rank: int | None, files: Files) -> None:
+    """Check that the rank whose buffers are to be taken has any: only in stage 3 each has."""
+    require_rank(path, take_rank, {*files.models, *files.optims})
+    if take_rank is not None and take_rank not in files.models:
+        there = ", ".join(map(str, files.models))
+        raise UsageFault(
+            f"{path}: only rank {there} holds model states, and rank {take_rank} parts of the optimizer",
+            hint=f"leave out --take-rank, or take rank {min(files.models)}",
+        )
+
+
+def _held(files: Sequence[Checkpoint], found: Files) -> dict[int, int]:
+    """Return how many bytes of tensors each rank's files have."""
+    ranks = {id(file.source): rank for each in (found.models, found.optims) for rank, file in each.items()}
+    held = dict.fromkeys(sorted(set(ranks.values())), 0)
+    for file in files:
+        tensors = (value for value in walk(file.tree) if isinstance(value, TensorRef))
+        storages = {id(tensor.storage): tensor.storage.nbytes for tensor in tensors}
+        held[ranks[id(file.source)]] += sum(storages.values())
+    return held
+
+
+def _joined(files: Files, take_rank: int | None) -> tuple[dict[Any, Any], tuple[str, ...], tuple[str, ...]]:
+    """Return a run's contents in stages 1 to 3, in words what they lack, and the names of replicas."""
+    wholes = Wholes(files.path, files.missing, files.world_size, take_rank)
+    groups = _groups(files)
+    layout = _layout(files, groups)
+    cut = _trained(files, layout, wholes) | _frozen(files, wholes)
+    merging = SideBySide(wholes, [_without_pieces(file, files, cut) for file in files.models.values()])
+    tree = merging.merge()
+    assert isinstance(tree, dict)
+    optimizer, left = merged(files, layout, [[*group] for group in groups], wholes)
+    tree |= {"module": _module(files, tree["module"], cut), "optimizer": optimizer}
+    return tree, (*left, *merging.left), tuple(wholes.replicated)
+
+
+# Where the parameters lie.
+
+
+def _groups(files: Files) -> list[Group]:
+    """Return the shapes of the trained parameters, by group."""
+    listed = contents(files.first).get("param_shapes")
+    for file in files.models.values():
+        if not same(contents(file).get("param_shapes"), listed):
+            reason = f"is of another model than {files.first.source.path}: their 'param_shapes' differ"
+            raise Damaged(file.source.path, reason, hint=HINT)
+    return [_shapes(files.first, group) for group in (listed if isinstance(listed, list) else [listed])]
+
+
+def _shapes(file: RankFile, listed: object) -> Group:
+    shapes = (
+        {name: shape_of(size) for name, size in listed.items()} if isinstance(listed, dict) else {"": None}
+    )
+    found = {name: shape for name, shape in shapes.items() if isinstance(name, str) and shape is not None}
+    if len(found) < len(shapes):
+        raise Damaged(file.source.path, "has malformed shapes of parameters", hint=HINT)
+    return found
+
+
+def _layout(files: Files, groups: Sequence[Group]) -> Layout:
+    """Return the places of the parameters, after checking each rank's part of the weights."""
+    if files.stage == 3:
+        layout = parameters_cut(groups, files.world_size, [*files.optims])
+    else:
+        layout = vectors_cut(groups, _paddings(files, groups), files.world_size, files.optims)
+    stated = layout
+    if dealt_out(files):  # DeepSpeed 0.19.8 states the places that the parameters would have otherwise
+        given = [{name: group[name] for name in given_order([*group], files.world_size)} for group in groups]
+        stated = vectors_cut(given, [], files.world_size, files.optims)
+    for rank, file in files.optims.items():
+        parts = _parts(files.stage, file)
+        if len(parts) != len(groups):
+            reason = f"has {len(parts)} parameter groups, and {files.first.source.path} {len(groups)}"
+            raise Damaged(file.source.path, reason, hint=HINT)
+        for group, part in enumerate(parts):
+            layout.check(rank, group, part, "part of the weights")
+        _check_mapping(file, layout, stated)
+    return layout
+
+
+def _parts(stage: int, file: RankFile) -> list[TensorRef]:
+    """Return a rank's part of the weights of each group."""
+    name = OF_STAGE_3 if stage == 3 else OF_STAGES_1_AND_2
+    listed = of_optimizer(file).get(name)
+    parts = [tensor_of(each) for each in listed] if isinstance(listed, list) else [None]
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts):
+        raise Damaged(file.source.path, f"has no list of tensors '{name}'", hint=HINT)
+    return found
+
+
+def _paddings(files: Files, groups: Sequence[Group]) -> list[list[int]]:
+    """Return the padding after each parameter; [] for none."""
+    for file in files.optims.values():
+        listed = of_optimizer(file).get("param_alignment_paddings")
+        if listed is None:
+            return []
+        lengths = [len(each) for each in listed if isinstance(each, list)] if isinstance(listed, list) else []
+        fits = lengths == [len(group) for group in groups] and len(listed) == len(groups)
+        found: list[list[int]] = listed if fits else [[-1]]
+        if any(type(fill) is not int or fill < 0 for each in found for fill in each):
+            reason = "has paddings ('param_alignment_paddings') that do not fit its model's parameters"
+            raise Damaged(file.source.path, reason, hint=HINT)
+        return found
+    return []
+
+
+def _check_mapping(file: RankFile, *layouts: Layout) -> None:
+    """Check that a rank states the places of one of the layouts; only stages 1 and 2 state any."""
+    listed = of_optimizer(file).get("param_slice_mappings")
+    if not isinstance(listed, list):
+        return
+    stated = [
+        {name: _address(place) for name, place in each.items()} if isinstance(each, dict) else {}
+        for each in listed
+    ]
+    if all(stated != layout.held_by(file.rank) for layout in layouts):
+        raise Damaged(
+            file.source.path,
+            f"holds other parameters than rank {file.rank}'s file should ('param_slice_mappings')",
+            hint="the file is of another rank or run: copy the files of all ranks once more",
+        )
+
+
+def _address(place: object) -> tuple[object, object]:
+    fields = place.state if isinstance(place, Record) and isinstance(place.state, dict) else {}
+    return fields.get("start"), fields.get("numel")
+
+
+# The model's state.
+
+
+def _trained(files: Files, layout: Layout, wholes: Wholes) -> dict[str, TensorRef]:
+    parts = {rank: _parts(files.stage, file) for rank, file in files.optims.items()}
+    return {
+        slot.name: joined(wholes, slot, {rank: groups[slot.group] for rank, groups in parts.items()})
+        for slot in layout.slots
+    }
+
+
+def _frozen(files: Files, wholes: Wholes) -> dict[str, TensorRef]:
+    """Return the parameters that are not trained, where the files list them; stage 1 does not."""
+    listed = contents(files.first).get("frozen_param_shapes")
+    shapes = _shapes(files.first, listed) if listed else {}
+    found: dict[str, TensorRef] = {}
+    for name, shape in shapes.items():
+        parts: dict[int, TensorRef] = {}
+        for rank, file in files.models.items():
+            part = tensor_of(entry(file, contents(file), "frozen_param_fragments").get(name))
+            if part is None:
+                raise Damaged(file.source.path, f"lacks the frozen parameter '{name[:80]}'", hint=HINT)
+            parts[rank] = part
+        if files.stage < 3 and parts[0].shape != shape:
+            reason = f"holds '{name[:80]}' in another shape than {list(shape)}, which it states"
+            raise Damaged(files.first.source.path, reason, hint=HINT)
+        if files.stage == 3:
+            (slot,) = parameters_cut([{name: shape}], files.world_size, [*parts]).slots
+            found[name] = joined(wholes, slot, parts)
+        else:
+            found[name] = alone(parts[0])
+    return found
+
+
+def _without_pieces(file: RankFile, files: Files, cut: Mapping[str, TensorRef]) -> RankFile:
+    """Return a file with model states without what describes pieces, or stands in the place of them."""
+    tree = contents(file)
+    module = entry(file, tree, "module")
+    buffers = _buffers(files)
+    names = [
+        name
+        for name, value in module.items()
+        if name not in cut and (name in buffers or not _is_placeholder(files, value))
+    ]
+    kept = remade(module, ((name, module[name]) for name in names))
+    return replace(file, tree={k: v for k, v in tree.items() if k not in OF_PIECES} | {"module": kept})
+
+
+def _is_placeholder(files: Files, value: object) -> bool:
+    """Return whether a value is empty, as those are that stage 3 writes in the place of parameters."""
+    tensor = tensor_of(value)
+    return files.stage == 3 and tensor is not None and tensor.shape == (0,)
+
+
+def _buffers(files: Files) -> set[str]:
+    listed = contents(files.first).get("buffer_names")
+    return {name for name in listed if isinstance(name, str)} if isinstance(listed, list) else set()
+
+
+def _module(files: Files, kept: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
+    """Return the model's state under the model's names, in the model's order.
+
+    Args:
+        files: of the run.
+        kept: what the model states have whole: buffers, frozen parameters in stage 1, what is no tensor.
+        cut: the parameters that were cut. Other names of them are tied to them: in `shared_params`, or by
+            their memory in older versions.
+    """
+    facts = contents(files.first)
+    module, ties, buffers = facts["module"], facts.get("shared_params"), _buffers(files)
+    names = {t.view: n for n, value in module.items() if n in cut and (t := tensor_of(value)) and t.numel}
+    caster, own = Caster(DTYPES["float32"]), dict[object, TensorRef]()
+    stands_for = (0,) if files.stage == 3 else None
+    state = remade(module, ())
+    for name, value in module.items():
+        tensor = tensor_of(value)
+        tie = ties.get(name) if isinstance(ties, dict) else None
+        sources = [name, tie, names.get(tensor.view) if tensor is not None else None]
+        whole = next((cut[each] for each in sources if isinstance(each, str) and each in cut), None)
+        if whole is not None and (tensor is None or tensor.shape in (whole.shape, stands_for)):
+            state[name] = whole
+        elif isinstance(kept.get(name), TensorRef):
+            found = kept[name]
+            half = name in buffers and found.dtype.name in ("float16", "bfloat16")
+            state[name] = own.setdefault(found.view, caster.cast(found) if half else alone(found))
+        elif name in kept:
+            state[name] = kept[name]
+        elif not files.missing:
+            reason = f"has no values of '{name[:80]}' in the shape that it states"
+            raise Damaged(files.first.source.path, reason, hint=HINT)
+    state.update((name, tensor) for name, tensor in cut.items() if name not in state)
+    return state

@@ -1,1 +1,0 @@
-"""Checkpoints of several files: shards with an index, DCP folders."""

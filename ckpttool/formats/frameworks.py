@@ -1,0 +1,191 @@
+"""Opening what many ranks wrote as one checkpoint, by all frameworks that know files of it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..checkpoint.checkpoint import Checkpoint
+from ..checkpoint.ranks import HINT, Ranks
+from ..checkpoint.states import is_optimizer
+from ..errors import Damaged, UsageFault
+from .dcp import reading as dcp
+from .dcp.several import joined, read_own, read_together
+from .deepspeed import reading as deepspeed
+from .ranks import dtensor_files as rank_files
+from .ranks import hugging_face as hf_pieces
+from .ranks.framework import Framework, is_known, opened
+
+FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
+
+SHARED_ONCE = (hf_pieces.NAME, dcp.NAME)
+"""Formats that store what ranks share only once: no rank's can be taken."""
+
+OF_MODEL = {"model", "module", "state_dict"}
+"""Keys under which frameworks put a model: a checkpoint has one of them."""
+
+OF_OPTIMIZER = {"optimizer", "optimizer_states"}
+"""Keys under which they put its optimizer."""
+
+
+def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
+    """Return what ranks wrote into a folder as one checkpoint; None if no framework knows the files.
+
+    Model and optimizer may be files of two kinds: DTensors beside a DCP folder's own, or beside pieces as
+    safetensors. A DCP folder alone is not meant: one process may have written it.
+
+    Raises:
+        Unreadable, Damaged, Unsupported: as `Framework.read`, and as a file can't be read; or files of two
+            kinds hold the same.
+        UsageFault: there is no rank to take.
+    """
+    parts = [*_by_ranks(folder, take_rank)]
+    if together := read_together(folder):
+        parts.append(together)
+    if parts and (own := read_own(folder)):
+        parts.append(own)
+    if not parts:
+        return None
+    _require_to_compare(folder, parts, take_rank)
+    return parts[0] if len(parts) == 1 else _as_one(folder, parts)
+
+
+def _by_ranks(folder: str, take_rank: int | None) -> Iterator[Checkpoint]:
+    """Yield what each framework makes of its files; none is taken by two."""
+    taken: set[str] = set()
+    is_dcp = os.path.exists(os.path.join(folder, dcp.METADATA))  # whose neighbours may be anything
+    for framework in FRAMEWORKS:
+        named, telling = framework.candidates(folder)
+        paths = [path for path in named if path not in taken and (not is_dcp or is_known(path))]
+        found = framework.read(folder, opened(paths), take_rank) if paths else None
+        if found is not None:
+            taken.update(paths)
+            yield replace(found, shards=(*found.shards, *telling))
+
+
+def read_files(paths: Sequence[str], take_rank: int | None = None) -> Checkpoint:
+    """Return files that ranks wrote as one checkpoint.
+
+    Raises:
+        UsageFault: they are not the files of ranks that a framework wrote, or there is no rank to take.
+        Unreadable, Damaged, Unsupported: as `read_folder`.
+    """
+    folders = {os.path.dirname(path) or "." for path in paths}
+    name = folders.pop() if len(folders) == 1 else paths[0]
+    files = opened(paths)
+    for framework in FRAMEWORKS:
+        found = framework.read(name, files, take_rank)
+        if found is not None:
+            _require_to_compare(name, [found], take_rank)
+            return found
+    raise UsageFault(
+        f"{paths[0]}: holds no piece of a tensor that one rank of several wrote",
+        hint="for the mean of checkpoints: ckpttool average; for shards, name their index or folder",
+    )
+
+
+def _require_to_compare(path: str, parts: Sequence[Checkpoint], take_rank: int | None) -> None:
+    """Check that there is a rank's value to take, if one is to be taken."""
+    if take_rank is not None and all(part.format in SHARED_ONCE for part in parts):
+        raise UsageFault(
+            f"{path}: stores what its ranks share only once, so there is no rank to take",
+            hint="leave out --take-rank",
+        )
+
+
+def _as_one(folder: str, parts: Sequence[Checkpoint]) -> Checkpoint:
+    """Return what lies in a folder in files of several kinds as one checkpoint.
+
+    Raises:
+        Damaged: two kinds hold the same, or are of different runs.
+    """
+    run = _of_one_run(folder, parts)
+    first, *others = parts
+    tree, replicated = dict[object, object](), list[str]()
+    for part in parts:
+        kind, more = _by_kind(part.tree)
+        if twice := _twice(tree, more):
+            kinds = " and ".join(map(_framework, parts))
+            what = f"has {twice} in files of two kinds, {kinds}, and one checkpoint has one"
+            raise Damaged(folder, what, hint=f"merge each by itself: {_commands(folder, parts)}")
+        tree = joined(tree, more)
+        names = part.ranks.replicated if part.ranks else ()
+        replicated += [f"{kind}.{name}" if kind else name for name in names]
+    sources = tuple(source for part in others for source in (part.source, *part.shards))
+    return replace(
+        first,
+        tree=tree,
+        protocol=max(part.protocol for part in parts),
+        shards=(*first.shards, *sources),
+        unread=tuple(dict.fromkeys(text for part in parts for text in part.unread)),
+        full=any(part.full for part in parts),
+        names=frozenset().union(*(part.names for part in parts)),
+        remarks=tuple(remark for part in parts for remark in part.remarks),
+        ranks=replace(run, replicated=tuple(replicated)),
+    )
+
+
+def _by_kind(tree: Any) -> tuple[str, dict[object, object]]:
+    """Return the kind under which a part is put, if it names none itself, and the part by kind."""
+    if isinstance(tree, dict) and (OF_MODEL | OF_OPTIMIZER) & tree.keys():
+        return "", tree
+    kind = "optimizer" if is_optimizer(tree) else "model"
+    return kind, {kind: tree}
+
+
+def _twice(tree: Mapping[object, object], more: Mapping[object, object]) -> str:
+    """Return what two parts both hold, under one key or under two that mean the same; "" for nothing."""
+    same = [str(key) for key in tree if key in more][:1]
+    for keys in (OF_MODEL, OF_OPTIMIZER):
+        if keys & tree.keys() and keys & more.keys():
+            same = sorted(keys & (tree.keys() | more.keys()))
+            break
+    return " and ".join(f"'{key[:80]}'" for key in same)
+
+
+def _framework(part: Checkpoint) -> str:
+    return part.ranks.framework if part.ranks else "DCP"
+
+
+def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
+    """Return what is known of the run of all parts."""
+    known = [part.ranks for part in parts if part.ranks]
+    held: dict[int, int] = {}
+    for ranks in known:
+        for rank, nbytes in ranks.held.items():
+            held[rank] = held.get(rank, 0) + nbytes
+    for words, stated in (
+        ("ranks", {ranks.world_size for ranks in known}),
+        ("training steps", {ranks.step for ranks in known}),
+    ):
+        if len(numbers := sorted(number for number in stated if number is not None)) > 1:
+            what = f"has files of two kinds, of different numbers of {words}: {numbers[0]} and {numbers[1]}"
+            raise Damaged(folder, what, hint=HINT)
+    return Ranks(
+        " and ".join(dict.fromkeys(map(_framework, parts))),
+        next((ranks.world_size for ranks in known if ranks.world_size is not None), None),
+        next((ranks.mesh for ranks in known if ranks.mesh), ""),
+        next((ranks.step for ranks in known if ranks.step is not None), None),
+        dict(sorted(held.items())),
+        missing=tuple(sorted({rank for ranks in known for rank in ranks.missing})),
+        lacking=tuple(name for ranks in known for name in ranks.lacking),
+    )
+
+
+def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
+    """Return the command that merges each part by itself."""
+    found, here = [], os.path.dirname(os.path.join(folder, ""))
+    for part in parts:
+        paths = [source.path for source in part.shards]
+        inside = sorted({path if os.path.isdir(path) else os.path.dirname(path) for path in paths})
+        if part.format == dcp.NAME:
+            inputs = [shlex.quote(os.path.join(each, dcp.METADATA)) for each in inside]
+        elif below := [each for each in inside if each != here]:
+            inputs = [shlex.quote(each) for each in below]
+        else:
+            inputs = [shlex.join(paths[:4]) + " …" * bool(paths[4:])]
+        found += [f"ckpttool merge {each} OUTPUT" for each in inputs]
+    return "; ".join(found)

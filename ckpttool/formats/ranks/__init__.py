@@ -1,0 +1,1 @@
+"""Files that ranks wrote, each its own: DTensors, ShardedTensors, pieces of Hugging Face."""

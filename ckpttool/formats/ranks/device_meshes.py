@@ -1,0 +1,137 @@
+"""The device mesh of a DTensor, as a pickle describes it.
+
+Source: torch's `distributed/device_mesh.py`, whose attributes changed in 2.9 and again in 2.10.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from ...checkpoint.special_tensors import attributes
+from ...inert_pickle.values import Record
+from ...tensors.ref import MAX_AXES, TensorRef, is_count
+
+MAX_CHUNKS = 1 << 20
+"""The most ranks of a mesh, and the most intervals that a rank's piece may have along one dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A device mesh as one rank sees it.
+
+    Attributes:
+        sizes: of each axis.
+        names: of each axis; empty when they have none.
+        coordinate: the rank's place on each axis.
+        ranks: those of this mesh, which may be a part of a larger one.
+        rank: the one that wrote it.
+        world_size: how many ranks there were at least: those of the outermost mesh in the file, which need
+            not be the first ranks of the run.
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    coordinate: tuple[int, ...]
+    ranks: tuple[int, ...]
+    rank: int
+    world_size: int
+
+    def __str__(self) -> str:
+        """The axes in words: `fsdp 2 x tp 2`."""
+        names = self.names or ("",) * len(self.sizes)
+        return " x ".join(f"{name} {size}".strip() for name, size in zip(names, self.sizes, strict=True))
+
+
+def read_mesh(value: object) -> Mesh | None:
+    """Return a pickled DeviceMesh as one rank sees it; None if it is malformed."""
+    if not isinstance(value, Record) or not value.type_name.endswith(".DeviceMesh"):
+        return None
+    found = attributes(value)
+    axes, is_whole = _axes(found), "_flatten_rank_map" not in found
+    flat = found.get("_flatten_rank_map", found.get("_flatten_mesh_list"))
+    at = found.get("_coordinate_on_dim")
+    names = found.get("_mesh_dim_names", found.get("mesh_dim_names")) or ()
+    if axes is None or not _is_counts(flat) or not _is_counts(at) or not isinstance(names, tuple | list):
+        return None
+    sizes = tuple(math.prod(shape) for shape, _ in axes)
+    if len(at) != len(sizes) or any(i >= n for i, n in zip(at, sizes, strict=True)):
+        return None
+    if names and (len(names) != len(sizes) or not all(isinstance(name, str) for name in names)):
+        return None
+    if math.prod(sizes) > MAX_CHUNKS or (is_whole and math.prod(sizes) != len(flat)):
+        return None
+    ranks = _ranks(axes, tuple(at), tuple(flat), found.get("_rank"), is_whole=is_whole)
+    if ranks is None:
+        return None
+    root = found.get("_root_mesh")
+    outer = attributes(root).get("_flatten_rank_map", flat) if isinstance(root, Record) else flat
+    world = max((*flat, *(outer if _is_counts(outer) else ()))) + 1
+    return Mesh(sizes, tuple(names), tuple(at), ranks[1], ranks[0], world)
+
+
+Axis = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _axes(found: Mapping[Any, Any]) -> list[Axis] | None:
+    """Return the shape and stride of each axis of a mesh, numbers each: an axis may be several flattened."""
+    layout = attributes(found.get("_layout"))
+    listed = layout.get("axes")
+    if isinstance(listed, tuple | list):
+        pairs = [(each.get("shape"), each.get("stride")) for each in map(attributes, listed)]
+    elif isinstance(found.get("mesh"), TensorRef):
+        mesh = found["mesh"]
+        steps = [math.prod(mesh.shape[d + 1 :]) for d in range(len(mesh.shape))]
+        pairs = [(size, step) for size, step in zip(mesh.shape, steps, strict=True)]
+    elif isinstance(layout.get("shape"), tuple) and isinstance(layout.get("stride"), tuple):
+        pairs = list(zip(layout["shape"], layout["stride"], strict=False))
+    else:
+        return None
+    axes = [(_numbers(shape), _numbers(stride)) for shape, stride in pairs]
+    checked = [(s, t) for s, t in axes if s is not None and t is not None and len(s) == len(t) and 0 not in s]
+    return checked if len(checked) == len(pairs) and len(pairs) <= MAX_AXES else None
+
+
+def _ranks(
+    axes: Sequence[Axis], at: tuple[int, ...], flat: tuple[int, ...], rank: object, *, is_whole: bool
+) -> tuple[int, tuple[int, ...]] | None:
+    """Return the rank that wrote a mesh, and all of the mesh, from the list of ranks it is a view of.
+
+    Args:
+        axes: of the mesh.
+        at: the coordinate of the rank.
+        flat: the ranks of the mesh itself, or of the outermost one.
+        rank: the rank as the file says; older ones do not.
+        is_whole: `flat` lists the ranks of this mesh.
+    """
+    here = sum(map(_step, axes, at))
+    if is_whole:
+        return (flat[here], flat) if here < len(flat) else None
+    if not is_count(rank) or rank not in flat:
+        return None
+    origin = flat.index(rank) - here
+    offsets = itertools.product(*([_step(axis, i) for i in range(math.prod(axis[0]))] for axis in axes))
+    places = [origin + sum(each) for each in offsets]
+    return (rank, tuple(flat[p] for p in places)) if all(0 <= p < len(flat) for p in places) else None
+
+
+def _step(axis: Axis, index: int) -> int:
+    """Return how far an index along an axis leads in the list of ranks."""
+    step = 0
+    for size, stride in zip(reversed(axis[0]), reversed(axis[1]), strict=True):
+        index, i = divmod(index, size)
+        step += i * stride
+    return step
+
+
+def _numbers(value: object) -> tuple[int, ...] | None:
+    if is_count(value):
+        return (value,)
+    return tuple(value) if _is_counts(value) else None
+
+
+def _is_counts(value: object) -> TypeGuard[Sequence[int]]:
+    return isinstance(value, tuple | list) and all(map(is_count, value))

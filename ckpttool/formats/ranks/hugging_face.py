@@ -1,0 +1,135 @@
+"""Reading what HuggingFaceStorageWriter(save_distributed=True) wrote: the pieces of each rank.
+
+The files are named `shard-{rank + 1}-model-{file}-of-{files}.safetensors`. The header of each says where its
+pieces begin; how large the whole is, and how many ranks there were, no file says. A tensor ends where its
+last piece does. So nothing shows that the last rank's file is missing.
+Source: torch's `distributed/checkpoint/hf_storage.py` and `_hf_utils.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ...checkpoint.checkpoint import SHARDING, Checkpoint
+from ...checkpoint.ranks import HINT, Ranks
+from ...checkpoint.special_tensors import shape_of
+from ...errors import Damaged
+from ...files.suggestions import names_in
+from ...inert_pickle.values import OrderedDict_
+from ...tensors.ref import TensorRef
+from ..safetensors.strict_json import parse_object
+from .framework import Candidates, whole_of
+from .pieces import MAX_RANKS, Piece, Wholes
+
+NAME = "safetensors-ranks"
+
+FILE = re.compile(r"shard-(\d{5,7})-model-(\d{5,7})-of-(\d{5,7})\.safetensors")
+
+OWN = (SHARDING, "DCP_VERSION")
+"""Metadata that says where pieces lie, and is not kept."""
+
+
+def candidates(folder: str) -> Candidates:
+    """Return the files in a folder that are named as the writer names them."""
+    return Candidates([os.path.join(folder, name) for name in names_in(folder) if FILE.fullmatch(name)])
+
+
+def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
+    """Return the files of all ranks as one checkpoint; None if none of them holds pieces.
+
+    Args:
+        path: the folder, for messages.
+        files: all of them.
+        take_rank: of no effect: this framework stores what ranks share once.
+
+    Raises:
+        Damaged: a file's name or header is malformed, it is there twice, it is one of another framework, or
+            pieces do not fit together.
+    """
+    others = [file for file in files if SHARDING not in file.metadata]
+    if len(others) == len(files):
+        return None
+    if others:
+        what = f"holds no pieces as safetensors ({SHARDING}), as files beside it do"
+        raise Damaged(others[0].path, what, hint="name their folder, or merge them by themselves")
+    placed = {_place(file): file for file in files}
+    if len(placed) < len(files):
+        raise Damaged(path, "has two files of one rank and number")
+    missing = _missing({rank for rank, _, _ in placed})
+    _require_all_files(path, placed)
+    pieces: dict[str, list[Piece]] = {}
+    held: dict[int, int] = {}
+    for (rank, _, _), file in sorted(placed.items()):
+        for name, tensor, begin in _pieces(file):
+            pieces.setdefault(name, []).append(Piece(rank, begin, tensor))
+            held[rank] = held.get(rank, 0) + tensor.nbytes
+    wholes = Wholes(path, missing)
+    tree = OrderedDict_((name, _whole(path, wholes, name, found)) for name, found in pieces.items())
+    ranks = Ranks("DCP as safetensors", None, "", None, held, tuple(wholes.replicated), missing)
+    return whole_of(path, NAME, tree, files, ranks, _left_out(files))
+
+
+def _place(file: Checkpoint) -> tuple[int, int, int]:
+    """Return the rank, number and count of files that a file's name states."""
+    found = FILE.fullmatch(os.path.basename(file.path))
+    if found is None or not int(found[1]) or not 0 < int(found[2]) <= int(found[3]):
+        raise Damaged(
+            file.path,
+            f"holds one rank's pieces of tensors ({SHARDING}), and its name does not say which rank's",
+            hint="give it the name it was written under: shard-RANK-model-FILE-of-FILES.safetensors",
+        )
+    if int(found[1]) > MAX_RANKS:
+        raise Damaged(file.path, f"says that rank {int(found[1]) - 1} wrote it", hint=HINT)
+    return int(found[1]) - 1, int(found[2]), int(found[3])
+
+
+def _missing(ranks: set[int]) -> tuple[int, ...]:
+    return tuple(rank for rank in range(max(ranks)) if rank not in ranks)
+
+
+def _require_all_files(path: str, placed: dict[tuple[int, int, int], Checkpoint]) -> None:
+    counts = {count for _, _, count in placed}
+    if len(counts) > 1:
+        raise Damaged(path, f"has files of saves in {' and in '.join(map(str, sorted(counts)))} files")
+    for number in range(1, counts.pop() + 1):
+        if all(file != number for _, file, _ in placed):
+            raise Damaged(
+                path, f"has no file number {number}", hint="copy the files of all ranks into one folder"
+            )
+
+
+def _pieces(file: Checkpoint) -> list[tuple[str, TensorRef, tuple[int, ...]]]:
+    """Return the pieces in a file: name, values, and where they begin."""
+    listed = parse_object(file.path, file.metadata[SHARDING].encode(), f"its {SHARDING}")
+    tree: Any = file.tree
+    if not isinstance(tree, dict) or {*tree} != {*listed}:
+        raise Damaged(file.path, f"its {SHARDING} does not list the tensors that it has")
+    found = []
+    for name, tensor in tree.items():
+        entry = listed[name]
+        begin = shape_of(entry.get("saved_offsets")) if isinstance(entry, dict) else None
+        if begin is None or not isinstance(tensor, TensorRef) or len(begin) != len(tensor.shape):
+            raise Damaged(file.path, f"its {SHARDING} does not say where '{name[:80]}' begins")
+        found.append((name, tensor, begin))
+    return found
+
+
+def _whole(path: str, wholes: Wholes, name: str, pieces: list[Piece]) -> TensorRef:
+    first = pieces[0].tensor
+    for piece in pieces:
+        if len(piece.begin) != len(first.shape):
+            raise Damaged(
+                piece.tensor.storage.data.path, f"has '{name[:80]}' with other dimensions than others"
+            )
+    ends = [tuple(b + n for b, n in zip(p.begin, p.tensor.shape, strict=True)) for p in pieces]
+    return wholes.tensor(name, first.dtype, tuple(map(max, zip(*ends, strict=True))), pieces)
+
+
+def _left_out(files: Sequence[Checkpoint]) -> tuple[str, ...]:
+    """Return the metadata of the files that says something else, by name."""
+    known = {("format", "pt"), *((key, file.metadata.get(key)) for file in files for key in OWN)}
+    found = {key for file in files for key, value in file.metadata.items() if (key, value) not in known}
+    return tuple(f"metadata '{key}' of the files" for key in sorted(found))

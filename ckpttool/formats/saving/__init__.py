@@ -1,0 +1,1 @@
+"""Saving: the format, the plan of one output, and its report."""

@@ -1,0 +1,169 @@
+"""Choosing the format of an output, and checking that it may be written there with the options given."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Collection
+
+from ...checkpoint.checkpoint import Checkpoint
+from ...errors import OutputExists, UsageFault
+from .. import folders
+from ..dcp import reading as dcp
+from ..pytorch import zip as torch_zip
+from ..safetensors import format as safetensors
+from ..shards import writing as sharding
+from .report import PICKLES
+
+WHOLE = (torch_zip.NAME, dcp.NAME)
+"""Formats that hold everything in a checkpoint, not only the model's state."""
+
+SAFETENSORS = (safetensors.NAME, sharding.SAFETENSORS)
+"""Formats whose header holds text."""
+
+ENDINGS = {
+    **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
+    **dict.fromkeys(torch_zip.EXTENSIONS, torch_zip.NAME),
+}
+
+
+def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
+    """Return the format that a name asks for, or that the folder there has.
+
+    Args:
+        path: the output.
+        checkpoint: what is written.
+        to: the format, if the user named it.
+
+    Raises:
+        UsageFault: there is no such format, or neither name nor folder says one.
+    """
+    if to is not None:
+        known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
+        if to not in known:
+            raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")
+        return to
+    if folders.is_in_place(checkpoint, path):
+        return checkpoint.format
+    if path.endswith("/") or os.path.isdir(path):
+        return folders.kind_of(path) or folders.NAMES[0]
+    suffix = os.path.splitext(path)[1].lower()
+    if suffix in ENDINGS:
+        return ENDINGS[suffix]
+    if path == "-":
+        return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
+    raise UsageFault(
+        f"{path}: its ending does not say which format",
+        hint=f"end it in {', '.join(ENDINGS)}, or in / for a folder of shards; "
+        f"for a DCP folder: ckpttool convert IN {shlex.quote(path)} --to dcp",
+    )
+
+
+def require_sense(
+    path: str, kind: str, state: str | None, full: bool | None, keep_copies: bool, shard_size: int | None
+) -> None:
+    """Check that options do not contradict each other, and that each has an effect.
+
+    Args:
+        path: the output.
+        kind: its format.
+        state, full, keep_copies, shard_size: as for `save`.
+
+    Raises:
+        UsageFault: they contradict each other, or one would do nothing.
+    """
+    if full and state is not None:
+        raise UsageFault(
+            f"{path}: gets everything that is there, but one state of it was named ('{state}')",
+            hint="leave out --full or --state",
+        )
+    if full and kind == sharding.TORCH:
+        raise UsageFault(
+            f"{path}: {kind} holds only the model's state",
+            hint=f"write a .pt file, or shards of safetensors: --to {sharding.SAFETENSORS}",
+        )
+    if keep_copies and (full or kind in PICKLES):
+        raise UsageFault(
+            f"{path}: keeps what is tied as one tensor, but copies were asked for",
+            hint="leave out --keep-copies, or write safetensors without --full",
+        )
+    if shard_size is not None and kind not in (sharding.SAFETENSORS, sharding.TORCH):
+        what, way = "is one file", "end OUTPUT in /"
+        if kind in folders.NAMES:
+            what, way = "is one folder that is not cut", f"say --to {sharding.SAFETENSORS}"
+        raise UsageFault(
+            f"{path}: {what}, but a shard size was given",
+            hint=f"{way} for a folder of shards, or leave out --shard-size",
+        )
+    if kind in folders.NAMES and path == "-":
+        raise UsageFault(f"-: {kind} is a folder, and can't be streamed", hint="name a folder")
+
+
+def require_device(path: str, kind: str, device: str) -> None:
+    """Check that a device can be written.
+
+    Args:
+        path: the output.
+        kind: its format.
+        device: the device that storages are tagged with.
+
+    Raises:
+        UsageFault: the format has no devices, or torch has no device of that form.
+    """
+    if kind not in PICKLES:
+        raise UsageFault(
+            f"{path}: {kind} names no devices, but --device {device} was given",
+            hint="leave it out, or write a .pt file",
+        )
+    if not re.fullmatch(r"[a-z]+(:[0-9]{1,3})?", device) or device == "meta":
+        raise UsageFault(f"'{device[:80]}' is not a device", hint="say for example: --device cpu")
+
+
+def require_place(
+    checkpoint: Checkpoint, path: str, kind: str, force: bool, kept: Collection[str] = ()
+) -> None:
+    """Check that nothing is in the output's place, or that it may be replaced.
+
+    Args:
+        checkpoint: what is written.
+        path: the output.
+        kind: its format.
+        force: whether the user asked for an existing output to be replaced.
+        kept: names of other files that may be in a folder, and stay.
+
+    Raises:
+        OutputExists: there is something; the hint proposes `--force` only if that would help.
+        OSError: the disk failed.
+    """
+    if path == "-" or not _is_there(path):
+        return
+    found = _conflict(checkpoint, path, kind, kept)
+    if found is not None:
+        raise OutputExists(f"{path}: already exists, and {found[0]}", hint=found[1])
+    if not force:
+        raise OutputExists(f"{path}: already exists", hint="write it anyway with --force")
+
+
+def _is_there(path: str) -> bool:
+    """Return whether there is something at a path; raise OSError if the disk can't tell."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # writing tells why
+        return False
+    return True
+
+
+def _conflict(checkpoint: Checkpoint, path: str, kind: str, kept: Collection[str]) -> tuple[str, str] | None:
+    """Return what keeps an output from being replaced even with `--force`, and what to do instead."""
+    if folders.is_part_of_input(checkpoint, path):
+        return f"is a part of the input {checkpoint.path}", "name another output"
+    if not os.path.isdir(path):
+        is_other = kind in folders.NAMES and os.path.exists(path)
+        return (f"is a file, where {kind} is a folder", "name a new folder") if is_other else None
+    if kind not in folders.NAMES:
+        return "is a folder", "name a file in it"
+    others = folders.others(checkpoint, path, kept)
+    if others:
+        return f"holds other files too ({', '.join(others[:3])})", "name a new folder, or a file in it"
+    return None

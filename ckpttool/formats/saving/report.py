@@ -1,0 +1,187 @@
+"""The result of a save: what was written, and by name what was not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...checkpoint.checkpoint import OF_TORCH, Checkpoint
+from ...checkpoint.dotted_names import contents, dotted
+from ...checkpoint.state import State
+from ...checkpoint.states import is_optimizer
+from ...inert_pickle.known_names import names_in, names_that_run
+from ...inert_pickle.values import walk
+from ...tensors.ref import Storage, TensorRef
+from ..dcp import reading as dcp
+from ..dcp import writing as dcp_writing
+from ..pytorch import zip as torch_zip
+from ..pytorch.tensor_pickle import written_device
+from ..safetensors import format as safetensors
+from ..shards import writing as sharding
+
+PICKLES = (torch_zip.NAME, sharding.TORCH)
+TENSORS_ALONE = (safetensors.NAME, sharding.SAFETENSORS, sharding.TORCH)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What `save` wrote.
+
+    Attributes:
+        path: the output.
+        format: its format.
+        nbytes: its size.
+        keys: how many names the model's state has in it.
+        left_out: dotted names of what the format can't hold.
+        tied: names kept as another name of a tensor, by a record in the metadata.
+        copied: names that share memory and were written out each for itself.
+        mentions: names in the output's pickle that could run something when it is unpickled without
+            `weights_only`, whether or not the input was a pickle that had them.
+        devices: devices other than the CPU that the output tags storages with: on a machine without them
+            torch loads it only with `map_location`.
+        text_keys: dicts with keys, such as numbers, that are text in the output.
+        keyed_by_text: optimizers whose state is keyed by text where their groups list numbers, because it
+            went into DCP or came out of it; outside DCP torch loads no momentum from them.
+        not_copied: other files of the input's folder, which a new folder does not have.
+        shards: how many files of a folder hold the tensors; 0 for a single file, and for a DCP not yet
+            written.
+        given_back: names in a replaced folder of what another process put into the old one meanwhile.
+        not_removed: paths of what could not be removed of a replaced folder, each with the reason.
+    """
+
+    path: str
+    format: str
+    nbytes: int
+    keys: int
+    left_out: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
+    mentions: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    text_keys: tuple[str, ...] = ()
+    keyed_by_text: tuple[str, ...] = ()
+    not_copied: tuple[str, ...] = ()
+    shards: int = 0
+    given_back: tuple[str, ...] = ()
+    not_removed: tuple[str, ...] = ()
+
+    @property
+    def why_left_out(self) -> str:
+        """Why the format can't hold what was left out: words to follow the format's name."""
+        return "holds only tensors" if self.format in TENSORS_ALONE else "has no place for it"
+
+
+def saved_whole(
+    checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State | None, *, full: bool
+) -> Saved:
+    """Report on an output that holds everything, as far as its format can.
+
+    Args:
+        checkpoint: what was written.
+        path: the output.
+        kind: its format.
+        nbytes: its size.
+        state: the model's state, if there is one.
+        full: what is not a tensor was written as text.
+    """
+    lost = checkpoint.unread
+    if kind in (torch_zip.NAME, dcp.NAME):  # which have no place for the text of a safetensors header
+        lost += _lost_metadata(checkpoint)
+    apart = kind == dcp.NAME and not full
+    if apart:
+        lost = (*dcp_writing.lost(checkpoint), *lost)
+    return Saved(
+        path,
+        kind,
+        nbytes,
+        len(state.tensors) + len(state.likes) if state else 0,
+        lost,
+        copied=copied(state) if state and apart else (),
+        mentions=_mentions(checkpoint, kind),
+        devices=_devices(checkpoint, walk(checkpoint.tree)) if kind in PICKLES else (),
+        text_keys=dcp_writing.with_keys_made_text(checkpoint) if apart else (),
+        keyed_by_text=_keyed_by_text(checkpoint, kind, full),
+    )
+
+
+def saved_state(
+    checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State, ties: Mapping[str, str]
+) -> Saved:
+    """Report on an output that holds only the model's tensors.
+
+    Args:
+        checkpoint: what the state was taken from.
+        path: the output.
+        kind: its format.
+        nbytes: its size.
+        state: the state that was written.
+        ties: names that were written as another name of a tensor.
+    """
+    lost = _beside(checkpoint, state) + checkpoint.unread
+    if kind == sharding.TORCH:  # has no place for the text of a safetensors header, and keeps what is shared
+        lost += _lost_metadata(checkpoint)
+        devices = _devices(checkpoint, state.tensors.values())
+        return Saved(path, kind, nbytes, len(state.tensors), lost, devices=devices)
+    apart = tuple(name for name in copied(state) if name not in ties)
+    return Saved(path, kind, nbytes, len(state.tensors), lost, tuple(ties), apart)
+
+
+def _devices(checkpoint: Checkpoint, values: Iterable[object]) -> tuple[str, ...]:
+    """Return the devices other than the CPU that the storages among some values are written with."""
+    storages = (value.storage if isinstance(value, TensorRef) else value for value in values)
+    locations = {written_device(each, checkpoint.device) for each in storages if isinstance(each, Storage)}
+    return tuple(sorted(locations - {"cpu", "meta"}))
+
+
+def _lost_metadata(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the names of the text in a safetensors header, but for the note that its tensors are torch's."""
+    texts = checkpoint.metadata.items()
+    return tuple(f"metadata '{name}'" for name, text in texts if OF_TORCH.get(name) != text)
+
+
+def _keyed_by_text(checkpoint: Checkpoint, kind: str, full: bool) -> tuple[str, ...]:
+    """Return the optimizers whose keys were numbers, and are text because DCP has no others."""
+    into, out_of = kind == dcp.NAME and not full, checkpoint.format == dcp.NAME
+    if into == out_of:
+        return ()
+    named = ((dotted(path), value) for path, value in checkpoint.named(contents) if is_optimizer(value))
+    return tuple(
+        name or dcp_writing.TOP for name, value in named if _keeps_numbers(value, int if into else str)
+    )
+
+
+def _keeps_numbers(optimizer: Any, kind: type) -> bool:
+    """Return whether the state of parameters that the groups list as numbers has keys of this type."""
+    state, groups = optimizer["state"], optimizer["param_groups"]
+    if not isinstance(state, dict) or not isinstance(groups, list):
+        return False
+    listed = [group.get("params") for group in groups if isinstance(group, dict)]
+    numbers = {str(key) for keys in listed if isinstance(keys, list) for key in keys if type(key) is int}
+    return any(type(key) is kind and str(key) in numbers for key in state)
+
+
+def _mentions(checkpoint: Checkpoint, kind: str) -> tuple[str, ...]:
+    return tuple(names_that_run(names_in(checkpoint.tree))) if kind in PICKLES else ()
+
+
+def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
+    """Return what a file of only the state's tensors does not hold, by the shortest names that say it."""
+    inside = [*state.others, *(["_metadata"] if state.versions is not None else [])]
+    where = f"{state.where}." if state.path else ""
+    return (*(where + name for name in inside), *checkpoint.outside(state))
+
+
+def copied(state: State) -> tuple[str, ...]:
+    """Return the names whose bytes another name has too; a format without sharing gives each a copy."""
+    storages: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in state.tensors.items():
+        storages.setdefault(id(tensor.storage), []).append((*tensor.span, name))
+    found = set()
+    for spans in storages.values():
+        reached = 0
+        for begin, end, name in sorted(spans, key=lambda span: span[0]):
+            if begin < min(end, reached):
+                found.add(name)
+            reached = max(reached, end)
+    return tuple(name for name in state.tensors if name in found)

@@ -1,0 +1,1 @@
+"""Shards with an index, in the layout of the Hugging Face Hub."""

@@ -1,0 +1,1 @@
+"""A whole checkpoint cut into the files of ranks."""

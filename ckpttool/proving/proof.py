@@ -1,0 +1,248 @@
+"""`prove`: whether the record of a training run holds, and whether training again gives the same bits.
+
+docs/proof.md says what each check shows. Only a replay needs torch, in a process of its own: the trainer's
+program, which is never named by what is checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..analysis.verify import verify
+from ..errors import CkptToolError, Damaged
+from ..files import chain
+from ..files.chain import Link
+from ..formats.opened import opened
+from ..tensors.ref import TensorRef
+from ..tensors.values import stream
+from .replay import Replay, command_of, differing, segment
+from .run_record import RunRecord
+
+CHECKPOINT = re.compile(r"(last|best|step-(\d{6}|[1-9]\d{6,}))\.pt")
+"""The names that the trainer gives, and no others: `step-7.pt` is a user's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that does not hold.
+
+    Attributes:
+        kind: `chain`, `checkpoint` or `replay`.
+        where: the line, the file, or the step.
+        message: what is wrong there.
+        step: of the training, where one is known.
+    """
+
+    kind: str
+    where: str
+    message: str
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proved:
+    """The outcome of checking a run.
+
+    Attributes:
+        lines: of its chain.
+        head: the hash of the last one, which stands for all of them.
+        ended: whether the last line says that the run has ended.
+        checkpoints: the files that were compared with the chain, with the step of each.
+        replayed: the steps that were trained again, as (from, to); None if none were.
+        ranks: of the replay.
+        findings: what does not hold.
+        notes: what is worth knowing beside that.
+        command: the replay's; empty without one.
+    """
+
+    lines: int
+    head: str
+    ended: bool
+    checkpoints: tuple[tuple[str, int], ...]
+    replayed: tuple[int, int] | None
+    ranks: int
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    command: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was checked holds."""
+        return not self.findings
+
+
+def prove(
+    run: str | os.PathLike[str],
+    *,
+    replay: Replay | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+) -> Proved:
+    """Check the record of a training run, its checkpoints, and the bits of a part that is trained again.
+
+    Args:
+        run: the folder of a run that was trained with `--prove-every`.
+        replay: which part to train again, and how; nothing by default, and then torch is not needed.
+        announce: called with the command of the replay before it starts.
+
+    Returns:
+        What was checked and what does not hold.
+
+    Raises:
+        Unreadable: there is no run.jsonl, or it can't be read.
+        Damaged: it is no record of a run.
+        UsageFault: the part can't be replayed: there is no checkpoint to begin from, the run names code and
+            `run_code` is not set, or the trainer's program is not there.
+    """
+    folder = os.fspath(run)
+    path = os.path.join(folder, chain.NAME)
+    links, breaks = chain.read(path)
+    if not any(link.entry.get("kind") == "begin" for link in links):
+        raise Damaged(path, "is no record of a run")
+    findings = [Finding("chain", f"line {one.number}", one.message) for one in breaks]
+    replayed, command, ranks = None, list[str](), 0
+    try:
+        findings += _begun_elsewhere(links)
+        record = RunRecord(links)
+        whole, wrong, foreign = _checkpoints(folder, links)
+        findings += wrong
+        notes = [*_notes(record), *foreign, *_absent(links, whole)]
+        if replay is not None:
+            steps = {step: name for name, step in whole.items()}
+            start, end, why = segment(path, record, steps, replay)
+            notes += [why] if why else []
+            begin = record.begin_of(start)
+            ranks = replay.ranks or begin["ranks"]
+            resumed = os.path.join(folder, steps[start]) if start else None
+            command = command_of(path, begin, end, resumed, replay)
+            if not replay.dry:
+                announce(shlex.join(command))
+                replayed, part = (start, end), differing(command, record, start)
+                findings += [Finding("replay", f"step {part.step}", part.message, part.step)] if part else []
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise Damaged(path, f"is no record of a run: {type(error).__name__}: {error}") from error
+    return Proved(
+        len(links),
+        links[-1].hash,
+        record.end is not None,
+        tuple(whole.items()),
+        replayed,
+        ranks,
+        tuple(findings),
+        tuple(notes),
+        tuple(command),
+    )
+
+
+def _begun_elsewhere(links: list[chain.Link]) -> Iterator[Finding]:
+    """Yield the resumes from checkpoints that the lines before do not tell of: of another run, or of steps
+    that were trained without a record."""
+    told: list[tuple[int, Any]] = []
+    for link in links:
+        entry = link.entry
+        if entry.get("kind") == "checkpoint":
+            told.append((entry["step"], entry["digests"]))
+        goes_on = entry.get("kind") == "begin" and entry["source"] and link is not links[0]
+        if goes_on and (entry["step"], entry["source"]["digests"]) not in told:
+            message = f"goes on from a checkpoint of step {entry['step']} that no line before it tells of"
+            yield Finding("chain", f"line {link.number}", message, entry["step"])
+
+
+def _notes(record: RunRecord) -> Iterator[str]:
+    for line, last, step in record.returns:
+        yield f"line {line}: the run went back from step {last} to step {step}, and on from there"
+    if record.begins[0]["step"]:
+        yield f"the record begins at step {record.begins[0]['step']}, with a resume"
+    if record.end is None:
+        yield "the record has no end: the run was interrupted or goes on, or the end was removed"
+
+
+def _absent(links: list[chain.Link], checkpoints: Mapping[str, int]) -> Iterator[str]:
+    """Yield what the folder lacks of the checkpoints that the chain tells of."""
+    steps = [link.entry["step"] for link in links if link.entry.get("kind") == "checkpoint"]
+    if steps and not checkpoints:
+        yield f"no checkpoint that the record tells of ({len(steps)}) is in the folder and whole"
+    elif steps and 0 <= checkpoints.get("last.pt", -1) != steps[-1] and steps[-1] not in checkpoints.values():
+        yield f"last.pt is of step {checkpoints['last.pt']}, and the record's last checkpoint of {steps[-1]}"
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------------
+
+
+def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[Finding], list[str]]:
+    """Return the step of each checkpoint that holds, by name, what is wrong with the others, and notes on
+    numbered files that are not the trainer's."""
+    whole, wrong, foreign = dict[str, int](), list[Finding](), list[str]()
+    for name in sorted(one for one in os.listdir(folder) if CHECKPOINT.fullmatch(one)):
+        found = _check_checkpoint(folder, name, links)
+        if isinstance(found, Finding):
+            wrong.append(found)
+        elif isinstance(found, str):
+            foreign.append(found)
+        else:
+            whole[name] = found
+    return whole, wrong, foreign
+
+
+def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Finding | str:
+    """Return the step of a checkpoint that is whole and that the chain tells of; else what is wrong.
+
+    Of a numbered file that is not the trainer's return a note: the trainer leaves such files alone. One that
+    can't be read is the trainer's if the chain tells a checkpoint of the step in its name.
+    """
+    path = os.path.join(folder, name)
+    told = [link.entry for link in links if link.entry.get("kind") == "checkpoint"]
+    begins = [link.entry for link in links if link.entry.get("kind") == "begin" and link.entry["source"]]
+    told += [{"step": entry["step"], "digests": entry["source"]["digests"]} for entry in begins]
+    named = re.fullmatch(r"step-(\d+)\.pt", name)
+    is_told = named is None or int(named[1]) in [entry["step"] for entry in told]
+    try:
+        problems = verify(path).problems
+        if problems:
+            return _unreadable(name, f"{problems[0].name}: {problems[0].message}", is_told)
+        with opened(path) as checkpoint:
+            tree: Any = checkpoint.tree
+            step, digests, head = tree["progress"]["global_step"], dict(tree["digests"]), tree.get("chain")
+            model = _digest(tree["model"])
+    except CkptToolError as error:
+        return _unreadable(name, error.message.removeprefix(f"{path}: "), is_told)
+    except (KeyError, TypeError, AttributeError, ValueError):
+        reason = "is no checkpoint of the trainer"
+        return f"{name}: {reason}" if named else Finding("checkpoint", name, reason)
+    of_step = [entry for entry in told if entry["step"] == step]
+    if not of_step:
+        return Finding("checkpoint", name, f"is of step {step}, of which the chain tells no checkpoint", step)
+    if all(entry["digests"] != digests for entry in of_step):
+        changed = next((part for part in digests if digests[part] != of_step[-1]["digests"].get(part)), "run")
+        return Finding("checkpoint", name, f"its {changed} is not the one of step {step} in the chain", step)
+    if named and int(named[1]) != step:
+        return Finding("checkpoint", name, f"is of step {step}, another than its name says", step)
+    if model != digests["model"]:
+        return Finding("checkpoint", name, f"the model's values are not those that step {step} saved", step)
+    if head is not None and head not in {chain.FIRST, *(link.hash for link in links)}:
+        message = f"was saved beside another chain: no line has the hash {head[:16]}… that it holds"
+        return Finding("checkpoint", name, message, step)
+    return int(step)
+
+
+def _unreadable(name: str, reason: str, is_told: bool) -> Finding | str:
+    """Return what is wrong with a file that can't be read: a note if no checkpoint of such a name is told."""
+    if is_told:
+        return Finding("checkpoint", name, reason)
+    return f"{name}: {reason}; the record tells of no checkpoint of that step"
+
+
+def _digest(model: dict[str, TensorRef]) -> str:
+    """Return the digest of a model's state as the trainer computes it (collectives.digest_all)."""
+    whole = hashlib.sha256()
+    for name, tensor in model.items():
+        own = hashlib.sha256(f"torch.{tensor.dtype.name} {tuple(tensor.shape)} ".encode())
+        for piece in stream(tensor):
+            own.update(piece)
+        whole.update(f"{len(name)}:{name}".encode() + own.digest())
+    return whole.hexdigest()

@@ -1,0 +1,624 @@
+"""DCP folders: read as torch's own library reads them, without running what they name; written by it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import pickle
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+import ckpttool
+from ckpttool.errors import CkptToolError, Damaged, Refused, Unreadable, Unsupported
+from ckpttool.formats.dcp import reading as reading_dcp
+from ckpttool.formats.dcp import writing as ours
+from ckpttool.tensors import values as values_of_tensors
+from ckpttool.tensors.to_torch import live_tensors
+from ckpttool.tensors.values import stream
+from tests.ranks import shardings
+from tests.support.comparing import assert_same, values
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch wonders at a save without a process group
+
+
+def training() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.rand(2, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+
+
+Index = tuple[int, ...]
+Box = tuple[Index, Index]  # where a chunk begins, and its size
+
+TREES: dict[str, Callable[[], dict[str, Any]]] = {
+    "training": training,
+    "flat": lambda: {"a": torch.ones(2, 3), "b": torch.tensor(7), "empty": torch.ones(0, 3)},
+    "lists": lambda: {"l": [1, 2, {"a": torch.ones(2)}], "t": (torch.ones(2), 3), "plain": [1, None]},
+    "numbers for keys": lambda: {5: {7: torch.ones(1)}, "state": {0: {"step": torch.tensor(1.0)}}},
+    "dots in keys": lambda: {"a.b": {"c.d": torch.ones(1)}},
+    "empties": lambda: {"e": {}, "l": [], "x": torch.ones(1), "n": None},
+    "objects": lambda: {"args": argparse.Namespace(lr=1), "dtype": torch.float16, "size": torch.Size([1, 2])},
+    "types": lambda: {
+        str(dtype): torch.ones(3, dtype=dtype)
+        for dtype in (torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+    },
+    "nothing": dict,
+}
+
+
+def saved(tree: dict[Any, Any], folder: Path, **given: Any) -> Path:
+    dcp.save(tree, storage_writer=dcp.FileSystemWriter(folder, **given), no_dist=True)
+    return folder
+
+
+def changed(folder: Path, change: Callable[[Metadata], object]) -> Path:
+    """The folder with other metadata."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return folder
+
+
+def chunks(*boxes: Box) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+
+
+@pytest.mark.parametrize("what", TREES)
+def test_a_folder_is_read_as_torch_reads_it(what: str, tmp_path: Path) -> None:
+    folder = saved(TREES[what](), tmp_path / "d")
+    dcp_to_torch_save(folder, tmp_path / "theirs.pt")
+    checkpoint = ckpttool.open(folder)
+    assert checkpoint.format == "dcp"
+    ckpttool.save(checkpoint, tmp_path / "ours.pt")
+    assert_same(
+        torch.load(tmp_path / "ours.pt", weights_only=False),
+        torch.load(tmp_path / "theirs.pt", weights_only=False),
+    )
+
+
+@pytest.mark.parametrize("given", [{"thread_count": 3}, {"single_file_per_rank": False}])
+def test_several_files_are_read(given: dict[str, Any], tmp_path: Path) -> None:
+    tree = training()
+    checkpoint = ckpttool.open(saved(tree, tmp_path / "d", **given))
+    assert len(checkpoint.shards) > 1
+    found = live_tensors(checkpoint.state().tensors)
+    assert {k: values(v) for k, v in found.items()} == {k: values(v) for k, v in tree["model"].items()}
+
+
+def test_the_metadata_file_may_be_named_itself(tmp_path: Path) -> None:
+    folder = saved(training(), tmp_path / "d")
+    assert len(ckpttool.open(folder / ".metadata").state().tensors) == 7
+
+
+def test_a_strided_tensor_keeps_its_layout(tmp_path: Path) -> None:
+    turned = torch.arange(6.0).reshape(2, 3).t()
+    found = ckpttool.open(saved({"a": turned}, tmp_path / "d")).state().tensors["a"]
+    assert (found.shape, found.stride) == ((3, 2), (1, 3))
+    assert values(live_tensors({"a": found})["a"]) == values(turned)
+
+
+def test_tensors_that_ranks_saved_in_parts_are_whole(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    run_ranks(2, shardings.save_sharded, str(tmp_path / "d"), timeout=60)
+    checkpoint = ckpttool.open(tmp_path / "d")
+    ckpttool.save(checkpoint, tmp_path / "out.pt")
+    ckpttool.save(checkpoint, tmp_path / "out.safetensors", state="model")
+    loaded = torch.load(tmp_path / "out.pt")
+    assert_same(loaded, {"model": shardings.whole(), "epoch": 3})
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in shardings.whole().items()}}
+    dcp.load(state, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert_same(loaded["model"], state["model"])
+
+
+def test_an_fsdp_checkpoint_is_whole(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    run_ranks(2, shardings.save_fsdp, str(tmp_path / "d"), timeout=60)
+    ckpttool.save(ckpttool.open(tmp_path / "d"), tmp_path / "out.pt")
+    wanted, found = torch.load(tmp_path / "d.pt"), torch.load(tmp_path / "out.pt")
+    assert {k: values(v) for k, v in found["model"].items()} == {
+        k: values(v) for k, v in wanted["model"].items()
+    }
+    for name, moments in wanted["optimizer"]["state"].items():
+        kept = found["optimizer"]["state"][name]
+        assert {k: values(v) for k, v in kept.items()} == {k: values(v) for k, v in moments.items()}
+
+
+def test_no_values_are_read_to_look_at_a_folder(cli: Callable[..., Any], tmp_path: Path) -> None:
+    folder = saved({"model": {"a": torch.ones(1 << 22)}}, tmp_path / "d")
+    raw = (folder / "__0_0.distcp").read_bytes()
+    one = b"\0\0\x80\x3f" * 1000
+    (folder / "__0_0.distcp").write_bytes(raw.replace(one, b"\xee" * len(one), 1))
+    assert cli("inspect", folder).code == 0
+
+
+@st.composite
+def divisions(draw: st.DrawFn) -> tuple[torch.Tensor, list[Box]]:
+    """A tensor, and boxes that are the whole of it: cut in two along some dimension, again and again."""
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 5))):
+        begin, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        d = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, size[d]))
+        after, rest = (*begin[:d], begin[d] + at, *begin[d + 1 :]), (*size[:d], size[d] - at, *size[d + 1 :])
+        boxes += [(begin, (*size[:d], at, *size[d + 1 :])), (after, rest)]
+    dtype = draw(st.sampled_from([torch.float32, torch.uint8, torch.int64, torch.complex128]))
+    return torch.arange(math.prod(shape)).reshape(shape).to(dtype), boxes
+
+
+def declared(folder: Path, shape: Index, boxes: Sequence[Box]) -> Path:
+    """The folder, whose tensors `0`, `1`, … become the chunks of one named `a`."""
+
+    def declare(metadata: Metadata) -> None:
+        places = {index.fqn: place for index, place in metadata.storage_data.items()}
+        one = metadata.state_dict_metadata["0"]
+        one.size, one.chunks = torch.Size(shape), chunks(*boxes)
+        metadata.state_dict_metadata, metadata.planner_data = {"a": one}, {"a": ("a",)}
+        metadata.storage_data = {MetadataIndex("a", box[0]): places[str(i)] for i, box in enumerate(boxes)}
+
+    return changed(folder, declare)
+
+
+@given(divisions(), st.integers(1, 64))
+def test_a_tensor_cut_in_any_way_is_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    division: tuple[torch.Tensor, list[Box]],
+    chunk: int,
+) -> None:
+    whole, boxes = division
+    boxes = [(begin, size) for begin, size in boxes if math.prod(size)]
+    parts = [whole[tuple(slice(b, b + s) for b, s in zip(*box, strict=True))].clone() for box in boxes]
+    folder = saved({str(i): part for i, part in enumerate(parts)}, tmp_path_factory.mktemp("any") / "d")
+    declared(folder, tuple(whole.shape), boxes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(values_of_tensors, "CHUNK", 16 * chunk)
+        found = ckpttool.open(folder).state().tensors["a"]
+        assert b"".join(bytes(piece) for piece in stream(found)) == values(whole)
+
+
+WRONG_BOXES = {
+    "a gap": [((0, 0), (2, 4)), ((3, 0), (1, 4))],
+    "an overlap": [((0, 0), (3, 4)), ((2, 0), (2, 4))],
+    "a gap and an overlap of one size": [((0, 0), (2, 4)), ((1, 0), (2, 4))],
+    "past the end": [((0, 0), (2, 4)), ((2, 0), (3, 4))],
+    "of other dimensions": [((0,), (4,)), ((2, 0), (2, 4))],
+    "a pinwheel with a hole": [((0, 0), (1, 3)), ((0, 3), (3, 1)), ((3, 1), (1, 3)), ((1, 0), (3, 1))],
+}
+
+
+@pytest.mark.parametrize("what", WRONG_BOXES)
+def test_chunks_that_are_not_the_whole_are_damage(what: str, tmp_path: Path) -> None:
+    boxes = WRONG_BOXES[what]
+    folder = saved({str(i): torch.ones(size) for i, (_, size) in enumerate(boxes)}, tmp_path / "d")
+
+    with pytest.raises(Damaged, match="whose chunks are not the whole of it"):
+        ckpttool.open(declared(folder, (4, 4), boxes))
+
+
+@pytest.mark.parametrize("dtype", ["bits8", "bits16"])
+def test_a_type_that_torch_can_not_write_as_dcp_is_refused_by_name(
+    dtype: str, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.save({"odd": torch.empty(3, dtype=getattr(torch, dtype))}, tmp_path / "in.pt")
+    for more in ([], ["--dry-run"]):
+        ran = cli("convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", *more)
+        assert ran.code == 3
+        assert f"in.pt: torch can't write 'odd' as DCP: its type is {dtype}\n" in ran.err
+    assert os.listdir(tmp_path) == ["in.pt"]
+
+
+def test_more_axes_than_are_supported_are_named(cli: Callable[..., Any], tmp_path: Path) -> None:
+    folder = saved({"a": torch.ones(1).reshape([1] * 70)}, tmp_path / "d")
+    ran = cli("inspect", folder)
+    assert ran.code == 3
+    assert "has a tensor of 70 axes, and at most 64 are supported\n" in ran.err
+
+
+def test_metadata_that_becomes_shorter_while_it_is_read_does_not_end_the_process(tmp_path: Path) -> None:
+    folder = saved({f"t{i}": torch.ones(1) for i in range(300)}, tmp_path / "d")
+    script = f"""
+        import os, sys
+        import ckpttool
+        from ckpttool.formats.dcp import reading as dcp
+        read_pickle = dcp.read_pickle
+        def cut_and_read(data):
+            os.truncate({str(folder / ".metadata")!r}, 4096)
+            return read_pickle(data)
+        dcp.read_pickle = cut_and_read
+        try:
+            ckpttool.open({str(folder)!r})
+        except ckpttool.CkptToolError:
+            pass
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, timeout=60)
+    assert ran.returncode == 0
+
+
+# Nothing that a folder names is run.
+
+
+class Runs:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("where", ["a value", "the metadata", "the metadata's place"])
+def test_nothing_in_a_folder_is_run(where: str, tmp_path: Path) -> None:
+    evil = Runs(tmp_path / "ran")
+    folder = saved({"a": torch.ones(2), **({"evil": evil} if where == "a value" else {})}, tmp_path / "d")
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    if where == "the metadata":
+        (folder / ".metadata").write_bytes(pickle.dumps(evil) + b"torch.distributed.checkpoint")
+        with pytest.raises(Damaged):
+            ckpttool.open(folder)
+    elif where == "the metadata's place":
+        metadata.storage_meta = evil
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        assert list(ckpttool.open(folder).state().tensors) == ["a"]
+    else:
+        assert "evil" in ckpttool.open(folder).tree
+    assert not (tmp_path / "ran").exists()
+
+
+def test_reading_needs_no_torch(tmp_path: Path) -> None:
+    folder = saved(training(), tmp_path / "d")
+    code = "import sys; sys.modules['torch'] = None; from ckpttool import *; save(open(sys.argv[1]), 'o.pt')"
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(os.path.dirname(ckpttool.__file__))}
+    subprocess.run(
+        [sys.executable, "-c", code, folder], check=True, timeout=60, cwd=tmp_path, env=environment
+    )
+    assert len(ckpttool.open(tmp_path / "o.pt").state().tensors) == 7
+
+
+# Damage.
+
+
+def info(metadata: Metadata) -> Any:
+    return next(iter(metadata.storage_data.values()))
+
+
+def tensor_of(metadata: Metadata) -> Any:
+    return metadata.state_dict_metadata["a"]
+
+
+DAMAGE: dict[str, Callable[[Metadata], object]] = {
+    "a file that climbs": lambda m: setattr(info(m), "relative_path", "../x.distcp"),
+    "a file elsewhere": lambda m: setattr(info(m), "relative_path", "/etc/passwd"),
+    "a file that is missing": lambda m: setattr(info(m), "relative_path", "__1_0.distcp"),
+    "a file that is no name": lambda m: setattr(info(m), "relative_path", 3),
+    "a place past the end": lambda m: setattr(info(m), "length", 1 << 40),
+    "a negative place": lambda m: setattr(info(m), "offset", -1),
+    "a place that overlaps": lambda m: [setattr(i, "offset", 0) for i in m.storage_data.values()],
+    "a length too short": lambda m: setattr(info(m), "length", 100),
+    "no places": lambda m: setattr(m, "storage_data", None),
+    "an item without a place": lambda m: m.storage_data.clear(),
+    "no names": lambda m: setattr(m, "state_dict_metadata", []),
+    "another size": lambda m: setattr(tensor_of(m), "size", torch.Size([3])),
+    "a giant size": lambda m: setattr(tensor_of(m), "size", torch.Size([2**62])),
+    "another type": lambda m: setattr(tensor_of(m).properties, "dtype", torch.float64),
+    "no chunks": lambda m: setattr(tensor_of(m), "chunks", []),
+    "a chunk elsewhere": lambda m: setattr(tensor_of(m), "chunks", chunks(((1,), (2,)))),
+    "a chunk of another size": lambda m: setattr(tensor_of(m), "chunks", chunks(((0,), (1,)))),
+    "a chunk twice": lambda m: setattr(tensor_of(m), "chunks", chunks(((0,), (2,)), ((0,), (2,)))),
+    "chunks that are none": lambda m: setattr(tensor_of(m), "chunks", [1]),
+    "a path of nothing": lambda m: m.planner_data.update(a=()),
+    "a path of wrong things": lambda m: m.planner_data.update(a=("a", 1.5)),
+    "a negative path": lambda m: m.planner_data.update(a=("a", -1)),
+    "a giant list": lambda m: m.planner_data.update(a=("a", 2**40)),
+    "two values in one place": lambda m: m.planner_data.update(a=("x",), b=("x",)),
+    "paths that contradict": lambda m: m.planner_data.update(a=("x", 0), b=("x", "y")),
+    "a path through a value": lambda m: m.planner_data.update(a=("x",), b=("x", "y")),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_metadata_that_does_not_fit_is_damage(what: str, tmp_path: Path) -> None:
+    folder = saved({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "d")
+    with pytest.raises(Damaged):
+        ckpttool.open(changed(folder, DAMAGE[what]))
+
+
+def test_a_place_that_is_listed_often_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved({"a": torch.ones(2)}, tmp_path / "d")
+    changed(folder, lambda m: setattr(tensor_of(m), "chunks", tensor_of(m).chunks * 1000))
+    places = []
+    archive = reading_dcp.Archive
+    monkeypatch.setattr(reading_dcp, "Archive", lambda *given: (places.append(given), archive(*given))[1])
+    with pytest.raises(Damaged, match="chunks are not the whole"):
+        ckpttool.open(folder)
+    assert len(places) == 1
+
+
+def test_the_file_of_a_rank_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder = saved(training(), tmp_path / "d")
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(Damaged, match=r"'__0_0\.distcp' can't be opened: no such file") as refusal:
+        ckpttool.open(folder)
+    assert "all ranks" in str(refusal.value.hint)
+
+
+def test_a_folder_that_was_never_finished_is_named(tmp_path: Path) -> None:
+    folder = saved(training(), tmp_path / "d")
+    (folder / ".metadata").unlink()
+    with pytest.raises(Unreadable, match="folder without the index"):
+        ckpttool.open(folder)
+
+
+def test_ranks_that_saved_each_for_itself_are_named(tmp_path: Path) -> None:
+    folder = saved(training(), tmp_path / "d")
+    (folder / ".metadata").rename(folder / "__0.metadata")
+    with pytest.raises(Unsupported, match="each rank saved for itself"):
+        ckpttool.open(folder)
+
+
+def test_a_part_of_a_folder_is_named_as_such(cli: Callable[..., Any], tmp_path: Path) -> None:
+    folder = saved(training(), tmp_path / "d")
+    for name in ("__0_0.distcp", "renamed"):
+        if name == "renamed":
+            (folder / "__0_0.distcp").rename(folder / name)
+        with pytest.raises(Unsupported, match="is a part of a DCP folder") as refusal:
+            ckpttool.open(folder / name)
+        assert refusal.value.hint == f"name the folder: {folder}"
+    (tmp_path / "other.pt").write_bytes((folder / "renamed").read_bytes())
+    with pytest.raises(Damaged):
+        ckpttool.open(tmp_path / "other.pt")
+
+
+def test_an_extension_is_named(tmp_path: Path) -> None:
+    folder = saved({"a": torch.ones(2)}, tmp_path / "d")
+    with pytest.raises(Unsupported, match=r"extension.*stream\.zstd"):
+        ckpttool.open(changed(folder, lambda m: setattr(info(m), "transform_descriptors", ["stream.zstd"])))
+
+
+def test_old_metadata_without_paths_gives_the_flat_names(tmp_path: Path) -> None:
+    folder = saved({"m": {"a": torch.ones(2)}}, tmp_path / "d")
+    changed(folder, lambda m: setattr(m, "planner_data", None))
+    assert list(ckpttool.open(folder).state().tensors) == ["m.a"]
+
+
+def test_a_place_that_is_told_twice_is_damage(tmp_path: Path) -> None:
+    """Equal keys can't be in a dict of torch's, but in a pickle of one they can."""
+    folder = saved({"a": torch.ones(2)}, tmp_path / "d")
+    changed(folder, lambda m: m.storage_data.update({MetadataIndex("b", torch.Size([0])): info(m)}))
+    raw = (folder / ".metadata").read_bytes()
+    at = raw.index(b"fqn")
+    (folder / ".metadata").write_bytes(raw[:at] + raw[at:].replace(b"\x8c\x01b", b"\x8c\x01a"))
+    with pytest.raises(Damaged, match="twice"):
+        ckpttool.open(folder)
+
+
+def test_metadata_cut_short_or_changed_anywhere_is_read_or_refused(tmp_path: Path) -> None:
+    folder = saved({"a": torch.ones(2), "l": [1, {"b": torch.ones(3)}]}, tmp_path / "d")
+    raw = (folder / ".metadata").read_bytes()
+    for at in range(0, len(raw), 7):
+        for damaged in (raw[:at], raw[:at] + b"\xff" + raw[at + 1 :], raw[:at] + b"0" + raw[at + 1 :]):
+            (folder / ".metadata").write_bytes(damaged)
+            try:
+                checkpoint = ckpttool.open(folder)
+            except CkptToolError:
+                continue
+            for _, tensor in checkpoint.tensors():
+                assert len(tensor.storage.data.read()) == tensor.storage.nbytes
+
+
+# Writing.
+
+
+@pytest.mark.parametrize("what", ["training", "flat", "lists", "dots in keys", "types"])
+def test_what_is_written_is_what_torch_would_have_saved(what: str, tmp_path: Path) -> None:
+    tree = TREES[what]()
+    torch.save(tree, tmp_path / "in.pt")
+    ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "ours"))
+    dcp_to_torch_save(tmp_path / "ours", tmp_path / "ours.pt")
+    dcp_to_torch_save(saved(tree, tmp_path / "theirs"), tmp_path / "theirs.pt")
+    assert_same(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
+
+
+@pytest.mark.parametrize("wrap", ["{'w': x}", "{'t': (x, 1)}"], ids=["named", "in a tuple"])
+def test_an_input_that_becomes_shorter_while_it_is_written_is_damaged(wrap: str, tmp_path: Path) -> None:
+    """A mapping of it would kill the process."""
+    script = f"""
+        import os, torch, ckpttool
+        from ckpttool.formats.dcp import writing as dcp_writing
+        x = torch.ones(300_000)
+        torch.save({wrap}, {str(tmp_path / "in.pt")!r})
+        checkpoint = ckpttool.open({str(tmp_path / "in.pt")!r})
+        made = dcp_writing._Live.value
+        def cut_and_make(self, *given, **named):
+            os.truncate({str(tmp_path / "in.pt")!r}, 4096)
+            return made(self, *given, **named)
+        dcp_writing._Live.value = cut_and_make
+        try:
+            ckpttool.save(checkpoint, {str(tmp_path / "d")!r}, to="dcp", verify=False)
+        except ckpttool.errors.Damaged as fault:
+            assert "became shorter" in str(fault)
+        else:
+            assert {"(x" in wrap}  # which was read before
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, timeout=120)
+    assert ran.returncode == 0
+    assert (tmp_path / "d").exists() == ("(x" in wrap)
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["a view", "a whole storage"])
+def test_tensors_in_tuples_share_what_they_shared(step: int, tmp_path: Path) -> None:
+    whole = torch.arange(50_000.0)
+    tree = {"l": [(whole, 1), (whole[::step], [whole[5:]])], "w": whole}
+    torch.save(tree, tmp_path / "in.pt")
+    ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
+    dcp_to_torch_save(tmp_path / "d", tmp_path / "out.pt")
+    found = torch.load(tmp_path / "out.pt")
+    assert_same(found["l"], tree["l"])
+    assert torch.equal(found["w"], whole)
+
+
+def test_a_user_loads_it_with_dcp(tmp_path: Path) -> None:
+    tree = training()
+    torch.save(tree, tmp_path / "in.pt")
+    ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model.state_dict(), "optimizer": training()["optimizer"]}
+    dcp.load(state, checkpoint_id=tmp_path / "d", no_dist=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    assert_same(dict(model.state_dict()), dict(tree["model"]))
+    assert_same(optimizer.state_dict()["state"], tree["optimizer"]["state"])
+
+
+def test_shards_and_dcp_go_from_one_to_the_other(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
+    run_ranks(2, shardings.save_sharded, str(tmp_path / "d"), timeout=60)
+    ours.write(ckpttool.open(tmp_path / "d"), str(tmp_path / "again"))
+    state = {name: torch.zeros_like(tensor) for name, tensor in shardings.whole().items()}
+    dcp.load({"model": state}, checkpoint_id=tmp_path / "again", no_dist=True)
+    assert_same(state, shardings.whole())
+
+
+def test_an_object_is_named_and_not_made(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "args": {"n": argparse.Namespace(lr=1)}}, tmp_path / "in.pt")
+    with pytest.raises(Refused, match=r"'args\.n' is an object \(argparse\.Namespace\)"):
+        ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
+
+
+class Own:
+    """An object of the user's."""
+
+
+OBJECTS: dict[str, Any] = {
+    "best": argparse.Namespace(lr=1),
+    "run": {"args": Own()},
+    "list": [{"o": Own()}],
+    "t": (Own(),),
+    "s": {"o o": Own()},
+}
+
+
+def test_all_objects_are_named_at_once_and_the_ways_out(cli: Callable[..., Any], tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), **OBJECTS}, tmp_path / "in.pt")
+    words = ["convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp"]
+    for more in ([], ["--dry-run"]):
+        ran = cli(*words, *more)
+        assert ran.code == 3
+        assert (
+            f"holds objects: 'best' (argparse.Namespace), 'run.args' ({__name__}.Own), 'list.0.o' "
+            f"({__name__}.Own), 't.0' ({__name__}.Own) and 1 more; objects are never created from a file here"
+            in ran.err
+        )
+        assert "hint: keep everything with convert --full, or leave out" in ran.err
+        assert ran.err.endswith("--drop best --drop run.args --drop list.0.o --drop t.0\n")
+    assert not (tmp_path / "d").exists()
+    assert cli(*words, "--full").code == 0
+
+
+def test_objects_are_dropped_by_the_words_of_the_hint(cli: Callable[..., Any], tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "best": Own(), "s": {"o o": Own()}}, tmp_path / "in.pt")
+    words = ["convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp"]
+    told = shlex.split(cli(*words).err.rpartition("without: ")[2])
+    assert told == ["--drop", "best", "--drop", "s.o o"]
+    assert cli(*words, *told).code == 0
+    assert list(ckpttool.open(tmp_path / "d").tree) == ["a"]
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_sets_sizes_and_types_are_data(protocol: int, tmp_path: Path) -> None:
+    tree = {"s": {1, 2}, "f": ({torch.Size([2])}, {torch.float16}), "x": [torch.Size([1])]}
+    torch.save(tree, tmp_path / "in.pt", pickle_protocol=protocol)
+    ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
+    dcp_to_torch_save(tmp_path / "d", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt", weights_only=False) == tree
+
+
+@pytest.mark.parametrize("tree", [torch.ones(2), {5: torch.ones(1), "5": torch.zeros(1)}])
+def test_what_dcp_can_t_name_is_refused_and_full_keeps_it(tree: object, tmp_path: Path) -> None:
+    torch.save(tree, tmp_path / "in.pt")
+    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    for dry_run in (True, False):
+        with pytest.raises(Refused, match=r"as DCP needs|all keys are text in DCP") as refusal:
+            ckpttool.save(checkpoint, tmp_path / "d", to="dcp", dry_run=dry_run)
+        assert "--full" in str(refusal.value.hint)
+    ckpttool.save(checkpoint, tmp_path / "d", to="dcp", full=True)
+    ckpttool.save(ckpttool.open(tmp_path / "d"), tmp_path / "out.pt")
+    assert_same(torch.load(tmp_path / "out.pt"), tree)
+
+
+def test_two_paths_that_become_one_are_refused(tmp_path: Path) -> None:
+    torch.save({"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}, tmp_path / "in.pt")
+    with pytest.raises(Refused, match=r"a\.b"):
+        ours.write(ckpttool.open(tmp_path / "in.pt"), str(tmp_path / "d"))
+
+
+def test_what_dcp_drops_is_known(tmp_path: Path) -> None:
+    torch.save({**training(), "nothing": {}, "deep": {"l": [], "e": {}}}, tmp_path / "in.pt")
+    checkpoint = ckpttool.open(tmp_path / "in.pt")
+    assert ours.lost(checkpoint) == ("model._metadata", "nothing", "deep.e")
+    assert ours.with_keys_made_text(checkpoint) == ("optimizer.state",)
+
+
+def test_keys_that_become_text_are_told_and_a_command_makes_them_numbers_again(
+    cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.save(training(), tmp_path / "in.pt")
+    for words in (
+        ["convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp"],
+        ["convert", tmp_path / "d", tmp_path / "back.pt"],
+    ):
+        ran = cli(*words)
+        assert ran.code == 0
+        told = shlex.split(ran.err.rpartition("outside DCP: optimizer; numbers again: ckpttool ")[2])
+        assert told[:2] == ["optimizer", str(words[2])]
+        assert cli(*told).code == 0
+    into = cli("convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", "--force")
+    assert "keys became text" not in into.err  # it is said once
+    found = torch.load(tmp_path / "back.pt")["optimizer"]
+    assert_same(found["state"], training()["optimizer"]["state"])
+
+
+def test_json_tells_the_keys_that_became_text(cli: Callable[..., Any], tmp_path: Path) -> None:
+    torch.save({5: torch.ones(1), "b": {7: torch.ones(2)}, **training()}, tmp_path / "in.pt")
+    words = ["convert", tmp_path / "in.pt", tmp_path / "d", "--to", "dcp", "--json"]
+    ran = cli(*words).json
+    assert ran["text_keys"] == ["the dict at the top", "b", "optimizer.state"]
+    assert (ran["keyed_by_text"], ran["left_out"]) == (["optimizer"], ["model._metadata"])
+    ran = cli(*words, "--full", "--force").json
+    assert "text_keys" not in ran and "keyed_by_text" not in ran
+
+
+@pytest.mark.parametrize("key", ["number", "name"])
+def test_an_optimizer_keyed_by_names_needs_no_mending(
+    key: str, cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    torch.save(training(), tmp_path / "in.pt")
+    words = ["--to", "names", "--order", "state"] if key == "name" else []
+    source = tmp_path / "in.pt"
+    if words:
+        source = tmp_path / "named.pt"
+        assert cli("optimizer", tmp_path / "in.pt", source, *words).code == 0
+    cli("convert", source, tmp_path / "d", "--to", "dcp")
+    ran = cli("convert", tmp_path / "d", tmp_path / "back.pt")
+    assert ("numbers again" in ran.err) == (key == "number")
+
+
+def test_a_folder_moves(tmp_path: Path) -> None:
+    shutil.move(saved(training(), tmp_path / "d"), tmp_path / "elsewhere")
+    assert len(ckpttool.open(tmp_path / "elsewhere").state().tensors) == 7

@@ -1,0 +1,474 @@
+"""Checkpoints cut into files by an index: read as one, and held against their index."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import ckpttool
+from ckpttool.errors import CkptToolError, Damaged, Unreadable, Unsupported, UsageFault
+from ckpttool.formats.shards.writing import parse_size
+from ckpttool.tensors.to_torch import live_tensors
+from tests.support.comparing import values
+from tests.support.running import ROOT
+
+State = dict[str, torch.Tensor]
+
+ONE: State = {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": torch.ones(3)}
+TWO: State = {"b.weight": torch.arange(4, dtype=torch.bfloat16), "c": torch.tensor(7)}
+WHOLE = {**ONE, **TWO}
+
+
+def sharded(
+    folder: Path,
+    shards: Mapping[str, State],
+    *,
+    index: str = "model.safetensors.index.json",
+    weight_map: Mapping[str, str] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> Path:
+    """A folder as transformers writes it; the index tells the truth unless it is given."""
+    folder.mkdir(exist_ok=True)
+    for name, tensors in shards.items():
+        if name.endswith(".safetensors"):
+            save_file(tensors, folder / name, metadata={"format": "pt"})
+        else:
+            torch.save(tensors, folder / name)
+    true = {key: name for name, tensors in shards.items() for key in tensors}
+    told = true if weight_map is None else weight_map
+    text = {"metadata": {"total_size": 1}, "weight_map": told, **(more or {})}
+    (folder / index).write_text(json.dumps(text, indent=2, sort_keys=True) + "\n")
+    return folder
+
+
+SAFE = {"model-00001-of-00002.safetensors": ONE, "model-00002-of-00002.safetensors": TWO}
+TORCH = {"pytorch_model-00001-of-00002.bin": ONE, "pytorch_model-00002-of-00002.bin": TWO}
+TORCH_INDEX = "pytorch_model.bin.index.json"
+
+
+def assert_is_whole(checkpoint: ckpttool.Checkpoint, wanted: State = WHOLE) -> None:
+    found = live_tensors(checkpoint.state().tensors)
+    assert {k: (v.dtype, v.shape, values(v)) for k, v in found.items()} == {
+        k: (v.dtype, v.shape, values(v)) for k, v in wanted.items()
+    }
+
+
+@pytest.mark.parametrize("by_index", [False, True], ids=["folder", "index"])
+def test_safetensors_shards_are_one_state(by_index: bool, tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    checkpoint = ckpttool.open(folder / "model.safetensors.index.json" if by_index else folder)
+    assert checkpoint.format == "safetensors-sharded"
+    assert checkpoint.metadata == {"format": "pt"}
+    assert checkpoint.nbytes == sum(file.stat().st_size for file in folder.iterdir())
+    assert_is_whole(checkpoint)
+
+
+def test_torch_shards_are_one_state(tmp_path: Path) -> None:
+    checkpoint = ckpttool.open(sharded(tmp_path / "m", TORCH, index=TORCH_INDEX))
+    assert checkpoint.format == "torch-sharded"
+    assert_is_whole(checkpoint)
+
+
+def test_legacy_torch_shards_are_read_too(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", TORCH, index=TORCH_INDEX)
+    for name, tensors in TORCH.items():
+        torch.save(tensors, folder / name, _use_new_zipfile_serialization=False)
+    assert_is_whole(ckpttool.open(folder))
+
+
+def test_each_shard_says_that_its_tensors_are_torch_s(tmp_path: Path) -> None:
+    """Several versions of transformers look for it."""
+    torch.save({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "in.pt")
+    ckpttool.save(ckpttool.open(tmp_path / "in.pt"), tmp_path / "out", to="safetensors-sharded", shard_size=8)
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) == 2
+    for shard in shards:
+        with safe_open(shard, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+
+
+def test_shards_become_one_file(tmp_path: Path) -> None:
+    with ckpttool.open(sharded(tmp_path / "m", SAFE)) as checkpoint:
+        ckpttool.save(checkpoint, tmp_path / "out.safetensors")
+        ckpttool.save(checkpoint, tmp_path / "out.pt")
+    for loaded in (load_file(tmp_path / "out.safetensors"), torch.load(tmp_path / "out.pt")):
+        assert {k: values(v) for k, v in loaded.items()} == {k: values(v) for k, v in WHOLE.items()}
+
+
+def test_inspect_shows_the_whole(cli: Callable[..., Any], tmp_path: Path) -> None:
+    found = cli("inspect", sharded(tmp_path / "m", SAFE), "--json").json
+    assert found["format"] == "safetensors-sharded" and found["state"] == ""
+    assert [row["name"] for row in found["tensors"]] == ["a.bias", "a.weight", "c", "b.weight"]
+
+
+def test_a_closed_checkpoint_holds_no_file_open(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with ckpttool.open(sharded(tmp_path / "m", SAFE)):
+        assert len(os.listdir("/proc/self/fd")) == before + 3
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_shards_may_be_links_as_in_the_hub_s_cache(tmp_path: Path) -> None:
+    blobs = sharded(tmp_path / "blobs", SAFE)
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for number, file in enumerate(sorted(blobs.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("..") / "blobs" / str(number))
+    assert_is_whole(ckpttool.open(snapshot))
+    assert_is_whole(ckpttool.open(snapshot / "model.safetensors.index.json"))
+
+
+def test_shards_may_lie_in_folders_below(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    (folder / "below").mkdir()
+    first = next(iter(SAFE))
+    (folder / first).rename(folder / "below" / first)
+    told = {k: (f"below/{name}" if name == first else name) for name, t in SAFE.items() for k in t}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": told}))
+    assert_is_whole(ckpttool.open(folder))
+
+
+def test_a_tie_that_a_shard_records_needs_no_entry(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    save_file(ONE, folder / next(iter(SAFE)), metadata={"format": "pt", "head.weight": "a.weight"})
+    tensors = ckpttool.open(folder).state().tensors
+    assert tensors["head.weight"].storage is tensors["a.weight"].storage
+
+
+def test_an_index_of_nothing_is_an_empty_state(tmp_path: Path) -> None:
+    assert ckpttool.open(sharded(tmp_path / "m", {})).state().tensors == {}
+
+
+# Which file of a folder.
+
+
+def test_safetensors_are_preferred_where_a_folder_holds_both(tmp_path: Path) -> None:
+    sharded(tmp_path / "m", TORCH, index=TORCH_INDEX)
+    assert ckpttool.open(sharded(tmp_path / "m", SAFE)).format == "safetensors-sharded"
+
+
+def test_any_one_index_will_do(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE, index="diffusion_pytorch_model.fp16.safetensors.index.json")
+    assert_is_whole(ckpttool.open(folder))
+
+
+def test_of_several_indexes_one_must_be_named(tmp_path: Path) -> None:
+    sharded(tmp_path / "m", SAFE, index="x.safetensors.index.json")
+    folder = sharded(tmp_path / "m", SAFE, index="y.safetensors.index.json")
+    with pytest.raises(Unreadable, match="several indexes") as refusal:
+        ckpttool.open(folder)
+    assert "x.safetensors.index.json" in str(refusal.value.hint)
+    assert_is_whole(ckpttool.open(folder / "y.safetensors.index.json"))
+
+
+def test_a_folder_without_an_index_names_its_files(tmp_path: Path) -> None:
+    save_file(ONE, tmp_path / "weights.safetensors")
+    with pytest.raises(Unreadable, match="folder without the index") as refusal:
+        ckpttool.open(tmp_path)
+    assert "weights.safetensors" in str(refusal.value.hint)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_model_that_is_not_cut_is_found_in_its_folder_as_transformers_finds_it(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (save_file if name == "model.safetensors" else torch.save)(ONE, tmp_path / name)  # type: ignore[operator]
+    checkpoint = ckpttool.open(tmp_path)
+    assert checkpoint.path == str(tmp_path / name)
+    assert_is_whole(checkpoint, ONE)
+
+
+def test_of_two_models_that_are_not_cut_one_must_be_named(tmp_path: Path) -> None:
+    save_file(ONE, tmp_path / "model.safetensors")
+    torch.save(ONE, tmp_path / "pytorch_model.bin")
+    with pytest.raises(Unreadable, match="folder without the index") as refusal:
+        ckpttool.open(tmp_path)
+    assert "model.safetensors" in str(refusal.value.hint)
+
+
+def test_an_index_goes_before_a_model_that_is_not_cut(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    save_file(ONE, folder / "model.safetensors")
+    assert ckpttool.open(folder).format == "safetensors-sharded"
+
+
+@pytest.mark.parametrize("text", ["9" * 400, "9" * 400 + "GB", "0.1B", "5 apples"])
+def test_a_size_that_no_shard_can_have_is_a_fault_of_usage(text: str) -> None:
+    with pytest.raises(UsageFault, match="is not a shard size"):
+        parse_size(text)
+
+
+def test_json_without_a_map_is_no_index(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    with pytest.raises(Unsupported, match="not the index of a sharded checkpoint"):
+        ckpttool.open(tmp_path / "config.json")
+
+
+# Index and shards that disagree.
+
+
+def refused(folder: Path, *said: str) -> None:
+    with pytest.raises(Damaged) as refusal:
+        ckpttool.open(folder)
+    for words in said:
+        assert words in str(refusal.value)
+
+
+FIRST, SECOND = SAFE
+TOLD = {key: name for name, tensors in SAFE.items() for key in tensors}
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    (folder / SECOND).unlink()
+    refused(folder, f"its shard '{SECOND}' can't be opened: no such file")
+
+
+def test_a_shard_that_is_a_folder_is_named(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    (folder / SECOND).unlink()
+    (folder / SECOND).mkdir()
+    refused(folder, f"its shard '{SECOND}' can't be opened")
+
+
+@pytest.mark.parametrize("raw", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"<html>"])
+def test_a_shard_that_was_never_fetched_is_named(raw: bytes, tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    (folder / SECOND).write_bytes(raw)
+    refused(folder, f"its shard '{SECOND}' is not a checkpoint")
+
+
+def test_a_shard_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-1])
+    refused(folder, SECOND)
+
+
+def test_a_name_that_the_shard_lacks_is_named(tmp_path: Path) -> None:
+    refused(
+        sharded(tmp_path / "m", SAFE, weight_map={**TOLD, "d": SECOND}),
+        f"'d' should be in the shard '{SECOND}'",
+    )
+
+
+def test_a_name_that_the_index_lacks_is_named(tmp_path: Path) -> None:
+    told = {key: name for key, name in TOLD.items() if key != "c"}
+    refused(
+        sharded(tmp_path / "m", SAFE, weight_map=told),
+        f"'c' is in the shard '{SECOND}', but the index does not",
+    )
+
+
+def test_a_name_in_another_shard_is_named(tmp_path: Path) -> None:
+    shards = {FIRST: {**ONE, "c": TWO["c"]}, SECOND: TWO}
+    refused(sharded(tmp_path / "m", shards, weight_map=TOLD), f"'c' is in the shard '{FIRST}', but", SECOND)
+
+
+def test_a_name_in_two_shards_is_named(tmp_path: Path) -> None:
+    shards = {FIRST: ONE, SECOND: {**TWO, "a.bias": ONE["a.bias"]}}
+    refused(
+        sharded(tmp_path / "m", shards, weight_map=TOLD), f"'a.bias' is in the shard '{SECOND}'", "another"
+    )
+
+
+def test_a_shard_named_twice_in_different_case_is_named(tmp_path: Path) -> None:
+    told = {**TOLD, "c": SECOND.upper()}
+    refused(sharded(tmp_path / "m", SAFE, weight_map=told), "names a shard twice", SECOND.upper())
+
+
+def test_two_names_of_one_file_are_named(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", {FIRST: WHOLE}, weight_map=TOLD)
+    (folder / SECOND).symlink_to(FIRST)
+    refused(folder, f"its shards '{FIRST}' and '{SECOND}' are the same file")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.safetensors", "/etc/passwd", "a/../../x", "./x", "a//b", "", ".", "..", "a\\b", "a\0b", ".x"],
+)
+def test_a_shard_outside_the_folder_is_refused(name: str, tmp_path: Path) -> None:
+    save_file(ONE, tmp_path / "x.safetensors")
+    refused(sharded(tmp_path / "m", SAFE, weight_map={**TOLD, "z": name}), "outside its folder")
+
+
+def test_shards_of_different_formats_are_refused(tmp_path: Path) -> None:
+    shards = {FIRST: ONE, "pytorch_model-00002-of-00002.bin": TWO}
+    refused(sharded(tmp_path / "m", shards), "different formats")
+
+
+@pytest.mark.parametrize("tree", [[1, 2], {1: torch.ones(2)}, torch.ones(2)])
+def test_a_shard_that_is_no_state_is_refused(tree: object, tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", TORCH, index=TORCH_INDEX)
+    torch.save(tree, folder / next(iter(TORCH)))
+    refused(folder, next(iter(TORCH)))
+
+
+def test_an_index_is_no_shard(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE, weight_map={"a": "model.safetensors.index.json"})
+    refused(folder, "is not a checkpoint")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"weight_map": [1]}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": ["x"]}}',
+        '{"weight_map": {"a": "x", "a": "y"}}',
+        '{"weight_map": {}, "weight_map": {}}',
+        '{"weight_map": ',
+        "[" * 100_000,
+        '{"a": ' + "9" * 5000 + "}",
+        '{"a": "\xff"}',
+        '{"weight_map": 1}',
+    ],
+)
+def test_a_malformed_index_is_damage(text: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises((Damaged, Unsupported)):
+        ckpttool.open(tmp_path)
+
+
+def test_an_index_has_no_shards_on_standard_input(process: Callable[..., Any], tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    ran = process("inspect", "-", input=(folder / "model.safetensors.index.json").read_bytes())
+    assert ran.returncode == 3 and b"index of a sharded checkpoint" in ran.stderr
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers(0, 3), max_size=8), st.data())
+def test_any_division_is_read_and_any_other_index_refused(
+    tmp_path_factory: pytest.TempPathFactory, division: dict[str, int], data: st.DataObject
+) -> None:
+    division = {key: at for key, at in division.items() if key != "__metadata__"}
+    folder = tmp_path_factory.mktemp("any") / "m"
+    shards: dict[str, State] = {}
+    for key, at in division.items():
+        shards.setdefault(f"s{at}.safetensors", {})[key] = torch.tensor([float(len(key)), float(at)])
+    assert_is_whole(
+        ckpttool.open(sharded(folder, shards)), {k: t for s in shards.values() for k, t in s.items()}
+    )
+    if division:
+        key = data.draw(st.sampled_from(sorted(division)))
+        told = {k: f"s{at}.safetensors" for k, at in division.items()}
+        change = data.draw(st.sampled_from(["left out", "renamed", "moved"]))
+        if change == "moved" and len(shards) > 1:
+            told[key] = next(name for name in shards if name != told[key])
+        elif change == "left out" and len(shards[told[key]]) > 1:
+            del told[key]
+        else:
+            told[key + "+" + "".join(told)] = told.pop(key)
+        with pytest.raises(CkptToolError):
+            ckpttool.open(sharded(folder, shards, weight_map=told))
+
+
+# What a folder leads to.
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def too_large(path: Path) -> None:
+    with open(path, "wb") as file:
+        file.write(b"\x80")
+        file.truncate(1 << 40)
+
+
+@pytest.mark.parametrize("name", [FIRST, "model.safetensors.index.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("make", [a_pipe, endless, too_large])
+@pytest.mark.timeout(20)
+def test_what_a_folder_names_is_a_regular_file_of_bounded_size(
+    make: Callable[[Path], None], name: str, tmp_path: Path, cli: Callable[..., Any]
+) -> None:
+    folder = sharded(tmp_path / "m", SAFE)
+    if "_" in name or name == ".metadata":
+        folder = tmp_path / "dcp"
+        ckpttool.save(ckpttool.open(tmp_path / "m"), folder, to="dcp")
+    (folder / name).unlink()
+    make(folder / name)
+    ran = cli("inspect", folder)
+    assert ran.code == 3 and ran.err.startswith("error: ")
+    torch.save(ONE, tmp_path / "in.pt")
+    ran = cli("convert", tmp_path / "in.pt", folder, "--force")  # which looks at what it would replace
+    assert ran.code in (0, 2)
+
+
+MANY = """
+    import resource, sys
+    from ckpttool import cli
+    soft, hard = int(sys.argv[1]), int(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    sys.exit(cli.run(sys.argv[3:]))
+"""
+
+
+@pytest.fixture(scope="module", params=["safetensors-sharded", "dcp"])
+def many(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 150 files."""
+    folder = tmp_path_factory.mktemp("many") / "m"
+    state = {f"t{i:03d}": torch.full((2,), float(i)) for i in range(150)}
+    if request.param == "dcp":
+        import torch.distributed.checkpoint as dcp
+
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
+        dcp.save(state, storage_writer=writer, no_dist=True)
+    else:
+        torch.save(state, folder.parent / "in.pt")
+        ckpttool.save(ckpttool.open(folder.parent / "in.pt"), folder, to=request.param, shard_size=8)
+    return folder
+
+
+def limited(soft: int, hard: int, *words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(MANY), soft, hard, *words]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def test_more_files_than_may_be_open_raise_the_limit(many: Path, tmp_path: Path) -> None:
+    ran = limited(100, 4096, "convert", many, f"{tmp_path}/out/", "--shard-size", "8B")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "in 150 shards" in ran.stdout
+    assert len(ckpttool.open(tmp_path / "out").state().tensors) == 150
+
+
+def test_a_limit_that_can_not_be_raised_is_named(many: Path) -> None:
+    ran = limited(100, 100, "inspect", many)
+    assert ran.returncode == 3
+    assert "consists of 150 files, and this process may open only 100 at once" in ran.stderr
+    assert "hint: raise the limit first: ulimit -n " in ran.stderr
+    assert ran.stderr.count("\n") == 2
+
+
+def test_more_inputs_than_may_be_open_raise_the_limit_too(tmp_path: Path) -> None:
+    save_file(ONE, tmp_path / "in.safetensors")
+    inputs = [tmp_path / "in.safetensors"] * 150
+    ran = limited(100, 4096, "average", *inputs, tmp_path / "out.safetensors")
+    assert ran.returncode == 0, ran.stderr
+    ran = limited(100, 100, "average", *inputs, tmp_path / "other.safetensors")
+    assert ran.returncode == 3 and "hint: raise the limit first: ulimit -n " in ran.stderr
+
+
+SIZES = {"5GB": 5 * 10**9, "1G": 10**9, "1.5k": 1500, "2 MiB": 2 << 20, "1Ti": 1 << 40, "7": 7}
+
+
+@pytest.mark.parametrize(("text", "size"), SIZES.items())
+def test_a_size_has_a_unit_with_or_without_its_byte(text: str, size: int) -> None:
+    assert parse_size(text) == size

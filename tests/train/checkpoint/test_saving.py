@@ -1,0 +1,358 @@
+"""Saving while training goes on: the same bytes as a save that is waited for, and what a disk refuses."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ckpttool.errors import CheckFailed, CkptToolError
+from ckpttool.files import chain, lines
+from tests.ranks import runs, trainings
+from tests.ranks.programs import ROOT, environment
+from train.checkpoint import format as checkpoints
+from train.checkpoint import saver as saving
+from train.checkpoint.files import numbered
+from train.checkpoint.staging import Staging
+from train.main import steps_of_epoch
+from train.trainer.trainer import Trainer
+
+
+def make_trainer(rank: int, size: int, **settings: Any) -> Trainer:
+    data, model = trainings.tensors(runs.SHAPE, runs.SAMPLES), trainings.seeded(runs.restless)
+    settings = {"batch_size": runs.BATCH, "lr": 0.05, "epochs": 9, **settings}
+    return trainings.trainer(rank, size, data, model, **settings)
+
+
+# ---- copies of a state ---------------------------------------------------------------------------------
+
+
+def odd_state() -> dict[str, Any]:
+    """Return a state with what a copy can get wrong."""
+    whole = torch.arange(24, dtype=torch.float32)
+    picture = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    named: Any = collections.OrderedDict(a=whole[4:10].view(2, 3), tied=whole[4:10].view(2, 3))
+    named._metadata = {"": {"version": 1}}
+    same = torch.ones(3)
+    return {
+        "model": named,
+        "views": [whole.view(4, 6).t(), whole[1::2], picture, torch.tensor(3.0), torch.empty(0, 3)],
+        "dtypes": (same.bfloat16(), same.bool(), same.to(torch.complex64), same.long()),
+        "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+        "twice": [same, same],
+        "plain": {"lr": 0.1, "names": ["momentum_buffer", "momentum_buffer"], "none": None, 3: b"bytes"},
+    }
+
+
+def test_a_copy_is_written_with_the_bytes_of_the_original(tmp_path):
+    state, staging = odd_state(), Staging()
+    for name, value in (("a", state), ("b", staging.copy(state)), ("c", staging.copy(state))):
+        with open(tmp_path / name, "wb") as file:
+            torch.save(value, file)
+    original = (tmp_path / "a").read_bytes()
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "c").read_bytes() == original
+
+
+def test_a_copy_does_not_change_with_its_original_and_the_next_uses_the_same_memory():
+    tensor, staging = torch.ones(1000), Staging()
+    first = staging.copy({"a": tensor})["a"]
+    tensor.zero_()
+    assert first.sum() == 1000
+    second = staging.copy({"a": tensor})["a"]
+    assert second.sum() == 0 and second.data_ptr() == first.data_ptr()
+    assert staging.copy({"a": torch.ones(7), "b": tensor})["a"].tolist() == [1.0] * 7
+
+
+# ---- the file ------------------------------------------------------------------------------------------
+
+
+ADAM = {"ema": 0.9, "optimizer": "adamw", "momentum": 0.0}
+
+
+def save_both_ways(rank: int, size: int, folder: str, settings: dict[str, Any]) -> None:
+    trainer = make_trainer(rank, size, **settings)
+    for _ in steps_of_epoch(trainer):
+        break
+    for way in ("sync", "async"):
+        trainer.config = replace(trainer.config, save=way)
+        os.makedirs(os.path.join(folder, way), exist_ok=True)
+        saver = saving.Saver(trainer, os.path.join(folder, way))
+        saver.save(last=True, best=True)
+        if way == "async":  # the file is of the step before these
+            for _ in steps_of_epoch(trainer):
+                saver.advance(1, 0)
+        saver.finish()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, ADAM, {"zero": True}, {"batchnorm": "pooled"}, {"virtual_ranks": 2}],
+    ids=["plain", "ema", "zero", "pooled", "virtual-ranks"],
+)
+def test_a_save_in_the_background_writes_the_bytes_of_one_that_is_waited_for(
+    run_ranks, tmp_path, size, settings
+):
+    run_ranks(size, save_both_ways, str(tmp_path), settings)
+    for name in ("last.pt", "best.pt"):
+        assert (tmp_path / "sync" / name).read_bytes() == (tmp_path / "async" / name).read_bytes()
+    checkpoints.read(str(tmp_path / "async" / "last.pt"))
+
+
+def save_what_differs(rank: int, size: int, folder: str) -> list[str]:
+    trainer = make_trainer(rank, size)
+    saver = saving.Saver(trainer, folder)
+    if rank == 1:
+        with torch.no_grad():
+            trainer.ddp.module.head.bias[0] += 1
+    saver.save(last=True, best=False)
+    time.sleep(0.5)  # long enough to write it
+    before = sorted(os.listdir(folder)) if rank == 0 else []
+    try:
+        saver.advance(0, 0)
+    except CkptToolError as error:
+        return [type(error).__name__, *before]
+    return []
+
+
+def test_a_file_takes_its_place_only_after_the_ranks_have_been_compared(run_ranks, tmp_path):
+    first, second = run_ranks(2, save_what_differs, str(tmp_path))
+    assert first[0] == second[0] == "RanksDiffer"
+    assert "last.pt" not in first and len(first) == 2  # a temporary file
+    assert os.listdir(tmp_path) == []
+
+
+def save_often(rank: int, size: int, folder: str) -> list[str]:
+    """Return what is told of saves that come faster than a slow disk takes."""
+    trainer, told = make_trainer(rank, size, keep=9), list[str]()
+    saver = saving.Saver(trainer, folder, lambda event, text, step, **_: told.append(f"{event} {text}"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "NOTICEABLE", 0.1)
+        patch.setattr(os, "fsync", lambda _: time.sleep(0.2))
+        for _ in steps_of_epoch(trainer):
+            saver.save(last=True, best=False)
+        saver.finish()
+    return told
+
+
+def test_a_save_waits_for_the_one_before_and_says_so(run_ranks, tmp_path):
+    first, second = run_ranks(2, save_often, str(tmp_path))
+    assert len(first) == 2 and first == second
+    waited = r"save waited training waited [\d.]+ s in step 2 for the save of step 1"
+    assert re.match(waited, first[0])
+    assert sorted(os.listdir(tmp_path)) == ["last.pt", *(numbered(step) for step in (1, 2, 3))]
+
+
+def save_where_numbers_are_taken(rank: int, size: int, folder: str) -> list[str]:
+    """Save after each of three steps, and return what is told."""
+    trainer, told = make_trainer(rank, size, keep=2), list[str]()
+    saver = saving.Saver(trainer, folder, lambda event, text, step, **_: told.append(f"{event}: {text}"))
+    for _ in steps_of_epoch(trainer):
+        saver.save(last=True, best=trainer.progress.step == 2)
+        saver.finish_save()
+    saver.finish()
+    return told
+
+
+@pytest.mark.parametrize("what", ["a file", "a link", "a link to nothing", "a folder"])
+def test_a_save_leaves_what_is_not_the_trainers_under_a_number_and_says_so(run_ranks, tmp_path, what):
+    """A link may lead to a checkpoint of another run."""
+    run_ranks(1, save_where_numbers_are_taken, str(tmp_path))
+    other, number = tmp_path / "other.pt", tmp_path / numbered(2)
+    number.rename(other)
+    before = other.read_bytes()
+    if what == "a folder":
+        number.mkdir()
+    elif what == "a file":
+        number.write_bytes(b"of a user")
+    else:
+        number.symlink_to(other if what == "a link" else "nothing")
+    facts = number.lstat()
+    (said,) = run_ranks(1, save_where_numbers_are_taken, str(tmp_path))
+    assert said == [
+        f"save failed: step 2 has no numbered checkpoint: {number}: is not a checkpoint of this trainer, and "
+        "stays as it is"
+    ]
+    now = number.lstat()
+    assert (now.st_ino, now.st_size, now.st_mtime_ns) == (facts.st_ino, facts.st_size, facts.st_mtime_ns)
+    assert other.read_bytes() == before and not (tmp_path / "nothing").exists()
+    steps = {"last.pt": 3, "best.pt": 2, numbered(1): 1, numbered(3): 3}
+    for name, step in steps.items():
+        assert checkpoints.read(str(tmp_path / name))["progress"]["global_step"] == step
+
+
+# ---- a disk that refuses -------------------------------------------------------------------------------
+
+
+def save_on_a_full_disk(rank: int, size: int, folder: str, mended: bool) -> Any:
+    """Save after each of three steps. Files may have 10 kB; after the last step more, if it is mended."""
+    trainer, told = make_trainer(rank, size, keep=3 if mended else 0), list[str]()
+    saver = saving.Saver(trainer, folder, lambda event, text, step, **_: told.append(f"{step}: {text}"))
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        for _ in steps_of_epoch(trainer):
+            if rank == 0:  # Python ignores the signal, so a write past the limit fails as on a full disk
+                full = trainer.progress.global_step < 3 or not mended
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000 if full else most, most))
+            saver.save(last=True, best=False)
+            saver.finish_save()
+        saver.finish()
+    except CkptToolError as error:
+        return told, type(error).__name__, str(error), error.exit_code
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+    return told, trainer.progress.global_step
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_training_goes_on_after_a_failed_save_and_the_next_one_tries_again(run_ranks, tmp_path, size):
+    for told, steps in run_ranks(size, save_on_a_full_disk, str(tmp_path), True):
+        assert steps == 3 and len(told) == 2
+        assert told[0].startswith("1: the save of step 1 failed: ") and "file too large" in told[0]
+    assert checkpoints.read(str(tmp_path / "last.pt"))["progress"]["global_step"] == 3
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_whose_last_save_failed_ends_with_exit_code_3(run_ranks, tmp_path, size):
+    (tmp_path / "last.pt").write_bytes(b"the old one")
+    first, *others = run_ranks(size, save_on_a_full_disk, str(tmp_path), False)
+    assert len(first[0]) == 3
+    assert first[1] == "FileError" and first[2].startswith(f"{tmp_path}/last.pt: could not be written: ")
+    assert {other[1:] for other in others} <= {("RankFailed", f"rank 0 failed: {first[2]}", 3)}
+    assert first[3] == 3
+    assert os.listdir(tmp_path) == ["last.pt"]
+    assert (tmp_path / "last.pt").read_bytes() == b"the old one"
+
+
+def train_with_a_record_on_a_disk_that_is_full(rank: int, size: int, folder: str, until: int) -> str:
+    """Run the trainer. No file may grow beyond 6 kB from its second step on, until it has done `until`."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    end_step = Trainer.end_step
+
+    def watched(trainer: Trainer, *given: Any) -> None:
+        full = 1 <= trainer.progress.global_step < until
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (6_000 if full else most, most))
+        end_step(trainer, *given)
+
+    saves = {"prove_every": 1, "save": "sync", "save_every": runs.Every(1, "steps"), "keep": 9}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "end_step", watched)
+        try:
+            return runs.run(rank, size, runs.restless, folder, saves)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+
+@pytest.mark.parametrize(("size", "until", "saved"), [(1, 4, [1, 5, 6]), (2, 99, [1])])
+def test_a_full_disk_ends_no_run_with_a_record_which_names_what_was_saved_and_no_more(
+    run_ranks, tmp_path, size, until, saved
+):
+    said, *others = run_ranks(size, train_with_a_record_on_a_disk_that_is_full, str(tmp_path), until)
+    assert said.startswith("FileError") == (until == 99), said
+    assert all(other.startswith("RankFailed: rank 0 failed") for other in others)
+    links, breaks = chain.read(str(tmp_path / "run.jsonl"))
+    assert breaks == []
+    assert [link.entry["step"] for link in links if link.entry["kind"] == "checkpoint"] == saved
+    assert sorted(tmp_path.glob("step-*.pt")) == [tmp_path / numbered(step) for step in saved]
+    for step in saved:
+        state = checkpoints.read(str(tmp_path / numbered(step)))
+        assert state["chain"] in {link.hash for link in links}
+    if until < 99:
+        assert [link.entry["step"] for link in links if link.entry["kind"] == "step"] == [1, 2, 3, 4, 5, 6]
+        assert links[-1].entry["kind"] == "end"
+
+
+def fail_after_a_full_disk(rank: int, size: int, folder: str) -> str:
+    """Run the trainer with a record whose lines find no room in steps 2 and 3; step 4 fails."""
+    usual, end_step = lines.append, Trainer.end_step
+
+    def refuse(path: str, *_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    def watched(trainer: Trainer, *given: Any) -> None:
+        step = trainer.progress.global_step
+        lines.append = refuse if 1 <= step < 3 else usual
+        if step == 3:
+            raise CheckFailed("the step failed")
+        end_step(trainer, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "end_step", watched)
+        patch.setattr(lines, "append", usual)  # and put it back at the end
+        return runs.run(rank, size, runs.restless, folder, {"prove_every": 1, "workers": 0})
+
+
+def test_a_run_that_fails_writes_the_lines_that_a_full_disk_had_refused(run_ranks, tmp_path):
+    (said,) = run_ranks(1, fail_after_a_full_disk, str(tmp_path))
+    assert said.startswith("CheckFailed: the step failed")
+    links, breaks = chain.read(str(tmp_path / "run.jsonl"))
+    assert breaks == []
+    assert [link.entry["step"] for link in links if link.entry["kind"] == "step"] == [1, 2, 3]
+
+
+def save_the_best_on_a_disk_that_fails_once(rank: int, size: int, folder: str) -> list[float]:
+    """Stand in for a failing disk: `os.fsync` raises EIO, as it does where a block can't be written."""
+    trainer = make_trainer(rank, size)
+    saver = saving.Saver(trainer, folder)
+    found, usual = [], os.fsync
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for merit, broken in ((0.5, False), (0.7, True), (0.6, False)):
+        trainer.progress.best = max(trainer.progress.best, merit)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", fail if broken else usual)
+            saver.save(last=False, best=merit == trainer.progress.best)
+            saver.finish_save()
+        found.append(trainer.progress.best)
+    saver.finish()
+    return found
+
+
+def test_a_best_state_that_could_not_be_written_is_not_the_one_to_beat(run_ranks, tmp_path):
+    assert run_ranks(2, save_the_best_on_a_disk_that_fails_once, str(tmp_path)) == [[0.5, 0.5, 0.6]] * 2
+    assert checkpoints.read(str(tmp_path / "best.pt"))["progress"]["best"] == 0.6
+
+
+def test_a_disk_that_is_full_ends_no_run_before_its_last_step(tmp_path):
+    """On a file system of 5 MB, which has room for one checkpoint and not for the next beside it."""
+    command = [sys.executable, str(ROOT / "train" / "main.py"), "--data", "fake:40", "--out", "disk/run"]
+    command += ["--epochs", "3", "--batch-size", "8", "--prove-every", "2"]
+    program = f"mount -t tmpfs -o size=5m none disk && {' '.join(command)}"
+    after = "; code=$?; cp -r disk/run out; exit $code"
+    (tmp_path / "disk").mkdir()
+    if subprocess.run(
+        ["unshare", "-m", "mount", "-t", "tmpfs", "none", tmp_path / "disk"], check=False
+    ).returncode:
+        pytest.skip("no file system can be mounted here")
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", program + after],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3, done.stderr
+    failed = (
+        "warning: the save of step 10 failed: disk/run/last.pt: could not be written: no space left on device"
+    )
+    assert failed in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: disk/run/last.pt: could not be written: no space")
+    entries = [json.loads(line) for line in (tmp_path / "out" / "log.jsonl").read_text().splitlines()]
+    assert [entry["epoch"] for entry in entries if "epoch" in entry] == [1, 2, 3]
+    assert next(entry["event"] for entry in entries if "event" in entry) == "save failed"
+    assert checkpoints.read(str(tmp_path / "out" / "last.pt"))["progress"]["epoch"] == 1
+    assert not list((tmp_path / "out").glob(".*"))
+    links, breaks = chain.read(str(tmp_path / "out" / "run.jsonl"))
+    assert breaks == []
+    assert [link.entry["step"] for link in links if link.entry["kind"] == "checkpoint"] == [5]

@@ -1,0 +1,269 @@
+"""The trainer's flags: how they are parsed, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from ckpttool.errors import UsageFault
+from tests.support.running import ROOT
+from train import evaluate
+from train.config import parser as flags
+from train.config.values import Every
+from train.launch import program as launch
+from train.main import main
+
+
+def test_the_defaults_are_those_in_the_manual():
+    config = flags.parse([])
+    assert (config.data, config.model, config.batch_size, config.out) == ("digits", "simple-cnn", 64, None)
+    assert (config.save_every, config.keep, config.resume) == (Every(1, "epochs"), 0, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [("3", (3, "epochs")), ("3epochs", (3, "epochs")), ("20steps", (20, "steps"))],
+)
+def test_save_every_counts_epochs_or_steps(text, every):
+    assert flags.parse(["--save-every", text]).save_every == every
+
+
+def test_flags_that_are_not_given_get_the_optimizers_defaults():
+    adamw = flags.parse(["--optimizer", "adamw", "--lr", "0.5"])
+    assert (adamw.lr, adamw.weight_decay) == (0.5, 0.01)
+    assert flags.parse([]).lr == 0.1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "--optimizer adamw --lr 0.5 --epochs 3",
+        "--momentum 0 --weight-decay 1e-05 --save-every 20steps --warmup 2epochs --keep 3 --out a/b",
+        "--data folder:x --mean 0.5,0.25,1 --std 1,2,3 --resize 32 --download --drop-last --batchnorm sync",
+        "--out x --resume auto --workers 2 --seed 5 --deterministic --backend gloo --timeout 3.5",
+    ],
+)
+def test_a_configuration_becomes_flags_again_without_defaults(line):
+    config = flags.parse(line.split())
+    again = flags.arguments_of(config)
+    assert flags.parse(again) == config
+    assert len(again) == len(line.split())
+
+
+def test_a_rank_batch_stands_for_the_batch_size():
+    assert flags.parse(["--spawn", "2", "--rank-batch", "2,10"]).batch_size == 12
+    assert flags.parse(["--spawn", "2", "--rank-batch", "2,10", "--batch-size", "12"]).batch_size == 12
+
+
+def test_resume_without_a_value_means_auto():
+    assert flags.parse(["--resume", "--out", "x"]).resume == "auto"
+
+
+WRONG = [
+    (["--epochs", "0"], "--epochs"),
+    (["--batch-size", "1.5"], "--batch-size"),
+    (["--lr", "-1"], "--lr"),
+    (["--lr", "nan"], "--lr"),
+    (["--lr", "inf"], "--lr"),
+    (["--momentum", "1"], "--momentum"),
+    (["--optimizer", "lion"], "--optimizer"),
+    (["--optimizer", "adamw", "--momentum", "0.5"], "--momentum"),
+    (["--save-every", "0"], "--save-every"),
+    (["--save-every", "5minutes"], "--save-every"),
+    (["--resume", "auto"], "--resume"),
+    (["--resume", "x.pt", "--force"], "--force"),
+    (["--accumulate", "65"], "--accumulate"),
+    (["--spawn", "0"], "--spawn"),
+    (["--spawn", "3", "--batch-size", "2"], "--batch-size"),
+    (["--spawn", "2", "--rank-share", "1,2,3"], "--rank-share"),
+    (["--rank-share", "1,3"], "--rank-share"),
+    (["--spawn", "2", "--rank-share", "1,0"], "--rank-share"),
+    (["--spawn", "2", "--rank-share", "1,900"], "--rank-share"),
+    (["--spawn", "2", "--rank-batch", "2,10", "--batch-size", "16"], "--rank-batch"),
+    (["--spawn", "2", "--rank-batch", "2,0"], "--rank-batch"),
+    (["--spawn", "2", "--rank-batch", "2,2", "--rank-share", "1,1"], "--rank-share"),
+    (["--spawn", "3", "--sampler", "torch"], "--batch-size"),
+    (["--spawn", "2", "--sampler", "torch", "--rank-share", "1,3"], "--rank-share"),
+    (["--sampler", "none"], "--sampler"),
+    (["--mean", "0,x"], "--mean"),
+    (["--std", "1,0,1"], "--std"),
+    (["--resize", "32"], "--resize"),
+    (["--timeout", "0"], "--timeout"),
+    (["--workers", "-1"], "--workers"),
+    (["--no-such-flag"], "--no-such-flag"),
+    (["--batch", "3"], "--batch"),
+    # refused with a look at the data and the model
+    (["--data", "no-such-data"], "--data"),
+    (["--data", "fake:none"], "--data"),
+    (["--data", "folder:/no/such/folder"], "--data"),
+    (["--data", "fake:20", "--mean", "1,2"], "--mean"),
+    (["--data", "fake:20", "--model", "no-such-model"], "--model"),
+    (["--data", "fake:20", "--model", "torchvision:no_such_model"], "torchvision:no_such_model"),
+    (["--data", "fake:20", "--drop-last"], "--drop-last"),
+    (["--data", "fake:20", "--warmup", "99steps"], "--warmup"),
+    (["--backend", "nccl"], "--backend"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "flag"), WRONG, ids=[" ".join(a) for a, _ in WRONG])
+def test_wrong_flags_are_one_line_and_exit_code_2_before_any_process_group(
+    arguments, flag, capsys, monkeypatch, tmp_path
+):
+    import torch
+    import torch.distributed as dist
+
+    def started(*_: object, **__: object) -> None:
+        pytest.fail("a process group was started")
+
+    monkeypatch.setattr(dist, "init_process_group", started)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert flag in said.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rest", ["", "--accumulate 2"])
+def test_a_batchnorm_batch_of_one_is_refused_and_names_the_flags(tmp_path, capsys, rest):
+    (tmp_path / "made.py").write_text(
+        "from torch import nn\n"
+        "def model(num_classes):\n"
+        "    body = nn.Sequential(nn.Flatten(), nn.Linear(3072, 4), nn.BatchNorm1d(4))\n"
+        "    return nn.Sequential(body, nn.Linear(4, num_classes))\n"
+    )
+    model = ["--model", f"{tmp_path}/made.py:model"]
+    size = 4 if not rest else 2
+    assert main([*model, *rest.split(), "--data", "fake:9", "--batch-size", str(size)]) == 2
+    said = capsys.readouterr().err
+    assert f"--batch-size {size}" in said
+    assert "BatchNorm" in said
+    assert ("--drop-last" in said) == (not rest)
+    assert ("--accumulate" in said) == bool(rest)
+
+
+def test_a_model_that_does_not_fit_the_data_is_refused_with_its_own_reason(capsys):
+    assert main(["--data", "digits", "--model", "torchvision:resnet18"]) == 2
+    said = capsys.readouterr().err
+    assert "does not take the 1×8×8 samples" in said
+    assert "channels" in said
+
+
+OWN = """
+from torch import nn
+
+class Idle(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.used, self.idle = nn.Linear(3072, num_classes), nn.Linear(2, 2)
+    def forward(self, x):
+        return self.used(x.flatten(1))
+
+def idle(num_classes):
+    return Idle(num_classes)
+
+def synchronised(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes), nn.SyncBatchNorm(num_classes))
+
+def frozen(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes)).requires_grad_(False)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("idle", "parameter idle.weight does not affect the output"),
+        ("synchronised", "torch's SyncBatchNorm works only on GPUs (give --batchnorm sync"),
+        ("frozen", "has no parameters to train"),
+    ],
+)
+def test_models_that_ddp_cant_train_are_refused(tmp_path, capsys, monkeypatch, name, said):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "own.py").write_text(OWN)
+    arguments = ["--data", "fake:9", "--batch-size", "4", "--model", f"{tmp_path}/own.py:{name}"]
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_with_fewer_outputs_than_classes_is_refused(capsys):
+    model = "torchvision:squeezenet1_1(num_classes=3)"
+    assert main(["--data", "fake:8", "--batch-size", "8", "--model", model]) == 2
+    assert "has 3 outputs, but fake:8 has 10 classes" in capsys.readouterr().err
+
+
+def test_wrong_flags_are_refused_without_importing_torch():
+    code = "import sys; sys.modules['torch'] = None; from train.main import main; sys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--epochs", "0"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: argument --epochs")
+
+
+def test_under_torchrun_only_rank_0_reports_wrong_flags_at_once(monkeypatch, capsys):
+    waited: list[float] = []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(launch.time, "sleep", waited.append)
+    assert main(["--epochs", "0"]) == 2
+    assert waited == [launch.PATIENCE]  # within which torchrun ends it, when rank 0 has spoken and gone
+
+
+def test_a_global_batch_smaller_than_the_number_of_ranks_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageFault, match="--batch-size 3"):
+        flags.parse(["--batch-size", "3"])
+
+
+def test_torchrun_and_spawn_together_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageFault, match="--spawn"):
+        flags.parse(["--spawn", "2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        (["--spawn", "2", "--epochs", "3"], ["--epochs", "3"]),
+        (["--epochs", "3", "--spawn=2"], ["--epochs", "3"]),
+        (["--out", "--spawned"], ["--out", "--spawned"]),
+    ],
+)
+def test_spawned_ranks_get_all_flags_but_spawn(arguments, kept):
+    assert flags.without("--spawn", arguments) == kept
+
+
+def test_help_ends_in_examples_that_parse(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--help"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    examples = said.split("examples:\n")[1].splitlines()
+    assert len(examples) == 4
+    for example in examples:
+        flags.parse(example.split("train/main.py")[1].split())
+
+
+def test_help_fits_into_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    for program in (main, evaluate.main):
+        with pytest.raises(SystemExit):
+            program(["--help"])
+        assert max(len(line) for line in capsys.readouterr().out.splitlines()) <= 80
+
+
+def test_only_rank_0_prints_the_help(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,190 @@
+"""Augmentation, mixup and cutmix: samples depend on (seed, epoch, sample) alone, and only for images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from ckpttool.errors import CheckFailed, UsageFault
+from tests.ranks import trainings
+from train.config.training import TrainConfig
+from train.data.augment import augmented
+
+CLASSES = 10
+KINDS: dict[str, dict[str, Any]] = {
+    "crop-flip": {"augment": "crop-flip"},
+    "auto": {"augment": "auto"},
+    "mixup": {"mixup": 0.2},
+    "cutmix": {"cutmix": 1.0},
+    "all": {"augment": "auto", "mixup": 0.2, "cutmix": 1.0},
+}
+
+
+def images(samples: int = 12) -> Any:
+    return trainings.tensors((3, 16, 16), samples).train
+
+
+def made(samples: Any = None, *, epoch: int = 0, **settings: Any) -> Any:
+    config = TrainConfig(**{"data": "folder:x", **settings})
+    found = augmented(images() if samples is None else samples, config, CLASSES)
+    if hasattr(found, "set_epoch"):
+        found.set_epoch(epoch)
+    return found
+
+
+def all_of(samples: Any) -> torch.Tensor:
+    rows = [samples[index] for index in range(len(samples))]
+    return torch.stack([torch.cat([x.reshape(-1), torch.as_tensor(y).reshape(-1)]) for x, y in rows])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_is_the_same_in_any_order_and_whatever_was_drawn_before(kind: str) -> None:
+    samples = made(**KINDS[kind])
+    first = all_of(samples)
+    torch.rand(7)
+    backwards = [samples[index] for index in reversed(range(len(samples)))]
+    for index, (picture, _) in enumerate(reversed(backwards)):
+        assert torch.equal(picture.reshape(-1), first[index][: picture.numel()])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_reading_a_sample_leaves_the_random_numbers_of_the_training_alone(kind: str) -> None:
+    samples, before = made(**KINDS[kind]), torch.get_rng_state()
+    all_of(samples)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loading_processes_give_the_same_samples(kind: str) -> None:
+    samples = made(epoch=3, **KINDS[kind])
+    loader = DataLoader(samples, batch_size=5, num_workers=2, multiprocessing_context="fork")
+    loaded = torch.cat([batch.flatten(1) for batch, _ in loader])
+    assert torch.equal(loaded, all_of(samples)[:, : loaded.shape[1]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_epoch_and_another_seed_give_other_samples(kind: str) -> None:
+    first = all_of(made(**KINDS[kind]))
+    assert not torch.equal(first, all_of(made(epoch=1, **KINDS[kind])))
+    assert not torch.equal(first, all_of(made(seed=1, **KINDS[kind])))
+
+
+def test_nothing_asked_changes_nothing() -> None:
+    samples = images()
+    assert made(samples) is samples
+
+
+def test_crop_flip_shifts_by_up_to_an_eighth_and_flips_half_of_the_images() -> None:
+    picture = torch.arange(1.0, 257).reshape(1, 16, 16)
+    samples = made(TensorDataset(picture.expand(200, 1, 16, 16), torch.zeros(200)), augment="crop-flip")
+    flipped, shifts = 0, set()
+    for index in range(len(samples)):
+        found = samples[index][0]
+        is_flipped = bool(found[0, 8, 7] > found[0, 8, 8])
+        flipped += is_flipped
+        upright = found.flip(2) if is_flipped else found
+        down, right = divmod(int(upright[0, 8, 8]) - 1, 16)
+        shifts.add((down - 8, right - 8))
+    assert shifts == {(down, right) for down in range(-2, 3) for right in range(-2, 3)}
+    assert 80 <= flipped <= 120
+
+
+@pytest.mark.parametrize(("name", "black"), [("folder:x", -0.485 / 0.229), ("own.py:pair", 0.0)])
+def test_crop_flip_shifts_in_black_where_the_normalisation_is_known(name: str, black: float) -> None:
+    samples = made(TensorDataset(torch.ones(20, 3, 8, 8), torch.zeros(20)), augment="crop-flip", data=name)
+    found = torch.stack([samples[index][0][0] for index in range(20)]).unique()
+    assert found.tolist() == pytest.approx([black, 1.0])
+
+
+def test_auto_gives_images_in_the_range_of_the_normalised_ones() -> None:
+    found = torch.stack([made(augment="auto")[index][0] for index in range(12)])
+    low, high = -0.485 / 0.229, (1 - 0.406) / 0.225
+    assert found.dtype == torch.float32
+    assert low - 1e-4 <= found.min() and found.max() <= high + 1e-4
+
+
+def test_auto_returns_an_image_that_no_change_was_drawn_for_as_it_was() -> None:
+    class Same:
+        def __call__(self, picture: torch.Tensor) -> torch.Tensor:
+            return picture
+
+    bytes_ = torch.randint(256, (4, 3, 8, 8), generator=torch.Generator().manual_seed(1)).float() / 255
+    samples = made(TensorDataset(bytes_, torch.zeros(4)), augment="auto", mean=(0.0,), std=(1.0,))
+    plain = made(TensorDataset(bytes_, torch.zeros(4)), augment="crop-flip", mean=(0.0,), std=(1.0,))
+    samples.trivial = Same()
+    assert all(torch.allclose(samples[i][0], plain[i][0], atol=1e-7) for i in range(4))
+
+
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_mixed_samples_are_the_weighted_mean_of_two(kind: str) -> None:
+    pictures = torch.eye(CLASSES).reshape(CLASSES, 1, 10, 1).expand(CLASSES, 1, 10, 10).contiguous()
+    # The image of class k is 1 in row k: so the mean of a row of pixels shows the weight of its class.
+    samples = made(TensorDataset(pictures, torch.arange(CLASSES)), **{kind: 1.0})
+    partners = set()
+    for index in range(CLASSES):
+        picture, target = samples[index]
+        assert target.dtype == torch.float32 and target.sum() == pytest.approx(1)
+        others = [k for k in range(CLASSES) if target[k] > 0 and k != index]
+        assert len(others) <= 1
+        partners.update(others)
+        if kind == "mixup":
+            assert torch.allclose(picture[0].mean(dim=1), target, atol=1e-6)
+        else:
+            assert set(picture.unique().tolist()) <= {0.0, 1.0}
+    assert len(partners) > 2
+
+
+def test_cutmix_weighs_labels_by_the_area_that_was_cut() -> None:
+    pictures = torch.stack([torch.zeros(1, 9, 7), torch.ones(1, 9, 7)])
+    samples = made(TensorDataset(pictures, torch.tensor([0, 1])), cutmix=1.0)
+    areas = set()
+    for epoch in range(20):
+        samples.set_epoch(epoch)
+        picture, target = samples[0]
+        assert target[1] == pytest.approx(float(picture.mean()))
+        areas.add(float(picture.mean()))
+    assert len(areas) > 5
+
+
+def test_the_partner_is_augmented_as_it_is_by_itself() -> None:
+    samples = TensorDataset(torch.rand(CLASSES, 1, 8, 8), torch.arange(CLASSES))
+    plain, mixed = made(samples, augment="crop-flip"), made(samples, augment="crop-flip", mixup=1.0)
+    for index in range(CLASSES):
+        picture, target = mixed[index]
+        weighted = [plain[k][0] * float(target[k]) for k in range(CLASSES)]
+        assert torch.allclose(picture, torch.stack(weighted).sum(dim=0), atol=1e-6)
+
+
+def test_a_label_that_is_no_class_is_named() -> None:
+    samples = made(TensorDataset(torch.rand(2, 1, 8, 8), torch.tensor([0, 12])), mixup=1.0)
+    with pytest.raises(CheckFailed, match="training sample 1 has the label 12"):
+        samples[1]
+
+
+@pytest.mark.parametrize(
+    ("samples", "settings", "words"),
+    [
+        (TensorDataset(torch.rand(2, 5), torch.zeros(2)), {"augment": "crop-flip"}, "--augment crop-flip"),
+        (TensorDataset(torch.rand(2, 5), torch.zeros(2)), {"cutmix": 1.0}, "--cutmix"),
+        (TensorDataset(torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2)), {"mixup": 1.0}, "--mixup"),
+        (images(), {"augment": "auto", "data": "own.py:pair"}, "own.py:pair scales its images itself"),
+        (
+            TensorDataset(torch.rand(2, 4, 8, 8), torch.zeros(2)),
+            {"augment": "auto", "mean": (0.0,), "std": (1.0,)},
+            "1 or 3 channels",
+        ),
+    ],
+)
+def test_what_can_not_be_augmented_is_refused_with_its_flag(
+    samples: Any, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageFault, match=words):
+        made(samples, **settings)
+
+
+def test_mixup_takes_samples_that_are_no_images() -> None:
+    samples = made(TensorDataset(torch.rand(4, 5), torch.arange(4)), mixup=1.0)
+    assert samples[0][0].shape == (5,)

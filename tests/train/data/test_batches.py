@@ -1,0 +1,120 @@
+"""Loading processes: the random numbers that they draw, and their end."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from ckpttool.distributed.group import process_group
+from ckpttool.distributed.place import Place
+from tests.ranks import trainings
+from tests.ranks.programs import OWN_DATA
+from train import main
+from train.data import batches as loading
+from train.main import steps_of_epoch
+from train.tasks import task
+from train.trainer.trainer import Trainer
+
+
+class Noisy(Dataset[Any]):
+    """Draws from the random state of whatever process loads it."""
+
+    def __init__(self, plain: TensorDataset) -> None:
+        self.plain = plain
+
+    def __len__(self) -> int:
+        return len(self.plain)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        _, label = self.plain[index]
+        return torch.rand(10), label
+
+
+class Watching(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(10, 10)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.seen.append(inputs)
+        return super().forward(inputs)
+
+
+class Stuck(Dataset[Any]):
+    """Has two samples that are there at once; the others take for ever."""
+
+    def __len__(self) -> int:
+        return 99
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(1000 * (index > 1))
+        return torch.tensor(index)
+
+
+def test_loading_processes_that_are_stuck_are_ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "PATIENCE", 0.5)
+    before, began = {*multiprocessing.active_children()}, time.monotonic()
+    with loading.processes_ended():
+        each = [[index] for index in range(99)]
+        both = [iter(loading.load(Stuck(), each, trainings.place(0, 1), workers=2)) for _ in range(2)]
+        assert [int(next(batches)) for batches in both] == [0, 0]
+        ended = iter(loading.load(Stuck(), [[1]], trainings.place(0, 1), workers=1))
+        assert [int(batch) for batch in ended] == [1]
+    assert time.monotonic() - began < 5
+    assert {*multiprocessing.active_children()} <= before
+    time.sleep(0.1)  # nor is their end raised here as a failure
+
+
+def drawn(rank: int = 0, seed: int = 0, *, start: int = 0) -> list[torch.Tensor]:
+    """Return the first samples of one rank of two in each of two epochs, loaded from step `start`."""
+    data = trainings.tensors((10,), 16)
+    data = dataclasses.replace(data, train=Noisy(data.train))  # type: ignore[arg-type]
+    found = []
+    with process_group(trainings.place(0, 1), timeout=5):  # a plan of two ranks, and this one alone
+        config = trainings.TrainConfig(scheduler="none", batch_size=8, seed=seed, workers=1)
+        trainer = Trainer(
+            config,
+            data,
+            model := Watching(),
+            Place(rank, 2, "gloo", torch.device("cpu")),
+            task.build(config, data),
+        )
+        trainer.progress.step = start
+        for _ in range(2):
+            model.seen.clear()
+            for _ in steps_of_epoch(trainer):
+                pass
+            trainer.finish_epoch()
+            found.append(torch.cat(model.seen)[:4])
+    return found
+
+
+def test_workers_draw_different_numbers_for_each_epoch_rank_and_seed() -> None:
+    alike = drawn()
+    assert all(map(torch.equal, alike, drawn()))
+    met = [*alike, *drawn(rank=1), *drawn(seed=1), drawn(start=1)[0]]
+    assert len({tuple(numbers.flatten().tolist()) for numbers in met}) == 7
+
+
+def test_random_samples_from_workers_are_the_same_after_a_resume_within_an_epoch(
+    tmp_path: Path,
+) -> None:
+    before = {*multiprocessing.active_children()}
+    (tmp_path / "own.py").write_text(OWN_DATA)
+    settings = ["--data", f"{tmp_path}/own.py:pair", "--batch-size", "4", "--workers", "2"]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    saving = ["--epochs", "2", "--save-every", "1steps", "--keep", "9"]
+    assert main.main([*settings, *saving, "--out", str(whole)]) == 0
+    going_on = ["--out", str(resumed), "--resume", str(whole / "step-000002.pt")]
+    assert main.main([*settings, *saving, *going_on]) == 0
+    one, other = (torch.load(out / "last.pt", weights_only=True)["model"] for out in (whole, resumed))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert {*multiprocessing.active_children()} <= before  # those of an evaluation are kept for the next

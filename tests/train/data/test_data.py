@@ -1,0 +1,335 @@
+"""Data sets by name, and the errors when they are missing or malformed."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from ckpttool.errors import CkptToolError, Damaged, UsageFault
+from tests.ranks import trainings
+from tests.support.running import ROOT
+from train.config.shared import DataConfig
+from train.data import data_set as data
+
+
+def load(name: str, **flags: Any) -> data.Data:
+    return data.load(DataConfig(data=name, **flags))
+
+
+def labels(samples: Any) -> list[int]:
+    return [int(samples[index][1]) for index in range(len(samples))]
+
+
+# ---- digits and noise ----------------------------------------------------------------------------------
+
+
+def test_every_digit_is_in_one_part_and_scaled_to_0_to_1():
+    digits = load("digits")
+    assert (len(digits.train), len(digits.test), digits.shape) == (1442, 355, (1, 8, 8))
+    pictures = torch.stack([s[i][0] for s in (digits.train, digits.test) for i in range(len(s))])
+    assert (pictures.min(), pictures.max()) == (0, 1)
+    assert len(digits.classes) == 10
+    train, test = digits.train, digits.test
+    assert sorted([*train.indices, *test.indices]) == list(range(1797))
+
+
+def test_the_digits_are_divided_in_the_same_way_each_time_and_by_class():
+    first, second = load("digits"), load("digits")
+    assert first.test.indices == second.test.indices
+    in_all = torch.bincount(torch.tensor(labels(first.train) + labels(first.test)))
+    in_test = torch.bincount(torch.tensor(labels(first.test)))
+    assert torch.equal(in_test, in_all // 5)
+
+
+def test_the_digits_need_no_torchvision():
+    code = (
+        "import sys; sys.modules['torchvision'] = None\n"
+        "from train import data, shared_config; data.load(shared_config.DataConfig())"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_fake_samples_are_the_same_each_time_and_differ_between_train_and_test():
+    noise = load("fake:20")
+    assert (len(noise.train), len(noise.test), noise.shape) == (20, 4, (3, 32, 32))
+    assert torch.equal(noise.train[3][0], load("fake:20").train[3][0])
+    assert not torch.equal(noise.train[0][0], noise.test[0][0])
+
+
+def test_fake_samples_are_normalised_by_default_and_as_the_flags_say():
+    noise = load("fake:200").train
+    pictures = torch.stack([noise[index][0] for index in range(200)])
+    assert pictures.mean(dim=(0, 2, 3)).abs().max() < 0.01
+    assert (pictures.std(dim=(0, 2, 3)) - 1).abs().max() < 0.01
+    plain = load("fake:200", mean=(0.0,), std=(1.0,)).train[7][0]
+    assert 0 <= plain.min() < 0.01 < 0.99 < plain.max() < 1
+    assert torch.allclose(noise[7][0], (plain - 0.5) * 12**0.5, atol=1e-6)
+
+
+def test_another_normalisation_gives_another_fingerprint(tmp_path):
+    make_pictures = load("fake:8", mean=(0.5, 0.5, 0.5))
+    assert make_pictures.fingerprint != load("fake:8").fingerprint
+
+
+def test_data_sets_with_other_samples_have_other_fingerprints(tmp_path):
+    make_folder(tmp_path / "a", {"cat": 6, "dog": 6})
+    make_folder(tmp_path / "b", {"cat": 6, "dog": 5, "eel": 1})
+    names = ["digits", "fake:20", "fake:21", f"folder:{tmp_path}/a", f"folder:{tmp_path}/b"]
+    assert len({load(name).fingerprint for name in names}) == len(names)
+    (tmp_path / "a").rename(tmp_path / "moved")
+    assert load(f"folder:{tmp_path}/moved").fingerprint.startswith("folder ")
+
+
+# ---- cifar10 and mnist ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "folder"), [("cifar10", "cifar-10-batches-py"), ("mnist", "MNIST/raw")])
+def test_missing_files_are_an_error_that_names_the_path_and_the_flags(tmp_path, name, folder):
+    with pytest.raises(UsageFault) as fault:
+        load(name, data_root=str(tmp_path))
+    assert str(tmp_path / folder) in str(fault.value)
+    assert "--download" in fault.value.hint
+    assert "--data-root" in fault.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_download_gives_its_reason_and_another_way(tmp_path, monkeypatch):
+    from torchvision import datasets
+
+    def offline(*_: object, **__: object) -> None:
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(datasets.MNIST, "download", offline)
+    with pytest.raises(CkptToolError, match="could not be downloaded: no route to host") as failure:
+        load("mnist", data_root=str(tmp_path), download=True)
+    assert str(tmp_path) in failure.value.hint
+
+
+def test_mnist_is_read_as_torchvision_reads_it(tmp_path):
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for part, count in (("train", 5), ("t10k", 3)):
+        pixels = numpy.arange(count * 784, dtype=numpy.uint8).tobytes()
+        (raw / f"{part}-images-idx3-ubyte").write_bytes(struct.pack(">IIII", 0x803, count, 28, 28) + pixels)
+        (raw / f"{part}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">II", 0x801, count) + bytes(range(count))
+        )
+    mnist = load("mnist", data_root=str(tmp_path))
+    assert (len(mnist.train), len(mnist.test), mnist.shape) == (5, 3, (1, 28, 28))
+    assert mnist.train[0][0][0, 0, 2] == torch.tensor(2 / 255)
+    assert labels(mnist.test) == [0, 1, 2]
+
+
+def test_cifar10_is_normalised_like_other_colour_images(tmp_path, monkeypatch):
+    from torchvision import datasets
+
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name in [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]:
+        batch = {"data": numpy.full((2, 3072), 51, dtype=numpy.uint8), "labels": [1, 9]}
+        (folder / name).write_bytes(pickle.dumps(batch))
+    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": list("abcdefghij")}))
+    monkeypatch.setattr(datasets.CIFAR10, "_check_integrity", lambda _: True)
+    monkeypatch.setattr(datasets.cifar, "check_integrity", lambda *_: True)
+    cifar = load("cifar10", data_root=str(tmp_path))
+    assert (len(cifar.train), len(cifar.test), cifar.shape) == (10, 2, (3, 32, 32))
+    assert cifar.train[0][0][:, 0, 0].tolist() == pytest.approx(
+        [(0.2 - 0.485) / 0.229, (0.2 - 0.456) / 0.224, (0.2 - 0.406) / 0.225]
+    )
+    assert labels(cifar.test) == [1, 9]
+
+
+# ---- folders of images ---------------------------------------------------------------------------------
+
+
+def make_folder(root: Path, classes: dict[str, int], size: tuple[int, int] = (6, 4)) -> None:
+    for name, count in classes.items():
+        (root / name).mkdir(parents=True)
+        for number in range(count):
+            pixels = bytes((number * 7 + i) % 256 for i in range(size[0] * size[1] * 3))
+            Image.frombytes("RGB", size, pixels).save(root / name / f"{number:03d}.png")
+
+
+def test_a_folder_with_train_and_test_is_already_divided(tmp_path):
+    make_folder(tmp_path / "train", {"cat": 3, "dog": 4})
+    make_folder(tmp_path / "test", {"dog": 2})
+    for loaded in (load(f"folder:{tmp_path}"), data.load_test(DataConfig(data=f"folder:{tmp_path}"))):
+        assert loaded.classes == ("cat", "dog")
+        assert (labels(loaded.train), labels(loaded.test)) == ([0, 0, 0, 1, 1, 1, 1], [1, 1])
+        assert loaded.shape == (3, 4, 6)
+
+
+def test_a_folder_of_classes_is_divided_for_training_and_whole_for_evaluation(tmp_path):
+    make_folder(tmp_path, {"cat": 10, "dog": 5})
+    loaded = load(f"folder:{tmp_path}")
+    assert (labels(loaded.train), labels(loaded.test)) == ([0] * 8 + [1] * 4, [0, 0, 1])
+    assert labels(data.load_test(DataConfig(data=f"folder:{tmp_path}")).test) == [0] * 10 + [1] * 5
+
+
+def test_a_folder_with_only_a_test_part_can_be_evaluated(tmp_path):
+    make_folder(tmp_path / "test", {"cat": 2, "dog": 1})
+    assert labels(data.load_test(DataConfig(data=f"folder:{tmp_path}")).test) == [0, 0, 1]
+
+
+def test_images_are_read_as_rgb_and_normalised_as_by_torchvision(tmp_path):
+    from torchvision import transforms
+
+    make_folder(tmp_path, {"cat": 2})
+    Image.frombytes("L", (6, 4), bytes(range(24))).save(tmp_path / "cat" / "grey.png")
+    Image.frombytes("RGBA", (6, 4), bytes(range(96))).save(tmp_path / "cat" / "veiled.png")
+    files = sorted((tmp_path / "cat").iterdir())
+    normalise = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    transform = transforms.Compose([transforms.ToTensor(), normalise])
+    samples = data.load_test(DataConfig(data=f"folder:{tmp_path}")).test
+    assert len(samples) == len(files) == 4
+    for index, file in enumerate(files):
+        assert torch.equal(samples[index][0], transform(Image.open(file).convert("RGB")))
+
+
+def test_mean_and_std_take_one_number_or_one_per_channel(tmp_path):
+    make_folder(tmp_path, {"cat": 1})
+    config = {"data": f"folder:{tmp_path}", "mean": (0.5,), "std": (0.25, 0.5, 1.0)}
+    picture = data.load_test(DataConfig(**config)).test[0][0]
+    plain = data.load_test(DataConfig(data=f"folder:{tmp_path}", mean=(0.0,), std=(1.0,))).test[0][0]
+    assert torch.allclose(picture, (plain - 0.5) / torch.tensor([0.25, 0.5, 1.0]).view(3, 1, 1))
+    with pytest.raises(UsageFault, match="--mean: 2 numbers for images of 3 channels"):
+        load(f"folder:{tmp_path}", mean=(0.1, 0.2))
+
+
+def test_images_of_two_sizes_are_refused_without_resize(tmp_path):
+    make_folder(tmp_path, {"cat": 2})
+    make_folder(tmp_path, {"dog": 1}, size=(8, 8))
+    with pytest.raises(UsageFault, match=r"is 8×8, but .* is 6×4") as fault:
+        load(f"folder:{tmp_path}")
+    assert "--resize" in fault.value.hint
+    resized = data.load_test(DataConfig(data=f"folder:{tmp_path}", resize=5)).test
+    assert {tuple(resized[index][0].shape) for index in range(3)} == {(3, 5, 5)}
+
+
+def test_a_file_that_is_not_an_image_is_named(tmp_path):
+    make_folder(tmp_path, {"cat": 2})
+    (tmp_path / "cat" / "zzz.png").write_bytes(b"not at all")
+    with pytest.raises(Damaged, match=r"zzz\.png"):
+        load(f"folder:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda root: None, "no folders of images"),
+        (lambda root: (root / "cat").mkdir(), "hold no images"),
+        (
+            lambda root: (make_folder(root / "train", {"cat": 1}), make_folder(root / "test", {"eel": 1})),
+            "the training data has no such class",
+        ),
+    ],
+    ids=["empty", "empty class", "unknown class"],
+)
+def test_a_folder_without_classes_or_images_is_refused(tmp_path, make, said):
+    make(tmp_path)
+    with pytest.raises(UsageFault, match=said):
+        load(f"folder:{tmp_path}")
+
+
+# ---- the user's own ------------------------------------------------------------------------------------
+
+OWN = """
+import random, numpy, torch
+from torch.utils.data import Dataset, TensorDataset
+
+class Restless(Dataset):
+    classes = ["a", "b"]
+    def __len__(self):
+        return 6
+    def __getitem__(self, index):
+        return torch.rand(2) + random.random() + numpy.random.rand(), index % 2
+
+def restless():
+    return Restless(), Restless()
+
+def plain():
+    parts = TensorDataset(torch.rand(4, 3), torch.tensor([0, 2, 1, 0]))
+    return parts, parts
+
+def one():
+    return Restless()
+
+class Nameless(Restless):
+    classes = None
+
+def nameless():
+    return Nameless(), Nameless()
+"""
+
+
+@pytest.fixture
+def own(tmp_path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path}/own.py"
+
+
+def test_a_users_factory_returns_both_data_sets(own):
+    assert load(f"{own}:restless").classes == ("a", "b")
+    assert load(f"{own}:plain").classes == ("0", "1", "2")
+    assert load(f"{own}:plain").shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("one", "two data sets"), ("nameless", "does not say its classes")]
+)
+def test_a_factory_that_returns_something_else_is_refused_with_what_is_needed(own, name, said):
+    with pytest.raises(UsageFault, match=said):
+        load(f"{own}:{name}")
+
+
+def test_random_user_data_depends_only_on_seed_epoch_and_sample(own):
+    random.seed(0), torch.manual_seed(0), numpy.random.seed(0)
+    first = data.load(DataConfig(data=f"{own}:restless"), seed=1).train
+    alone = [first[index][0] for index in range(6)]
+    assert len({tuple(sample.tolist()) for sample in alone}) == 6
+
+    random.seed(9), torch.manual_seed(9), numpy.random.seed(9)
+    again = data.load(DataConfig(data=f"{own}:restless"), seed=1).train
+    assert all(torch.equal(again[index][0], alone[index]) for index in (5, 0, 3))
+    again.set_epoch(1)
+    assert not torch.equal(again[0][0], alone[0])
+    other = data.load(DataConfig(data=f"{own}:restless"), seed=2).train
+    assert not torch.equal(other[0][0], alone[0])
+
+
+def test_loading_user_data_restores_the_random_state(own):
+    samples = load(f"{own}:restless").train
+    random.seed(4), torch.manual_seed(4), numpy.random.seed(4)
+    before = random.random(), torch.rand(1).item(), numpy.random.rand()
+    random.seed(4), torch.manual_seed(4), numpy.random.seed(4)
+    samples[2]
+    assert (random.random(), torch.rand(1).item(), numpy.random.rand()) == before
+
+
+# ---- on several ranks ----------------------------------------------------------------------------------
+
+
+def compare_on_ranks(rank: int, world_size: int, of_rank_1: int) -> Any:
+    whole = trainings.tensors((10,), of_rank_1 if rank else 8)
+    try:
+        data.compare(whole, "before training")
+    except CkptToolError as error:
+        return str(error), error.hint
+    return None
+
+
+def test_ranks_that_loaded_different_data_are_refused_with_a_hint(run_ranks: Any) -> None:
+    assert run_ranks(2, compare_on_ranks, 8) == [None, None]
+    for said, hint in run_ranks(2, compare_on_ranks, 9):
+        assert said == "rank 1 holds another --data than rank 0, before training"
+        assert "the files of --data" in hint

@@ -1,0 +1,254 @@
+"""What is compared of a data set: between ranks, and when a run resumes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from ckpttool.errors import CkptToolError
+from train import evaluate, main
+from train.config.shared import DataConfig
+from train.config.training import TrainConfig
+from train.data import data_set as data
+from train.data import fingerprint as contents
+
+OWN = """
+import os, random, numpy, torch
+from torch.utils.data import Dataset, Subset, TensorDataset, random_split
+
+def whole():
+    generator = torch.Generator().manual_seed(1)
+    made = TensorDataset(torch.rand(100, 3, generator=generator), torch.arange(100) % 2)
+    made.classes = ["a", "b"]
+    return made
+
+def named(parts):
+    parts[0].classes = ["a", "b"]
+    return parts
+
+def halves():
+    return named(tuple(random_split(whole(), [80, 20])))
+
+def halves_by_numpy():
+    order = numpy.random.permutation(100).tolist()
+    return named((Subset(whole(), order[:80]), Subset(whole(), order[80:])))
+
+def halves_by_python():
+    order = random.sample(range(100), 100)
+    return named((Subset(whole(), order[:80]), Subset(whole(), order[80:])))
+
+def halves_of_no_seed():
+    return named(tuple(random_split(whole(), [80, 20], generator=seedless())))
+
+def seedless():
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+def other_labels():
+    made = whole()
+    made.tensors[1][33] = int(os.environ.get("LABEL_33", os.environ.get("RANK", "0")))
+    return made, whole()
+
+class Flipped(Dataset):
+    classes = ["a", "b"]
+    generator = None
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        Flipped.generator = Flipped.generator or seedless()
+        sign = 1 if torch.rand(1, generator=Flipped.generator) < 0.5 else -1
+        return torch.full((3,), float(index)) * sign, index % 2
+
+def flipped():
+    return Flipped(), Flipped()
+
+def flipped_differently():
+    made = Flipped()
+    made.targets = [int(os.environ["RANK"])] * 40
+    return made, Flipped()
+
+def apart():
+    made = TensorDataset(torch.rand(100, 3, generator=seedless()), torch.arange(100) % 2)
+    made.classes, made.fingerprint = ["a", "b"], "shards of one night"
+    return made, whole()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path}/own.py"
+
+
+def indices(samples: Any) -> list[int]:
+    return [int(index) for index in samples.samples.indices]
+
+
+# ---- the same on every rank, in every run --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factory", ["halves", "halves_by_numpy", "halves_by_python"])
+def test_a_factory_that_draws_its_split_draws_the_same_one_each_time(own: str, factory: str) -> None:
+    """With any --seed, in a training and in an evaluation: no test sample is trained on."""
+    splits = []
+    for number, seed in enumerate((0, 0, 7)):
+        random.seed(number), numpy.random.seed(number), torch.manual_seed(number)
+        job = main.prepare(TrainConfig(data=f"{own}:{factory}", seed=seed, model=_model(own)))
+        splits.append((indices(job.data.train), indices(job.data.test)))
+    torch.manual_seed(9)
+    scored = evaluate.prepare(evaluate.EvaluateConfig(data=f"{own}:{factory}", model=_model(own)))
+    splits.append((indices(scored.data.train), indices(scored.data.test)))
+    assert splits == [splits[0]] * 4
+    assert sorted(splits[0][0] + splits[0][1]) == list(range(100))
+
+
+def _model(own: str) -> str:
+    path = Path(own).with_name("model.py")
+    path.write_text("from torch import nn\ndef net(num_classes):\n    return nn.Linear(3, num_classes)\n")
+    return f"{path}:net"
+
+
+def test_the_seed_of_the_data_does_not_change_the_weights(own: str) -> None:
+    weights = [
+        main.prepare(TrainConfig(data=f"{own}:{factory}", model=_model(own))).model.weight
+        for factory in ("halves", "flipped")
+    ]
+    assert torch.equal(*weights)
+
+
+# ---- ranks ---------------------------------------------------------------------------------------------
+
+
+def compare_on_ranks(rank: int, world_size: int, name: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(rank))
+        try:
+            data.compare(data.load(DataConfig(data=name)), "before training")
+        except CkptToolError as error:
+            return str(error), error.hint, error.exit_code
+    return None
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [
+        ("halves_of_no_seed", "test sample 0"),
+        ("other_labels", "labels of training samples 28 to 34"),
+        ("flipped_differently", "labels of training samples 0 to 2"),
+    ],
+)
+def test_ranks_whose_samples_or_labels_differ_are_refused_with_the_first(
+    run_ranks: Any, own: str, factory: str, name: str
+) -> None:
+    for said, hint, code in run_ranks(2, compare_on_ranks, f"{own}:{factory}"):
+        assert said.startswith(f"rank 1 holds another {name} than rank 0, before training")
+        assert "must seed its own generators" in hint
+        assert code == 1
+
+
+@pytest.mark.parametrize("factory", ["halves", "flipped", "apart"])
+def test_ranks_with_equal_random_or_declared_data_are_accepted(
+    run_ranks: Any, own: str, factory: str
+) -> None:
+    """`flipped` draws from generators of its own at each access; `apart` says what is to be compared."""
+    assert run_ranks(2, compare_on_ranks, f"{own}:{factory}") == [None, None]
+
+
+# ---- a resume ------------------------------------------------------------------------------------------
+
+
+def train(own: str, factory: str, folder: Path, *more: str) -> int:
+    settings = ["--batch-size", "20", "--out", str(folder), *more]
+    return main.main(["--data", f"{own}:{factory}", "--model", _model(own), *settings])
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [("halves_of_no_seed", "test sample 0"), ("other_labels", "labels of training samples 28 to 34")],
+)
+def test_a_resume_with_other_samples_is_refused_with_the_first(
+    own: str, tmp_path: Path, monkeypatch: Any, capsys: Any, factory: str, name: str
+) -> None:
+    assert train(own, factory, tmp_path / "run", "--epochs", "1") == 0
+    monkeypatch.setenv("LABEL_33", "1")
+    before = (tmp_path / "run" / "last.pt").read_bytes()
+    capsys.readouterr()
+    assert train(own, factory, tmp_path / "run", "--epochs", "2", "--resume") == 2
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"error: {tmp_path}/run/last.pt: belongs to a training on other samples: {name} of "
+    )
+    assert said.count("\n") == 1
+    assert (tmp_path / "run" / "last.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("factory", ["halves", "flipped", "apart"])
+def test_a_resume_with_the_same_random_or_declared_data_continues(
+    own: str, tmp_path: Path, factory: str
+) -> None:
+    assert train(own, factory, tmp_path / "run", "--epochs", "1") == 0
+    assert train(own, factory, tmp_path / "run", "--epochs", "2", "--resume") == 0
+
+
+# ---- what it costs -------------------------------------------------------------------------------------
+
+
+class Slow(Dataset[Any]):
+    """Counts how often a sample is read."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.read = size, []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return torch.zeros(2), 0
+
+
+@pytest.mark.parametrize(("size", "reads"), [(1, 1), (2, 2), (5, 5), (10**9, 6)])
+def test_few_samples_are_read_whatever_the_size(size: int, reads: int) -> None:
+    slow = Slow(size)
+    contents.describe("training", slow, "slow")
+    assert len(slow.read) == len(set(slow.read)) == reads
+    assert {0, size - 1} <= set(slow.read)
+
+
+def test_labels_are_listed_without_reading_samples() -> None:
+    slow = Slow(4)
+    for labels in ([1, 2, 3, 4], numpy.array([1, 2, 3, 4]), torch.tensor([1, 2, 3, 4], dtype=torch.uint8)):
+        slow.targets = labels
+        assert contents.listed_labels(slow).tolist() == [1, 2, 3, 4]
+        picked = torch.utils.data.Subset(slow, [3, 0])
+        assert contents.listed_labels(torch.utils.data.ConcatDataset([slow, picked])).tolist() == [
+            *(1, 2, 3, 4),
+            *(4, 1),
+        ]
+    for labels in (["cat"] * 4, [[1, 2], [3]], [1, 2], [0.5] * 4, None, {1: 2}):
+        slow.targets = labels
+        assert contents.listed_labels(slow) is None
+    assert slow.read == []
+
+
+def test_a_folder_of_images_is_compared_by_the_bytes_of_its_files(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for number in range(5):
+            Image.new("RGB", (4, 4), (number, 0, 0)).save(tmp_path / name / f"{number}.png")
+    before = data.load(DataConfig(data=f"folder:{tmp_path}")).contents
+    Image.new("RGB", (4, 4), (9, 9, 9)).save(tmp_path / "cat" / "0.png")
+    after = data.load(DataConfig(data=f"folder:{tmp_path}")).contents
+    changed = [name for name, digest in contents.flat(after).items() if contents.flat(before)[name] != digest]
+    assert changed == ["training sample 0"]

@@ -1,0 +1,187 @@
+"""Training on two machines, each with one rank: a machine is lost, the link between them is cut.
+
+Network namespaces stand in for the machines. Only the first one has the run's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.drill import agents
+from tests.drill.agents import ROOT, Agent, Machine
+from tests.ranks.runs import different
+from train.checkpoint import format as checkpoints
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+SETTINGS = [
+    *(
+        "--data",
+        "fake:50",
+        "--batch-size",
+        "12",
+        "--epochs",
+        "2",
+        "--eval-batch",
+        "2",
+        "--save-every",
+        "1steps",
+    ),
+    *("--model", f"{ROOT}/tests/drill/saboteur.py:model", "--resume", "auto", "--hang-timeout", "0"),
+]
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def networks() -> Iterator[list[str]]:
+    """Two network namespaces with a link between them, `wire` on both sides."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need `ip` and root")
+    names = [f"machine-{os.getpid()}-{number}" for number in (0, 1)]
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ends = ["wire", "netns", names[0], "type", "veth", "peer", "name", "wire", "netns", names[1]]
+        ip("link", "add", *ends)
+        for name, address in zip(names, ADDRESSES, strict=True):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "wire")
+            for device in ("lo", "wire"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no network namespaces can be made here: {error.stderr.decode().strip()}")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True, timeout=20)
+
+
+class TwoMachines:
+    """A run on two machines, of which only the first has its folder."""
+
+    def __init__(
+        self, networks: list[str], folder: Path, pauses: list[dict[str, Any]], timeout: float
+    ) -> None:
+        self.networks, self.folder, self.timeout = networks, folder, timeout
+        self.agents: list[Agent] = []
+        (folder / "run").mkdir(parents=True)
+        (folder / "plan.json").write_text(json.dumps(pauses))
+
+    def start(self, number: int) -> None:
+        """Start the agent of a machine; the first is where the agents meet."""
+        meeting = f"--rdzv-backend c10d --rdzv-id run --rdzv-endpoint {ADDRESSES[0]}:29500"
+        conf = f"--rdzv-conf is_host={1 - number},keep_alive_interval=1,read_timeout=20"
+        own = f"--nnodes 2 --nproc-per-node 1 --max-restarts 3 --local-addr {ADDRESSES[number]}"
+        machine = Machine(self.networks[number], lacks=self.folder / "run" if number else None)
+        arguments = [*SETTINGS, "--out", str(self.folder / "run"), "--timeout", str(self.timeout)]
+        options = f"{own} {meeting} {conf}".split()
+        self.agents.append(Agent(options, arguments, self.folder, machine=machine))
+
+    def wait_for(self, mark: str, seconds: float = 90) -> None:
+        end = time.monotonic() + seconds
+        while not (self.folder / mark).exists():
+            assert time.monotonic() < end and any(agent.code is None for agent in self.agents), self.said()
+            time.sleep(0.02)
+
+    def go(self, number: int) -> None:
+        """Let the rank that pauses go on."""
+        (self.folder / f"go-{number}").touch()
+
+    def lose_second(self) -> None:
+        """Kill everything on the second machine."""
+        agents.kill_all(self.folder / "none", self.agents[1:])
+
+    def link(self, state: str) -> None:
+        ip("-n", self.networks[1], "link", "set", "wire", state)
+
+    def ends(self, seconds: float = 90) -> list[int | None]:
+        """Return the exit codes of the agents, once they have ended."""
+        end = time.monotonic() + seconds
+        while None in (codes := [agent.code for agent in self.agents]) and time.monotonic() < end:
+            time.sleep(0.05)
+        return codes
+
+    def said(self) -> str:
+        return "\n".join(f"== {agent.log.name}\n{agent.log.read_text()[-3000:]}" for agent in self.agents)
+
+
+@pytest.fixture
+def two_machines(networks: list[str], tmp_path: Path) -> Iterator[Any]:
+    """Start a run: `two_machines(pauses, timeout)`; end what is left of it."""
+    runs = []
+
+    def start(pauses: list[dict[str, Any]], timeout: float = 60) -> TwoMachines:
+        run = TwoMachines(networks, tmp_path / "two", pauses, timeout)
+        runs.append(run)
+        for number in (0, 1):
+            run.start(number)
+        return run
+
+    yield start
+    for run in runs:
+        agents.kill_all(run.folder, run.agents)
+
+
+def pause(step: int, rank: int = 1) -> dict[str, Any]:
+    """Return the plan of a rank that waits in a step until the test has done what it has in mind."""
+    return {"at": "step", "whom": "worker", "signal": "none", "rank": rank, "step": step}
+
+
+def assert_undisturbed(folder: Path, tmp_path: Path) -> None:
+    """Compare the weights with those of two ranks on one machine."""
+    one = tmp_path / "one"
+    one.mkdir()
+    (one / "plan.json").write_text("[]")
+    options = ["--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    options += ["--rdzv-id", "one"]
+    agent = Agent(options, [*SETTINGS, "--out", str(one / "run")], one)
+    while agent.code is None:
+        time.sleep(0.05)
+    assert agent.code == 0, agent.log.read_text()
+    names = sorted(os.listdir(one / "run"))
+    assert sorted(os.listdir(folder)) == names == ["best.pt", "last.pt", "log.jsonl"]
+    ends = [checkpoints.read(str(each / "last.pt")) for each in (folder, one / "run")]
+    assert different(*ends) == []
+
+
+@pytest.mark.long
+def test_a_machine_that_is_lost_and_comes_back_and_a_link_that_is_cut_change_no_bit(
+    two_machines: Any, tmp_path: Path
+) -> None:
+    run = two_machines([pause(3), pause(6)])
+    run.wait_for("kill-0")
+    run.link("down")  # not for long: the run goes on as if nothing had been
+    run.go(0)
+    time.sleep(2)
+    run.link("up")
+    run.wait_for("run/last.pt")
+    run.wait_for("kill-1")
+    run.lose_second()
+    run.start(1)
+    assert run.ends() == [0, -9, 0], run.said()
+    assert_undisturbed(run.folder / "run", tmp_path)
+
+
+@pytest.mark.long
+def test_a_link_that_is_cut_for_long_ends_the_step_and_the_run_goes_on_when_it_is_back(
+    two_machines: Any, tmp_path: Path
+) -> None:
+    run = two_machines([pause(3)], timeout=6)
+    run.wait_for("kill-0")
+    run.link("down")
+    run.go(0)
+    time.sleep(12)
+    run.link("up")
+    assert run.ends() == [0, 0], run.said()
+    assert run.said().count("error: rank 1: no answer from another rank within --timeout") == 1
+    assert_undisturbed(run.folder / "run", tmp_path)

@@ -1,0 +1,302 @@
+"""A run that is told to end saves, ends after the same step on every rank, and resumes to the same bits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import runs, trainings
+from tests.ranks.forked import Program
+from tests.ranks.programs import ROOT, TORCHRUN, environment, start
+from train.config.training import TrainConfig
+from train.main import Job, train
+from train.run import agreement
+from train.tasks import task
+from train.trainer.scoring import Scorer
+from train.trainer.trainer import Trainer
+
+SELDOM = {"save_every": runs.Every(9, "epochs")}
+
+
+def told(
+    rank: int, size: int, folder: str, on: list[int], how: tuple[str, int], settings: dict[str, Any]
+) -> int:
+    """Run the trainer, and return its exit code.
+
+    Args:
+        on: the ranks that get a signal.
+        how: when: ("update", steps done before) or ("evaluate", batches scored before).
+        settings: of the run; `signal` is the signal, and `long` the seconds of a long step.
+    """
+    number, long = settings.pop("signal", signal.SIGTERM), settings.pop("long", agreement.LONG)
+    usual = {"epochs": 2, "batch_size": runs.BATCH, "lr": 0.05, "timeout": 20.0, "eval_batch": 2, **SELDOM}
+    config = TrainConfig(**{"out": folder, **usual, **settings})
+    data, model = trainings.tensors(runs.SHAPE, runs.SAMPLES), trainings.seeded(runs.restless)
+    (where, when), seen = how, 0
+
+    def strike() -> None:
+        nonlocal seen
+        seen += 1
+        if rank in on and seen == when + 1:
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)  # a thread takes it
+
+    with pytest.MonkeyPatch.context() as patch:
+        owner, name = (Trainer, "update") if where == "update" else (Scorer, "_check")
+        usual_way = getattr(owner, name)
+
+        def struck(*given: Any) -> Any:
+            strike()
+            return usual_way(*given)
+
+        patch.setattr(owner, name, struck)
+        patch.setattr(agreement, "SPACING", 0.0)  # these steps take milliseconds
+        patch.setattr(agreement, "LONG", long)
+        job = Job(config, trainings.place(rank, size), data, model, task.build(config, data), [])
+        with contextlib.redirect_stdout(None):
+            return train(job)
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    """Return the entries of a run's log without times and events."""
+    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [
+        {key: value for key, value in entry.items() if "second" not in key}
+        for entry in entries
+        if "event" not in entry
+    ]
+
+
+def resumed_as_if_nothing_had_happened(
+    run_ranks: Any, tmp_path: Path, size: int, on: list[int], how: tuple[str, int], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Check that a run that is told to end, and resumed, ends as one that is not; return what it saved."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    number = settings.get("signal", signal.SIGTERM)
+    assert run_ranks(size, told, str(whole), [], how, settings) == [0] * size
+    assert run_ranks(size, told, str(parts), on, how, settings) == [128 + number] * size
+    saved = runs.read(parts / "last.pt")
+    assert run_ranks(size, told, str(parts), [], how, {**settings, "resume": "auto"}) == [0] * size
+    assert runs.different(runs.read(whole / "last.pt"), runs.read(parts / "last.pt")) == []
+    assert log(parts) == log(whole)
+    return saved
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+@pytest.mark.parametrize(("size", "on"), [(1, [0]), (3, [1]), (3, [0, 2])])
+def test_a_signal_to_any_rank_ends_all_after_one_step(run_ranks, tmp_path, size, on, number):
+    settings = {"signal": number}
+    saved = resumed_as_if_nothing_had_happened(run_ranks, tmp_path, size, on, ("update", 1), settings)
+    assert saved["progress"]["global_step"] == (2 if size == 1 else 3)
+
+
+def test_a_long_step_is_the_last_if_a_signal_comes_in_it(run_ranks, tmp_path):
+    settings = {"long": 0.0}
+    saved = resumed_as_if_nothing_had_happened(run_ranks, tmp_path, 2, [1], ("update", 1), settings)
+    assert saved["progress"]["global_step"] == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"virtual_ranks": 6},
+        {"zero": True, "ema": 0.9},
+        {"batchnorm": "pooled", "save": "sync"},
+        {"eval_every": runs.Every(1, "steps")},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_whatever_a_run_holds_is_saved_at_a_signal(run_ranks, tmp_path, settings):
+    resumed_as_if_nothing_had_happened(run_ranks, tmp_path, 2, [1], ("update", 1), settings)
+
+
+@pytest.mark.parametrize(("size", "on"), [(1, [0]), (2, [0]), (2, [1]), (3, [1, 2])])
+@pytest.mark.parametrize("when", [0, 5], ids=["in the first epoch", "at the end"])
+def test_a_signal_cuts_an_evaluation_short_and_the_resumed_run_begins_with_it(
+    run_ranks, tmp_path, size, on, when
+):
+    when = 0 if when == 0 else -(-5 // size)  # of five batches in each evaluation
+    saved = resumed_as_if_nothing_had_happened(run_ranks, tmp_path, size, on, ("evaluate", when), {})
+    assert saved["progress"]["unscored"]
+    assert saved["progress"]["global_step"] == (6 if when else 3)
+
+
+def test_the_log_says_which_signal_came_and_how_much_of_the_grace_was_left(run_ranks, tmp_path):
+    run_ranks(2, told, str(tmp_path), [1], ("update", 1), {"grace": 20.0})
+    (entry,) = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
+    assert entry["event"] == "SIGTERM" and entry["step"] in (2, 3)
+    assert entry["seconds"] + entry["grace_left"] == pytest.approx(20.0, abs=0.01)
+
+
+# ---- in processes of their own -------------------------------------------------------------------------
+
+SLOW = """
+import os, time, torch
+from torch import nn
+from pathlib import Path
+
+class Slow(nn.Linear):
+    def forward(self, x):
+        if torch.distributed.is_initialized() and self.training and torch.is_grad_enabled():
+            time.sleep({seconds})
+            with open(Path(__file__).parent / "pids", "a") as file:
+                print(os.getpid(), os.environ.get("RANK", "0"), file=file)
+        return super().forward(x.flatten(1))
+
+def model():
+    return Slow(3072, 10)
+"""
+
+FLAGS = ["--data", "fake:400", "--batch-size", "4", "--model", "own.py:model"]
+FLAGS += ["--out", "run", "--log-every", "1"]
+
+
+@contextlib.contextmanager
+def running(folder: Path, command: list[str], seconds: float | str = 0.05) -> Iterator[Program]:
+    """Start a program, and wait until each rank has taken some steps; kill what is left."""
+    (folder / "own.py").write_text(SLOW.format(seconds=seconds))
+    run = Program(command, folder, environment(PYTHONPATH=str(ROOT)))
+    try:
+        end = time.monotonic() + 90
+        while not steps_logged(folder) > 1:
+            assert run.poll() is None and time.monotonic() < end, run.communicate()
+            time.sleep(0.02)
+        yield run
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+
+
+def steps_logged(folder: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):
+        return (folder / "run" / "log.jsonl").read_text().count("grad_norm")
+    return 0
+
+
+def ranks_of(folder: Path) -> dict[int, list[int]]:
+    """Return the process id of each rank, once for each pass that it has made."""
+    found: dict[int, list[int]] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in (folder / "pids").read_text().splitlines():
+            pid, rank = line.split()
+            found.setdefault(int(rank), []).append(int(pid))
+    return found
+
+
+def program(*flags: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train" / "main.py"), *FLAGS, *flags]
+
+
+def step_of(folder: Path) -> int:
+    return int(torch.load(folder / "run" / "last.pt", weights_only=True)["progress"]["global_step"])
+
+
+def test_processes_that_load_data_outlive_a_signal_to_the_whole_group(tmp_path):
+    with running(tmp_path, program("--workers", "2", "--spawn", "2")) as run:
+        os.killpg(run.pid, signal.SIGTERM)
+        said, errors = run.communicate(timeout=60)
+    assert run.returncode == 143, errors
+    assert "ended   by SIGTERM after step" in said and "\nto continue:\n  python" in said
+    assert errors == ""
+    assert step_of(tmp_path) >= 2
+
+
+def test_torchrun_passes_a_signal_on_and_the_ranks_save(tmp_path):
+    with running(tmp_path, [*TORCHRUN, "2", *program()[1:]]) as run:
+        run.terminate()
+        said, errors = run.communicate(timeout=60)
+    assert "ended   by SIGTERM after step" in said, errors
+    assert step_of(tmp_path) >= 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_ends_all_under_spawn(tmp_path, rank):
+    with running(tmp_path, program("--spawn", "2")) as run:
+        os.kill(ranks_of(tmp_path)[rank][0], signal.SIGUSR1)
+        said, errors = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGUSR1, errors
+    assert "ended   by SIGUSR1 after step" in said
+    assert os.listdir(tmp_path / "run") == sorted(["last.pt", "log.jsonl"]) or step_of(tmp_path) >= 2
+
+
+def test_the_launcher_of_spawn_passes_every_signal_on(tmp_path):
+    with running(tmp_path, program("--spawn", "2")) as run:
+        run.send_signal(signal.SIGUSR1)
+        said, errors = run.communicate(timeout=60)
+    assert run.returncode == 128 + signal.SIGUSR1, errors
+    assert "ended   by SIGUSR1 after step" in said
+
+
+@pytest.mark.long
+def test_a_second_ctrl_c_ends_at_once_and_leaves_the_old_file(tmp_path):
+    with running(tmp_path, program("--save-every", "1steps"), seconds=3.0) as run:
+        time.sleep(1.0)
+        before = step_of(tmp_path)
+        run.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        began = time.monotonic()
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=60)
+    assert time.monotonic() - began < 2.0  # a step takes three
+    assert run.returncode == 130
+    assert errors.startswith("\ninterrupted; to continue:\n  python ")
+    assert step_of(tmp_path) == before
+    assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0  # none has failed
+
+
+@pytest.mark.long
+def test_a_step_that_takes_longer_than_the_grace_is_said(tmp_path):
+    with running(tmp_path, program("--grace", "0.5"), seconds=3.0) as run:
+        time.sleep(1.0)
+        run.terminate()
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert errors.startswith("error: --grace 0.5: SIGTERM came ")
+    assert errors.endswith("nothing was saved yet (--save-every N[steps|epochs])\n")
+    assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0
+
+
+@pytest.mark.long
+def test_the_grace_of_another_rank_is_no_failure_of_the_step(tmp_path):
+    only_there = "3.0 * (os.environ['RANK'] == '1')"
+    with running(tmp_path, program("--grace", "1", "--spawn", "2"), seconds=only_there) as run:
+        time.sleep(0.5)
+        os.kill(ranks_of(tmp_path)[1][0], signal.SIGTERM)
+        _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert re.match(
+        r"error: rank 0: rank 1 has ended in 'forward' of step \d, as SIGTERM had told it", errors
+    )
+    assert json.loads((tmp_path / "run" / "attempts.json").read_text())["step"] == 0
+
+
+def test_ctrl_c_before_there_are_ranks_is_one_line(tmp_path):
+    """Under an import, where an interrupt may be lost or end in a traceback."""
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), 2)\ntime.sleep(9)\n")
+    done = start(program("--spawn", "2"), tmp_path, anew=True, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\ninterrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_before_the_first_step_ends_the_run_in_one_line(tmp_path, number):
+    waits = "def model():\n    open('here', 'w')\n    __import__('time').sleep(99)\n"
+    (tmp_path / "own.py").write_text(waits)
+    run = Program(program(), tmp_path, environment())
+    end = time.monotonic() + 60
+    while not (tmp_path / "here").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    run.send_signal(number)
+    said = run.communicate(timeout=30)
+    assert run.returncode == 128 + number
+    assert said == ("", f"ended by {number.name} before the first step; nothing more was trained\n")

@@ -1,0 +1,232 @@
+"""TensorBoard and W&B get what log.jsonl gets; read back with their own readers."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import random
+import resource
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpttool.errors import CkptToolError, UsageFault
+from tests.ranks.programs import ROOT, TINY, start
+from train.config.training import TrainConfig
+from train.log import trackers
+
+STEP = {
+    "step": 2,
+    "epochs": 0.5,
+    "steps": 2,
+    "loss": 1.5,
+    "lr": 0.1,
+    "grad_norm": None,
+    "samples_per_second": 99.5,
+    "seconds": 3.0,
+    "data_seconds": 0.25,
+}
+EPOCH = {"epoch": 1, "loss": 1.25, "accuracy": 0.5, "samples": 10, "train_loss": float("nan"), "seconds": 7.0}
+EVALUATION = {
+    "step": 3,
+    "epochs": 0.75,
+    "test_loss": 1.0,
+    "test_samples": 9,
+    "test_metrics": {"mae": 0.5, "all": [1]},
+}
+AT_3 = {"test/loss": 1.0, "test/samples": 9, "test/mae": 0.5}
+
+AT_2 = {
+    "train/loss": 1.5,
+    "train/lr": 0.1,
+    "train/samples_per_second": 99.5,
+    "time/seconds": 3.0,
+    "time/data": 0.25,
+}
+AT_4 = {"test/loss": 1.25, "test/accuracy": 0.5, "test/samples": 10.0, "time/epoch": 7.0}
+
+
+def write(folder: Path, config: TrainConfig, step: int = 0) -> None:
+    with trackers.opened(config, str(folder), step) as sinks:
+        for sink in sinks:
+            for entry, at in ((STEP, 2), (EVALUATION, 3), (EPOCH, 4)):
+                sink.write(entry, at)
+
+
+def test_numbers_get_the_groups_of_charts_of_trackers() -> None:
+    assert trackers.tagged(STEP) == AT_2
+    assert trackers.tagged(EPOCH) == AT_4
+    assert trackers.tagged(EVALUATION) == AT_3
+    assert trackers.tagged({"epoch": 1, "train_loss": 2.0, "lr": 0.1}) == {
+        "epoch/train_loss": 2.0,
+        "epoch/lr": 0.1,
+    }
+
+
+def test_without_flags_only_the_log_is_written(tmp_path: Path) -> None:
+    write(tmp_path, TrainConfig())
+    assert [path.name for path in tmp_path.iterdir()] == ["log.jsonl"]
+    assert [json.loads(line).get("epoch") for line in (tmp_path / "log.jsonl").open()] == [None, None, 1]
+
+
+# ---- TensorBoard ---------------------------------------------------------------------------------------
+
+
+def scalars(folder: Path) -> dict[tuple[str, int], float]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {(tag, one.step): one.value for tag in events.Tags()["scalars"] for one in events.Scalars(tag)}
+
+
+def test_tensorboard_reads_every_finite_number_at_its_step(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    write(tmp_path, TrainConfig(tensorboard=True))
+    assert scalars(tmp_path) == pytest.approx(
+        {(tag, 2): value for tag, value in AT_2.items()}
+        | {(tag, 4): value for tag, value in AT_4.items()}
+        | {(tag, 3): value for tag, value in AT_3.items()}
+    )
+
+
+def test_tensorboard_forgets_what_a_run_that_continues_writes_again(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    write(tmp_path, TrainConfig(tensorboard=True))
+    with trackers.opened(TrainConfig(tensorboard=True), str(tmp_path), 2) as sinks:
+        for sink in sinks:
+            sink.write({"step": 3, "loss": 9.0}, 3)
+    found = scalars(tmp_path)
+    assert found[("train/loss", 2)] == 1.5 and found[("train/loss", 3)] == 9.0
+    assert max(step for _, step in found) == 3
+
+
+def test_tensorboard_has_an_entry_before_the_run_ends(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    with trackers.opened(TrainConfig(tensorboard=True), str(tmp_path), 0) as sinks:
+        for sink in sinks:
+            sink.write(STEP, 2)
+        assert ("train/loss", 2) in scalars(tmp_path)
+
+
+def test_tensorboard_gets_later_what_a_full_disk_refused(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("tensorboard")
+    with trackers.TensorBoard(str(tmp_path), 0) as events:
+        events.write({"step": 1, "loss": 1.0}, 1)
+        (file,) = (tmp_path / "tensorboard").iterdir()
+        usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 5, usual[1]))
+        try:
+            events.write({"step": 2, "loss": 2.0}, 2)
+            events.write({"step": 3, "loss": 3.0}, 3)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        assert scalars(tmp_path) == {("train/loss", 1): 1.0}
+        events.write({"step": 4, "loss": 4.0}, 4)
+    assert scalars(tmp_path) == {("train/loss", step): float(step) for step in range(1, 5)}
+    warning = f"warning: {tmp_path}/tensorboard: could not be written: file too large; training goes on"
+    assert capsys.readouterr().err.count(warning) == 1
+
+
+def test_a_folder_that_tensorboard_cant_make_is_an_error_that_names_it(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(CkptToolError, match=r"tensorboard: could not be written"):
+        write(tmp_path, TrainConfig(tensorboard=True))
+
+
+# ---- Weights & Biases ----------------------------------------------------------------------------------
+
+BLOCK, WHOLE, LAST = 1 << 15, 1, 4
+
+
+def records(path: Path) -> Iterator[bytes]:
+    """Yield the records of a .wandb file: LevelDB's log format, after seven bytes of W&B's own."""
+    data, at, record = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        if BLOCK - at % BLOCK < 7:  # what is left of a block is too short for a header
+            at += BLOCK - at % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (WHOLE, LAST):
+            yield record
+            record = b""
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """Return what W&B has logged in a folder, step by step."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for data in records(path):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            items = record.history.item
+            if items:
+                found.append({i.key or ".".join(i.nested_key): json.loads(i.value_json) for i in items})
+    return found
+
+
+def test_wandb_writes_every_finite_number_at_its_step_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    write(tmp_path, TrainConfig(wandb=True))
+    found = {row["_step"]: {k: v for k, v in row.items() if not k.startswith("_")} for row in rows(tmp_path)}
+    assert found == {2: AT_2, 3: AT_3, 4: AT_4}
+
+
+def test_trackers_draw_no_random_numbers_of_the_training(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    pytest.importorskip("wandb")
+    before = random.getstate(), torch.get_rng_state()
+    write(tmp_path, TrainConfig(tensorboard=True, wandb=True))
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+# ---- missing packages ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_is_refused_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda *_, **__: None)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(UsageFault, match=f"--{name}: the package {name} is not installed") as refused:
+        trackers.check(TrainConfig(**{name: True}))
+    assert refused.value.hint == f"pip install 'ckpttool[{name}]'"
+
+
+def test_a_folder_named_wandb_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(UsageFault, match="the package wandb is not installed"):
+        trackers.check(TrainConfig(wandb=True))
+
+
+def test_nothing_is_needed_where_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", lambda *_, **__: None)
+    trackers.check(TrainConfig())
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_run_without_the_package_ends_in_one_line_before_its_folder_is_made(
+    tmp_path: Path, name: str
+) -> None:
+    hide = f"import sys; sys.modules['{name}'] = None; sys.argv = sys.argv[1:]; import runpy; "
+    hide += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    program, folder = str(ROOT / "train" / "main.py"), tmp_path / "run"
+    done = start([sys.executable, "-c", hide, program, f"--{name}", *TINY, "--out", str(folder)])
+    said = f"error: --{name}: the package {name} is not installed (pip install 'ckpttool[{name}]')\n"
+    assert (done.returncode, done.stderr) == (2, said)
+    assert not folder.exists()

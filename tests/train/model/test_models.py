@@ -1,0 +1,78 @@
+"""The models that `--model` knows by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.errors import UsageFault
+from train.model import builtin as models
+
+
+def test_resnet20_has_the_names_and_shapes_of_the_published_weights(resnet20):
+    published = torch.load(resnet20, map_location="cpu", weights_only=True)["state_dict"]
+    state = {name.removeprefix("module."): value for name, value in published.items()}
+    model = models.resnet20()
+    model.load_state_dict(state, strict=True)
+    # The file is older than BatchNorm's counters, which torch then starts at zero.
+    names = [name for name in model.state_dict() if not name.endswith("num_batches_tracked")]
+    assert names == list(state)
+
+
+def test_resnet20_has_the_size_of_the_paper():
+    parameters = sum(parameter.numel() for parameter in models.resnet20().parameters())
+    assert parameters == 269_722
+    assert models.resnet20(num_classes=7, channels=1)(torch.rand(2, 1, 32, 32)).shape == (2, 7)
+
+
+def test_option_a_shortcuts_take_every_second_pixel_and_pad_channels_with_zeros():
+    block, x = models.Block(16, 32, stride=2), torch.rand(1, 16, 6, 6)
+    shortcut = block.shortcut(x)
+    assert torch.equal(shortcut[:, 8:24], x[:, :, ::2, ::2])
+    assert shortcut[:, :8].count_nonzero() == shortcut[:, 24:].count_nonzero() == 0
+    assert models.Block(16, 16, stride=1).shortcut(x) is x
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 8), (3, 32, 32), (1, 28, 28), (3, 1, 1), (2, 5, 40), (3, 96, 64)], ids=str
+)
+def test_simple_cnn_adapts_to_the_images_and_classes(shape):
+    model = models.build("simple-cnn", shape=shape, classes=7)
+    assert model(torch.rand(2, *shape)).shape == (2, 7)
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1_000_000
+
+
+def test_simple_cnn_has_no_batchnorm_and_fits_the_digits_without_arguments():
+    model = models.simple_cnn()
+    assert not list(model.buffers())
+    assert model(torch.rand(1, 1, 8, 8)).shape == (1, 10)
+
+
+def test_torchvisions_models_get_the_number_of_classes():
+    assert models.build("torchvision:resnet18", shape=(3, 32, 32), classes=7).fc.out_features == 7
+
+
+def test_a_users_factory_gets_the_number_of_classes_if_it_takes_it(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "from torch import nn\n"
+        "def sized(num_classes):\n    return nn.Linear(4, num_classes)\n"
+        "def fixed():\n    return nn.Linear(4, 3)\n"
+        "def other():\n    return 5\n"
+    )
+    assert models.build(f"{tmp_path}/own.py:sized", shape=(4,), classes=7).out_features == 7
+    assert models.build(f"{tmp_path}/own.py:sized(num_classes=2)", shape=(4,), classes=7).out_features == 2
+    assert isinstance(models.build(f"{tmp_path}/own.py:fixed", shape=(4,), classes=7), nn.Linear)
+    with pytest.raises(UsageFault, match=r"returned int, not a torch\.nn\.Module"):
+        models.build(f"{tmp_path}/own.py:other", shape=(4,), classes=7)
+
+
+def test_an_unknown_model_is_refused_with_the_known_names():
+    with pytest.raises(UsageFault, match="no such model") as fault:
+        models.build("resnet99", shape=(3, 8, 8), classes=10)
+    assert "simple-cnn" in fault.value.hint
+
+
+def test_models_for_images_refuse_other_samples():
+    with pytest.raises(UsageFault, match="takes images"):
+        models.build("simple-cnn", shape=(5,), classes=10)

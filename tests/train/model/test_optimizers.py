@@ -1,0 +1,264 @@
+"""Optimizers, their groups, clipping, schedules, and states that are divided among ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.distributed import collectives
+from ckpttool.errors import UsageFault
+from train.checkpoint import format as checkpoints
+from train.config.training import Every, TrainConfig
+from train.model import optimizer as optimizers
+
+OTHERS = [
+    "ASGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "sgd",
+]
+
+
+class Net(nn.Module):
+    """Matrices, offsets, norms of one and two axes, a shared weight, a frozen and a complex parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.conv = nn.Conv1d(4, 4, 3)
+        self.norm = nn.BatchNorm1d(4)
+        self.plane = nn.LayerNorm([4, 5])
+        self.scale = nn.Parameter(torch.ones(4))
+        self.phase = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.embed.weight
+
+
+def config(**settings: Any) -> TrainConfig:
+    return TrainConfig(**{"momentum": 0.0, "weight_decay": 0.1, **settings})
+
+
+def named(optimizer: Any) -> list[tuple[list[str], float]]:
+    return [(group["param_names"], group["weight_decay"]) for group in optimizer.param_groups]
+
+
+# ---- groups and names -----------------------------------------------------------------------------------
+
+
+def test_norms_and_biases_do_not_decay_and_a_shared_weight_stands_once() -> None:
+    optimizer = optimizers.build_optimizer(config(), Net())
+    assert named(optimizer) == [
+        (["phase", "embed.weight", "conv.weight"], 0.1),
+        (["scale", "conv.bias", "norm.weight", "norm.bias", "plane.weight", "plane.bias", "head.bias"], 0.0),
+    ]
+
+
+@pytest.mark.parametrize("settings", [{"decay_norms": True}, {"weight_decay": 0.0}])
+def test_there_is_one_group_if_all_decay_or_none(settings: dict[str, Any]) -> None:
+    ((names, decay),) = named(optimizers.build_optimizer(config(**settings), Net()))
+    assert len(names) == 10
+    assert decay == settings.get("weight_decay", 0.1)
+
+
+def test_a_model_without_matrices_has_one_group_without_decay() -> None:
+    assert named(optimizers.build_optimizer(config(), nn.BatchNorm1d(3))) == [(["weight", "bias"], 0.0)]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_optimizer_of_torch_is_found_and_follows_torch(name: str) -> None:
+    settings = {"weight_decay": 0.0} if name == "Rprop" else {}
+    kind = torch.optim.SGD if name == "sgd" else getattr(torch.optim, name)
+    ours, theirs = nn.Linear(3, 2), nn.Linear(3, 2)
+    theirs.load_state_dict(ours.state_dict())
+    options = {} if name == "Rprop" else {"weight_decay": 0.1}
+    reference = kind(theirs.parameters(), lr=0.01, **options)
+    for spelt in (name, name.lower()):
+        both = config(optimizer=spelt, lr=0.01, decay_norms=True, **settings)
+        optimizers.check(both, ours)
+        optimizer = optimizers.build_optimizer(both, ours)
+    for _ in range(3):
+        for model, chosen in ((ours, optimizer), (theirs, reference)):
+            chosen.zero_grad()
+            model(torch.ones(4, 3)).square().sum().backward()
+            chosen.step()
+    assert all(
+        torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"optimizer": "sdg"}, "--optimizer sdg: torch.optim has none of that name"),
+        ({"optimizer": "Optimizer"}, "--optimizer Optimizer: torch.optim has none"),
+        ({"optimizer": "adagrad", "momentum": 0.9}, "--momentum: adagrad has none"),
+        ({"optimizer": "rprop"}, "--weight-decay: rprop has none"),
+        ({"optimizer": "LBFGS"}, "--optimizer LBFGS: calls the model several times in a step"),
+        ({"optimizer": "sparseadam"}, "--optimizer sparseadam: needs sparse gradients"),
+        ({"optimizer": "adafactor"}, "Adafactor does not support complex parameters"),
+        ({"optimizer": "muon"}, "--optimizer muon: can't train simple-cnn: Muon only supports 2D parameters"),
+        ({"zero": True}, "--zero: needs parameters of one dtype, but"),
+    ],
+    ids=["typo", "base class", "momentum", "decay", "closure", "sparse", "complex", "shapes", "two dtypes"],
+)
+def test_what_can_not_be_used_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageFault) as caught:
+        optimizers.check(config(**settings), Net())
+    assert said in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_the_check_leaves_the_model_as_it_was() -> None:
+    model = Net()
+    before = copy.deepcopy(model.state_dict())
+    optimizers.check(config(optimizer="adamw"), model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# ---- clipping -------------------------------------------------------------------------------------------
+
+
+def gradients(**values: complex) -> list[nn.Parameter]:
+    found = []
+    for value in values.values():
+        dtype = torch.complex64 if isinstance(value, complex) else torch.float32
+        found.append(nn.Parameter(torch.zeros(1, dtype=dtype)))
+        found[-1].grad = torch.full((1,), value, dtype=dtype)
+    return found
+
+
+def test_the_norm_is_over_all_gradients_and_each_is_scaled() -> None:
+    parameters = gradients(a=3.0, b=4j)
+    assert optimizers.clip(parameters, 1.0).item() == pytest.approx(5.0)
+    assert parameters[0].grad.item() == pytest.approx(0.6)
+    assert parameters[1].grad.item() == pytest.approx(0.8j)
+
+
+def test_a_short_gradient_keeps_its_bits_and_no_norm_only_measures() -> None:
+    for norm in (5.1, None):
+        parameters = gradients(a=3.0, b=4.0)
+        assert optimizers.clip(parameters, norm).item() == 5.0
+        assert [parameter.grad.item() for parameter in parameters] == [3.0, 4.0]
+
+
+def test_a_parameter_given_twice_is_counted_and_scaled_once() -> None:
+    parameters = gradients(a=3.0, b=4.0)
+    assert optimizers.clip([*parameters, *parameters], 1.0).item() == 5.0
+    assert parameters[0].grad.item() == pytest.approx(0.6)
+
+
+def test_without_gradients_the_norm_is_0() -> None:
+    assert optimizers.clip([nn.Parameter(torch.ones(2))], 1.0).item() == 0.0
+    assert optimizers.clip(iter([]), 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_without_a_finite_norm_is_not_hidden_by_clipping(value: float) -> None:
+    parameters = gradients(a=value, b=1.0)
+    assert not torch.isfinite(optimizers.clip(parameters, 1.0))
+    assert not torch.isfinite(parameters[0].grad).all()
+
+
+# ---- the learning rate ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("course", "rates"),
+    [
+        ("none", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+        ("cosine", [0.5, 1, 1, 0.853553, 0.5, 0.146447]),
+        ("step", [0.5, 1, 1, 0.1, 0.1, 0.01]),
+    ],
+)
+def test_the_rate_rises_over_the_warm_up_and_falls_over_the_rest(course: str, rates: list[float]) -> None:
+    optimizer = optimizers.build_optimizer(config(lr=2.0), Net())
+    chosen = TrainConfig(scheduler=course, warmup=Every(2, "steps"), epochs=2)
+    scheduler = optimizers.build_scheduler(chosen, optimizer, 6)
+    met = []
+    for _ in range(6):
+        met.append([group["lr"] / 2 for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    assert met == [pytest.approx([each, each], abs=1e-6) for each in rates]
+
+
+# ---- states that are divided among ranks ------------------------------------------------------------------
+
+
+def take_steps(optimizer: Any, model: nn.Module, first: int, last: int) -> None:
+    """Take steps whose gradients depend on the step and the parameter alone."""
+    for step in range(first, last):
+        for number, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(step * 100 + number)
+            parameter.grad = torch.rand(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+
+
+def divided(rank: int, size: int, name: str, first: int, last: int, saved: bytes, zero: bool) -> Any:
+    """Continue a training of a saved state; return the state, and how much of it this rank held."""
+    model = layers()
+    settings = {"optimizer": name, "lr": 0.01, "zero": zero, "momentum": 0.9 * (name == "sgd")}
+    optimizer = optimizers.build_optimizer(config(**settings), model)
+    if saved:
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizers.restore(optimizer, state["optimizer"])
+    take_steps(optimizer, model, first, last)
+    whole = optimizers.consolidated(optimizer)
+    if rank and zero:
+        assert whole is None
+    held = len(optimizer.optim.state) if zero else len(optimizer.state)
+    digest = collectives.digest_all(model.state_dict())
+    if whole is None:
+        return digest, held, None, b""
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": whole}, file)
+    return digest, held, collectives.digest_all(checkpoints.named_optimizer(whole)), file.getvalue()
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "Adagrad"])
+def test_a_divided_state_gives_the_same_bits_on_any_number_of_ranks(run_ranks: Any, name: str) -> None:
+    """Straight, and stopped on one number of ranks and resumed on another, divided or not."""
+    ((model, _, state, _),) = run_ranks(1, divided, name, 0, 6, b"", False)
+    for before, after in ((1, 2), (2, 1), (2, 2), (4, 2), (2, 4)):
+        parts = run_ranks(before, divided, name, 0, 3, b"", True)
+        assert sum(held for _, held, _, _ in parts) == 6
+        rest = run_ranks(after, divided, name, 3, 6, parts[0][3], True)
+        assert {digest for digest, *_ in rest} == {model}
+        assert rest[0][2] == state
+    ((whole, _, also, _),) = run_ranks(1, divided, name, 3, 6, parts[0][3], False)
+    assert (whole, also) == (model, state)
+
+
+def more_ranks_than_parameters(rank: int, size: int) -> Any:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = optimizers.build_optimizer(config(optimizer="adamw", zero=True), model)
+    take_steps(optimizer, model, 0, 2)
+    whole = optimizers.consolidated(optimizer)
+    optimizers.restore(optimizer, collectives.broadcast(lambda: whole))
+    take_steps(optimizer, model, 2, 3)
+    return len(optimizer.optim.state), whole and whole["param_groups"][0]["param_names"]
+
+
+def test_ranks_without_a_parameter_of_their_own_hold_nothing(run_ranks: Any) -> None:
+    assert run_ranks(2, more_ranks_than_parameters) == [(1, ["weight"]), (0, None)]

@@ -1,0 +1,323 @@
+"""The ways in which a run ends: success, refusal, failure on one rank, interruption; in real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # the first DDP would import it inside a process group, which it then keeps
+import torch.distributed as dist
+
+from ckpttool.distributed.collectives import RankFailed
+from ckpttool.distributed.group import process_group
+from ckpttool.errors import CkptToolError, RanksDiffer
+from tests.ranks import trainings
+from tests.ranks.forked import Program
+from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, start
+from train import main
+from train.config import parser as flags
+from train.config.training import TrainConfig
+from train.launch import program as launch
+from train.run import commands, report
+from train.trainer.trainer import Trainer
+
+
+def test_under_torchrun_a_refusal_is_one_line_from_rank_0(tmp_path):
+    done = start([*TORCHRUN, "2", "train/main.py", "--data", "fake:0", "--out", str(tmp_path / "x")])
+    assert done.returncode == 1  # torchrun's own
+    assert done.stderr.count("error: --data fake:0") == 1
+    assert "exitcode  : 2" in done.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_missing_checkpoint_is_one_line_from_rank_0():
+    done = start([*TORCHRUN, "2", "train/evaluate.py", "/nowhere.pt", "--model", "simple-cnn"])
+    assert done.stderr.count("nowhere.pt: no such file") == done.stderr.count("error: ") == 1
+    assert "exitcode  : 3" in done.stderr
+
+
+def test_spawn_returns_the_ranks_exit_code_and_their_one_line(tmp_path):
+    (tmp_path / "last.pt").touch()
+    done = start([sys.executable, "train/main.py", "--spawn", "2", *TINY, "--out", str(tmp_path)])
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}: already holds a run")
+    assert done.stderr.count("\n") == 1
+
+
+MODEL = """
+import os, torch
+from torch import nn
+
+class Fails(nn.Linear):
+    def forward(self, x):
+        if torch.distributed.is_initialized() and torch.is_grad_enabled() and len(x) > 1:
+            if os.environ["RANK"] == "1":
+                {how}
+        return super().forward(x.flatten(1))
+
+def model():
+    return Fails(3072, 10)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("raise ValueError('on purpose')", 1, "ValueError: on purpose"),
+        ("os.kill(os.getpid(), 9)", 137, "error: rank 1 was killed by SIGKILL\n"),
+    ],
+    ids=["raises", "killed"],
+)
+def test_a_rank_that_fails_ends_the_others_and_only_it_has_a_traceback(tmp_path, how, code, said):
+    (tmp_path / "own.py").write_text(MODEL.format(how=how))
+    model = ["--model", f"{tmp_path}/own.py:model", "--out", str(tmp_path / "x")]
+    assert TrainConfig().timeout > PATIENCE, "else who waits for a lost rank would end well too"
+    done = start([sys.executable, "train/main.py", "--spawn", "2", *TINY, *model])
+    assert done.returncode == code, done.stderr
+    named = re.search(
+        "^error: rank 0: rank 1 (failed|is gone)", done.stderr, re.MULTILINE
+    )  # if it has the time
+    assert done.stderr.count(said) == (2 if named and named[1] == "failed" else 1)
+    assert done.stderr.count("Traceback") == said.startswith("ValueError")
+
+
+@contextlib.contextmanager
+def training(arguments, line, folder):
+    """Start the program in a session of its own and wait for a line of output; kill what is left."""
+    run = Program([sys.executable, str(ROOT / "train" / "main.py"), *arguments], folder, environment())
+    try:
+        next(said for said in run.stdout if line in said)
+        yield run
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's way to tell of a parent's end is Linux's")
+def test_ranks_do_not_outlive_a_launcher_that_was_killed(tmp_path):
+    given = ["--epochs", "9999", "--lr", "0.01", "--out", str(tmp_path / "x")]
+    with training([*given, "--spawn", "2"], " 1/9999", tmp_path) as run:
+        run.kill()
+        run.communicate(timeout=30)  # reads on until no rank has stdout open any more
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="children are listed in /proc")
+def test_ranks_do_not_outlive_a_launcher_that_was_killed_as_soon_as_it_had_started_them(tmp_path):
+    command = [sys.executable, "train/main.py", "--spawn", "2", *TINY, "--out", str(tmp_path / "x")]
+    run = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
+    children, end = Path(f"/proc/{run.pid}/task/{run.pid}/children"), time.monotonic() + 30
+    ranks: list[str] = []
+    while len(ranks) < 2 and time.monotonic() < end:
+        ranks = children.read_text().split()
+    run.kill()
+    run.wait()
+    while (left := [pid for pid in ranks if alive(pid)]) and time.monotonic() < end:
+        time.sleep(0.1)
+    for pid in left:
+        os.kill(int(pid), signal.SIGKILL)
+    assert len(ranks) == 2
+    assert left == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+@pytest.mark.parametrize("flags", [TINY, ["--help"]], ids=["training", "help"])
+def test_a_full_stdout_is_reported_in_one_line(tmp_path, flags):
+    command = [sys.executable, "train/main.py", *flags, "--out", str(tmp_path / "x")]
+    with open("/dev/full", "w") as full:
+        run = Program(command, ROOT, environment(), stdout=full.fileno())
+        _, errors = run.communicate(timeout=60)
+    assert (run.returncode, errors) == (1, "error: standard output: no space left on device\n")
+
+
+def test_training_goes_on_after_the_readers_of_both_streams_have_gone(tmp_path):
+    """Its last lines are then missing, so it ends with exit code 1."""
+    with training([*TINY, "--epochs", "9", "--out", "run"], "train loss", tmp_path) as run:
+        run.stdout.close()
+        run.stderr.close()
+        run.wait(timeout=60)
+    assert run.returncode == 1
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["progress"]["epoch"] == 9
+    assert not (tmp_path / "run" / "attempts.json").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, ranks):
+    spawn = ["--spawn", str(ranks)] if ranks > 1 else []
+    given = ["--epochs", "999", "--lr", "0.01", "--batch-size", "256", "--out", "my run"]
+    with training([*given, *spawn], " 2/999", tmp_path) as run:
+        os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it: to all that it has in front
+        said, errors = run.communicate(timeout=60)
+    assert (run.returncode, errors) == (130, "")
+    ended = said[said.index("ended   by SIGINT after step ") : said.index("\nnext:")]
+    assert max(len(line) for line in ended.splitlines() if str(ROOT) not in line) <= 80
+    command = ended.partition("\nto continue:\n  ")[2].replace(" \\\n     ", "")
+    program, arguments = command.split(f" {ROOT}/train/main.py ")  # not under the folder that it runs in
+    assert program == "python"
+    assert flags.parse(shlex.split(arguments)) == flags.parse([*given, *spawn, "--resume", "auto"])
+
+
+def test_a_run_started_by_torchrun_is_continued_by_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    (tmp_path / "last.pt").touch()
+    data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
+    with process_group(trainings.place(0, 1), timeout=5):
+        trainer = trainings.trainer(0, 1, data, model)
+        trainer.place = trainings.place(0, 2)
+        said = report.Report(trainer, str(tmp_path)).how_to_go_on()
+    assert said.startswith("to continue:\n  torchrun --nproc-per-node 2 train/main.py ")
+    assert "--spawn" not in said
+
+
+def test_stop_at_a_step_that_is_done_takes_none_and_is_not_proposed_again(tmp_path, capsys):
+    given = [*TINY, "--epochs", "3", "--out", str(tmp_path)]
+    for stop in ("5", "4"):
+        assert main.main([*given, "--resume", "auto", "--stop-at", stop]) == 0
+        said = capsys.readouterr().out
+        assert "ended   by --stop-at\nto continue:" in said and "--stop-at " not in said
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["progress"]["global_step"] == 5
+    elsewhere = [*given[:-1], str(tmp_path / "b"), "--resume", str(tmp_path / "last.pt"), "--stop-at", "4"]
+    assert main.main(elsewhere) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("nothing was saved yet (--save-every N[steps|epochs])\n") and "saved   " not in said
+
+
+def test_programs_are_proposed_by_a_path_that_works_in_the_working_directory(tmp_path, monkeypatch):
+    for folder, path in (
+        (ROOT, "train/main.py"),
+        (ROOT / "train", "main.py"),
+        (ROOT / "docs", f"{ROOT}/train/main.py"),
+        (tmp_path, f"{ROOT}/train/main.py"),
+    ):
+        monkeypatch.chdir(folder)
+        assert commands.program("main") == path
+
+
+def test_ctrl_c_before_the_first_save_says_so(tmp_path):
+    data, model = trainings.tensors((10,), 8), torch.nn.Linear(10, 10)
+    with process_group(trainings.place(0, 1), timeout=5):
+        before = report.Report(trainings.trainer(0, 1, data, model), str(tmp_path))
+        assert "nothing was saved yet" in before.how_to_go_on()
+
+
+ENDS = {
+    "well": (None, 0),
+    "refused": (CkptToolError("no"), 3),
+    "differing": (RanksDiffer("rank 1 differs"), 1),
+    "lost": (RuntimeError("Connection closed by peer [127.0.0.1]"), 1),
+    "timed out": (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), 1),
+    "interrupted": (KeyboardInterrupt(), 130),
+}
+
+
+def gloo_threads() -> list[str]:
+    """Threads of process groups in this process. One that outlives its group can end it by SIGABRT."""
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            names.append(path.read_text().strip())
+    return [name for name in names if "gloo" in name]
+
+
+def gloo_threads_after(seconds: float) -> list[str]:
+    """Those that stay. The system lists a thread a moment longer than a join of it takes: 3 of 200,000 on
+    a machine with twice as many busy processes as cores."""
+    end = time.monotonic() + seconds
+    while gloo_threads() and time.monotonic() < end:
+        time.sleep(0.01)
+    return gloo_threads()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.parametrize("end", ENDS)
+def test_the_process_group_is_destroyed_with_its_threads_on_every_way_out(monkeypatch, end, tmp_path, capsys):
+    error, code = ENDS[end]
+    monkeypatch.setattr(launch, "PATIENCE", 0)
+    seen = []
+
+    def train(job: main.Job) -> None:
+        trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
+        seen.append(dist.is_initialized() and bool(gloo_threads()))
+        if error is not None:
+            raise error
+        trainer.itself = trainer  # models and hooks are often cycles of references
+
+    monkeypatch.setattr(main, "train", train)
+    assert main.main([*TINY, "--out", str(tmp_path)]) == code
+    assert seen == [True]
+    assert not dist.is_initialized()
+    assert gloo_threads_after(seconds=2) == []
+    said = capsys.readouterr().err
+    assert len(said.split("\n")) == {"well": 1, "interrupted": 3}.get(end, 2)
+
+
+def test_a_bug_is_not_hidden_and_the_process_group_is_destroyed(monkeypatch, tmp_path):
+    def train(job: main.Job) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(main, "train", train)
+    with pytest.raises(ZeroDivisionError):
+        main.main([*TINY, "--out", str(tmp_path)])
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "waits"),
+    [
+        (CkptToolError("own"), "1", False),
+        (RankFailed("of another"), "1", True),
+        (RanksDiffer("all know"), "0", False),
+        (RanksDiffer("all know"), "1", True),
+    ],
+)
+def test_a_rank_that_repeats_an_error_waits_for_the_rank_that_had_it(monkeypatch, error, rank, waits):
+    slept: list[float] = []
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(launch.time, "sleep", slept.append)
+
+    def work(_: None) -> None:
+        raise error
+
+    launch.run_program(lambda: None, work)
+    assert bool(slept) == waits
+
+
+@pytest.mark.parametrize(
+    ("end", "said"), [("lost", "lost the connection"), ("timed out", "no answer from another rank")]
+)
+def test_lost_and_late_ranks_are_reported_as_json_too(monkeypatch, capsys, end, said):
+    error, code = ENDS[end]
+    monkeypatch.setattr(launch, "PATIENCE", 0)
+
+    def work(_: None) -> None:
+        raise error
+
+    assert launch.run_program(lambda: None, work, as_json=True) == code
+    assert said in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_a_rank_that_cant_join_the_group_says_so(monkeypatch, tmp_path, capsys):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    assert main.main([*TINY, "--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: rank 0 could not join the others: ")
+    assert "MASTER_PORT" in said
+    assert said.count("\n") == 1

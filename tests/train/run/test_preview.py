@@ -1,0 +1,136 @@
+"""`--preview`: the plan as a table and as JSON, and the sentences that matter."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, DistributedSampler
+
+from ckpttool.distributed.plan import Plan
+from tests.ranks.programs import ROOT, TORCHRUN, start
+from train.main import main
+from train.run import preview
+
+
+def seen(capsys: Any, *flags: str) -> str:
+    assert main(["--preview", *flags]) == 0
+    return capsys.readouterr().out
+
+
+def torch_plan(samples: int, batch_size: int, *, drop_last: bool = False) -> Plan:
+    return Plan(samples, batch_size, sampler="torch", drop_last=drop_last)
+
+
+@pytest.mark.parametrize(("plan", "world_size", "said"), [
+    (torch_plan(5, 4), 2, ["5 samples on 2 ranks: sample 4 is seen twice"]),
+    (torch_plan(10, 4), 4, ["10 samples on 4 ranks: samples 1 and 4 are seen twice"]),
+    (torch_plan(10, 4, drop_last=True), 4, [
+        "10 samples on 4 ranks: samples 2 and 6 are left out of epoch 0",
+    ]),
+    (torch_plan(3, 8), 8, ["3 samples on 8 ranks: samples 0 and 2 are seen 3 times, sample 1 is seen twice"]),
+    (torch_plan(9, 32), 32, [
+        "9 samples on 32 ranks: 5 samples are seen 4 times, 4 samples are seen 3 times",
+    ]),
+    (torch_plan(6, 8, drop_last=True), 2, ["6 samples on 2 ranks, batch 8: no rank gets a batch"]),
+    (Plan(10, 4), 4, [
+        "10 samples on 4 ranks: each is seen exactly once in an epoch",
+        "10 samples, batch 4 on 4 ranks: the last batch leaves 2 ranks with nothing",
+    ]),
+    (Plan(7, 4), 4, [
+        "7 samples on 4 ranks: each is seen exactly once in an epoch",
+        "7 samples, batch 4 on 4 ranks: the last batch leaves one rank with nothing",
+    ]),
+    (Plan(8, 4, set_epoch=False), 1, [
+        "8 samples on 1 rank: each is seen exactly once in an epoch",
+        "no set_epoch: every epoch has the same order",
+    ]),
+    (Plan(10, 4, sampler="none"), 4, ["no sampler: every rank takes all 10 samples, 4 times in all"]),
+    (Plan(10, 4, sampler="none"), 1, ["10 samples on 1 rank: each is seen exactly once in an epoch"]),
+])  # fmt: skip
+def test_the_sentences_say_what_is_repeated_left_out_or_missing(plan, world_size, said):
+    assert preview.sentences(plan, world_size) == said
+
+
+@pytest.mark.parametrize("width", [40, 120])
+@pytest.mark.parametrize("world_size", [1, 32])
+@pytest.mark.parametrize("plan", [Plan(1, 1), Plan(5000, 64), Plan(12_000, 4096), Plan(3, 8, drop_last=True)])
+def test_the_table_fits_the_terminal(plan, world_size, width):
+    lines = preview.table(plan, world_size, width)
+    assert max(map(len, lines)) <= width
+    assert len(lines) <= preview.STEPS + 3
+
+
+def test_the_table_shows_each_ranks_samples_by_step():
+    assert preview.table(Plan(7, 4, rank_batch=(1, 3)), 2, 80) == [
+        "epoch 0  rank 0  rank 1",
+        "step 0   3       2 1 0",
+        "step 1   5       6 4",
+    ]
+
+
+def test_a_long_table_names_what_it_leaves_out():
+    lines = preview.table(Plan(5000, 64), 32, 80)
+    assert "... 67 more steps" in lines
+    assert lines[-1] == "(26 ranks between the last two columns)"
+    assert lines[-2].startswith("step 78")
+
+
+def test_the_json_is_what_torchs_classes_take(capsys):
+    entries = json.loads(
+        seen(capsys, "--json", "--data", "fake:10", "--sampler", "torch", "--spawn", "2", "--batch-size", "4",
+             "--epochs", "2", "--seed", "3")
+    )  # fmt: skip
+    assert [(entry["epoch"], entry["rank"]) for entry in entries] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    samples = range(sum(map(len, entries[0]["steps"] + entries[1]["steps"])))
+    for entry in entries:
+        sampler = DistributedSampler(samples, 2, entry["rank"], seed=3)
+        sampler.set_epoch(entry["epoch"])
+        loader = DataLoader(samples, 2, sampler=sampler, collate_fn=list)
+        assert entry["steps"] == list(loader)
+
+
+def test_it_says_what_no_sampler_and_no_set_epoch_would_do(capsys):
+    text = seen(
+        capsys,
+        "--data",
+        "fake:10",
+        "--sampler",
+        "none",
+        "--no-set-epoch",
+        "--spawn",
+        "4",
+        "--batch-size",
+        "4",
+    )
+    assert "no sampler: every rank takes all " in text
+    assert "no set_epoch: every epoch has the same order" in text
+    assert main(["--sampler", "none"]) == 2
+    assert "--sampler none: every rank would train on all samples" in capsys.readouterr().err
+
+
+def test_shares_that_are_measured_are_said_to_be_equal_until_then(capsys):
+    text = seen(capsys, "--data", "fake:10", "--rank-share", "auto", "--spawn", "2")
+    assert "shares are equal until the speeds of the ranks have been measured" in text
+
+
+@pytest.mark.parametrize("task", ["classification", "language-model", "own.py:no_such_task"])
+def test_samples_need_no_classes_and_are_not_read(tmp_path, capsys, task):
+    code = "class Texts(list):\n    def __getitem__(self, index):\n        raise OSError\n"
+    (tmp_path / "own.py").write_text(f"{code}def data():\n    return Texts('abcde'), Texts('ab')\n")
+    assert "5 training samples" in seen(capsys, "--data", f"{tmp_path}/own.py:data", "--task", task)
+
+
+@pytest.mark.parametrize(
+    "launcher", [[*TORCHRUN, "2", "train/main.py"], [sys.executable, "train/main.py", "--spawn", "2"]]
+)
+def test_one_table_is_printed_whoever_starts_the_ranks(launcher, tmp_path):
+    ran = start(
+        [*launcher, "--preview", "--data", "fake:10", "--batch-size", "4", "--out", str(tmp_path / "run")],
+        cwd=ROOT,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.count("epoch 0  rank 0  rank 1") == 1
+    assert not (tmp_path / "run").exists()

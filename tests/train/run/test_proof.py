@@ -1,0 +1,443 @@
+"""`train/main.py --prove-every` and `ckpttool prove`: what was changed in a run is found and placed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks.programs import ROOT, start
+from tests.support.running import Ran
+
+Cli = Callable[..., Ran]
+
+STEPS = 8
+SETTINGS = ["--batch-size", "6", "--epochs", "2", "--log-every", "100"]
+OWN = """
+import torch
+from pathlib import Path
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def data():
+    inputs = torch.load(Path(__file__).with_name("inputs.pt"))
+    labels = torch.arange(30) % 3
+    first, second = TensorDataset(inputs[:22], labels[:22]), TensorDataset(inputs[22:], labels[22:])
+    first.classes = second.classes = list("abc")
+    return first, second
+
+def model():
+    return nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))
+"""
+"""22 samples to train on: four steps in an epoch."""
+
+
+def train(folder: Path, *flags: object) -> None:
+    own = [f"--data={folder.parent}/own.py:data", f"--model={folder.parent}/own.py:model"]
+    given = [*own, *SETTINGS, *map(str, flags), "--out", str(folder)]
+    done = start([sys.executable, "train/main.py", *given])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of one rank, with a checkpoint after each third step."""
+    folder = tmp_path_factory.mktemp("proof")
+    (folder / "own.py").write_text(OWN)
+    torch.save(torch.rand(30, 5, generator=torch.Generator().manual_seed(1)), folder / "inputs.pt")
+    train(folder / "run", "--prove-every", 2, "--save-every", "3steps", "--keep", 9)
+    return folder / "run"
+
+
+@pytest.fixture
+def run(original: Path, tmp_path: Path) -> Iterator[Path]:
+    """Return a copy of that run, which may be tampered with."""
+    shutil.copytree(original, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def lines_of(run: Path) -> list[bytes]:
+    return (run / "run.jsonl").read_bytes().splitlines()
+
+
+def write(run: Path, lines: list[bytes]) -> None:
+    (run / "run.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+def rechain(run: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Change entries and compute all hashes anew, as somebody would who knows the format."""
+    entries = [json.loads(line) for line in lines_of(run)]
+    change(entries)
+    lines, before = [], "0" * 64
+    for number, entry in enumerate(entries, start=1):
+        lines.append(json.dumps({**entry, "n": number, "prev": before}).encode())
+        before = hashlib.sha256(lines[-1]).hexdigest()
+    write(run, lines)
+
+
+def number_of(run: Path, kind: str, step: int) -> int:
+    """Return the line, from 1, of an entry."""
+    entries = [json.loads(line) for line in lines_of(run)]
+    return next(n for n, one in enumerate(entries, 1) if (one["kind"], one["step"]) == (kind, step))
+
+
+# ---- what holds ------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_proved_from_its_start(cli: Cli, original: Path) -> None:
+    ran = cli("prove", original, "--from", 0, "--run-code", "--json")
+    assert ran.code == 0, ran.out
+    assert (ran.json["ok"], ran.json["replayed"], ran.json["problems"]) == (True, [0, STEPS], [])
+    assert ran.json["ended"] is True
+    steps = {one["file"]: one["step"] for one in ran.json["checkpoints"]}
+    assert steps["step-000003.pt"] == 3 and steps["last.pt"] == STEPS
+
+
+def test_by_default_the_end_is_replayed_from_the_checkpoint_before_it(cli: Cli, original: Path) -> None:
+    ran = cli("prove", original, "--run-code")
+    assert ran.code == 0, ran.err
+    assert re.search(r": proved \(\d+ lines, 5 checkpoints, steps 7 to 8 replayed, [\d.]+ s\)\n$", ran.out)
+    assert ran.err.startswith("replays: ") and "--resume" in ran.err and "--stop-at 8" in ran.err
+
+
+def test_without_a_replay_nothing_is_run_and_torch_is_not_imported(original: Path) -> None:
+    code = (
+        "import sys; from ckpttool import cli\n"
+        f"code = cli.run(['prove', {str(original)!r}, '--no-replay'])\n"
+        "sys.exit(code or 10 * ('torch' in sys.modules))"
+    )
+    done = start([sys.executable, "-c", code], cwd=ROOT, anew=True)
+    assert done.returncode == 0, done.stderr
+    assert ": the chain holds (" in done.stdout
+
+
+def test_the_chain_changes_no_bit_of_the_weights(original: Path) -> None:
+    other = original.parent / "without"
+    train(other)
+    states = [torch.load(path / "last.pt", weights_only=True)["model"] for path in (original, other)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+# ---- what was changed --------------------------------------------------------------------------------------
+
+
+def test_a_changed_line_is_found_and_placed(cli: Cli, run: Path) -> None:
+    lines, number = lines_of(run), number_of(run, "step", 4)
+    lines[number - 1] = lines[number - 1].replace(b'"weights": "', b'"weights": "0', 1)
+    write(run, lines)
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 1
+    assert f"chain: line {number}: was changed" in ran.err
+
+
+def test_a_removed_line_is_found_and_placed(cli: Cli, run: Path) -> None:
+    lines, number = lines_of(run), number_of(run, "step", 4)
+    write(run, lines[: number - 1] + lines[number:])
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 1
+    assert f"chain: line {number}: 1 line before it is missing" in ran.err
+
+
+def test_an_inserted_line_is_found(cli: Cli, run: Path) -> None:
+    lines = lines_of(run)
+    write(run, [*lines[:4], lines[2], *lines[4:]])
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 1
+    assert "chain: line 5: was inserted or moved" in ran.err
+
+
+def test_a_chain_that_was_cut_behind_a_checkpoint_is_found_by_the_checkpoint(cli: Cli, run: Path) -> None:
+    write(run, lines_of(run)[:4])
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 1
+    assert "checkpoint: last.pt: is of step 8, of which the chain tells no checkpoint" in ran.err
+    assert "the record has no end" in ran.err
+
+
+def test_a_chain_that_was_written_anew_is_found_by_the_checkpoints(cli: Cli, run: Path) -> None:
+    def change(entries: list[dict[str, Any]]) -> None:
+        entries[1]["plan"] = "0" * 64
+
+    rechain(run, change)
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 1
+    assert "chain: line" not in ran.err
+    assert "checkpoint: step-000003.pt: was saved beside another chain" in ran.err
+
+
+def test_other_weights_in_a_chain_that_was_written_anew_are_found_by_a_replay(cli: Cli, run: Path) -> None:
+    def change(entries: list[dict[str, Any]]) -> None:
+        entries[number_of(run, "step", 6) - 1]["weights"] = "0" * 64
+
+    rechain(run, change)
+    for name in ("last.pt", "best.pt", *(f"step-00000{step}.pt" for step in (3, 6, 8))):
+        (run / name).unlink(missing_ok=True)
+    ran = cli("prove", run, "--run-code")
+    assert ran.code == 1
+    assert "replay: step 6: the weights part after step 4, by step 6" in ran.err
+    assert ": parts at step 6 (" in ran.out
+
+
+def test_a_flipped_bit_of_a_checkpoint_is_found_and_placed(cli: Cli, run: Path) -> None:
+    path = run / "step-000006.pt"
+    weight = torch.load(path, weights_only=True)["model"]["module.0.weight"]
+    raw, values = bytearray(path.read_bytes()), weight.numpy().tobytes()
+    raw[raw.index(values) + 5] ^= 1
+    path.unlink()
+    path.write_bytes(raw)
+    ran = cli("prove", run, "--no-replay", "--json")
+    assert ran.code == 1
+    (problem,) = ran.json["problems"]
+    assert (problem["kind"], problem["where"]) == ("checkpoint", "step-000006.pt")
+    assert "module.0.weight" in problem["message"]
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer", "digests"])
+def test_a_value_in_a_checkpoint_that_was_saved_again_is_found(cli: Cli, run: Path, part: str) -> None:
+    path = run / "step-000006.pt"
+    state = torch.load(path, weights_only=True)
+    if part == "model":
+        state["model"]["module.0.weight"][0, 0] += 1
+    elif part == "optimizer":
+        state["optimizer"]["state"][0]["momentum_buffer"][0, 0] += 1
+    else:
+        state["digests"]["model"] = "0" * 64
+    path.unlink()
+    torch.save(state, path)
+    flags = ["--run-code"] if part == "optimizer" else ["--no-replay"]
+    ran = cli("prove", run, *flags)
+    assert ran.code == 1
+    said = {
+        "model": "checkpoint: step-000006.pt: the model's values are not those that step 6 saved",
+        "optimizer": "replay: step 6: the replay ended with exit code 3: ",
+        "digests": "checkpoint: step-000006.pt: its model is not the one of step 6 in the chain",
+    }[part]
+    assert said in ran.err
+
+
+@pytest.fixture
+def samples(original: Path) -> Iterator[torch.Tensor]:
+    """Return the samples of the run, to be changed and saved; put them back afterwards."""
+    path = original.parent / "inputs.pt"
+    before = path.read_bytes()
+    yield torch.load(path)
+    path.write_bytes(before)
+
+
+def test_an_exchanged_sample_is_found_and_placed(cli: Cli, original: Path, samples: torch.Tensor) -> None:
+    """Sample 10 is none of those that are compared before training."""
+    from ckpttool.distributed.plan import Plan
+    from train.data.fingerprint import places
+
+    assert 10 not in places(22)
+    step = next(n for n, batch in enumerate(Plan(22, 6).batches(0), 1) if 10 in batch)
+    samples[10, 2] += 1
+    torch.save(samples, original.parent / "inputs.pt")
+    ran = cli("prove", original, "--from", 0, "--run-code")
+    assert ran.code == 1
+    assert f"replay: step {step}: training sample 10 is another in step {step}\n" in ran.err
+
+
+def test_a_changed_data_set_is_found(cli: Cli, original: Path, samples: torch.Tensor) -> None:
+    torch.save(samples + 1, original.parent / "inputs.pt")
+    ran = cli("prove", original, "--run-code")
+    assert ran.code == 1
+    assert "belongs to a training on other samples: training sample 0" in ran.err or (
+        "belongs to a training on other samples: test sample 0" in ran.err
+    )
+
+
+# ---- runs that were resumed ------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_resumed_run_goes_on_with_its_chain_and_a_way_back_is_recorded(cli: Cli, original: Path) -> None:
+    folder = original.parent / "resumed"
+    flags = ["--prove-every", 1, "--save-every", "3steps", "--keep", 9]
+    train(folder, *flags, "--stop-at", 5)
+    before = lines_of(folder)
+    with open(folder / "run.jsonl", "ab") as file:
+        file.write(b'{"n": 99, "cut')  # as a run that is killed leaves it
+    train(folder, "--resume", folder / "step-000003.pt", "--save-every", "3steps", "--keep", 9)
+    after = lines_of(folder)
+    assert after[: len(before)] == before
+    again = cli("prove", folder, "--no-replay")
+    assert again.code == 0, again.err
+    assert f"line {len(before) + 1}: the run went back from step 5 to step 3" in again.err
+    ran = cli("prove", folder, "--from", 0, "--run-code", "--json")
+    assert (ran.code, ran.json["replayed"]) == (0, [0, STEPS]), ran.json
+
+
+@pytest.mark.long
+def test_a_replay_ends_where_the_run_went_on_with_other_settings(cli: Cli, original: Path) -> None:
+    folder = original.parent / "longer"
+    train(folder, "--prove-every", 1, "--save-every", "3steps", "--keep", 9, "--stop-at", 6)
+    train(folder, "--resume", "auto", "--epochs", 3, "--save-every", "3steps", "--keep", 9)
+    first = cli("prove", folder, "--from", 3, "--run-code", "--json").json
+    assert (first["ok"], first["replayed"]) == (True, [3, 6])
+    last = cli("prove", folder, "--from", 6, "--run-code", "--json").json
+    assert (last["ok"], last["replayed"]) == (True, [6, 12])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flags", [[], ["--save", "sync"]], ids=["async", "sync"])
+def test_a_run_of_two_ranks_is_replayed_on_two(cli: Cli, original: Path, flags: list[str]) -> None:
+    folder = original.parent / f"two{len(flags)}"
+    train(folder, "--spawn", 2, "--prove-every", 3, "--save-every", "4steps", "--keep", 9, *flags)
+    ran = cli("prove", folder, "--run-code", "--json")
+    assert ran.code == 0, ran.out
+    assert (ran.json["replayed"], ran.json["ranks"]) == ([4, STEPS], 2)
+    refused = cli("prove", folder, "--run-code", "--ranks", 1)
+    assert refused.code == 2 and "the run had 2" in refused.err
+
+
+@pytest.mark.long
+def test_virtual_ranks_are_replayed_on_another_number(cli: Cli, original: Path) -> None:
+    folder = original.parent / "virtual"
+    train(folder, "--virtual-ranks", 2, "--prove-every", 1)
+    ran = cli("prove", folder, "--run-code", "--ranks", 2, "--from", 0, "--json")
+    assert ran.code == 0, ran.out
+    assert (ran.json["replayed"], ran.json["ranks"]) == ([0, STEPS], 2)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------
+
+
+def test_code_that_the_run_names_is_not_run_unless_that_is_allowed(cli: Cli, run: Path) -> None:
+    ran = cli("prove", run)
+    assert ran.code == 2
+    assert "the replay would run code that the run names: " in ran.err and "--run-code" in ran.err
+
+
+def test_code_in_the_arguments_alone_is_not_run_either(cli: Cli, run: Path) -> None:
+    def change(entries: list[dict[str, Any]]) -> None:
+        entries[0]["code"] = {"model": "simple-cnn", "data": "digits", "task": "classification"}
+        entries[0]["arguments"] = ["--model=/evil.py:model", "--wandb"]
+
+    rechain(run, change)
+    ran = cli("prove", run)
+    assert ran.code == 2
+    assert "code that the run names: /evil.py:model" in ran.err
+
+
+def test_a_dry_run_says_the_command_and_runs_nothing(cli: Cli, run: Path) -> None:
+    ran = cli("prove", run, "--run-code", "--dry-run")
+    assert ran.code == 0
+    assert ran.err.startswith("would replay: ")
+    assert ": the chain holds (" in ran.out
+
+
+def test_a_step_that_is_not_in_the_record_is_refused_or_named(cli: Cli, run: Path) -> None:
+    ran = cli("prove", run, "--run-code", "--dry-run", "--from", 0, "--to", STEPS + 1)
+    assert (ran.code, ran.out) == (2, "")
+    assert f"--to {STEPS + 1}: the last step in the record is {STEPS}\n" in ran.err
+    ran = cli("prove", run, "--run-code", "--dry-run", "--from", 0, "--to", 5)
+    assert ran.code == 0 and "replays up to step 4: step 5 is not in the record\n" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "no such file"),
+        (b"", "holds no entries"),
+        (b"\x00\xff garbage\n", "holds no entries"),
+        (b'{"n": 1, "prev": "", "kind": "step", "step": 1}\n', "is no record of a run"),
+        (b'{"n": 1, "prev": "", "kind": "begin"}\n', "is no record of a run"),
+    ],
+)
+def test_what_is_no_record_is_refused(cli: Cli, tmp_path: Path, text: bytes | None, said: str) -> None:
+    if text is not None:
+        (tmp_path / "run.jsonl").write_bytes(text)
+    ran = cli("prove", tmp_path)
+    assert (ran.code, ran.out) == (3, "")
+    assert said in ran.err
+
+
+@pytest.mark.long
+def test_a_record_that_begins_with_a_resume_is_proved_from_there_and_not_before(
+    cli: Cli, original: Path
+) -> None:
+    folder, saves = original.parent / "late", ["--save-every", "3steps", "--keep", 9]
+    train(folder, *saves, "--stop-at", 3)
+    train(folder, *saves, "--resume", "auto", "--prove-every", 1)
+    ran = cli("prove", folder, "--from", 2, "--run-code")
+    assert ran.code == 2
+    assert "the run has checkpoints of steps 3, 4, 6, 8" in ran.err
+    ran = cli("prove", folder, "--from", 4, "--run-code")
+    assert ran.code == 0
+    assert "the record begins at step 3, with a resume" in ran.err
+
+
+def test_a_record_that_is_no_regular_file_is_refused_and_not_waited_for(cli: Cli, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.jsonl")
+    ran = cli("prove", tmp_path, "--no-replay")
+    assert ran.code == 3 and "is not a regular file" in ran.err
+
+
+def test_a_checkpoint_of_another_step_than_its_name_says_is_found(cli: Cli, run: Path) -> None:
+    first, second = sorted(run.glob("step-*.pt"))[:2]
+    second.unlink()
+    first.rename(second)
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 1 and "another than its name says" in ran.err + ran.out
+
+
+def test_files_of_the_users_are_no_problem_and_named_if_the_trainer_could_have_named_them(
+    cli: Cli, run: Path
+) -> None:
+    for name in ("step-7.pt", "step-000007.pt"):
+        (run / name).write_text("text")
+    torch.save({"digests": "abc", "progress": {"global_step": 9}}, run / "step-000009.pt")
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 0, ran.err
+    assert "step-7.pt" not in ran.err
+    assert "the record tells of no checkpoint of that step" in ran.err
+    assert "step-000009.pt: is no checkpoint of the trainer" in ran.err
+    (run / "step-000006.pt").unlink()
+    (run / "step-000006.pt").write_text("text")
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 1 and "checkpoint: step-000006.pt: " in ran.err
+
+
+@pytest.mark.parametrize("before", ["step-000006.pt", None], ids=["another save", "no save"])
+def test_a_checkpoint_that_a_kill_kept_from_its_place_is_a_note(
+    cli: Cli, run: Path, before: str | None
+) -> None:
+    """The line of a checkpoint is in the record before its file has a name."""
+    step = STEPS if before else 3
+    write(run, lines_of(run)[: number_of(run, "checkpoint", step)])
+    last = before and (run / before).read_bytes()
+    for path in run.glob("*.pt"):
+        if before is None or path.name in ("last.pt", "best.pt", f"step-{STEPS:06}.pt"):
+            path.unlink()
+    if last:
+        (run / "last.pt").write_bytes(last)
+    ran = cli("prove", run, "--no-replay")
+    assert ran.code == 0, ran.err
+    said = "last.pt is of step 6, and the record's last checkpoint of 8"
+    assert (said if before else "no checkpoint that the record tells of (1) is in the folder") in ran.err
+    assert "the record has no end" in ran.err
+
+
+def test_a_resume_from_a_checkpoint_that_the_record_does_not_hold_is_found(cli: Cli, run: Path) -> None:
+    def foreign(entries: list[dict[str, Any]]) -> None:
+        begin = next(entry for entry in entries if entry["kind"] == "begin")
+        entries.append({**begin, "step": 99, "source": {"digests": {"model": "0"}}, "ranks": 3})
+        step = next(entry for entry in entries if entry["kind"] == "step")
+        entries.append({**step, "step": 100})
+
+    rechain(run, foreign)
+    ran = cli("prove", run, "--run-code", "--dry-run")
+    assert ran.code == 1 and "goes on from a checkpoint of step 99" in ran.err
+    assert "--stop-at 8 " in ran.err and "the run went on from step 99 with other settings" in ran.err
+    ran = cli("prove", run, "--run-code", "--dry-run", "--from", 8)
+    assert ran.code == 2 and "--from 8: no step behind 8 and up to 100 is in the record" in ran.err

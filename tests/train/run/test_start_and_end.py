@@ -1,0 +1,391 @@
+"""Runs that start from a file, change samples or settings, or end in the middle of an epoch are exact."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ckpttool.distributed import collectives
+from ckpttool.errors import CkptToolError
+from tests.ranks import trainings
+from tests.ranks.programs import TINY, start
+from tests.support.running import SHARED
+from train import main
+from train.checkpoint import init_from
+from train.config.training import TrainConfig
+from train.config.values import Every
+from train.main import Job, train
+from train.model import builtin as models
+from train.tasks import task
+
+SAMPLES, BATCH, STEPS, EPOCHS = 22, 6, 4, 2
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.head = nn.Linear(6, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.dropout(self.norm(self.conv(x)).relu().mean((2, 3)), 0.2, self.training))
+
+
+def wide() -> nn.Module:
+    """Return a model with more outputs than there are classes."""
+    model = Net()
+    model.head = nn.Linear(6, 30)
+    return model
+
+
+def run(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> str:
+    """Run the trainer; return what it printed, or the error that ended it."""
+    usual = {"data": "folder:x", "epochs": EPOCHS, "batch_size": BATCH, "save_every": Every(1, "steps")}
+    config = TrainConfig(**{**usual, "out": folder, "keep": 99, "lr": 0.05, **settings})
+    make = {"wide": wide}.get(config.model, Net)
+    data, model = trainings.tensors((3, 8, 8), SAMPLES), trainings.seeded(make)
+    said = io.StringIO()
+    try:
+        remarks = init_from.load(model, config.init, config.init_allow_missing) if config.init else []
+        place = trainings.place(rank, world_size)
+        with contextlib.redirect_stdout(said):
+            train(Job(config, place, data, model, task.build(config, data), remarks))
+    except CkptToolError as error:
+        return f"{type(error).__name__}: {error} ({error.hint})"
+    return said.getvalue()
+
+
+def contents(path: Path, *parts: str) -> dict[str, Any]:
+    """Return what a checkpoint holds, in a form that is equal only for equal bits."""
+    state = torch.load(path, weights_only=True)
+    flat: dict[str, Any] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, dict | list | tuple):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                add(f"{name}/{key}", item)
+        else:
+            flat[name] = collectives.digest(value).hex()
+
+    for part in parts or ("model", "optimizer", "scheduler", "progress", "plan", "rng"):
+        add(part, state[part])
+    return flat
+
+
+def numbered(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:06d}.pt"
+
+
+# ---- samples that are changed --------------------------------------------------------------------------
+
+CHANGED: dict[str, dict[str, Any]] = {
+    "crop-flip": {"augment": "crop-flip"},
+    "auto": {"augment": "auto"},
+    "mixup and cutmix": {"mixup": 0.4, "cutmix": 1.0, "label_smoothing": 0.1},
+    "auto and mixup": {"augment": "auto", "mixup": 0.4},
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_resumed_run_with_changed_samples_equals_the_uninterrupted_one(
+    run_ranks: Any, tmp_path: Path, size: int, kind: str
+) -> None:
+    run_ranks(size, run, str(tmp_path / "whole"), CHANGED[kind])
+    stopped_at = numbered(tmp_path / "whole", STEPS + 2)
+    said = run_ranks(size, run, str(tmp_path / "rest"), {**CHANGED[kind], "resume": str(stopped_at)})
+    assert "epoch 2, step 2 of 4" in said[0]
+    assert contents(tmp_path / "rest" / "last.pt") == contents(tmp_path / "whole" / "last.pt")
+
+
+def test_samples_are_changed_alike_on_any_number_of_ranks(run_ranks: Any, tmp_path: Path) -> None:
+    settings = {**CHANGED["auto and mixup"], "cutmix": 1.0, "batchnorm": "sync"}
+    states = []
+    for size in (1, 2, 3):
+        run_ranks(size, run, str(tmp_path / str(size)), {**settings, "epochs": 1})
+        states.append(torch.load(numbered(tmp_path / str(size), 1), weights_only=True)["model"])
+    first, *others = states
+    for other in others:  # dropout draws other numbers on other ranks, so its layer is left out
+        assert torch.allclose(first["module.norm.running_mean"], other["module.norm.running_mean"], atol=1e-6)
+        assert torch.allclose(first["module.norm.running_var"], other["module.norm.running_var"], atol=1e-6)
+
+
+def test_a_model_may_have_more_outputs_than_the_classes_that_are_mixed(
+    run_ranks: Any, tmp_path: Path
+) -> None:
+    settings = {"model": "wide", "mixup": 0.4, "label_smoothing": 0.1, "epochs": 1}
+    assert "saved" in run_ranks(2, run, str(tmp_path), settings)[0]
+
+
+# ---- where a run ends ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_more_steps_after_max_steps_give_the_run_that_had_them_at_once(
+    run_ranks: Any, tmp_path: Path, size: int
+) -> None:
+    settings = {"scheduler": "none", "save_every": Every(9, "epochs"), "keep": 0, "augment": "crop-flip"}
+    run_ranks(size, run, str(tmp_path / "whole"), {**settings, "max_steps": 7})
+    said = run_ranks(size, run, str(tmp_path / "parts"), {**settings, "max_steps": 6})
+    assert "--max-steps" in said[0] or "saved" in said[0]
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == ["best.pt", "last.pt", "log.jsonl"]
+    said = run_ranks(size, run, str(tmp_path / "parts"), {**settings, "max_steps": 7, "resume": "auto"})
+    assert "epoch 2, step 2 of 4" in said[0]
+    parts = ("model", "optimizer", "scheduler", "plan", "rng")
+    assert contents(tmp_path / "parts" / "last.pt", *parts) == contents(
+        tmp_path / "whole" / "last.pt", *parts
+    )
+    said = run_ranks(size, run, str(tmp_path / "parts"), {**settings, "max_steps": 7, "resume": "auto"})
+    assert "already has 7 steps: nothing to do" in said[0]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_runs_of_max_time_one_after_the_other_give_the_uninterrupted_run(
+    run_ranks: Any, tmp_path: Path, size: int
+) -> None:
+    settings = {"save_every": Every(9, "epochs"), "keep": 0, "mixup": 0.4}
+    run_ranks(size, run, str(tmp_path / "whole"), settings)
+    short = {**settings, "resume": "auto", "max_time": 1e-9}  # time for one step
+    for _ in range(EPOCHS * STEPS - 1):
+        said = run_ranks(size, run, str(tmp_path / "parts"), short)
+        assert "ended   by --max-time\nto continue:\n  " in said[0]
+    assert "ended" not in run_ranks(size, run, str(tmp_path / "parts"), short)[0]
+    assert contents(tmp_path / "parts" / "last.pt") == contents(tmp_path / "whole" / "last.pt")
+    epochs = [entry for entry in log(tmp_path / "parts") if "epoch" in entry]
+    assert [entry["loss"] for entry in epochs] == [
+        entry["loss"] for entry in log(tmp_path / "whole") if "epoch" in entry
+    ]
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_evaluations_between_epochs_are_logged_and_change_nothing(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(2, run, str(tmp_path / "seldom"), {})
+    run_ranks(2, run, str(tmp_path / "often"), {"eval_every": Every(3, "steps")})
+    parts = ("model", "optimizer", "scheduler", "rng")
+    assert contents(tmp_path / "often" / "last.pt", *parts) == contents(
+        tmp_path / "seldom" / "last.pt", *parts
+    )
+    found = [entry for entry in log(tmp_path / "often") if "test_loss" in entry or "loss" in entry]
+    steps = [
+        entry.get("step", (entry.get("epoch") or 0) * STEPS)
+        for entry in found
+        if "threads" in entry or "test_loss" in entry
+    ]
+    assert steps == [3, 6, 8]
+
+
+def test_an_evaluation_in_the_middle_of_an_epoch_may_give_the_best_checkpoint(
+    run_ranks: Any, tmp_path: Path
+) -> None:
+    run_ranks(
+        2, run, str(tmp_path), {"eval_every": Every(1, "steps"), "save_every": Every(9, "epochs"), "keep": 0}
+    )
+    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    scores = [
+        entry.get("test_accuracy", entry.get("accuracy"))
+        for entry in log(tmp_path)
+        if "test_accuracy" in entry or "epoch" in entry
+    ]
+    assert len(scores) == EPOCHS * STEPS
+    assert scores.index(max(scores)) + 1 == best["progress"]["global_step"]
+
+
+# ---- where a run starts --------------------------------------------------------------------------------
+
+
+def weights(path: Path, seed: int = 9) -> str:
+    model = trainings.seeded(Net, seed)
+    torch.save({f"module.{name}": value for name, value in model.state_dict().items()}, path)
+    return str(path)
+
+
+def test_all_ranks_start_from_the_weights_of_the_file_that_only_rank_0_has(
+    run_ranks: Any, tmp_path: Path
+) -> None:
+    path = weights(tmp_path / "w.pt")
+    said = run_ranks(3, run_where_only_rank_0_has_the_file, path, str(tmp_path / "a"))
+    assert "9 tensors from" in said[0]
+    run_ranks(3, run, str(tmp_path / "b"), {"init": path})
+    assert contents(tmp_path / "a" / "last.pt") == contents(tmp_path / "b" / "last.pt")
+    run_ranks(3, run, str(tmp_path / "c"), {})
+    assert contents(tmp_path / "c" / "last.pt") != contents(tmp_path / "b" / "last.pt")
+
+
+def run_where_only_rank_0_has_the_file(rank: int, world_size: int, path: str, folder: str) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", str(rank))
+        return run(rank, world_size, folder, {"init": path if rank == 0 else "/nowhere/w.pt"})
+
+
+def test_a_resume_takes_the_same_init_from_anywhere_or_none_and_no_other(
+    run_ranks: Any, tmp_path: Path
+) -> None:
+    first, folder = weights(tmp_path / "w.pt"), tmp_path / "run"
+    run_ranks(1, run, str(folder), {"init": first, "epochs": 1})
+    moved = str((tmp_path / "w.pt").rename(tmp_path / "moved.pt"))
+    for settings in ({"init": moved}, {}):
+        run_ranks(1, run, str(folder), {**settings, "epochs": 2, "resume": str(numbered(folder, 3))})
+        assert torch.load(folder / "last.pt", weights_only=True)["progress"]["epoch"] == 2
+    other = {"init": weights(tmp_path / "other.pt", seed=8), "epochs": 3, "resume": "auto"}
+    (said,) = run_ranks(1, run, str(folder), other)
+    assert said.startswith("UsageFault") and "did not start from the weights in" in said
+    run_ranks(1, run, str(tmp_path / "plain"), {"epochs": 1})
+    (said,) = run_ranks(1, run, str(tmp_path / "plain"), {"init": moved, "epochs": 2, "resume": "auto"})
+    assert "did not start from the weights in" in said
+
+
+# ---- what a resume may change --------------------------------------------------------------------------
+
+
+def test_a_changed_learning_rate_is_that_of_the_next_step(run_ranks: Any, tmp_path: Path) -> None:
+    settings = {"scheduler": "none", "log_every": 1}
+    run_ranks(2, run, str(tmp_path), {**settings, "epochs": 1})
+    (refused, _) = run_ranks(2, run, str(tmp_path), {**settings, "resume": "auto", "lr": 0.01})
+    assert "belongs to a training with --lr 0.05" in refused and "--change lr" in refused
+    changed = {**settings, "resume": "auto", "lr": 0.01, "change": ("lr",)}
+    said = run_ranks(2, run, str(tmp_path), changed)
+    assert "lr 0.05 -> 0.01" in said[0]
+    rates = {entry["step"]: entry["lr"] for entry in log(tmp_path) if "step" in entry and "lr" in entry}
+    assert rates == {step: 0.05 if step <= STEPS else 0.01 for step in range(1, 2 * STEPS + 1)}
+    groups = torch.load(tmp_path / "last.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert {group["lr"] for group in groups} == {0.01}
+
+
+def test_a_schedule_goes_on_with_the_changed_learning_rate(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(1, run, str(tmp_path), {"max_time": 1e-9, "log_every": 1})
+    run_ranks(1, run, str(tmp_path), {"resume": "auto", "change": ("lr",), "lr": 0.5, "log_every": 1})
+    rates = [entry["lr"] for entry in log(tmp_path) if "step" in entry and "lr" in entry]
+    run_ranks(1, run, str(tmp_path / "b"), {"lr": 0.5, "log_every": 1})
+    expected = [entry["lr"] for entry in log(tmp_path / "b") if "step" in entry and "lr" in entry]
+    assert rates[0] == pytest.approx(expected[0] / 10)
+    assert rates[1:] == pytest.approx(expected[1:])
+
+
+def test_momentum_and_weight_decay_reach_the_optimizer_s_groups(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(1, run, str(tmp_path), {"epochs": 1})
+    changed = {
+        "momentum": 0.5,
+        "weight_decay": 0.01,
+        "change": ("momentum", "weight-decay"),
+        "resume": "auto",
+    }
+    run_ranks(1, run, str(tmp_path), changed)
+    groups = torch.load(tmp_path / "last.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
+    assert [group["momentum"] for group in groups] == [0.5, 0.5]
+
+
+def test_weight_decay_can_not_be_turned_off_on_a_resume(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(1, run, str(tmp_path), {"epochs": 1})
+    changed = {"weight_decay": 0.0, "change": ("weight_decay",), "resume": "auto"}
+    (said,) = run_ranks(1, run, str(tmp_path), changed)
+    assert "--change weight-decay: can't end on a resume" in said
+
+
+def test_changing_nothing_changes_no_bit(run_ranks: Any, tmp_path: Path) -> None:
+    run_ranks(2, run, str(tmp_path / "whole"), {})
+    every = ("lr", "momentum", "weight_decay", "scheduler", "warmup", "clip_norm", "augment")
+    settings = {"resume": str(numbered(tmp_path / "whole", 5)), "change": every}
+    run_ranks(2, run, str(tmp_path / "rest"), settings)
+    assert contents(tmp_path / "rest" / "last.pt") == contents(tmp_path / "whole" / "last.pt")
+
+
+# ---- the command line ----------------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "an init that does not fit": (["--init", "W"], "does not fit the model"),
+    "a pattern that matches nothing": (
+        ["--init", "W", "--init-allow-missing", "x.*"],
+        "--init-allow-missing",
+    ),
+    "a pattern without a file": (["--init-allow-missing", "x.*"], "--init-allow-missing: needs --init"),
+    "a setting that can't change": (["--resume", "--out", "R", "--change", "seed"], "--change seed: can't"),
+    "a change without a resume": (["--change", "lr"], "--change: says what may differ on a resume"),
+    "a mixture of numbers": (
+        ["--task", "regression", "--mixup", "1"],
+        "--mixup: --task regression has no labels to change",
+    ),
+    "a warm-up that is longer than the steps": (
+        ["--max-steps", "3", "--warmup", "3steps"],
+        "--warmup 3steps: is 3 steps, but the whole training has only 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_can_not_be_is_exit_code_2_before_any_process_group(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags, words = REFUSED[what]
+    monkeypatch.chdir(tmp_path)
+    weights(tmp_path / "W")
+    monkeypatch.setattr("torch.distributed.init_process_group", None)
+    assert main.main(["--data", "fake:20", *flags]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and words in said
+    assert not (tmp_path / "R").exists() and not (tmp_path / "runs").exists()
+
+
+def test_an_init_that_does_not_fit_says_on_a_line_each_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({f"net.{k}": v for k, v in models.resnet20(num_classes=7).state_dict().items()}, "w.pt")
+    assert main.main(["--data", "fake:20", "--model", "resnet20", "--init", "w.pt"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert "  ckpttool strip-prefix w.pt w.mended.pt --prefix net." in lines
+    assert lines[-1] == "  --init w.mended.pt --init-allow-missing 'linear.*'"
+
+
+def test_two_ranks_train_with_loading_processes_and_say_how_to_go_on(tmp_path: Path) -> None:
+    flags = ["--augment", "auto", "--mixup", "0.2", "--workers", "1", "--max-time", "0.001s"]
+    done = start(
+        [sys.executable, "train/main.py", "--spawn", "2", *TINY, *flags, "--out", str(tmp_path / "r")]
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout[done.stdout.index("ended   by --max-time\nto continue:\n  python") :]
+    assert "--spawn 2" in said and "--resume auto" in said and "--augment auto" in said
+
+
+@pytest.mark.long
+@pytest.mark.timeout(420)
+def test_a_published_network_does_not_get_worse_in_an_epoch(resnet20: Path, tmp_path: Path) -> None:
+    """Run the command of docs/fine-tuning.md: 776 of 846 test images are right before it."""
+    pictures = SHARED / "data" / "cifar10-mini"
+    command = [sys.executable, "train/main.py", "--model", "resnet20", "--data", f"folder:{pictures}"]
+    command += ["--init", str(resnet20), "--augment", "crop-flip", "--epochs", "1", "--batch-size", "128"]
+    done = start([*command, "--lr", "0.02", "--out", str(tmp_path / "r")], patience=400.0)
+    assert done.returncode == 0, done.stderr
+    assert "init    97 tensors from" in done.stdout
+    (entry,) = (entry for entry in log(tmp_path / "r") if "epoch" in entry)
+    assert entry["samples"] == 846
+    assert entry["correct"] >= 776
+
+
+@pytest.mark.long
+def test_the_tutorial_s_network_is_trained_alike_on_one_process_and_on_four(tmp_path: Path) -> None:
+    pictures = SHARED / "data" / "cifar10-mini"
+    if not pictures.exists():
+        pytest.skip("needs the images in the folder `shared` beside the repository")
+    command = [sys.executable, "train/main.py", "--model", "examples/tutorial_cnn.py:net(double=True)"]
+    command += ["--data", f"folder:{pictures}", "--mean", "0.5", "--std", "0.5", "--batch-size", "16"]
+    command += ["--lr", "0.001", "--weight-decay", "0", "--scheduler", "none", "--max-steps", "12"]
+    states = []
+    for name, ranks in (("one", []), ("four", ["--spawn", "4"])):
+        done = start([*command, *ranks, "--out", str(tmp_path / name)])
+        assert done.returncode == 0, done.stderr
+        states.append(torch.load(tmp_path / name / "last.pt", weights_only=True)["model"])
+    one, four = states
+    assert max(float((one[name] - four[name]).abs().max()) for name in one) < 1e-12

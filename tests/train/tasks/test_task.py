@@ -1,0 +1,483 @@
+"""Tasks: losses as sums and counts, and one line for each mistake in a user's own."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from ckpttool import metrics
+from ckpttool.errors import CheckFailed, UsageFault
+from ckpttool.metrics.evaluating import measures
+from tests.ranks import trainings
+from tests.support.run_log import epochs_of
+from train import evaluate, main
+from train.config.training import TrainConfig
+from train.tasks import task
+
+CLASSES = trainings.tensors((10,), 6)
+SCORES = torch.randn(6, 10, generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(6)
+
+
+def numbers(target: torch.Tensor) -> Any:
+    return replace(CLASSES, test=TensorDataset(torch.zeros(len(target), 3), target), classes=())
+
+
+def built(name: str, data: Any = CLASSES, **settings: Any) -> task.Task:
+    return task.build(TrainConfig(task=name, **settings), data)
+
+
+# ---- classification ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_classification_is_the_cross_entropy_of_all_samples(smoothing):
+    loss, count = built("classification", label_smoothing=smoothing).loss(SCORES, (None, LABELS))
+    assert loss / count == pytest.approx(F.cross_entropy(SCORES, LABELS, label_smoothing=smoothing).item())
+    assert count == 6
+
+
+def test_soft_targets_are_understood_and_are_right_where_the_largest_is():
+    soft = F.one_hot(LABELS, 10) * 0.7 + F.one_hot(LABELS.flip(0), 10) * 0.3
+    loss, count = built("classification").loss(SCORES, (None, soft))
+    both = [F.cross_entropy(SCORES, labels).item() for labels in (LABELS, LABELS.flip(0))]
+    assert (loss / count).item() == pytest.approx(0.7 * both[0] + 0.3 * both[1], rel=1e-5)
+    right = built("classification").correct(SCORES, (None, soft))
+    assert right == (SCORES.argmax(1) == LABELS).sum()
+
+
+def test_small_integers_are_labels():
+    labels = LABELS.to(torch.uint8)
+    assert torch.equal(*(built("classification").loss(SCORES, (None, one))[0] for one in (LABELS, labels)))
+
+
+# ---- regression ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(20, 1), (20,), (20, 3), (20, 1, 2)])
+def test_regression_is_the_mean_squared_error_over_all_numbers(shape):
+    targets = torch.randn(shape, dtype=torch.float64)
+    outputs = torch.randn_like(targets)
+    found = built("regression", numbers(targets))
+    loss, count = found.loss(outputs, (None, targets))
+    assert count == targets.numel()
+    assert loss / count == pytest.approx(F.mse_loss(outputs, targets).item())
+    for name, one in measures(found.metrics).items():
+        metric = one.make()
+        metric.update(*one.arguments(outputs, (None, targets)))
+        assert name in ("mae", "r2") or metric.compute() == pytest.approx(F.mse_loss(outputs, targets).item())
+
+
+def test_a_target_may_lack_the_last_axis_of_length_1_and_be_an_integer():
+    loss, count = built("regression", numbers(LABELS)).loss(torch.zeros(6, 1), (None, LABELS))
+    assert (loss, count) == (55.0, 6)
+
+
+def test_outputs_and_targets_of_other_shapes_are_not_broadcast():
+    with pytest.raises(TypeError, match=r"outputs of the shape \[6, 2\] can't be compared .* \[6\]"):
+        built("regression", numbers(LABELS)).loss(torch.zeros(6, 2), (None, LABELS))
+
+
+def test_regression_asks_for_as_many_outputs_as_a_target_has_numbers():
+    for target, outputs in ((torch.zeros(6, 3), 3), (torch.zeros(6), 1), (torch.zeros(6, 2, 2), 4)):
+        data = numbers(target)
+        assert built("regression", data).outputs(data) == outputs
+
+
+# ---- language models -----------------------------------------------------------------------------------
+
+
+def test_a_language_models_loss_is_the_mean_over_the_tokens_that_count():
+    scores = torch.randn(2, 5, 10, dtype=torch.float64)
+    targets = torch.tensor([[1, 2, 3, -100, -100], [9, -100, -100, -100, -100]])
+    found = built("language-model")
+    loss, count = found.loss(scores, (None, targets))
+    expected = F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+    assert count == 4
+    assert loss / count == pytest.approx(expected.item())
+    for name, value in (("perplexity", expected.exp().item()), ("token_accuracy", None)):
+        one = measures(found.metrics)[name]
+        metric = one.make()
+        metric.update(*one.arguments(scores, (None, targets)))
+        assert value is None or metric.compute() == pytest.approx(value)
+        assert metric.counts[-1] == 4
+
+
+@pytest.mark.parametrize("token", [10, -1, -101])
+def test_a_target_that_is_no_token_names_its_sample(token):
+    targets = torch.tensor([[1, 2], [-100, token]])
+    with pytest.raises(CheckFailed, match=rf"training sample 8 has the target {token}, .* 10 tokens"):
+        built("language-model").check((None, targets), [4, 8], "training")
+
+
+def test_scores_that_are_not_of_each_token_are_refused():
+    with pytest.raises(TypeError, match=r"are not scores \[\.\.\., tokens\]"):
+        built("language-model").loss(torch.zeros(2, 10), (None, torch.zeros(2, 5, dtype=torch.int64)))
+
+
+# ---- models that return their own loss -----------------------------------------------------------------
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+    count: int | None = None
+
+
+MEAN = torch.tensor(2.5, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("returned", "count"),
+    [
+        (MEAN, 4),
+        (MEAN.reshape(1), 4),
+        ({"loss": MEAN}, 4),
+        ({"loss": MEAN, "count": 9}, 9),
+        (Output(MEAN), 4),
+        (Output(MEAN, 7), 7),
+        ((torch.zeros(4, 3), MEAN), 4),
+        ((torch.zeros(1, 1), MEAN), 4),
+        (types.SimpleNamespace(loss=MEAN), 4),
+    ],
+)
+def test_a_models_own_mean_loss_is_found_and_becomes_a_sum(returned, count):
+    loss, found = built("model-loss").loss(returned, (torch.zeros(4, 2), torch.zeros(4)))
+    assert (loss.item(), found, loss.dim()) == (2.5 * count, count, 0)
+
+
+@pytest.mark.parametrize(
+    "returned", [torch.zeros(4), {"scores": MEAN}, (MEAN, MEAN), None, Output(torch.ones(2))]
+)
+def test_a_model_that_returns_no_loss_is_refused(returned):
+    with pytest.raises(TypeError, match="no loss, a tensor of one number"):
+        built("model-loss").loss(returned, (torch.zeros(4, 2), torch.zeros(4)))
+
+
+def test_a_model_that_counts_nothing_has_no_mean_loss():
+    class Output(types.SimpleNamespace):
+        pass
+
+    with pytest.raises(CheckFailed, match="the model counted nothing in a forward pass"):
+        built("model-loss").loss(Output(loss=torch.tensor(0.0), count=0), (torch.zeros(2), torch.zeros(2)))
+
+
+def test_a_users_task_may_say_how_many_outputs_it_needs():
+    made = types.SimpleNamespace(loss=lambda outputs, batch: (outputs.sum(), 1), outputs=lambda data: 7)
+    assert task.Own(made, "own").outputs(CLASSES) == 7
+    del made.outputs
+    assert task.Own(made, "own").outputs(CLASSES) == len(CLASSES.classes)
+
+
+def test_the_whole_batch_goes_to_a_model_that_returns_its_loss():
+    found = built("model-loss")
+    assert found.forward(lambda *parts: parts, (1, 2)) == (1, 2)
+    assert found.forward(lambda **parts: parts, {"x": 1, "y": 2}) == {"x": 1, "y": 2}
+    assert found.forward(lambda one: one, 3) == 3
+
+
+# ---- batches of any structure --------------------------------------------------------------------------
+
+
+def test_a_model_gets_inputs_keyword_arguments_or_the_batch_itself():
+    plain = task.Task()
+    assert plain.forward(lambda *parts: parts, ("x", "y")) == ("x",)
+    assert plain.forward(lambda *parts: parts, ["x", "mask", "y"]) == ("x", "mask")
+    assert plain.forward(lambda **parts: parts, {"x": 1}) == {"x": 1}
+    assert plain.forward(lambda one: one, "x") == "x"
+
+
+def test_nested_batches_are_moved_and_counted():
+    batch = {"pair": (torch.zeros(5, 2), [torch.zeros(5)]), "names": ["a"] * 5, "size": 3}
+    moved = task.Task().batch_to(batch, torch.device("meta"))
+    assert moved["pair"][0].device.type == moved["pair"][1][0].device.type == "meta"
+    assert (moved["names"], moved["size"], type(moved["pair"])) == (batch["names"], 3, tuple)
+    assert task.Task().sample_count(batch) == 5
+    assert task.Task().sample_count(torch.zeros(4)) == 4
+
+
+# ---- a user's own --------------------------------------------------------------------------------------
+
+
+class Absolute:
+    metrics = {"mae": metrics.MeanAbsoluteError}  # noqa: RUF012
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> Any:
+        return F.l1_loss(outputs, batch[1], reduction="sum"), len(batch[1])
+
+
+class OfModule(Absolute, nn.Module):
+    pass
+
+
+class Subclass(task.Task):
+    def loss(self, outputs: torch.Tensor, batch: Any) -> Any:
+        return Absolute().loss(outputs, batch)
+
+
+def module() -> types.ModuleType:
+    made = types.ModuleType("made")
+    made.loss, made.metrics = Absolute().loss, lambda: Absolute.metrics  # type: ignore[attr-defined]
+    return made
+
+
+NAMESPACE = types.SimpleNamespace(loss=Absolute().loss, metrics=Absolute.metrics)
+
+
+@pytest.mark.parametrize("made", [Absolute(), Absolute, OfModule(), Subclass(), module(), NAMESPACE])
+def test_an_instance_a_class_a_module_and_a_namespace_are_tasks(made):
+    found = task.adapt(made, "own.py:make")
+    batch = (torch.zeros(3, 2), torch.ones(3, 1))
+    loss, count = found.loss(found.forward(nn.Linear(2, 1), batch), batch)
+    assert (count, loss.dim()) == (3, 0)
+    assert found.sample_count(batch) == 3
+
+
+ONE = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (ONE, r"a tensor of float32 with the shape \[\], not \(sum, count\)"),
+        (None, "a NoneType, not"),
+        ((ONE, 1, 2), "a tuple of 3, not"),
+        ((1.0, 3), "a float as its sum"),
+        ((torch.ones(3), 3), r"with the shape \[3\] as its sum"),
+        ((torch.tensor(3), 3), "a tensor of int64 with the shape .* as its sum"),
+        ((ONE, 3.0), "3.0 as its count, not an integer"),
+        ((ONE, float("nan")), "nan as its count"),
+        ((ONE, True), "a bool as its count"),
+        ((ONE, torch.tensor(3.0)), "a tensor of float32 with the shape .* as its count"),
+        ((ONE, torch.tensor([1, 2])), r"with the shape \[2\] as its count"),
+        ((ONE, -1), "a count of -1"),
+        ((ONE, torch.tensor(-2)), "a count of -2"),
+        ((ONE, 0), "a count of 0 for a sum of 1"),
+    ],
+)
+def test_a_loss_that_is_no_sum_and_count_says_what_to_return(returned, said):
+    found = task.adapt(types.SimpleNamespace(loss=lambda outputs, batch: returned), "own.py:make")
+    with pytest.raises(UsageFault, match=said) as fault:
+        found.loss(None, None)
+    assert str(fault.value).startswith("--task own.py:make: loss returned ")
+    assert fault.value.hint.startswith("return (sum, count)")
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0), torch.tensor([4]), 4])
+def test_honest_counts_are_taken(count):
+    made = types.SimpleNamespace(loss=lambda outputs, batch: (ONE * 0, count))
+    assert int(task.adapt(made, "own").loss(None, None)[1]) == int(count)
+
+
+# ---- through the programs ------------------------------------------------------------------------------
+
+OWN = """
+import sys
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from ckpttool import metrics
+
+def data():
+    inputs = torch.randn(24, 3)
+    return TensorDataset(inputs[:16], inputs[:16, :1]), TensorDataset(inputs[16:], inputs[16:, :1])
+
+class Named(Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        x = torch.full((3,), index / 16)
+        return {"x": x, "extra": {"sign": (torch.tensor(1.0), [x * 2])}, "y": x.sum()}
+
+def named():
+    return Named(), Named()
+
+class Ragged(Named):
+    def __getitem__(self, index):
+        return {"x": torch.zeros(3 + (index == 15)), "y": 1.0}
+
+def ragged():
+    return Ragged(), Named()
+
+class Lost(Named):
+    def __getitem__(self, index):
+        return {"x": torch.zeros(3), "y": None}
+
+def lost():
+    return Lost(), Named()
+
+def net():
+    return nn.Linear(3, 1)
+
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+    def forward(self, x, extra, y):
+        return self.linear(x) * extra["sign"][0].unsqueeze(1)
+
+def keywords():
+    return Keywords()
+
+class Itself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+    def forward(self, x, y):
+        return {"loss": F.mse_loss(self.linear(x), y)}
+
+def itself():
+    return Itself()
+
+def absolute(outputs, batch):
+    y = batch["y"].unsqueeze(1) if isinstance(batch, dict) else batch[1]
+    return F.l1_loss(outputs, y, reduction="sum"), len(y)
+
+def fine():
+    return SimpleNamespace(loss=absolute, metrics={})
+
+def measured():
+    return SimpleNamespace(loss=absolute, metrics={"mae": metrics.MeanAbsoluteError})
+
+def by_module():
+    return sys.modules[__name__]
+
+loss = absolute
+
+def mean():
+    return SimpleNamespace(loss=lambda outputs, batch: absolute(outputs, batch)[0] / len(batch[1]))
+
+def mean_and_count():
+    return SimpleNamespace(loss=lambda outputs, batch: (F.l1_loss(outputs, batch[1]), len(batch[1])))
+
+def nothing():
+    return SimpleNamespace()
+
+def function():
+    return absolute
+
+def without_gradient():
+    return SimpleNamespace(loss=lambda outputs, batch: (absolute(outputs, batch)[0].detach(), len(batch[1])))
+
+def broken():
+    return SimpleNamespace(loss=lambda outputs, batch: (outputs.nonsense, 1))
+
+def other_metrics():
+    return SimpleNamespace(loss=absolute, metrics={"f1": lambda: 0.5})
+
+def wrong_metric():
+    return SimpleNamespace(loss=absolute, metrics={"right": metrics.Accuracy})
+
+def raising():
+    raise RuntimeError("no such thing")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN)
+    return f"{tmp_path}/own.py"
+
+
+@pytest.fixture
+def run(tmp_path: Path, own: str, capsys: Any) -> Callable[..., tuple[int, str, str]]:
+    """`run(task, *flags)`: the exit code, the output and the errors of a short training."""
+
+    def start(name: str, *flags: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        usual = ["--data", f"{own}:data", "--model", f"{own}:net", "--epochs", "2", "--batch-size", "8"]
+        name = f"{own}:{name}" if name not in task.TASKS else name
+        code = main.main([*usual, "--task", name, "--out", str(tmp_path / "run"), "--force", *flags])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "shown"),
+    [
+        ("regression", [], "mse"),
+        ("fine", [], ""),
+        ("measured", [], "mae"),
+        ("by_module", [], ""),
+        ("fine", ["--data", "{own}:named", "--model", "{own}:keywords"], ""),
+        ("model-loss", ["--model", "{own}:itself"], ""),
+    ],
+)
+def test_a_task_is_trained_logged_and_evaluated(run, own, tmp_path, capsys, name, flags, shown):
+    flags = [flag.format(own=own) for flag in flags]
+    code, said, errors = run(name, *flags)
+    assert (code, errors) == (0, "")
+    assert shown in said
+    given = [
+        "--model",
+        f"{own}:net",
+        "--data",
+        f"{own}:data",
+        "--task",
+        name if name in task.TASKS else f"{own}:{name}",
+    ]
+    assert evaluate.main([str(tmp_path / "run/last.pt"), *given, *flags, "--json"]) == 0
+
+    found, logged = json.loads(capsys.readouterr().out), epochs_of(tmp_path / "run")[-1]
+    same = ("loss", "samples", "count", "metrics", "batch_size")
+    assert [found[one] for one in same] == [logged[one] for one in same]
+    assert "accuracy" not in logged
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("mean", 2, "not (sum, count)"),
+        ("mean_and_count", 2, "for one sample and for two copies of it"),
+        ("nothing", 2, "a SimpleNamespace has no method loss"),
+        ("function", 2, "a function has no method loss"),
+        ("without_gradient", 2, "does not depend on the model's parameters"),
+        ("broken", 2, "AttributeError: 'Tensor' object has no attribute 'nonsense' (at "),
+        ("other_metrics", 2, "metrics['f1'] makes a float, not a metric of ckpttool.metrics"),
+        ("wrong_metric", 2, "metric 'right': TypeError"),
+        ("raising", 2, "RuntimeError: no such thing"),
+        ("absent", 2, "has no factory 'absent'"),
+    ],
+)
+def test_a_wrong_task_is_one_line_before_any_process_group(run, own, monkeypatch, name, code, said):
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: pytest.fail("started"))
+    found, _, errors = run(name)
+    assert (found, errors.count("\n")) == (code, 1), errors
+    assert said in errors
+    assert own in errors
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--task", "no-such"], "--task no-such: no such task (one of classification, regression"),
+        (["--label-smoothing", "0.1"], "--label-smoothing: --task regression has no labels"),
+        (["--model", "simple-cnn"], "takes images"),
+        (["--task", "classification"], "not a class number"),
+        (["--task", "model-loss"], "does not take the 3 samples"),
+        (["--task", "language-model"], "--task language-model: "),
+        (["--data", "{own}:ragged"], "training sample 15['x'] has the shape 4, and sample 0 has 3"),
+        (["--data", "{own}:lost"], "training sample 0 holds a NoneType, which can't be put into a batch"),
+        (["--data", "{own}:named"], "does not take the 3 samples"),
+    ],
+)
+def test_what_does_not_fit_the_task_is_one_line(run, own, flags, said):
+    code, _, errors = run("regression", *(flag.format(own=own) for flag in flags))
+    assert (code, errors.count("\n")) == (2, 1), errors
+    assert said in errors

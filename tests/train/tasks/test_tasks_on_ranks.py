@@ -1,0 +1,264 @@
+"""Each task trained on several ranks, against plain PyTorch in one process: the mean over all that count."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import types
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import Dataset, TensorDataset
+
+from ckpttool.distributed.plan import Plan
+from tests.ranks import trainings
+from train import main
+from train.config.training import TrainConfig
+from train.config.values import Every
+from train.data.data_set import Data
+from train.tasks import task
+from train.trainer.trainer import Trainer
+
+SETTINGS: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
+SAMPLES, BATCH, EPOCHS = 13, 5, 2
+BOUND = 1e-13
+
+
+# ---- one of each task, in float64 ----------------------------------------------------------------------
+
+
+def numbers() -> TensorDataset:
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(inputs, inputs[:, :2] ** 2)
+
+
+def lines() -> TensorDataset:
+    """Return sequences of 1 to 40 tokens, and one without any that counts."""
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randint(7, (SAMPLES, 41), generator=generator)
+    targets = tokens[:, 1:].clone()
+    for row, length in enumerate([40, 1, 2, 1, 33, 1, 0, 5, 1, 40, 3, 1, 17]):
+        targets[row, length:] = task.IGNORED
+    return TensorDataset(tokens[:, :-1], targets)
+
+
+class Named(Dataset[Any]):
+    """Samples that are mappings with a tuple in them; the loss counts only where a mask says so."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        inputs, targets = numbers()[index]
+        mask = torch.arange(6) <= index % 6
+        return {"both": (inputs, [mask]), "wanted": {"all": targets.sum().expand(6), "name": str(index)}}
+
+
+class OfTokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedded = nn.Embedding(7, 5, dtype=torch.float64)
+        self.scores = nn.Linear(5, 7, dtype=torch.float64)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.scores(self.embedded(tokens).tanh())
+
+
+class OwnLoss(nn.Module):
+    """Returns the mean loss of its batch, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2, dtype=torch.float64)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = self.linear(inputs)
+        return outputs, F.mse_loss(outputs, targets)
+
+
+class OfNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, both: Any, wanted: Any) -> dict[str, torch.Tensor]:
+        return {"outputs": self.linear(both[0])}
+
+
+def of_names() -> Any:
+    """Return a task of pixels: a loss and nothing else."""
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        mask = batch["both"][1][0]
+        errors = (outputs["outputs"] - batch["wanted"]["all"]).abs()
+        return errors[mask].sum(), mask.sum()
+
+    return types.SimpleNamespace(loss=loss)
+
+
+def linear() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 4, dtype=torch.float64), nn.Tanh(), nn.Linear(4, 2, dtype=torch.float64)
+    )
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+
+def masked(model: nn.Module, batch: Any) -> torch.Tensor:
+    total, count = of_names().loss(model(batch["both"], batch["wanted"]), batch)
+    return total / count
+
+
+# name: samples, model, and its mean loss over a whole batch, in plain PyTorch.
+KINDS: dict[str, Any] = {
+    "regression": (numbers, linear, lambda model, batch: F.mse_loss(model(batch[0]), batch[1])),
+    "language-model": (
+        lines,
+        OfTokens,
+        lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten()),
+    ),
+    "model-loss": (numbers, OwnLoss, lambda model, batch: model(*batch)[1]),
+    "own": (Named, OfNames, masked),
+}
+
+
+def data_of(kind: str) -> Data:
+    samples = KINDS[kind][0]()
+    return Data(kind, samples, samples, (), (6,), kind, task=kind)
+
+
+def task_of(kind: str, config: TrainConfig, data: Data) -> task.Task:
+    return task.adapt(of_names(), "own.py:make") if kind == "own" else task.build(config, data)
+
+
+def expected(kind: str, make: Any) -> list[torch.Tensor]:
+    """Return the parameters after plain training on whole batches: one process, no DDP."""
+    samples, _, loss = KINDS[kind]
+    model, whole = trainings.seeded(make), samples()
+    optimizer = torch.optim.SGD(model.parameters(), **SETTINGS)
+    for epoch in range(EPOCHS):
+        for batch in torch.tensor(Plan(SAMPLES, BATCH).order(epoch)).split(BATCH):
+            optimizer.zero_grad()
+            loss(model, torch.utils.data.default_collate([whole[int(index)] for index in batch])).backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def parameters_on_ranks(
+    rank: int, world_size: int, kind: str, make: Any, settings: dict[str, Any]
+) -> tuple[list[torch.Tensor], float]:
+    data = data_of(kind)
+    usual = {"scheduler": "none", "decay_norms": True, "batch_size": BATCH, "epochs": EPOCHS, "task": kind}
+    config = TrainConfig(**usual, **SETTINGS, **settings)
+    place = trainings.place(rank, world_size)
+    trainer = Trainer(config, data, trainings.seeded(make), place, task_of(kind, config, data))
+    for _ in range(EPOCHS):
+        trained = trainings.finish_epoch(trainer)
+    return [parameter.detach() for parameter in trainer.ddp.parameters()], trained.loss
+
+
+def farthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_task_on_many_ranks_has_the_gradient_of_the_mean_over_all_that_counts(
+    run_ranks: Any, kind: str, size: int, accumulate: int
+) -> None:
+    """Batches of 5, 5 and 3 samples: uneven on two ranks and on four, of which one then has none."""
+    make = KINDS[kind][1]
+    answers = run_ranks(size, parameters_on_ranks, kind, make, {"accumulate": accumulate})
+    for ours, loss in answers:
+        assert farthest(ours, expected(kind, make)) <= BOUND
+        assert loss == answers[0][1] > 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_synchronised_batchnorm_and_another_count_than_samples_are_exact_together(
+    run_ranks: Any, size: int
+) -> None:
+    """Two numbers per sample, so the factor after the reduction is not 1."""
+    for ours, _ in run_ranks(size, parameters_on_ranks, "regression", normalised, {"batchnorm": "sync"}):
+        assert farthest(ours, expected("regression", normalised)) <= BOUND
+
+
+@pytest.mark.parametrize("kind", ["language-model", "own"])
+def test_unequal_shares_and_clipping_are_those_of_one_process(run_ranks: Any, kind: str) -> None:
+    make = KINDS[kind][1]
+    one = run_ranks(1, parameters_on_ranks, kind, make, {"clip_norm": 0.1})[0][0]
+    for settings in ({"clip_norm": 0.1}, {"clip_norm": 0.1, "rank_share": (1, 3)}):
+        for ours, _ in run_ranks(2, parameters_on_ranks, kind, make, settings):
+            assert farthest(ours, one) <= BOUND
+    assert farthest(one, expected(kind, make)) > 1e-3  # the norm was above the limit
+
+
+# ---- nothing to count ----------------------------------------------------------------------------------
+
+
+def train_on_nothing(rank: int, world_size: int) -> tuple[str, str]:
+    whole = lines()
+    whole.tensors[1].fill_(task.IGNORED)
+    data = replace(data_of("language-model"), train=whole)
+    config = TrainConfig(task="language-model", batch_size=BATCH)
+    try:
+        trainer = Trainer(
+            config, data, OfTokens(), trainings.place(rank, world_size), task.build(config, data)
+        )
+        trainings.finish_epoch(trainer)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "trained", ""
+
+
+def test_a_step_in_which_nothing_counts_ends_all_ranks(run_ranks: Any) -> None:
+    first, second = run_ranks(2, train_on_nothing)
+    assert [first[0], second[0]] == ["CheckFailed", "RankFailed"]
+    assert all("counted nothing in step 1" in said for _, said in (first, second))
+
+
+# ---- whole runs ----------------------------------------------------------------------------------------
+
+
+def run(rank: int, world_size: int, kind: str, folder: str, settings: dict[str, Any]) -> None:
+    data, config = (
+        data_of(kind),
+        TrainConfig(
+            task=kind,
+            out=folder,
+            epochs=3,
+            batch_size=BATCH,
+            lr=0.05,
+            keep=99,
+            save_every=Every(1, "steps"),
+            **settings,
+        ),
+    )
+    model = trainings.seeded(KINDS[kind][1])
+    place = trainings.place(rank, world_size)
+    with contextlib.redirect_stdout(io.StringIO()):
+        main.train(main.Job(config, place, data, model, task_of(kind, config, data), []))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stopped_at", [2, 6])
+def test_a_resumed_run_ends_with_the_bits_of_one_that_never_stopped(
+    run_ranks: Any, tmp_path: Path, kind: str, stopped_at: int
+) -> None:
+    """In the middle of an epoch and at the end of one."""
+    run_ranks(2, run, kind, str(tmp_path / "whole"), {})
+    (saved,) = tmp_path.glob(f"whole/step-*{stopped_at}.pt")
+    run_ranks(2, run, kind, str(tmp_path / "resumed"), {"resume": str(saved)})
+    ends = [torch.load(tmp_path / name / "last.pt", weights_only=True) for name in ("whole", "resumed")]
+    assert ends[0]["progress"] == ends[1]["progress"]
+    for part in ("model", "optimizer"):
+        assert ends[0]["digests"][part] == ends[1]["digests"][part]

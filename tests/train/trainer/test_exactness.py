@@ -1,0 +1,275 @@
+"""docs/exactness.md: which trainings give the same bits, and how much others differ.
+
+    python -m tests.train.trainer.test_exactness    # writes the page
+
+The test runs it again, but resumes after the first step alone. Digests and the last digits differ between
+machines and versions of torch, so what it compares is which digests of the page are equal, and whether
+differences are below their bounds.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ckpttool.distributed import collectives
+from tests.ranks import runs
+from tests.ranks.pool import Pool
+
+PAGE = Path(__file__).parents[3] / "docs" / "exactness.md"
+SIZES = (1, 2, 3, 4)
+STOPS = (1, 3, 5)
+FLOAT32, BF16 = 2e-6, 1e-2
+
+Run = Callable[..., list[Any]]
+
+
+class Row(NamedTuple):
+    """A training of the table.
+
+    Attributes:
+        settings: of the trainer.
+        make: the network.
+        sizes: the numbers of ranks to run it on.
+        bound: what the weights may differ by from the training on one rank, 0 for the same bits; None if they
+            do not follow it.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    make: Any = runs.steady
+    sizes: tuple[int, ...] = SIZES
+    bound: float | None = FLOAT32
+
+
+ROWS = [
+    Row("plain", {}),
+    Row("`--accumulate 2`", {"accumulate": 2}),
+    Row("`--clip-norm 0.2`", {"clip_norm": 0.2}),
+    Row("`--ema 0.7`", {"ema": 0.7}),
+    Row("`--augment crop-flip`", {"augment": "crop-flip"}),
+    Row("`--grad-checkpoint`", {"grad_checkpoint": True}),
+    Row("`--zero`", {"zero": True}),
+    Row("`--amp bf16`", {"amp": "bf16"}, bound=BF16),
+    Row("`--rank-share 1,1`", {"rank_share": (1, 1)}, sizes=(2,)),
+    Row("`--rank-share 1,3`", {"rank_share": (1, 3)}, sizes=(2,)),
+    Row("`--rank-batch 2,10`", {"rank_batch": (2, 10)}, sizes=(2,)),
+    Row("BatchNorm, `--batchnorm sync`", {"batchnorm": "sync"}, runs.with_batchnorm),
+    Row("BatchNorm and dropout, `--virtual-ranks 12`", {"virtual_ranks": 12}, runs.restless, bound=0.0),
+    Row("BatchNorm, each rank's own", {}, runs.with_batchnorm, bound=None),
+    Row("dropout", {}, runs.restless, bound=None),
+]
+
+MOVED = ((1, 2), (2, 4), (4, 3), (3, 1))
+"""Numbers of ranks before and after a resume."""
+
+
+class Found(NamedTuple):
+    """The results of one row: digests and differences from one rank by the number of ranks, and what differed
+    after each resume."""
+
+    digests: dict[int, str]
+    differences: dict[int, float]
+    resumed: dict[tuple[int, int], list[str]]
+
+
+def measure(
+    run_ranks: Run, row: Row, folder: str, alone: dict[str, Any] | None, stops: tuple[int, ...]
+) -> Found:
+    """Run a row of the table.
+
+    Args:
+        alone: the last checkpoint of the training on one rank, if this row has none of its own.
+    """
+    digests, differences, resumed = {}, {}, {}
+    for size in row.sizes:
+        arguments = row.make, folder, row.settings, stops
+        last, different = run_ranks(size, runs.straight_and_resumed, *arguments)[0]
+        alone = alone or last
+        digests[size] = digest(last)
+        differences[size] = runs.largest_difference(alone, last)
+        resumed |= {(size, stop): names for stop, names in different.items()}
+    return Found(digests, differences, resumed)
+
+
+def digest(state: dict[str, Any]) -> str:
+    """Return the first digits of the SHA-256 of a checkpoint's weights, and of their averages."""
+    parts = {"model": state["model"], **state.get("ema", {}).get("averages", {})}
+    flat = {**parts.pop("model"), **{f"average of {name}": value for name, value in parts.items()}}
+    return str(collectives.digest_all(flat))[:8]
+
+
+def moved(run_ranks: Run, folder: str) -> dict[tuple[int, int], float]:
+    """Return what the weights differ by if a run stops on some ranks and continues on others."""
+    found = {}
+    for before, after in MOVED:
+        stopped = {"resume": f"{folder}/{before}-straight/step-000002.pt"}
+        rest = f"{folder}/{before}-to-{after}"
+        said = run_ranks(after, runs.run, runs.steady, rest, stopped)[0]
+        assert "continues from" in said, said
+        ends = Path(folder, f"{before}-straight"), Path(rest)
+        found[before, after] = runs.largest_difference(*(runs.read(end / "last.pt") for end in ends))
+    return found
+
+
+def measure_all(
+    run_ranks: Run, folder: str, stops: tuple[int, ...] = STOPS
+) -> tuple[list[Found], dict[tuple[int, int], float]]:
+    folders = [os.path.join(folder, str(number)) for number in range(len(ROWS))]
+    first = measure(run_ranks, ROWS[0], folders[0], None, stops)
+    alone = runs.read(Path(folders[0], "1-straight", "last.pt"))
+    rest = [
+        measure(run_ranks, row, own, None if 1 in row.sizes else alone, stops)
+        for row, own in zip(ROWS[1:], folders[1:], strict=True)
+    ]
+    return [first, *rest], moved(run_ranks, folders[0])
+
+
+# ---- the page -------------------------------------------------------------------------------------------
+
+HEAD = """# What is exact
+
+Generated by `python -m tests.train.trainer.test_exactness`; a test of `make long` runs it again, stopped
+after the first step.
+
+A small convolutional network (float32; 34 images, batches of 12, so the last batch of an epoch is short) is
+trained for {steps} steps in 2 epochs, on 1 to 4 ranks, on the CPU. Shown is the beginning of the SHA-256 of
+the final weights, and of their averages with `--ema`. Equal digests are equal bits.
+
+- **Stopped and resumed**: each run is also started anew from its checkpoints after steps {stops}, which lie
+  within an epoch, at its end, and in the next. The last checkpoint then equals the straight run's in every
+  bit, for every row and every number of ranks: weights, averages, optimizer, schedule, progress, random
+  numbers.
+- **Other ranks**: the gradient is that of the mean over the same batch on any number of ranks, with equal
+  shares and with unequal ones. Sums are taken in another order, so the last digits differ: the column says by
+  how much at most, over all weights, and what is promised.
+- `--virtual-ranks V` gives the same bits on every number of ranks that divides V.
+- `--grad-checkpoint`, `--zero` and equal shares give the bits of the plain training.
+"""
+
+WHY = """
+What does not follow one rank, and why:
+
+- **BatchNorm, each rank's own**: a rank normalises by its own samples, as everywhere with DDP.
+  `--batchnorm sync` normalises by those of all ranks.
+- **dropout**: each rank draws its own random numbers.
+
+bfloat16 has three digits, so there another order of sums shows sooner.
+
+## Continued on another number of ranks
+
+| stopped after step 2 on | continued on | largest difference from the run that did not stop | promised |
+|---|---|---|---|
+"""
+
+
+def page(found: list[Found], on_others: dict[tuple[int, int], float]) -> str:
+    """Return the page as text."""
+    stops = f"{', '.join(map(str, STOPS[:-1]))} and {STOPS[-1]}"
+    lines = [
+        HEAD.format(steps=runs.STEPS, stops=stops),
+        f"| | {' | '.join(ranks(size) for size in SIZES)} | resumed | from 1 rank at most | promised |",
+        f"|---|{'---|' * (len(SIZES) + 3)}",
+    ]
+    for row, result in zip(ROWS, found, strict=True):
+        digests = [f"`{result.digests[size]}`" if size in result.digests else "" for size in SIZES]
+        equal = "equal" if not any(result.resumed.values()) else "**differs**"
+        largest = f"{max(result.differences.values()):.1e}" if row.bound is not None else "not followed"
+        promised = "" if row.bound is None else f"{row.bound:g}" if row.bound else "the same bits"
+        lines.append(f"| {' | '.join([row.name, *digests, equal, largest, promised])} |")
+    lines.append(WHY.rstrip("\n"))
+    lines += [
+        f"| {ranks(before)} | {ranks(after)} | {value:.1e} | {FLOAT32:g} |"
+        for (before, after), value in on_others.items()
+    ]
+    lines.append(f"\nMeasured with {versions()}.\n")
+    return "\n".join(lines)
+
+
+def ranks(size: int) -> str:
+    return f"{size} rank{'s' * (size != 1)}"
+
+
+def versions() -> str:
+    return f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread"
+
+
+def relations(text: str) -> str:
+    """Return a page without what differs between machines: digests become their number on the page."""
+    numbers: dict[str, str] = {}
+    text = re.sub(r"`[0-9a-f]{8}`", lambda each: numbers.setdefault(each[0], f"#{len(numbers)}"), text)
+    text = re.sub(r"\d\.\de[+-]\d\d", "…", text)
+    return re.sub(r"Measured with .*", "", text)
+
+
+@pytest.fixture(scope="module")
+def measured(run_ranks: Run, tmp_path_factory: Any) -> Any:
+    return measure_all(run_ranks, str(tmp_path_factory.mktemp("exactness")), STOPS[:1])
+
+
+def test_the_plain_training_is_the_same_on_other_ranks_and_after_a_resume(
+    run_ranks: Run, tmp_path: Any
+) -> None:
+    found = measure(run_ranks, ROWS[0], str(tmp_path), None, STOPS[:1])
+    assert not any(found.resumed.values()), found.resumed
+    assert max(found.differences.values()) <= FLOAT32
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_every_run_resumes_bit_for_bit_on_every_number_of_ranks(measured: Any) -> None:
+    for row, result in zip(ROWS, measured[0], strict=True):
+        assert len(result.resumed) == len(row.sizes)
+        assert not any(result.resumed.values()), (row.name, result.resumed)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_ranks_give_what_one_rank_gives_within_the_promised_bounds(measured: Any) -> None:
+    found, on_others = measured
+    for row, result in zip(ROWS, found, strict=True):
+        if row.bound is not None:
+            assert max(result.differences.values()) <= row.bound, (row.name, result.differences)
+    assert max(on_others.values()) <= FLOAT32
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_what_saves_memory_and_equal_shares_give_the_bits_of_the_plain_run(measured: Any) -> None:
+    by_name = {row.name: result.digests for row, result in zip(ROWS, measured[0], strict=True)}
+    assert by_name["`--grad-checkpoint`"] == by_name["`--zero`"] == by_name["plain"]
+    assert by_name["`--rank-share 1,1`"][2] == by_name["plain"][2]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_page_says_what_was_measured(measured: Any) -> None:
+    assert relations(PAGE.read_text()) == relations(page(*measured)), (
+        "run python -m tests.train.trainer.test_exactness"
+    )
+
+
+def main() -> None:
+    pools = {size: Pool(size) for size in SIZES}
+
+    def run_ranks(size: int, case: Any, *arguments: Any) -> list[Any]:
+        return pools[size].run(case, *arguments)
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            PAGE.write_text(page(*measure_all(run_ranks, folder)))
+    finally:
+        for pool in pools.values():
+            pool.close()
+
+
+if __name__ == "__main__":
+    main()

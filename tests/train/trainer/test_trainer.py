@@ -1,0 +1,308 @@
+"""Training and evaluation on several ranks, against plain PyTorch in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ckpttool.errors import CheckFailed
+from tests.ranks import trainings
+from train.main import steps_of_epoch
+from train.model import builtin as models
+
+SETTINGS: dict[str, Any] = {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.01}
+
+
+def make_linear() -> nn.Module:
+    return nn.Linear(10, 10, dtype=torch.float64)
+
+
+def make_cnn() -> nn.Module:
+    return models.simple_cnn(channels=1, height=8, width=8)
+
+
+KINDS = {
+    "linear": (make_linear, (10,), torch.float64, 1e-12),
+    "cnn": (make_cnn, (1, 8, 8), torch.float32, 1e-6),
+}
+
+
+def reference(kind: str, samples: int, batch_size: int, epochs: int = 1) -> list[torch.Tensor]:
+    """The parameters after training in one process by plain PyTorch."""
+    make, shape, dtype, _ = KINDS[kind]
+    data = trainings.tensors(shape, samples, dtype=dtype)
+    model = trainings.alone(make, data, batch_size, epochs, **SETTINGS)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def parameters_after_epochs(
+    rank: int, world_size: int, kind: str, samples: int, batch_size: int, accumulate: int, epochs: int
+) -> Any:
+    make, shape, dtype, _ = KINDS[kind]
+    data = trainings.tensors(shape, samples, dtype=dtype)
+    settings = {**SETTINGS, "batch_size": batch_size, "accumulate": accumulate, "epochs": epochs}
+    trainer = trainings.trainer(rank, world_size, data, trainings.seeded(make), **settings)
+    for _ in range(epochs):
+        trainings.finish_epoch(trainer)
+    return [parameter.detach() for parameter in trainer.ddp.parameters()]
+
+
+def farthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    return max((one - other).abs().max().item() for one, other in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("samples", [20, 18, 3], ids=["even", "uneven", "with an idle rank"])
+def test_one_step_on_many_ranks_is_the_step_of_one_process(run_ranks, kind, size, samples):
+    expected = reference(kind, samples, samples)
+    for ours in run_ranks(size, parameters_after_epochs, kind, samples, samples, 1, 1):
+        assert farthest(ours, expected) <= KINDS[kind][3]
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("accumulate", [2, 3, 7])
+def test_accumulating_changes_nothing_but_memory(run_ranks, size, accumulate):
+    expected = reference("linear", 23, 10, epochs=2)
+    for ours in run_ranks(size, parameters_after_epochs, "linear", 23, 10, accumulate, 2):
+        assert farthest(ours, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_epochs_with_a_short_last_batch_are_those_of_one_process(run_ranks, size):
+    expected = reference("linear", 21, 10, epochs=3)  # the last batch has one sample
+    for ours in run_ranks(size, parameters_after_epochs, "linear", 21, 10, 1, 3):
+        assert farthest(ours, expected) <= 1e-12
+
+
+# ---- ranks without samples -----------------------------------------------------------------------------
+
+
+def take_a_step_with_idle_ranks(rank: int, world_size: int) -> Any:
+    """One sample for all ranks, and a model with BatchNorm."""
+    data, model = trainings.tensors((3, 32, 32), 1), trainings.seeded(models.resnet20)
+    trainer = trainings.trainer(rank, world_size, data, model, lr=0.1, batch_size=4, epochs=1)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    score = trainings.finish_epoch(trainer)
+    buffers = dict(model.named_buffers())
+    changed = [name for name, buffer in buffers.items() if not torch.equal(buffer, before[name])]
+    finite = all(torch.isfinite(t).all() for t in [*buffers.values(), *model.parameters()])
+    modes = {module.training for module in model.modules()}
+    return finite, len(changed), model.linear.weight.detach(), score.samples, modes
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_without_samples_leaves_batchnorm_alone_and_gets_the_same_weights(run_ranks, size):
+    (busy, *idle) = run_ranks(size, take_a_step_with_idle_ranks)
+    assert busy[0]
+    assert busy[1] > 0
+    for finite, changed, weight, samples, modes in idle:
+        assert finite
+        assert changed == 0
+        assert torch.equal(weight, busy[2])
+        assert samples == 1
+        assert modes == {True}
+
+
+class Delicate(nn.Module):
+    """Fails on an empty batch, as `view(0, -1)` does, and makes NaN of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(x.size(0), -1)
+        return self.linear(x / x.norm(dim=1, keepdim=True))
+
+
+def train_delicate(rank: int, world_size: int) -> Any:
+    data = trainings.tensors((2, 5), 5)
+    trainer = trainings.trainer(rank, world_size, data, trainings.seeded(Delicate), batch_size=4)
+    trainings.finish_epoch(trainer)
+    return bool(torch.isfinite(trainer.ddp.module.linear.weight).all())
+
+
+def test_a_model_that_cant_take_empty_batches_or_zeros_trains_with_idle_ranks(run_ranks):
+    assert run_ranks(4, train_delicate) == [True] * 4
+
+
+class Counting(nn.Module):
+    """Counts its samples in a buffer, as layers with statistics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+        self.register_buffer("met", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.met += len(x)
+        return self.linear(x)
+
+
+def count_samples_met(rank: int, world_size: int) -> Any:
+    data, model = trainings.tensors((10,), 6), trainings.seeded(Counting)
+    trainings.finish_epoch(trainings.trainer(rank, world_size, data, model, batch_size=4))
+    return model.met.item()
+
+
+def test_passes_without_samples_change_no_buffer(run_ranks):
+    # Two steps on each of the first two ranks; the others met rank 0's count before the second, and had no
+    # sample in it.
+    assert run_ranks(4, count_samples_met) == [2, 2, 1, 1]
+
+
+# ---- what is counted -----------------------------------------------------------------------------------
+
+
+def score_of_epoch_without_learning(rank: int, world_size: int) -> Any:
+    data, model = trainings.tensors((10,), 7), trainings.seeded(lambda: nn.Linear(10, 10))
+    trainer = trainings.trainer(rank, world_size, data, model, lr=1e-12, momentum=0.0, batch_size=5)
+    score = trainings.finish_epoch(trainer)
+    return score.loss, score.correct, score.samples, trainer.progress.samples
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_an_epochs_loss_is_the_mean_over_samples_not_over_ranks_or_steps(run_ranks, size):
+    data, model = trainings.tensors((10,), 7), trainings.seeded(lambda: nn.Linear(10, 10))
+    inputs, labels = data.train.tensors
+    scores = model(inputs)
+    expected = F.cross_entropy(scores, labels).item()
+    for loss, correct, samples, consumed in run_ranks(size, score_of_epoch_without_learning):
+        assert loss == pytest.approx(expected, abs=1e-6)
+        assert correct == (scores.argmax(1) == labels).sum()
+        assert samples == consumed == 7
+
+
+def evaluate_on_ranks(rank: int, world_size: int, tests: int) -> Any:
+    data, model = trainings.tensors((1, 8, 8), 1, tests=tests), trainings.seeded(make_cnn)
+    score = trainings.trainer(rank, world_size, data, model).evaluate().score()
+    assert score.pop("ranks") == world_size
+    return score
+
+
+@pytest.mark.parametrize("tests", [1, 128, 300, 700])
+def test_evaluation_counts_each_sample_once_and_gives_the_same_bits_on_any_number_of_ranks(run_ranks, tests):
+    data, model = trainings.tensors((1, 8, 8), 1, tests=tests), trainings.seeded(make_cnn)
+    inputs, labels = data.test.tensors
+    right = model(inputs).argmax(1) == labels
+    alone = run_ranks(1, evaluate_on_ranks, tests)[0]
+    assert (alone["correct"], alone["samples"]) == (right.sum(), tests)
+    assert alone["loss"] == pytest.approx(F.cross_entropy(model(inputs), labels).item(), abs=1e-5)
+    assert [(one["class"], one["correct"], one["samples"]) for one in alone["per_class"]] == [
+        (str(label), right[labels == label].sum(), (labels == label).sum()) for label in range(10)
+    ]
+    for size in (2, 3, 4):
+        assert run_ranks(size, evaluate_on_ranks, tests) == [alone] * size
+
+
+def evaluate_after_steps(rank: int, world_size: int) -> Any:
+    data, model = trainings.tensors((3, 32, 32), 16), trainings.seeded(models.resnet20)
+    trainer = trainings.trainer(rank, world_size, data, model, batch_size=8, lr=0.1)
+    for _ in steps_of_epoch(trainer):
+        pass
+    apart = model.bn1.running_mean.clone()
+    score = trainer.evaluate()
+    return apart, model.bn1.running_mean.clone(), score, model.training
+
+
+def test_ranks_evaluate_with_rank_0s_batchnorm_statistics(run_ranks):
+    first, second = run_ranks(2, evaluate_after_steps)
+    assert not torch.equal(first[0], second[0])  # each has met other samples
+    assert torch.equal(first[1], first[0])
+    assert torch.equal(second[1], first[0])
+    assert first[2] == second[2]
+    assert second[3]
+
+
+def train_with_a_label(rank: int, world_size: int, label: int) -> str:
+    data = trainings.tensors((10,), 8)
+    data.train.tensors[1][5] = label  # type: ignore[attr-defined]
+    trainer = trainings.trainer(rank, world_size, data, nn.Linear(10, 10), batch_size=8)
+    with pytest.raises(CheckFailed) as fault:
+        trainings.finish_epoch(trainer)
+    return str(fault.value)
+
+
+@pytest.mark.parametrize("label", [10, -1, -100])
+def test_a_training_label_without_a_class_names_its_sample(run_ranks, label):
+    """-100 is the label that torch's loss skips, so the mean would be over fewer samples than reported."""
+    said = f"training sample 5 has the label {label}, which is not one of the 10 classes (0 to 9)"
+    assert run_ranks(1, train_with_a_label, label) == [said]
+
+
+def train_without_randomness(rank: int, world_size: int) -> Any:
+    from ckpttool.distributed import randomness
+
+    trainer = trainings.trainer(rank, world_size, trainings.tensors((10,), 30), nn.Linear(10, 10))
+    before = randomness.take()
+    trainings.finish_epoch(trainer)
+    trainer.evaluate()
+    return torch.equal(before["torch"], randomness.take()["torch"])
+
+
+def test_loading_data_draws_nothing_from_the_global_random_state(run_ranks):
+    assert run_ranks(1, train_without_randomness) == [True]
+
+
+class Recorder(torch.utils.data.TensorDataset):
+    def __init__(self, *tensors: torch.Tensor) -> None:
+        super().__init__(*tensors)
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+def epochs_told_to_the_data(rank: int, world_size: int) -> Any:
+    from dataclasses import replace
+
+    data = trainings.tensors((10,), 6)
+    recorder = Recorder(*data.train.tensors)
+    trainer = trainings.trainer(rank, world_size, replace(data, train=recorder), nn.Linear(10, 10))
+    for _ in range(3):
+        trainings.finish_epoch(trainer)
+    return recorder.epochs
+
+
+def test_set_epoch_of_the_data_is_called(run_ranks):
+    assert run_ranks(1, epochs_told_to_the_data) == [[0, 1, 2]]
+
+
+def draw_dropout(rank: int, world_size: int) -> Any:
+    trainings.trainer(rank, world_size, trainings.tensors((10,), 30), nn.Linear(10, 10))
+    return torch.rand(1).item()
+
+
+def test_each_rank_draws_its_own_random_numbers(run_ranks):
+    assert len(set(run_ranks(4, draw_dropout))) == 4
+
+
+# ---- complex parameters --------------------------------------------------------------------------------
+
+
+class Phases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(10, 10, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+def train_phases(rank: int, world_size: int) -> Any:
+    data = trainings.tensors((10,), 21)
+    trainer = trainings.trainer(rank, world_size, data, trainings.seeded(Phases), batch_size=10, lr=0.1)
+    trainings.finish_epoch(trainer)
+    return trainer.ddp.module.weight.detach()
+
+
+def test_complex_parameters_are_trained_equally_on_any_number_of_ranks(run_ranks):
+    alone = run_ranks(1, train_phases)[0]
+    assert not torch.equal(alone, trainings.seeded(Phases).weight)
+    for weight in run_ranks(4, train_phases):
+        assert torch.allclose(weight, alone, atol=1e-6, rtol=0)

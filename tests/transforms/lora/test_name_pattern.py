@@ -1,0 +1,69 @@
+"""Regular expressions of layer names: Python's `re` is the oracle, as PEFT uses it."""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+
+import pytest
+
+from ckpttool.transforms.lora.name_pattern import UnknownPattern, fits
+
+PATTERNS = [
+    *("q", "q_proj", "0.q", r"0\.q", "^q", "^l.0.q", "q$", ".*q", ".+q", r"l\.\d+\.q", r"l\.[0-9]\.q"),
+    *("l.[01].(q|k)", "q|k", "(q|k)|l", "(?:l.0|l.1).q", "l.*.q_?", r"l\.(0|1\d)\..*", "", "()", "l?"),
+    *("[^.]+.k", "(l|l.0).q", r"\w+", "a*b", "^", "$", "q^", "ll*", "l.(.*|q).k"),
+]  # fmt: skip
+
+NAMES = [
+    "",
+    "q",
+    "k",
+    "qq",
+    "q_proj",
+    "l",
+    "l.0.q",
+    "l.1.k",
+    "l.10.q",
+    "x.l.0.q",
+    "l.0.q.k",
+    "lll",
+    "l.0.q_",
+    ".",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_fits_the_names_that_peft_finds(pattern: str) -> None:
+    for name in NAMES:
+        assert fits(pattern, name) == bool(re.match(rf"(.*\.)?({pattern})$", name)), name
+
+
+def test_pieces_in_any_order_fit_as_in_python() -> None:
+    pieces = ["a", ".", r"\.", ".*", "a+", "|", "(a", "(?:", ")", "ab?", "$"]
+    for pattern in map("".join, product(pieces, repeat=3)):
+        try:
+            found = [fits(pattern, name) for name in ("a", "a.b", "ab.a", "aa")]
+        except (UnknownPattern, re.error):
+            continue
+        wanted = [bool(re.match(rf"(.*\.)?({pattern})$", name)) for name in ("a", "a.b", "ab.a", "aa")]
+        assert found == wanted, pattern
+
+
+@pytest.mark.parametrize("pattern", [".*" * 30 + "b", "(a|a)" * 40 + "c", "a?" * 40 + "a" * 41])
+def test_a_pattern_takes_no_exponential_time(pattern: str) -> None:
+    assert not fits(pattern, "a" * 40)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["((.+)+)+!", "(a)*", "(?=a)", "a{2}", "a*?", "a*+", r"\bq", r"(a)\1", "a" * 1001]
+)
+def test_other_pieces_are_refused(pattern: str) -> None:
+    with pytest.raises(UnknownPattern):
+        fits(pattern, "a")
+
+
+@pytest.mark.parametrize("pattern", ["a)(", "(", "[b-a]", "*"])
+def test_what_is_no_pattern_is_told_apart(pattern: str) -> None:
+    with pytest.raises(re.error):
+        fits(pattern, "a")

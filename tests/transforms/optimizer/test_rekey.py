@@ -1,0 +1,495 @@
+"""Parameters of an optimizer's state: renamed, checked against a model, keyed by name and by index."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckpttool
+from ckpttool.errors import NothingToDo, Refused, UsageFault
+from ckpttool.inert_pickle.values import OrderedDict_
+from ckpttool.transforms.optimizer.assignment import by_shapes, in_order
+from ckpttool.transforms.optimizer.order import Misfit, mismatched_order
+from ckpttool.transforms.optimizer.rekey import to_indices, to_names
+from ckpttool.transforms.optimizer.renaming import rename_parameters
+from tests.support.comparing import assert_same
+
+NAMES = {"module.a": "a", "module.b": "b"}
+
+
+def test_names_beside_indices_are_renamed_and_indices_stay() -> None:
+    optimizer = {
+        "state": {0: {"step": 1}, 1: {"step": 2}},
+        "param_groups": [{"lr": 0.1, "params": [0, 1], "param_names": ["module.a", "module.b"]}],
+    }
+    assert rename_parameters(optimizer, NAMES) == {
+        "state": {0: {"step": 1}, 1: {"step": 2}},
+        "param_groups": [{"lr": 0.1, "params": [0, 1], "param_names": ["a", "b"]}],
+    }
+
+
+def test_a_state_by_name_is_renamed_in_its_order() -> None:
+    optimizer = {
+        "state": {"module.b": 2, "module.a": 1},
+        "param_groups": [{"params": ["module.b", "module.a"]}],
+    }
+    renamed = rename_parameters(optimizer, NAMES)
+    assert list(renamed["state"].items()) == [("b", 2), ("a", 1)]
+    assert renamed["param_groups"][0]["params"] == ["b", "a"]
+
+
+def test_unknown_names_stay() -> None:
+    optimizer = {"state": {"x": 1}, "param_groups": [{"params": ["x"], "param_names": ["x", "module.a"]}]}
+    assert rename_parameters(optimizer, NAMES)["param_groups"][0]["param_names"] == ["x", "a"]
+
+
+def test_other_entries_and_the_original_are_not_changed() -> None:
+    optimizer: dict[str, Any] = {
+        "state": {},
+        "param_groups": [{"params": [0], "param_names": ["module.a"], "betas": (0.9, 0.99), "module.a": 1}],
+        "module.a": "kept",
+    }
+    renamed = rename_parameters(optimizer, NAMES)
+    assert renamed["module.a"] == "kept"
+    assert renamed["param_groups"][0]["module.a"] == 1
+    assert optimizer["param_groups"][0]["param_names"] == ["module.a"]
+
+
+@pytest.mark.parametrize(
+    "odd", [{"state": 1, "param_groups": 2}, {"state": {}, "param_groups": [None, {"params": 3}]}], ids=str
+)
+def test_malformed_optimizers_are_returned_as_they_are(odd: dict[str, Any]) -> None:
+    assert rename_parameters(odd, NAMES) == odd
+
+
+def test_an_ordered_state_keeps_its_kind_and_attributes() -> None:
+    state, optimizer = OrderedDict_({"module.a": 1}), OrderedDict_()
+    state.attributes, optimizer.attributes = {"x": 1}, {"y": 2}
+    optimizer.update({"state": state, "param_groups": []})
+    renamed = rename_parameters(optimizer, NAMES)
+    assert isinstance(renamed, OrderedDict_) and isinstance(renamed["state"], OrderedDict_)
+    assert (renamed.attributes, renamed["state"].attributes) == ({"y": 2}, {"x": 1})
+
+
+# Whether a state loaded by index fits the parameters, with real optimizers as torch saves them.
+
+
+SCALES = {"a": 0.3, "b": 0.7, "c": 1.1}
+
+
+class Net(torch.nn.Module):
+    """A net of two layers of one shape and one of another, created in the given order."""
+
+    def __init__(self, order: str = "abc") -> None:
+        super().__init__()
+        layers = {"a": (4, 4), "b": (4, 4), "c": (4, 2)}
+        for name in order:
+            self.add_module(name, torch.nn.Linear(*layers[name]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(self.b(self.a(x)).tanh())  # type: ignore[no-any-return, operator]
+
+
+def trained(order: str = "abc", named: bool = False, groups: bool = False, **given: Any) -> tuple[Net, Any]:
+    """Return a net and its optimizer after a step; the gradients do not depend on the order."""
+    net = Net(order)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter) * SCALES[name[0]])
+    make = given.pop("make", torch.optim.AdamW)
+    optimizer = make(parameters_of(net, named, groups), **{"lr": 0.1, **given})
+    step(net, optimizer)
+    return net, optimizer
+
+
+def parameters_of(net: torch.nn.Module, named: bool, groups: bool) -> Any:
+    """Return the arguments of an optimizer: all parameters, or weights and biases in separate groups."""
+    pairs = list(net.named_parameters())
+    chosen = [pairs]
+    if groups:
+        chosen = [[pair for pair in pairs if (pair[1].ndim > 1) is matrices] for matrices in (True, False)]
+    lists = [group if named else [parameter for _, parameter in group] for group in chosen]
+    return [{"params": part, "weight_decay": 0.1 * i} for i, part in enumerate(lists)] if groups else lists[0]
+
+
+def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> None:
+    optimizer.zero_grad()
+    x = torch.linspace(-1, 1, 12).view(3, 4) + seed
+    net(x).square().sum().backward()
+    optimizer.step(*([lambda: 0.0] if isinstance(optimizer, torch.optim.LBFGS) else []))
+
+
+def shapes(net: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("groups", [False, True])
+def test_momentum_in_the_order_of_the_model_fits(named: bool, groups: bool) -> None:
+    net, optimizer = trained(named=named, groups=groups)
+    check = mismatched_order(net.state_dict(), optimizer.state_dict(), shapes(net))
+    assert check.fits
+    assert bool(check.problem) == (groups and not named)  # nothing tells which parameter is in which group
+
+
+def test_momentum_of_another_shape_than_the_parameter_at_its_place_is_found() -> None:
+    _, optimizer = trained("abc")
+    check = mismatched_order({}, optimizer.state_dict(), shapes(Net("acb")))
+    assert not check.fits
+    assert check.shapes == (
+        Misfit(2, "c.weight", "[4, 4]", "[2, 4]"),
+        Misfit(3, "c.bias", "[4]", "[2]"),
+        Misfit(4, "b.weight", "[2, 4]", "[4, 4]"),
+        Misfit(5, "b.bias", "[2]", "[4]"),
+    )
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_swapped_layers_of_one_shape_are_found_by_the_names_in_the_file(groups: bool) -> None:
+    _, optimizer = trained("abc", named=True, groups=groups)
+    check = mismatched_order({}, optimizer.state_dict(), shapes(Net("bac")))
+    assert (check.shapes, check.order) == ((), ())
+    assert check.names[0] == Misfit(0, "b.weight", "a.weight", "b.weight")
+
+
+def test_swapped_layers_without_names_are_found_by_the_order_of_the_state() -> None:
+    net, optimizer = trained("abc", make=torch.optim.SGD, momentum=0.9)
+    wrapped = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
+    for state in (net.state_dict(), wrapped):
+        check = mismatched_order(state, optimizer.state_dict(), shapes(Net("bac")))
+        assert (check.shapes, check.names) == ((), ())
+        assert check.order[0] == Misfit(0, "b.weight", "a.weight", "b.weight")
+    assert mismatched_order({}, optimizer.state_dict(), shapes(Net("bac"))).fits  # nothing tells
+
+
+def test_a_state_that_its_own_optimizer_does_not_fit_proves_nothing() -> None:
+    net, optimizer = trained("abc")
+    upside_down = dict(reversed(net.state_dict().items()))
+    assert mismatched_order(upside_down, optimizer.state_dict(), shapes(net)).fits
+
+
+def test_a_prefix_on_the_names_is_no_misfit_and_an_unknown_name_is_one() -> None:
+    net, optimizer = trained(named=True)
+    saved = optimizer.state_dict()
+    wrapped = rename_parameters(saved, {name: f"module.{name}" for name in shapes(net)})
+    assert mismatched_order({}, wrapped, shapes(net)).fits
+    other = rename_parameters(saved, {"b.bias": "d.bias"})
+    unknown = Misfit(3, "", "d.bias", "no such parameter")
+    assert mismatched_order({}, other, shapes(net)).names == (unknown,)
+
+
+@pytest.mark.parametrize(
+    ("odd", "problem"),
+    [
+        ({"state": 1, "param_groups": []}, "usual form"),
+        ({"state": {}, "param_groups": [{"params": 3}]}, "without a list"),
+        ({"state": {}, "param_groups": [{"params": [0, 0]}]}, "twice"),
+        ({"state": {5: {}}, "param_groups": [{"params": [0]}]}, "in no group"),
+        ({"state": {}, "param_groups": [{"params": [0], "param_names": []}]}, "0 names"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_compared_says_why(odd: Any, problem: str) -> None:
+    assert problem in mismatched_order({}, odd, {"w": (1,)}).problem
+
+
+# Keyed by name, and back to indices.
+
+
+def saved(folder: Path, tree: Any) -> ckpttool.Checkpoint:
+    torch.save(tree, folder / "in.pt")
+    return ckpttool.open(folder / "in.pt")
+
+
+def loaded(folder: Path, checkpoint: ckpttool.Checkpoint) -> Any:
+    ckpttool.save(checkpoint, folder / "out.pt", force=True)
+    return torch.load(folder / "out.pt", weights_only=True)
+
+
+MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"momentum": 0.9}),
+    "SGD without momentum": (torch.optim.SGD, {}),
+    "Adam": (torch.optim.Adam, {"amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {}),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "RMSprop": (torch.optim.RMSprop, {"centered": True}),
+    "LBFGS": (torch.optim.LBFGS, {}),
+}
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("named", [False, True])
+def test_to_names_and_back_restores_the_file(maker: str, named: bool, tmp_path: Path) -> None:
+    make, given = MAKERS[maker]
+    net, optimizer = trained(make=make, named=named and maker != "LBFGS", **given)
+    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    by_name, done = to_names(saved(tmp_path, tree), order="state")
+    found = loaded(tmp_path, by_name)["optimizer"]
+    names = list(shapes(net))
+    assert done.ordered == (
+        ("optimizer",) if "param_names" not in tree["optimizer"]["param_groups"][0] else ()
+    )
+    assert found["param_groups"][0]["params"] == names
+    assert set(found["state"]) <= set(names)
+    assert (done.optimizers, done.parameters, done.moved) == (("optimizer",), 6, 0)
+    back, _ = to_indices(ckpttool.open(tmp_path / "out.pt"))
+    assert_same(loaded(tmp_path, back), tree)
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_the_state_by_name_equals_the_one_torch_writes(groups: bool, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    net, optimizer = trained(groups=groups)
+    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    found = loaded(tmp_path, to_names(saved(tmp_path, tree), parameters=shapes(net))[0])["optimizer"]
+    theirs = get_optimizer_state_dict(net, optimizer)
+    assert [group["params"] for group in found["param_groups"]] == [
+        group["params"] for group in theirs["param_groups"]
+    ]
+    assert_same(dict(sorted(found["state"].items())), dict(sorted(theirs["state"].items())))
+
+
+@pytest.mark.parametrize("maker", ["SGD", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("groups", [False, True])
+@pytest.mark.parametrize("order", ["bac", "cab", "acb"])
+def test_the_next_step_after_reordering_equals_the_original_bit_for_bit(
+    maker: str, groups: bool, order: str, tmp_path: Path
+) -> None:
+    make, given = MAKERS[maker]
+    net, optimizer = trained("abc", make=make, groups=groups, **given)
+    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    other = Net(order)
+    new, done = to_indices(saved(tmp_path, tree), parameters=shapes(other), order="state")
+    found = loaded(tmp_path, new)
+    other.load_state_dict(found["model"])
+    theirs = make(parameters_of(other, False, groups), **{"lr": 0.5, **given})
+    theirs.load_state_dict(found["optimizer"])
+    step(net, optimizer, seed=1)
+    step(other, theirs, seed=1)
+    assert done.moved and (done.absent == ())
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_the_next_step_without_reordering_differs(tmp_path: Path) -> None:
+    net, optimizer = trained("abc", make=torch.optim.SGD, momentum=0.9)
+    other = Net("bac")
+    other.load_state_dict(net.state_dict())
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    theirs.load_state_dict(optimizer.state_dict())  # without a word
+    step(net, optimizer, seed=1)
+    step(other, theirs, seed=1)
+    assert not torch.equal(net.state_dict()["a.weight"], other.state_dict()["a.weight"])
+
+
+def test_every_optimizer_of_a_file_is_keyed(tmp_path: Path) -> None:
+    net, first = trained()
+    other = torch.nn.Linear(3, 5)
+    second = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    other(torch.ones(1, 3)).sum().backward()
+    second.step()
+    tree = {
+        "generator": net.state_dict(),
+        "discriminator": other.state_dict(),
+        "optimizers": [first.state_dict(), second.state_dict()],
+    }
+    new, done = to_names(saved(tmp_path, tree), order="state")
+    found = loaded(tmp_path, new)["optimizers"]
+    assert done.optimizers == ("optimizers.0", "optimizers.1")
+    assert done.ordered == ("optimizers.0",)  # the shapes of the other are certain
+    assert set(found[1]["state"]) == {"weight", "bias"} and "a.weight" in found[0]["state"]
+
+
+def test_keys_that_dcp_turned_into_text_become_numbers_again(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    as_text = {**tree["optimizer"], "state": {str(k): v for k, v in tree["optimizer"]["state"].items()}}
+    new, _ = to_indices(saved(tmp_path, {**tree, "optimizer": as_text}))
+    assert_same(loaded(tmp_path, new), tree)
+
+
+def test_buffers_and_ties_are_not_counted_as_parameters(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    net[2].weight = net[0].weight
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.randn(3, 4)).sum().backward()
+    optimizer.step()
+    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    found = loaded(tmp_path, to_names(saved(tmp_path, tree), order="state")[0])["optimizer"]
+    assert found["param_groups"][0]["params"] == [name for name, _ in net.named_parameters()]
+
+
+# Which parameter is which, without names.
+
+
+def new_layers_first(layers: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    """Return a checkpoint whose optimizer was given the last layer's parameters before the others'."""
+    net = torch.nn.Sequential()
+    for name, sizes in layers.items():
+        net.add_module(name, torch.nn.Linear(*sizes))
+    *first, last = net.children()
+    parameters = [parameter for layer in (last, *first) for parameter in layer.parameters()]
+    optimizer = torch.optim.Adam(parameters)
+    net(torch.ones(3, layers["body"][0])).square().sum().backward()
+    optimizer.step()
+    moments = {name: optimizer.state[parameter]["exp_avg"] for name, parameter in net.named_parameters()}
+    return {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "moments": [moments]}
+
+
+ALIKE = {"body": (4, 4), "head": (4, 4)}
+HEAD_FIRST = {"head.weight": (4, 4), "head.bias": (4,), "body.weight": (4, 4), "body.bias": (4,)}
+BODY_FIRST = {name: HEAD_FIRST[name] for name in ("body.weight", "body.bias", "head.weight", "head.bias")}
+
+
+def moments_of(folder: Path, checkpoint: ckpttool.Checkpoint) -> dict[str, Any]:
+    state = loaded(folder, checkpoint)["optimizer"]["state"]
+    return {name: state[name]["exp_avg"] for name in BODY_FIRST}
+
+
+def test_the_order_of_the_model_is_no_evidence_by_itself(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path, new_layers_first(ALIKE))
+    with pytest.raises(Refused, match="more than one assignment of the state's tensors fits") as caught:
+        to_names(checkpoint)
+    assert "--model SPEC" in str(caught.value.hint) and "--order state" in str(caught.value.hint)
+
+
+def test_shapes_that_are_all_different_name_parameters_in_any_order(tmp_path: Path) -> None:
+    tree = new_layers_first({"body": (3, 4), "head": (4, 5)})
+    new, done = to_names(saved(tmp_path, tree))
+    assert done.ordered == ()
+    assert_same(moments_of(tmp_path, new), tree["moments"][0])
+
+
+def test_an_order_that_is_not_that_of_the_file_s_state_must_be_said(tmp_path: Path) -> None:
+    tree = new_layers_first(ALIKE)
+    checkpoint = saved(tmp_path, tree)
+    with pytest.raises(Refused, match="orders that both fit") as caught:
+        to_names(checkpoint, parameters=HEAD_FIRST)
+    assert "--order model" in str(caught.value.hint)
+    new, done = to_names(checkpoint, parameters=HEAD_FIRST, order="model")
+    assert done.ordered == ("optimizer",)
+    assert_same(moments_of(tmp_path, new), tree["moments"][0])
+    by_word = to_names(checkpoint, parameters=BODY_FIRST)[1]  # of the order in which the optimizer lists them
+    assert by_word.ordered == ("optimizer",)
+
+
+def test_the_order_of_a_model_needs_the_model(tmp_path: Path) -> None:
+    with pytest.raises(UsageFault, match="needs the model"):
+        to_names(saved(tmp_path, new_layers_first(ALIKE)), order="model")
+
+
+# Refusals.
+
+
+def test_groups_with_ambiguous_parameters_are_refused(tmp_path: Path) -> None:
+    net = Net()
+    groups = [{"params": net.a.parameters()}, {"params": net.b.parameters()}]
+    optimizer = torch.optim.SGD([*groups, {"params": net.c.parameters()}], lr=0.1, momentum=0.9)
+    step(net, optimizer)
+    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.raises(Refused, match="more than one assignment") as caught:
+        to_names(saved(tmp_path, tree))
+    assert "--model" in str(caught.value.hint)
+    with pytest.raises(Refused, match="no model's state that would"):
+        to_names(saved(tmp_path, optimizer.state_dict()))
+    with pytest.raises(Refused, match="no assignment"):
+        to_names(saved(tmp_path, {**tree, "model": {"w": torch.ones(7)}}))
+
+
+def test_parameters_are_neither_added_nor_dropped_and_have_the_shape_of_the_model(
+    tmp_path: Path,
+) -> None:
+    net, optimizer = trained(named=True)
+    checkpoint = saved(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+    live = shapes(net)
+    with pytest.raises(Refused, match=r"keeps 'b\.bias', which the model does not have"):
+        to_indices(checkpoint, parameters={name: live[name] for name in live if name != "b.bias"})
+    with pytest.raises(Refused, match=r"momentum of shape \[2, 4\] for 'c.weight'.* is \[5, 4\]"):
+        to_indices(checkpoint, parameters={**live, "c.weight": (5, 4)})
+    done = to_names(checkpoint, parameters={**live, "new": (1,)})[1]
+    assert done.absent == ("new",)
+
+
+def test_names_that_contradict_the_file_s_own_shapes_are_refused(tmp_path: Path) -> None:
+    net, optimizer = trained(named=True)
+    swapped = rename_parameters(optimizer.state_dict(), {"a.bias": "c.bias", "c.bias": "a.bias"})
+    with pytest.raises(Refused, match=r"\[4\] for 'c.bias', whose shape in the file is \[2\]"):
+        to_names(saved(tmp_path, {"model": net.state_dict(), "optimizer": swapped}))
+
+
+def test_reordering_lbfgs_is_refused(tmp_path: Path) -> None:
+    net, optimizer = trained(make=torch.optim.LBFGS)
+    checkpoint = saved(tmp_path, {"model": net.state_dict(), "optimizer": optimizer.state_dict()})
+    with pytest.raises(Refused, match="LBFGS"):
+        to_indices(checkpoint, parameters=shapes(Net("bac")), order="state")
+
+
+def test_nothing_to_do_is_an_error(tmp_path: Path) -> None:
+    net, optimizer = trained(named=True)
+    tree = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.raises(NothingToDo, match="by numbers in this order already"):
+        to_indices(saved(tmp_path, tree), parameters=shapes(net))
+    by_name = to_names(saved(tmp_path, tree))[0]
+    with pytest.raises(NothingToDo, match="by names in this order already"):
+        to_names(by_name)
+    with pytest.raises(NothingToDo, match="no optimizer"):
+        to_names(saved(tmp_path, net.state_dict()))
+
+
+def test_names_of_a_wrapped_model_match_those_of_the_live_model(tmp_path: Path) -> None:
+    net, optimizer = trained("abc")
+    wrapped = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
+    new, done = to_indices(
+        saved(tmp_path, {"model": wrapped, "optimizer": optimizer.state_dict()}),
+        parameters=shapes(Net("cab")),
+    )
+    found = loaded(tmp_path, new)["optimizer"]
+    assert done.moved == 6
+    assert found["state"][0]["exp_avg"].shape == (2, 4)
+
+
+# Parameters by the shapes of their momentum.
+
+
+SHAPES = st.lists(st.sampled_from([(1,), (2,), (3, 3), (4,)]), max_size=5)
+
+
+@given(parameters=SHAPES, groups=st.integers(1, 3), data=st.data())
+def test_an_assignment_in_order_is_certain_exactly_when_it_is_the_only_one(
+    parameters: list[tuple[int, ...]], groups: int, data: st.DataObject
+) -> None:
+    chosen = data.draw(
+        st.lists(st.integers(-1, groups - 1), min_size=len(parameters), max_size=len(parameters))
+    )
+    kept = [[p for p, g in zip(parameters, chosen, strict=True) if g == group] for group in range(groups)]
+    named = [(f"p{i}", shape) for i, shape in enumerate(parameters)]
+    found = in_order(kept, named)
+    every = {
+        tuple(f"p{i}" for group in range(groups) for i, g in enumerate(way) if g == group)
+        for way in itertools.product(range(-1, groups), repeat=len(parameters))
+        if [[p for p, g in zip(parameters, way, strict=True) if g == group] for group in range(groups)]
+        == kept
+    }
+    assert set(found) <= every
+    assert len(found) == min(len(every), 2)
+
+
+@given(parameters=SHAPES, places=st.lists(st.sampled_from([None, (1,), (2,), (3, 3), (4,)]), max_size=4))
+def test_an_assignment_in_any_order_is_certain_exactly_when_it_is_the_only_one(
+    parameters: list[tuple[int, ...]], places: list[tuple[int, ...] | None]
+) -> None:
+    named = [(f"p{i}", shape) for i, shape in enumerate(parameters)]
+    every = {
+        tuple(name for name, _ in way)
+        for way in itertools.permutations(named, len(places))
+        if all(place in (None, shape) for place, (_, shape) in zip(places, way, strict=True))
+    }
+    found = by_shapes(places, named)
+    assert set(found) <= every
+    assert len(found) == min(len(every), 2)

@@ -1,0 +1,195 @@
+"""The checkpoints in a run's folder: last.pt, best.pt, step-<number>.pt. Imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import stat
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckpttool.errors import FileError, UsageFault
+from ckpttool.files.commit import replacing, sync_folder
+from ckpttool.files.failures import naming, system_error
+
+LAST, BEST = "last.pt", "best.pt"
+LINK = ".link"
+NUMBERED = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.pt")
+"""The names that `numbered` gives, and no others: `step-7.pt` is a user's."""
+LONGEST_PICKLE = 1 << 28
+"""Bytes that are read of a checkpoint's pickle, to tell whose it is: a hundred thousand tensors take less."""
+
+
+def write(
+    state: dict[str, Any],
+    folder: str,
+    names: list[str],
+    *,
+    placing: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    placed: list[str] | None = None,
+) -> None:
+    """Write one checkpoint under several names, each atomically.
+
+    Args:
+        state: what the file holds.
+        folder: of the run.
+        names: of the files, at least one without a number. The first is replaced last: a run that is killed
+            before that goes on from the old one, and writes the others again.
+        placing: called when the file is complete on the disk; in the context that it returns, the file gets
+            its first name. If the context raises, the file is removed. An error is raised in it only if the
+            file did not get that name.
+        placed: gets each name once it is the new file's, also where a later one fails.
+
+    Raises:
+        FileError: the disk is full, or the folder can't be written; an older file of that name is unchanged.
+            Or a numbered name is another's file, which stays; the others are given.
+    """
+    every = [os.path.join(folder, name) for name in names]
+    with naming(every[0]):
+        foreign = [path for path in every if is_taken(path)]
+    paths = [path for path in every if path not in foreign]
+    placed = [] if placed is None else placed
+    with naming(paths[0]):
+        try:
+            _write_first(state, paths[-1], placing, placed)
+        except UsageFault as error:  # at the start it could be: the folder has changed since
+            raise FileError(paths[0], error.message.removeprefix(f"{paths[-1]}: ")) from error
+        for path in paths[-2::-1]:
+            _give_name(paths[-1], path)
+            placed.append(os.path.basename(path))
+    if foreign:
+        reason = "is not a checkpoint of this trainer, and stays as it is"
+        raise FileError(foreign[0], reason, hint="move it away")
+
+
+def _write_first(
+    state: dict[str, Any],
+    path: str,
+    placing: Callable[[], contextlib.AbstractContextManager[object]],
+    placed: list[str],
+) -> None:
+    """Write the file under its first name, and add that to `placed` once the file has it."""
+    inode, failure = None, None
+    with contextlib.ExitStack() as while_placed:
+        try:
+            with replacing(path) as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+                while_placed.enter_context(placing())
+                inode = os.fstat(file.fileno()).st_ino
+        except OSError as error:
+            if inode is None or not os.path.exists(path) or os.stat(path).st_ino != inode:
+                raise
+            failure = error  # the folder could not be flushed: the name is given, but may not last
+    placed.append(os.path.basename(path))
+    if failure:
+        raise failure
+
+
+def _give_name(path: str, other: str) -> None:
+    """Give a file just written a second name, atomically: a hard link, as no file is ever changed in place,
+    or a copy if the file system has no links."""
+    temporary = f"{other}{LINK}"
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        os.link(path, temporary)
+    except OSError:
+        with open(path, "rb") as source, replacing(other) as target:
+            shutil.copyfileobj(source, target)
+        return
+    try:
+        os.replace(temporary, other)
+    except OSError:
+        os.unlink(temporary)
+        raise
+    sync_folder(os.path.dirname(other))
+
+
+def numbered(global_step: int) -> str:
+    """Return the file name of a numbered checkpoint."""
+    return f"step-{global_step:06d}.pt"
+
+
+def newest_first(folder: str) -> list[list[str]]:
+    """Return a run's checkpoints, to be tried in this order: last.pt, then the others by time.
+
+    Returns:
+        For each file its names. A link that leads to nothing is a file too, and one to a folder is none.
+    """
+    others = [
+        entry
+        for entry in os.scandir(folder)
+        if (NUMBERED.fullmatch(entry.name) or entry.name == BEST)
+        and (os.path.isfile(entry.path) or not os.path.exists(entry.path))
+    ]
+    others.sort(key=lambda entry: (_facts(entry.path).st_mtime_ns, entry.name), reverse=True)
+    paths = [os.path.join(folder, LAST), *(entry.path for entry in others)]
+    found: dict[tuple[int, int], list[str]] = {}
+    for path in filter(os.path.lexists, paths):
+        facts = _facts(path)
+        found.setdefault((facts.st_dev, facts.st_ino), []).append(path)
+    return list(found.values())
+
+
+def _facts(path: str) -> os.stat_result:
+    """Return what is known of a file; of a link that leads to nothing, of the link."""
+    return os.stat(path) if os.path.exists(path) else os.lstat(path)
+
+
+def drop_old(folder: str, keep: int) -> None:
+    """Remove all numbered checkpoints but the last `keep` written.
+
+    By time, not by number: a run that went back to an earlier step writes small numbers last. Links, folders
+    and other files of such a name, which the trainer has not written, stay and do not count.
+
+    Raises:
+        FileError: one can't be removed.
+    """
+    with naming(folder, "listed"):
+        found = [entry for entry in os.scandir(folder) if NUMBERED.fullmatch(entry.name)]
+        found.sort(key=lambda entry: (_facts(entry.path).st_mtime_ns, entry.name), reverse=True)
+    for entry in found:
+        with naming(entry.path, "removed"):
+            keep -= not _is_foreign(entry.path)
+            if keep < 0:
+                os.unlink(entry.path)
+                keep = 0
+
+
+def is_taken(path: str) -> bool:
+    """Return whether a path has a numbered name and what is there is not the trainer's, so it stays."""
+    return NUMBERED.fullmatch(os.path.basename(path)) is not None and _is_foreign(path)
+
+
+def _is_foreign(path: str) -> bool:
+    """Return whether there is something that is not a checkpoint of the trainer: a link, a folder, or no zip
+    whose pickle holds digests and progress.
+
+    Raises:
+        OSError: the disk does not tell.
+    """
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return True
+    except FileNotFoundError:
+        return False
+    try:
+        with zipfile.ZipFile(path) as file:
+            name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
+            begin = file.open(name).read(LONGEST_PICKLE)
+    except (
+        Exception
+    ) as error:  # another program's file may be anything; each decompressor has errors of its own
+        behind = system_error(error)
+        if behind is None or behind.errno in (errno.EINVAL, errno.EACCES, errno.EPERM):
+            return True  # EINVAL: a zip that speaks of a place before its start
+        raise behind from None
+    return b"digests" not in begin or b"global_step" not in begin

@@ -1,0 +1,263 @@
+"""Start a training from the weights of a file: `--init FILE`. Imports torch.
+
+Every rank that has the file loads it before any process group starts, so a file that does not fit is refused
+on all of them alike. On several machines only rank 0's needs it: DDP sends rank 0's weights to all others.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+from torch import nn
+
+from ckpttool import formats
+from ckpttool.analysis import checks
+from ckpttool.checkpoint.checkpoint import Checkpoint
+from ckpttool.checkpoint.dotted_names import dotted
+from ckpttool.checkpoint.state import State
+from ckpttool.errors import Mismatch, NoState, NothingToDo, UsageFault
+from ckpttool.models.diagnosis import Diagnosis, diagnose
+from ckpttool.models.diagnosis.case import Case
+from ckpttool.models.diagnosis.fit import Blueprint, compare
+from ckpttool.models.diagnosis.shell import command_line
+from ckpttool.models.diagnosis.treatment import treat
+from ckpttool.models.loading_rules import accepts
+from ckpttool.models.reloading import Reloaded, reload
+from ckpttool.transforms.wrappers import found_prefixes
+from train.launch import program as launch
+
+LISTED = 200
+"""Names of one kind that an error lists if no command helps; it counts the rest."""
+
+SHOWN = 8
+"""Names that any other list shows."""
+
+LISTED_ALREADY = ("missing", "unexpected", "size", "head")
+"""Kinds of problems that the lists of names show."""
+
+
+def load(model: nn.Module, path: str, allow_missing: Sequence[str] = ()) -> list[str]:
+    """Load a file's weights into a model, strictly.
+
+    Args:
+        model: plain, as built; on the CPU.
+        path: any checkpoint that `ckpttool.open` reads, with or without wrappers' prefixes.
+        allow_missing: shell patterns of names of the model that keep its values if the file lacks them or
+            has them in another shape.
+
+    Returns:
+        Remarks for the user: what was loaded, and what was not. None on a rank without the file, unless it
+        is rank 0, whose weights all ranks get.
+
+    Raises:
+        UsageFault: the weights do not fit the model, or some are NaN or infinite, or a pattern matches no
+            name of the model. The hint lists every name and the commands that fix the file.
+        Unreadable, Damaged, Unsupported, Refused: the file can't be read, or its bytes do not match their
+            checksums.
+        NoState: it holds no model's state, or several and nothing says which to take.
+    """
+    if launch.rank() != 0 and not os.path.exists(path):
+        return []
+    with formats.open(path) as checkpoint:
+        state = _state(checkpoint)
+        try:
+            loaded = reload(checkpoint, model, allow_missing=allow_missing)
+        except NothingToDo as fault:
+            raise UsageFault(f"--init-allow-missing: {fault}", hint=fault.hint) from None
+        except Mismatch as fault:
+            raise _misfit(checkpoint, model, fault, tuple(allow_missing)) from None
+        checks.digest(checkpoint)  # compares checksums
+        _require_finite(path, model)
+        return list(_remarks(checkpoint, state, model, loaded, allow_missing))
+
+
+def digest(path: str) -> str:
+    """Return the SHA-256 of what `--init` takes from a file: names, types, shapes and values.
+
+    It is the same for a copy elsewhere, or in another format. Raises as `load` does for unreadable files.
+    """
+    with formats.open(path) as checkpoint:
+        _state(checkpoint)
+        return checks.digest(checkpoint, verify=False)
+
+
+def _state(checkpoint: Checkpoint) -> State:
+    try:
+        return checkpoint.state()
+    except NoState as error:
+        names = [dotted(each) for each in checkpoint.states()]
+        if len(names) < 2:
+            raise
+        taken_out = _slim(checkpoint.path, names[0])
+        raise NoState(
+            checkpoint.path, error.reason, hint=f"take one out, and --init that: {taken_out}"
+        ) from None
+
+
+def _slim(path: str, where: str) -> str:
+    output = f"{os.path.splitext(os.path.basename(path.rstrip('/')))[0]}.{where or 'state'}.safetensors"
+    return command_line(["ckpttool", "slim", path, output, "--state", where])
+
+
+def _require_finite(path: str, model: nn.Module) -> None:
+    """Refuse weights from which nothing can be learned. Buffers may be infinite on purpose: masks are."""
+    bad = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
+    bad += [
+        name
+        for name, value in model.named_buffers()
+        if name.endswith(("running_mean", "running_var")) and not torch.isfinite(value).all()
+    ]
+    if bad:
+        verb = "is" if len(bad) == 1 else "are"
+        raise UsageFault(
+            f"--init {path}: {_listed(bad)} {verb} NaN or infinite: nothing can be learned from there",
+            hint=f"see where: {command_line(['ckpttool', 'verify', path])}",
+        )
+
+
+# ---- remarks -------------------------------------------------------------------------------------------
+
+
+def _remarks(
+    checkpoint: Checkpoint, state: State, model: nn.Module, loaded: Reloaded, patterns: Sequence[str]
+) -> Iterator[str]:
+    where = f", of '{state.where}'" if state.where else ""
+    stripped = f", without '{loaded.prefix}'" if loaded.prefix else ""
+    yield f"{len(loaded.loaded)} tensors from {checkpoint.path}{where}{stripped}"
+    if loaded.kept:
+        yield f"newly made, not loaded: {_listed(loaded.kept)}"
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in loaded.kept):
+            yield f"--init-allow-missing {shlex.quote(pattern)}: the file has all of it"
+    if loaded.added:
+        begin = (
+            "counter of BatchNorm, which begins"
+            if len(loaded.added) == 1
+            else "counters of BatchNorm, which begin"
+        )
+        yield f"the file lacks {len(loaded.added)} {begin} at 0"
+    yield from _casts(state, model)
+    for other in checkpoint.other_states(state.path):
+        yield f"it also holds '{other}'; to start from that: {_slim(checkpoint.path, other)}"
+    unused = [name for name in state.others if name not in model.state_dict()]
+    unused += [name for name in checkpoint.outside(state) if name not in checkpoint.other_states(state.path)]
+    if unused:
+        yield f"not used: {_listed(unused)}"
+
+
+def _casts(state: State, model: nn.Module) -> Iterator[str]:
+    """Yield a remark for each change of an element type."""
+    own = {str(value.dtype).removeprefix("torch.") for value in model.parameters()}
+    types = Counter(tensor.dtype.name for tensor in state.tensors.values() if "float" in tensor.dtype.name)
+    if len(own) == 1:
+        for name, count in types.items():
+            if name not in own:
+                yield f"{count} tensors are {name} in the file and {next(iter(own))} here"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+# ---- advice --------------------------------------------------------------------------------------------
+
+
+def _misfit(
+    checkpoint: Checkpoint, model: nn.Module, fault: Mismatch, patterns: tuple[str, ...]
+) -> UsageFault:
+    """Return the error for weights that do not fit: every name, and what to do about it."""
+    shapes = [
+        f"{name} ({theirs} in the file, {ours} in the model)" for name, theirs, ours in fault.mismatched
+    ]
+    kinds = {"missing": fault.missing, "unexpected": fault.unexpected, "of another shape": shapes}
+    said = ", ".join(f"{len(names)} {kind}" for kind, names in kinds.items() if names)
+    if not said:  # a module of the model refused its part
+        return UsageFault(f"--init {fault}", hint=fault.hint)
+    advice, is_fixed = _advice(checkpoint, model, patterns)
+    lists = [
+        line
+        for kind, names in kinds.items()
+        for line in _paragraph(kind, names, SHOWN if is_fixed else LISTED)
+    ]
+    # With several lines, the program prints a hint below the message.
+    return UsageFault(
+        f"--init {checkpoint.path}: does not fit the model: {said}", hint="\n".join(lists + advice)
+    )
+
+
+def _paragraph(kind: str, names: Sequence[str], shown: int) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    text = f"{kind}: {', '.join(names[:shown])}{more}"
+    return textwrap.wrap(text, 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _advice(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ...]) -> tuple[list[str], bool]:
+    """Return the commands that make the file fit and the flags that let it differ; and whether they do."""
+    found = _diagnosis(checkpoint, model, patterns)
+    fresh: tuple[str, ...] = ()
+    if found.then is None:
+        fresh = tuple(_patterns(_wanting(checkpoint, model), list(model.state_dict())))
+        again = _diagnosis(checkpoint, model, (*patterns, *fresh))
+        fresh, found = (fresh, again) if fresh and again.then else ((), found)
+    if found.then is None:
+        problems = [each for each in found.problems if each.kind not in LISTED_ALREADY and not each.is_remark]
+        words = [each.message.partition(";")[0] for each in problems]  # what follows are names again
+        return [*words, f"see what is in it: {command_line(['ckpttool', 'inspect', checkpoint.path])}"], False
+    commands = [each.command for each in found.problems if each.command and not each.is_remark]
+    result = shlex.split(found.then)[2]
+    wrappers = [
+        each.prefix for each in found_prefixes(checkpoint.state().tensors, checkpoint.state().versions)
+    ]
+    if len(commands) == 1 and any(shlex.split(commands[0])[4:] == ["--prefix", each] for each in wrappers):
+        commands, result = [], checkpoint.path  # loading takes it off too
+    lines = ["rewrite the file:", *(f"  {command}" for command in commands)] if commands else []
+    flags = [word for pattern in (*patterns, *fresh) for word in ("--init-allow-missing", pattern)]
+    how = "start with what fits, the rest newly made:" if fresh else "start with:"
+    return [*lines, how, f"  {command_line(['--init', result, *flags])}"], True
+
+
+def _wanting(checkpoint: Checkpoint, model: nn.Module) -> set[str]:
+    """Return the names of the model for which the file has no values of their shape, whatever is renamed."""
+    state, blueprint = checkpoint.state(), Blueprint.of(model)
+    fit = treat(Case(checkpoint, state, blueprint, compare(state, blueprint), None, state)).case.fit
+    return {*fit.missing, *(name for name, *_ in fit.mismatched)}
+
+
+def _diagnosis(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ...]) -> Diagnosis:
+    """Return why the file does not fit a model in which names that match a pattern may be missing."""
+    blueprint = Blueprint.of(model)
+    there = checkpoint.state().tensors
+    places = {}
+    for name, place in blueprint.places.items():
+        if not any(fnmatchcase(name, pattern) for pattern in patterns):
+            places[name] = place
+        elif any(key == name or key.endswith(f".{name}") for key in there):
+            places[name] = replace(place, shape=None)  # any shape fits
+    parameters = tuple(name for name in blueprint.parameters if name in places)
+    reduced = replace(blueprint, places=places, parameters=parameters)
+    return diagnose(checkpoint, reduced, "MODEL", accepts=partial(accepts, model))
+
+
+def _patterns(wanting: Iterable[str], names: list[str]) -> Iterator[str]:
+    """Yield patterns of whole layers for names; nothing if they are half of the model or more."""
+    wanting = set(wanting)
+    if 2 * len(wanting) >= len(names):
+        return
+    layers = dict.fromkeys(name.rpartition(".")[0] for name in names if name in wanting)
+    for layer in layers:
+        below = [name for name in names if name.startswith(f"{layer}.")] if layer else []
+        if below and wanting.issuperset(below):
+            yield f"{layer}.*"
+        else:
+            yield from (name for name in names if name in wanting and name.rpartition(".")[0] == layer)

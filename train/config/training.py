@@ -1,0 +1,310 @@
+"""The configuration of a training: every setting once, with its default, its help and how its flag is read.
+
+The flags of the command line are made from these fields; a field's name is its flag's name. The checks here
+need no torch, so wrong flags are refused within a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ckpttool.distributed.place import started_by_launcher
+from ckpttool.errors import UsageFault
+from train.checkpoint import changing
+from train.config.shared import DataConfig, RanksConfig, check_pictures, flag
+from train.config.values import Every, duration, every, integer, integers, integers_or_auto, number
+
+# The defaults of each optimizer; those of another one of torch.optim are at the end.
+OPTIMIZERS: dict[str, dict[str, float]] = {
+    "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-4},
+    "adamw": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 1e-2},
+}
+OTHER_OPTIMIZERS = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
+
+NO_WARMUP = Every(0, "epochs")
+EACH_EPOCH = Every(1, "epochs")
+
+
+@dataclass(frozen=True)
+class TrainConfig(RanksConfig, DataConfig):
+    """The whole configuration of a run."""
+
+    augment: str = flag(
+        "none",
+        "data",
+        "change training images at random, by (seed, epoch, sample): crop-flip or auto (none)",
+        choices=("none", "crop-flip", "auto"),
+    )
+    mixup: float = flag(
+        0.0,
+        "data",
+        "mix pairs of samples, with Beta(X, X) as their weights (0)",
+        type=number(least=0),
+        metavar="X",
+    )
+    cutmix: float = flag(
+        0.0,
+        "data",
+        "replace a rectangle by another sample's, of an area from Beta(X, X) (0)",
+        type=number(least=0),
+        metavar="X",
+    )
+    label_smoothing: float = flag(
+        0.0,
+        "task",
+        "the part of a label that is spread over all classes (0)",
+        type=number(least=0, below=1),
+        metavar="X",
+    )
+    eval_every: Every = flag(
+        EACH_EPOCH,
+        "task",
+        "how often to evaluate; in epochs by default (1)",
+        type=every("epochs", "steps", least=1),
+        metavar="N[steps|epochs]",
+    )
+    model: str = flag(
+        "simple-cnn",
+        "model",
+        "simple-cnn (the default), resnet20, torchvision:NAME, or file.py:factory",
+        metavar="MODEL",
+    )
+    init: str | None = flag(
+        None, "model", "start from the weights of any checkpoint that ckpttool reads", metavar="FILE"
+    )
+    init_allow_missing: tuple[str, ...] = flag(
+        (),
+        "model",
+        "leave parameters that match this pattern as they are made, if --init lacks them or has "
+        "others; may be repeated",
+        action="append",
+        metavar="GLOB",
+    )
+    batchnorm: str = flag(
+        "plain",
+        "model",
+        "plain (the default): normalise by each rank's samples, keep rank 0's statistics; sync: by all "
+        "ranks' samples; pooled: as plain, but with the running statistics of all ranks' samples",
+        choices=("plain", "sync", "pooled"),
+    )
+    compile: bool = flag(False, "model", "compile the model with torch.compile")
+    grad_checkpoint: bool = flag(
+        False, "model", "compute activations again in the backward pass: less memory, more time"
+    )
+    find_unused: bool = flag(
+        False, "model", "let a forward pass leave parameters out, at the cost of a search"
+    )
+    epochs: int = flag(10, "training", "passes over the training samples (10)", type=integer(1), metavar="N")
+    max_steps: int | None = flag(
+        None, "training", "end after this many optimizer steps", type=integer(1), metavar="N"
+    )
+    max_time: float | None = flag(
+        None, "training", "end after this time, in seconds, or as 30min or 2h", type=duration, metavar="TIME"
+    )
+    batch_size: int = flag(
+        64, "training", "samples per optimizer step over all ranks (64)", type=integer(1), metavar="N"
+    )
+    rank_batch: tuple[int, ...] | None = flag(
+        None,
+        "training",
+        "samples per optimizer step of each rank, in place of --batch-size",
+        type=integers,
+        metavar="N,N,...",
+    )
+    rank_share: tuple[int, ...] | str | None = flag(
+        None,
+        "training",
+        "divide each batch in these proportions; auto: by the measured speed of the ranks",
+        type=integers_or_auto,
+        metavar="N,N,...|auto",
+    )
+    virtual_ranks: int | None = flag(
+        None,
+        "training",
+        "the same bits on any number of ranks that divides N: each computes for its part of N virtual ranks",
+        type=integer(1),
+        metavar="N",
+    )
+    accumulate: int = flag(
+        1,
+        "training",
+        "take each rank's share of the batch in N passes: the same training in less memory (1)",
+        type=integer(1),
+        metavar="N",
+    )
+    sampler: str = flag(
+        "exact",
+        "training",
+        "exact (the default): every sample once in an epoch; torch: as DistributedSampler, "
+        "which repeats samples or drops them; none: as without one, for --preview only",
+        choices=("exact", "torch", "none"),
+    )
+    drop_last: bool = flag(False, "training", "leave out the short batch that ends an epoch")
+    set_epoch: bool = flag(True, "training", "give every epoch the same order, as without set_epoch")
+    amp: str = flag(
+        "none",
+        "training",
+        "compute in lower precision where it is safe: bf16, or fp16 on a GPU (none)",
+        choices=("none", "bf16", "fp16"),
+    )
+    seed: int = flag(
+        0, "training", "seeds weights, dropout and the order of samples (0)", type=integer(0), metavar="N"
+    )
+    deterministic: bool = flag(False, "training", "use only algorithms that give the same bits each time")
+    preview: bool = flag(
+        False, "training", "show which rank takes which samples in which step, and train nothing"
+    )
+    json: bool = flag(False, "training", "with --preview: print JSON")
+    optimizer: str = flag(
+        "sgd", "optimizer", "sgd (the default), adam, adamw, or another class of torch.optim", metavar="NAME"
+    )
+    lr: float = flag(
+        OPTIMIZERS["sgd"]["lr"],
+        "optimizer",
+        "learning rate (sgd 0.1, others 0.001)",
+        type=number(above=0),
+        metavar="X",
+    )
+    momentum: float = flag(
+        OPTIMIZERS["sgd"]["momentum"],
+        "optimizer",
+        "for sgd (0.9)",
+        type=number(least=0, below=1),
+        metavar="X",
+    )
+    weight_decay: float = flag(
+        OPTIMIZERS["sgd"]["weight_decay"],
+        "optimizer",
+        "sgd 0.0001, adamw 0.01, others 0",
+        type=number(least=0),
+        metavar="X",
+    )
+    decay_norms: bool = flag(False, "optimizer", "let normalisation layers and biases decay too")
+    clip_norm: float | None = flag(
+        None,
+        "optimizer",
+        "scale the gradient down to this norm if it is longer",
+        type=number(above=0),
+        metavar="X",
+    )
+    ema: float | None = flag(
+        None,
+        "optimizer",
+        "keep an exponential average of the weights with this decay, and score it",
+        type=number(above=0, below=1),
+        metavar="X",
+    )
+    zero: bool = flag(False, "optimizer", "divide the optimizer's state among the ranks (ZeRO-1)")
+    scheduler: str = flag(
+        "cosine",
+        "optimizer",
+        "learning rate schedule: cosine (the default), linear, none, or step, which divides it by ten after "
+        "half and after three quarters of the steps",
+        choices=("none", "cosine", "linear", "step"),
+    )
+    warmup: Every = flag(
+        NO_WARMUP,
+        "optimizer",
+        "raise the learning rate from zero over this many (0)",
+        type=every("epochs", "steps", least=0),
+        metavar="N[steps|epochs]",
+    )
+    out: str | None = flag(None, "saving", "for last.pt, best.pt and log.jsonl (runs/<time>)", metavar="DIR")
+    save_every: Every = flag(
+        EACH_EPOCH,
+        "saving",
+        "how often to write last.pt; in epochs by default (1)",
+        type=every("epochs", "steps", "s", "min", "h", least=1),
+        metavar="N[steps|epochs|s|min|h]",
+    )
+    save: str = flag(
+        "async",
+        "saving",
+        "async (the default): train on while a copy of the state is written; sync: wait, without a copy",
+        choices=("sync", "async"),
+    )
+    grace: float = flag(
+        25.0,
+        "saving",
+        "seconds from a SIGTERM, SIGINT or SIGUSR1 to the end of the run, with a checkpoint (25)",
+        type=number(above=0),
+        metavar="SECONDS",
+    )
+    keep: int = flag(
+        0, "saving", "also keep the last K of them, as step-<number>.pt (0)", type=integer(0), metavar="K"
+    )
+    resume: str | None = flag(
+        None,
+        "saving",
+        "continue from this checkpoint; auto: from the newest in --out that is whole, if there is any",
+        nargs="?",
+        const="auto",
+        metavar="auto|PATH",
+    )
+    change: tuple[str, ...] = flag(
+        (),
+        "saving",
+        "with --resume: let this setting differ from the saved run's; may be repeated. One of "
+        + ", ".join(sorted(changing.CHANGEABLE)).replace("_", "-"),
+        action="append",
+        metavar="NAME",
+    )
+    force: bool = flag(False, "saving", "start over in a folder that holds a run, and overwrite it")
+    prove_every: int | None = flag(
+        None,
+        "saving",
+        "chain digests of samples, checkpoints and, each N steps, weights in run.jsonl, for ckpttool prove",
+        type=integer(1),
+        metavar="N",
+    )
+    stop_at: int | None = flag(
+        None, "saving", "end after this optimizer step, as --max-time does", type=integer(1), metavar="STEP"
+    )
+    log_every: int = flag(
+        50, "saving", "steps between two entries of log.jsonl (50)", type=integer(1), metavar="N"
+    )
+    tensorboard: bool = flag(False, "saving", "also log for TensorBoard")
+    wandb: bool = flag(
+        False, "saving", "also log for Weights & Biases, offline unless WANDB_MODE says otherwise"
+    )
+
+    def plain(self) -> dict[str, Any]:
+        """Return the fields as primitives, as stored in a checkpoint."""
+        fields = dataclasses.asdict(self)
+        return {
+            name: str(value) if isinstance(getattr(self, name), Every) else value
+            for name, value in fields.items()
+        }
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse values that are wrong whatever the data and the model.
+
+    Raises:
+        UsageFault: flags contradict each other, one lacks another that it needs, or the batch is smaller
+            than the number of passes; names the flag.
+    """
+    if config.optimizer in ("adam", "adamw") and config.momentum:
+        raise UsageFault(f"--momentum: {config.optimizer} has none", hint="leave it out")
+    if config.resume == "auto" and config.out is None:
+        raise UsageFault("--resume auto: needs a folder", hint="give it as --out")
+    if config.resume and config.force:
+        raise UsageFault("--force starts over and --resume continues", hint="give one of them")
+    if config.change and not config.resume:
+        raise UsageFault("--change: says what may differ on a resume", hint="give --resume, or leave it out")
+    changing.fields(config.change)
+    if config.init_allow_missing and not config.init:
+        raise UsageFault("--init-allow-missing: needs --init", hint="give --init FILE, or leave it out")
+    if config.json and not config.preview:
+        raise UsageFault("--json: needs --preview", hint="leave it out; log.jsonl holds a run's numbers")
+    if config.accumulate > config.batch_size:
+        raise UsageFault(
+            f"--accumulate {config.accumulate}: more passes than the {config.batch_size} samples in a batch"
+        )
+    if config.spawn and started_by_launcher():
+        raise UsageFault(
+            "--spawn starts ranks, but torchrun already started this one", hint="leave out --spawn"
+        )
+    check_pictures(config)

@@ -1,0 +1,222 @@
+"""Training samples changed at random, by (seed, epoch, sample) alone. Imports torch.
+
+So a sample is the same on any rank, in any loading process, on any number of ranks, and after a resume. The
+data set below stays as it is: what is compared between ranks and on a resume are its own samples.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from ckpttool.distributed.randomness import seeded
+from ckpttool.errors import CheckFailed, UsageFault
+from train.config.training import TrainConfig
+from train.data.samples import Samples, Scale, count, scale_of
+
+PADDING = 8
+"""crop-flip pads by an eighth of the image: 4 pixels of 32, as for the ResNets of arXiv 1512.03385, 4.2."""
+
+
+def augmented(samples: Samples, config: TrainConfig, classes: int) -> Samples:
+    """Return training samples as `--augment`, `--mixup` and `--cutmix` change them.
+
+    Args:
+        samples: a map-style data set of (tensor, label).
+        config: of the run.
+        classes: how many there are.
+
+    Returns:
+        `samples` itself if no flag is given. Else a data set of as many samples; with mixup or cutmix each
+        target is a float32 tensor of `classes` probabilities.
+
+    Raises:
+        UsageFault: the samples are no images, or a flag does not fit the data.
+    """
+    if config.augment == "none" and not config.mixup and not config.cutmix:
+        return samples
+    _check(samples, config)
+    return Augmented(samples, config, classes)
+
+
+def _check(samples: Samples, config: TrainConfig) -> None:
+    """Raise UsageFault, naming the flag, for what can't be changed in this way."""
+    sample = samples[0]
+    picture = sample[0] if isinstance(sample, tuple | list) and len(sample) == 2 else None
+    for flag, value in (("--mixup", config.mixup), ("--cutmix", config.cutmix)):
+        if value and not (isinstance(picture, torch.Tensor) and picture.is_floating_point()):
+            raise UsageFault(f"{flag}: samples of --data {config.data} are no tensors of real numbers")
+    flag = "--cutmix" if config.augment == "none" else f"--augment {config.augment}"
+    if config.augment == "none" and not config.cutmix:
+        return
+    if not isinstance(picture, torch.Tensor) or picture.dim() != 3 or not picture.is_floating_point():
+        raise UsageFault(
+            f"{flag}: samples of --data {config.data} are no images (channels × height × width)",
+            hint="leave it out; a data set of your own may change its samples itself, and what it "
+            "draws is seeded by (seed, epoch, sample)",
+        )
+    if config.augment == "auto":
+        _check_auto(config, picture)
+
+
+def _check_auto(config: TrainConfig, picture: torch.Tensor) -> None:
+    if _scale(config, picture) is None:
+        raise UsageFault(
+            f"--augment auto: {config.data} scales its images itself, and pixels from 0 to 255 are needed",
+            hint="give --augment crop-flip, or change the images in the data set",
+        )
+    if picture.shape[0] not in (1, 3):
+        raise UsageFault(f"--augment auto: images have 1 or 3 channels, not {picture.shape[0]}")
+    _trivial()
+
+
+class Augmented(Dataset[Any]):
+    """Samples that are changed when they are read: cropped, flipped, recoloured, then mixed in pairs.
+
+    What crop-flip shifts in is black; 0 for a data set that scales its images itself. Batch statistics are
+    sensitive to that: with grey edges a ResNet that was trained with black ones loses three per cent.
+
+    `auto` is crop-flip and then TrivialAugmentWide (arXiv 2103.10158): of the published policies the one
+    without settings that were searched for on one data set.
+
+    The partner of a sample is drawn from the whole data set, not from the rank's batch, so that it is the
+    same on any number of ranks. Mixup: arXiv 1710.09412, cutmix: arXiv 1905.04899; with both, each sample
+    gets one of them.
+    """
+
+    def __init__(self, samples: Samples, config: TrainConfig, classes: int) -> None:
+        self.samples, self.config, self.classes, self.epoch = samples, config, classes, 0
+        self.trivial = _trivial() if config.augment == "auto" else None
+        self.scale = Scale() if config.augment == "none" else _scale(config, samples[0][0]) or Scale()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the samples be those of another epoch."""
+        self.epoch = epoch
+        if hasattr(self.samples, "set_epoch"):
+            self.samples.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return count(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample.
+
+        Raises:
+            CheckFailed: its label, or that of its partner, is not one of the classes.
+        """
+        picture, label = self._changed(index)
+        if not self.config.mixup and not self.config.cutmix:
+            return picture, label
+        draw = self._random("mix", index)
+        other, other_label = self._changed(draw.randrange(len(self)))
+        if self._is_cutmix(draw):
+            mixed, part = cut(picture, other, draw, self.config.cutmix)
+        else:
+            part = draw.betavariate(self.config.mixup, self.config.mixup)
+            mixed = picture * part + other * (1 - part)
+        return mixed, part * label + (1 - part) * other_label
+
+    def _is_cutmix(self, draw: random.Random) -> bool:
+        if self.config.mixup and self.config.cutmix:
+            return draw.random() < 0.5
+        return bool(self.config.cutmix)
+
+    def _changed(self, index: int) -> tuple[torch.Tensor, Any]:
+        """Return one sample, not mixed; its label as probabilities if samples are to be mixed."""
+        picture, label = self.samples[index]
+        if self.config.augment != "none":
+            black = self.scale.apply(torch.zeros(len(picture), 1, 1)).to(picture.dtype)
+            picture = crop_flip(picture, self._random("crop-flip", index), black)
+        if self.trivial is not None:
+            with seeded(self.config.seed, "auto", self.epoch, index):
+                picture = self._recoloured(picture)
+        if self.config.mixup or self.config.cutmix:
+            label = self._probabilities(index, int(label))
+        return picture, label
+
+    def _recoloured(self, picture: torch.Tensor) -> torch.Tensor:
+        """Apply TrivialAugmentWide, which takes bytes."""
+        assert self.trivial is not None
+        pixels = self.scale.undo(picture).mul(255).round().clamp(0, 255).to(torch.uint8)
+        return self.scale.apply(self.trivial(pixels).float().div(255))
+
+    def _probabilities(self, index: int, label: int) -> torch.Tensor:
+        if not 0 <= label < self.classes:
+            raise CheckFailed(
+                f"training sample {index} has the label {label}, which is not one of the {self.classes} "
+                f"classes (0 to {self.classes - 1})",
+                hint=f"check the labels of --data {self.config.data}",
+            )
+        return F.one_hot(torch.tensor(label), self.classes).float()
+
+    def _random(self, what: str, index: int) -> random.Random:
+        # A string seed is hashed by random itself, the same way on every Python and machine.
+        return random.Random(f"{self.config.seed}:{what}:{self.epoch}:{index}")
+
+
+def crop_flip(picture: torch.Tensor, draw: random.Random, black: torch.Tensor) -> torch.Tensor:
+    """Shift an image by up to an eighth of its size, and mirror every second one.
+
+    Args:
+        picture: (channels, height, width).
+        draw: gives the random numbers.
+        black: (channels, 1, 1), what is shifted in.
+    """
+    _, height, width = picture.shape
+    down, right = (max(1, round(size / PADDING)) for size in (height, width))
+    padded = black.repeat(1, height + 2 * down, width + 2 * right)
+    padded[:, down : down + height, right : right + width] = picture
+    top, left = draw.randint(0, 2 * down), draw.randint(0, 2 * right)
+    cropped = padded[:, top : top + height, left : left + width]
+    return cropped.flip(2) if draw.random() < 0.5 else cropped.contiguous()
+
+
+def cut(
+    picture: torch.Tensor, other: torch.Tensor, draw: random.Random, alpha: float
+) -> tuple[torch.Tensor, float]:
+    """Replace a rectangle of an image by that of another one.
+
+    Args:
+        picture, other: (channels, height, width).
+        draw: gives the random numbers.
+        alpha: the part of the image that stays is from Beta(alpha, alpha), before the rectangle is cut off
+            at the image's edges.
+
+    Returns:
+        The image, and the part of it that stayed.
+    """
+    _, height, width = picture.shape
+    side = (1 - draw.betavariate(alpha, alpha)) ** 0.5
+    top, bottom = _stretch(height, side, draw)
+    left, right = _stretch(width, side, draw)
+    mixed = picture.clone()
+    mixed[:, top:bottom, left:right] = other[:, top:bottom, left:right]
+    return mixed, 1 - (bottom - top) * (right - left) / (height * width)
+
+
+def _stretch(size: int, part: float, draw: random.Random) -> tuple[int, int]:
+    """Return the first and the last pixel of a stretch around a drawn centre."""
+    length, centre = int(size * part), draw.randrange(size)
+    return max(centre - length // 2, 0), min(centre + length // 2, size)
+
+
+def _scale(config: TrainConfig, picture: torch.Tensor) -> Scale | None:
+    """Return how the images of a data set are normalised; None if it does that itself."""
+    name, _, _ = config.data.partition(":")
+    if name not in ("digits", "cifar10", "mnist", "folder", "fake"):
+        return None
+    return scale_of(config, picture.shape[0], usual=Scale() if name == "fake" else None)
+
+
+def _trivial() -> Any:
+    try:
+        from torchvision.transforms import TrivialAugmentWide
+    except ImportError:
+        raise UsageFault(
+            "--augment auto: needs torchvision", hint="pip install 'ckpttool[train]', or give crop-flip"
+        ) from None
+    return TrivialAugmentWide()

@@ -1,0 +1,178 @@
+"""Batches of given samples, loaded in this process or ahead of time by other processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data._utils import signal_handling
+
+from ckpttool.distributed.place import Place
+from ckpttool.errors import CkptToolError
+from train.data.samples import Samples, count
+from train.launch.spawn import PR_SET_PDEATHSIG
+
+_started: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What holds the loading processes of this process."""
+
+PATIENCE = 5.0
+"""Seconds that all loading processes together have to end the samples that they are at."""
+
+
+@contextlib.contextmanager
+def processes_ended() -> Iterator[None]:
+    """End the loading processes that were started in the block, however it ends.
+
+    The garbage collector would do it too late: it closes the queue to such a process before torch says in it
+    that the process shall end. torch then waits for ten seconds and leaves the process alone (torch 2.15).
+    """
+    try:
+        yield
+    finally:
+        _end(list(_started))
+
+
+def _end(loaders: list[Any]) -> None:
+    """End all loading processes at once.
+
+    torch would wait for one after the other, ten seconds for each that is stuck in a sample, and leave those
+    alive, as they ignore the signal that it then sends.
+    """
+    for one in loaders:
+        if one._worker_pids_set:  # else the kill below would be raised as the failure of a loading process
+            signal_handling._remove_worker_pids(id(one))
+            one._worker_pids_set = False
+    ends = [threading.Thread(target=one._shutdown_workers, daemon=True) for one in loaders]
+    for end in ends:
+        end.start()
+    deadline = time.monotonic() + PATIENCE
+    for end in ends:
+        end.join(max(0.0, deadline - time.monotonic()))
+    for process in (process for one in loaders for process in one._workers):
+        process.kill()
+    for end in ends:  # those that still wait, for the thread that pins memory say, end with the process
+        end.join(PATIENCE)
+
+
+class Batches:
+    """The batches of a loader, in order; iterate as often as `again` says."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each batch.
+
+        Raises:
+            CkptToolError: one that a sample raised, as it was raised, also in another process.
+        """
+        batches = iter(self.loader)
+        if self.loader.num_workers:
+            _started.add(batches)
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            except (ConnectionError, EOFError) as error:
+                if not self.loader.num_workers or str(error).startswith("Caught "):
+                    raise  # a sample raised it
+                # It died while it handed a batch over, which torch does not expect.
+                raise RuntimeError("DataLoader worker (pid 0) has died") from error
+            if isinstance(batch, Failure):
+                raise batch.error
+            yield batch
+
+
+def load(
+    samples: Samples,
+    batches: list[list[int]],
+    place: Place,
+    workers: int,
+    *,
+    seed: int = 0,
+    again: bool = False,
+) -> Batches:
+    """Return these batches of samples, in order.
+
+    Args:
+        samples: a map-style data set.
+        batches: the indices of the samples of each batch.
+        place: of this rank; memory is pinned if it has a GPU.
+        workers: loading processes; 0 to load in this process.
+        seed: with the process's number, determines the random numbers that it draws.
+        again: keep the processes, because the same batches will be loaded again.
+    """
+    loader = DataLoader(
+        Careful(samples) if workers else samples,
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=collate if workers else None,
+        persistent_workers=again and workers > 0,
+        worker_init_fn=outlive_signals if workers else None,
+        # Forked where that is safe: then data sets from a user's file need not be picklable.
+        multiprocessing_context=("fork" if sys.platform == "linux" else None) if workers else None,
+        pin_memory=place.device.type == "cuda",
+        # Without a generator of its own, each pass would draw from the global one and shift dropout.
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return Batches(loader)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An expected error on its way to the process that reports it.
+
+    torch raises an error of another process anew, with the traceback as its only argument: the class, the
+    hint and the exit code would be lost.
+    """
+
+    error: CkptToolError
+
+
+class Careful(Dataset[Any]):
+    """A data set that returns expected errors as values."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return count(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self.samples[index]
+        except CkptToolError as error:
+            return Failure(error)
+
+
+def collate(batch: list[Any]) -> Any:
+    """Return the samples as one batch; or the first failure among them."""
+    return next((sample for sample in batch if isinstance(sample, Failure)), None) or default_collate(batch)
+
+
+def outlive_signals(_: int) -> None:
+    """Let a process that loads data ignore the signals that end a run, and end with its rank.
+
+    A terminal and a scheduler send them to all processes, and the rank needs batches to end its step.
+    """
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1"):
+        with contextlib.suppress(AttributeError):  # a system without it
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        rank = multiprocessing.parent_process()
+        if rank is not None and rank.pid != os.getppid():
+            os._exit(1)

@@ -1,0 +1,193 @@
+"""What a data set contains, in brief: digests of its labels and of a few samples.
+
+Ranks that load different samples would use some twice and others never, and a run that resumes with other
+samples may train on those it is tested with. Neither shows in the name of a data set or in its sizes: an
+unseeded `random_split` in a user's factory draws other samples each time. So contents are compared, at a
+bounded cost: all labels, where the data set lists them, and the samples at the first, the last and four drawn
+places.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
+
+from ckpttool.distributed import collectives
+from ckpttool.distributed.randomness import Keyed
+from ckpttool.errors import UsageFault
+from train.data.samples import Samples, checked, count, leaves
+
+DRAWN = 4
+"""Samples read besides the first and the last, at places that depend only on their number."""
+
+BLOCKS = 16
+"""Pieces into which the labels are cut, so that a difference can be located."""
+
+REDRAWS = 8
+"""How often a sample is read again to find out whether it is another each time."""
+
+ONE_SHAPE = "samples of one batch need one shape: resize, crop or pad them in the data set"
+
+CLASSIFICATION = "classification"
+"""The task whose samples are pairs of a tensor and a label."""
+
+SAMPLE, LABEL = "sample", "label"
+"""The parts of a sample with a label. Those of any other sample are `sample` and their place: `sample[0]`."""
+
+Leaves = Mapping[str, Any]
+"""The parts of one sample."""
+
+Contents = Mapping[str, Mapping[str, str]]
+"""`training sample` -> `17` -> digest."""
+
+
+def describe(part: str, samples: Samples, name: str, task: str = CLASSIFICATION) -> dict[str, dict[str, str]]:
+    """Return what is in one part of a data set.
+
+    A data set can say itself what is to be compared, for example if it differs between ranks on purpose: by
+    an attribute `fingerprint`, a text.
+
+    Args:
+        part: "training" or "test".
+        samples: of that part.
+        name: of the data set, for errors.
+        task: for which samples may be something else than a tensor and its label.
+
+    Raises:
+        UsageFault: a sample that was read can't be used, as `samples.checked` and `samples.leaves` say.
+    """
+    own = getattr(_source(samples), "fingerprint", None)
+    if isinstance(own, str):
+        return {"fingerprint": {f"of the {part} samples": own}}
+    found: dict[str, dict[str, str]] = {}
+    first: Leaves = {}
+    for index in places(count(samples)):
+        sample = _read(part, samples, index, name, task)
+        first = first or sample
+        _same_shapes(first, sample, f"--data {name}: {part} sample {index}")
+        for kind, leaf in sample.items():
+            found.setdefault(_title(part, kind), {})[str(index)] = _digest(leaf)
+    found[f"labels of {part} samples"] = dict(_listed(samples))
+    return found
+
+
+def redrawn(part: str, samples: Samples, before: Contents, name: str, task: str = CLASSIFICATION) -> set[str]:
+    """Return the kinds of contents that are others each time they are read, although the seeds are the same.
+
+    They are from a data set with generators of its own, and can't be compared.
+
+    Args:
+        before: what `describe` returned.
+    """
+    changed: set[str] = set()
+    if not isinstance(samples, Keyed):
+        return changed
+    read = {index for kind, digests in before.items() if f"{part} sample" in kind for index in digests}
+    for index in sorted(map(int, (one for one in read if one.isdigit()))):
+        for _ in range(REDRAWS):
+            for kind, leaf in _read(part, samples, index, name, task).items():
+                title = _title(part, kind)
+                if _digest(leaf) != before[title][str(index)]:
+                    changed.add(title)
+    return changed
+
+
+def flat(contents: Contents, leave_out: set[str] | frozenset[str] = frozenset()) -> dict[str, str]:
+    """Return contents by full name, `training sample 17` -> digest, without some kinds."""
+    return {
+        f"{kind} {where}": digest
+        for kind, of_kind in contents.items()
+        if kind not in leave_out
+        for where, digest in of_kind.items()
+    }
+
+
+def places(number: int) -> list[int]:
+    """Return the indices of the samples that are compared, of `number` samples."""
+    inner = range(1, number - 1)
+    drawn = random.Random(number).sample(inner, min(DRAWN, len(inner)))
+    return sorted({0, number - 1, *drawn})
+
+
+def listed_labels(samples: Any) -> torch.Tensor | None:
+    """Return all labels, int64, without reading a sample; None if the data set does not list them."""
+    source = _source(samples)
+    if isinstance(source, Subset):
+        whole = listed_labels(source.dataset)
+        return None if whole is None else whole[torch.as_tensor(list(source.indices), dtype=torch.int64)]
+    if isinstance(source, ConcatDataset):
+        parts = [listed_labels(part) for part in source.datasets]
+        known = [part for part in parts if part is not None]
+        return torch.cat(known) if len(known) == len(parts) else None
+    found = source.tensors[-1] if isinstance(source, TensorDataset) else None
+    for name in ("targets", "labels"):
+        found = getattr(source, name, None) if found is None else found
+    try:
+        labels = torch.as_tensor(found)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # texts, or rows of different lengths
+        return None
+    if labels.dim() != 1 or len(labels) != len(source) or labels.is_floating_point():
+        return None
+    return labels.to(torch.int64, copy=True).cpu()
+
+
+def _read(part: str, samples: Samples, index: int, name: str, task: str) -> Leaves:
+    """Return the parts of a sample; of a file, a digest of its bytes, as decoders differ in the last bits."""
+    source, place = _source(samples), index
+    while isinstance(source, Subset):
+        source, place = _source(source.dataset), source.indices[place]
+    raw, where = getattr(source, "raw_sample", None), f"--data {name}: {part} sample {index}"
+    if raw is not None or task == CLASSIFICATION:
+        sample, label = checked(samples[index], where) if raw is None else raw(place)
+        return {SAMPLE: sample, LABEL: label}
+    return {f"{SAMPLE}{key}": leaf for key, leaf in leaves(samples[index], where).items()}
+
+
+def _title(part: str, kind: str) -> str:
+    """Return the full name of a kind of contents: `training sample[0]`, `label of training sample`."""
+    return f"label of {part} sample" if kind == LABEL else f"{part} {kind}"
+
+
+def _same_shapes(first: Leaves, sample: Leaves, where: str) -> None:
+    """Raise UsageFault if a sample has other parts than the first one, or parts of other shapes."""
+    if list(first) != list(sample):
+        raise UsageFault(f"{where} has other parts than sample 0: {_names(sample)}, not {_names(first)}")
+    for kind, leaf in sample.items():
+        shapes = [_shape(leaf), _shape(first[kind])]
+        if shapes[0] != shapes[1]:
+            sizes = ["×".join(map(str, shape)) for shape in shapes]
+            place = kind.removeprefix(SAMPLE)
+            raise UsageFault(
+                f"{where}{place} has the shape {sizes[0]}, and sample 0 has {sizes[1]}", hint=ONE_SHAPE
+            )
+
+
+def _shape(leaf: Any) -> tuple[int, ...]:
+    return tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
+
+
+def _names(sample: Leaves) -> str:
+    return ", ".join(kind.removeprefix(SAMPLE) or "itself" for kind in sample) or "none"
+
+
+def _listed(samples: Samples) -> Iterator[tuple[str, str]]:
+    """Yield (`first to last`, digest) for each piece of the labels, if the data set lists them."""
+    labels = listed_labels(samples)
+    if labels is None:
+        return
+    size = -(-len(labels) // BLOCKS)
+    for first in range(0, len(labels), size):
+        block = labels[first : first + size]
+        yield f"{first} to {first + len(block) - 1}", _digest(block)
+
+
+def _source(samples: Any) -> Any:
+    return samples.samples if isinstance(samples, Keyed) else samples
+
+
+def _digest(value: Any) -> str:
+    return collectives.digest(value).hex()[:16]

@@ -1,0 +1,131 @@
+"""What the log of a run says, as curves over the epochs of its training. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpttool.errors import Damaged
+from train.log import log_file
+
+Points = list[tuple[float, float]]
+"""(epochs, value), in the order of the training; a value is NaN where the log has null."""
+
+MAX_NAME = 44
+"""Characters of a run's name, beyond which its middle is left out."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The curves of one run.
+
+    Attributes:
+        name: that tells it from the other runs.
+        train: quantity -> points of the training: `loss`, `accuracy`, `lr`, `samples_per_second`.
+        test: quantity -> points on the test set: `loss`, and `accuracy` or whatever its task measures.
+    """
+
+    name: str
+    train: dict[str, Points] = field(default_factory=dict)
+    test: dict[str, Points] = field(default_factory=dict)
+
+
+def read(paths: Sequence[str]) -> list[Run]:
+    """Return the runs with these logs or folders, in this order.
+
+    Raises:
+        Unreadable, Damaged: as `log_file.read`; Damaged also if no entry has a loss or a score.
+    """
+    runs = [curves(name, log_file.read(path)) for name, path in zip(names_of(paths), paths, strict=True)]
+    for run, path in zip(runs, paths, strict=True):
+        if not run.train and not run.test:
+            raise Damaged(path, "holds no entry with a loss or a score", hint="is this the log of a run?")
+    return runs
+
+
+def curves(name: str, entries: Iterable[Mapping[str, Any]]) -> Run:
+    """Return the curves of a run from the entries of its log.
+
+    The training loss comes from entries about steps, and where a log has none, from those about epochs. Loss
+    and speed of less than half an interval, as at the end of a training, say little and are left out.
+    """
+    run, by_epoch, entries = Run(name), Run(name), list(entries)
+    usual = max((_number(entry["steps"]) for entry in entries if "steps" in entry), default=1.0)
+    for entry in entries:
+        if "epoch" in entry:
+            _add_epoch(by_epoch, entry)
+        elif "test_loss" in entry:
+            tested = {name.removeprefix("test_"): value for name, value in entry.items()}
+            _add_score(by_epoch.test, _number(entry.get("epochs")), tested)
+        elif "step" in entry:
+            at = _number(entry.get("epochs"))
+            too_short = 2 * _number(entry.get("steps", usual)) < usual
+            for quantity in ("lr",) if too_short else ("loss", "lr", "samples_per_second"):
+                _add(run.train, quantity, at, entry.get(quantity))
+    return Run(name, {**by_epoch.train, **run.train}, by_epoch.test)
+
+
+def _add_epoch(run: Run, entry: Mapping[str, Any]) -> None:
+    at = _number(entry["epoch"])
+    for quantity, key in (("loss", "train_loss"), ("accuracy", "train_accuracy"), ("lr", "lr")):
+        if key in entry:
+            _add(run.train, quantity, at, entry[key])
+    samples, seconds = _number(entry.get("train_samples")), _number(entry.get("seconds"))
+    if samples > 0 and seconds > 0:
+        _add(run.train, "samples_per_second", at, samples / seconds)
+    _add_score(run.test, at, entry)
+
+
+def _add_score(test: dict[str, Points], at: float, entry: Mapping[str, Any]) -> None:
+    metrics = entry.get("metrics")
+    found = {name: entry[name] for name in ("loss", "accuracy") if name in entry}
+    for name, value in {**found, **(metrics if isinstance(metrics, dict) else {})}.items():
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            _add(test, name, at, value)
+
+
+def _add(curves: dict[str, Points], quantity: str, at: float, value: Any) -> None:
+    if math.isfinite(at):
+        curves.setdefault(quantity, []).append((at, _number(value)))
+
+
+def _number(value: Any) -> float:
+    """Return a number of the log as a float; NaN for null and whatever else is no finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else math.nan
+
+
+def names_of(paths: Sequence[str]) -> list[str]:
+    """Return a name for each run: as much of the end of its path as tells it from the others.
+
+    A run that is given twice gets a number.
+    """
+    folders = [_folder(path) for path in paths]
+    found: list[str] = []
+    for folder in folders:
+        others = set(folders) - {folder}
+        parts = folder.strip(os.sep).split(os.sep)
+        tails = [os.sep.join(parts[-length:]) for length in range(1, len(parts) + 1)]
+        name = next((t for t in tails if not any(f"/{o}".endswith(f"/{t}") for o in others)), folder)
+        found.append(shortened(name))
+    return [
+        f"{name} ({found[: index + 1].count(name)})" if found.count(name) > 1 else name
+        for index, name in enumerate(found)
+    ]
+
+
+def _folder(path: str) -> str:
+    """Return the absolute folder of a run, or a log's own path where it has another name."""
+    whole = os.path.abspath(path)
+    return os.path.dirname(whole) if os.path.basename(whole) == log_file.LOG else whole
+
+
+def shortened(name: str) -> str:
+    """Return a name without its middle, if it is long: its beginning and its end tell most."""
+    if len(name) <= MAX_NAME:
+        return name
+    kept = MAX_NAME - 1
+    return f"{name[: kept // 2]}…{name[-(kept - kept // 2) :]}"

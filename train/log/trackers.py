@@ -1,0 +1,203 @@
+"""TensorBoard and Weights & Biases: what log.jsonl gets, they get too. Both are optional packages.
+
+Each is a `Sink` of train/log/step_log.py. `check` refuses a missing package before anything starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from ckpttool.errors import CheckFailed, FileError, UsageFault
+from ckpttool.files.failures import naming
+from ckpttool.files.lines import append_record
+from train.config.training import TrainConfig
+from train.log import log_file
+from train.log.held_lines import HeldLines
+
+if TYPE_CHECKING:
+    from train.log.step_log import Sink
+
+ABOUT_POSITION = {"step", "steps", "epoch", "epochs"}
+ABOUT_TRAINING = {"lr", "threads", "batch_size"}
+"""Fields of an entry about an epoch that are not about the test set, beside `train_...`."""
+
+
+def check(config: TrainConfig) -> None:
+    """Refuse a tracker whose package is missing.
+
+    Raises:
+        UsageFault: `--tensorboard` or `--wandb` without its package; names the extra.
+    """
+    for name in ("tensorboard", "wandb"):
+        if getattr(config, name) and not _is_installed(name):
+            raise UsageFault(
+                f"--{name}: the package {name} is not installed", hint=f"pip install 'ckpttool[{name}]'"
+            )
+
+
+def _is_installed(name: str) -> bool:
+    """Return whether a package is installed. A mere folder of that name, as W&B makes one, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
+@contextlib.contextmanager
+def opened(config: TrainConfig, folder: str, step: int) -> Iterator[list[Sink]]:
+    """Open the log and the trackers that the flags ask for; close them after the block. On rank 0 only.
+
+    Args:
+        folder: the run's folder, in which all of them write.
+        step: optimizer steps done since the beginning; what a tracker knows of later ones is void.
+
+    Raises:
+        FileError: a tracker can't write in the folder.
+        CheckFailed: W&B does not start.
+    """
+    with contextlib.ExitStack() as stack:
+        sinks: list[Sink] = [stack.enter_context(LogFile(folder))]
+        if config.tensorboard:
+            sinks.append(stack.enter_context(TensorBoard(folder, step)))
+        if config.wandb:
+            sinks.append(stack.enter_context(WeightsAndBiases(config, folder)))
+        yield sinks
+
+
+class LogFile:
+    """log.jsonl in a run's folder. What a full disk refuses is held, and written when there is room again."""
+
+    def __init__(self, folder: str) -> None:
+        self._lines = HeldLines(partial(log_file.append, folder))
+
+    def __enter__(self) -> LogFile:
+        return self
+
+    def write(self, entry: Mapping[str, Any], step: int) -> None:
+        """Add a line; if it can't be written, say so and go on."""
+        self._lines.add(entry)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Raise FileError if lines are left that can't be written, and the run has not failed already."""
+        with contextlib.suppress(*([FileError] if kind is not None else [])):
+            self._lines.flush()
+
+
+class TensorBoard:
+    """Events for `tensorboard --logdir runs`, in the folder `tensorboard` of a run.
+
+    What a full disk refuses is held, as by `LogFile`. TensorBoard's own writer would end with the thread in
+    which it writes, so its records are made and appended here.
+
+    Args:
+        folder: the run's folder.
+        step: where the run continues; TensorBoard then hides what an interrupted run wrote after it.
+    """
+
+    def __init__(self, folder: str, step: int) -> None:
+        self._folder = os.path.join(folder, "tensorboard")
+        place = f"{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"  # read in the order of names
+        self._path = os.path.join(self._folder, f"events.out.tfevents.{place}")
+        self._records = HeldLines(self._append)
+        with naming(self._folder):
+            os.makedirs(self._folder, exist_ok=True)
+        self._add(file_version="brain.Event:2")
+        if step:
+            self._add(step=step + 1, session_log={"status": "START"})
+
+    def __enter__(self) -> TensorBoard:
+        return self
+
+    def write(self, entry: Mapping[str, Any], step: int) -> None:
+        """Write each number as a scalar at this step; if it can't be written, say so and go on."""
+        values = [{"tag": tag, "simple_value": value} for tag, value in tagged(entry).items()]
+        if values:
+            self._add(step=step, summary={"value": values})
+
+    def _add(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = BytesIO()
+        RecordWriter(record).write(Event(wall_time=time.time(), **event).SerializeToString())
+        self._records.add(record.getvalue())
+
+    def _append(self, record: bytes) -> None:
+        with naming(self._folder):
+            append_record(self._path, record)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Raise FileError as `LogFile` does."""
+        with contextlib.suppress(*([FileError] if kind is not None else [])):
+            self._records.flush()
+
+
+class WeightsAndBiases:
+    """A W&B run in the folder `wandb` of a run; offline, unless WANDB_MODE says otherwise.
+
+    W&B takes no values for steps that lie behind. So each start is a W&B run of its own; runs that continue
+    one another are one group, named after the folder.
+
+    Args:
+        config: shown as the configuration.
+        folder: the run's folder.
+    """
+
+    def __init__(self, config: TrainConfig, folder: str) -> None:
+        import wandb
+
+        whole = os.path.abspath(folder)
+        try:
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "ckpttool"),
+                group=os.path.basename(whole),
+                dir=whole,
+                config=config.plain(),
+                mode=None if "WANDB_MODE" in os.environ else "offline",
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise CheckFailed(f"--wandb: {error}", hint="WANDB_MODE=offline needs no account") from error
+
+    def __enter__(self) -> WeightsAndBiases:
+        return self
+
+    def write(self, entry: Mapping[str, Any], step: int) -> None:
+        """Log all numbers at this step."""
+        self.run.log(tagged(entry), step=step)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        import wandb
+
+        self.run.finish(exit_code=0 if kind is None else 1)
+        wandb.teardown()  # waits for the process that writes the file, which `finish` does not
+
+
+def tagged(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of an entry, under the names with which trackers make groups of charts.
+
+    `train/loss` is that of the steps since the last entry, `epoch/train_loss` of a whole epoch, `test/…` of
+    the test set, and `time/…` are seconds.
+    """
+    group = "epoch" if "epoch" in entry else "test" if "test_loss" in entry else "train"
+    flat = {**entry, **entry.get("metrics", {}), **entry.get("test_metrics", {})}
+    return {
+        _tag(name, group): value
+        for name, value in flat.items()
+        if name not in ABOUT_POSITION and isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def _tag(name: str, group: str) -> str:
+    if name == "seconds" or name.endswith("_seconds"):
+        return f"time/{'epoch' if group == 'epoch' else name.removesuffix('_seconds')}"
+    if group == "epoch" and not name.startswith("train_") and name not in ABOUT_TRAINING:
+        return f"test/{name}"
+    return f"{group}/{name.removeprefix('test_')}"

@@ -1,0 +1,135 @@
+"""What wraps a model's computation and leaves its state as it is: compilation and gradient checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from ckpttool.errors import UsageFault
+from train.config.training import TrainConfig
+
+GRAPHS = 64
+"""Versions of one function that are compiled before torch gives up: each shape and each mode has its own."""
+
+
+def wrap(config: TrainConfig, model: nn.Module) -> None:
+    """Apply `--compile` and `--grad-checkpoint` to a model, in place, before DDP wraps it: no key changes.
+
+    Each batch size has compiled code of its own. If torch made one for all sizes when it met the second,
+    which code a step runs would depend on the steps before, and a resumed run would differ in the last bits.
+    The code is made in the first step of each batch size, which takes seconds to minutes.
+
+    Raises:
+        UsageFault: `--grad-checkpoint`, and the model has no blocks.
+    """
+    torch._dynamo.config.recompile_limit = max(GRAPHS, torch._dynamo.config.recompile_limit)
+    if config.grad_checkpoint:
+        checkpoint_blocks(model, compiled=config.compile)
+    elif config.compile:
+        model.compile(dynamic=False)
+
+
+def not_compiled() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which compiled modules run as they are.
+
+    For evaluation, whose score is then that of the saved file in anyone's hands, and for passes that are not
+    worth compiling.
+    """
+    return torch.compiler.set_stance("force_eager")
+
+
+def checkpoint_blocks(model: nn.Module, *, compiled: bool = False) -> list[str]:
+    """Let a model's blocks keep only their inputs in a forward pass, and compute the rest again in backward.
+
+    The gradients are the same, to the bit (Chen et al. 2016, arXiv 1604.06174). A block is a module with
+    submodules in an `nn.Sequential` or `nn.ModuleList`, such as a stage's residual blocks or the layers of a
+    transformer, or an `nn.Sequential` of plain layers that is not the whole model. Blocks inside a block are
+    not wrapped again.
+
+    The second computation leaves no trace: it draws the same random numbers, starts from the same buffers,
+    and running statistics are updated once.
+
+    Args:
+        model: changed in place; its state, its classes and its hooks stay.
+        compiled: compile each block by itself. Were the checkpoint compiled with the model, a break of the
+            compiler's graph inside a block would leave it without what undoes the changes.
+
+    Returns:
+        The paths of the blocks.
+
+    Raises:
+        UsageFault: there is no block.
+    """
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        if _is_block(model, path) and not any(path.startswith(f"{outer}.") for outer in paths):
+            forward = torch.compile(module.forward, dynamic=False) if compiled else module.forward
+            module.forward = functools.partial(_checkpointed, module, forward)  # type: ignore[method-assign]
+            paths.append(path)
+    if not paths:
+        raise UsageFault(
+            f"--grad-checkpoint: {type(model).__name__} has no blocks: modules with submodules in an "
+            "nn.Sequential or nn.ModuleList",
+            hint="leave it out, or group the model's layers",
+        )
+    return paths
+
+
+def _is_block(model: nn.Module, path: str) -> bool:
+    if not path:
+        return False
+    module, parent = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return False
+    inner = list(module.children())
+    if isinstance(module, nn.Sequential) and not any(list(child.children()) for child in inner):
+        return True
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    return bool(inner) and isinstance(parent, containers) and not isinstance(module, containers)
+
+
+def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **named)
+    again = _Again(block)
+    return checkpoint(
+        forward, *args, use_reentrant=False, context_fn=lambda: (contextlib.nullcontext(), again), **named
+    )
+
+
+class _Again:
+    """The context of a second computation, which has copies of the buffers: those that the first one met.
+
+    So it computes the same, and what it changes is thrown away. BatchNorm's running statistics play no part
+    in training, and are not copied before they are needed. The context may be entered again.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.before = {
+            id(buffer): buffer.clone()
+            for layer in block.modules()
+            if not (isinstance(layer, _BatchNorm) and layer.training)
+            for buffer in layer.buffers(recurse=False)
+        }
+        self.own: list[tuple[nn.Module, str, torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        copies: dict[int, torch.Tensor] = {}
+        for layer in self.block.modules():
+            for name, buffer in list(layer.named_buffers(recurse=False, remove_duplicate=False)):
+                copy = copies.setdefault(id(buffer), self.before.get(id(buffer), buffer).clone())
+                self.own.append((layer, name, buffer))
+                setattr(layer, name, copy)
+
+    def __exit__(self, *_: object) -> None:
+        for layer, name, buffer in self.own:
+            setattr(layer, name, buffer)
+        self.own = []

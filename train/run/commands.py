@@ -1,0 +1,53 @@
+"""Commands that a run proposes, to be pasted into a shell. Imports torch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+
+import torch
+
+from train.config.shared import DataConfig
+from train.config.training import TrainConfig
+
+
+def program(name: str) -> str:
+    """Return the path of a program of this package, relative to the working directory."""
+    path = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), f"{name}.py")
+    below = os.path.relpath(path)
+    return path if below.startswith(os.pardir) else below
+
+
+def to_paste(words: Sequence[str], columns: int = 80) -> str:
+    """Return a command for a shell, indented, broken before a flag where a line would be too long."""
+    lines = [" "]
+    for number, word in enumerate(words):
+        quoted = shlex.quote(word)
+        after = words[number + 1] if number + 1 < len(words) else "-"
+        width = len(quoted) + (0 if after.startswith("-") else 1 + len(shlex.quote(after)))
+        if word.startswith("-") and len(lines[-1]) + 1 + width > columns - 2:
+            lines.append("     ")
+        lines[-1] += f" {quoted}"
+    return " \\\n".join(lines)
+
+
+def flags_of(config: TrainConfig) -> list[str]:
+    """Return the flags with which an evaluation builds the same model and takes the same samples."""
+    flags = ["--model", config.model, "--data", config.data]
+    if config.task != DataConfig.task:
+        flags += ["--task", config.task]
+    if config.eval_batch != DataConfig.eval_batch:
+        flags += ["--eval-batch", str(config.eval_batch)]
+    for name, values in (("mean", config.mean), ("std", config.std)):
+        if values:
+            flags.append(f"--{name}={','.join(map(str, values))}")
+    if config.resize:
+        flags += ["--resize", str(config.resize)]
+    return flags
+
+
+def flags_of_bits(device: torch.device) -> list[str]:
+    """Return the flags with which an evaluation gives the same numbers to the last digit."""
+    threads = torch.get_num_threads()
+    return ["--threads", str(threads)] if device.type == "cpu" and threads != 1 else []

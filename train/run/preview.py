@@ -1,0 +1,181 @@
+"""`--preview`: which rank takes which samples in which step, as a table or as JSON; trains nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ckpttool.distributed.place import given_rank, given_world_size
+from ckpttool.distributed.plan import Plan
+from train import console
+from train.config.plan import make_plan
+from train.config.training import TrainConfig
+
+STEPS = 12
+"""Steps of an epoch that the table shows: the first ones, and the last two."""
+NAMED = 3
+"""Samples that a sentence names; of more it gives the number."""
+
+
+def run(config: TrainConfig) -> None:
+    """Count the samples that the flags name, and show their plan on rank 0.
+
+    Raises:
+        UsageFault, FileError: as `data.load_parts`.
+        CheckFailed: stdout can't be written.
+    """
+    if given_rank() == 0:
+        from train.data import data_set as data
+        from train.data import samples
+
+        # No task: samples are only counted, and need no classes.
+        parts = data.load_parts(replace(config, task=""), seed=config.seed)
+        show(make_plan(config, samples.count(parts.train)), config.data, config, config.json)
+
+
+def show(plan: Plan, data_name: str, config: TrainConfig, as_json: bool) -> None:
+    """Print a plan: a table of its first epoch and what is worth knowing, or every epoch as JSON.
+
+    Args:
+        plan: what to show.
+        data_name: for the heading.
+        config: gives the number of epochs, and of ranks if `--spawn` starts them.
+        as_json: print a list of `{"epoch", "rank", "steps"}`, with epochs as `set_epoch` counts them, and the
+            sample indices of each step.
+
+    Raises:
+        CheckFailed: stdout can't be written.
+    """
+    world_size = config.spawn or given_world_size()
+    if as_json:
+        console.say(json.dumps(entries(plan, world_size, config.epochs)))
+        return
+    width = shutil.get_terminal_size((80, 24)).columns
+    lines = [*_heading(plan, world_size, data_name), "", *table(plan, world_size, width), ""]
+    if config.rank_share == "auto":
+        lines.append("--rank-share auto: shares are equal until the speeds of the ranks have been measured")
+    for line in lines + sentences(plan, world_size):
+        console.say(line)
+
+
+def entries(plan: Plan, world_size: int, epochs: int) -> list[dict[str, object]]:
+    """Return each rank's sample indices in each step of each epoch, epoch by epoch."""
+    return [
+        {"epoch": epoch, "rank": rank, "steps": list(_shares(plan, epoch, rank, world_size))}
+        for epoch in range(epochs)
+        for rank in range(world_size)
+    ]
+
+
+def _shares(plan: Plan, epoch: int, rank: int, world_size: int) -> Iterator[list[int]]:
+    for step in plan.of_rank(epoch, rank, world_size):
+        yield [index for micro_batch in step.micro_batches for index in micro_batch]
+
+
+def _heading(plan: Plan, world_size: int, data: str) -> list[str]:
+    sizes = plan.splits(world_size)
+    batch = f"{plan.batch_size} = {'+'.join(map(str, sizes[0]))}" if sizes else str(plan.batch_size)
+    return [
+        f"data    {data}, {_counted(plan.samples, 'training sample')}",
+        f"ranks   {world_size}",
+        f"batch   {batch if world_size <= 8 else plan.batch_size}, "
+        f"{_counted(plan.steps_of(world_size), 'step')} per epoch, sampler {plan.sampler}",
+    ]
+
+
+def table(plan: Plan, world_size: int, width: int) -> list[str]:
+    """Return the lines of a table of epoch 0: one row per step and one column per rank.
+
+    Args:
+        plan: what to show.
+        world_size: the number of ranks.
+        width: of the lines, in characters; columns that would be too narrow are left out.
+    """
+    steps = plan.steps_of(world_size)
+    shown = [*range(steps)] if steps <= STEPS else [*range(STEPS - 2), steps - 2, steps - 1]
+    ranks = [list(_shares(plan, 0, rank, world_size)) for rank in range(world_size)]
+    label = max(len("epoch 0"), len(f"step {steps}"))
+    longest = max((len(" ".join(map(str, steps[step]))) for steps in ranks for step in shown), default=0)
+    most = max(1, (width - label) // (2 + max(len("rank 00"), min(longest, 9))))
+    columns = [*range(world_size)] if world_size <= most else [*range(most - 1), world_size - 1]
+    room_for = (width - label) // len(columns) - 2
+    cells = [[_listed(ranks[rank][step], room_for) for rank in columns] for step in shown]
+    heads = [f"rank {rank}" for rank in columns]
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+    labels = ["epoch 0", *(f"step {step}" for step in shown)]
+    lines = [
+        "  ".join([name.ljust(label), *(cell.ljust(w) for cell, w in zip(row, widths, strict=True))]).rstrip()
+        for name, row in zip(labels, [heads, *cells], strict=True)
+    ]
+    if steps > STEPS:
+        lines.insert(STEPS - 1, f"... {_counted(steps - STEPS, 'more step')}")
+    if len(columns) < world_size:
+        lines.append(f"({_counted(world_size - len(columns), 'rank')} between the last two columns)")
+    return lines
+
+
+def _listed(indices: list[int], width: int) -> str:
+    """Return indices with blanks between them, shortened to a width; `-` for none."""
+    text = " ".join(map(str, indices)) or "-"
+    if len(text) <= width:
+        return text
+    for shown in range(len(indices) - 1, 0, -1):
+        text = f"{' '.join(map(str, indices[:shown]))} +{len(indices) - shown}"
+        if len(text) <= width:
+            return text
+    return f"{len(indices)} samples"[: max(width, 1)]
+
+
+def sentences(plan: Plan, world_size: int) -> list[str]:
+    """Return what to know about a plan: which samples are repeated or left out, and which ranks have none."""
+    subject = f"{_counted(plan.samples, 'sample')} on {_counted(world_size, 'rank')}"
+    if not plan.steps_of(world_size):
+        return [f"{subject}, batch {plan.batch_size}: no rank gets a batch"]
+    seen = plan.seen(0, world_size)
+    found = []
+    if plan.sampler == "none" and world_size > 1:
+        found.append(f"no sampler: every rank takes all {plan.samples} samples, {world_size} times in all")
+    elif repeated := {index: times for index, times in seen.items() if times > 1}:
+        found += [f"{subject}: {_seen(repeated)}"]
+    if left_out := [index for index, times in seen.items() if not times]:
+        found.append(f"{subject}: {_named(left_out)} {_is(left_out)} left out of epoch 0")
+    if not found:
+        found.append(f"{subject}: each is seen exactly once in an epoch")
+    last = plan.splits(world_size)[-1]
+    if idle := last.count(0):
+        with_nothing = "one rank" if idle == 1 else f"{idle} ranks"
+        found.append(
+            f"{_counted(plan.samples, 'sample')}, batch {plan.batch_size} on {_counted(world_size, 'rank')}: "
+            f"the last batch leaves {with_nothing} with nothing"
+        )
+    if not plan.set_epoch:
+        found.append("no set_epoch: every epoch has the same order")
+    return found
+
+
+def _seen(repeated: dict[int, int]) -> str:
+    """Return how often samples are seen, those seen most often first."""
+    by_times: dict[int, list[int]] = {}
+    for index, times in repeated.items():
+        by_times.setdefault(times, []).append(index)
+    return ", ".join(
+        f"{_named(indices)} {_is(indices)} seen {'twice' if times == 2 else f'{times} times'}"
+        for times, indices in sorted(by_times.items(), reverse=True)
+    )
+
+
+def _named(indices: list[int]) -> str:
+    if len(indices) > NAMED:
+        return f"{len(indices)} samples"
+    *before, last = map(str, sorted(indices))
+    return f"sample{'s' * bool(before)} {', '.join(before)}{' and ' * bool(before)}{last}"
+
+
+def _is(indices: list[int]) -> str:
+    return "is" if len(indices) == 1 else "are"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,262 @@
+"""The chain of a run, run.jsonl: how it began and what came of it, so that it can be proved. Imports torch.
+
+With `--prove-every K` rank 0 writes lines, each with the hash of the one before (ckpttool/files/chain.py):
+how the run began or was resumed, who takes which samples in each epoch, every K steps the digests of the
+weights and of the samples used, the digests of each checkpoint, and each evaluation. `ckpttool prove` reads
+it, and trains a part of the run again to compare. docs/proof.md says what that proves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpttool.distributed import collectives, transport
+from ckpttool.errors import FileError
+from ckpttool.files import chain
+from ckpttool.files.chain import Link
+from ckpttool.files.failures import naming
+from train.config.parser import arguments_of
+from train.config.training import TrainConfig
+from train.log.held_lines import HeldLines
+
+if TYPE_CHECKING:
+    from train.trainer.trainer import Trainer
+
+SHORT = 8
+"""Bytes of a sample's digest that are kept."""
+
+NOT_OF_THE_TRAINING = (
+    *("out", "resume", "spawn", "force", "max_time", "stop_at", "change", "download", "preview", "json"),
+    *("save_every", "save", "keep", "grace", "prove_every", "tensorboard", "wandb"),
+    *("init", "init_allow_missing", "timeout", "hang_timeout", "join_timeout"),
+)
+"""Settings that change no bit of the weights, or that a replay gives anew."""
+
+
+class Proof:
+    """Writes the chain of a run. Every rank has one and calls it alike; only rank 0 writes.
+
+    A disk that is full ends no run: lines are held, and written when there is room again. The line of a
+    checkpoint is in the file before the checkpoint takes its place, so while lines are held none is saved.
+
+    Args:
+        folder: of the run.
+        every: steps from one digest of the weights to the next.
+    """
+
+    def __init__(self, trainer: Trainer, folder: str, every: int) -> None:
+        self.trainer, self.every = trainer, every
+        self.path = os.path.join(folder, chain.NAME)
+        self.last: Link | None = None
+        self._lines = HeldLines(self._append)
+        self._alone = threading.Lock()  # the thread that saves writes too
+        self._of_step: list[tuple[int, str]] = []
+        self._of_steps: dict[int, list[tuple[int, str]]] = {}
+
+    @property
+    def head(self) -> str:
+        """The hash of the last line in the file; on rank 0."""
+        with self._alone:
+            return self.last.hash if self.last else chain.FIRST
+
+    def begin(self, resumed: Mapping[str, Any] | None) -> None:
+        """Write how the run begins here. A collective.
+
+        Args:
+            resumed: the checkpoint that it goes on from, as it was read.
+
+        Raises:
+            FileError: on rank 0, if a chain that is there can't be read; the other ranks raise RankFailed.
+        """
+        from train.checkpoint.saver import versions
+
+        trainer, config = self.trainer, self.trainer.config
+        with collectives.together():
+            if collectives.rank() == 0:
+                self._go_on()
+                self._write(
+                    "begin",
+                    step=trainer.progress.global_step,
+                    source=resumed and {name: resumed.get(name) for name in ("digests", "chain")},
+                    arguments=arguments_of(replace(config, **_usual(NOT_OF_THE_TRAINING))),
+                    init=config.init and [config.init, *config.init_allow_missing],
+                    code={name: getattr(config, name) for name in ("model", "data", "task")},
+                    every=self.every,
+                    ranks=collectives.world_size(),
+                    virtual_ranks=config.virtual_ranks,
+                    samples=trainer.plan.samples,
+                    data=trainer.data.fingerprint,
+                    contents=trainer.data.contents,
+                    versions=versions(trainer.place.device),
+                    weights=self._weights(),
+                )
+
+    def _go_on(self) -> None:
+        """Find the end of the chain that is in the folder, if there is one."""
+        if os.path.exists(self.path):
+            with naming(self.path):
+                chain.cut_off(self.path)
+            if os.path.getsize(self.path):
+                self.last = chain.read(self.path)[0][-1]
+
+    def take(self, indices: list[int], batch: Any) -> None:
+        """Note the samples of a micro-batch of this rank, as they are used."""
+        leaves = [leaf.detach().cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in _leaves(batch)]
+        for row, index in enumerate(indices):
+            whole = hashlib.sha256()
+            for leaf in leaves:
+                if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(indices):
+                    whole.update(bytes(transport.memory_of(transport.as_bytes(leaf[row]))))
+                else:
+                    whole.update(collectives.digest(leaf))
+            self._of_step.append((index, whole.digest()[:SHORT].hex()))
+
+    def step(self, number: int) -> None:
+        """End a step. A collective where it is one of every K."""
+        self._of_steps[number] = self._of_step
+        self._of_step = []
+        if number % self.every and number != self.trainer.log.last:
+            return
+        of_ranks = collectives.gather(self._of_steps)
+        self._of_steps = {}
+        with collectives.together():
+            if collectives.rank() == 0:
+                used = {one: sorted(pair for of in of_ranks for pair in of[one]) for one in of_ranks[0]}
+                samples = {
+                    str(one): [[index for index, _ in pairs], "".join(digest for _, digest in pairs)]
+                    for one, pairs in used.items()
+                }
+                self._write("step", step=number, weights=self._weights(), samples=samples)
+
+    def epoch(self) -> None:
+        """Write who takes which samples in the current epoch. A collective."""
+        with collectives.together():
+            if collectives.rank() == 0:
+                plan, progress, order = self.trainer.plan, self.trainer.progress, hashlib.sha256()
+                ranks = self.trainer.config.virtual_ranks or collectives.world_size()
+                for rank in range(ranks):
+                    for step in plan.of_rank(progress.epoch, rank, ranks):
+                        order.update(repr(step.micro_batches).encode())
+                self._write(
+                    "epoch", step=progress.global_step, epoch=progress.epoch + 1, plan=order.hexdigest()
+                )
+
+    @contextlib.contextmanager
+    def checkpoint(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Write the digests of a checkpoint, whose file takes its place in the block. On rank 0 alone.
+
+        If the block fails, the file did not get its name, and the line is taken back.
+
+        Args:
+            state: with its digests; and as `chain` the hash of the chain when it was captured.
+
+        Raises:
+            FileError: the line can't be written, or one that is held.
+        """
+        with self._alone:
+            self._lines.flush()
+            before, size = self.last, os.path.getsize(self.path)
+            step = state["progress"]["global_step"]
+            self._append({"kind": "checkpoint", "step": step, "digests": state["digests"]})
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.truncate(self.path, size)
+                    self.last = before
+                raise
+
+    def evaluation(self, score: Mapping[str, Any]) -> None:
+        """Write the score of an evaluation."""
+        with collectives.together():
+            if collectives.rank() == 0:
+                step = self.trainer.progress.global_step
+                left_out = ("ranks", "per_class", "seconds")
+                plain = {name: _exact(value) for name, value in score.items() if name not in left_out}
+                self._write("evaluation", step=step, score=plain)
+
+    def end(self, ended_by: str) -> None:
+        """Write that the run ends. A collective.
+
+        Raises:
+            FileError: on rank 0, if lines are left that can't be written; the other ranks raise RankFailed.
+        """
+        with collectives.together():
+            if collectives.rank() == 0:
+                if ended_by:
+                    self._write("end", step=self.trainer.progress.global_step, by=ended_by)
+                self._lines.flush()
+
+    def leave(self) -> None:
+        """Leave a run that has failed: write what is held if the disk takes it now; send nothing."""
+        if not self._alone.acquire(blocking=False):  # the thread that saves still waits for the disk
+            return
+        try:
+            with contextlib.suppress(FileError):
+                self._lines.flush()
+        finally:
+            self._alone.release()
+
+    def _weights(self) -> str:
+        return collectives.digest_all(self.trainer.ddp.module.state_dict())
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        with self._alone:
+            self._lines.add({"kind": kind, **fields})
+
+    def _append(self, entry: Mapping[str, Any]) -> None:
+        with naming(self.path):
+            durably = entry["kind"] in ("checkpoint", "end")
+            self.last = chain.append(self.path, self.last, entry, durably=durably)
+
+
+def chain_of(trainer: Trainer, folder: str) -> Proof | None:
+    """Return what writes the chain of a run; None without `--prove-every`, unless it goes on with one.
+
+    A collective.
+    """
+    config = trainer.config
+
+    def every() -> int | None:
+        path = os.path.join(folder, chain.NAME)
+        if config.prove_every or not config.resume or not os.path.exists(path):
+            return config.prove_every
+        begun = [link.entry for link in chain.read(path)[0] if link.entry.get("kind") == "begin"]
+        return int(begun[-1]["every"]) if begun else None
+
+    found = collectives.decide(every)
+    return Proof(trainer, folder, found) if found else None
+
+
+def _usual(names: tuple[str, ...]) -> dict[str, Any]:
+    usual = TrainConfig()
+    return {name: getattr(usual, name) for name in names}
+
+
+def _leaves(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        for name in batch:
+            yield from _leaves(batch[name])
+    elif isinstance(batch, list | tuple):
+        for part in batch:
+            yield from _leaves(part)
+    else:
+        yield batch
+
+
+def _exact(value: Any) -> Any:
+    """Return a score as values of JSON: NaN and infinity as texts."""
+    if isinstance(value, Mapping):
+        return {str(name): _exact(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_exact(one) for one in value]
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value

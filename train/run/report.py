@@ -1,0 +1,314 @@
+"""The report of a run: what rank 0 prints, and the log it writes."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ckpttool.distributed import collectives
+from ckpttool.distributed.plan import Plan, dealt_sizes
+from ckpttool.errors import CheckFailed
+from ckpttool.metrics.certificate import Certificate, LossCertificate
+from train import console
+from train.checkpoint.files import BEST, LAST
+from train.config.parser import arguments_of
+from train.config.training import TrainConfig
+from train.data.data_set import Data
+from train.data.samples import count
+from train.launch import spawn as spawning
+from train.launch.stopping import Stop
+from train.log import log_file
+from train.run import commands
+from train.tasks.task import Classification
+from train.trainer import scoring
+from train.trainer.scoring import Score
+from train.trainer.trainer import Trainer, TrainScore
+
+FIXED_COLUMNS = len("  train loss   test loss  seconds  best")
+"""What a line has beside the epoch and a task's metrics."""
+
+
+class Report:
+    """Lines on stdout, a progress bar on stderr if it is a terminal, and the log. Silent on other ranks.
+
+    `begin`, `scores` and `end` are collectives: if rank 0 can't log, or print the first or last lines, every
+    rank fails. What it can't print in between, it leaves out.
+    """
+
+    def __init__(self, trainer: Trainer, folder: str) -> None:
+        self.trainer, self.folder, self.speaks = trainer, folder, trainer.place.rank == 0
+        self.metrics = self._metrics()
+        self._bar: Any = None
+        self._when = ""
+
+    def begin(self, remarks: list[tuple[str, str]]) -> None:
+        """Print the header and remarks; drop from the log what will be trained again.
+
+        Args:
+            remarks: pairs of a word for the first column and a sentence.
+
+        Raises:
+            FileError: on rank 0, if the log can't be changed; the other ranks raise RankFailed.
+            CheckFailed: likewise, if stdout can't be written.
+        """
+        with collectives.together():
+            if self.speaks:
+                progress = self.trainer.progress
+                log_file.cut(self.folder, epoch=progress.epoch, step=progress.global_step)
+                self._say_header(remarks)
+
+    def _say_header(self, remarks: list[tuple[str, str]]) -> None:
+        config, data, plan = self.trainer.config, self.trainer.data, self.trainer.plan
+        place = self.trainer.place
+        parameters = sum(parameter.numel() for parameter in self.trainer.ddp.parameters())
+        console.say(f"model   {config.model}, {parameters:,} parameters")
+        console.say(f"data    {data.name}")
+        console.say(f"        {describe(data)}")
+        console.say(f"ranks   {place.world_size} on {place.device.type} ({place.backend})")
+        steps = plan.steps_of(place.world_size)
+        virtual = " on virtual ranks" if config.virtual_ranks else ""
+        dealt = shares(plan, config.virtual_ranks or place.world_size)
+        console.say(f"batch   {dealt}{virtual}, {steps} steps per epoch")
+        console.say(f"train   {in_lines(recipe(config))}")
+        console.say(f"out     {self.folder}")
+        for word, remark in remarks:
+            console.say(f"{word:<6}  {remark}")
+        if self.trainer.progress.epoch < config.epochs:
+            console.say(self._heading())
+
+    def _heading(self) -> str:
+        """Return the heading of the lines of scores."""
+        names = [f"{name:>{width}}" for name, width in self.metrics]
+        right = f"  correct{'':13}" if self._has_classes() else ""
+        correct = "  correct" if self._has_classes() else ""
+        columns = "".join(f"  {name}" for name in names)
+        return f"\n{'epoch':>{self._width()}}  train loss{correct}   test loss{right}{columns}  seconds"
+
+    def _has_classes(self) -> bool:
+        return isinstance(self.trainer.task, Classification)
+
+    def _width(self) -> int:
+        """Return the columns of `3/10`, or of `2.50/10` where scores come in the middle of epochs."""
+        config = self.trainer.config
+        return max(7, len(f"{config.epochs}/{config.epochs}") + 3 * (config.eval_every.unit == "steps"))
+
+    def _metrics(self) -> list[tuple[str, int]]:
+        """Return the task's metrics that fit on a line, with their widths; the log has all."""
+        found, left = [], shutil.get_terminal_size().columns - self._width() - FIXED_COLUMNS
+        for name in () if self._has_classes() else self.trainer.task.metrics:
+            width = max(len(name), len("1.234e-05"))
+            left -= width + 2
+            if left < 0:
+                break
+            found.append((name, width))
+        return found
+
+    def bar(self, steps: Iterator[None]) -> Iterator[None]:
+        """Yield the same steps, counted on a progress bar."""
+        progress = self.trainer.progress
+        total = self.trainer.steps_per_epoch
+        if not (self.speaks and sys.stderr.isatty()):
+            yield from steps
+            return
+        from tqdm import tqdm
+
+        label = f"epoch {progress.epoch + 1}/{self.trainer.config.epochs}"
+        with tqdm(
+            total=total, initial=progress.step, desc=label, unit="step", leave=False, dynamic_ncols=True
+        ) as self._bar:
+            for step in steps:
+                self._bar.update()
+                yield step
+        self._bar = None
+
+    def _say_above_bar(self, line: str) -> None:
+        """Print a line in the place of the progress bar, which then moves down; at its end, it is gone.
+
+        The log has what can't be printed, so that training goes on.
+        """
+        if self._bar is not None:
+            self._bar.clear()
+        try:
+            console.say(line)
+        except CheckFailed as error:
+            console.warn(f"{error}; training goes on")
+        if self._bar is not None and self._bar.n < self._bar.total:
+            self._bar.refresh()
+
+    def scores(self, trained: TrainScore | None, tested: Score | None, *, seconds: float, best: bool) -> None:
+        """Print one line about scores, and add one object to the log; nothing if there are none.
+
+        Args:
+            trained: on the samples of the epoch that has just ended, each as it was used.
+            tested: on the test set, now.
+            seconds: since the epoch began.
+            best: whether `tested` is the best result so far.
+
+        Raises:
+            FileError: on rank 0, if the log can't be written; the other ranks raise RankFailed.
+        """
+        if trained is None and tested is None:
+            return
+        with collectives.together():
+            if self.speaks:
+                self._say_above_bar(self._line(trained, tested, seconds, best))
+        self.trainer.log.write(self._entry(trained, tested, seconds), self.trainer.progress.global_step)
+
+    def _line(self, trained: TrainScore | None, tested: Score | None, seconds: float, best: bool) -> str:
+        epochs = self.trainer.config.epochs
+        done = f"{self.trainer.progress.epoch}" if trained else f"{self.trainer.epochs_done():.2f}"
+        columns = [f"{f'{done}/{epochs}':>{self._width()}}", f"{trained.loss:10.4f}" if trained else " " * 10]
+        if self._has_classes():
+            columns.append(f"{trained.accuracy:7.2%}" if trained else " " * 7)
+        columns.append(f"{tested.loss:10.4f}" if tested else " " * 10)
+        if self._has_classes():
+            right = tested if isinstance(tested, Certificate) else None
+            counted = f"({right.correct}/{right.samples})" if right else ""
+            columns.append(f"{right.accuracy:7.2%} {counted:>12}" if right else " " * 20)
+        for name, width in self.metrics:
+            value = tested.metrics.get(name) if isinstance(tested, LossCertificate) else None
+            columns.append(f"{value:{width}.4g}" if isinstance(value, int | float) else " " * width)
+        columns.append(f"{seconds:7.1f}{'  best' * best}")
+        return "  ".join(columns)
+
+    def _entry(self, trained: TrainScore | None, tested: Score | None, seconds: float) -> dict[str, Any]:
+        """Return the object for the log: an epoch's has `epoch`, one in the middle of an epoch `step`."""
+        score = {} if tested is None else tested.score()
+        for only_in_an_evaluation in ("per_class", "ranks"):
+            score.pop(only_in_an_evaluation, None)
+        if trained is None:
+            epochs = round(self.trainer.epochs_done(), 6)
+            entry = {"step": self.trainer.progress.global_step, "epochs": epochs}
+            return entry | {f"test_{name}": value for name, value in score.items()}
+        entry = {"epoch": self.trainer.progress.epoch, **score, "seconds": round(seconds, 3)}
+        entry |= {"train_loss": trained.loss, "train_samples": trained.samples}
+        if trained.accuracy is not None:
+            entry["train_accuracy"] = trained.accuracy
+        if tested is not None:
+            entry |= {
+                "test_samples": tested.samples,
+                "threads": tested.evaluation.threads,
+                "batch_size": tested.evaluation.batch_size,
+            }
+        return entry | {"lr": self.trainer.progress.lr}
+
+    def event(self, event: str, text: str, step: int, **fields: Any) -> None:
+        """Print on stderr what the user should know although the run goes on, and log it. Raises as `begin`.
+
+        Args:
+            event: what has happened, as a script finds it in the log.
+            text: the same for people.
+            step: in which step.
+            fields: more for the log.
+        """
+        if self.speaks:
+            if self._bar is not None:
+                self._bar.clear()
+            console.warn(text)
+        self.trainer.log.write({"step": step, "event": event, **fields}, step)
+
+    def note_signal(self, ended_by: str, stop: Stop) -> None:
+        """Log how long a run took to end, if a signal has ended it. A collective."""
+        if ended_by and ended_by == stop.name:
+            seconds, step = stop.seconds(), self.trainer.progress.global_step
+            left = stop.grace - seconds
+            self._when = f" after step {step}, saved {seconds:.1f} s later, {left:.1f} s of --grace left"
+            fields = {"seconds": round(seconds, 3), "grace_left": round(left, 3)}
+            self.trainer.log.write({"step": step, "event": ended_by, **fields}, step)
+
+    def end(self, ended_by: str) -> None:
+        """Print what was saved, and the commands to use it. Raises as `begin`.
+
+        Args:
+            ended_by: the flag or the signal that ended the run; `""` if there was nothing to do.
+        """
+        with collectives.together():
+            if self.speaks:
+                self._say_end(ended_by)
+
+    def _say_end(self, ended_by: str) -> None:
+        last, best = (os.path.join(self.folder, name) for name in (LAST, BEST))
+        saved = [path for path in (best, last) if os.path.exists(path)]
+        if ended_by and last in saved:
+            console.say(f"\nsaved   {last}")
+            if best in saved:
+                score = scoring.merit_in_words(self.trainer.task, self.trainer.progress.best)
+                console.say(f"        {best} ({score})")
+            else:
+                console.say(f"        no {BEST}: no score here was the best so far")
+        if saved:
+            if ended_by and ended_by not in ("--epochs", "--max-steps"):
+                console.say(f"\nended   by {ended_by}{self._when}\n{self.how_to_go_on()}")
+            console.say("next:")
+            # In the run's own folder: elsewhere another run's model may have that name.
+            model = os.path.join(self.folder, "model.safetensors")
+            strip = ["ckpttool", "strip-prefix", saved[0], model]
+            strip += ["--state", "ema.averages"] * bool(self.trainer.ema)
+            console.say(commands.to_paste([*strip, *(["--force"] * os.path.exists(model))]))
+            same = commands.flags_of(self.trainer.config) + commands.flags_of_bits(self.trainer.place.device)
+            console.say(commands.to_paste(["python", commands.program("evaluate"), model, *same]))
+        elif ended_by:
+            console.say(self.how_to_go_on())
+
+    def how_to_go_on(self) -> str:
+        """Return the command that continues an interrupted run."""
+        place = self.trainer.place
+        if not any(os.path.exists(os.path.join(self.folder, name)) for name in (LAST, BEST)):
+            return "nothing was saved yet (--save-every N[steps|epochs])"
+        spawn = place.world_size if spawning.started_by_spawn() else None
+        resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=spawn)
+        if resumed.stop_at and resumed.stop_at <= self.trainer.progress.global_step:
+            resumed = replace(resumed, stop_at=None)
+        if place.world_size != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+            return f"to continue, start it as before with --out {shlex.quote(self.folder)} --resume auto"
+        alone = spawn or place.world_size == 1
+        start = ["python"] if alone else ["torchrun", "--nproc-per-node", str(place.world_size)]
+        start += [commands.program("main"), *arguments_of(resumed)]
+        return f"to continue:\n{commands.to_paste(start)}"
+
+
+def describe(data: Data) -> str:
+    """Return the sizes, the shape and the number of classes of a data set, in words."""
+    shape = f" of {'×'.join(map(str, data.shape))}" if data.shape else ""
+    classes = f", {len(data.classes)} classes" if data.classes else ""
+    return f"{count(data.train):,} training and {count(data.test):,} test samples{shape}{classes}"
+
+
+def shares(plan: Plan, world_size: int) -> str:
+    """Return the global batch and, if there are few ranks, each one's share: `64 = 32+32`."""
+    if not 1 < world_size <= 8:
+        return str(plan.batch_size)
+    return f"{plan.batch_size} = {'+'.join(map(str, dealt_sizes(plan.batch_size, plan.weights(world_size))))}"
+
+
+def recipe(config: TrainConfig) -> str:
+    """Return the main settings of a training, in brief."""
+    plain = TrainConfig()
+    parts = [
+        f"{config.epochs} epoch{'s' * (config.epochs != 1)}"
+        + f" or {config.max_steps} steps" * bool(config.max_steps),
+        f"{config.optimizer} lr {config.lr:g}",
+        config.scheduler,
+    ]
+    if config.warmup.number:
+        parts.append(f"warmup {config.warmup}")
+    if config.accumulate > 1:
+        parts.append(f"{config.accumulate} passes per step")
+    for name in ("amp", "clip_norm", "ema", "augment", "mixup", "cutmix", "label_smoothing"):
+        value = getattr(config, name)
+        if value != getattr(plain, name):
+            parts.append(f"{name.replace('_', '-')} {value}")
+    return ", ".join([*parts, f"seed {config.seed}"])
+
+
+def in_lines(recipe: str) -> str:
+    """Return a recipe with line breaks between its parts, for 80 columns with eight before each line."""
+    unbreakable = recipe.replace(" ", "\N{NO-BREAK SPACE}").replace(",\N{NO-BREAK SPACE}", ", ")
+    lines = textwrap.wrap(unbreakable, width=72, break_long_words=False, break_on_hyphens=False)
+    return f"\n{'':8}".join(lines).replace("\N{NO-BREAK SPACE}", " ")

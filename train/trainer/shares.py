@@ -1,0 +1,171 @@
+"""`--rank-share auto`: each rank's share of a batch by its measured speed, so that all are done together."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from ckpttool.distributed import collectives
+from ckpttool.distributed.dummy_pass import standing_in
+from ckpttool.distributed.plan import Plan, check
+from train.config import plan as planning
+from train.model import wrapping
+from train.trainer.trainer import Trainer
+
+WARM, TIMED = 2, 9
+"""Passes before the clock starts, and passes whose median counts."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How long a rank takes for its part of a step: `pause + samples * each`, in seconds."""
+
+    pause: float
+    each: float
+
+
+def settle(trainer: Trainer) -> list[str]:
+    """Give the ranks shares by their speeds, if `--rank-share auto` asks for it. A collective.
+
+    Speeds are measured before the first step, in passes that leave no trace, on all ranks at once. The shares
+    are then part of the plan, and so of the checkpoint: a run that is resumed on as many ranks follows the
+    same plan. On another number of ranks they are measured anew.
+
+    Args:
+        trainer: at its start, or where the checkpoint was.
+
+    Returns:
+        Remarks for the user.
+    """
+    ranks = trainer.place.world_size
+    if trainer.config.rank_share != "auto" or ranks == 1:
+        return []
+    if trainer.plan.rank_share:
+        return [f"{_flag(trainer.plan.rank_share)}, as measured when the run began"]
+    if not min(trainer.plan.splits(ranks)[0]):
+        return ["equal shares: a batch leaves a rank without a sample, so there is nothing to measure"]
+    collectives.gather(None)  # all begin together, as they will in the training
+    with collectives.together():
+        own = measure(trainer)
+    speeds = collectives.gather(dataclasses.astuple(own))
+    sizes = propose([Speed(*speed) for speed in speeds], trainer.plan)
+    divisor = math.gcd(*sizes)
+    trainer.plan = dataclasses.replace(trainer.plan, rank_share=tuple(size // divisor for size in sizes))
+    return [f"{_flag(trainer.plan.rank_share or ())}, by measured speed"]
+
+
+def _flag(shares: Sequence[int]) -> str:
+    return f"--rank-share {','.join(map(str, shares))}"
+
+
+def restore(trainer: Trainer, saved: Mapping[str, Any], was: object) -> None:
+    """Follow the shares that a run with `--rank-share auto` has measured on as many ranks.
+
+    Args:
+        trainer: whose plan is changed.
+        saved: the plan in the checkpoint, with its `world_size`.
+        was: the flag's value in the checkpoint.
+
+    Raises:
+        UsageFault: the shares can't be dealt, as the file was changed.
+    """
+    ranks = trainer.place.world_size
+    if trainer.config.rank_share != "auto" or was != "auto" or saved["world_size"] != ranks:
+        return
+    if shares := saved.get("rank_share"):
+        trainer.plan = dataclasses.replace(trainer.plan, rank_share=tuple(shares))
+        check(trainer.plan, ranks, planning.flag)
+
+
+def measure(trainer: Trainer) -> Speed:
+    """Return this rank's speed at loading its samples and at forward and backward passes. Leaves no trace.
+
+    Passes of two sizes tell a pause, which each pass takes, from the time that each sample takes.
+    """
+    steps = trainer.plan.of_rank(trainer.progress.epoch, trainer.place.rank, trainer.place.world_size)
+    step = next(steps)
+    indices = step.micro_batches[0]
+    few = max(1, len(indices) // 4)
+    trainer.ddp.train()
+    with standing_in(trainer.ddp, together=False), wrapping.not_compiled():
+        load, whole, part = _seconds(
+            lambda: default_collate([trainer.samples[index] for index in indices]),
+            _pass(trainer, indices),
+            _pass(trainer, indices[:few]),
+        )
+    trainer.optimizer.zero_grad(set_to_none=True)
+    most = whole / len(indices)
+    each = min((whole - part) / (len(indices) - few), most) if len(indices) > few else most
+    if each <= 0:  # the clock is too coarse, or the passes too short
+        each = most
+    pause = (whole - each * len(indices)) * len(step.micro_batches)
+    loading, workers = load / len(indices), trainer.config.workers
+    return Speed(pause, max(each, loading / workers) if workers else each + loading)
+
+
+def _pass(trainer: Trainer, indices: list[int]) -> Callable[[], None]:
+    """Return a function that passes samples through the model, forward and backward, on this rank alone."""
+    task, device = trainer.task, trainer.place.device
+    batch = task.batch_to(default_collate([trainer.samples[index] for index in indices]), device)
+    model = trainer.ddp.module  # DDP itself would wait for the other ranks
+
+    def run() -> None:
+        with trainer.precision.autocast():
+            loss, _ = task.loss(task.forward(model, batch), batch)
+        loss.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return run
+
+
+def _seconds(*functions: Callable[[], object]) -> list[float]:
+    """Return the median time of each function; they take turns, so that a busy moment meets all of them."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(WARM + TIMED):
+        for function, its_times in zip(functions, times, strict=True):
+            began = time.perf_counter()
+            function()
+            its_times.append(time.perf_counter() - began)
+    return [statistics.median(its_times[WARM:]) for its_times in times]
+
+
+def propose(speeds: Sequence[Speed], plan: Plan) -> list[int]:
+    """Return how many samples of a full batch each rank should get, so that the slowest is done soonest.
+
+    No rank gets so few, in any batch, that a model which normalises by batch statistics fails on them, unless
+    it got so few with equal shares too.
+
+    Args:
+        speeds: of each rank.
+        plan: with equal shares.
+    """
+    ranks = len(speeds)
+    least = min(min(map(min, plan.splits(ranks))), 2 * plan.accumulate)
+    sizes = [max(1, least)] * ranks
+    waiting = [(one.pause + (sizes[rank] + 1) * one.each, rank) for rank, one in enumerate(speeds)]
+    heapq.heapify(waiting)
+    for _ in range(plan.batch_size - sum(sizes)):  # each sample to the rank that would be done with it first
+        done, rank = waiting[0]
+        sizes[rank] += 1
+        heapq.heapreplace(waiting, (done + speeds[rank].each, rank))
+    while max(sizes) - min(sizes) > 1 and _least(plan, sizes) < least:
+        moved = min(max(1, plan.batch_size // 64), (max(sizes) - min(sizes)) // 2)
+        most, fewest = sizes.index(max(sizes)), sizes.index(min(sizes))
+        sizes[most] -= moved
+        sizes[fewest] += moved
+    return sizes
+
+
+def _least(plan: Plan, sizes: list[int]) -> int:
+    """Return the fewest samples that a rank gets in a batch."""
+    return min(map(min, dataclasses.replace(plan, rank_share=tuple(sizes)).splits(len(sizes))))

@@ -1,0 +1,190 @@
+"""`--virtual-ranks V`: the same bits of the weights on any number of ranks that divides V. Imports torch.
+
+Each global batch is dealt to V virtual ranks, and rank r of W computes for V/W of them, one after the other.
+What a virtual rank computes depends on nothing but its number and the step: its samples, its random numbers,
+and the buffers it starts from. The gradients of all V are then added in the order of their numbers on every
+rank. Sums of floating point depend on their order, so DDP's, which is another for each W, can't be used.
+
+This costs V/W gradients of memory on a rank, beside their sum, and each rank receives V gradients per step,
+where an all-reduce moves about two. Nothing is sent while backward still computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckpttool.distributed import collectives, heartbeat, randomness, transport
+from ckpttool.distributed.dummy_pass import buffers_restored
+from ckpttool.distributed.plan import Step
+from ckpttool.errors import UsageFault
+from train.config.training import TrainConfig
+from train.trainer.trainer import Sums, Trainer
+
+PIECE = 1 << 22
+"""Numbers of each virtual rank's gradient that are gathered at once, which bounds the memory for it."""
+
+
+def check(config: TrainConfig, model: nn.Module) -> None:
+    """Check that virtual ranks can compute a model's gradients apart.
+
+    Raises:
+        UsageFault: with `--virtual-ranks`, a layer is synchronised over ranks or has sparse gradients.
+    """
+    if config.virtual_ranks is None:
+        return
+    for path, layer in model.named_modules():
+        reason = None
+        if isinstance(layer, nn.SyncBatchNorm) or hasattr(layer, "absent"):
+            reason = "is synchronised over ranks, and virtual ranks compute apart"
+        elif getattr(layer, "sparse", False) is True:
+            reason = "has sparse gradients, and virtual ranks add dense ones"
+        if reason:
+            raise UsageFault(
+                f"--virtual-ranks {config.virtual_ranks}: '{path}' of {config.model} {reason}",
+                hint="leave out --virtual-ranks, or give another --model",
+            )
+
+
+def steps_of_epoch(trainer: Trainer) -> Iterator[None]:
+    """Take the remaining optimizer steps of the current epoch; yield after each. A collective.
+
+    Raises:
+        CheckFailed: a batch does not suit the task, or a parameter did not affect a virtual rank's loss.
+    """
+    place, progress, number = trainer.place, trainer.progress, trainer.config.virtual_ranks
+    assert number is not None
+    each = number // place.world_size
+    # Backwards, so that virtual rank 0 is the last of its rank, and the buffers it leaves may stay.
+    own = range((place.rank + 1) * each - 1, place.rank * each - 1, -1)
+    plans = [trainer.plan.of_rank(progress.epoch, virtual, number, start=progress.step) for virtual in own]
+    parts = list(zip(*plans, strict=True))
+    batches = trainer.batches_of([step for steps in parts for step in steps])
+    gradients = OrderedSum([parameter for _, parameter in trainer.trained], each)
+    trainer.ddp.train()
+    for count, steps in enumerate(parts, start=progress.global_step + 1):
+        heartbeat.begin_step(count)
+        take_step(trainer, dict(zip(own, steps, strict=True)), batches, gradients)
+        yield
+
+
+def take_step(
+    trainer: Trainer, steps: dict[int, Step], batches: Iterator[Any], gradients: OrderedSum
+) -> None:
+    """Take one optimizer step, as `train.main.take_step` does, on this rank's virtual ranks.
+
+    Args:
+        steps: the parts of the step by virtual rank, in the order of `batches`.
+        batches: yields their micro-batches.
+        gradients: for the parameters that are trained.
+    """
+    model, sums = trainer.ddp.module, Sums()
+    for virtual, step in steps.items():
+        with contextlib.nullcontext() if virtual == 0 else buffers_restored(model):
+            _pass_all(trainer, virtual, step, batches, sums)
+        if step.micro_batches:
+            trainer.check_gradients()
+        gradients.take(virtual % len(steps))
+    with trainer.log.phase("reduce"):
+        gradients.sum_over_ranks()
+        broadcast_buffers(model)
+        trainer.average_over_count(step, sums)
+    with trainer.log.phase("update"):
+        trainer.update()
+    trainer.end_step(step, sums)
+
+
+def _pass_all(trainer: Trainer, virtual: int, step: Step, batches: Iterator[Any], sums: Sums) -> None:
+    """Run the forward and backward passes of one virtual rank; none if it has no samples."""
+    task, precision, log = trainer.task, trainer.precision, trainer.log
+    model = trainer.ddp.module  # DDP itself would reduce the gradients
+    for number, indices in enumerate(step.micro_batches):
+        with log.phase("data"):
+            batch = next(batches)
+        key = "virtual", trainer.progress.global_step, virtual, number
+        randomness.seed_all(randomness.seed_from(trainer.config.seed, *key))
+        with log.phase("forward"), precision.autocast():
+            outputs = task.forward(model, batch)
+            loss, count = task.loss(outputs, batch)
+            loss_of_mean = precision.scale(loss / step.global_size)
+        with log.phase("backward", loss_of_mean):
+            loss_of_mean.backward()
+        sums.add(loss, count, task.correct(outputs, batch), samples=len(indices))
+
+
+class OrderedSum:
+    """Adds the gradients of all virtual ranks in the order of their numbers, on every rank alike.
+
+        gradients.take(0), gradients.take(1), ...    # after the passes of each virtual rank of this rank
+        gradients.sum_over_ranks()
+
+    Args:
+        parameters: whose gradients are added; dense, of any dtypes.
+        each: virtual ranks of a rank.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], each: int) -> None:
+        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            kinds.setdefault(parameter.dtype, []).append(parameter)
+        self._groups = [
+            (group, group[0].new_zeros((each, sum(one.numel() for one in group)), requires_grad=False))
+            for group in kinds.values()
+        ]
+
+    def take(self, row: int) -> None:
+        """Take the gradients away from the parameters: those of one virtual rank; zeros where there are none.
+
+        Args:
+            row: which of this rank's virtual ranks it is, from 0.
+        """
+        for parameters, rows in self._groups:
+            pieces = rows[row].split([one.numel() for one in parameters])
+            for parameter, piece in zip(parameters, pieces, strict=True):
+                if parameter.grad is None:
+                    piece.zero_()
+                else:
+                    piece.copy_(parameter.grad.reshape(-1))
+                parameter.grad = None
+
+    def sum_over_ranks(self) -> None:
+        """Give every parameter the sum of the gradients of all virtual ranks. A collective."""
+        for parameters, rows in self._groups:
+            total = torch.empty_like(rows[0])
+            for start in range(0, len(total), PIECE):
+                piece = _gathered(rows[:, start : start + PIECE].contiguous())
+                summed = total[start : start + PIECE].copy_(piece[0])
+                for of_virtual in piece[1:]:
+                    summed += of_virtual
+            parts = total.split([one.numel() for one in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part.view(parameter.shape)
+
+
+def _gathered(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows of all ranks, in rank order."""
+    if collectives.world_size() == 1:
+        return rows
+    all_rows = rows.new_empty((len(rows) * collectives.world_size(), *rows.shape[1:]))
+    dist.all_gather_into_tensor(all_rows.view(torch.uint8), rows.view(torch.uint8))  # any dtype
+    return all_rows
+
+
+def broadcast_buffers(model: nn.Module) -> None:
+    """Give every rank rank 0's buffers, which are those of virtual rank 0, in one message. A collective."""
+    buffers = list(model.buffers())
+    if collectives.world_size() == 1 or not buffers:
+        return
+    pieces = [transport.as_bytes(buffer) for buffer in buffers]
+    whole = torch.cat(pieces)
+    dist.broadcast(whole, 0)
+    if collectives.rank() == 0:
+        return
+    with torch.no_grad():
+        for buffer, piece in zip(buffers, whole.split([len(piece) for piece in pieces]), strict=True):
+            buffer.copy_(piece.clone().view(buffer.dtype).view(buffer.shape))
