@@ -181,7 +181,7 @@ def evaluate(job: Job) -> Score:
 
     config, model = job.config, job.model
     data.compare(job.data, "before evaluating")
-    digest = collectives.decide(lambda: load(job))
+    digest = collectives.from_rank_zero(lambda: load(job))
     model.to(job.place.device)
     collectives.broadcast_into(model.state_dict().values())
     scorer = Scorer(job.data, job.task, job.place, batch_size=config.eval_batch, workers=config.workers)
@@ -264,12 +264,12 @@ def write(job: Job, score: Score, own: Predictions | None) -> None:
     from ckpttool.metrics import predictions
 
     folder, rank = str(job.config.out), job.place.rank
-    with collectives.together():
+    with collectives.fail_together():
         os.makedirs(folder, exist_ok=True)  # ranks of another machine have another disk
         if own is not None:
             path = os.path.join(folder, f"rank{rank}.safetensors")
             predictions.write(path, own, score.evaluation, rank, force=job.config.force)
-    with collectives.together():
+    with collectives.fail_together():
         if rank == 0:
             said = {"checkpoint": job.config.checkpoint, **score.statement()}
             with replacing(os.path.join(folder, STATEMENT)) as file:

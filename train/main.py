@@ -134,7 +134,7 @@ def train(job: Job) -> int:
     data.compare(job.data, "before training")
     with contextlib.ExitStack() as held:
         claimed = run_folder.claimed(job.config, time.strftime("%Y%m%d-%H%M%S"))
-        run = Run(job, collectives.decide(lambda: held.enter_context(claimed)))
+        run = Run(job, collectives.from_rank_zero(lambda: held.enter_context(claimed)))
         with run.opened():
             end = train_epochs(run)
         return run.end(end)
@@ -187,7 +187,7 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
         with trainer.gradients(reduced=number == passes):
             if number > len(step.micro_batches):  # other ranks have samples left
                 with log.phase("backward"):
-                    trainer.stand_in()
+                    trainer.run_dummy_step()
                 continue
             with log.phase("data"):
                 batch = next(batches)

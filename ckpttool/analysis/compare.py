@@ -14,8 +14,8 @@ from typing import NamedTuple
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.dotted_names import MAX_NAMES, contents
-from ..checkpoint.rebuilt_tensors import tensor_like
-from ..checkpoint.special_tensors import TensorLike
+from ..checkpoint.rebuilt_tensors import special_tensor
+from ..checkpoint.special_tensors import SpecialTensor
 from ..checkpoint.state import State
 from ..errors import NoState, Unsupported
 from ..files.copying import Progress
@@ -256,7 +256,7 @@ class _Comparing:
         stack: list[tuple[str, object, object]] = [("", a, b)]
         while stack:
             name, x, y = stack.pop()
-            mine, theirs = tensor_like(x), tensor_like(y)
+            mine, theirs = special_tensor(x), special_tensor(y)
             if mine and theirs and mine.known and theirs.known:
                 self.likes(name, mine, theirs)
                 continue
@@ -286,7 +286,7 @@ class _Comparing:
                 self.only[0].append(path + name)
         self.only[1].extend(path + name for name in theirs if name not in mine)
 
-    def likes(self, name: str, a: TensorLike, b: TensorLike) -> None:
+    def likes(self, name: str, a: SpecialTensor, b: SpecialTensor) -> None:
         """Compare two tensors that are not plain ones, by what they are and part by part."""
         if str(a) != str(b) or a.parts.keys() != b.parts.keys():
             self.tensors_seen += 1

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from ..checkpoint.rebuilt_tensors import tensor_like
+from ..checkpoint.rebuilt_tensors import special_tensor
 from ..inert_pickle.values import container_name, in_brief, tensor_of
 from ..transforms.wrappers import WRAPPERS
 
@@ -124,7 +124,7 @@ def in_words(value: object) -> str:
     tensor = tensor_of(value)
     if tensor is not None:
         return f"{tensor.dtype.name} {list(tensor.shape)}"
-    like = tensor_like(value)
+    like = special_tensor(value)
     if like is not None:
         return str(like)
     if isinstance(value, str):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dotted_names import Entry, dotted, entries
 from ..checkpoint.pickled_modules import is_module, own_attributes
-from ..checkpoint.rebuilt_tensors import tensor_like
+from ..checkpoint.rebuilt_tensors import special_tensor
 from ..checkpoint.state import State
 from ..inert_pickle.known_names import UNDERSTOOD
 from ..inert_pickle.values import MAX_DEPTH, Global, OrderedDict_, Record, container_name, tensor_of
@@ -57,14 +57,14 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
     def inside(value: object) -> Iterable[Entry] | None:
         if state is not None and value is state.anchor and isinstance(value, dict):
             return state.others.items()  # its module versions are for torch, not for people
-        if tensor_like(value) is not None:
+        if special_tensor(value) is not None:
             return None
         if is_module(value):
             return own_attributes(value)
         return entries(value) if isinstance(value, dict) or _attributes(value) is not None else None
 
     for path, value in checkpoint.named(inside):
-        attributes = None if is_module(value) or tensor_like(value) is not None else _attributes(value)
+        attributes = None if is_module(value) or special_tensor(value) is not None else _attributes(value)
         if is_module(value):
             yield OtherRow(dotted(path), type_name(value))
         elif attributes is not None:
@@ -72,7 +72,7 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
         elif isinstance(value, dict):
             if path and (not value or len(path) == MAX_DEPTH):
                 yield OtherRow(dotted(path), type_name(value), size=len(value))
-        elif tensor_of(value) is None and tensor_like(value) is None:
+        elif tensor_of(value) is None and special_tensor(value) is None:
             yield _other(dotted(path), value)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.special_tensors import TensorLike, require_plain
+from ..checkpoint.special_tensors import SpecialTensor, require_plain
 from ..checkpoint.state import State
 from ..errors import Refused
 from ..files.copying import Progress
@@ -38,7 +38,7 @@ def state_digest(checkpoint: Checkpoint, state: State, progress: Progress | None
     return digest(tensors, progress)
 
 
-def _parts(path: str, like: TensorLike) -> Iterator[tuple[str, TensorRef]]:
+def _parts(path: str, like: SpecialTensor) -> Iterator[tuple[str, TensorRef]]:
     """Yield the parts of a tensor by name, and under an empty name its description as UTF-8."""
     text = str(like).encode()
     data = Computed(path, len(text), lambda start, nbytes: iter((memoryview(text)[start : start + nbytes],)))

@@ -13,8 +13,8 @@ from ..checkpoint.checkpoint import Checkpoint, Remark
 from ..checkpoint.dotted_names import Entry, Path, contents, dotted
 from ..checkpoint.nested_states import is_tensor
 from ..checkpoint.ranks import Ranks
-from ..checkpoint.rebuilt_tensors import plain_tensor, tensor_like
-from ..checkpoint.special_tensors import TensorLike
+from ..checkpoint.rebuilt_tensors import plain_tensor, special_tensor
+from ..checkpoint.special_tensors import SpecialTensor
 from ..checkpoint.state import State
 from ..checkpoint.states import all_tensors, is_optimizer
 from ..inert_pickle.known_names import names_in, names_that_run, unknown_names
@@ -125,7 +125,7 @@ class Summary:
     model: str | None
     other_states: tuple[str, ...]
     keys: int
-    likes: Mapping[str, TensorLike]
+    likes: Mapping[str, SpecialTensor]
     parameters: int
     prefixes: tuple[FoundPrefix, ...]
     modules: Branch
@@ -214,13 +214,13 @@ def _in_order(state: State) -> dict[str, TensorRef]:
     names = (str(key) for key in state.container)
     found = {name: state.tensors.get(name) or state.likes.get(name) for name in names}
     return {
-        name: each.as_tensor() if isinstance(each, TensorLike) else each
+        name: each.as_tensor() if isinstance(each, SpecialTensor) else each
         for name, each in found.items()
         if each is not None
     }
 
 
-def _with_likes(tensors: Mapping[str, TensorRef], likes: Mapping[str, TensorLike], parts: Kinds) -> Kinds:
+def _with_likes(tensors: Mapping[str, TensorRef], likes: Mapping[str, SpecialTensor], parts: Kinds) -> Kinds:
     """Count tensors that are not plain ones by what they are, not by their parts."""
     if not likes:
         return parts
@@ -360,6 +360,6 @@ def tensor_rows(checkpoint: Checkpoint) -> Iterator[TensorRow]:
             owner = first.setdefault(id(tensor.storage), name)
             shared = owner if owner is not name and tensor.nbytes else None
             yield TensorRow(name, tensor.dtype.name, tensor.shape, tensor.nbytes, shared)
-        elif like := tensor_like(value):
+        elif like := special_tensor(value):
             dtype = like.dtype.name if like.dtype else None
             yield TensorRow(dotted(path), dtype, like.shape, like.nbytes, None, like.kind, like.local_shape)

@@ -13,8 +13,8 @@ from ..tensors.ref import Source, Storage, TensorRef
 from .dotted_names import MAX_NAMES, Entry, Path, contents, dotted
 from .pickled_modules import own_attributes
 from .ranks import Ranks, require_all
-from .rebuilt_tensors import plain_tensor, tensor_like
-from .special_tensors import TensorLike
+from .rebuilt_tensors import plain_tensor, special_tensor
+from .special_tensors import SpecialTensor
 from .state import State, in_part
 from .state_search import StateSearch
 from .states import follow, is_offered
@@ -197,14 +197,14 @@ class Checkpoint:
                 hint="the whole is only in the files of all ranks: ckpttool merge FOLDER OUTPUT",
             )
 
-    def tensor_likes(self) -> Iterator[tuple[str, TensorLike]]:
+    def special_tensors(self) -> Iterator[tuple[str, SpecialTensor]]:
         """Yield every tensor of the file that is not a plain one, with its dotted path.
 
         Raises:
             Unsupported: the dotted paths together would fill the memory.
         """
         for path, value in self.named(contents):
-            like = tensor_like(value)
+            like = special_tensor(value)
             if like is not None and plain_tensor(value) is None:
                 yield dotted(path), like
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from ..inert_pickle.values import MAX_DEPTH, remade
 from .dotted_names import Path, TooManyNames, dotted
-from .rebuilt_tensors import plain_tensor, tensor_like
+from .rebuilt_tensors import plain_tensor, special_tensor
 
 Container = dict[object, object]
 
@@ -23,7 +23,7 @@ class TwiceNamed(ValueError):
 
 def is_tensor(value: object) -> bool:
     """Return whether a value is a tensor of any kind."""
-    return plain_tensor(value) is not None or tensor_like(value) is not None
+    return plain_tensor(value) is not None or special_tensor(value) is not None
 
 
 def holds_only_tensors(root: Container) -> bool:

@@ -13,7 +13,7 @@ from itertools import islice
 from ..inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of, walk, with_tensor
 from ..tensors.dtypes import STORAGE_DTYPES
 from ..tensors.ref import BadTensor, Storage, TensorRef, checked_tensor
-from .special_tensors import TensorLike, attributes, shape_of, torch_dtype
+from .special_tensors import SpecialTensor, attributes, shape_of, torch_dtype
 
 ENDINGS = ("Tensor", "Parameter", "Buffer")
 """The ends of the names of classes that are taken for tensors, though they are not known here."""
@@ -27,7 +27,7 @@ MAX_INSIDE = 10_000
 WRAPPER_SUBCLASS = Global("torch._utils", "_rebuild_wrapper_subclass")
 
 
-def tensor_like(value: object, levels: int = LEVELS) -> TensorLike | None:
+def special_tensor(value: object, levels: int = LEVELS) -> SpecialTensor | None:
     """Return the description of a value that is a tensor but not a plain one; None for any other value.
 
     Args:
@@ -38,7 +38,7 @@ def tensor_like(value: object, levels: int = LEVELS) -> TensorLike | None:
         return None
     args = value.args if isinstance(value.args, tuple) else ()
     if value.callable in PARAMETER:
-        return tensor_like(args[0], levels - 1) if args else None
+        return special_tensor(args[0], levels - 1) if args else None
     if value.callable in FROM_TYPE and len(args) == 4:
         return _of_subclass(value, *args, levels=levels - 1)
     if value.callable in READERS:
@@ -58,7 +58,7 @@ def plain_tensor(value: object) -> TensorRef | None:
     tensor = tensor_of(value)
     if tensor is not None or not isinstance(value, Record):
         return tensor
-    like = tensor_like(value)
+    like = special_tensor(value)
     is_whole = like is not None and like.kind == "DTensor" and not like.is_piece
     return like.parts["local"] if like is not None and is_whole else None
 
@@ -75,7 +75,7 @@ def with_plain_tensor(value: object, tensor: TensorRef) -> object:
 
 def _of_subclass(
     value: Record, function: object, kind: object, args: object, state: object, *, levels: int
-) -> TensorLike:
+) -> SpecialTensor:
     """Read `_rebuild_from_type_v2(function, kind, args, state)`: a tensor made by a function, of a class."""
     values = args if isinstance(args, tuple) else ()
     whole = SHARDED_TYPES.get(kind) if isinstance(kind, Global) else None
@@ -83,7 +83,7 @@ def _of_subclass(
         found = whole(values, state)
     else:
         found = (
-            tensor_like(Record("reduce", function, args), levels) if isinstance(function, Global) else None
+            special_tensor(Record("reduce", function, args), levels) if isinstance(function, Global) else None
         )
     if found is None:
         name = kind.name.rpartition(".")[2] if isinstance(kind, Global) else "object"
@@ -93,13 +93,13 @@ def _of_subclass(
     return found
 
 
-def _unknown(kind: str, value: Record) -> TensorLike:
+def _unknown(kind: str, value: Record) -> SpecialTensor:
     """Return a tensor of which only the class is known, with the plain tensors inside it."""
     inside = [each for each in islice(walk(value), MAX_INSIDE) if isinstance(each, TensorRef)]
-    return TensorLike(kind, parts={str(i): each for i, each in enumerate(inside)}, known=False)
+    return SpecialTensor(kind, parts={str(i): each for i, each in enumerate(inside)}, known=False)
 
 
-def _sparse(args: tuple[object, ...]) -> TensorLike | None:
+def _sparse(args: tuple[object, ...]) -> SpecialTensor | None:
     """Read `_rebuild_sparse_tensor(layout, (indices, values, size, …))`, or its compressed forms."""
     match args:
         case (Record(args=(str(layout),)), (TensorRef() as at, TensorRef() as values, size, *rest)) if (
@@ -115,10 +115,10 @@ def _sparse(args: tuple[object, ...]) -> TensorLike | None:
             return None
     kind = f"sparse {layout.removeprefix('torch.sparse_').upper()}"
     form = "coalesced" if settings == [True] else ""
-    return TensorLike(kind, values.dtype, shape_of(size), parts, form)
+    return SpecialTensor(kind, values.dtype, shape_of(size), parts, form)
 
 
-def _quantised(args: tuple[object, ...]) -> TensorLike | None:
+def _quantised(args: tuple[object, ...]) -> SpecialTensor | None:
     """Read `_rebuild_qtensor(storage, offset, size, stride, (scheme, scale, zero point[, axis]), …)`."""
     match args:
         case (Storage() as storage, offset, size, stride, (Global() as scheme, scale, zero, *axis), *_):
@@ -135,10 +135,10 @@ def _quantised(args: tuple[object, ...]) -> TensorLike | None:
     parts = {name: each for name, each in settings.items() if isinstance(each, TensorRef)}
     scalars = [f"{n} {each!r}" for n, each in settings.items() if isinstance(each, int | float)]
     form = ", ".join([scheme.name, *scalars])
-    return TensorLike("quantised", dtype, shape, {"values": values, **parts}, form)
+    return SpecialTensor("quantised", dtype, shape, {"values": values, **parts}, form)
 
 
-def _nested(args: tuple[object, ...]) -> TensorLike | None:
+def _nested(args: tuple[object, ...]) -> SpecialTensor | None:
     """Read `_rebuild_nested_tensor(buffer, sizes, strides, offsets)`."""
     match args:
         case (
@@ -149,30 +149,32 @@ def _nested(args: tuple[object, ...]) -> TensorLike | None:
             *_,
         ):
             parts = {"values": buffer, "sizes": sizes, "strides": strides, "offsets": offsets}
-            return TensorLike("nested", buffer.dtype, None, parts)
+            return SpecialTensor("nested", buffer.dtype, None, parts)
     return None
 
 
-def _jagged(args: tuple[object, ...]) -> TensorLike | None:
+def _jagged(args: tuple[object, ...]) -> SpecialTensor | None:
     """Read `_rebuild_njt({values, offsets, lengths, _ragged_idx, …})`, a nested tensor of layout jagged."""
     given = args[0] if args and isinstance(args[0], dict) else {}
     found = {name: tensor_of(given.get(name)) for name in ("values", "offsets", "lengths")}
     parts = {name: tensor for name, tensor in found.items() if tensor is not None}
     if "values" not in parts:
         return None
-    return TensorLike("nested", parts["values"].dtype, None, parts, f"ragged axis {given.get('_ragged_idx')}")
+    return SpecialTensor(
+        "nested", parts["values"].dtype, None, parts, f"ragged axis {given.get('_ragged_idx')}"
+    )
 
 
-def _meta(args: tuple[object, ...]) -> TensorLike | None:
+def _meta(args: tuple[object, ...]) -> SpecialTensor | None:
     """Read `_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)`."""
-    return TensorLike("meta", torch_dtype(args[0]), shape_of(args[1])) if len(args) > 1 else None
+    return SpecialTensor("meta", torch_dtype(args[0]), shape_of(args[1])) if len(args) > 1 else None
 
 
-def _uninitialised(args: tuple[object, ...]) -> TensorLike:
-    return TensorLike("uninitialised")
+def _uninitialised(args: tuple[object, ...]) -> SpecialTensor:
+    return SpecialTensor("uninitialised")
 
 
-READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], TensorLike | None]]] = {
+READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], SpecialTensor | None]]] = {
     Global("torch._utils", "_rebuild_sparse_tensor"): ("sparse", _sparse),
     Global("torch._utils", "_rebuild_sparse_csr_tensor"): ("sparse", _sparse),
     Global("torch._utils", "_rebuild_qtensor"): ("quantised", _quantised),
@@ -188,7 +190,7 @@ READERS: dict[object, tuple[str, Callable[[tuple[object, ...]], TensorLike | Non
 """The functions and classes that make a tensor, with what it is called and how their arguments are read."""
 
 
-def _dtensor(args: tuple[object, ...], state: object) -> TensorLike | None:
+def _dtensor(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     """Read a DTensor: a local tensor, and the mesh and placements that say which piece of the whole it is."""
     own = attributes(state)
     local, spec = tensor_of(own.get("_local_tensor")), attributes(own.get("_spec"))
@@ -202,7 +204,9 @@ def _dtensor(args: tuple[object, ...], state: object) -> TensorLike | None:
     here = f"rank {rank}" if type(rank) is int else None
     of = f" of {len(ranks)}" if here and isinstance(ranks, tuple) else ""
     form = ", ".join([*words, *([here + of] if here else [])])
-    return TensorLike("DTensor", local.dtype, shape, {"local": local}, form, None if whole else local.shape)
+    return SpecialTensor(
+        "DTensor", local.dtype, shape, {"local": local}, form, None if whole else local.shape
+    )
 
 
 def _placement(value: object) -> str:
@@ -212,7 +216,7 @@ def _placement(value: object) -> str:
     return f"{name}({', '.join(in_brief(each) for each in settings)})"
 
 
-def _sharded(args: tuple[object, ...], state: object) -> TensorLike | None:
+def _sharded(args: tuple[object, ...], state: object) -> SpecialTensor | None:
     """Read a ShardedTensor: the local shards, with the place of each in the whole."""
     shape = shape_of(args[2]) if len(args) > 2 else None
     if shape is None or not isinstance(state, tuple) or not state or not isinstance(state[0], list):
@@ -231,12 +235,12 @@ def _sharded(args: tuple[object, ...], state: object) -> TensorLike | None:
     shapes = [tensor.shape for tensor in parts.values()]
     local = shapes[0] if len(shapes) == 1 else (sum(tensor.numel for tensor in parts.values()),)
     dtype = torch_dtype(args[1]) or next((tensor.dtype for tensor in parts.values()), None)
-    return TensorLike(
+    return SpecialTensor(
         "ShardedTensor", dtype, shape, parts, ", ".join(places), None if shapes == [shape] else local
     )
 
 
-SHARDED_TYPES: dict[object, Callable[[tuple[object, ...], object], TensorLike | None]] = {
+SHARDED_TYPES: dict[object, Callable[[tuple[object, ...], object], SpecialTensor | None]] = {
     Global("torch.distributed.tensor", "DTensor"): _dtensor,
     Global("torch.distributed._tensor.api", "DTensor"): _dtensor,
     Global("torch.distributed.tensor._api", "DTensor"): _dtensor,

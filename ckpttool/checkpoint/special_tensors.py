@@ -26,7 +26,7 @@ PLACEHOLDER = "ZeRO-3 placeholder"
 
 
 @dataclass(frozen=True, slots=True)
-class TensorLike:
+class SpecialTensor:
     """A tensor that a file describes by other tensors and settings.
 
     Attributes:
@@ -88,14 +88,14 @@ def placeholders(tree: object) -> dict[str, Shape]:
     return {name: shape for name, shape in found if shape is not None and 0 not in shape}
 
 
-def placeholder(tensor: TensorRef, shape: Shape | None) -> TensorLike:
+def placeholder(tensor: TensorRef, shape: Shape | None) -> SpecialTensor:
     """Return the description of an empty tensor in the place of a parameter that ZeRO-3 keeps elsewhere.
 
     Args:
         tensor: the empty tensor.
         shape: the parameter's shape; None when its name is not listed.
     """
-    return TensorLike(PLACEHOLDER, tensor.dtype, shape, local_shape=tensor.shape)
+    return SpecialTensor(PLACEHOLDER, tensor.dtype, shape, local_shape=tensor.shape)
 
 
 def attributes(value: object) -> Mapping[Any, Any]:
@@ -125,13 +125,13 @@ def shape_of(value: object) -> Shape | None:
     return sizes if len(sizes) == len(value) and extent(sizes) <= MAX_BYTES else None
 
 
-def _in_words(likes: Mapping[str, TensorLike], most: int = 3) -> str:
+def _in_words(likes: Mapping[str, SpecialTensor], most: int = 3) -> str:
     """Return some tensors by name: `'w' (sparse COO float32 [3, 3]) and 2 more`."""
     named = [f"'{name[:80]}' ({like})" for name, like in list(likes.items())[:most]]
     return ", ".join(named) + (f" and {len(likes) - most} more" if len(likes) > most else "")
 
 
-def _ways_out(path: str, likes: Mapping[str, TensorLike], holds: bool) -> str:
+def _ways_out(path: str, likes: Mapping[str, SpecialTensor], holds: bool) -> str:
     """Return the next command for tensors that are no plain ones."""
     folder, path = shlex.quote(os.path.dirname(path) or "."), shlex.quote(path)
     kinds = {like.kind for like in likes.values() if like.is_piece}
@@ -148,7 +148,7 @@ def _ways_out(path: str, likes: Mapping[str, TensorLike], holds: bool) -> str:
     return f"{keep}leave them out: ckpttool convert {path} plain.pt {names}"
 
 
-def require_plain(path: str, likes: Mapping[str, TensorLike], why: str, *, holds: bool = True) -> None:
+def require_plain(path: str, likes: Mapping[str, SpecialTensor], why: str, *, holds: bool = True) -> None:
     """Refuse tensors that are not plain ones, if there are any.
 
     Args:

@@ -11,8 +11,8 @@ from ..inert_pickle.values import OrderedDict_, Record, remade
 from ..tensors.ref import TensorRef
 from .dotted_names import Path, dotted
 from .nested_states import Container, regrouped
-from .rebuilt_tensors import plain_tensor, tensor_like
-from .special_tensors import Shape, TensorLike, placeholder, require_plain
+from .rebuilt_tensors import plain_tensor, special_tensor
+from .special_tensors import Shape, SpecialTensor, placeholder, require_plain
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ class State:
     tensors: dict[str, TensorRef]
     others: dict[str, object]
     versions: dict[object, object] | None
-    likes: Mapping[str, TensorLike] = field(default_factory=dict)
+    likes: Mapping[str, SpecialTensor] = field(default_factory=dict)
     module: Record | None = None
     nested: Container | None = None
     places: Mapping[str, Path] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def make_state(
     """
     tensors: dict[str, TensorRef] = {}
     others: dict[str, object] = {}
-    likes: dict[str, TensorLike] = {}
+    likes: dict[str, SpecialTensor] = {}
     if {*map(type, container)} <= {str} and {*map(type, container.values())} == {TensorRef} and not elsewhere:
         tensors.update(container)  # type: ignore[arg-type]
     else:
@@ -161,7 +161,7 @@ def make_state(
                 tensors[name] = tensor
                 continue
             others[name] = value
-            like = empty.get(name) or tensor_like(value)
+            like = empty.get(name) or special_tensor(value)
             if like is not None:
                 likes[name] = like
     versions = None
@@ -171,7 +171,7 @@ def make_state(
     return State(path, container, tensors, others, versions, likes, module, nested, places or {})
 
 
-def _empty(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, TensorLike]:
+def _empty(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, SpecialTensor]:
     """Return the empty tensors of a state that stand for parameters in other files.
 
     Names that are not listed were renamed since, so when none is listed, every empty float tensor counts.

@@ -12,7 +12,7 @@ from ..tensors.ref import TensorRef
 from .dotted_names import Path
 from .nested_states import Container, holds_only_tensors, is_tensor
 from .pickled_modules import is_module
-from .rebuilt_tensors import plain_tensor, tensor_like
+from .rebuilt_tensors import plain_tensor, special_tensor
 
 # Keys under which checkpoints keep the model's state, the likelier first.
 MODEL_NAMES = (
@@ -149,7 +149,7 @@ def likelihood(path: Path, container: Callable[[], Mapping[object, object]]) -> 
     value = container()
     if not path and all_tensors(value.values()):
         return Kind.FILE, 0, 0
-    sizes = [each.nbytes for item in value.values() if (each := plain_tensor(item) or tensor_like(item))]
+    sizes = [each.nbytes for item in value.values() if (each := plain_tensor(item) or special_tensor(item))]
     if not path and 2 * len(sizes) > len(value):
         return Kind.FILE, 0, 0
     return Kind.UNKNOWN, -sum(sizes), len(path)
@@ -201,7 +201,7 @@ def _weights(value: Container) -> Iterator[object]:
         tensor = plain_tensor(item)
         if tensor is not None and tensor.shape and tensor.dtype.name != "uint8":
             yield tensor
-        elif tensor_like(item) is not None:
+        elif special_tensor(item) is not None:
             yield item
 
 

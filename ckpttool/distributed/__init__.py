@@ -2,9 +2,9 @@
 
     from ckpttool import distributed
 
-    folder = distributed.decide(choose_folder)               # rank 0 calls it; every rank gets its value
+    folder = distributed.from_rank_zero(choose_folder)  # called on rank 0; every rank gets its value
     state = distributed.broadcast(lambda: torch.load(path))  # rank 0 reads; tensors of any dtype travel
-    with distributed.together():                             # fails on every rank if it fails on any
+    with distributed.fail_together():                             # fails on every rank if it fails on any
         if distributed.rank() == 0:
             write(folder)
     distributed.compare(model.state_dict(), "before saving") # names the tensor and the rank that differ
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from .collectives import broadcast as broadcast
     from .collectives import broadcast_into as broadcast_into
     from .collectives import compare as compare
-    from .collectives import decide as decide
     from .collectives import digest as digest
     from .collectives import digest_all as digest_all
+    from .collectives import fail_together as fail_together
+    from .collectives import from_rank_zero as from_rank_zero
     from .collectives import gather as gather
     from .collectives import rank as rank
-    from .collectives import together as together
     from .collectives import total as total
     from .collectives import world_size as world_size
-    from .dummy_pass import pass_standing_in as pass_standing_in
-    from .dummy_pass import standing_in as standing_in
+    from .dummy_pass import leaving_no_trace as leaving_no_trace
+    from .dummy_pass import run_dummy_pass as run_dummy_pass
     from .group import process_group as process_group
     from .heartbeat import watch as watch
     from .mean_loss import global_mean_loss as global_mean_loss
@@ -64,12 +64,12 @@ else:
                 "broadcast",
                 "broadcast_into",
                 "compare",
-                "decide",
+                "from_rank_zero",
                 "digest",
                 "digest_all",
                 "gather",
                 "rank",
-                "together",
+                "fail_together",
                 "total",
                 "world_size",
             ),
@@ -80,7 +80,7 @@ else:
             "plan": ("Plan",),
             "randomness": ("Keyed",),
             "sampler": ("ExactBatchSampler", "distribute"),
-            "dummy_pass": ("pass_standing_in", "standing_in"),
+            "dummy_pass": ("run_dummy_pass", "leaving_no_trace"),
             "uneven": ("Uneven",),
         },
     )

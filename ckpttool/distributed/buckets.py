@@ -22,7 +22,7 @@ def settle_buckets(ddp: nn.Module, one_pass: Callable[[], None]) -> None:
     Args:
         ddp: the DistributedDataParallel module; its mode is restored; its gradients are cleared.
         one_pass: runs one forward and backward pass that leaves no trace, in training mode, such as
-            `lambda: pass_standing_in(ddp, batch, together=False)`. It is called twice.
+            `lambda: run_dummy_pass(ddp, batch, together=False)`. It is called twice.
     """
     with modes_kept(ddp):
         ddp.train()

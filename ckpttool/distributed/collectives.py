@@ -45,7 +45,7 @@ class RankLost(RankFailed):
 # ---- one rank for all ----------------------------------------------------------------------------------
 
 
-def decide(fn: Callable[[], T]) -> T:
+def from_rank_zero(fn: Callable[[], T]) -> T:
     """Call `fn` on rank 0 only, and return its value on every rank.
 
     Args:
@@ -57,7 +57,7 @@ def decide(fn: Callable[[], T]) -> T:
     """
     value: Any = None
     payload = b""
-    with together():
+    with fail_together():
         if rank() == 0:
             value = fn()
             payload = pickle.dumps(value) if world_size() > 1 else b""
@@ -68,7 +68,7 @@ def decide(fn: Callable[[], T]) -> T:
 def broadcast(read: Callable[[], T]) -> T:
     """Call `read` on rank 0 only, and return its value, which may hold tensors, on every rank.
 
-    As `decide`, but each tensor is sent by itself and not pickled. The other ranks get tensors on the CPU.
+    As `from_rank_zero`, but each tensor is sent by itself and not pickled. The other ranks get CPU tensors.
 
     Args:
         read: returns a picklable value; tensors may be anywhere in it.
@@ -82,7 +82,7 @@ def broadcast(read: Callable[[], T]) -> T:
         return read()
     value: Any = None
     payload, tensors = b"", list[torch.Tensor]()
-    with together():
+    with fail_together():
         if rank() == 0:
             value = read()
             payload, tensors = transport.pickle_without_tensors(value)
@@ -153,11 +153,11 @@ def gather(value: T) -> list[T]:
 
 
 @contextlib.contextmanager
-def together() -> Iterator[None]:
+def fail_together() -> Iterator[None]:
     """Run the block on every rank; if it fails on any rank, fail on all.
 
     No rank then waits for one that is gone. Work of rank 0 alone (writing a file, deleting old ones) belongs
-    here too: `with together(): if rank() == 0: ...`. The block must hold no collective, because a rank that
+    here too: `with fail_together(): if rank() == 0: ...`. The block must hold no collective: a rank that
     fails leaves it early.
 
     Raises:
@@ -172,7 +172,7 @@ def alike(fn: Callable[[], T]) -> T:
     """Call `fn`, whose outcome is the same on every rank, and report its failure from rank 0 only.
 
     Nothing is sent, so `fn` may use only what all ranks have received or compared: a rank that fails alone
-    would leave the others waiting. Where that is not certain, use `together`.
+    would leave the others waiting. Where that is not certain, use `fail_together`.
 
     Raises:
         CkptToolError: what `fn` raised, on rank 0; RankFailed on the others.
@@ -195,7 +195,7 @@ class _Notes:
 
 @contextlib.contextmanager
 def _together(size: int = 0) -> Iterator[_Notes]:
-    """`together`, in which each rank sets a note of `size` bytes, and which gives all notes to all ranks."""
+    """`fail_together`, in which each rank sets a note of `size` bytes that all ranks get."""
     notes = _Notes(bytes(size))
     failure: Exception | None = None
     try:
@@ -270,7 +270,7 @@ def compare_digests(
 def agree(
     look: Callable[[], tuple[Mapping[str, Any], int]], when: str = "", *, hint: str | None = None
 ) -> list[int]:
-    """Check that all ranks can begin something: `together`, `compare` and a number of each, in one message.
+    """Check that all ranks can begin: `fail_together`, `compare` and a number of each, in one message.
 
     Args:
         look: returns what must be the same on all ranks, as `compare` takes it, and a number of this rank.

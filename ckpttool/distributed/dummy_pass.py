@@ -15,7 +15,7 @@ from . import randomness
 from .nested import tensors
 
 
-def pass_standing_in(
+def run_dummy_pass(
     model: nn.Module,
     batch: Any,
     forward: Callable[[Any], Any] | None = None,
@@ -40,14 +40,14 @@ def pass_standing_in(
     Raises:
         UsageFault: the model has torch's own SyncBatchNorm, which can't take part without samples.
     """
-    with standing_in(model, together=together):
+    with leaving_no_trace(model, together=together):
         outputs = [one for one in tensors((forward or model)(batch)) if one.requires_grad]
         torch.autograd.backward(outputs, [torch.zeros_like(one) for one in outputs])
 
 
 @contextlib.contextmanager
-def standing_in(model: nn.Module, *, together: bool = True) -> Iterator[None]:
-    """Let what the block passes through a model leave no trace in it, as `pass_standing_in` does.
+def leaving_no_trace(model: nn.Module, *, together: bool = True) -> Iterator[None]:
+    """Let what the block passes through a model leave no trace in it, as `run_dummy_pass` does.
 
     Args:
         model: in training mode.

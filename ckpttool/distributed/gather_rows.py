@@ -58,7 +58,7 @@ def gather(
         hint="give every rank the same columns, dtypes and further axes, and the same numbers",
     )
     ends = [0, *accumulate(counts)]
-    with collectives.together():  # one rank may be short of memory
+    with collectives.fail_together():  # one rank may be short of memory
         # If the numbers of rows don't add up, there is nothing to join, and `samples` may be any number.
         joined = [_Column(column, samples if ends[-1] == samples else 0) for column in columns.values()]
         places = torch.empty(ends[-1], dtype=torch.int64)

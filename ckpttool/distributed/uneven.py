@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from ..errors import CheckFailed, UsageFault
 from . import collectives, nested
-from .dummy_pass import require_no_torch_sync, standing_in
+from .dummy_pass import leaving_no_trace, require_no_torch_sync
 from .lost_rank import is_lost_rank
 from .mean_loss import global_mean_loss
 
@@ -39,8 +39,8 @@ class Uneven(Generic[Batch]):
 
     In each step the gradient is that of the mean loss over the samples of all ranks, as one process would
     have it. A rank that has run out goes on with a batch that it has had, whose gradient is 0 and which
-    leaves no trace (`stand_in.standing_in`); a rank that never had one borrows another rank's. So optimizers
-    take the same steps on all ranks. One small message per step tells the counts before the forward pass.
+    leaves no trace (`dummy_pass.leaving_no_trace`); a rank that never had one borrows another rank's. So
+    optimizers take the same steps on all ranks. One small message per step tells the counts before the forward pass.
 
     torch's `Join` lets ranks run out too, but it divides each step's gradients by the number of ranks: a
     sample in a small batch, or in a step that fewer ranks take, weighs more or less than the others. Nor does
@@ -56,7 +56,7 @@ class Uneven(Generic[Batch]):
     (`distributed.process_group`) or exits; for a rank that does neither, they wait up to the group's timeout.
 
     Attributes:
-        standing_in: whether the current batch only stands in for none.
+        is_dummy: whether the current batch is a dummy, since this rank has none.
         count: samples of all ranks in the current step.
     """
 
@@ -73,7 +73,7 @@ class Uneven(Generic[Batch]):
                 their first axis. A batch with a count of 0 is replaced by one that stands in.
         """
         self.model, self.batches, self._count_of = model, batches, count or length
-        self.standing_in, self.count = False, 0
+        self.is_dummy, self.count = False, 0
         self._over = False
         self._last: Batch | None = None
         self._held = contextlib.ExitStack()
@@ -134,15 +134,15 @@ class Uneven(Generic[Batch]):
                     raise CheckFailed("no rank has a sample in this step", hint="leave out empty batches")
                 if any(one & NEEDS for one in told):
                     self._borrow(next(rank for rank, count in enumerate(counts) if count))
-                self.standing_in = not counts[collectives.rank()]
-                if self.standing_in:
-                    self._held.enter_context(standing_in(self.model))
+                self.is_dummy = not counts[collectives.rank()]
+                if self.is_dummy:
+                    self._held.enter_context(leaving_no_trace(self.model))
                 assert self._last is not None
                 yield self._last
                 self._held.close()
         finally:
             self._held.close()
-            self.standing_in = False
+            self.is_dummy = False
 
     def global_mean(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """Return the loss to call backward on: this rank's part of the global mean, 0 if it stands in.
@@ -150,7 +150,7 @@ class Uneven(Generic[Batch]):
         Args:
             loss_sum: the sum of the losses of the batch's samples, tokens or pixels; a scalar.
         """
-        return loss_sum * 0.0 if self.standing_in else global_mean_loss(loss_sum, self.count)
+        return loss_sum * 0.0 if self.is_dummy else global_mean_loss(loss_sum, self.count)
 
     def _load(self, batches: Iterator[Batch]) -> int:
         """Load the next batch. Return its count and the marks, as one number."""

@@ -125,7 +125,7 @@ def is_tensor_taken(record: Record) -> bool:
     """Return whether the pickle of a tensor names nothing but what is taken, in attributes and hooks neither.
 
     Args:
-        record: an object that `tensor_of` or `tensor_like` says to be a tensor.
+        record: an object that `tensor_of` or `special_tensor` says to be a tensor.
     """
     if record.how != "reduce" or not names_in(record) <= TENSOR_NAMES:
         return False

@@ -332,7 +332,7 @@ class Evaluator:
             loaded: Iterator[Any] | None = None
             for number in range(-(-self.number_of_batches // self.world_size)):
                 heartbeat.progress()
-                with collectives.together():
+                with collectives.fail_together():
                     if number < len(self.batches):
                         loaded = loaded or iter(self.loader)
                         found.append(score(self.batches[number], next(loaded)))

@@ -11,8 +11,8 @@ from ..checkpoint.argument import takes_checkpoint
 from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.dotted_names import MAX_NAMES, Path, dotted
 from ..checkpoint.pickled_modules import BadModules, is_module, named, own_attributes
-from ..checkpoint.rebuilt_tensors import tensor_like
-from ..checkpoint.special_tensors import TensorLike, require_plain
+from ..checkpoint.rebuilt_tensors import special_tensor
+from ..checkpoint.special_tensors import SpecialTensor, require_plain
 from ..errors import CkptToolError, Refused, Unsupported
 from ..inert_pickle.known_names import names_in
 from ..inert_pickle.numpy_values import Array, array_of, scalar_of, scalar_type
@@ -135,7 +135,7 @@ class _Disarmer:
         self.checkpoint, self.apart = checkpoint, apart
         self.changed: list[Change] = []
         self.left_out: list[str] = []
-        self.refused: dict[str, TensorLike] = {}
+        self.refused: dict[str, SpecialTensor] = {}
         self.done: dict[int, object] = {}
         self.making: dict[int, Path] = {}  # where a value lies that is being made
         self.kept: list[object] = []  # originals live as long as their ids are keys of `done`
@@ -276,7 +276,7 @@ class _Disarmer:
     # Objects.
 
     def record(self, value: Record, path: Path) -> object:
-        like = tensor_like(value)
+        like = special_tensor(value)
         if tensor_of(value) is not None or like is not None:
             return self.tensor(value, like, path)
         if is_value(value):
@@ -292,7 +292,7 @@ class _Disarmer:
             return text
         return self.other(value, path)
 
-    def tensor(self, value: Record, like: TensorLike | None, path: Path) -> object:
+    def tensor(self, value: Record, like: SpecialTensor | None, path: Path) -> object:
         plain = tensor_of(value)
         if is_tensor_taken(value) and (plain is None or not wraps(value).attributes):
             return value

@@ -38,7 +38,7 @@ def refuse() -> None:
 
 def decide_own_rank(rank: int, world_size: int) -> Any:
     calls = []
-    value = collectives.decide(lambda: calls.append(rank) or {"by": rank, "text": "ü"})
+    value = collectives.from_rank_zero(lambda: calls.append(rank) or {"by": rank, "text": "ü"})
     return value, calls
 
 
@@ -50,7 +50,7 @@ def test_decide_calls_rank_0_only_and_gives_its_value_to_all_ranks(run_ranks, si
 
 
 def decide_to_refuse(rank: int, world_size: int) -> Any:
-    return caught(lambda: collectives.decide(refuse))
+    return caught(lambda: collectives.from_rank_zero(refuse))
 
 
 def test_a_failure_of_rank_0_is_raised_on_every_rank_with_its_hint_and_exit_code(run_ranks):
@@ -60,7 +60,7 @@ def test_a_failure_of_rank_0_is_raised_on_every_rank_with_its_hint_and_exit_code
 
 
 def decide_on_what_cant_be_sent(rank: int, world_size: int) -> Any:
-    return caught(lambda: collectives.decide(lambda: lambda: None))
+    return caught(lambda: collectives.from_rank_zero(lambda: lambda: None))
 
 
 def test_a_decision_that_can_not_be_pickled_fails_on_every_rank(run_ranks):
@@ -330,7 +330,7 @@ def test_a_fault_that_every_rank_finds_is_reported_by_rank_0(run_ranks):
 
 def fail_on(rank: int, world_size: int, failing: list[int]) -> Any:
     def block() -> None:
-        with collectives.together():
+        with collectives.fail_together():
             if rank in failing:
                 raise OSError(28, f"disk of rank {rank} is full")
 
@@ -356,11 +356,11 @@ def write_on_rank_0(rank: int, world_size: int, how: str) -> Any:
         raise OSError(28, "No space left on device", "last.pt")
 
     def block() -> None:
-        with collectives.together():
+        with collectives.fail_together():
             if rank == 0:
                 write()
 
-    error = caught(block if how == "together" else lambda: collectives.decide(write))
+    error = caught(block if how == "together" else lambda: collectives.from_rank_zero(write))
     return error, collectives.gather(rank)  # the ranks are still in step
 
 
@@ -374,7 +374,7 @@ def test_work_of_rank_0_that_fails_fails_on_all_and_leaves_none_waiting(run_rank
 
 def fail_twice(rank: int, world_size: int) -> Any:
     def block() -> None:
-        with collectives.together():
+        with collectives.fail_together():
             if rank:
                 raise UsageFault(f"rank {rank}", hint="a hint")
 
@@ -390,10 +390,10 @@ def test_ranks_can_fail_together_more_than_once(run_ranks):
 
 def test_without_a_process_group_there_is_one_rank():
     assert (collectives.rank(), collectives.world_size()) == (0, 1)
-    assert collectives.decide(lambda: 5) == 5
+    assert collectives.from_rank_zero(lambda: 5) == 5
     assert collectives.gather("x") == ["x"]
     assert collectives.broadcast(lambda: {"a": 1}) == {"a": 1}
     assert collectives.total(torch.tensor([1.5], dtype=torch.float64)).tolist() == [1.5]
     assert collectives.compare({"a": torch.ones(1)}) == collectives.digest_all({"a": torch.ones(1)})
-    with pytest.raises(UsageFault, match="not there"), collectives.together():
+    with pytest.raises(UsageFault, match="not there"), collectives.fail_together():
         refuse()

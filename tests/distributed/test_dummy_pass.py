@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpttool import batchnorm
-from ckpttool.distributed import pass_standing_in, settle_buckets, standing_in
+from ckpttool.distributed import leaving_no_trace, run_dummy_pass, settle_buckets
 from ckpttool.errors import UsageFault
 
 
@@ -48,7 +48,7 @@ def test_nothing_is_changed_but_gradients_of_zero() -> None:
     model = Odd()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     buffers, random = dict(model.named_buffers()), torch.get_rng_state()
-    pass_standing_in(model, batch(), lambda given: model(**given).logits)
+    run_dummy_pass(model, batch(), lambda given: model(**given).logits)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(buffer is buffers[name] for name, buffer in model.named_buffers())
     assert torch.equal(random, torch.get_rng_state())
@@ -58,13 +58,13 @@ def test_nothing_is_changed_but_gradients_of_zero() -> None:
 
 def test_outputs_may_be_nested_in_any_way() -> None:
     model = Odd()
-    pass_standing_in(model, batch(), lambda given: {"of": [model(**given).logits, 3]})
+    run_dummy_pass(model, batch(), lambda given: {"of": [model(**given).logits, 3]})
     assert model.linear.weight.grad is not None
 
 
 def test_a_model_is_restored_after_a_failure() -> None:
     model = Odd()
-    with pytest.raises(ZeroDivisionError), standing_in(model):
+    with pytest.raises(ZeroDivisionError), leaving_no_trace(model):
         assert not model.norm.training
         raise ZeroDivisionError
     assert model.norm.training
@@ -73,20 +73,20 @@ def test_a_model_is_restored_after_a_failure() -> None:
 def test_torchs_synchronised_layers_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
     with pytest.raises(UsageFault, match=r"'1' is torch's SyncBatchNorm"):
-        pass_standing_in(model, torch.ones(1, 4))
+        run_dummy_pass(model, torch.ones(1, 4))
 
 
 def one_rank_without_samples(rank: int, world_size: int) -> Any:
     torch.manual_seed(1)
     net = batchnorm.to_sync(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double())
     ddp = DistributedDataParallel(net)
-    settle_buckets(ddp, lambda: pass_standing_in(ddp, torch.ones(1, 4).double(), together=False))
+    settle_buckets(ddp, lambda: run_dummy_pass(ddp, torch.ones(1, 4).double(), together=False))
     assert all(one.grad is None for one in ddp.parameters())
     if rank == 0:
         torch.manual_seed(2)
         (ddp(torch.randn(5, 4).double()).pow(2).sum() * world_size).backward()
     else:
-        pass_standing_in(ddp, torch.ones(1, 4).double())
+        run_dummy_pass(ddp, torch.ones(1, 4).double())
     return [one.grad for one in ddp.parameters()], dict(net.named_buffers())
 
 

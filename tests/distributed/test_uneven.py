@@ -169,7 +169,7 @@ def empty_ones(rank: int, world_size: int) -> list[bool]:
     with Uneven(model, [samples_of(rank, 0, size) for size in sizes]) as uneven:
         for batch in uneven:
             uneven.global_mean(summed(model, batch)).backward()
-            found.append(uneven.standing_in)
+            found.append(uneven.is_dummy)
     return found
 
 
@@ -180,7 +180,7 @@ def test_an_empty_batch_is_stood_in_for(run_ranks: Any) -> None:
 def test_one_process_without_a_group_takes_its_own_batches() -> None:
     model = network()
     with Uneven(model, batches_of(1)) as uneven:
-        sizes = [(len(batch[0]), uneven.count, uneven.standing_in) for batch in uneven]
+        sizes = [(len(batch[0]), uneven.count, uneven.is_dummy) for batch in uneven]
     assert sizes == [(5, 5, False), (2, 2, False), (4, 4, False)]
 
 

@@ -38,7 +38,7 @@ for call in (
     lambda: metrics.reduce(metrics.Count()),
     lambda: metrics.gather(labels, {}, samples=3),
     lambda: batchnorm.SyncBatchNorm,
-    lambda: distributed.together,
+    lambda: distributed.fail_together,
 ):
     try:
         call()

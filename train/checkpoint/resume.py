@@ -55,10 +55,10 @@ def resume(trainer: Trainer, folder: str) -> list[str]:
     config = trainer.config
     found = collectives.broadcast(lambda: _find(trainer, folder))
     if found is None:
-        trainer.started_from = collectives.decide(lambda: _weights(config))
+        trainer.started_from = collectives.from_rank_zero(lambda: _weights(config))
         return ["there is no checkpoint yet: a new run, so --change changes nothing"] if config.change else []
     path, state, passed_over = found
-    with collectives.together(), checkpoints.malformed(path):
+    with collectives.fail_together(), checkpoints.malformed(path):
         restore(trainer, state)
         remarks = _remarks(trainer, state, path)
     if trainer.epoch_is_done() and not trainer.progress.unscored:  # as older versions saved it

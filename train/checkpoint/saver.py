@@ -158,7 +158,7 @@ class Saver:
         if save is None:
             return
         self.finish_save()
-        waited = collectives.decide(lambda: time.monotonic() - began)
+        waited = collectives.from_rank_zero(lambda: time.monotonic() - began)
         if waited > NOTICEABLE:
             step = self.trainer.progress.global_step
             text = f"training waited {waited:.1f} s in step {step} for the save of step {save.step}"
@@ -200,7 +200,7 @@ class Saver:
             self._agree(save)
         if self.trainer.config.save == "sync":
             save.write()
-        failure, placed = collectives.decide(partial(_outcome, save))
+        failure, placed = collectives.from_rank_zero(partial(_outcome, save))
         self._under_way = None
         for name in placed:
             self._failed.pop(name, None)

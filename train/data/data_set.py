@@ -184,7 +184,7 @@ def compare(data: Data, when: str) -> None:
     try:
         collectives.compare({**whole, **contents.flat(data.contents)}, when, hint=hint)
     except RanksDiffer:
-        with collectives.together():
+        with collectives.fail_together():
             own = data.redrawn()
         changing = set[str]().union(*collectives.gather(own))
         if not changing:

@@ -148,7 +148,7 @@ class StepLog:
 
     def write(self, entry: Mapping[str, Any], step: int) -> None:
         """Write an entry of any kind, given on rank 0. A collective. Raises as `step`."""
-        with collectives.together():
+        with collectives.fail_together():
             for sink in self.sinks:
                 sink.write(entry, step)
 

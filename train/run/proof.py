@@ -80,7 +80,7 @@ class Proof:
         from train.checkpoint.saver import versions
 
         trainer, config = self.trainer, self.trainer.config
-        with collectives.together():
+        with collectives.fail_together():
             if collectives.rank() == 0:
                 self._go_on()
                 self._write(
@@ -128,7 +128,7 @@ class Proof:
             return
         of_ranks = collectives.gather(self._of_steps)
         self._of_steps = {}
-        with collectives.together():
+        with collectives.fail_together():
             if collectives.rank() == 0:
                 used = {one: sorted(pair for of in of_ranks for pair in of[one]) for one in of_ranks[0]}
                 samples = {
@@ -139,7 +139,7 @@ class Proof:
 
     def epoch(self) -> None:
         """Write who takes which samples in the current epoch. A collective."""
-        with collectives.together():
+        with collectives.fail_together():
             if collectives.rank() == 0:
                 plan, progress, order = self.trainer.plan, self.trainer.progress, hashlib.sha256()
                 ranks = self.trainer.config.virtual_ranks or collectives.world_size()
@@ -177,7 +177,7 @@ class Proof:
 
     def evaluation(self, score: Mapping[str, Any]) -> None:
         """Write the score of an evaluation."""
-        with collectives.together():
+        with collectives.fail_together():
             if collectives.rank() == 0:
                 step = self.trainer.progress.global_step
                 left_out = ("ranks", "per_class", "seconds")
@@ -190,7 +190,7 @@ class Proof:
         Raises:
             FileError: on rank 0, if lines are left that can't be written; the other ranks raise RankFailed.
         """
-        with collectives.together():
+        with collectives.fail_together():
             if collectives.rank() == 0:
                 if ended_by:
                     self._write("end", step=self.trainer.progress.global_step, by=ended_by)
@@ -233,7 +233,7 @@ def chain_of(trainer: Trainer, folder: str) -> Proof | None:
         begun = [link.entry for link in chain.read(path)[0] if link.entry.get("kind") == "begin"]
         return int(begun[-1]["every"]) if begun else None
 
-    found = collectives.decide(every)
+    found = collectives.from_rank_zero(every)
     return Proof(trainer, folder, found) if found else None
 
 

@@ -57,7 +57,7 @@ class Report:
             FileError: on rank 0, if the log can't be changed; the other ranks raise RankFailed.
             CheckFailed: likewise, if stdout can't be written.
         """
-        with collectives.together():
+        with collectives.fail_together():
             if self.speaks:
                 progress = self.trainer.progress
                 log_file.cut(self.folder, epoch=progress.epoch, step=progress.global_step)
@@ -155,7 +155,7 @@ class Report:
         """
         if trained is None and tested is None:
             return
-        with collectives.together():
+        with collectives.fail_together():
             if self.speaks:
                 self._say_above_bar(self._line(trained, tested, seconds, best))
         self.trainer.log.write(self._entry(trained, tested, seconds), self.trainer.progress.global_step)
@@ -228,7 +228,7 @@ class Report:
         Args:
             ended_by: the flag or the signal that ended the run; `""` if there was nothing to do.
         """
-        with collectives.together():
+        with collectives.fail_together():
             if self.speaks:
                 self._say_end(ended_by)
 

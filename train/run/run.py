@@ -57,7 +57,7 @@ class Run:
         """Hold the run's trackers and its count of attempts, and listen to signals."""
         job, trainer = self.job, self.trainer
         with contextlib.ExitStack() as files:
-            with collectives.together():
+            with collectives.fail_together():
                 self._begin_step = files.enter_context(
                     attempts.counted(self.folder, job.config, job.place.rank)
                 )
@@ -75,7 +75,7 @@ class Run:
                 if trainer.proof:
                     trainer.proof.leave()
                 raise
-            with collectives.together():  # what a tracker writes last may fail, on rank 0 alone
+            with collectives.fail_together():  # what a tracker writes last may fail, on rank 0 alone
                 files.close()
 
     def _left_undone(self) -> str:

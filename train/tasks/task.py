@@ -252,7 +252,7 @@ class ModelLoss(Task):
         return len(data.classes)
 
 
-class Own(Task):
+class UserTask(Task):
     """A user's object: what it returns is checked, and what it lacks is taken from `Task`.
 
     Raises:
@@ -353,7 +353,7 @@ def adapt(made: Any, name: str) -> Task:
             raise UsageFault(
                 f"--task {name}: {factory.described(error)}", hint="return an instance"
             ) from error
-    return made if isinstance(made, Task) and type(made).__module__ == __name__ else Own(made, name)
+    return made if isinstance(made, Task) and type(made).__module__ == __name__ else UserTask(made, name)
 
 
 def _smoothing(config: Any) -> float:

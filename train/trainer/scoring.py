@@ -76,7 +76,7 @@ class Scorer:
         return Evaluation(checkpoint=checkpoint, data=self.data.fingerprint, classes=classes)
 
 
-def merit(score: Score) -> float:
+def selection_score(score: Score) -> float:
     """Return the number by which one score is better than another: the accuracy, or minus the loss.
 
     It is minus infinity if the loss is not finite.
@@ -101,5 +101,5 @@ def metrics_in_words(score: LossCertificate) -> str:
 
 
 def merit_in_words(task: Task, best: float) -> str:
-    """Return a `merit` as it is shown: the accuracy, or the loss."""
+    """Return a `selection_score` as it is shown: the accuracy, or the loss."""
     return f"{best:.2%}" if isinstance(task, Classification) else f"loss {-best:.4f}"

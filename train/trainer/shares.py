@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.dummy_pass import standing_in
+from ckpttool.distributed.dummy_pass import leaving_no_trace
 from ckpttool.distributed.plan import Plan, check
 from train.config import plan as planning
 from train.model import wrapping
@@ -54,7 +54,7 @@ def settle(trainer: Trainer) -> list[str]:
     if not min(trainer.plan.splits(ranks)[0]):
         return ["equal shares: a batch leaves a rank without a sample, so there is nothing to measure"]
     collectives.gather(None)  # all begin together, as they will in the training
-    with collectives.together():
+    with collectives.fail_together():
         own = measure(trainer)
     speeds = collectives.gather(dataclasses.astuple(own))
     sizes = propose([Speed(*speed) for speed in speeds], trainer.plan)
@@ -96,7 +96,7 @@ def measure(trainer: Trainer) -> Speed:
     indices = step.micro_batches[0]
     few = max(1, len(indices) // 4)
     trainer.ddp.train()
-    with standing_in(trainer.ddp, together=False), wrapping.not_compiled():
+    with leaving_no_trace(trainer.ddp, together=False), wrapping.not_compiled():
         load, whole, part = _seconds(
             lambda: default_collate([trainer.samples[index] for index in indices]),
             _pass(trainer, indices),

@@ -20,7 +20,7 @@ from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, heartbeat, randomness
 from ckpttool.distributed.buckets import settle_buckets
-from ckpttool.distributed.dummy_pass import pass_standing_in
+from ckpttool.distributed.dummy_pass import run_dummy_pass
 from ckpttool.distributed.place import Place
 from ckpttool.distributed.plan import Step
 from ckpttool.errors import CheckFailed
@@ -38,7 +38,7 @@ from train.model.precision import Precision
 from train.run.limits import total_steps
 from train.run.proof import Proof
 from train.tasks.task import Classification, Task
-from train.trainer.scoring import Score, Scorer, merit
+from train.trainer.scoring import Score, Scorer, selection_score
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Progress:
         step: optimizer steps done in the current epoch.
         global_step: optimizer steps done since the beginning.
         samples: samples used since the beginning, by all ranks.
-        best: the `merit` of the best score on the test set so far.
+        best: the `selection_score` of the best score on the test set so far.
         unscored: the evaluation after the last step is still to be done: a signal has cut it short.
         lr: the learning rate of the last step.
     """
@@ -158,7 +158,7 @@ class Trainer:
         self.log = StepLog(config.log_every, place.device, last=steps)
         self.before_update: Callable[[], object] = lambda: None
         self._stand_in = task.batch_to(default_collate([self.samples[0]]), place.device)
-        settle_buckets(self.ddp, lambda: self.stand_in(together=False))
+        settle_buckets(self.ddp, lambda: self.run_dummy_step(together=False))
         randomness.seed_all(randomness.seed_from(config.seed, "rank", place.rank))
 
     def rest_of_epoch(self) -> Iterator[tuple[Step, Iterator[Any]]]:
@@ -184,14 +184,14 @@ class Trainer:
         """Return the context of a pass: DDP reduces the gradients in it, or only adds them to its own."""
         return contextlib.nullcontext() if reduced else self.ddp.no_sync()
 
-    def stand_in(self, *, together: bool = True) -> None:
+    def run_dummy_step(self, *, together: bool = True) -> None:
         """Run a forward and backward pass with a gradient of zero, as this rank has no samples for it.
 
         Args:
             together: whether other ranks train in this pass.
         """
         with self.not_compiled(), self.precision.autocast():
-            pass_standing_in(
+            run_dummy_pass(
                 self.ddp, self._stand_in, lambda batch: self.task.forward(self.ddp, batch), together=together
             )
 
@@ -318,9 +318,9 @@ class Trainer:
 
         A score with a loss of NaN never is.
         """
-        is_best = merit(score) > self.progress.best
+        is_best = selection_score(score) > self.progress.best
         if is_best:
-            self.progress.best = merit(score)
+            self.progress.best = selection_score(score)
         return is_best
 
     def share_buffers(self) -> None:

@@ -69,7 +69,7 @@ class SavePlan:
             )
         held = None if self.state is None else self.state.likes
         if kind == dcp.NAME and not full:
-            held = dict(checkpoint.tensor_likes())
+            held = dict(checkpoint.special_tensors())
         require_plain(checkpoint.path, held or {}, f"can't be held by {kind}", holds=False)
         self.ties: dict[str, str] = {}
         shares = kind == sharding.TORCH  # a pickle keeps ties by itself

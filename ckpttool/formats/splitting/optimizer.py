@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ...checkpoint.dotted_names import Path, dotted
-from ...checkpoint.rebuilt_tensors import plain_tensor, tensor_like
+from ...checkpoint.rebuilt_tensors import plain_tensor, special_tensor
 from ...errors import Refused
 from ...inert_pickle.values import remade, tensor_of, walk
 from ...tensors.ref import TensorRef
@@ -156,5 +156,5 @@ def _uncut(value: object) -> str:
     tensor = tensor_of(value)
     if tensor is not None:
         return f"a tensor of shape {list(tensor.shape)}" if tensor.shape else ""
-    like = tensor_like(value)
+    like = special_tensor(value)
     return f"a tensor that is {like.kind}" if like is not None else ""

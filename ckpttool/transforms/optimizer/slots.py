@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ...checkpoint.rebuilt_tensors import plain_tensor, tensor_like
-from ...checkpoint.special_tensors import TensorLike
+from ...checkpoint.rebuilt_tensors import plain_tensor, special_tensor
+from ...checkpoint.special_tensors import SpecialTensor
 from ...inert_pickle.values import Record
 
 MOMENTA = (
@@ -97,8 +97,8 @@ def _shape(entry: Any) -> Shape | None:
     if isinstance(entry, dict):
         for name in MOMENTA:
             value = entry.get(name)
-            found = plain_tensor(value) or tensor_like(value) or value
-            if isinstance(found, TensorLike) or (found is not None and not isinstance(found, Record)):
+            found = plain_tensor(value) or special_tensor(value) or value
+            if isinstance(found, SpecialTensor) or (found is not None and not isinstance(found, Record)):
                 shape = getattr(found, "shape", None)
                 if shape is not None:
                     return tuple(shape)

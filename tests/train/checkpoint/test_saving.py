@@ -311,11 +311,11 @@ def save_the_best_on_a_disk_that_fails_once(rank: int, size: int, folder: str) -
     def fail(_: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    for merit, broken in ((0.5, False), (0.7, True), (0.6, False)):
-        trainer.progress.best = max(trainer.progress.best, merit)
+    for selection_score, broken in ((0.5, False), (0.7, True), (0.6, False)):
+        trainer.progress.best = max(trainer.progress.best, selection_score)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", fail if broken else usual)
-            saver.save(last=False, best=merit == trainer.progress.best)
+            saver.save(last=False, best=selection_score == trainer.progress.best)
             saver.finish_save()
         found.append(trainer.progress.best)
     saver.finish()

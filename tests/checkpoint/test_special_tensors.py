@@ -15,7 +15,7 @@ import ckpttool
 from ckpttool.analysis.compare import compare
 from ckpttool.analysis.summary import summarize, tensor_rows
 from ckpttool.analysis.verify import verify
-from ckpttool.checkpoint.rebuilt_tensors import tensor_like
+from ckpttool.checkpoint.rebuilt_tensors import special_tensor
 from ckpttool.errors import Refused
 from ckpttool.inert_pickle.values import Global, Record
 from ckpttool.tensors.dtypes import DTYPES
@@ -268,7 +268,7 @@ def rebuilt(function: str, *args: object) -> Record:
     ids=lambda value: str(value.callable),
 )
 def test_malformed_descriptions_are_tensors_of_which_nothing_is_known(value: Record) -> None:
-    found = tensor_like(value)
+    found = special_tensor(value)
     assert found is not None
     assert not found.known or found.shape is None
 
@@ -277,7 +277,7 @@ def test_descriptions_inside_descriptions_end(tmp_path: Path) -> None:
     value: object = None
     for _ in range(10_000):
         value = rebuilt("torch._utils._rebuild_parameter", value, True, {})
-    assert tensor_like(value) is None
+    assert special_tensor(value) is None
 
 
 @pytest.mark.parametrize("kind", ["sparse COO", "quantised", "nested"])
