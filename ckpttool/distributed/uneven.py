@@ -40,7 +40,7 @@ class Uneven(Generic[Batch]):
     In each step the gradient is that of the mean loss over the samples of all ranks, as one process would
     have it. A rank that has run out goes on with a batch that it has had, whose gradient is 0 and which
     leaves no trace (`dummy_pass.leaving_no_trace`); a rank that never had one borrows another rank's. So
-    optimizers take the same steps on all ranks. One small message per step tells the counts before the forward pass.
+    optimizers take the same steps on all ranks. One small message per step tells the counts before forward.
 
     torch's `Join` lets ranks run out too, but it divides each step's gradients by the number of ranks: a
     sample in a small batch, or in a step that fewer ranks take, weighs more or less than the others. Nor does

@@ -28,7 +28,7 @@ from train.model import optimizer as optimizers
 from train.model import precision, wrapping
 from train.run.limits import total_steps
 from train.tasks.loss_pair import PAIR
-from train.tasks.task import Classification, Own, Task
+from train.tasks.task import Classification, UserTask, Task
 from train.trainer import virtual_ranks
 
 
@@ -247,7 +247,7 @@ def _check_sum(trial: Trial, model: nn.Module) -> None:
 
     A mean would make each rank's samples count the more the fewer they are, and nothing else would show it.
     """
-    if not isinstance(trial.task, Own):
+    if not isinstance(trial.task, UserTask):
         return
     quiet = copy.deepcopy(model).eval()
     try:
