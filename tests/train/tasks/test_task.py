@@ -174,9 +174,9 @@ def test_a_model_that_counts_nothing_has_no_mean_loss():
 
 def test_a_users_task_may_say_how_many_outputs_it_needs():
     made = types.SimpleNamespace(loss=lambda outputs, batch: (outputs.sum(), 1), outputs=lambda data: 7)
-    assert task.Own(made, "own").outputs(CLASSES) == 7
+    assert task.UserTask(made, "own").outputs(CLASSES) == 7
     del made.outputs
-    assert task.Own(made, "own").outputs(CLASSES) == len(CLASSES.classes)
+    assert task.UserTask(made, "own").outputs(CLASSES) == len(CLASSES.classes)
 
 
 def test_the_whole_batch_goes_to_a_model_that_returns_its_loss():
