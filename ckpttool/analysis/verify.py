@@ -13,6 +13,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.checksums import Checksums
 from ..checkpoint.ranks import require_all
 from ..checkpoint.state import State
+from ..errors import RanksDiffer
 from ..files.copying import Buffers, Progress
 from ..files.threads import cores, cut, map_pieces
 from ..formats.dcp import reading as dcp
@@ -29,30 +30,26 @@ from ..tensors.ref import ByteRange, Source, Storage, TensorRef
 from ..tensors.values import MAX_REPEATED, require_bounded, stream, without_repeats
 from ..transforms.keys import stripping
 from .compare import Change, both_states, compare
-from .rank_differences import tensors_that_differ
 from .zip_structure import zip_frame
 
-ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)
-"""The formats that are zips, or folders of zips."""
+ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)  # The formats that are zips, or folders of zips
 
+# The records that torch.save writes beside storages.
 OWN_RECORDS = {
     *("data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"),
     *(".data/version", ".data/serialization_id"),
 }
-"""The records that torch.save writes beside storages."""
 
+# The first byte of a pickle of protocol 2 or newer, and the newest protocol, which follows it
 PROTO, NEWEST = b"\x80", b"\x05"
-"""The first byte of a pickle of protocol 2 or newer, and the newest protocol, which follows it."""
 
 MISMATCH = "its bytes do not match their checksum"
 
-PIECE = 4 << 20
-"""Bytes of values read as one piece; whole elements."""
+PIECE = 4 << 20  # Bytes of values read as one piece; whole elements
 
 WORKERS = 8
 
-SIGNATURE = b"PK\x03\x04"
-"""The first bytes of a zip; the index of a folder has others."""
+SIGNATURE = b"PK\x03\x04"  # The first bytes of a zip; the index of a folder has others
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,22 +181,14 @@ def _verify(
 
 
 class _Read:
-    """The bytes of a checkpoint's files: those of storages, and the rest, with the problems found there.
-
-    Attributes:
-        checked: bytes of storages and records.
-        unsummed: storages that state no checksum.
-        free: bytes that no checksum covers, by what they are.
-        problems: of records, and of what lies around them.
-        strays: records that nothing refers to.
-    """
+    """The bytes of a checkpoint's files: those of storages, and the rest, with the problems found there."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Count the storages, each once."""
-        self.problems: list[Problem] = []
-        self.strays: list[Problem] = []
-        self.checked = self.unsummed = 0
-        self.free: Counter[str] = Counter()
+        self.problems: list[Problem] = []  # of records, and of what lies around them
+        self.strays: list[Problem] = []  # records that nothing refers to
+        self.checked = self.unsummed = 0  # bytes of storages and records
+        self.free: Counter[str] = Counter()  # bytes that no checksum covers, by what they are
         self._within: Counter[int] = Counter()  # bytes of storages in each source, by its id
         self._known: set[tuple[int, int]] = set()
         self._pieces: set[tuple[int, int]] = set()  # the records that whole tensors are put together from
@@ -220,10 +209,7 @@ class _Read:
             self._within[id(data.source)] += data.nbytes
 
     def check_rest(self, source: Source, *, is_zip: bool, is_of_rank: bool) -> None:
-        """Check everything else in a zip: the pickle, code, and storages that no tensor uses.
-
-        A rank's file may refer to storages of which the whole takes nothing.
-        """
+        """Check everything else in a zip: the pickle, code, and storages that no tensor uses."""
         if not is_zip:
             self.free["contents"] += source.size - self._within[id(source)]
             return
@@ -294,11 +280,7 @@ def _holds_more(checkpoint: Checkpoint, state: State) -> bool:
 def _non_finite(
     checkpoint: Checkpoint, apart: Container[str], progress: Progress | None
 ) -> Iterator[tuple[str, int]]:
-    """Yield tensors and how many of their values are not finite, read on several cores.
-
-    Args:
-        apart: names of tensors that have no one value, as ranks hold others.
-    """
+    """Yield tensors and how many of their values are not finite, read on several cores."""
     names: dict[tuple[object, ...], list[str]] = {}  # by view, so that ties are read once
     views: list[tuple[TensorRef, int]] = []
     for name, tensor in checkpoint.tensors():
@@ -346,3 +328,20 @@ def _count_non_finite(buffers: Buffers, piece: _Piece) -> tuple[_Piece, int]:
         data = piece.data
         chunks = data.chunks(buffer) if isinstance(data, ByteRange) else stream(data, buffer=buffer)
         return piece, sum(count_non_finite(piece.kind, chunk) for chunk in chunks)
+
+
+def tensors_that_differ(checkpoint: Checkpoint, *, verify: bool = True) -> dict[str, RanksDiffer]:
+    """Return the error of each tensor in which the files of ranks differ, by dotted name."""
+    replicated = {*checkpoint.ranks.replicated} if checkpoint.ranks else set[str]()
+    found: dict[str, RanksDiffer] = {}
+    for name, tensor in checkpoint.tensors():
+        if name in replicated:
+            try:
+                for _ in stream(tensor):
+                    pass
+            except RanksDiffer as fault:
+                if verify:
+                    with Checksums(checkpoint, [(name, tensor.storage)]) as checksums:
+                        checksums.finish()
+                found[name] = fault
+    return found

@@ -21,11 +21,10 @@ from ..files.chain import Link
 from ..formats.opened import opened
 from ..tensors.ref import TensorRef
 from ..tensors.values import stream
-from .replay import Replay, command_of, differing, segment
-from .run_record import RunRecord
+from .replay import Replay, RunRecord, command_of, differing, segment
 
+# The names that the trainer gives, and no others: `step-7.pt` is a user's.
 CHECKPOINT = re.compile(r"(last|best|step-(\d{6}|[1-9]\d{6,}))\.pt")
-"""The names that the trainer gives, and no others: `step-7.pt` is a user's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +189,7 @@ def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[F
 
 
 def _check_checkpoint(folder: str, name: str, links: list[Link]) -> int | Finding | str:
-    """Return the step of a checkpoint that is whole and that the chain tells of; else what is wrong.
-
-    Of a numbered file that is not the trainer's return a note: the trainer leaves such files alone. One that
-    can't be read is the trainer's if the chain tells a checkpoint of the step in its name.
-    """
+    """Return the step of a checkpoint that is whole and that the chain tells of; else what is wrong."""
     path = os.path.join(folder, name)
     told = [link.entry for link in links if link.entry.get("kind") == "checkpoint"]
     begins = [link.entry for link in links if link.entry.get("kind") == "begin" and link.entry["source"]]

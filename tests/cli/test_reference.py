@@ -51,13 +51,13 @@ def reference() -> str:
 
 def _lines() -> Iterator[str]:
     yield from ("", "## All commands", "", "| command | |", "|---|---|")
-    for modules in SECTIONS.values():
-        for module, line in modules.items():
-            yield f"| [`{module.command.name}`](#{module.command.name}) | {line} |"
-    for title, modules in SECTIONS.items():
+    for commands in SECTIONS.values():
+        for command, line in commands.items():
+            yield f"| [`{command.name}`](#{command.name}) | {line} |"
+    for title, commands in SECTIONS.items():
         yield from ("", f"## {title}")
-        for module in modules:
-            yield from ("", f"### {module.command.name}", "", "```text", help_of(module.command), "```")
+        for command in commands:
+            yield from ("", f"### {command.name}", "", "```text", help_of(command), "```")
     yield "\n"
 
 

@@ -11,7 +11,7 @@ import click
 
 from .. import options
 from ..console import Console, counted, printable, terminal_width
-from ..states import note_state, note_unread
+from ..reading import note_state, note_unread
 
 if TYPE_CHECKING:
     from ...analysis.compare import Change, Comparison
@@ -114,7 +114,7 @@ def _report(console: Console, a: str, b: str, found: Comparison, sort: str | Non
 
 
 def _data(found: Comparison, sort: str | None) -> dict[str, object]:
-    from ..pages.diff_rows import relative
+    from ..pages.diff import relative
 
     changed = sorted(found.changed, key=lambda change: -relative(change)) if sort == "size" else found.changed
     return {

@@ -10,7 +10,7 @@ import click
 
 from .. import options
 from ..console import Console, counted, printable
-from ..rewriting import Outcome, rewrite
+from ..rewriting import Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -51,8 +51,8 @@ def command(**given: Any) -> None:
             hint="safetensors and folders of it hold no objects: ckpttool convert writes them",
         )
 
-    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        new, found = disarm(checkpoint, state=given["state"])
+    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+        new, found = disarm(checkpoint, state=target.state)
         count = counted(len(found.changed), "object", "objects")
         changed = [{"name": name, "from": was, "to": now} for name, was, now in found.changed]
         return new, Outcome(
@@ -63,7 +63,7 @@ def command(**given: Any) -> None:
             fields={"changed": changed},
         )
 
-    rewrite({**given, "state": None, "shard_size": None}, transform, to=torch_zip.NAME)
+    rewrite(given, transform, to=torch_zip.NAME, state=None)
 
 
 def _notes(console: Console, found: Disarmed) -> list[str]:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import mismatch_fields, printable, stdout_kept_for_results
+from ..console import fields_of, printable, stdout_kept_for_results
+from ..failure import mismatch_fields
 
 if TYPE_CHECKING:
     from ...models.diagnosis import Diagnosis, Problem
 
 
-WIDTH = 110
-"""Columns of a comment, if the terminal has no fewer."""
+WIDTH = 110  # Columns of a comment, if the terminal has no fewer
 
 
 @click.command("doctor")
@@ -51,16 +51,8 @@ def command(file: str, model: str, state: str | None, **given: Any) -> None:
 
 
 def _fields(found: Diagnosis) -> dict[str, object]:
-    return {
-        "path": found.path,
-        "format": found.format,
-        "state": found.state,
-        "loads": found.loads,
-        "problems": [_problem(problem) for problem in found.problems],
-        "then": found.then,
-        "python": found.python,
-        **mismatch_fields(found.fit),
-    }
+    problems = [_problem(problem) for problem in found.problems]
+    return {**fields_of(found, {}, without=("fit",)), "problems": problems, **mismatch_fields(found.fit)}
 
 
 def _problem(problem: Problem) -> dict[str, object]:

@@ -44,11 +44,7 @@ def command(files: tuple[str, ...], samples: int | None, out: str | None, force:
 
 
 def _require_replaceable(out: str, force: bool) -> None:
-    """Refuse an existing file at --out, and with --force too if it holds predictions.
-
-    Raises:
-        OutputExists: `out` may not be replaced.
-    """
+    """Refuse an existing file at --out, and with --force too if it holds predictions."""
     from ...errors import CkptToolError, OutputExists
     from ...metrics.predictions import read
 

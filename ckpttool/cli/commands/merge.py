@@ -11,7 +11,7 @@ import click
 from ...errors import NothingToDo, RanksDiffer, Refused
 from .. import options
 from ..console import Console, counted
-from ..rewriting import OTHERS, Outcome, rewrite
+from ..rewriting import OTHERS, Outcome, Target, rewrite
 
 if TYPE_CHECKING:
     from ...checkpoint.checkpoint import Checkpoint
@@ -61,19 +61,19 @@ def command(
     """
     from ... import formats
     from ...formats import companions as beside
+    from ...formats import folders
 
     console = options.console(given)
     options.require_new_output(inputs, given["output"], given["force"], alone=False)
     copied: list[tuple[str, str]] = []
     kept: list[str] = []  # in a folder that is replaced, until the new ones are copied
 
-    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
-        named = shlex.quote(given["output"]) if full or _holds_all(checkpoint, given, to) else None
-        new, outcome = _merged(checkpoint, dtype, given["state"], named)
-        found, others = beside.beside(checkpoint, given["output"])
+    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
+        new, outcome = _merged(checkpoint, dtype, target)
+        found, others = beside.beside(checkpoint, target.path)
         if companions:
-            is_folder = _is_folder(checkpoint, given["output"], to)
-            places = beside.targets(found, given["output"], is_folder=is_folder, force=given["force"])
+            is_folder = target.format in folders.NAMES
+            places = beside.targets(found, target.path, is_folder=is_folder, force=given["force"])
             copied.extend(zip(found, places, strict=True))
             kept.extend(map(os.path.basename, places))
             outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
@@ -94,37 +94,29 @@ def command(
             raise _all_that_differ(console, checkpoint) from None
     if copied and not given["dry_run"]:
         beside.copy([path for path, _ in copied], [place for _, place in copied])
-        console.note(f"copied along: {console.names([place for _, place in copied])}")
+        console.note_names("copied along", [place for _, place in copied])
 
 
-def _merged(
-    checkpoint: Checkpoint, dtype: str | None, state: str | None, output: str | None
-) -> tuple[Checkpoint, Outcome]:
+def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> tuple[Checkpoint, Outcome]:
     """Return the checkpoint to write: its state cast, its optimizer keyed by names if it is in the output."""
-    from ...tensors.cast import target
+    from ...tensors.cast import target as dtype_of
     from ...transforms.selection import cast
 
     outcome = Outcome(f"merged {_in_words(checkpoint)}", of_state=bool(dtype))
     if checkpoint.ranks is not None:
         ranks = checkpoint.ranks
-        outcome.fields = {
-            "ranks": {
-                "framework": ranks.framework,
-                "world_size": ranks.world_size,
-                "mesh": ranks.mesh,
-                "step": ranks.step,
-            }
-        }
+        names = ("framework", "world_size", "mesh", "step")
+        outcome.fields = {"ranks": {name: getattr(ranks, name) for name in names}}
         if checkpoint.format == "safetensors-ranks":
             outcome.notes.append(
                 f"no file says how many ranks there were; those of {len(ranks.held)} were found"
             )
-    if output is not None:
-        checkpoint = with_names(checkpoint, outcome, output)
+    if target.full or target.is_whole:
+        checkpoint = with_names(checkpoint, outcome, shlex.quote(target.path))
     if dtype:
-        to = target(dtype.lower())
+        to = dtype_of(dtype.lower())
         try:
-            checkpoint, outcome.casting = cast(checkpoint, to, state=state)
+            checkpoint, outcome.casting = cast(checkpoint, to, state=target.state)
         except NothingToDo:  # to merge is something to do
             outcome.notes.append(f"no tensor had to be cast: none has a float dtype other than {to.name}")
         else:
@@ -134,13 +126,7 @@ def _merged(
 
 
 def with_names(checkpoint: Checkpoint, outcome: Outcome, file: str) -> Checkpoint:
-    """Return a checkpoint whose optimizer is keyed by names, if they are certain; else note how to name it.
-
-    Args:
-        checkpoint: what is written.
-        outcome: gets the note.
-        file: a file with the optimizer keyed by numbers, quoted for a shell.
-    """
+    """Key the optimizer by names if they are certain; else note how, in `file` (quoted for a shell)."""
     from ...transforms.optimizer.rekey import to_names
 
     try:
@@ -163,23 +149,9 @@ def _in_words(checkpoint: Checkpoint) -> str:
     return f"{count}{ranks.framework}{f', {ranks.axes}' if ranks.axes else ''}"
 
 
-def _holds_all(checkpoint: Checkpoint, given: dict[str, Any], to: str | None) -> bool:
-    """Whether the output's format holds the optimizer too."""
-    from ...formats.saving.destination import WHOLE, format_of_output
-
-    return format_of_output(given["output"], checkpoint, to) in WHOLE
-
-
-def _is_folder(checkpoint: Checkpoint, output: str, to: str | None) -> bool:
-    from ...formats import folders
-    from ...formats.saving.destination import format_of_output
-
-    return format_of_output(output, checkpoint, to) in folders.NAMES
-
-
 def _all_that_differ(console: Console, checkpoint: Checkpoint) -> RanksDiffer:
     """Return the error that names every tensor in which ranks differ."""
-    from ...analysis.rank_differences import tensors_that_differ
+    from ...analysis.verify import tensors_that_differ
 
     first, *others = tensors_that_differ(checkpoint).items()
     message = str(first[1])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import options
-from ..console import Console, counted, printable
+from ..console import Console, counted, fields_of, printable
 
 if TYPE_CHECKING:
     from ...proving.proof import Proved
@@ -110,17 +109,6 @@ def _line(console: Console, run: str, found: Proved, seconds: float) -> str:
 
 
 def _fields(run: str, found: Proved, seconds: float) -> dict[str, object]:
-    return {
-        "path": run,
-        "ok": found.ok,
-        "lines": found.lines,
-        "head": found.head,
-        "ended": found.ended,
-        "checkpoints": [{"file": name, "step": step} for name, step in found.checkpoints],
-        "replayed": list(found.replayed) if found.replayed else None,
-        "ranks": found.ranks,
-        "problems": [asdict(finding) for finding in found.findings],
-        "notes": list(found.notes),
-        "command": list(found.command),
-        "seconds": round(seconds, 3),
-    }
+    checkpoints = [{"file": name, "step": step} for name, step in found.checkpoints]
+    data = {"path": run, "ok": found.ok, **fields_of(found, {"findings": "problems"})}
+    return data | {"checkpoints": checkpoints, "seconds": round(seconds, 3)}

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import counted, printable, show_bytes
-from ..rewriting import Outcome, rewrite
-from ..states import note_state
+from ..console import counted, fields_of, note_fields, show_bytes
+from ..reading import note_state
+from ..rewriting import Outcome, Target, report_written, rewrite
 from .merge import with_names
 
 if TYPE_CHECKING:
@@ -83,12 +83,12 @@ def _as_dcp(ranks: int, others: dict[str, Any], given: dict[str, Any]) -> None:
             f"{useless[0]} has no effect on a DCP folder, which has no mesh", hint="leave it out"
         )
 
-    def transform(checkpoint: Checkpoint) -> tuple[Checkpoint, Outcome]:
+    def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
         outcome = Outcome("wrote for any number of ranks", of_state=False, fields={"ranks": ranks})
-        outcome.notes.extend(_wrappers(checkpoint, given["state"]))
+        outcome.notes.extend(_wrappers(checkpoint, target.state))
         return with_names(checkpoint, outcome, shlex.quote(given["input"])), outcome
 
-    rewrite({**given, "shard_size": None, "device": None}, transform, to=dcp.NAME)
+    rewrite(given, transform, to=dcp.NAME)
 
 
 def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
@@ -120,40 +120,15 @@ def _as_dtensors(
         if console.draws:
             settings |= {"progress": bar.add, "expect": bar.expect}
         found = split(checkpoint, given["output"], ranks, device=device, axis=axis, whole=whole, **settings)
-    seconds = time.perf_counter() - started
     for note in wrappers:
         console.note(note)
-    for said, names in (
-        ("whole on every rank, as buffers are (--whole adds others)", found.whole),
-        (
-            "cut, though the optimizer has no such parameter (--whole NAME, if it is a buffer)",
-            found.perhaps_buffers,
-        ),
-        ("the same in extra_state of every rank", found.repeated),
-        ("left out", found.left_out),
-    ):
-        if names:
-            console.note(f"{said}: {console.names(names)}")
+    note_fields(console, found)
     console.note(
         f"for ranks on {device}, in a model under fully_shard(model); import torch.distributed.tensor"
     )
     done = f"split {counted(len(found.sharded), 'tensor', 'tensors')} over {counted(ranks, 'rank', 'ranks')}"
-    size = f"{counted(len(found.files), 'file', 'files')}, {show_bytes(found.nbytes)}, {seconds:.2f} s"
-    data: dict[str, object] = {
-        "output": found.path,
-        "format": "dtensor-ranks",
-        "ranks": ranks,
-        "files": found.files,
-        "keys": len(found.sharded) + len(found.whole),
-        "sharded": len(found.sharded),
-        "whole": found.whole,
-        "perhaps_buffers": found.perhaps_buffers,
-        "optimizer": found.optimizer,
-        "repeated": found.repeated,
-        "renamed": 0,
-        "left_out": found.left_out,
-        "bytes": found.nbytes,
-        "seconds": round(seconds, 4),
-    } | ({"dry_run": True} if given["dry_run"] else {})
-    verb = f"would have {done}" if given["dry_run"] else done
-    console.result(f"{verb} -> {printable(found.path)} ({size})", data)
+    size = f"{counted(len(found.files), 'file', 'files')}, {show_bytes(found.nbytes)}"
+    keys = len(found.sharded) + len(found.whole)
+    data = {**fields_of(found), "format": "dtensor-ranks", "keys": keys, "renamed": 0}
+    seconds = time.perf_counter() - started
+    report_written(console, done, found.path, size, seconds, data, dry=given["dry_run"])

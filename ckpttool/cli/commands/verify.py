@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .. import options
-from ..console import Console, counted, printable, show_bytes
-from ..several_files import Answer, answer_each
-from ..states import note_state, note_unread
+from ..console import Console, counted, fields_of, printable, show_bytes
+from ..reading import Answer, answer_each, note_state, note_unread
 
 if TYPE_CHECKING:
     from ...analysis.verify import Verified
@@ -73,7 +71,11 @@ def command(
                 for each in (checkpoint, other):
                     note_state(console, each, state, named=True)
         _note(console, found)
-        return Answer(_line(file, against, found), _fields(file, found), 0 if found.ok else 1)
+        return Answer(
+            _line(file, against, found),
+            {"path": file, "ok": found.ok, **fields_of(found, {"free": "unvouched"})},
+            0 if found.ok else 1,
+        )
 
     return answer_each(files, console, answer)
 
@@ -85,9 +87,8 @@ def _note(console: Console, found: Verified) -> None:
         console.note(f"{problem.kind}: {printable(problem.name)}: {problem.message}")
     if len(found.problems) > len(shown):
         console.note(f"and {len(found.problems) - len(shown)} more: -v shows them")
-    if found.non_finite:
-        names = tuple(f"{name} ({count})" for name, count in found.non_finite.items())
-        console.note(f"NaN or infinite values: {console.names(names)}")
+    names = [f"{name} ({count})" for name, count in found.non_finite.items()]
+    console.note_names("NaN or infinite values", names)
     if found.hint:
         console.note(f"hint: {printable(found.hint)}", pasted=True)
 
@@ -99,17 +100,3 @@ def _line(file: str, against: str | None, found: Verified) -> str:
     free = ", ".join(f"{show_bytes(count)} of {what}" for what, count in found.free.items())
     checked = f"{show_bytes(found.checked_bytes)} checked" + (f"; no checksum covers {free}" if free else "")
     return f"{printable(file)}: {verdict} ({checked})"
-
-
-def _fields(file: str, found: Verified) -> dict[str, object]:
-    return {
-        "path": file,
-        "ok": found.ok,
-        "checked_bytes": found.checked_bytes,
-        "problems": [asdict(problem) for problem in found.problems],
-        "non_finite": found.non_finite,
-        "unsummed": found.unsummed,
-        "unvouched": dict(found.free),
-        "compared": found.compared,
-        "hint": found.hint,
-    }

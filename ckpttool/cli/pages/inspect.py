@@ -7,10 +7,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...analysis.module_tree import shape_in_words, tensors_in_words
-from ...analysis.optimizers import in_words
+from ...analysis.other_contents import in_words
 from ...checkpoint.checkpoint import SHARDING
-from ..columns import columns, cut, cut_middle, left, right, table, wrapped
-from ..console import counted, printable, show_bytes, show_names
+from ..console import (
+    columns,
+    counted,
+    cut,
+    cut_middle,
+    left,
+    printable,
+    right,
+    show_bytes,
+    show_names,
+    table,
+    wrapped,
+)
 from .inspect_others import MAX_OTHERS, others
 
 if TYPE_CHECKING:
@@ -20,27 +31,17 @@ if TYPE_CHECKING:
     from ...checkpoint.ranks import Ranks
     from ...transforms.wrappers import FoundPrefix
 
-MAX_LINES = 200
-"""Lines of modules that are shown without `-v`."""
+MAX_LINES = 200  # Lines of modules that are shown without `-v`
 
 STATS = ("tensor", "dtype", "shape", "min", "max", "mean", "std", "not finite")
 
-INDENT = 14
-"""Columns before a fact: two spaces, and the widest label."""
+INDENT = 14  # Columns before a fact: two spaces, and the widest label
 
 
 def page(
     summary: Summary, depth: int | None, width: int | None, lines: int, *, everything: bool
 ) -> Iterator[str]:
-    """Yield the lines of the page.
-
-    Args:
-        summary: what is in the file.
-        depth: levels of modules to show; None shows as many as fit on `lines` lines.
-        width: columns of the terminal; None cuts and folds nothing.
-        lines: lines for modules.
-        everything: show every name instead of the first few.
-    """
+    """Yield the lines of the page."""
     yield f"{printable(summary.path)}: {summary.format}, {show_bytes(summary.nbytes)}"
     for label, fact in _facts(summary, everything):
         yield from _folded(f"  {label:{INDENT - 2}}{fact}".rstrip(), width)
@@ -227,13 +228,7 @@ def _inside(branch: Branch, usual: str, *, closed: bool) -> tuple[str, str]:
 def tensor_lines(
     rows: Iterable[TensorRow], width: int | None, stats: Mapping[str, Stats | None] | None = None
 ) -> Iterator[str]:
-    """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics.
-
-    Args:
-        rows: the tensors.
-        width: columns of the terminal; None separates the cells by tabs, for grep, cut and awk.
-        stats: statistics by name, if they were measured.
-    """
+    """Yield one line per tensor: name, dtype, shape, bytes, the name it shares memory with, statistics."""
     cells = [
         (
             *(printable(row.name), row.type, row.sizes, str(row.nbytes)),
@@ -248,13 +243,7 @@ def tensor_lines(
 def stats_table(
     rows: Iterable[TensorRow], stats: Mapping[str, Stats | None], width: int | None
 ) -> Iterator[str]:
-    """Yield a table of statistics with one line per tensor.
-
-    Args:
-        rows: the tensors.
-        stats: statistics by name; a tensor without any gets dashes.
-        width: columns of the terminal, for which deviations and then means are left out; None keeps all.
-    """
+    """Yield a table of statistics with one line per tensor."""
     cells: list[Sequence[str]] = [STATS]
     for row in rows:
         shape = row.sizes if row.shape is None else shape_in_words(row.shape)
