@@ -112,7 +112,7 @@ def compare(
                 sides = _Sides(a.path, (mine.anchor, theirs.anchor), bare)
                 work.trees(a.tree if mine.path else {}, b.tree if theirs.path else {}, sides)
             else:
-                aside = _beside(a, mine), _beside(b, theirs)
+                aside = _outside_of(a, mine), _outside_of(b, theirs)
     used = (work.storages(0), work.storages(1)) if verify else ((), ())
     with Checksums(a, used[0]) as sums_of_a, Checksums(b, used[1]) as sums_of_b:
         found = work.result(progress, aside, gained)
@@ -158,13 +158,13 @@ def _plain_values(state: State) -> dict[object, object]:
     return {name: value for name, value in state.others.items() if name not in state.likes}
 
 
-def _beside(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
+def _outside_of(checkpoint: Checkpoint, state: State) -> tuple[str, ...]:
     return (*(str(name) for name in _plain_values(state)), *checkpoint.outside(state))
 
 
 def _compares_all(checkpoint: Checkpoint, state: State) -> bool:
     """Return whether a file's format could hold what the file lacks."""
-    return checkpoint.format in HOLD_ALL or bool(_beside(checkpoint, state))
+    return checkpoint.format in HOLD_ALL or bool(_outside_of(checkpoint, state))
 
 
 class _Sides(NamedTuple):

@@ -1,4 +1,6 @@
-"""The values of two files' tensors, read in step: first as bytes, as numbers only where the bytes differ.
+"""The values of two files' tensors, read in step: how far apart they are, and their norms.
+
+They are compared as bytes first, as numbers only where the bytes differ.
 
 Tensors that are plain bytes in both files are compared in pieces, on several cores; memory holds a few
 pieces.
@@ -26,12 +28,15 @@ if TYPE_CHECKING:
 # Bytes read of each file at a time; both pieces stay in the processor's cache while they are compared
 READ = 1 << 17
 
-ELEMENTS = 1 << 16  # Elements compared at a time when values must be computed
+ELEMENTS = 1 << 16  # Elements computed at a time: as float64 they stay in the processor's cache
 
 # Bytes of a tensor compared by one thread; values that must be computed are all compared by one
 PIECE = 16 << 20
 
 WORKERS = 4
+
+
+BATCH = 4 << 20  # Bytes of small tensors measured as one job
 
 
 class Pair(NamedTuple):
@@ -46,6 +51,8 @@ def distances(
     pairs: Iterable[Pair], tolerance: Tolerance | None = None, progress: Progress | None = None
 ) -> Iterator[tuple[Pair, Distance]]:
     """Yield the pairs that differ, with their distance, in the order given."""
+    # Without a tolerance elements are the same if their bits are: -0.0 differs from 0.0, and two NaNs may
+    # differ, at a distance of nothing.
     so_far = Distance(0)
     for piece, found in map_pieces(_compare, _pieces(pairs, tolerance), cores(WORKERS)):
         so_far += found
@@ -93,6 +100,7 @@ def _compare(piece: _Piece) -> tuple[_Piece, Distance]:
     mine, theirs = bytearray(size), bytearray(size)
     chunks = (data.chunks(memoryview(to)) for data, to in zip(piece.plain, (mine, theirs), strict=True))
     for a, b in zip(*chunks, strict=True):
+        # Bytearrays are compared by memcmp; memoryviews element by element, 20 times as slowly.
         same = mine == theirs if len(a) == size else bytes(a) == bytes(b)
         if not same:
             found += piece.measure(a, b, first)
@@ -137,13 +145,6 @@ def unravelled(where: int, shape: Sequence[int]) -> tuple[int, ...]:
         where, i = divmod(where, size)
         index.append(i)
     return tuple(reversed(index))
-
-
-ELEMENTS = 1 << 16  # Elements added up at a time: as float64 they stay in the processor's cache
-
-BATCH = 4 << 20  # Bytes of small tensors measured as one job
-
-WORKERS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ def _floats(dtype: DType, raw: bytes | bytearray) -> NDArray[Any]:
 def _sums(a: NDArray[Any], b: NDArray[Any]) -> Norms:
     import numpy as np
 
-    if a.ndim != b.ndim:  # a complex number beside a real one
+    if a.ndim != b.ndim:  # one is complex, the other real
         a, b = (each if each.ndim == 2 else np.stack([each, np.zeros_like(each)], axis=1) for each in (a, b))
     a, b = a.reshape(-1), b.reshape(-1)
     d = a - b

@@ -91,7 +91,7 @@ def measurer(one: DType, other: DType, tolerance: Tolerance | None) -> Measure:
             places = np.arange(count)
         if not len(places):
             return Distance(0)
-        if not as_numbers:
+        if not as_numbers:  # quantised types are compared only by their bits
             return Distance(len(places), where=first + int(places[0]))
         with np.errstate(all="ignore"):
             found = _Numbers(one, other, x, y)
@@ -220,6 +220,7 @@ def _steps(dtype: DType, x: NDArray[Any], y: NDArray[Any]) -> Any:
     """Return the number of steps between numbers of a type; for complex ones, the larger of the parts'."""
     import numpy as np
 
+    # In IEEE 754 types and their kin, the bits of floats of one sign are in the order of the numbers.
     part = real_dtype(dtype)
     top = 8 * part.itemsize - 1
 

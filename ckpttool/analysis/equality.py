@@ -26,7 +26,7 @@ Bare = Callable[[str], str]  # A rule that takes off a name the prefixes of its 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The tolerance |a - b| <= atol + rtol * |b|, as in `torch.allclose`."""
+    """The tolerance |a - b| <= atol + rtol * |b|, as in `torch.allclose`, with NaN the same as NaN."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -64,6 +64,7 @@ def _without(outer: str, rule: Bare) -> Bare:
 
 
 def _first_one_to_one(names: list[str], *rules: Bare) -> Bare:
+    # A rule that would give two names the same result is not used.
     fitting = (rule for rule in rules if len({rule(name) for name in names} - {""}) == len(names))
     return next(fitting, unchanged)
 
@@ -128,6 +129,7 @@ def both_by_name(
     """Return the entries of two containers by name."""
     if not (isinstance(x, set | frozenset) and isinstance(y, set | frozenset)):
         return _by_name(x, bare[0]), _by_name(y, bare[1])
+    # Equal elements of two sets get one name; the others go by order.
     names = {element: str(index) for index, element in enumerate(x)}
     spare = chain((name for element, name in names.items() if element not in y), map(str, count(len(x))))
     theirs = {names[element] if element in names else next(spare): element for element in y}
@@ -135,9 +137,9 @@ def both_by_name(
 
 
 def _by_name(container: object, bare: Bare) -> dict[str, object]:
-    """Return a container's entries by name; of two names that are alike (0 and '0'), the later is marked."""
+    """Return a container's entries by name; where two names coincide (0 and '0'), the later is marked."""
     found: dict[str, object] = {}
-    repeats: Counter[str] = Counter()  # of names that are taken, so that many alike take no longer
+    repeats: Counter[str] = Counter()  # of taken names, so that many equal ones take no longer
     for name, value in contents(container) or ():
         if name is None:
             if isinstance(container, Record):  # an object's attributes

@@ -27,7 +27,7 @@ NUMBERED = re.compile(rf"(.*?)(0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A module, a row of identical modules, or a tensor beside modules."""
+    """A module, a row of identical modules, or a tensor next to modules."""
 
     name: str  # its path below the branch above; `layers.0-11` is a row of twelve
     copies: int  # the number of identical modules in the row
@@ -60,7 +60,7 @@ class Branch:
 
 
 class _Form(NamedTuple):
-    """The common form of alike tensors, and what one of them counts for. One object for each form."""
+    """What tensors of one form share, and what each counts for; one object per form."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -114,7 +114,7 @@ def _branch(name: str, entries: list[_Entry], start: int, copies: int, times: in
         _branch(_label(row), modules[row[0]], start + len(row[0]) + 1, len(row), times, levels - 1)
         for row in _rows(modules, start)
     ]
-    if inside and own:  # tensors beside modules get their own lines, above them
+    if inside and own:  # tensors next to modules get their own lines, above them
         inside[:0] = [_leaf(entry, start, times) for entry in own]
         own = []
     if len(inside) == 1 and copies == 1:  # the module around it needs no line
@@ -143,7 +143,7 @@ def _leaf(entry: _Entry, start: int, times: int) -> Branch:
 
 
 def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]]:
-    """Yield rows of modules: each follows the last, is numbered on from it, and is alike."""
+    """Yield rows of modules: each follows the last, continues its numbering, and is identical."""
     names: Iterable[str] = modules
     if all(map(str.isdecimal, modules)):  # safetensors has 10 before 2
         names = sorted(sorted(modules), key=len)
@@ -167,7 +167,7 @@ def _rows(modules: Mapping[str, list[_Entry]], start: int) -> Iterator[list[str]
 
 
 def _kind(entries: list[_Entry], start: int) -> _Kind:
-    """Return what makes two modules alike: types, shapes and names of tensors, in their order."""
+    """Return what makes two modules identical: types, shapes and names of tensors, in their order."""
     if len(entries) == 1:
         ((name, _, form),) = entries
         return form, name[start:]

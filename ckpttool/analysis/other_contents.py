@@ -1,4 +1,4 @@
-"""Everything in a checkpoint that is not a tensor, in rows of name, type and value."""
+"""What a checkpoint holds besides its model: optimizers and schedulers in short, and every other value."""
 
 from __future__ import annotations
 
@@ -25,6 +25,52 @@ SCALARS = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 NUMBERS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?", "i4": "i", "i8": "q", "u4": "I", "u8": "Q"}
 
 
+# Names in a parameter's state, names in a group, and the optimizer that has them; the first match counts.
+# Sources: torch/optim/*.py; the code of the papers for Lion and LAMB.
+OPTIMIZERS: tuple[tuple[set[str], set[str], str], ...] = (
+    ({"mu_product"}, set(), "NAdam"),
+    ({"exp_avg", "exp_inf"}, set(), "Adamax"),
+    ({"exp_avg", "exp_avg_sq"}, {"amsgrad"}, "Adam or AdamW"),
+    ({"exp_avg", "exp_avg_sq"}, {"decoupled_weight_decay"}, "RAdam"),
+    ({"exp_avg", "exp_avg_sq"}, set(), "of the Adam family"),
+    ({"square_avg", "acc_delta"}, set(), "Adadelta"),
+    ({"square_avg"}, set(), "RMSprop"),
+    ({"eta", "ax"}, set(), "ASGD"),
+    ({"prev", "step_size"}, set(), "Rprop"),
+    ({"row_var", "col_var"}, set(), "Adafactor"),
+    ({"exp_avg_sq_row", "exp_avg_sq_col"}, set(), "Adafactor"),
+    ({"old_dirs", "old_stps"}, set(), "LBFGS"),
+    ({"sum"}, set(), "Adagrad"),
+    ({"momentum_buffer"}, {"ns_steps"}, "Muon"),
+    ({"momentum_buffer"}, set(), "SGD with momentum"),
+    ({"exp_avg"}, set(), "Lion"),
+    (set(), {"momentum", "dampening", "nesterov"}, "SGD"),
+    (set(), {"betas", "amsgrad"}, "Adam or AdamW"),
+    (set(), {"betas"}, "of the Adam family"),
+)
+
+# Names in a scheduler's state besides its counters, and the scheduler that has them; the first match counts.
+# Source: torch/optim/lr_scheduler.py.
+SCHEDULERS: tuple[tuple[set[str], str], ...] = (
+    ({"_schedulers", "_milestones"}, "SequentialLR"),
+    ({"_schedulers"}, "ChainedScheduler"),
+    ({"T_0", "T_mult"}, "CosineAnnealingWarmRestarts"),
+    ({"T_max"}, "CosineAnnealingLR"),
+    ({"num_bad_epochs"}, "ReduceLROnPlateau"),
+    ({"total_steps"}, "OneCycleLR"),
+    ({"step_ratio"}, "CyclicLR"),
+    ({"total_iters", "start_factor"}, "LinearLR"),
+    ({"total_iters", "factor"}, "ConstantLR"),
+    ({"total_iters", "power"}, "PolynomialLR"),
+    ({"milestones"}, "MultiStepLR"),
+    ({"step_size"}, "StepLR"),
+    ({"lr_lambdas"}, "LambdaLR"),
+    ({"gamma"}, "ExponentialLR"),
+)
+
+PARAMETERS = ("params", "param_names")  # Entries of a group that name its parameters; the others are settings
+
+
 @dataclass(frozen=True, slots=True)
 class OtherRow:
     """A value that is not a tensor."""
@@ -36,8 +82,31 @@ class OtherRow:
     size: int | None = None  # the number of entries of a container
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerRow:
+    """An optimizer's state in short."""
+
+    name: str  # its dotted path
+    kind: str | None  # the optimizer it probably is; None when unknown
+    parameters: int  # the number of parameters that its groups list
+    with_state: int  # how many of them have a state
+    per_parameter: tuple[str, ...]  # the names of a parameter's entries, in their order
+    nbytes: int  # the size of all its tensors
+    settings: tuple[dict[str, object], ...]  # for each group, the plain entries other than its parameters
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerRow:
+    """A scheduler's state in short: what it probably is, its last epoch and learning rate."""
+
+    name: str
+    kind: str
+    last_epoch: object
+    last_lr: object
+
+
 def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow]:
-    """Yield everything beside the tensors, as deep as names go; long lists and objects stay closed."""
+    """Yield everything but the tensors, as deep as names go; long lists and objects stay closed."""
 
     def inside(value: object) -> Iterable[Entry] | None:
         if state is not None and value is state.anchor and isinstance(value, dict):
@@ -45,7 +114,7 @@ def other_rows(checkpoint: Checkpoint, state: State | None) -> Iterator[OtherRow
         if special_tensor(value) is not None:
             return None
         if is_module(value):
-            return own_attributes(value)
+            return own_attributes(value)  # not those of the modules inside it
         return entries(value) if isinstance(value, dict) or _attributes(value) is not None else None
 
     for path, value in checkpoint.named(inside):
@@ -111,75 +180,6 @@ def type_name(value: object) -> str:
     if isinstance(value, Global):
         return "dtype" if str(value).removeprefix("torch.") in DTYPES else "name"
     return container_name(value)
-
-
-# Names in a parameter's state, names in a group, and the optimizer that has them; the first match counts.
-# Sources: torch/optim/*.py; the code of the papers for Lion and LAMB.
-OPTIMIZERS: tuple[tuple[set[str], set[str], str], ...] = (
-    ({"mu_product"}, set(), "NAdam"),
-    ({"exp_avg", "exp_inf"}, set(), "Adamax"),
-    ({"exp_avg", "exp_avg_sq"}, {"amsgrad"}, "Adam or AdamW"),
-    ({"exp_avg", "exp_avg_sq"}, {"decoupled_weight_decay"}, "RAdam"),
-    ({"exp_avg", "exp_avg_sq"}, set(), "of the Adam family"),
-    ({"square_avg", "acc_delta"}, set(), "Adadelta"),
-    ({"square_avg"}, set(), "RMSprop"),
-    ({"eta", "ax"}, set(), "ASGD"),
-    ({"prev", "step_size"}, set(), "Rprop"),
-    ({"row_var", "col_var"}, set(), "Adafactor"),
-    ({"exp_avg_sq_row", "exp_avg_sq_col"}, set(), "Adafactor"),
-    ({"old_dirs", "old_stps"}, set(), "LBFGS"),
-    ({"sum"}, set(), "Adagrad"),
-    ({"momentum_buffer"}, {"ns_steps"}, "Muon"),
-    ({"momentum_buffer"}, set(), "SGD with momentum"),
-    ({"exp_avg"}, set(), "Lion"),
-    (set(), {"momentum", "dampening", "nesterov"}, "SGD"),
-    (set(), {"betas", "amsgrad"}, "Adam or AdamW"),
-    (set(), {"betas"}, "of the Adam family"),
-)
-
-# Names in a scheduler's state beside its counters, and the scheduler that has them; the first match counts.
-# Source: torch/optim/lr_scheduler.py.
-SCHEDULERS: tuple[tuple[set[str], str], ...] = (
-    ({"_schedulers", "_milestones"}, "SequentialLR"),
-    ({"_schedulers"}, "ChainedScheduler"),
-    ({"T_0", "T_mult"}, "CosineAnnealingWarmRestarts"),
-    ({"T_max"}, "CosineAnnealingLR"),
-    ({"num_bad_epochs"}, "ReduceLROnPlateau"),
-    ({"total_steps"}, "OneCycleLR"),
-    ({"step_ratio"}, "CyclicLR"),
-    ({"total_iters", "start_factor"}, "LinearLR"),
-    ({"total_iters", "factor"}, "ConstantLR"),
-    ({"total_iters", "power"}, "PolynomialLR"),
-    ({"milestones"}, "MultiStepLR"),
-    ({"step_size"}, "StepLR"),
-    ({"lr_lambdas"}, "LambdaLR"),
-    ({"gamma"}, "ExponentialLR"),
-)
-
-PARAMETERS = ("params", "param_names")  # Entries of a group that name its parameters; the others are settings
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerRow:
-    """An optimizer's state in short."""
-
-    name: str  # its dotted path
-    kind: str | None  # the optimizer it probably is; None when unknown
-    parameters: int  # the number of parameters that its groups list
-    with_state: int  # how many of them have a state
-    per_parameter: tuple[str, ...]  # the names of a parameter's entries, in their order
-    nbytes: int  # the size of all its tensors
-    settings: tuple[dict[str, object], ...]  # for each group, the plain entries other than its parameters
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerRow:
-    """A scheduler's state in short: what it probably is, its last epoch and learning rate."""
-
-    name: str
-    kind: str
-    last_epoch: object
-    last_lr: object
 
 
 def describe_optimizer(name: str, value: Mapping[object, object]) -> OptimizerRow:

@@ -76,7 +76,7 @@ class Kinds:
 
 @dataclass(frozen=True, slots=True)
 class OtherTensors:
-    """The tensors below one name beside the state and the optimizers."""
+    """The tensors below one name outside the state and the optimizers."""
 
     name: str  # dotted path of the container, or of a tensor that lies in none
     tensors: int  # how many
@@ -101,14 +101,14 @@ class Summary:
     prefixes: tuple[FoundPrefix, ...]  # wrappers' prefixes on the state's keys
     modules: Branch  # the state's modules as a tree
     ties: tuple[tuple[str, ...], ...]  # names in the state that are one tensor
-    # here, beside: the tensors of the state, and all the others
+    # here, outside: the tensors of the state, and all the others
     here: Kinds
-    beside: Kinds
+    outside: Kinds
     unused: int  # bytes of storages that no tensor uses
     # optimizers, schedulers: those found, in short
     optimizers: tuple[OptimizerRow, ...]
     schedulers: tuple[SchedulerRow, ...]
-    # the tensors of `beside` that are in no optimizer, by the name they lie below
+    # the tensors of `outside` that are in no optimizer, by the name they lie below
     other_tensors: tuple[OtherTensors, ...]
     other: tuple[OtherRow, ...]  # everything that is not a tensor
     # names in the file's pickle that are not understood here, those that could run something first; never
@@ -129,7 +129,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
     modules = outline(_in_order(found) if found and likes else tensors)
     here = _Looks([*tensors.values(), *(part for like in likes.values() for part in like.parts.values())])
     outside = list(_outside(checkpoint, found))
-    everything = here.beside(tensor for _, tensor in outside) if outside else here
+    everything = here.with_others(tensor for _, tensor in outside) if outside else here
     others = [(path, tensor) for path, tensor in outside if id(tensor.storage) not in here.storages]
     optimizers, schedulers = _training_rows(checkpoint.tree)
     names = checkpoint.names | names_in(checkpoint.tree)
@@ -147,7 +147,7 @@ def summarize(checkpoint: Checkpoint, state: str | None = None) -> Summary:
         modules=modules,
         ties=tuple(_ties(tensors)) if here.shared else (),
         here=_with_likes(tensors, likes, here.kinds()),
-        beside=_Looks(tensor for _, tensor in others).kinds(),
+        outside=_Looks(tensor for _, tensor in others).kinds(),
         unused=everything.unused(),
         optimizers=optimizers,
         schedulers=schedulers,
@@ -215,7 +215,7 @@ def _outside(checkpoint: Checkpoint, state: State | None) -> Iterator[tuple[Path
 def _other_tensors(
     tensors: Iterable[tuple[Path, TensorRef]], state: State | None, optimizers: list[str]
 ) -> Iterator[OtherTensors]:
-    """Yield the tensors beside the state, together for each path that leaves the state's."""
+    """Yield the tensors outside the state, together for each path that leaves the state's."""
     way = state.path if state else ()
     inside = tuple(f"{name}." for name in optimizers if name)
     groups: dict[str, list[TensorRef]] = {}
@@ -247,7 +247,7 @@ class _Looks:
         # one tensor of each form with the number of tensors that have it, of those with their own storage
         self.alone = [(of_form[form], count) for form, count in Counter(forms).items()]
 
-    def beside(self, others: Iterable[TensorRef]) -> _Looks:
+    def with_others(self, others: Iterable[TensorRef]) -> _Looks:
         """Return the bytes that these tensors and others use together."""
         return _Looks([*self.tensors, *others])
 
@@ -282,7 +282,7 @@ def _training_rows(tree: object) -> tuple[tuple[OptimizerRow, ...], tuple[Schedu
     """Return the optimizers and schedulers at the top of a file, or in dicts and lists at its top."""
     optimizers: list[OptimizerRow] = []
     schedulers: list[SchedulerRow] = []
-    inside = dict, list  # not `dict | list`, which would be made anew for every tensor
+    inside = dict, list  # not `dict | list`, which would be created for every tensor
     level: list[tuple[str, object]] = [("", tree)]
     for _ in range(3):
         below: list[tuple[str, object]] = []

@@ -34,7 +34,7 @@ from .zip_structure import zip_frame
 
 ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)  # The formats that are zips, or folders of zips
 
-# The records that torch.save writes beside storages.
+# The records that torch.save writes in addition to storages.
 OWN_RECORDS = {
     *("data.pkl", "version", "byteorder", ".format_version", ".storage_alignment"),
     *(".data/version", ".data/serialization_id"),
@@ -134,57 +134,40 @@ def verify(
     """
     with ExitStack() as stack:
         checkpoint = stack.enter_context(opened(file))
-        other = None if against is None else stack.enter_context(opened(against))
-        return _verify(checkpoint, other, state, finite, no_code, progress)
-
-
-def _verify(
-    checkpoint: Checkpoint,
-    against: Checkpoint | None,
-    state: str | None,
-    finite: bool,
-    no_code: bool,
-    progress: Progress | None,
-) -> Verified:
-    ranks = checkpoint.ranks
-    if ranks is not None:
-        require_all(checkpoint.path, ranks.missing, ranks.world_size, ranks.lacking)
-    read = _Read(checkpoint)
-    with Checksums(checkpoint, checkpoint.storages(), every=True) as checksums:
-        apart = tensors_that_differ(checkpoint, verify=False)
-        non_finite = dict(_non_finite(checkpoint, apart, progress))
-        damaged = checksums.damaged(progress)
-    zips = checkpoint.format in ZIPS or (ranks is not None and checkpoint.format != dcp.NAME)
-    for source in (each for each in (checkpoint.source, *checkpoint.shards) if each.size):
-        is_one = not source.path.endswith(dcp.ENDING)  # many zips in a row
-        is_zip = zips and is_one and source.read(0, 4) == SIGNATURE
-        read.check_rest(source, is_zip=is_zip, is_of_rank=is_zip and ranks is not None)
-    problems: list[Problem] = []
-    if no_code:
-        problems += read.strays if checkpoint.format != torchscript.NAME else ()  # it has its code in records
-        running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
-        problems += [Problem("code", name, "could run, when loaded without weights_only") for name in running]
-    problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
-    problems += [Problem("ranks", name, fault.reason) for name, fault in apart.items()]
-    problems += [Problem("checksum", name, MISMATCH) for name, _ in damaged]
-    problems += read.problems
-    if finite:
-        problems += [
-            Problem("non-finite", name, f"{count} of its values are NaN or infinite")
-            for name, count in non_finite.items()
-        ]
-    compared = hint = None
-    if against is not None:
-        compared, differences, hint = _compare(checkpoint, against, state, progress)
-        problems += differences
+        if (ranks := checkpoint.ranks) is not None:
+            require_all(checkpoint.path, ranks.missing, ranks.world_size, ranks.lacking)
+        with Checksums(checkpoint, checkpoint.storages(), every=True) as checksums:
+            differing = tensors_that_differ(checkpoint, verify=False)
+            non_finite = dict(_non_finite(checkpoint, differing, progress))
+            damaged = checksums.damaged(progress)
+        read = _Read(checkpoint)
+        problems = _code(checkpoint, read.strays) if no_code else []
+        problems += [Problem("torch", name, message) for name, message in checkpoint.remarks]
+        problems += [Problem("ranks", name, fault.reason) for name, fault in differing.items()]
+        problems += [Problem("checksum", name, MISMATCH) for name, _ in damaged]
+        problems += read.problems
+        if finite:
+            infinite = "of its values are NaN or infinite"
+            problems += [Problem("non-finite", n, f"{count} {infinite}") for n, count in non_finite.items()]
+        compared = hint = None
+        if against is not None:
+            other = stack.enter_context(opened(against))
+            compared, differences, hint = _compare(checkpoint, other, state, progress)
+            problems += differences
     return Verified(read.checked, read.unsummed, non_finite, tuple(problems), dict(read.free), compared, hint)
+
+
+def _code(checkpoint: Checkpoint, strays: list[Problem]) -> list[Problem]:
+    """Return what could run, and records that nothing refers to; TorchScript has its code in such."""
+    running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
+    problems = [Problem("code", name, "could run, when loaded without weights_only") for name in running]
+    return problems if checkpoint.format == torchscript.NAME else strays + problems
 
 
 class _Read:
     """The bytes of a checkpoint's files: those of storages, and the rest, with the problems found there."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Count the storages, each once."""
         self.problems: list[Problem] = []  # of records, and of what lies around them
         self.strays: list[Problem] = []  # records that nothing refers to
         self.checked = self.unsummed = 0  # bytes of storages and records
@@ -194,6 +177,12 @@ class _Read:
         self._pieces: set[tuple[int, int]] = set()  # the records that whole tensors are put together from
         for storage in {id(storage): storage for _, storage in checkpoint.storages()}.values():
             self._count(storage)
+        of_ranks = checkpoint.ranks is not None
+        zips = checkpoint.format in ZIPS or (of_ranks and checkpoint.format != dcp.NAME)
+        for source in (source for source in (checkpoint.source, *checkpoint.shards) if source.size):
+            is_one = not source.path.endswith(dcp.ENDING)  # many zips in a row
+            is_zip = zips and is_one and source.read(0, 4) == SIGNATURE
+            self._check_rest(source, is_zip=is_zip, is_of_rank=is_zip and of_ranks)
 
     def _count(self, storage: Storage) -> None:
         data = storage.data
@@ -208,7 +197,7 @@ class _Read:
             self._known.add((id(data.source), data.offset))
             self._within[id(data.source)] += data.nbytes
 
-    def check_rest(self, source: Source, *, is_zip: bool, is_of_rank: bool) -> None:
+    def _check_rest(self, source: Source, *, is_zip: bool, is_of_rank: bool) -> None:
         """Check everything else in a zip: the pickle, code, and storages that no tensor uses."""
         if not is_zip:
             self.free["contents"] += source.size - self._within[id(source)]
@@ -216,6 +205,7 @@ class _Read:
         frame = zip_frame(source)
         self.free.update(frame.free)
         self.problems += [Problem("frame", f"record {name}", message) for name, message in frame.faults]
+        # Only a rank's file may refer to storages of which the whole takes nothing.
         referred: set[int] | None = None if is_of_rank else set()
         for record in read_directory(source).values():
             if (id(source), record.data.offset) in self._known:

@@ -55,85 +55,8 @@ RENAMED = {"path": "output", "nbytes": "bytes", "taken": "taken_from_last"}
 
 COUNTED = {"averaged", "sharded"}  # fields of names, of which JSON has the number
 
-
-def columns(text: str) -> int:
-    """Return the number of columns that a line of printable text takes."""
-    if _is_narrow(text):
-        return len(text)
-    from wcwidth import width
-
-    return width(text)
-
-
-def _is_narrow(text: str) -> bool:
-    """Whether each character takes one column: then wcwidth, whose import takes 40 ms, is not needed."""
-    return text.isascii() or max(text.replace("…", ""), default="") < "\u0300"
-
-
-def _clip(text: str, start: int, end: int) -> str:
-    """Return the characters that lie whole between two columns."""
-    if _is_narrow(text):
-        return text[start:end]
-    from wcwidth import clip
-
-    return clip(text, start, end, fillchar="")
-
-
-def cut(text: str, width: int | None) -> str:
-    """Cut the end of `text` to `width` columns, with "…" in its place; None cuts nothing."""
-    if width is None or columns(text) <= width:
-        return text
-    return _clip(text, 0, max(width - 1, 1)) + "…"
-
-
-def cut_front(text: str, width: int) -> str:
-    """Cut the start of `text` to `width` columns: names that share their start differ at their end."""
-    wide = columns(text)
-    return text if wide <= width else "…" + _clip(text, wide - max(width - 1, 1), wide)
-
-
-def cut_middle(text: str, width: int) -> str:
-    """Cut the middle of `text` to `width` columns: both ends of a path tell where something is."""
-    wide = columns(text)
-    if wide <= width:
-        return text
-    end = max(width - 1, 0) // 2
-    return _clip(text, 0, width // 2) + "…" + _clip(text, wide - end, wide)
-
-
-def left(text: str, width: int) -> str:
-    """Pad `text` with spaces on its right to `width` columns."""
-    return text + " " * (width - columns(text))
-
-
-def right(text: str, width: int) -> str:
-    """Pad `text` with spaces on its left to `width` columns."""
-    return " " * (width - columns(text)) + text
-
-
-def wrapped(text: str, width: int) -> list[str]:
-    """Break `text` between words into lines of at most `width` columns; break longer words where they end."""
-    if _is_narrow(text):
-        from textwrap import wrap
-    else:
-        from wcwidth import wrap
-    return wrap(text, width, break_on_hyphens=False)
-
-
-def table(
-    rows: Sequence[Sequence[str]], to_the_left: Collection[int], width: int | None = None
-) -> Iterator[str]:
-    """Yield one line per row, each column as wide as its widest cell."""
-    widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
-    if width is not None and rows:
-        least = min(widths[0], 16)
-        rest = sum(widths[1:]) + 2 * (len(widths) - 1)
-        widths[:1] = [min(widths[0], max(width - rest, least))]
-    for first, *others in rows:
-        padded = [left(cut_front(first, widths[0]), widths[0])]
-        for i, cell in enumerate(others, 1):
-            padded.append((left if i in to_the_left else right)(cell, widths[i]))
-        yield cut("  ".join(padded).rstrip(), width)
+# Fields that JSON has only if there is something to say
+IF_ANY = {"shards", "text_keys", "keyed_by_text", "not_copied", "given_back", "not_removed"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +75,7 @@ class Console:
             click.echo(said, err=self.to_stderr)
 
     def note(self, text: str, *, pasted: bool = False) -> None:
-        """Print something worth knowing beside the result, on stderr."""
+        """Print something worth knowing about the result, on stderr."""
         if not (self.quiet or self.json):
             width = None if pasted else terminal_width(sys.stderr)
             lines = [text] if width is None else wrapped(text, width)
@@ -218,11 +141,6 @@ class Bar:
             self._shown.close()
 
 
-def terminal_width(stream: TextIO) -> int | None:
-    """Return the columns of the terminal that `stream` is; None if it is none."""
-    return shutil.get_terminal_size().columns if stream.isatty() else None
-
-
 def note_fields(console: Console, result: object) -> None:
     """Note the names in a result's fields that SAID has words for."""
     for name, said in SAID.get(type(result).__name__, {}).items():
@@ -239,6 +157,7 @@ def fields_of(
     return {
         renamed.get(name, name): len(value) if name in COUNTED else _plain(value)
         for name, value in data.items()
+        if value or name not in IF_ANY
     }
 
 
@@ -319,3 +238,88 @@ def stdout_kept_for_results() -> Iterator[None]:
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
+
+
+def terminal_width(stream: TextIO) -> int | None:
+    """Return the columns of the terminal that `stream` is; None if it is none."""
+    return shutil.get_terminal_size().columns if stream.isatty() else None
+
+
+def columns(text: str) -> int:
+    """Return the number of columns that a line of printable text takes."""
+    if _is_narrow(text):
+        return len(text)
+    from wcwidth import width
+
+    return width(text)
+
+
+def _is_narrow(text: str) -> bool:
+    """Whether each character takes one column: then wcwidth, whose import takes 40 ms, is not needed."""
+    return text.isascii() or max(text.replace("…", ""), default="") < "\u0300"
+
+
+def _clip(text: str, start: int, end: int) -> str:
+    """Return the characters that lie whole between two columns."""
+    if _is_narrow(text):
+        return text[start:end]
+    from wcwidth import clip
+
+    return clip(text, start, end, fillchar="")
+
+
+def cut(text: str, width: int | None) -> str:
+    """Cut the end of `text` to `width` columns, with "…" in its place; None cuts nothing."""
+    if width is None or columns(text) <= width:
+        return text
+    return _clip(text, 0, max(width - 1, 1)) + "…"
+
+
+def cut_front(text: str, width: int) -> str:
+    """Cut the start of `text` to `width` columns: names that share their start differ at their end."""
+    wide = columns(text)
+    return text if wide <= width else "…" + _clip(text, wide - max(width - 1, 1), wide)
+
+
+def cut_middle(text: str, width: int) -> str:
+    """Cut the middle of `text` to `width` columns: both ends of a path tell where something is."""
+    wide = columns(text)
+    if wide <= width:
+        return text
+    end = max(width - 1, 0) // 2
+    return _clip(text, 0, width // 2) + "…" + _clip(text, wide - end, wide)
+
+
+def left(text: str, width: int) -> str:
+    """Pad `text` with spaces on its right to `width` columns."""
+    return text + " " * (width - columns(text))
+
+
+def right(text: str, width: int) -> str:
+    """Pad `text` with spaces on its left to `width` columns."""
+    return " " * (width - columns(text)) + text
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Break `text` between words into lines of at most `width` columns; break longer words where they end."""
+    if _is_narrow(text):
+        from textwrap import wrap
+    else:
+        from wcwidth import wrap
+    return wrap(text, width, break_on_hyphens=False)
+
+
+def table(
+    rows: Sequence[Sequence[str]], to_the_left: Collection[int], width: int | None = None
+) -> Iterator[str]:
+    """Yield one line per row, each column as wide as its widest cell."""
+    widths = [max(map(columns, column)) for column in zip(*rows, strict=True)]
+    if width is not None and rows:
+        least = min(widths[0], 16)
+        rest = sum(widths[1:]) + 2 * (len(widths) - 1)
+        widths[:1] = [min(widths[0], max(width - rest, least))]
+    for first, *others in rows:
+        padded = [left(cut_front(first, widths[0]), widths[0])]
+        for i, cell in enumerate(others, 1):
+            padded.append((left if i in to_the_left else right)(cell, widths[i]))
+        yield cut("  ".join(padded).rstrip(), width)

@@ -58,7 +58,7 @@ SECTIONS: dict[str, dict[click.Command, str]] = {
     "Convert": {
         convert.command: "Write another format, or other element types",
         merge.command: "Write what many ranks wrote as one checkpoint",
-        split.command: "One checkpoint for the ranks of a training",
+        split.command: "Write one checkpoint as files for many ranks",
         slim.command: "Write only the model's state, without unused bytes",
         disarm.command: "Plain values for objects, as weights_only wants",
         convert_batchnorm.command: "BatchNorm to SyncBatchNorm and back; pool ranks",
@@ -206,7 +206,7 @@ def main() -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code, with every expected failure printed as one line."""
+    """Run one command and return its exit code; every expected failure is one line, a bug is raised."""
     call = Call()
     try:
         if not arguments:

@@ -1,4 +1,4 @@
-"""Saying which state of a file was chosen, and what of it is not read."""
+"""The common part of the commands that only read: which state was chosen, and an answer for each file."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def note_state(console: Console, checkpoint: Checkpoint, asked: str | None, *, n
         note_choice(console, taken.where, checkpoint.other_states(taken.path), file)
 
 
-def note_unread(console: Console, *checkpoints: Checkpoint) -> None:
-    """Note what a comparison of checkpoints can't see, such as values that differ between ranks."""
-    for each in checkpoints:
-        if each.unread:
-            console.note(f"not compared, of {printable(each.path)}: {console.names(each.unread)}")
-
-
 def note_choice(console: Console, where: str, others: Sequence[str], file: str = "") -> None:
     """Note that the state at `where` was chosen, if there are `others`; `file` comes first."""
     if others:
         taken = f"'{where}'" if where else "the file itself"
         flags = [f"--state {shlex.quote(other)}" for other in others]
         console.note(f"{printable(file)}state: {printable(taken)}; also available: {console.names(flags)}")
+
+
+def note_unread(console: Console, *checkpoints: Checkpoint) -> None:
+    """Note what a comparison of checkpoints can't see, such as values that differ between ranks."""
+    for each in checkpoints:
+        if each.unread:
+            console.note(f"not compared, of {printable(each.path)}: {console.names(each.unread)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def answer_each(
     files: tuple[str, ...], console: Console, answer: Callable[[str], Answer], *, between: str = ""
 ) -> int:
     """Print the answer for each file, and return the highest exit code."""
-    if len(files) == 1:
+    if len(files) == 1:  # its JSON is one object, and an error is raised
         found = answer(files[0])
         console.result(found.text, found.data, in_quiet=found.in_quiet)
         return found.code

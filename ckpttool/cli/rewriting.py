@@ -89,12 +89,12 @@ def rewrite(
     with opening() if opening else formats.open(given["input"]) as checkpoint:
         target = _target(checkpoint, given["output"], given["state"], choices)
         new, outcome = transform(checkpoint, target)
-        if new.opened != checkpoint.opened:
-            _name_attributes(checkpoint.state(choices["state"]), outcome)
         if target.is_whole and not (outcome.of_state or target.full):
             _refuse_state(target, choices["state"], given["input"])
         elif not target.full:
             note_state(console, checkpoint, choices["state"])
+        if new.opened != checkpoint.opened:
+            _name_attributes(checkpoint.state(choices["state"]), outcome)
         if outcome.where is not None:
             choices["state"] = outcome.where
         with console.bar("writing") as bar:
@@ -173,9 +173,10 @@ def _report(console: Console, outcome: Outcome, saved: Saved, seconds: float, *,
         "also_renamed": also,
         "left_out": [*outcome.left_out, *lost],
         "kept": outcome.kept,
-        "not_copied": [name for names in not_copied.values() for name in names],
         **outcome.fields,
     }
+    if others := [name for names in not_copied.values() for name in names]:
+        data["not_copied"] = others
     if not dry and outcome.casting is not None:
         data["overflows"] = overflows = outcome.casting.overflows
         if overflows:

@@ -1,4 +1,4 @@
-"""ckpttool diff"""
+"""The command `ckpttool diff`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import options
-from ..console import Console, counted, printable, terminal_width
+from ..console import Console, counted, fields_of, printable, terminal_width
 from ..reading import note_state, note_unread
 
 if TYPE_CHECKING:
@@ -43,16 +43,7 @@ class _Tolerance(click.FloatRange):
 @options.no_verify_option
 @options.reading
 def command(
-    a: str,
-    b: str,
-    rtol: float | None,
-    atol: float | None,
-    ignore_prefix: bool,
-    model_only: bool,
-    sort: str | None,
-    state: str | None,
-    no_verify: bool,
-    **given: Any,
+    a: str, b: str, sort: str | None, no_verify: bool, model_only: bool, state: str | None, **given: Any
 ) -> int:
     """Show what differs between two checkpoints in any formats, by name and by value. Exit 1 if they differ.
 
@@ -78,17 +69,9 @@ def command(
     with ExitStack() as stack:
         mine, theirs = (stack.enter_context(formats.open(path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
-            found = diff(
-                mine,
-                theirs,
-                rtol=rtol,
-                atol=atol,
-                state=state,
-                model_only=model_only,
-                ignore_prefix=ignore_prefix,
-                progress=progress,
-                verify=not no_verify,
-            )
+            choices: dict[str, Any] = {name: given[name] for name in ("rtol", "atol", "ignore_prefix")}
+            choices |= {"model_only": model_only, "state": state, "verify": not no_verify}
+            found = diff(mine, theirs, progress=progress, **choices)
         note_unread(console, mine, theirs)
         if model_only or found.aside_a or found.aside_b:  # else every state was compared
             for checkpoint in (mine, theirs):
@@ -130,8 +113,7 @@ def _data(found: Comparison, sort: str | None) -> dict[str, object]:
 def _fields(change: Change) -> dict[str, object]:
     data: dict[str, object] = {"name": change.name, "why": change.why, "a": change.a, "b": change.b}
     if (found := change.distance) is not None:
-        data |= {"differ": found.differ, "of": found.of, "nans": found.nans, "index": change.index}
-        data |= {"max_abs": found.max_abs, "max_rel": found.max_rel, "max_ulp": found.max_ulp}
+        data |= fields_of(found, without=("where", "a", "b")) | {"index": change.index}
     if (norms := change.norms) is not None:
         data |= {"norm_a": norms.a, "norm_b": norms.b, "norm_difference": norms.difference}
         data |= {"relative": norms.relative, "cosine": norms.cosine}

@@ -1,4 +1,4 @@
-"""ckpttool doctor"""
+"""The command `ckpttool doctor`."""
 
 from __future__ import annotations
 

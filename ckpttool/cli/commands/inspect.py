@@ -74,7 +74,7 @@ def command(
 
 
 def _lines() -> int:
-    """Return how many lines of modules fit on the terminal beside the facts."""
+    """Return how many lines of modules fit on the terminal with the facts."""
     return max(shutil.get_terminal_size().lines - 12, 12) if sys.stdout.isatty() else 40
 
 
@@ -97,7 +97,7 @@ def _fields(
     summary: Summary, rows: Iterable[TensorRow], stats: Mapping[str, Stats | None]
 ) -> dict[str, object]:
     here, renamed = summary.here, {"nbytes": "bytes", "unused": "unused_bytes", "running": "could_run"}
-    own = ("likes", "modules", "here", "beside", "other", *([] if summary.ranks else ["ranks"]))
+    own = ("likes", "modules", "here", "outside", "other", *([] if summary.ranks else ["ranks"]))
     data = fields_of(summary, renamed, without=own)
     return data | {
         "dtypes": here.dtypes,

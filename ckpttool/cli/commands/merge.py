@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 @click.option(
     "--companions",
     is_flag=True,
-    help="Also copy the small files beside the ranks': config.json, the tokenizer.",
+    help="Also copy the small files next to the ranks': config.json, the tokenizer.",
 )
 @options.writing_options
 def command(
@@ -60,7 +60,7 @@ def command(
       ckpttool merge rank0.pt rank1.pt model.safetensors
     """
     from ... import formats
-    from ...formats import companions as beside
+    from ...formats import companions as files_of_model
     from ...formats import folders
 
     console = options.console(given)
@@ -70,10 +70,10 @@ def command(
 
     def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
         new, outcome = _merged(checkpoint, dtype, target)
-        found, others = beside.beside(checkpoint, target.path)
+        found, others = files_of_model.beside(checkpoint, target.path)
         if companions:
             is_folder = target.format in folders.NAMES
-            places = beside.targets(found, target.path, is_folder=is_folder, force=given["force"])
+            places = files_of_model.targets(found, target.path, is_folder=is_folder, force=given["force"])
             copied.extend(zip(found, places, strict=True))
             kept.extend(map(os.path.basename, places))
             outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
@@ -93,7 +93,7 @@ def command(
         with opening() as checkpoint:
             raise _all_that_differ(console, checkpoint) from None
     if copied and not given["dry_run"]:
-        beside.copy([path for path, _ in copied], [place for _, place in copied])
+        files_of_model.copy([path for path, _ in copied], [place for _, place in copied])
         console.note_names("copied along", [place for _, place in copied])
 
 

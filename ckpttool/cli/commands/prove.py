@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     "--program",
     type=click.Path(),
     metavar="FILE",
-    help="The train/main.py to replay with.  [default: this package's]",
+    help="The train/main.py to replay with.  [default: that of this repository]",
 )
 @click.option(
     "--run-code", is_flag=True, help="Let the replay run files that the run names as model, data or task."
@@ -58,7 +59,7 @@ def command(
     dry_run: bool,
     **given: Any,
 ) -> int:
-    """Check the record of a training run, and train a part of it again, to the same bits.
+    """Check the record of a training run, and repeat a part of it, to the same bits.
 
     RUN is a folder of train/main.py --prove-every K. Its run.jsonl chains digests of the samples, the
     weights and the checkpoints. By default the steps from the last checkpoint before the end are
@@ -74,6 +75,7 @@ def command(
     from ...proving.replay import Replay
 
     console = options.console(given)
+    program = program or str(Path(__file__).parents[3] / "train" / "main.py")  # not in an installed wheel
     replay = None if no_replay else Replay(start, end, ranks, program, run_code, flags, dry_run)
     began = time.perf_counter()
     found = prove(run, replay=replay, announce=lambda text: console.note(f"replays: {text}", pasted=True))
@@ -102,7 +104,7 @@ def _line(console: Console, run: str, found: Proved, seconds: float) -> str:
     verdict = "proved" if found.replayed else "the chain holds" if found.ok else ""
     if not found.ok:
         verdict = (
-            f"parts at step {steps[0]}" if steps else counted(len(found.findings), "problem", "problems")
+            f"differs at step {steps[0]}" if steps else counted(len(found.findings), "problem", "problems")
         )
     head = f"; head {found.head}" if console.verbose else ""
     return f"{printable(run)}: {verdict} ({', '.join(checked)}, {seconds:.1f} s){head}"

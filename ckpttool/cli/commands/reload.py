@@ -1,4 +1,4 @@
-"""ckpttool reload"""
+"""The command `ckpttool reload`."""
 
 from __future__ import annotations
 

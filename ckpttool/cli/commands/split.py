@@ -41,7 +41,7 @@ FORMS = ("dtensor", "dcp")
     "--whole",
     multiple=True,
     metavar="GLOB",
-    help="Keys that each rank holds whole, beside integers and BatchNorm's statistics. Repeatable.",
+    help="Keys that each rank holds whole, besides integers and BatchNorm's statistics. Repeatable.",
 )
 @options.state_option
 @options.verify_option
@@ -51,7 +51,7 @@ FORMS = ("dtensor", "dcp")
 def command(
     ranks: int, form: str, device: str | None, axis: str | None, whole: tuple[str, ...], **given: Any
 ) -> None:
-    """Write a whole checkpoint as what the ranks of a training load: the inverse of merge.
+    """Write a whole checkpoint as files that the ranks of a training run load: the inverse of merge.
 
     As dtensor, rank R of W gets OUTPUT/model_world_size_W_rank_R.pt, cut as fully_shard(model) cuts it, and
     the optimizer in optim_world_size_W_rank_R.pt; all else goes whole into extra_state_…. torch.load reads

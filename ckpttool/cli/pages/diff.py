@@ -1,4 +1,4 @@
-"""The page of `ckpttool diff`, as lines."""
+"""The page of `ckpttool diff`: a row per tensor while they are few, else per module."""
 
 from __future__ import annotations
 
@@ -17,73 +17,18 @@ if TYPE_CHECKING:
 MANY_STEPS = 9999  # How many ulps are shown at most
 
 
-def brief(change: Change) -> str:
-    """Return what differs in a few words: `3 -> 4`, or both types and shapes."""
-    found = change.distance
-    if found is None:
-        return printable(f"{change.a} -> {change.b}")
-    if found.a is not None and change.a.endswith("[]"):
-        return _from_to(found.a, found.b)
-    return f"{change.a}: {_how_many(found)}"
-
-
-def detailed(change: Change) -> str:
-    """Return all that is known of a difference, on one line."""
-    found = change.distance
-    if found is None:
-        return printable(f"{change.a} -> {change.b}")
-    types = change.a if change.a == change.b else f"{change.a} -> {change.b}"
-    text = f"{types}: {_how_many(found)}"
-    if found.max_abs:
-        steps = found.max_ulp is not None and found.max_ulp <= MANY_STEPS
-        text += f", by up to {number(found.max_abs)}{f' ({found.max_ulp} ulp)' if steps else ''}"
-    text += f", at {list(change.index)}" if change.index else ""
-    text += "" if found.a is None else f": {_from_to(found.a, found.b)}"
-    if change.norms and change.norms.relative is not None:
-        text += f"; relative {number(change.norms.relative)}"
-        text += "" if change.norms.cosine is None else f", cosine {change.norms.cosine:.6f}"
-    return text
-
-
-def share(count: int, of: int) -> str:
-    """Return a count as a share, which is never rounded to all or nothing."""
-    if count == of:
-        return "all"
-    percent = 100 * count / of
-    return "<0.1%" if percent < 0.1 else f"{min(percent, 99.9):.3g}%"
-
-
-def number(value: float | int) -> str:
-    """Return an integer as it is, and another number in three digits."""
-    return str(value) if isinstance(value, int) else f"{value:.3g}"
-
-
-def _how_many(found: Distance) -> str:
-    text = f"{found.differ} of {found.of} {'differs' if found.differ == 1 else 'differ'}"
-    if found.nans:
-        text += f", {found.nans} by NaN on one side"
-    if found.max_abs == 0:
-        text += " only in bits (NaN, or the sign of zero)"
-    return text
-
-
-def _from_to(a: complex, b: complex | None) -> str:
-    """Return both numbers in as many digits as distinguish them."""
-    for digits in (6, 9, 17):
-        rounded = [f"{value:.{digits}g}" for value in (a, b)]
-        if rounded[0] != rounded[1]:
-            break
-    return " -> ".join(
-        str(value) if isinstance(value, int) else text for value, text in zip((a, b), rounded, strict=True)
-    )
-
-
 ROWS = 40  # How many rows are shown without -v
 
 FEW = 8  # With fewer modules than these, the most different ones of the level below tell more
 
 # A mark (`~` in both files, `-` only in A, `+` only in B), a name, and what differs
 Item = tuple[str, str, "Change | None"]
+
+HEADER = ("differ", "relative", "cosine", "largest")
+
+COLOURS = {"~": "yellow", "-": "red", "+": "green"}
+
+NARROW = 16  # Columns that a name gets at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +41,54 @@ class Row:
     # share of elements that differ, relative difference, cosine, largest difference; or nothing
     cells: tuple[str, ...] = ()
     relative: float = math.inf  # what `relative` returns, of the tensors together
+
+
+def page(found: Comparison, *, sort: str | None, width: int | None) -> Iterator[str]:
+    """Yield a header and at most ROWS rows: the most different ones, if there are more."""
+    rows = rows_of(items_of(found))
+    largest = sorted(range(len(rows)), key=lambda i: -rows[i].relative)[:ROWS]
+    yield from _table(_sorted([rows[i] for i in sorted(largest)], sort), width)
+    if len(rows) > ROWS:
+        yield f"  and {len(rows) - ROWS} more that differ less: -v shows every tensor"
+    elif any(row.name.endswith(".*") for row in rows):
+        yield "  -v shows every tensor"
+
+
+def details(found: Comparison, *, sort: str | None) -> Iterator[str]:
+    """Yield a line for every difference, with all that is known of it; `sort` as for `page`."""
+    rows = [
+        Row(mark, name, detailed(change) if change else "", relative=relative(change))
+        for mark, name, change in items_of(found)
+    ]
+    for row in _sorted(rows, sort):
+        yield f"{_mark(row)} {printable(row.name)}" + (f"  {row.text}" if row.text else "")
+
+
+def _sorted(rows: list[Row], sort: str | None) -> list[Row]:
+    if sort == "name":
+        return sorted(rows, key=lambda row: row.name)
+    return sorted(rows, key=lambda row: -row.relative) if sort == "size" else rows
+
+
+def _table(rows: list[Row], width: int | None) -> Iterator[str]:
+    """Yield the header, if a row has numbers, and the rows, whose names give way to a narrow terminal."""
+    cells = [HEADER, *(row.cells for row in rows if row.cells)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    names = [printable(row.name) for row in rows]
+    if width is not None:
+        words = max((columns(row.text) for row in rows), default=0)
+        others = sum(widths) + 2 * len(widths) if len(cells) > 1 else min(words + 2, width // 2)
+        names = [cut_middle(name, max(width - 2 - others, NARROW)) for name in names]
+    widest = max(map(columns, names), default=0)
+    if len(cells) > 1:
+        yield "  " + "  ".join([" " * widest, *map(right, HEADER, widths)])
+    for row, name in zip(rows, names, strict=True):
+        line = "  ".join([left(name, widest), *map(right, row.cells, widths), row.text]).rstrip()
+        yield f"{_mark(row)} {cut(line, None if width is None else width - 2)}"
+
+
+def _mark(row: Row) -> str:
+    return coloured(row.mark, COLOURS[row.mark])
 
 
 def items_of(found: Comparison) -> list[Item]:
@@ -112,6 +105,8 @@ def rows_of(items: list[Item]) -> list[Row]:
     """Return a row for each item while they are at most ROWS, else for each module."""
     if len(items) <= ROWS:
         return [_row(item) for item in items]
+    # Modules are told apart by as many parts of their names as make at most ROWS rows; or by one more part,
+    # if that would make fewer than FEW.
     deepest = max(name.count(".") for _, name, _ in items)
     finer, chosen = [[item] for item in items], deepest
     for depth in range(deepest, 0, -1):
@@ -197,59 +192,67 @@ def relative(change: Change | None) -> float:
     if change is None or change.norms is None or change.norms.relative is None:
         return math.inf
     found = change.distance
+    # Norms leave out elements that are NaN or infinite.
     is_whole = found is None or not (found.nans or math.isinf(found.max_abs or 0))
     return change.norms.relative if is_whole else math.inf
 
 
-HEADER = ("differ", "relative", "cosine", "largest")
-COLOURS = {"~": "yellow", "-": "red", "+": "green"}
-
-NARROW = 16  # Columns that a name gets at least
-
-
-def page(found: Comparison, *, sort: str | None, width: int | None) -> Iterator[str]:
-    """Yield a header and at most ROWS rows: the most different ones, if there are more."""
-    rows = rows_of(items_of(found))
-    largest = sorted(range(len(rows)), key=lambda i: -rows[i].relative)[:ROWS]
-    yield from _table(_sorted([rows[i] for i in sorted(largest)], sort), width)
-    if len(rows) > ROWS:
-        yield f"  and {len(rows) - ROWS} more that differ less: -v shows every tensor"
-    elif any(row.name.endswith(".*") for row in rows):
-        yield "  -v shows every tensor"
+def brief(change: Change) -> str:
+    """Return what differs in a few words: `3 -> 4`, or both types and shapes."""
+    found = change.distance
+    if found is None:
+        return printable(f"{change.a} -> {change.b}")
+    if found.a is not None and change.a.endswith("[]"):
+        return _from_to(found.a, found.b)
+    return f"{change.a}: {_how_many(found)}"
 
 
-def details(found: Comparison, *, sort: str | None) -> Iterator[str]:
-    """Yield a line for every difference, with all that is known of it; `sort` as for `page`."""
-    rows = [
-        Row(mark, name, detailed(change) if change else "", relative=relative(change))
-        for mark, name, change in items_of(found)
-    ]
-    for row in _sorted(rows, sort):
-        yield f"{_mark(row)} {printable(row.name)}" + (f"  {row.text}" if row.text else "")
+def detailed(change: Change) -> str:
+    """Return all that is known of a difference, on one line."""
+    found = change.distance
+    if found is None:
+        return printable(f"{change.a} -> {change.b}")
+    types = change.a if change.a == change.b else f"{change.a} -> {change.b}"
+    text = f"{types}: {_how_many(found)}"
+    if found.max_abs:
+        steps = found.max_ulp is not None and found.max_ulp <= MANY_STEPS
+        text += f", by up to {number(found.max_abs)}{f' ({found.max_ulp} ulp)' if steps else ''}"
+    text += f", at {list(change.index)}" if change.index else ""
+    text += "" if found.a is None else f": {_from_to(found.a, found.b)}"
+    if change.norms and change.norms.relative is not None:
+        text += f"; relative {number(change.norms.relative)}"
+        text += "" if change.norms.cosine is None else f", cosine {change.norms.cosine:.6f}"
+    return text
 
 
-def _sorted(rows: list[Row], sort: str | None) -> list[Row]:
-    if sort == "name":
-        return sorted(rows, key=lambda row: row.name)
-    return sorted(rows, key=lambda row: -row.relative) if sort == "size" else rows
+def share(count: int, of: int) -> str:
+    """Return a count as a share, which is never rounded to all or nothing."""
+    if count == of:
+        return "all"
+    percent = 100 * count / of
+    return "<0.1%" if percent < 0.1 else f"{min(percent, 99.9):.3g}%"
 
 
-def _table(rows: list[Row], width: int | None) -> Iterator[str]:
-    """Yield the header, if a row has numbers, and the rows, whose names give way to a narrow terminal."""
-    cells = [HEADER, *(row.cells for row in rows if row.cells)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    names = [printable(row.name) for row in rows]
-    if width is not None:
-        words = max((columns(row.text) for row in rows), default=0)
-        beside = sum(widths) + 2 * len(widths) if len(cells) > 1 else min(words + 2, width // 2)
-        names = [cut_middle(name, max(width - 2 - beside, NARROW)) for name in names]
-    widest = max(map(columns, names), default=0)
-    if len(cells) > 1:
-        yield "  " + "  ".join([" " * widest, *map(right, HEADER, widths)])
-    for row, name in zip(rows, names, strict=True):
-        line = "  ".join([left(name, widest), *map(right, row.cells, widths), row.text]).rstrip()
-        yield f"{_mark(row)} {cut(line, None if width is None else width - 2)}"
+def number(value: float | int) -> str:
+    """Return an integer as it is, and another number in three digits."""
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
-def _mark(row: Row) -> str:
-    return coloured(row.mark, COLOURS[row.mark])
+def _how_many(found: Distance) -> str:
+    text = f"{found.differ} of {found.of} {'differs' if found.differ == 1 else 'differ'}"
+    if found.nans:
+        text += f", {found.nans} by NaN on one side"
+    if found.max_abs == 0:
+        text += " only in bits (NaN, or the sign of zero)"
+    return text
+
+
+def _from_to(a: complex, b: complex | None) -> str:
+    """Return both numbers in as many digits as distinguish them."""
+    for digits in (6, 9, 17):
+        rounded = [f"{value:.{digits}g}" for value in (a, b)]
+        if rounded[0] != rounded[1]:
+            break
+    return " -> ".join(
+        str(value) if isinstance(value, int) else text for value, text in zip((a, b), rounded, strict=True)
+    )

@@ -62,15 +62,38 @@ def page(
 
 
 def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
+    """Yield label and text of each fact; a fact without a label goes on from the one before."""
     most = 1_000_000 if everything else 6
     if summary.ranks is not None:
         yield from _run(summary.ranks, most)
+    yield from _state(summary, most)
+    yield from (("prefix", _prefix(prefix)) for prefix in summary.prefixes)
+    yield from _first("tied", [_tie(names, most) for names in summary.ties], most)
+    yield from _training(summary)
+    yield from _bytes(summary)
+    yield from (
+        ("metadata", f"{printable(key)}: {printable(value)[:200]}") for key, value in summary.metadata.items()
+    )
+    if summary.running:  # all of them: what is left out here may be what matters
+        yield "could run", f"{', '.join(map(printable, summary.running))} (kept inert, never imported)"
+    if harmless := summary.unknown[len(summary.running) :]:
+        yield "unknown", f"{show_names(harmless, most)} (kept inert, never imported)"
+    remarks = [f"{printable(remark.name)}: {printable(remark.message)}" for remark in summary.remarks]
+    yield from _first("beware", remarks, most)
+
+
+def _first(label: str, facts: Sequence[str], most: int) -> Iterator[tuple[str, str]]:
+    yield from ((label, fact) for fact in facts[:most])
+    if len(facts) > most:
+        yield "", f"and {len(facts) - most} more"
+
+
+def _state(summary: Summary, most: int) -> Iterator[tuple[str, str]]:
+    """Yield where the model's state is and what it holds, or why there is none; and other states."""
     if summary.ranks is not None and summary.ranks.missing:
         yield "state", "none: tensors are not whole without the missing ranks"
-    elif summary.state is None:
-        none = "several, name one" if summary.other_states else "none: it holds no dict of tensors"
-        yield "state", "none: it holds one rank's pieces of tensors" if SHARDING in summary.metadata else none
-    else:
+        return
+    if summary.state is not None:
         where = f"'{printable(summary.state)}'" if summary.state else "the file itself"
         whole = f", a whole pickled model ({printable(summary.model)})" if summary.model else ""
         tensors = counted(summary.keys, "tensor", "tensors")
@@ -81,28 +104,12 @@ def _facts(summary: Summary, everything: bool) -> Iterator[tuple[str, str]]:
             yield "pieces", f"{len(pieces)} tensors of which this file has a piece: {show_names(pieces, 2)}"
         if set(summary.here.devices) - {"cpu"}:
             yield "saved on", show_names([f"{n} ({c})" for n, c in summary.here.devices.items()], most)
-    usable = summary.ranks is None or not summary.ranks.missing
-    for name in summary.other_states if usable else ():
+    elif SHARDING in summary.metadata:
+        yield "state", "none: it holds one rank's pieces of tensors"
+    else:
+        yield "state", "several, name one" if summary.other_states else "none: it holds no dict of tensors"
+    for name in summary.other_states:
         yield "also", f"--state {printable(shlex.quote(name))}"
-    for found in summary.prefixes:
-        yield "prefix", _prefix(found)
-    for names in summary.ties[:most]:
-        yield "tied", _tie(names, most)
-    if len(summary.ties) > most:
-        yield "", f"and {len(summary.ties) - most} more"
-    yield from _training(summary)
-    yield from _bytes(summary)
-    for key, value in summary.metadata.items():
-        yield "metadata", f"{printable(key)}: {printable(value)[:200]}"
-    if summary.running:  # all of them: what is left out here may be what matters
-        yield "could run", f"{', '.join(map(printable, summary.running))} (kept inert, never imported)"
-    harmless = summary.unknown[len(summary.running) :]
-    if harmless:
-        yield "unknown", f"{show_names(harmless, most)} (kept inert, never imported)"
-    for remark in summary.remarks[:most]:
-        yield "beware", f"{printable(remark.name)}: {printable(remark.message)}"
-    if len(summary.remarks) > most:
-        yield "", f"and {len(summary.remarks) - most} more"
 
 
 def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
@@ -114,7 +121,7 @@ def _run(ranks: Ranks, most: int) -> Iterator[tuple[str, str]]:
         held = [f"{rank}: {show_bytes(nbytes)}" for rank, nbytes in ranks.held.items()]
         yield "ranks hold", show_names(held, max(most, 8))
     if ranks.replicated:
-        yield "held alike", f"by several ranks: {show_names(ranks.replicated, most)}"
+        yield "replicated", f"on several ranks: {show_names(ranks.replicated, most)}"
     if ranks.missing:
         yield (
             "missing",
@@ -134,9 +141,9 @@ def _tie(names: Sequence[str], most: int) -> str:
     return shown + (f" and {len(names) - most} more names" if len(names) > most else "")
 
 
-def _prefix(found: FoundPrefix) -> str:
-    perhaps = "" if found.certain else f"; perhaps: {found.reason}"
-    return printable(f"'{found.prefix}' on {found.keys} of {found.of} keys ({found.wrapper}{perhaps})")
+def _prefix(prefix: FoundPrefix) -> str:
+    perhaps = "" if prefix.certain else f"; perhaps: {prefix.reason}"
+    return printable(f"'{prefix.prefix}' on {prefix.keys} of {prefix.of} keys ({prefix.wrapper}{perhaps})")
 
 
 def _training(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -160,8 +167,8 @@ def _training(summary: Summary) -> Iterator[tuple[str, str]]:
 def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield what the bytes of the file are used for, if not for the state alone."""
     optimizers = sum(row.nbytes for row in summary.optimizers)
-    others = summary.beside.nbytes - optimizers
-    rest = summary.nbytes - summary.here.nbytes - summary.beside.nbytes - summary.unused
+    others = summary.outside.nbytes - optimizers
+    rest = summary.nbytes - summary.here.nbytes - summary.outside.nbytes - summary.unused
     parts = [
         ("state", summary.here.nbytes),
         ("optimizers" if len(summary.optimizers) > 1 else "optimizer", optimizers),
@@ -169,7 +176,7 @@ def _bytes(summary: Summary) -> Iterator[tuple[str, str]]:
         ("unused", summary.unused),
         ("all else", rest),
     ]
-    if summary.unused > max(0, others, optimizers) or summary.beside.nbytes:
+    if summary.unused > max(0, others, optimizers) or summary.outside.nbytes:
         share = max(summary.nbytes, 1)
         yield "bytes", ", ".join(f"{n} {show_bytes(c)} ({c / share:.0%})" for n, c in parts if c > 0)
     if summary.unused:
@@ -212,7 +219,7 @@ def _module(level: int, branch: Branch, where: str) -> str:
     name = printable(branch.name)
     if not level:
         name = f"{where}.{name}" if where and name else where or name or "the file itself"
-    copies = f" ({branch.copies} alike)" if branch.copies > 1 else ""
+    copies = f" ({branch.copies} identical)" if branch.copies > 1 else ""
     return "  " * level + name + copies
 
 

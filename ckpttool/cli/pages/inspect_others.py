@@ -1,4 +1,4 @@
-"""The part of the page of `inspect` that shows what is neither a tensor nor the state of a training."""
+"""The part of the page of `inspect` that shows what is neither a tensor nor part of a training state."""
 
 from __future__ import annotations
 
