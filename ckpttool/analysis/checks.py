@@ -43,10 +43,10 @@ def digest(
             or if `verify` and a checksum is wrong.
     """
     with opened(file) as checkpoint:
-        found = checkpoint.state(state)
-        used = [(name, tensor.storage) for name, tensor in found.tensors.items()] if verify else []
+        chosen = checkpoint.state(state)
+        used = [(name, tensor.storage) for name, tensor in chosen.tensors.items()] if verify else []
         with Checksums(checkpoint, used) as checksums:
-            value = state_digest(checkpoint, found, progress)
+            value = state_digest(checkpoint, chosen, progress)
             checksums.finish()
         return value
 

@@ -243,12 +243,12 @@ def _compare(
     states = both_states(a, b, where)
     whole = where is None and (states is None or all(map(_holds_more, (a, b), states)))
     with Checksums(b, b.storages()) as checksums:  # those of `a` are among the problems already
-        found = compare(a, b, state=where, model_only=not whole, verify=False, progress=progress)
+        comparison = compare(a, b, state=where, model_only=not whole, verify=False, progress=progress)
         checksums.finish()
     problems = [
-        *(Problem("only-here", name, "is not in the other file") for name in found.only_a),
-        *(Problem("only-there", name, "is only in the other file") for name in found.only_b),
-        *map(_problem, found.changed),
+        *(Problem("only-here", name, "is not in the other file") for name in comparison.only_a),
+        *(Problem("only-there", name, "is only in the other file") for name in comparison.only_b),
+        *map(_problem, comparison.changed),
     ]
     hint = None
     if problems and states:
@@ -281,13 +281,13 @@ def _non_finite(
             require_bounded(name, once, MAX_REPEATED)
             views.append((once, repeats))
         names.setdefault(tensor.view, []).append(name)
-    found = [0] * len(views)
+    non_finite_counts = [0] * len(views)
     count = partial(_count_non_finite, Buffers())
     for piece, odd in map_pieces(count, _pieces(tensor for tensor, _ in views), cores(WORKERS)):
-        found[piece.number] += odd
+        non_finite_counts[piece.number] += odd
         if progress:
             progress(piece.nbytes)
-    counts = [odd * repeats for odd, (_, repeats) in zip(found, views, strict=True)]
+    counts = [odd * repeats for odd, (_, repeats) in zip(non_finite_counts, views, strict=True)]
     named = {name: odd for odd, those in zip(counts, names.values(), strict=True) for name in those}
     for name, _ in checkpoint.tensors():
         if named.get(name):

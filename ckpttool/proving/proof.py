@@ -173,13 +173,13 @@ def _checkpoints(folder: str, links: list[Link]) -> tuple[dict[str, int], list[F
     """Return the steps of the sound checkpoints by name, faults of the others, and notes on users' files."""
     whole, wrong, foreign = dict[str, int](), list[Finding](), list[str]()
     for name in sorted(filter(CHECKPOINT.fullmatch, os.listdir(folder))):
-        found = _check_checkpoint(folder, name, links)
-        if isinstance(found, Finding):
-            wrong.append(found)
-        elif isinstance(found, str):
-            foreign.append(found)
+        outcome = _check_checkpoint(folder, name, links)
+        if isinstance(outcome, Finding):
+            wrong.append(outcome)
+        elif isinstance(outcome, str):
+            foreign.append(outcome)
         else:
-            whole[name] = found
+            whole[name] = outcome
     return whole, wrong, foreign
 
 

@@ -215,10 +215,10 @@ def differing(command: list[str], record: RunRecord, start: int) -> Part | None:
 
 def _environment(program: str, begin: Entry) -> dict[str, str]:
     """Return this process's environment without what a launcher has set, and with the run's threads."""
-    kept = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
+    variables = {name: value for name, value in os.environ.items() if not LAUNCHER.match(name)}
     root = str(Path(program).resolve().parents[1])
-    path = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH")]))
-    return {**kept, "OMP_NUM_THREADS": str(begin["versions"]["threads"]), "PYTHONPATH": path}
+    path = os.pathsep.join(filter(None, [root, variables.get("PYTHONPATH")]))
+    return {**variables, "OMP_NUM_THREADS": str(begin["versions"]["threads"]), "PYTHONPATH": path}
 
 
 def _said(stderr: str) -> str:

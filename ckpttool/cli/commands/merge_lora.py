@@ -38,8 +38,8 @@ def command(adapter: str, **given: Any) -> None:
     with opened.checkpoint:
 
         def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
-            new, found = merge_lora(checkpoint, opened, state=target.state)
-            done = f"added {counted(len(found.updated), 'update', 'updates')} of {adapter}"
-            return new, Outcome(done, result=found)
+            new, merged = merge_lora(checkpoint, opened, state=target.state)
+            done = f"added {counted(len(merged.updated), 'update', 'updates')} of {adapter}"
+            return new, Outcome(done, result=merged)
 
         rewrite(given, transform)

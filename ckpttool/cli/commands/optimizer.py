@@ -59,19 +59,19 @@ def command(to: str, model: str | None, order: Literal["state", "model"] | None,
 
     def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
         change = to_names if to == "names" else to_indices
-        new, found = change(checkpoint, parameters=parameters, state=target.state, order=order)
-        what = counted(len(found.optimizers), "optimizer", "optimizers")
-        done = f"keyed {what} of {counted(found.parameters, 'parameter', 'parameters')} by {to}"
-        if found.moved:
-            done += f", {found.moved} moved"
-        outcome = Outcome(done, result=found)
-        if found.ordered:
+        new, rekeyed = change(checkpoint, parameters=parameters, state=target.state, order=order)
+        what = counted(len(rekeyed.optimizers), "optimizer", "optimizers")
+        done = f"keyed {what} of {counted(rekeyed.parameters, 'parameter', 'parameters')} by {to}"
+        if rekeyed.moved:
+            done += f", {rekeyed.moved} moved"
+        outcome = Outcome(done, result=rekeyed)
+        if rekeyed.ordered:
             either = "the model or the file's state, whichever fits"
             whose = {"model": "the model", "state": "the file's state", None: either}[order]
             outcome.notes.append(f"it names no parameters: they were taken in the order of {whose}")
-        if found.absent:
-            count = counted(len(found.absent), "parameter", "parameters")
-            outcome.notes.append(f"{count} of the model are in no optimizer: {console.names(found.absent)}")
+        if rekeyed.absent:
+            count = counted(len(rekeyed.absent), "parameter", "parameters")
+            outcome.notes.append(f"{count} of the model are in no optimizer: {console.names(rekeyed.absent)}")
         return new, outcome
 
     rewrite(given, transform, full=True, state=None)

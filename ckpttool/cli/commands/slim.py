@@ -43,9 +43,9 @@ def command(model: str | None, **given: Any) -> None:
             count = counted(len(named.checkpoint.state("").tensors), "tensor", "tensors")
             done = f"named {count} by {model}"
             return slim(named.checkpoint), Outcome(done, left_out=named.left_out, where="")
-        found = checkpoint.state(target.state)
+        state = checkpoint.state(target.state)
         new = slim(checkpoint, state=target.state)
         done = f"slimmed {show_bytes(checkpoint.nbytes)}"
-        return new, Outcome(done, left_out=checkpoint.outside(found), where="")
+        return new, Outcome(done, left_out=checkpoint.outside(state), where="")
 
     rewrite(given, transform)

@@ -96,13 +96,13 @@ def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
     from ...transforms.wrappers import found_prefixes
 
     state = checkpoint.found_state() if where is None else checkpoint.state(where)
-    found = found_prefixes(state.tensors, state.versions)[:1] if state is not None else []
+    prefixes = found_prefixes(state.tensors, state.versions)[:1] if state is not None else []
     path = shlex.quote(checkpoint.path)
     return [
-        f"{each.keys} of {each.of} keys begin with '{each.prefix}', and those of a model under fully_shard "
-        f"do not: ckpttool strip-prefix {path} OUT --prefix {each.prefix}, then split OUT"
-        for each in found
-        if each.certain
+        f"{prefix.keys} of {prefix.of} keys begin with '{prefix.prefix}', and those of a model under "
+        f"fully_shard do not: ckpttool strip-prefix {path} OUT --prefix {prefix.prefix}, then split OUT"
+        for prefix in prefixes
+        if prefix.certain
     ]
 
 
@@ -119,16 +119,18 @@ def _as_dtensors(
         wrappers = _wrappers(checkpoint, given["state"])
         if console.draws:
             settings |= {"progress": bar.add, "expect": bar.expect}
-        found = split(checkpoint, given["output"], ranks, device=device, axis=axis, whole=whole, **settings)
+        written = split(checkpoint, given["output"], ranks, device=device, axis=axis, whole=whole, **settings)
     for note in wrappers:
         console.note(note)
-    note_fields(console, found)
+    note_fields(console, written)
     console.note(
         f"for ranks on {device}, in a model under fully_shard(model); import torch.distributed.tensor"
     )
-    done = f"split {counted(len(found.sharded), 'tensor', 'tensors')} over {counted(ranks, 'rank', 'ranks')}"
-    size = f"{counted(len(found.files), 'file', 'files')}, {show_bytes(found.nbytes)}"
-    keys = len(found.sharded) + len(found.whole)
-    data = {**fields_of(found), "format": "dtensor-ranks", "keys": keys, "renamed": 0}
+    done = (
+        f"split {counted(len(written.sharded), 'tensor', 'tensors')} over {counted(ranks, 'rank', 'ranks')}"
+    )
+    size = f"{counted(len(written.files), 'file', 'files')}, {show_bytes(written.nbytes)}"
+    keys = len(written.sharded) + len(written.whole)
+    data = {**fields_of(written), "format": "dtensor-ranks", "keys": keys, "renamed": 0}
     seconds = time.perf_counter() - started
-    report_written(console, done, found.path, size, seconds, data, dry=given["dry_run"])
+    report_written(console, done, written.path, size, seconds, data, dry=given["dry_run"])

@@ -43,9 +43,9 @@ class Row:
     relative: float = math.inf  # what `relative` returns, of the tensors together
 
 
-def page(found: Comparison, *, sort: str | None, width: int | None) -> Iterator[str]:
+def page(comparison: Comparison, *, sort: str | None, width: int | None) -> Iterator[str]:
     """Yield a header and at most ROWS rows: the most different ones, if there are more."""
-    rows = rows_of(items_of(found))
+    rows = rows_of(items_of(comparison))
     largest = sorted(range(len(rows)), key=lambda i: -rows[i].relative)[:ROWS]
     yield from _table(_sorted([rows[i] for i in sorted(largest)], sort), width)
     if len(rows) > ROWS:
@@ -54,11 +54,11 @@ def page(found: Comparison, *, sort: str | None, width: int | None) -> Iterator[
         yield "  -v shows every tensor"
 
 
-def details(found: Comparison, *, sort: str | None) -> Iterator[str]:
+def details(comparison: Comparison, *, sort: str | None) -> Iterator[str]:
     """Yield a line for every difference, with all that is known of it; `sort` as for `page`."""
     rows = [
         Row(mark, name, detailed(change) if change else "", relative=relative(change))
-        for mark, name, change in items_of(found)
+        for mark, name, change in items_of(comparison)
     ]
     for row in _sorted(rows, sort):
         yield f"{_mark(row)} {printable(row.name)}" + (f"  {row.text}" if row.text else "")
@@ -91,13 +91,13 @@ def _mark(row: Row) -> str:
     return coloured(row.mark, COLOURS[row.mark])
 
 
-def items_of(found: Comparison) -> list[Item]:
+def items_of(comparison: Comparison) -> list[Item]:
     """Return everything that differs, in the order of the files."""
-    changed: list[Item] = [("~", change.name, change) for change in found.changed]
+    changed: list[Item] = [("~", change.name, change) for change in comparison.changed]
     return [
         *changed,
-        *(("-", name, None) for name in found.only_a),
-        *(("+", name, None) for name in found.only_b),
+        *(("-", name, None) for name in comparison.only_a),
+        *(("+", name, None) for name in comparison.only_b),
     ]
 
 
@@ -138,8 +138,8 @@ def _row(item: Item) -> Row:
     mark, name, change = item
     if change is None:
         return Row(mark, name)
-    found = change.distance
-    if found is None or change.norms is None or change.a.endswith("[]"):
+    distance = change.distance
+    if distance is None or change.norms is None or change.a.endswith("[]"):
         return Row(mark, name, brief(change), relative=relative(change))
     return _measured(mark, name, [change])
 
@@ -168,14 +168,18 @@ def _measured(mark: str, name: str, changes: list[Change]) -> Row:
     floats = [change for change in changes if not change.a.startswith(("int", "uint", "bool"))] or changes
     total = _joined(change.norms for change in floats)
     apart = [change.distance for change in changes if change.distance is not None]
-    largest = [found.max_abs for change in floats if (found := change.distance) and found.max_abs is not None]
+    largest = [
+        distance.max_abs
+        for change in floats
+        if (distance := change.distance) and distance.max_abs is not None
+    ]
     cells = (
-        share(sum(found.differ for found in apart), sum(found.of for found in apart)),
+        share(sum(distance.differ for distance in apart), sum(distance.of for distance in apart)),
         "" if total.relative is None else number(total.relative),
         "" if total.cosine is None else f"{total.cosine:.6f}",
         number(max(largest)) if largest else "",
     )
-    nans = sum(found.nans for found in apart)
+    nans = sum(distance.nans for distance in apart)
     text = f"{nans} NaN on one side" if nans else "only in bits" if not any(largest) else ""
     unmeasured = total.relative is None or any(math.isinf(relative(change)) for change in changes)
     return Row(mark, name, text, cells, math.inf if unmeasured else total.relative or 0.0)
@@ -191,34 +195,34 @@ def relative(change: Change | None) -> float:
     """Return the norm of A - B as a part of B's, by which rows are ordered."""
     if change is None or change.norms is None or change.norms.relative is None:
         return math.inf
-    found = change.distance
+    distance = change.distance
     # Norms leave out elements that are NaN or infinite.
-    is_whole = found is None or not (found.nans or math.isinf(found.max_abs or 0))
+    is_whole = distance is None or not (distance.nans or math.isinf(distance.max_abs or 0))
     return change.norms.relative if is_whole else math.inf
 
 
 def brief(change: Change) -> str:
     """Return what differs in a few words: `3 -> 4`, or both types and shapes."""
-    found = change.distance
-    if found is None:
+    distance = change.distance
+    if distance is None:
         return printable(f"{change.a} -> {change.b}")
-    if found.a is not None and change.a.endswith("[]"):
-        return _from_to(found.a, found.b)
-    return f"{change.a}: {_how_many(found)}"
+    if distance.a is not None and change.a.endswith("[]"):
+        return _from_to(distance.a, distance.b)
+    return f"{change.a}: {_how_many(distance)}"
 
 
 def detailed(change: Change) -> str:
     """Return all that is known of a difference, on one line."""
-    found = change.distance
-    if found is None:
+    distance = change.distance
+    if distance is None:
         return printable(f"{change.a} -> {change.b}")
     types = change.a if change.a == change.b else f"{change.a} -> {change.b}"
-    text = f"{types}: {_how_many(found)}"
-    if found.max_abs:
-        steps = found.max_ulp is not None and found.max_ulp <= MANY_STEPS
-        text += f", by up to {number(found.max_abs)}{f' ({found.max_ulp} ulp)' if steps else ''}"
+    text = f"{types}: {_how_many(distance)}"
+    if distance.max_abs:
+        steps = distance.max_ulp is not None and distance.max_ulp <= MANY_STEPS
+        text += f", by up to {number(distance.max_abs)}{f' ({distance.max_ulp} ulp)' if steps else ''}"
     text += f", at {list(change.index)}" if change.index else ""
-    text += "" if found.a is None else f": {_from_to(found.a, found.b)}"
+    text += "" if distance.a is None else f": {_from_to(distance.a, distance.b)}"
     if change.norms and change.norms.relative is not None:
         text += f"; relative {number(change.norms.relative)}"
         text += "" if change.norms.cosine is None else f", cosine {change.norms.cosine:.6f}"
@@ -238,11 +242,11 @@ def number(value: float | int) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
-def _how_many(found: Distance) -> str:
-    text = f"{found.differ} of {found.of} {'differs' if found.differ == 1 else 'differ'}"
-    if found.nans:
-        text += f", {found.nans} by NaN on one side"
-    if found.max_abs == 0:
+def _how_many(distance: Distance) -> str:
+    text = f"{distance.differ} of {distance.of} {'differs' if distance.differ == 1 else 'differ'}"
+    if distance.nans:
+        text += f", {distance.nans} by NaN on one side"
+    if distance.max_abs == 0:
         text += " only in bits (NaN, or the sign of zero)"
     return text
 

@@ -258,7 +258,7 @@ def stats_table(
         cells.append((*first, *_figures(stats.get(row.name))))
     if len(cells) == 1:
         return
-    finite = not any(found and found.non_finite for found in stats.values())
+    finite = not any(stat and stat.non_finite for stat in stats.values())
     shown = [i for i, name in enumerate(STATS) if name != "not finite" or not finite]
     widths = [max(map(columns, column)) for column in zip(*cells, strict=True)]
     for name in ("std", "mean"):
@@ -267,11 +267,11 @@ def stats_table(
     yield from table([[line[i] for i in shown] for line in cells], (0, 1), width)
 
 
-def _figures(found: Stats | None) -> list[str]:
-    if found is None:
+def _figures(stat: Stats | None) -> list[str]:
+    if stat is None:
         return ["-"] * 5
-    numbers = found.minimum, found.maximum, found.mean, found.deviation
-    return [*map(_number, numbers), str(found.non_finite)]
+    numbers = stat.minimum, stat.maximum, stat.mean, stat.deviation
+    return [*map(_number, numbers), str(stat.non_finite)]
 
 
 def _number(value: float | int | None) -> str:
