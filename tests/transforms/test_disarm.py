@@ -385,6 +385,8 @@ def test_every_property_of_torch_s_tensors_is_known() -> None:
 def test_special_tensors_are_kept_or_refused_by_name(kind: str, tmp_path: Path) -> None:
     path = save_kind(kind, tmp_path / "in.pt")
     try:
+        if kind.startswith("nested"):  # taken by torch 2.14, refused by 2.15
+            raise Refused(str(path), "not taken by every torch")
         torch.load(path, weights_only=True)
     except Exception:
         with pytest.raises(Refused, match=r"'x' \(.*weights_only=True"):
