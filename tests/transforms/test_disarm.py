@@ -394,7 +394,7 @@ def test_special_tensors_are_kept_or_refused_by_name(kind: str, tmp_path: Path) 
     path = save_kind(kind, tmp_path / "in.pt")
     if kind.startswith("nested") or not loads_weights_only(
         path
-    ):  # nested ones torch 2.14 takes, 2.15 doesn't
+    ):  # torch 2.14 takes nested ones
         with pytest.raises(Refused, match=r"'x' \(.*weights_only=True"):
             disarmed(path)
     else:
