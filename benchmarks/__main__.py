@@ -26,9 +26,9 @@ from . import (
 from .case import Benchmark, Case, Results
 from .disk_space import choose_folder, in_memory, shortage
 from .markdown import put_between_marks
-from .options import SUMMARY, TABLES, parse
+from .options import TABLES, parse
 from .process import CommandFailed
-from .report import as_markdown, as_summary, as_text
+from .report import as_markdown, as_text
 from .sizes import show_size
 from .turns import Say, in_turns
 
@@ -73,7 +73,6 @@ def _run(options: argparse.Namespace) -> None:
     about = _about(folder, options.ready_memory)
     _say_80(f"{about}; {machine.load()}", remark)
     measured: list[tuple[Case, Results]] = []
-    largest: dict[str, tuple[Case, Results]] = {}
     for benchmark, size in [(b, size) for b in chosen for size in (sorted(options.size) if b.sized else [0])]:
         lack = shortage(benchmark.need(size), folder)
         if lack:
@@ -82,15 +81,12 @@ def _run(options: argparse.Namespace) -> None:
         case, results = _measure(benchmark, size, folder, options)
         print(f"\n{as_text(case, results)}", flush=True)
         measured.append((case, results))
-        largest[benchmark.name] = case, results
     if not measured:
         return
     tables = "\n\n".join([*(as_markdown(*one) for one in measured), f"Measured {about}."])
-    summary = f"{as_summary(list(largest.values()))}\n\nMeasured {about}."
-    print(f"\nThe same in Markdown:\n\n{tables}\n\nIn brief:\n\n{summary}")
+    print(f"\nThe same in Markdown:\n\n{tables}")
     if options.markdown:
         put_between_marks(options.markdown / TABLES, tables)
-        put_between_marks(options.markdown / SUMMARY, summary)
 
 
 def _about(folder: Path, ready_memory: bool) -> str:

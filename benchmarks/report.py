@@ -1,4 +1,4 @@
-"""The results as tables: for a terminal of 80 columns, in Markdown, and as one summary of all cases."""
+"""The results: tables for a terminal of 80 columns; in Markdown a table, and a line for each target."""
 
 from __future__ import annotations
 
@@ -19,20 +19,13 @@ def as_text(case: Case, results: Results) -> str:
 
 
 def as_markdown(case: Case, results: Results) -> str:
-    tables = ["\n".join(_piped(rows)) for rows in _tables(case, results)]
-    return "\n\n".join([f"**{_title(case, results)}**", *tables])
-
-
-def as_summary(measured: Sequence[tuple[Case, Results]]) -> str:
-    """Return one Markdown table with the first targets of each case, as `Case.summary` says how many."""
-    rows: list[Row] = [("job", "compared", "measured", "limit", "memory")]
-    for case, results in measured:
-        for target in case.targets[: case.summary]:
-            missed = "" if target.met(results) else ", MISSED"
-            memory = _memory(peak(results, target.way))
-            value = target.show(target.measure(results))
-            rows.append((case.title, target.text, value, f"{_limit(target)}{missed}", memory))
-    return "\n".join(_piped(rows, left=2))
+    ways = "\n".join(_piped([_header(case), *_rows(case, results)]))
+    targets = "\n".join(
+        f"- {text}: {measured} ({limit}, {verdict})"
+        for text, limit, measured, verdict in _verdicts(case, results)
+        if verdict
+    )
+    return "\n\n".join(filter(None, (f"**{_title(case, results)}**", ways, targets)))
 
 
 def _tables(case: Case, results: Results) -> list[list[Row]]:
@@ -120,7 +113,7 @@ def _ruled(lines: list[str]) -> list[str]:
     return [lines[0].rstrip(), "-" * len(lines[0]), *lines[1:]]
 
 
-def _piped(rows: Sequence[Row], left: int = 1) -> list[str]:
-    """The lines of a Markdown table whose first `left` columns are left-aligned."""
-    alignment = ("---" if column < left else "---:" for column in range(len(rows[0])))
+def _piped(rows: Sequence[Row]) -> list[str]:
+    """The lines of a Markdown table whose first column is left-aligned."""
+    alignment = ("---:" if column else "---" for column in range(len(rows[0])))
     return ["| " + " | ".join(row) + " |" for row in [rows[0], alignment, *rows[1:]]]
