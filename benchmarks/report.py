@@ -1,4 +1,4 @@
-"""The results: tables for a terminal of 80 columns; in Markdown a table, and a line for each target."""
+"""The results as tables for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -16,16 +16,6 @@ Row = tuple[str, ...]
 def as_text(case: Case, results: Results) -> str:
     tables = ["\n".join(_ruled(_columns(rows))) for rows in _tables(case, results)]
     return "\n".join([_title(case, results), "\n\n".join(tables)])
-
-
-def as_markdown(case: Case, results: Results) -> str:
-    ways = "\n".join(_piped([_header(case), *_rows(case, results)]))
-    targets = "\n".join(
-        f"- {text}: {measured} ({limit}, {verdict})"
-        for text, limit, measured, verdict in _verdicts(case, results)
-        if verdict
-    )
-    return "\n\n".join(filter(None, (f"**{_title(case, results)}**", ways, targets)))
 
 
 def _tables(case: Case, results: Results) -> list[list[Row]]:
@@ -110,10 +100,4 @@ def _columns(rows: Sequence[Row]) -> list[str]:
 
 
 def _ruled(lines: list[str]) -> list[str]:
-    return [lines[0].rstrip(), "-" * len(lines[0]), *lines[1:]]
-
-
-def _piped(rows: Sequence[Row]) -> list[str]:
-    """The lines of a Markdown table whose first column is left-aligned."""
-    alignment = ("---:" if column else "---" for column in range(len(rows[0])))
-    return ["| " + " | ".join(row) + " |" for row in [rows[0], alignment, *rows[1:]]]
+    return [line.rstrip() for line in (lines[0], "-" * len(lines[0]), *lines[1:])]

@@ -62,17 +62,17 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, Pa
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", ROWS + TARGETS)
-def test_every_row_is_printed_as_text_and_as_markdown(bench, row):
-    lines, _, _ = bench
+def test_every_row_is_printed_and_on_the_page(bench, row):
+    lines, _, pages = bench
+    page = (pages / "docs" / "benchmarks.md").read_text().splitlines()
     assert any(line.startswith(row + "  ") for line in lines)
-    assert any(line.startswith((f"| {row} |", f"- {row}: ")) for line in lines)
+    assert any(line.startswith(row + "  ") for line in page)
 
 
 @pytest.mark.long
 def test_the_text_tables_fit_80_columns(bench):
     lines, _, _ = bench
-    text = lines[: lines.index("The same in Markdown:")]
-    assert [line for line in text if len(line) > 80] == []
+    assert [line for line in lines if len(line) > 80] == []
 
 
 @pytest.mark.long
@@ -92,7 +92,7 @@ def test_nothing_is_left_in_the_folder(bench):
 def test_all_tables_go_between_the_marks_of_the_page_about_speed(bench):
     _, _, pages = bench
     text = (pages / "docs" / "benchmarks.md").read_text()
-    assert text.startswith("before\n<!-- benchmarks -->\n**strip-prefix, 8 MB")
+    assert text.startswith("before\n<!-- benchmarks -->\n```text\nstrip-prefix, 8 MB")
     assert text.endswith("\n<!-- /benchmarks -->\nafter\n")
     assert "old" not in text
     assert f"Python {sys.version.split()[0]}" in text

@@ -1,6 +1,7 @@
 """docs/cli.md: what `--help` says, on one page. `make docs` writes it; a test fails when it is stale.
 
-Options that many commands have with the same help stand once, under "Shared options".
+Options that several commands have with the same help stand once, under "Shared options"; what all
+commands have is not named again.
 """
 
 from __future__ import annotations
@@ -84,9 +85,14 @@ def _options(command: click.Command) -> list[Option]:
 
 
 def shared_options() -> list[Option]:
-    """Return the options that more than four commands have with the same help, in the order of `--help`."""
+    """Return the options that several commands have with the same help; those of all commands come last."""
     every = [option for command in group.commands.values() for option in _options(command)]
-    return [option for option in dict.fromkeys(every) if every.count(option) > 4]
+    return sorted({option for option in every if every.count(option) > 1}, key=lambda o: (every.count(o), o))
+
+
+def universal() -> set[str]:
+    """Return the options that all commands have, as `--help` names them."""
+    return set.intersection(*({flags for flags, _ in _options(one)} for one in group.commands.values()))
 
 
 def _printed(options: list[Option]) -> str:
@@ -100,12 +106,14 @@ def _own_help(command: click.Command, shared: list[Option]) -> Iterator[str]:
     """Yield the help of a command, with only the names of the options that it shares."""
     options = _options(command)
     own = [option for option in options if option not in shared]
-    names = ", ".join(flags for flags, text in options if (flags, text) in shared)
+    others = [flags for flags, text in options if (flags, text) in shared and flags not in universal()]
+    names = ", ".join(flags.split()[0].rstrip(",") for flags in others)
     yield help_of(command).partition("\nOptions:\n")[0].rstrip()
-    yield from ("", "Options:", *([_printed(own)] if own else []))
-    yield from textwrap.wrap(
-        f"Shared: {names}", WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False
-    )
+    yield from ("", "Options:") if own or names else ()
+    if own:
+        yield _printed(own)
+    if names:
+        yield textwrap.fill(f"Shared: {names}", WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _context(command: click.Command) -> click.Context:
@@ -137,7 +145,9 @@ def test_the_page_is_written_between_its_marks_and_nowhere_else(tmp_path: Path) 
 
 @pytest.mark.parametrize("name", group.commands)
 def test_every_command_and_flag_is_documented(name: str) -> None:
-    part = PAGE.read_text(encoding="utf-8").partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    page = PAGE.read_text(encoding="utf-8")
+    part = page.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
+    part += page.partition("## Shared options\n")[2].partition("\n## ")[0]
     assert f"Usage: ckpttool {name}" in part, f"{name} is not in docs/cli.md: run `make docs`"
     for parameter in group.commands[name].params:
         for flag in (*parameter.opts, *parameter.secondary_opts):
