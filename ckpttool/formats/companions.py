@@ -14,29 +14,21 @@ from ..files.suggestions import CHECKPOINT_ENDINGS
 from . import folders
 from .shards import writing as sharding
 
+# The most bytes of a file that is copied along; tokenizers have up to 40 MB.
 MAX_BYTES = 100_000_000
-"""The most bytes of a file that is copied along; tokenizers have up to 40 MB."""
 
+# Files that serve a folder of DeepSpeed, and have nothing of their own.
 OF_DEEPSPEED = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
-"""Files that serve a folder of DeepSpeed, and have nothing of their own."""
 
+# Endings of the names of files that belong to a run, not to a model.
 NO_COMPANIONS = (*CHECKPOINT_ENDINGS, ".distcp", ".pkl", ".pickle", sharding.INDEX)
-"""Endings of the names of files that belong to a run, not to a model."""
 
+# A folder below that of the ranks, in which trainers keep a model's configuration and tokenizer.
 BELOW = "huggingface"
-"""A folder below that of the ranks, in which trainers keep a model's configuration and tokenizer."""
 
 
 def beside(checkpoint: Checkpoint, path: str) -> tuple[list[str], list[str]]:
-    """Return what lies in the folder of a checkpoint or in `huggingface/` there: companions, and the rest.
-
-    Args:
-        checkpoint: the model, read from a folder; one read from a file has none.
-        path: the output, which is not listed.
-
-    Returns:
-        The paths of the small files that belong to a model; and the names of everything else in the folder.
-    """
+    """Return what lies in the folder of a checkpoint or in `huggingface/` there: companions, and the rest."""
     folder = folders.folder_of(checkpoint)
     if folder is None:
         return [], []
@@ -56,18 +48,7 @@ def _is_companion(path: str) -> bool:
 
 
 def targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) -> list[str]:
-    """Return where companions are copied to: into an output that is a folder, else beside it.
-
-    Args:
-        paths: the companions.
-        output: the checkpoint's path.
-        is_folder: whether it is a folder.
-        force: whether existing files may be replaced.
-
-    Raises:
-        OutputExists: there is such a file with other contents, and `force` is not given.
-        UsageFault: two companions have one name.
-    """
+    """Return where companions are copied to: into an output that is a folder, else beside it."""
     folder = output if is_folder else os.path.dirname(output) or "."
     found = [os.path.join(folder, os.path.basename(path)) for path in paths]
     for number, target in enumerate(found):
@@ -88,12 +69,7 @@ def _is_same(one: str, other: str) -> bool:
 
 
 def copy(paths: Sequence[str], places: Sequence[str]) -> None:
-    """Copy each companion to its place, whole or not at all.
-
-    Raises:
-        UsageFault: a folder can't be written.
-        OSError: a file can't be read or written.
-    """
+    """Copy each companion to its place, whole or not at all."""
     for path, place in zip(paths, places, strict=True):
         with open(path, "rb") as source, replacing(place) as file:
             shutil.copyfileobj(source, file)

@@ -21,27 +21,20 @@ from .ranks.framework import Framework, is_known, opened
 
 FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
 
+# Formats that store what ranks share only once: no rank's can be taken.
 SHARED_ONCE = (hf_pieces.NAME, dcp.NAME)
-"""Formats that store what ranks share only once: no rank's can be taken."""
 
+# Keys under which frameworks put a model: a checkpoint has one of them.
 OF_MODEL = {"model", "module", "state_dict"}
-"""Keys under which frameworks put a model: a checkpoint has one of them."""
 
+# Keys under which they put its optimizer.
 OF_OPTIMIZER = {"optimizer", "optimizer_states"}
-"""Keys under which they put its optimizer."""
 
 
 def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
-    """Return what ranks wrote into a folder as one checkpoint; None if no framework knows the files.
-
-    Model and optimizer may be files of two kinds: DTensors beside a DCP folder's own, or beside pieces as
-    safetensors. A DCP folder alone is not meant: one process may have written it.
-
-    Raises:
-        Unreadable, Damaged, Unsupported: as `Framework.read`, and as a file can't be read; or files of two
-            kinds hold the same.
-        UsageFault: there is no rank to take.
-    """
+    """Return what ranks wrote into a folder as one checkpoint; None if no framework knows the files."""
+    # Model and optimizer may be files of two kinds: DTensors beside a DCP folder's own, or beside pieces as
+    # safetensors. A DCP folder alone is not meant: one process may have written it.
     parts = [*_by_ranks(folder, take_rank)]
     if together := read_together(folder):
         parts.append(together)
@@ -67,12 +60,7 @@ def _by_ranks(folder: str, take_rank: int | None) -> Iterator[Checkpoint]:
 
 
 def read_files(paths: Sequence[str], take_rank: int | None = None) -> Checkpoint:
-    """Return files that ranks wrote as one checkpoint.
-
-    Raises:
-        UsageFault: they are not the files of ranks that a framework wrote, or there is no rank to take.
-        Unreadable, Damaged, Unsupported: as `read_folder`.
-    """
+    """Return files that ranks wrote as one checkpoint."""
     folders = {os.path.dirname(path) or "." for path in paths}
     name = folders.pop() if len(folders) == 1 else paths[0]
     files = opened(paths)
@@ -97,11 +85,7 @@ def _require_to_compare(path: str, parts: Sequence[Checkpoint], take_rank: int |
 
 
 def _as_one(folder: str, parts: Sequence[Checkpoint]) -> Checkpoint:
-    """Return what lies in a folder in files of several kinds as one checkpoint.
-
-    Raises:
-        Damaged: two kinds hold the same, or are of different runs.
-    """
+    """Return what lies in a folder in files of several kinds as one checkpoint."""
     run = _of_one_run(folder, parts)
     first, *others = parts
     tree, replicated = dict[object, object](), list[str]()

@@ -9,24 +9,13 @@ from contextlib import contextmanager
 from ..checkpoint.checkpoint import Checkpoint
 from .reading import open as open_checkpoint
 
+# A checkpoint that `open` returned, or the path of one.
 File = Checkpoint | str | os.PathLike[str]
-"""A checkpoint that `open` returned, or the path of one."""
 
 
 @contextmanager
 def opened(file: File) -> Iterator[Checkpoint]:
-    """Give a checkpoint; one that was opened from a path is closed at the end.
-
-    Args:
-        file: a path, or an open checkpoint, which stays open.
-
-    Yields:
-        The checkpoint.
-
-    Raises:
-        TypeError: it is neither.
-        Unreadable, Damaged, Unsupported: as `ckpttool.open` raises them.
-    """
+    """Give a checkpoint; one that was opened from a path is closed at the end."""
     if isinstance(file, Checkpoint):
         yield file
         return

@@ -38,17 +38,17 @@ READERS: tuple[Format, ...] = (torch_zip, torch_legacy, safetensors, torch_tar, 
 # Files that say what is in a folder, in the order of preference; other indexes come after these.
 IN_FOLDERS: tuple[str, ...] = (dcp.METADATA, "model.safetensors.index.json", "pytorch_model.bin.index.json")
 
+# Names that transformers gives the file of a model that is not sharded.
 ALONE = ("model.safetensors", "pytorch_model.bin")
-"""Names that transformers gives the file of a model that is not sharded."""
 
+# What the trainer writes beside the checkpoints of a run.
 RECORDS = {"log.jsonl", "run.jsonl"}
-"""What the trainer writes beside the checkpoints of a run."""
 
+# Names in a folder that are tried as folders, for a hint.
 MOST_BELOW = 100
-"""Names in a folder that are tried as folders, for a hint."""
 
+# Times that a folder is read again because another process replaced it meanwhile.
 MAX_REPLACED = 1000
-"""Times that a folder is read again because another process replaced it meanwhile."""
 
 # What is found in the place of a checkpoint, by its first bytes: what it is, and what to do.
 STRANGERS = (

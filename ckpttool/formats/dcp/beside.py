@@ -15,14 +15,14 @@ from ...inert_pickle.values import remade
 from ...tensors.ref import Source
 from ..pytorch import zip as torch_zip
 
+# All of Lightning's checkpoint that is no tensor: its keys stand beside those of the folder.
 META = "meta.pt"
-"""All of Lightning's checkpoint that is no tensor: its keys stand beside those of the folder."""
 
+# The key by which Lightning's Trainer knows its own checkpoints; those of Fabric lack it.
 OF_TRAINER = "pytorch-lightning_version"
-"""The key by which Lightning's Trainer knows its own checkpoints; those of Fabric lack it."""
 
+# Megatron's arguments and counters, which are left out.
 COMMON = "common.pt"
-"""Megatron's arguments and counters, which are left out."""
 
 
 def not_read(name: str) -> str:
@@ -31,19 +31,9 @@ def not_read(name: str) -> str:
 
 
 def with_beside(checkpoint: Checkpoint, folder: str) -> Checkpoint:
-    """Return the checkpoint of a DCP folder with what lies beside it; what is left out is named.
-
-    That of Lightning's Trainer gets the form of its whole checkpoints, which the Trainer loads on any number
-    of ranks: source, lightning/pytorch/utilities/consolidate_checkpoint.py.
-
-    Args:
-        checkpoint: the DCP folder's.
-        folder: its path.
-
-    Raises:
-        Damaged: `meta.pt` is malformed, or has a key that the folder has.
-        Unsupported: `meta.pt` is in another format.
-    """
+    """Return the checkpoint of a DCP folder with what lies beside it; what is left out is named."""
+    # That of Lightning's Trainer gets the form of its whole checkpoints, which the Trainer loads on any
+    # number of ranks: source, lightning/pytorch/utilities/consolidate_checkpoint.py.
     if os.path.exists(os.path.join(folder, COMMON)):
         checkpoint = replace(checkpoint, unread=(*checkpoint.unread, not_read(COMMON)))
     path = os.path.join(folder, META)

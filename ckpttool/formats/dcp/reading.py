@@ -36,17 +36,17 @@ from .beside import with_beside
 
 NAME = "dcp"
 METADATA = ".metadata"
+# How the names of the other files end.
 ENDING = ".distcp"
-"""How the names of the other files end."""
 
 FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
 
 MODULE = "torch.distributed.checkpoint"
+# Places of lists that may stay empty, besides 100 for each entry: DCP drops empty items.
 SPARE = 1000
-"""Places of lists that may stay empty, besides 100 for each entry: DCP drops empty items."""
 
+# The most bytes of `.metadata`; a million chunks take a third of it.
 MAX_METADATA = 1 << 30
-"""The most bytes of `.metadata`; a million chunks take a third of it."""
 
 Path = tuple[str | int, ...]
 
@@ -57,15 +57,7 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the metadata and the headers of all chunks, and no element of a tensor.
-
-    Args:
-        source: the file `.metadata`; the others are in the same folder.
-
-    Raises:
-        Damaged: the metadata is malformed, a file is missing or cut short, or chunks overlap or leave gaps.
-        Unsupported: it was written through an extension (compression), or its metadata has more than 1 GB.
-    """
+    """Read the metadata and the headers of all chunks, and no element of a tensor."""
     try:
         metadata, names = _metadata(source)
         items = _Items(source, metadata.get("storage_data"))
@@ -91,12 +83,7 @@ def _ranks(shards: Sequence[Source]) -> Ranks | None:
 
 
 def file_names(source: Source) -> list[str]:
-    """Return the names of the files that `.metadata` names, without opening them.
-
-    Raises:
-        Damaged: the metadata is malformed.
-        Unsupported: it has more than 1 GB.
-    """
+    """Return the names of the files that `.metadata` names, without opening them."""
     try:
         return sorted(_file_names(_metadata(source)[0].get("storage_data")))
     except PickleFault as fault:
@@ -137,11 +124,7 @@ def _names(metadata: Mapping[str, Any]) -> dict[str, object]:
 
 
 def torch_size(value: object) -> tuple[int, ...]:
-    """Return what a `torch.Size` holds.
-
-    Raises:
-        PickleFault: the value is something else, or has too many axes.
-    """
+    """Return what a `torch.Size` holds."""
     if isinstance(value, Record) and value.callable == Global("torch", "Size"):
         value = value.args[0] if isinstance(value.args, tuple) and len(value.args) == 1 else None
     if not isinstance(value, tuple) or not all(map(is_count, value)):

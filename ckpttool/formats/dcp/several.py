@@ -19,20 +19,15 @@ from ...tensors.ref import Source
 from . import reading as dcp
 from .beside import not_read
 
+# Names of DCP folders that are parts of one checkpoint.
 TOGETHER = re.compile(r"(?:pytorch_model|model|optimizer)(?:_fsdp)?(?:_\d+)?")
-"""Names of DCP folders that are parts of one checkpoint."""
 
+# What else of a run lies beside them, and is left out.
 BESIDE = re.compile(r"random_states_\d+\.pkl|scheduler(_\d+)?\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl")
-"""What else of a run lies beside them, and is left out."""
 
 
 def read_together(folder: str) -> Checkpoint | None:
-    """Return the DCP folders in a folder as one checkpoint; None if there are none that belong together.
-
-    Raises:
-        Damaged: two of them hold the same key; or as `dcp.read` raises.
-        Unsupported: as `dcp.read` raises.
-    """
+    """Return the DCP folders in a folder as one checkpoint; None if there are none that belong together."""
     inside = names_in(folder)
     names = [name for name in inside if os.path.exists(os.path.join(folder, name, dcp.METADATA))]
     if not names or not all(map(TOGETHER.fullmatch, names)):
@@ -57,11 +52,7 @@ def read_together(folder: str) -> Checkpoint | None:
 
 
 def read_own(folder: str) -> Checkpoint | None:
-    """Return what a folder holds as DCP itself; None if it has no metadata.
-
-    Raises:
-        Damaged, Unsupported: as `dcp.read` raises.
-    """
+    """Return what a folder holds as DCP itself; None if it has no metadata."""
     return _read(folder) if os.path.exists(os.path.join(folder, dcp.METADATA)) else None
 
 

@@ -33,25 +33,16 @@ OF_STAGE_3, OF_STAGES_1_AND_2 = "fp32_flat_groups", "single_partition_of_fp32_gr
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """The files of one checkpoint of one run.
+    """The files of one checkpoint of one run."""
 
-    Attributes:
-        path: the folder.
-        stage: of ZeRO, 0 to 3.
-        world_size: how many ranks there were.
-        models, optims: rank -> its file with model states, and with optimizer states, in the order of the
-            ranks.
-        missing: ranks of which a file is not there.
-        lacking: the names of these files, where those of the others tell them.
-    """
-
-    path: str
-    stage: int
-    world_size: int
+    path: str  # the folder
+    stage: int  # of ZeRO, 0 to 3
+    world_size: int  # how many ranks there were
+    # rank -> its file with model states, and with optimizer states, in the order of the ranks.
     models: Mapping[int, RankFile]
     optims: Mapping[int, RankFile]
-    missing: tuple[int, ...]
-    lacking: tuple[str, ...]
+    missing: tuple[int, ...]  # ranks of which a file is not there
+    lacking: tuple[str, ...]  # the names of these files, where those of the others tell them
 
     @property
     def first(self) -> RankFile:
@@ -60,12 +51,7 @@ class Files:
 
 
 def candidates(folder: str) -> Candidates:
-    """Return the files of DeepSpeed's ranks in a folder, or in that which `latest` names there.
-
-    Raises:
-        Damaged: `latest` names a folder that is not there, though others are.
-        Unreadable: `latest` can't be read, or is missing though there are several checkpoints.
-    """
+    """Return the files of DeepSpeed's ranks in a folder, or in that which `latest` names there."""
     here = _states_in(folder)
     if here:
         return Candidates(here)
@@ -106,17 +92,7 @@ def is_ours(path: str) -> bool:
 
 
 def sorted_out(path: str, files: Sequence[Checkpoint]) -> Files:
-    """Return the files of a run, told apart by their names and checked against each other.
-
-    Args:
-        path: the folder, for messages.
-        files: all of them, in any order.
-
-    Raises:
-        Damaged: a file is of another run, world size or stage, was renamed, or is there twice; or there are
-            no model states.
-        Unsupported: the model itself was cut (tensor or pipeline parallelism, experts).
-    """
+    """Return the files of a run, told apart by their names and checked against each other."""
     models: list[RankFile] = []
     optims: list[RankFile] = []
     ranked: set[bool] = set()
@@ -171,10 +147,8 @@ def _named(file: Checkpoint) -> tuple[re.Match[str], bool]:
 
 
 def _check_not_renamed(file: Checkpoint, name: str) -> None:
-    """Refuse a file that is another rank's under a new name: torch.save keeps the first name inside.
-
-    Only a file that was written through a buffer says nothing.
-    """
+    """Refuse a file that is another rank's under a new name: torch.save keeps the first name inside."""
+    # Only a file that was written through a buffer says nothing.
     if file.format == torch_zip.NAME:
         written = Archive(file.source).root
         if written != name and (OF_MODEL.fullmatch(written) or OF_OPTIMIZER.fullmatch(written)):

@@ -20,15 +20,15 @@ from ..ranks.steps import Held, Numbers, require_one
 from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, of_optimizer
 from .zero import Layout, given_order, joined
 
+# Where each stage keeps the state of the optimizer that it wraps.
 KEPT = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
-"""Where each stage keeps the state of the optimizer that it wraps."""
 
+# Entries beside it that are read here or elsewhere, or say what the configuration says too.
 IN_USE = {
     *(*KEPT.values(), OF_STAGE_3, OF_STAGES_1_AND_2, "zero_stage", "partition_count", "param_slice_mappings"),
     *("group_paddings", "param_alignment_paddings", "loss_scaler", "ds_version", "ds_config", "clip_grad"),
     *("dynamic_loss_scale", "overflow"),
 }
-"""Entries beside it that are read here or elsewhere, or say what the configuration says too."""
 
 Names = Sequence[Sequence[str]]
 
@@ -36,21 +36,7 @@ Names = Sequence[Sequence[str]]
 def merged(
     files: Files, layout: Layout, names: Names, wholes: Wholes
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the optimizer's state by parameter name.
-
-    Args:
-        files: of the run, in stage 1, 2 or 3.
-        layout: where the parameters lie in the ranks' parts.
-        names: the parameters of each group of the layout, in the order of the vector.
-        wholes: puts the pieces together.
-
-    Returns:
-        `state` and `param_groups`, as torch's `state_dict()` has them but for the keys; None when the files
-        keep none. Then in words what the files hold beside it.
-
-    Raises:
-        Damaged: a rank's state is of another step or form than the others', or does not fit the parameters.
-    """
+    """Return the optimizer's state by parameter name."""
     kept = {rank: of_optimizer(file).get(KEPT[files.stage]) for rank, file in files.optims.items()}
     held, left = [*kept.values()], [*_beside(files)]
     if not any(held):

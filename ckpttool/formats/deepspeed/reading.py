@@ -34,23 +34,13 @@ from .zero import Group, Layout, alone, given_order, joined, parameters_cut, vec
 
 NAME = "deepspeed-zero"
 
+# Entries of the model states that say how `module` was cut: it is whole now.
 OF_PIECES = {"param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
-"""Entries of the model states that say how `module` was cut: it is whole now."""
 
 
 def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
-    """Return the files of DeepSpeed's ranks as one checkpoint; None if none has a name that DeepSpeed gives.
-
-    Args:
-        path: the folder, for messages.
-        files: all of them, in any order.
-        take_rank: the rank whose buffers are taken without comparing them in stage 3; None compares.
-
-    Raises:
-        Damaged: as `sorted_out`; or a rank's part does not fit the parameters.
-        Unsupported: as `sorted_out`.
-        UsageFault: no file with model states is of `take_rank`.
-    """
+    """Return the files of DeepSpeed's ranks as one checkpoint."""
+    # None if none has a name that DeepSpeed gives.
     if not any(is_ours(file.path) for file in files):
         return None
     found = sorted_out(path, files)
@@ -259,14 +249,7 @@ def _buffers(files: Files) -> set[str]:
 
 
 def _module(files: Files, kept: Mapping[Any, Any], cut: Mapping[str, TensorRef]) -> dict[Any, Any]:
-    """Return the model's state under the model's names, in the model's order.
-
-    Args:
-        files: of the run.
-        kept: what the model states have whole: buffers, frozen parameters in stage 1, what is no tensor.
-        cut: the parameters that were cut. Other names of them are tied to them: in `shared_params`, or by
-            their memory in older versions.
-    """
+    """Return the model's state under the model's names, in the model's order."""
     facts = contents(files.first)
     module, ties, buffers = facts["module"], facts.get("shared_params"), _buffers(files)
     names = {t.view: n for n, value in module.items() if n in cut and (t := tensor_of(value)) and t.numel}

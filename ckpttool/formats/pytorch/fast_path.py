@@ -30,11 +30,11 @@ TENSOR = (
     + rb"(?P<shape>%b)%b(?P<stride>%b)%b" % (SIZES, PUT_UNLESS_EMPTY, SIZES, PUT_UNLESS_EMPTY)
     + rb"(?P<end>(?P<grad>[\x88\x89])(?P<hooks>%b)\)R)%bt%bR%b" % (GET, PUT, PUT, PUT)
 )
+# What follows the name `_rebuild_tensor_v2`. Its two empty groups number the rest as in AFTER_NAME.
 AFTER_REBUILD = re.compile(rb"()(?P<rebuild>)" + TENSOR, re.DOTALL)
-"""What follows the name `_rebuild_tensor_v2`. Its two empty groups number the rest as in AFTER_NAME."""
 
+# What follows the text of a tensor's name, from its memo index on.
 AFTER_NAME = re.compile(PUT + rb"(?P<rebuild>%b)" % GET + TENSOR, re.DOTALL)
-"""What follows the text of a tensor's name, from its memo index on."""
 
 GROUPS = AFTER_NAME.groupindex
 FORM = [GROUPS[name] for name in ("rebuild", "storage", "identity", "offset", "shape", "stride", "end")]
@@ -43,41 +43,28 @@ PUTS = [group for group in range(1, AFTER_NAME.groups + 1) if group not in GROUP
 
 EACH_NUMBER = re.compile(NUMBER, re.DOTALL)
 
+# The opcode of text: four bytes of length, and the text.
 TEXT = b"X"
-"""The opcode of text: four bytes of length, and the text."""
 
+# Bytes of the widest element.
 WIDEST = 16
-"""Bytes of the widest element."""
 
 
 class _Form(NamedTuple):
-    """What alike tensors have in common.
+    """What alike tensors have in common."""
 
-    Attributes:
-        kind: the class under which torch pickles their storages.
-        storage: what their persistent ids say beside the key.
-        key_length: of the storage's key, in bytes.
-        end: bytes from the beginning of the storage to the end of the tensor; 0 for a tensor without
-            elements.
-        tensor: dtype, shape, stride, offset and requires_grad.
-        memo_indices: unpacks the memo indices from the matched bytes.
-    """
-
-    kind: Global
-    storage: StorageForm
-    key_length: int
+    kind: Global  # the class under which torch pickles their storages
+    storage: StorageForm  # what their persistent ids say beside the key
+    key_length: int  # of the storage's key, in bytes
+    # bytes from the beginning of the storage to the end of the tensor; 0 for a tensor without elements.
     end: int
+    # dtype, shape, stride, offset and requires_grad.
     tensor: tuple[DType, tuple[int, ...], tuple[int, ...], int, bool]
-    memo_indices: struct.Struct
+    memo_indices: struct.Struct  # unpacks the memo indices from the matched bytes
 
 
 class TensorPattern:
-    """A shortcut of the machine, taken after the name `_rebuild_tensor_v2`.
-
-    Args:
-        rebuild: that name.
-        find_storage: finds the storage of a persistent id.
-    """
+    """A shortcut of the machine, taken after the name `_rebuild_tensor_v2`."""
 
     def __init__(self, rebuild: Global, find_storage: FindStorage) -> None:
         self.rebuild = rebuild
@@ -86,18 +73,7 @@ class TensorPattern:
         self.rewrites = 0
 
     def __call__(self, machine: Machine, position: int) -> int:
-        """Push the tensor at `position`, and all that follow it under a name each, as in a state dict.
-
-        Args:
-            machine: has just read the name.
-            position: of the opcode after it.
-
-        Returns:
-            The position after the last tensor that matched; `position` where none did.
-
-        Raises:
-            PickleFault: a storage is not the size that its persistent id states.
-        """
+        """Push the tensor at `position`, and all that follow it under a name each, as in a state dict."""
         if machine.rewrites != self.rewrites:  # what the forms refer to may be replaced
             self.rewrites = machine.rewrites
             self.forms.clear()

@@ -36,11 +36,7 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the tree and find each storage; no element is read.
-
-    Raises:
-        Damaged: a pickle is malformed, the file is cut short, or its list of storages does not fit the tree.
-    """
+    """Read the tree and find each storage; no element is read."""
     try:
         tree = _read_pickles(source)
     except PickleFault as fault:

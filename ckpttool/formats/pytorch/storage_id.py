@@ -27,8 +27,8 @@ class StorageForm(NamedTuple):
     nbytes: int
 
 
+# Returns the storage of a key, the same object each time.
 FindStorage = Callable[[str, StorageForm], Storage]
-"""Returns the storage of a key, the same object each time."""
 
 
 class StorageId(NamedTuple):
@@ -50,11 +50,7 @@ def itemsize(kind: str) -> int:
 
 
 def parse_storage_id(identity: object) -> StorageId:
-    """Check a persistent id.
-
-    Raises:
-        PickleFault: it is not a storage's, of an unknown storage class, or has a malformed part.
-    """
+    """Check a persistent id."""
     if not isinstance(identity, tuple) or len(identity) not in (5, 6) or identity[0] != "storage":
         raise PickleFault(f"its pickle refers to something that is not a storage: {in_brief(identity)[:60]}")
     _, kind, key, location, numel = identity[:5]

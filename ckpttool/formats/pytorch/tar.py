@@ -38,16 +38,16 @@ NAME = "torch-tar"
 MEMBERS = ("storages", "tensors", "pickle")
 
 BLOCK = 512
+# Types of entries: a regular file; records (length, name, value) that describe the next entry.
 PLAIN, EXTENDED = (b"0", b"\0"), b"x"
-"""Types of entries: a regular file; records (length, name, value) that describe the next entry."""
 
 TIMES = re.compile(rb"([0-9]{1,3} [acm]time=[0-9.]{1,40}\n)*")
 
+# Entries that a tar may have; torch wrote four.
 MAX_ENTRIES = 64
-"""Entries that a tar may have; torch wrote four."""
 
+# Enough for the pickles of storages and tensors, which are many.
 FEW_BYTES = 4096
-"""Enough for the pickles of storages and tensors, which are many."""
 
 Objects = dict[int, Storage | StorageView | TensorRef]
 
@@ -58,11 +58,7 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the tree and find each storage; no element is read.
-
-    Raises:
-        Damaged: the tar or a pickle is malformed or cut short, or a tensor does not fit its storage.
-    """
+    """Read the tree and find each storage; no element is read."""
     places = _members(source)
     try:
         storages, tensors, pickle = (_Member(source, places[name]) for name in MEMBERS)
@@ -89,15 +85,9 @@ def _members(source: Source) -> dict[str, ByteRange]:
 
 
 def entries(source: Source) -> Iterator[tuple[str, ByteRange]]:
-    """Yield the name of each file in the tar and the place of its contents.
-
-    Only what torch's files need is read: regular files, and extended headers that state times. Python's
-    tarfile reads all of the format, and takes minutes for some hostile files.
-
-    Raises:
-        Damaged: a header is malformed, an entry is cut short or not a regular file, or there are more than
-            MAX_ENTRIES.
-    """
+    """Yield the name of each file in the tar and the place of its contents."""
+    # Only what torch's files need is read: regular files, and extended headers that state times. Python's
+    # tarfile reads all of the format, and takes minutes for some hostile files.
     position = 0
     for _ in range(MAX_ENTRIES):
         header = source.read(position, BLOCK) if position + BLOCK <= source.size else b""

@@ -30,38 +30,23 @@ REBUILD_V3 = Global("torch._utils", "_rebuild_tensor_v3")
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """A part of a storage in place of a storage (torch before 0.4), or a storage under another class.
-
-    Attributes:
-        offset, numel: in elements.
-        kind: the class whose elements are counted; that of the storage when None.
-    """
+    """A part of a storage in place of a storage (torch before 0.4), or a storage under another class."""
 
     storage: Storage
+    # in elements.
     offset: int
     numel: int
-    kind: str | None = None
+    kind: str | None = None  # the class whose elements are counted; that of the storage when None
 
 
+# Parts of a persistent id, in the zip format and before it: the sixth is the view, or None.
 ZIP_PARTS, LEGACY_PARTS = 5, 6
-"""Parts of a persistent id, in the zip format and before it: the sixth is the view, or None."""
 
 
 def read_torch_pickle(
     data: bytes, start: int, storage: FindStorage, *, parts: int, remarks: list[Remark]
 ) -> Pickle:
-    """Read a pickle that torch wrote: its tensors become TensorRefs.
-
-    Args:
-        data: the bytes; more may follow the pickle.
-        start: where it begins.
-        storage: returns the storage of a persistent id.
-        parts: of a persistent id, ZIP_PARTS or LEGACY_PARTS.
-        remarks: gets what torch refuses, or no writer of torch's makes.
-
-    Raises:
-        PickleFault: it is malformed, or a tensor does not fit its storage.
-    """
+    """Read a pickle that torch wrote: its tensors become TensorRefs."""
     identities = _Identities(storage, parts, remarks)
     reducers = REDUCERS | {name: partial(_rebuild_parameter, name, remarks) for name in PARAMETER}
     shortcuts = {REBUILD_V2: TensorPattern(REBUILD_V2, storage)} if parts == ZIP_PARTS else {}
@@ -69,11 +54,10 @@ def read_torch_pickle(
 
 
 class _Identities:
-    """Finds what persistent ids refer to, as torch does.
+    """Finds what persistent ids refer to, as torch does."""
 
-    torch keeps storages and views in one table by their keys: of two views under one key it takes the first,
-    whatever the second says, and of a view under the key of a storage the storage.
-    """
+    # torch keeps storages and views in one table by their keys: of two views under one key it takes the
+    # first, whatever the second says, and of a view under the key of a storage the storage.
 
     def __init__(self, storage: FindStorage, parts: int, remarks: list[Remark]) -> None:
         self.storage = storage
@@ -185,13 +169,7 @@ REDUCERS: dict[Global, Callable[[tuple[Any, ...]], object]] = {
 
 
 def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bits: Any) -> TensorRef:
-    """A tensor whose every element lies in its storage.
-
-    Args:
-        args: storage, offset, shape and stride first.
-        dtype: that of the storage's class when None.
-        bits: torch's `{'conj': …, 'neg': …}`, or None.
-    """
+    """A tensor whose every element lies in its storage."""
     storage, offset, shape, stride = args[:4]
     limit, kind = 0, ""
     if isinstance(storage, StorageView):
@@ -214,11 +192,7 @@ def _tensor(args: tuple[Any, ...], requires_grad: bool, dtype: DType | None, bit
 
 
 class StorageKeys:
-    """Numbers storages in the order in which they are first referred to, as torch does.
-
-    Args:
-        device: the device that storages are tagged with; None keeps their own.
-    """
+    """Numbers storages in the order in which they are first referred to, as torch does."""
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device
@@ -255,28 +229,14 @@ def reduce_tensor(tensor: TensorRef) -> tuple[Global, tuple[object, ...]]:
 
 
 def written_device(storage: Storage, device: str | None) -> str:
-    """Return the device that a storage is tagged with in a pickle.
-
-    Args:
-        storage: one of the meta device, which has no bytes, stays there.
-        device: the device asked for; None keeps the storage's own.
-    """
+    """Return the device that a storage is tagged with in a pickle."""
     return storage.location if device is None or storage.location == "meta" else device
 
 
 def write_torch_pickle(
     value: object, protocol: int = 2, device: str | None = None
 ) -> tuple[bytes, list[Storage]]:
-    """Return the pickle of a value, and its storages in the order of their keys.
-
-    Args:
-        value: any tree of plain and inert values.
-        protocol: of the pickle.
-        device: the device that storages are tagged with; None keeps their own.
-
-    Raises:
-        TooDeep, ValueError: as `write_pickle`.
-    """
+    """Return the pickle of a value, and its storages in the order of their keys."""
     keys = StorageKeys(device)
     data = write_pickle(
         value, protocol=protocol, persistent_id=keys.persistent_id, reduce_tensor=reduce_tensor

@@ -37,12 +37,7 @@ def is_torchscript(archive: Archive) -> bool:
 
 
 def read_torchscript(archive: Archive) -> Checkpoint:
-    """Read the model's state.
-
-    Raises:
-        Damaged: the pickle or a record is malformed, or a class has no code.
-        Unsupported: there are no weights, or they are not plain tensors; the message says what they are.
-    """
+    """Read the model's state."""
     pickle = archive.read_pickle()
     try:
         state = OrderedDict_(named(pickle.value, _Modules(archive).parts))
@@ -83,12 +78,7 @@ class _Modules:
         self.classes: dict[str, dict[Global, Declared]] = {}
 
     def parts(self, module: object) -> Parts:
-        """Return the tensors and modules of one module.
-
-        Raises:
-            Damaged: the code of its class is missing.
-            Unsupported: it packs its state in its own way.
-        """
+        """Return the tensors and modules of one module."""
         declared = self.declared(module)
         if declared is None or not isinstance(module, Record) or not isinstance(module.state, dict):
             raise _not_plain(self.archive, f"module {_what(module)} packs its state in its own way")

@@ -13,29 +13,14 @@ from ...inert_pickle.machine import CutShort
 from ...inert_pickle.reader import Pickle
 from ...tensors.ref import Source
 
+# Bytes that are read first, and how many times more each time they were not enough.
 FIRST, GROWTH = 1 << 16, 8
-"""Bytes that are read first, and how many times more each time they were not enough."""
 
 
 def read_unsized(
     source: Source, start: int, end: int, read: Callable[[bytes], Pickle], first: int = FIRST
 ) -> Pickle:
-    """Read the pickle that begins at byte `start` of a file.
-
-    Args:
-        source: the file.
-        start, end: the pickle begins at the one and ends before the other.
-        read: reads the pickle at the beginning of some bytes; called anew with more bytes each time that they
-            end inside the pickle.
-        first: bytes of the first attempt.
-
-    Returns:
-        The pickle, its `end` counted from the beginning of the file.
-
-    Raises:
-        PickleFault: as `read` raises.
-        Damaged: the file became shorter.
-    """
+    """Read the pickle that begins at byte `start` of a file."""
     size = first
     while True:
         data = source.read(start, min(size, end - start))

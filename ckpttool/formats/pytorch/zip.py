@@ -29,13 +29,7 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the tree; no storage is read, unless it is compressed.
-
-    Raises:
-        Damaged: the zip or the pickle is malformed, or a storage is missing or of another size.
-        Unsupported: it is another kind of zip, or a TorchScript archive whose state is not plain tensors.
-        Refused: a compressed record would inflate to far more than its size.
-    """
+    """Read the tree; no storage is read, unless it is compressed."""
     archive = Archive(source)
     if is_torchscript(archive):
         return replace(read_torchscript(archive), remarks=tuple(archive.remarks))
@@ -51,14 +45,7 @@ def read(source: Source) -> Checkpoint:
 
 
 def write(checkpoint: Checkpoint, out: Output, name: str) -> None:
-    """Write the whole tree, each storage once; its bytes are copied unread where their CRC is known.
-
-    Args:
-        name: the file's name, whose stem torch uses as the root of the records.
-
-    Raises:
-        Refused: the tree is nested too deeply, has a name that no pickle can hold, or mixes byte orders.
-    """
+    """Write the whole tree, each storage once; its bytes are copied unread where their CRC is known."""
     try:
         pickle, storages = write_torch_pickle(checkpoint.tree, checkpoint.protocol, checkpoint.device)
     except TooDeep:

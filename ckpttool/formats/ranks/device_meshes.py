@@ -15,29 +15,21 @@ from ...checkpoint.special_tensors import attributes
 from ...inert_pickle.values import Record
 from ...tensors.ref import MAX_AXES, TensorRef, is_count
 
+# The most ranks of a mesh, and the most intervals that a rank's piece may have along one dimension.
 MAX_CHUNKS = 1 << 20
-"""The most ranks of a mesh, and the most intervals that a rank's piece may have along one dimension."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """A device mesh as one rank sees it.
+    """A device mesh as one rank sees it."""
 
-    Attributes:
-        sizes: of each axis.
-        names: of each axis; empty when they have none.
-        coordinate: the rank's place on each axis.
-        ranks: those of this mesh, which may be a part of a larger one.
-        rank: the one that wrote it.
-        world_size: how many ranks there were at least: those of the outermost mesh in the file, which need
-            not be the first ranks of the run.
-    """
-
-    sizes: tuple[int, ...]
-    names: tuple[str, ...]
-    coordinate: tuple[int, ...]
-    ranks: tuple[int, ...]
-    rank: int
+    sizes: tuple[int, ...]  # of each axis
+    names: tuple[str, ...]  # of each axis; empty when they have none
+    coordinate: tuple[int, ...]  # the rank's place on each axis
+    ranks: tuple[int, ...]  # those of this mesh, which may be a part of a larger one
+    rank: int  # the one that wrote it
+    # how many ranks there were at least: those of the outermost mesh in the file, which need not be the first
+    # ranks of the run.
     world_size: int
 
     def __str__(self) -> str:
@@ -98,15 +90,7 @@ def _axes(found: Mapping[Any, Any]) -> list[Axis] | None:
 def _ranks(
     axes: Sequence[Axis], at: tuple[int, ...], flat: tuple[int, ...], rank: object, *, is_whole: bool
 ) -> tuple[int, tuple[int, ...]] | None:
-    """Return the rank that wrote a mesh, and all of the mesh, from the list of ranks it is a view of.
-
-    Args:
-        axes: of the mesh.
-        at: the coordinate of the rank.
-        flat: the ranks of the mesh itself, or of the outermost one.
-        rank: the rank as the file says; older ones do not.
-        is_whole: `flat` lists the ranks of this mesh.
-    """
+    """Return the rank that wrote a mesh, and all of the mesh, from the list of ranks it is a view of."""
     here = sum(map(_step, axes, at))
     if is_whole:
         return (flat[here], flat) if here < len(flat) else None

@@ -31,16 +31,16 @@ from .steps import step_of
 
 FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
 
+# How names of files say which rank wrote them.
 RANK = re.compile(r"rank[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
-"""How names of files say which rank wrote them."""
 
 WORLD = re.compile(r"world_size[_-]?(\d{1,7})(?!\d)", re.IGNORECASE)
 
+# How the names of the files begin that hold what is neither the model nor its optimizer.
 EXTRA = "extra_state"
-"""How the names of the files begin that hold what is neither the model nor its optimizer."""
 
+# The end of the names in FSDP's LOCAL_STATE_DICT.
 FLAT = "_flat_param"
-"""The end of the names in FSDP's LOCAL_STATE_DICT."""
 
 
 def candidates(folder: str) -> Candidates:
@@ -51,22 +51,15 @@ def candidates(folder: str) -> Candidates:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What one file says of its rank.
+    """What one file says of its rank."""
 
-    Attributes:
-        file: the file.
-        sharded: one of its sharded tensors; None when it has none.
-        mesh: the largest device mesh in it.
-        world_size: how many ranks there were: a tensor may lie on a part of them, whose mesh says no more, so
-            it is the most that a tensor or the file's name says; None when nothing says it.
-        nbytes: bytes of the tensors in it.
-    """
-
-    file: Checkpoint
-    sharded: Sharded | None
-    mesh: Mesh | None
+    file: Checkpoint  # the file
+    sharded: Sharded | None  # one of its sharded tensors; None when it has none
+    mesh: Mesh | None  # the largest device mesh in it
+    # how many ranks there were: a tensor may lie on a part of them, whose mesh says no more, so it is the
+    # most that a tensor or the file's name says; None when nothing says it.
     world_size: int | None
-    nbytes: int
+    nbytes: int  # bytes of the tensors in it
 
     @property
     def rank(self) -> int | None:
@@ -78,24 +71,11 @@ class _Facts:
 
 
 def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
-    """Return the files of ranks as one checkpoint; None if none of them holds a sharded tensor.
-
-    What several kinds of files hold (`model_…`, `optim_…`) becomes one dict. Of files without any sharded
-    tensor it gets the entries that all ranks hold alike, or those of `take_rank`; what `extra_state_…` has
-    stands beside the model. The rest is left out, by name, and so are such files that are not those of all
-    ranks of the run.
-
-    Args:
-        path: the folder, for messages.
-        files: all of them.
-        take_rank: the rank whose replicas are taken without comparing them; None compares.
-
-    Raises:
-        Damaged: a file is of another run, world size or step, is there twice, or does not fit the others.
-        Unsupported: they are FSDP's LOCAL_STATE_DICT, or a placement says no place.
-        UsageFault: no file was written by `take_rank`.
-        Refused: they are nested too deeply.
-    """
+    """Return the files of ranks as one checkpoint; None if none of them holds a sharded tensor."""
+    # What several kinds of files hold (`model_…`, `optim_…`) becomes one dict. Of files without any sharded
+    # tensor it gets the entries that all ranks hold alike, or those of `take_rank`; what `extra_state_…` has
+    # stands beside the model. The rest is left out, by name, and so are such files that are not those of all
+    # ranks of the run.
     facts = [_facts(file) for file in files]
     first = next((each.sharded for each in facts if each.sharded), None)
     if first is None:
@@ -109,8 +89,8 @@ def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Check
     return whole_of(path, kind, tree, files, ranks, (*left, *apart))
 
 
+# The files of each kind that hold pieces.
 Runs = dict[str, RankFiles]
-"""The files of each kind that hold pieces."""
 
 
 def _kinds(facts: Sequence[_Facts]) -> tuple[Runs, dict[str, Sequence[_Facts]], list[str]]:
@@ -161,15 +141,7 @@ def _ranks(kind: str, facts: Sequence[_Facts], runs: Runs, replicated: Sequence[
 def _joined(
     path: str, runs: Runs, own: Mapping[str, Sequence[_Facts]], take_rank: int | None
 ) -> tuple[object, list[str], list[str]]:
-    """Return the whole, the names of replicas, and what it lacks in words.
-
-    Args:
-        path: the folder.
-        runs: the files of each kind that hold pieces.
-        own: the files of each kind that hold what ranks keep beside them. Where there are any, the result is
-            a dict of kinds, whatever it gets of them.
-        take_rank: as for `read`.
-    """
+    """Return the whole, the names of replicas, and what it lacks in words."""
     names, replicated, left = _names_of(runs), list[str](), list[str]()
 
     def merged(wholes: Wholes, files: Sequence[RankFile], where: tuple[str, ...], common: bool) -> Any:
@@ -232,10 +204,8 @@ def _larger(one: Mesh | None, other: Mesh | None) -> Mesh | None:
 
 
 def _groups(facts: Sequence[_Facts]) -> dict[str, list[_Facts]]:
-    """Return the files by kind: those whose names differ in numbers alone; else those of like contents.
-
-    One rank's files of several kinds have names unlike each other too, and their names say a rank.
-    """
+    """Return the files by kind: those whose names differ in numbers alone; else those of like contents."""
+    # One rank's files of several kinds have names unlike each other too, and their names say a rank.
     groups: dict[str, list[_Facts]] = {}
     for each in facts:
         groups.setdefault(re.sub(r"\d+", "#", os.path.basename(each.file.path)), []).append(each)
@@ -256,11 +226,7 @@ def _named(group: Sequence[_Facts]) -> str:
 
 
 def _complete(size: int, group: Sequence[_Facts], take_rank: int | None) -> RankFiles:
-    """Return the files of one kind, which are those of all ranks of the run, or that of `take_rank` at least.
-
-    Raises:
-        Damaged: they are not.
-    """
+    """Return the files of one kind, checked to be all ranks of the run or `take_rank`."""
     run = in_order(map(_rank_file, group))
     here, last = {file.rank for file in run.files}, run.files[-1]
     if last.rank >= size:
@@ -273,10 +239,8 @@ def _complete(size: int, group: Sequence[_Facts], take_rank: int | None) -> Rank
 
 
 def _is_mergeable_optimizer(group: Sequence[_Facts]) -> bool:
-    """Return whether files without sharded tensors are an optimizer's that all ranks hold alike.
-
-    FSDP1's own `optimizer.state_dict()` has flat pieces of momentum without names, shapes or places.
-    """
+    """Return whether files without sharded tensors are an optimizer's that all ranks hold alike."""
+    # FSDP1's own `optimizer.state_dict()` has flat pieces of momentum without names, shapes or places.
     trees = [each.file.tree for each in group]
     return all(map(is_optimizer, trees)) and not any(map(_has_rows, trees))
 

@@ -41,31 +41,15 @@ class Framework(Protocol):
     """A module that reads the files of one framework's ranks."""
 
     def candidates(self, folder: str) -> Candidates:
-        """Return the files in a folder whose names are those of this framework's ranks.
-
-        They may lie in folders below it. No file is opened, but one that names others.
-        """
+        """Return the files in a folder whose names are those of this framework's ranks."""
+        # They may lie in folders below it. No file is opened, but one that names others.
 
     def read(self, path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
-        """Return the files of a run's ranks as one checkpoint; None if they are something else.
-
-        Args:
-            path: the folder, or what the user named, for messages.
-            files: all of them, in any order.
-            take_rank: the rank whose replicas are taken without comparing them; None compares.
-
-        Raises:
-            Damaged: a file is of another run, world size or step, is there twice, or does not fit the others.
-            Unsupported: the files do not hold enough to make the tensors whole.
-        """
+        """Return the files of a run's ranks as one checkpoint; None if they are something else."""
 
 
 def opened(paths: Sequence[str]) -> list[Checkpoint]:
-    """Return files as checkpoints, each by itself, in whose trees sharded tensors are `Sharded` ones.
-
-    Raises:
-        Unreadable, Damaged, Unsupported: as a file can't be read, or a sharded tensor in it.
-    """
+    """Return files as checkpoints, each by itself, in whose trees sharded tensors are `Sharded` ones."""
     allow_open_files(len(paths), paths[0])
     files = []
     for path in paths:
@@ -94,16 +78,7 @@ def _reader_of(source: Source) -> ModuleType | None:
 def whole_of(
     path: str, kind: str, tree: object, files: Sequence[Checkpoint], ranks: Ranks, unread: tuple[str, ...]
 ) -> Checkpoint:
-    """Return the files of ranks as one checkpoint.
-
-    Args:
-        path: the folder.
-        kind: the name of the format, such as `dtensor-ranks`.
-        tree: the contents, with whole tensors.
-        files: those that were read.
-        ranks: what is known of the run.
-        unread: what the tree does not hold, in words.
-    """
+    """Return the files of ranks as one checkpoint."""
     telling = Source(path, os.dup(files[0].source.fd))
     telling.size = 0  # its bytes are those of the first file, which counts itself
     return Checkpoint(

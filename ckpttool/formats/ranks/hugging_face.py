@@ -28,8 +28,8 @@ NAME = "safetensors-ranks"
 
 FILE = re.compile(r"shard-(\d{5,7})-model-(\d{5,7})-of-(\d{5,7})\.safetensors")
 
+# Metadata that says where pieces lie, and is not kept.
 OWN = (SHARDING, "DCP_VERSION")
-"""Metadata that says where pieces lie, and is not kept."""
 
 
 def candidates(folder: str) -> Candidates:
@@ -38,17 +38,7 @@ def candidates(folder: str) -> Candidates:
 
 
 def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
-    """Return the files of all ranks as one checkpoint; None if none of them holds pieces.
-
-    Args:
-        path: the folder, for messages.
-        files: all of them.
-        take_rank: of no effect: this framework stores what ranks share once.
-
-    Raises:
-        Damaged: a file's name or header is malformed, it is there twice, it is one of another framework, or
-            pieces do not fit together.
-    """
+    """Return the files of all ranks as one checkpoint; None if none of them holds pieces."""
     others = [file for file in files if SHARDING not in file.metadata]
     if len(others) == len(files):
         return None

@@ -12,14 +12,7 @@ Intervals = list[tuple[int, int]]
 
 
 def share(held: Intervals, ranks: int, at: int, chunks: int) -> Intervals:
-    """Return the share of one rank of an index set, as `torch.chunk` cuts it.
-
-    Args:
-        held: the intervals of the set, in their order.
-        ranks: how many ranks share it.
-        at: this rank's number among them.
-        chunks: how many chunks the set is cut into first; each is then shared by itself.
-    """
+    """Return the share of one rank of an index set, as `torch.chunk` cuts it."""
     taken: Intervals = []
     for first, last in _chunks(sum(stop - start for start, stop in held), chunks):
         step = -(-(last - first) // ranks)

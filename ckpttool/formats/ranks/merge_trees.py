@@ -20,23 +20,14 @@ Path = tuple[object, ...]
 
 
 class SideBySide:
-    """Merges the trees of ranks: pieces become whole tensors, and what all hold becomes one value.
+    """Merges the trees of ranks: pieces become whole tensors, and what all hold becomes one value."""
 
-    Attributes:
-        left: what the result lacks of the ranks' files, in words.
-    """
+    # left: what the result lacks of the ranks' files, in words.
 
     def __init__(
         self, wholes: Wholes, files: Sequence[RankFile], path: Path = (), *, common: bool = False
     ) -> None:
-        """Prepare merging.
-
-        Args:
-            wholes: joins the pieces.
-            files: of the ranks, in their order.
-            path: where the result lies in the whole, for names.
-            common: ranks may differ in any entry of a dict; the result then has those that all hold alike.
-        """
+        """Prepare merging."""
         self._common = common
         self._path = path
         self._wholes = wholes
@@ -47,12 +38,7 @@ class SideBySide:
         self.left: list[str] = []
 
     def merge(self) -> object:
-        """Return the merged tree.
-
-        Raises:
-            Damaged: the files do not fit together; the message names one of them.
-            Refused: they are nested too deeply.
-        """
+        """Return the merged tree."""
         return self._merge(self._path, [Held(file, file.tree) for file in self._files])
 
     def _merge(self, path: Path, held: list[Held]) -> object:

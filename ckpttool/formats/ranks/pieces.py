@@ -28,55 +28,37 @@ from ...tensors.dtypes import DType
 from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent
 from ...tensors.values import MAX_EXPANSION
 
+# The most ranks of a run: a larger number in a file or its name is a mistake, or means harm.
 MAX_RANKS = 1 << 16
-"""The most ranks of a run: a larger number in a file or its name is a mistake, or means harm."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankFile:
-    """A file that one rank wrote.
+    """A file that one rank wrote."""
 
-    Attributes:
-        source: the open file.
-        tree: its contents.
-        rank: who wrote it.
-        world_size: how many ranks there were, as the file says; None when it does not.
-    """
-
-    source: Source
-    tree: object
-    rank: int
-    world_size: int | None
+    source: Source  # the open file
+    tree: object  # its contents
+    rank: int  # who wrote it
+    world_size: int | None  # how many ranks there were, as the file says; None when it does not
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of a tensor that one rank wrote.
+    """A piece of a tensor that one rank wrote."""
 
-    Attributes:
-        rank: who wrote it.
-        begin: its first index in each dimension of the whole; of a run of the flattened whole, one number.
-        tensor: the values; their shape is the size of the piece.
-    """
-
-    rank: int
+    rank: int  # who wrote it
+    # its first index in each dimension of the whole; of a run of the flattened whole, one number.
     begin: Index
-    tensor: TensorRef
+    tensor: TensorRef  # the values; their shape is the size of the piece
 
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of one kind, one a rank, in the order of the ranks.
+    """The files of one kind, one a rank, in the order of the ranks."""
 
-    Attributes:
-        files: those that are there.
-        world_size: how many there should be; None when nothing says it.
-        missing: the ranks whose file is not there.
-    """
-
-    files: tuple[RankFile, ...]
-    world_size: int | None
-    missing: tuple[int, ...]
+    files: tuple[RankFile, ...]  # those that are there
+    world_size: int | None  # how many there should be; None when nothing says it
+    missing: tuple[int, ...]  # the ranks whose file is not there
 
     @property
     def lacking(self) -> tuple[str, ...]:
@@ -97,15 +79,7 @@ class RankFiles:
 
 
 def in_order(files: Iterable[RankFile]) -> RankFiles:
-    """Return the files of one run in the order of its ranks.
-
-    Args:
-        files: in any order, at least one.
-
-    Raises:
-        Damaged: two files are of different world sizes, or of one rank; or a rank is not within the world, or
-            the world beyond all measure.
-    """
+    """Return the files of one run in the order of its ranks."""
     found: dict[int, RankFile] = {}
     world: tuple[int, RankFile] | None = None
     for file in files:
@@ -135,21 +109,16 @@ def in_order(files: Iterable[RankFile]) -> RankFiles:
 
 @dataclass(slots=True)
 class Wholes:
-    """Join pieces into whole tensors. The names of one tied tensor become one tensor again.
+    """Join pieces into whole tensors. The names of one tied tensor become one tensor again."""
 
-    Attributes:
-        path: the folder, for messages.
-        missing: ranks whose files are not there: a tensor with gaps is then made, and reading its values
-            raises Damaged. Without missing ranks a gap is an error at once.
-        world_size: how many ranks there were, for messages.
-        take_rank: the rank whose replicas are taken without comparing them with the others'; None compares.
-        replicated: all names of the tensors of which several ranks hold the same piece.
-    """
-
-    path: str
+    path: str  # the folder, for messages
+    # ranks whose files are not there: a tensor with gaps is then made, and reading its values raises Damaged.
+    # Without missing ranks a gap is an error at once.
     missing: tuple[int, ...] = ()
-    world_size: int | None = None
+    world_size: int | None = None  # how many ranks there were, for messages
+    # the rank whose replicas are taken without comparing them with the others'; None compares.
     take_rank: int | None = None
+    # all names of the tensors of which several ranks hold the same piece.
     replicated: list[str] = field(default_factory=list)
     _made: dict[object, TensorRef] = field(default_factory=dict)
     _of_several: set[int] = field(default_factory=set)
@@ -157,20 +126,7 @@ class Wholes:
     def tensor(
         self, name: str, dtype: DType, shape: Index, pieces: Sequence[Piece], *, flat: bool = False
     ) -> TensorRef:
-        """Return a whole tensor; nothing is read yet.
-
-        Args:
-            name: its name, for messages.
-            dtype: its element type, which each piece must have.
-            shape: of the whole.
-            pieces: of all ranks, in any order. Equal boxes are replicas.
-            flat: the pieces are runs of the flattened tensor.
-
-        Raises:
-            Damaged: a piece is of another type, repeats its elements without end or reaches outside; or the
-                pieces overlap, or leave a gap though no rank's file is missing. The message names the file of
-                the rank where it is that of one.
-        """
+        """Return a whole tensor; nothing is read yet."""
         key = dtype.name, shape, flat, tuple((piece.rank, piece.begin, piece.tensor.view) for piece in pieces)
         if key not in self._made:
             grid = (extent(shape) if 0 not in shape else 0,) if flat else shape
@@ -242,11 +198,7 @@ def _check(name: str, dtype: DType, grid: Index, piece: Piece) -> None:
 
 
 def require_rank(path: str, take_rank: int | None, ranks: Iterable[int]) -> None:
-    """Check that the rank whose values are to be taken is one of those there are.
-
-    Raises:
-        UsageFault: it is not.
-    """
+    """Check that the rank whose values are to be taken is one of those there are."""
     if take_rank is not None and take_rank not in set(ranks):
         raise UsageFault(
             f"{path}: no file of it was written by rank {take_rank}",

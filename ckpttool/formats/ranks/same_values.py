@@ -6,20 +6,18 @@ from ...inert_pickle.values import Record
 from ...tensors.ref import TensorRef
 from ...tensors.values import MAX_EXPANSION, in_pieces
 
+# The most bytes of a tensor that `same` reads although its checksum is known.
 SMALL = 1 << 16
-"""The most bytes of a tensor that `same` reads although its checksum is known."""
 
+# Elements of two tensors that `same` compares at a time.
 BLOCK = 1 << 18
-"""Elements of two tensors that `same` compares at a time."""
 
 
 def same(one: object, other: object) -> bool:
-    """Return whether two values are the same, to the type; NaN is the same as NaN.
-
-    Tensors are by dtype, shape and bytes, on whatever device they were. Of those of more than 64 KiB the
-    checksums are compared instead where both files state them. Those that repeat their elements very often
-    count as different.
-    """
+    """Return whether two values are the same, to the type; NaN is the same as NaN."""
+    # Tensors are by dtype, shape and bytes, on whatever device they were. Of those of more than 64 KiB the
+    # checksums are compared instead where both files state them. Those that repeat their elements very often
+    # count as different.
     stack, seen = [(one, other)], set[tuple[int, int]]()
     while stack:
         a, b = stack.pop()

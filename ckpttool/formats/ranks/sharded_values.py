@@ -30,34 +30,21 @@ DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """What one rank's file has of a tensor that lies on several ranks.
+    """What one rank's file has of a tensor that lies on several ranks."""
 
-    Attributes:
-        kind: `DTensor` or `ShardedTensor`.
-        dtype, shape: of the whole.
-        rank: who wrote it.
-        world_size: how many ranks there were.
-        ranks: those that have a part of the tensor, or a replica.
-        pieces: begin and values of each box that the file has.
-        mesh: the device mesh; None for a ShardedTensor.
-    """
-
-    kind: str
+    kind: str  # `DTensor` or `ShardedTensor`
+    # of the whole.
     dtype: DType
     shape: tuple[int, ...]
-    rank: int
-    world_size: int
-    ranks: tuple[int, ...]
-    pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]
-    mesh: Mesh | None = None
+    rank: int  # who wrote it
+    world_size: int  # how many ranks there were
+    ranks: tuple[int, ...]  # those that have a part of the tensor, or a replica
+    pieces: tuple[tuple[tuple[int, ...], TensorRef], ...]  # begin and values of each box that the file has
+    mesh: Mesh | None = None  # the device mesh; None for a ShardedTensor
 
 
 class ShardedValues:
-    """Reads the sharded tensors of one file.
-
-    Args:
-        path: the file, for messages.
-    """
+    """Reads the sharded tensors of one file."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -65,16 +52,7 @@ class ShardedValues:
         self._numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def read(self, name: str, value: object) -> Sharded | None:
-        """Return what a value has of a sharded tensor, or is; None when it is anything else.
-
-        Args:
-            name: the value's, for messages.
-            value: of the file's tree.
-
-        Raises:
-            Damaged: the description is malformed, or does not fit the values.
-            Unsupported: a placement that says no place, such as Partial.
-        """
+        """Return what a value has of a sharded tensor, or is; None when it is anything else."""
         if isinstance(value, Sharded):
             return value
         found = _subclass(value)
@@ -126,14 +104,7 @@ class ShardedValues:
     def _cuts(
         self, name: str, placements: Sequence[object], dims: int, stated: object
     ) -> Iterable[tuple[int, Mapping[int, int]]]:
-        """Yield each dimension that is cut, with axis of the mesh -> chunks, in the order of cutting.
-
-        Args:
-            name: of the tensor.
-            placements: one an axis of the mesh.
-            dims: of the tensor.
-            stated: `shard_order`, which torch 2.10 added: it matters where several axes cut one dimension.
-        """
+        """Yield each dimension that is cut, with axis of the mesh -> chunks, in the order of cutting."""
         found: dict[int, dict[int, int]] = {}
         for axis, placement in enumerate(placements):
             if cut := self._cut_of(name, placement, dims):
@@ -228,14 +199,7 @@ def unless_sharded(value: object) -> Iterable[Entry] | None:
 
 
 def with_pieces(file: Checkpoint) -> Checkpoint:
-    """Put what a file has of each sharded tensor, a `Sharded`, in the place of the tensor.
-
-    Args:
-        file: that of one rank; the dicts and lists of its tree are changed.
-
-    Raises:
-        Damaged, Unsupported: as `ShardedValues.read`.
-    """
+    """Put what a file has of each sharded tensor, a `Sharded`, in the place of the tensor."""
     reader, made = ShardedValues(file.path), dict[int, Sharded | None]()
     for path, value in file.named(unless_sharded):
         for key, each in _places(value):

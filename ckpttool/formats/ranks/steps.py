@@ -16,14 +16,14 @@ from .pieces import RankFile
 from .same_values import is_whole, same
 from .sharded_values import Sharded
 
+# Keys of numbers that are the same in all files of one save.
 STEPS = ("step", "steps", "global_step", "global_steps", "iteration", "epoch", "current_epoch")
-"""Keys of numbers that are the same in all files of one save."""
 
 Number = int | float
 
 _NAMES = "float64 float32 float16 int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool"
+# How `struct` calls the types that count steps.
 CODES = dict(zip(_NAMES.split(), "dfeqihbQIHB?", strict=True))
-"""How `struct` calls the types that count steps."""
 
 
 class Held(NamedTuple):
@@ -34,11 +34,10 @@ class Held(NamedTuple):
 
 
 class Numbers:
-    """Reads the numbers in values: a Python number, or a tensor of one element, whole or a rank's piece.
+    """Reads the numbers in values: a Python number, or a tensor of one element, whole or a rank's piece."""
 
-    Each parameter of an optimizer has its own step, in each rank's file, and nearly all are one number: those
-    of one checksum are read once.
-    """
+    # Each parameter of an optimizer has its own step, in each rank's file, and nearly all are one number:
+    # those of one checksum are read once.
 
     def __init__(self) -> None:
         self._read: dict[tuple[str, str, int], Number] = {}
@@ -70,17 +69,7 @@ def _read(tensor: TensorRef) -> Number:
 
 
 def require_one(what: str, held: Sequence[Held], numbers: Numbers, *, hint: str = HINT) -> None:
-    """Check what is the same in all files of one save, as a step is: equal numbers, or else equal values.
-
-    Args:
-        what: the value's name, for the message.
-        held: what each file has; at least one.
-        numbers: reads them.
-        hint: of the error.
-
-    Raises:
-        Damaged: a file has another than the first: it is of another save.
-    """
+    """Check what is the same in all files of one save, as a step is: equal numbers, or else equal values."""
     first, *others = held
     wanted = numbers.of(first.value)
     for each in others:
@@ -108,13 +97,8 @@ def _shown(value: object, number: Number | None) -> str:
 
 
 def step_of(files: Sequence[RankFile]) -> int | None:
-    """Return the step that the optimizers of the files state; None where none does.
-
-    Parameters that were left out of some steps have made fewer: a file's step is the largest in it.
-
-    Raises:
-        Damaged: two files state different ones.
-    """
+    """Return the step that the optimizers of the files state; None where none does."""
+    # Parameters that were left out of some steps have made fewer: a file's step is the largest in it.
     numbers = Numbers()
     stated = [Held(file, max(steps)) for file in files if (steps := [*_steps(file.tree, numbers)])]
     if stated:

@@ -40,11 +40,11 @@ METADATA = "__metadata__"
 
 FIELD_NAMES = ("dtype", "shape", "data_offsets")
 
+# Bytes that the format allows a header.
 MAX_HEADER = 100_000_000
-"""Bytes that the format allows a header."""
 
+# Metadata with a meaning of its own; it never records another name of a tensor.
 RESERVED = (*OF_TORCH, full_json.ENTRY)
-"""Metadata with a meaning of its own; it never records another name of a tensor."""
 
 # The order in which the library writes types: widest first, and within a width as its source lists them.
 ORDER = (
@@ -62,12 +62,7 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the header.
-
-    Raises:
-        Damaged: the file breaks a rule of the format, or is shorter than its header says.
-        Unsupported: an element type that torch does not have.
-    """
+    """Read the header."""
     size = int.from_bytes(source.read(0, 8), "little")
     if size > MAX_HEADER or 8 + size > source.size:
         raise Damaged(source.path, f"is cut short: its header should have {size} bytes")
@@ -80,10 +75,8 @@ def read(source: Source) -> Checkpoint:
 
 
 def _tree(source: Source, tensors: dict[str, TensorRef], metadata: dict[str, str]) -> tuple[object, int]:
-    """Return the tensors as a state with its ties, or the whole tree if the file holds one (`--full`).
-
-    Ties are recorded as safetensors.torch.save_model does: the other name, and the name that is kept.
-    """
+    """Return the tensors as a state with its ties, or the whole tree if the file holds one (`--full`)."""
+    # Ties are recorded as safetensors.torch.save_model does: the other name, and the name that is kept.
     text = metadata.pop(full_json.ENTRY, None)
     if text is not None:
         return full_json.decode_entry(source.path, tensors, text)
@@ -126,11 +119,9 @@ def _metadata(source: Source, found: object) -> dict[str, str]:
 
 
 def _tensors(source: Source, header: dict[str, Any], start: int) -> dict[str, TensorRef]:
-    """Return the tensors in the order of the payload, which begins at `start`.
-
-    A file may have 100,000, so each rule is checked for all of them in one C loop; a tensor that breaks it
-    is looked for only then.
-    """
+    """Return the tensors in the order of the payload, which begins at `start`."""
+    # A file may have 100,000, so each rule is checked for all of them in one C loop; a tensor that breaks it
+    # is looked for only then.
     names, types, shapes, begins, ends = _columns(source, header)
     likes = list(zip(types, shapes, strict=True))
     of_like = {
@@ -225,19 +216,7 @@ def _form(source: Source, name: str, type_name: str, shape: tuple[int, ...]) -> 
 
 
 def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, str], out: Output) -> None:
-    """Write tensors; each name gets its own copy of the values.
-
-    Args:
-        path: the file that the tensors come from, for messages.
-        tensors: name -> tensor, in any order.
-        metadata: text to text. Entries are sorted; the library's own order is random.
-        out: an empty output.
-
-    Raises:
-        Refused: the format can't hold a type or a name, the header would be longer than 100 MB, or a view
-            repeats its elements too often.
-        Damaged: a file that the tensors come from became shorter.
-    """
+    """Write tensors; each name gets its own copy of the values."""
     ordered = sorted(tensors.items(), key=lambda item: (_rank(path, *item), item[0]))
     for name, tensor in ordered:
         require_bounded(name, tensor, hint="keep it a view by writing a .pt file")
@@ -250,22 +229,13 @@ def write(path: str, tensors: Mapping[str, TensorRef], metadata: Mapping[str, st
 
 
 def write_full(checkpoint: Checkpoint, out: Output) -> None:
-    """Write a whole tree: its tensors, and the rest as JSON in the metadata.
-
-    Raises:
-        Refused: the tree is nested too deeply, or one of the reasons of `write`.
-    """
+    """Write a whole tree: its tensors, and the rest as JSON in the metadata."""
     flat = full_json.encode_entry(checkpoint.path, checkpoint.tree, checkpoint.protocol)
     write(checkpoint.path, flat.tensors, {**checkpoint.metadata, full_json.ENTRY: flat.text}, out)
 
 
 def ties(tensors: Mapping[str, TensorRef], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the names that are another name of a tensor: name -> the first name of that tensor.
-
-    Args:
-        tensors: name -> tensor.
-        metadata: what goes into the header beside the ties; a name that has a meaning there is not taken.
-    """
+    """Return the names that are another name of a tensor: name -> the first name of that tensor."""
     first: dict[tuple[object, ...], str] = {}
     tied = {}
     for name, tensor in tensors.items():
@@ -292,17 +262,7 @@ def _rank(path: str, name: str, tensor: TensorRef) -> int:
 def header(
     path: str, ordered: Iterable[tuple[str, TensorRef]], metadata: Mapping[str, str], fill: int = 0
 ) -> bytes:
-    """Return the length and the JSON of a file.
-
-    Args:
-        path: the file that the tensors come from, for messages.
-        ordered: names and tensors in the order of their values in the file.
-        metadata: text to text.
-        fill: the least number of bytes to return; the JSON is padded with spaces.
-
-    Raises:
-        Refused: a name is not valid Unicode, or the header would be longer than 100 MB.
-    """
+    """Return the length and the JSON of a file."""
     header: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     offset = 0
     for name, tensor in ordered:

@@ -41,16 +41,6 @@ def _place(tensor: TensorRef) -> tuple[int, int]:
 
 
 def write(source: Source, header: bytes, out: Output) -> None:
-    """Write a file with another header, the payload shared with the old file or copied.
-
-    Args:
-        source: the old file.
-        header: the new header with its length, as long as the old one.
-        out: an empty output.
-
-    Raises:
-        Damaged: the old file became shorter meanwhile.
-        OSError: a disk is full, or failed.
-    """
+    """Write a file with another header, the payload shared with the old file or copied."""
     out.write(header)
     out.copy(ByteRange(source, len(header), source.size - len(header)))

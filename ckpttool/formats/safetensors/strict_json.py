@@ -8,24 +8,14 @@ from typing import Any
 
 from ...errors import Damaged
 
+# The names and values of an object.
 Pairs = list[tuple[str, Any]]
-"""The names and values of an object."""
 
 
 def parse_object(
     path: str, raw: bytes, what: str, usual: Callable[[Pairs], object] = lambda pairs: None
 ) -> dict[str, Any]:
-    """Parse JSON and return the object in it.
-
-    Args:
-        path: the file, for the message.
-        raw: the text.
-        what: what the text is, for the message: "its header".
-        usual: returns what stands for an object of a usual form, without a name twice; None for any other.
-
-    Raises:
-        Damaged: it is not UTF-8, not JSON, not an object, nested too deeply, or has a name twice or a -0.
-    """
+    """Parse JSON and return the object in it."""
 
     def once(pairs: Pairs) -> object:
         if (found := usual(pairs)) is not None:

@@ -16,11 +16,11 @@ from ..safetensors import format as safetensors
 from ..shards import writing as sharding
 from .report import PICKLES
 
+# Formats that hold everything in a checkpoint, not only the model's state.
 WHOLE = (torch_zip.NAME, dcp.NAME)
-"""Formats that hold everything in a checkpoint, not only the model's state."""
 
+# Formats whose header holds text.
 SAFETENSORS = (safetensors.NAME, sharding.SAFETENSORS)
-"""Formats whose header holds text."""
 
 ENDINGS = {
     **dict.fromkeys(safetensors.EXTENSIONS, safetensors.NAME),
@@ -29,16 +29,7 @@ ENDINGS = {
 
 
 def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
-    """Return the format that a name asks for, or that the folder there has.
-
-    Args:
-        path: the output.
-        checkpoint: what is written.
-        to: the format, if the user named it.
-
-    Raises:
-        UsageFault: there is no such format, or neither name nor folder says one.
-    """
+    """Return the format that a name asks for, or that the folder there has."""
     if to is not None:
         known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
         if to not in known:
@@ -63,16 +54,7 @@ def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
 def require_sense(
     path: str, kind: str, state: str | None, full: bool | None, keep_copies: bool, shard_size: int | None
 ) -> None:
-    """Check that options do not contradict each other, and that each has an effect.
-
-    Args:
-        path: the output.
-        kind: its format.
-        state, full, keep_copies, shard_size: as for `save`.
-
-    Raises:
-        UsageFault: they contradict each other, or one would do nothing.
-    """
+    """Check that options do not contradict each other, and that each has an effect."""
     if full and state is not None:
         raise UsageFault(
             f"{path}: gets everything that is there, but one state of it was named ('{state}')",
@@ -101,16 +83,7 @@ def require_sense(
 
 
 def require_device(path: str, kind: str, device: str) -> None:
-    """Check that a device can be written.
-
-    Args:
-        path: the output.
-        kind: its format.
-        device: the device that storages are tagged with.
-
-    Raises:
-        UsageFault: the format has no devices, or torch has no device of that form.
-    """
+    """Check that a device can be written."""
     if kind not in PICKLES:
         raise UsageFault(
             f"{path}: {kind} names no devices, but --device {device} was given",
@@ -123,19 +96,7 @@ def require_device(path: str, kind: str, device: str) -> None:
 def require_place(
     checkpoint: Checkpoint, path: str, kind: str, force: bool, kept: Collection[str] = ()
 ) -> None:
-    """Check that nothing is in the output's place, or that it may be replaced.
-
-    Args:
-        checkpoint: what is written.
-        path: the output.
-        kind: its format.
-        force: whether the user asked for an existing output to be replaced.
-        kept: names of other files that may be in a folder, and stay.
-
-    Raises:
-        OutputExists: there is something; the hint proposes `--force` only if that would help.
-        OSError: the disk failed.
-    """
+    """Check that nothing is in the output's place, or that it may be replaced."""
     if path == "-" or not _is_there(path):
         return
     found = _conflict(checkpoint, path, kind, kept)

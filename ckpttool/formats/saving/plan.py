@@ -29,23 +29,7 @@ Check = Callable[[Checkpoint], None]
 
 
 class SavePlan:
-    """One output, planned but not yet written.
-
-    Args:
-        checkpoint: what is written.
-        path: the output.
-        kind: its format.
-        state: the dotted path of the model's state; None to find it.
-        full: write everything, also into a format of tensors.
-        keep_copies: write tied tensors once per name.
-        kept: names of other files that stay in a folder which is replaced.
-
-    Raises:
-        NoState: the format holds only a state, and there is none, or none at that path.
-        Refused: the checkpoint holds one rank's pieces of tensors; the keys of a pickled object were changed,
-            which the format would have to hold; or the format holds only plain tensors, and one is sharded,
-            sparse, quantised or the like.
-    """
+    """One output, planned but not yet written."""
 
     def __init__(
         self,
@@ -98,21 +82,7 @@ class SavePlan:
     def write_folder(
         self, shard_size: int | None, dry_run: bool, opened: sharding.Opened, check: Check
     ) -> Saved:
-        """Write a folder and put it in place; with `dry_run` only say what would be written.
-
-        Args:
-            shard_size: the most bytes of a shard; None for the default.
-            dry_run: write nothing.
-            opened: makes an output of a file.
-            check: called with what was written, as it reads back, before it may replace anything.
-
-        Raises:
-            UsageFault: the place can't be written, is a file, or holds other files.
-            Refused: the format can't hold something.
-            Damaged: the input ended early, or what was written does not read back as intended; or as `check`
-                raises it.
-            OSError: the disk is full, or a file can't be written.
-        """
+        """Write a folder and put it in place; with `dry_run` only say what would be written."""
         size = shard_size or sharding.DEFAULT_SIZE
         plan = FolderPlan(self.checkpoint, self.format, self.state, self.full, self.ties, size, self.kept)
         if dry_run:
@@ -132,12 +102,7 @@ class SavePlan:
         return self._saved(plan.write(self.path, opened, check_folder))
 
     def dry_run(self) -> Saved:
-        """Return what `write_file` would.
-
-        Raises:
-            Refused: the format can't hold something.
-            Damaged: the input ended early.
-        """
+        """Return what `write_file` would."""
         out = DryOutput()
         self._write(out)
         source = self.checkpoint.source
@@ -145,17 +110,7 @@ class SavePlan:
         return self._saved(Written(nbytes, 0))
 
     def write_file(self, opened: sharding.Opened, check: Check) -> Saved:
-        """Write a file and put it in place.
-
-        Args:
-            opened, check: as for `write_folder`.
-
-        Raises:
-            UsageFault: the place can't be written.
-            Refused: the format can't hold something.
-            Damaged: the input ended early, or what was written is no checkpoint; or as `check` raises it.
-            OSError: the disk is full, or the file can't be written.
-        """
+        """Write a file and put it in place."""
         with replacing(self.path) as file:
             with opened(file) as out:
                 if self._header_in_place is None:
@@ -198,16 +153,7 @@ class SavePlan:
         return header if len(header) == start else None
 
     def compare(self, found: Checkpoint, *, values: bool, progress: Progress | None) -> None:
-        """Compare what was written with what was intended.
-
-        Args:
-            found: the output as it reads back.
-            values: compare the values too, not only names, types and shapes.
-            progress: called with the number of bytes after each piece of values.
-
-        Raises:
-            Damaged: they differ.
-        """
+        """Compare what was written with what was intended."""
         meant = self.tensors()
         there = dict(found.tensors()) if self.state is None else found.state("").tensors
         same = _structure(meant) == _structure(there)

@@ -75,16 +75,7 @@ class Saved:
 def saved_whole(
     checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State | None, *, full: bool
 ) -> Saved:
-    """Report on an output that holds everything, as far as its format can.
-
-    Args:
-        checkpoint: what was written.
-        path: the output.
-        kind: its format.
-        nbytes: its size.
-        state: the model's state, if there is one.
-        full: what is not a tensor was written as text.
-    """
+    """Report on an output that holds everything, as far as its format can."""
     lost = checkpoint.unread
     if kind in (torch_zip.NAME, dcp.NAME):  # which have no place for the text of a safetensors header
         lost += _lost_metadata(checkpoint)
@@ -108,16 +99,7 @@ def saved_whole(
 def saved_state(
     checkpoint: Checkpoint, path: str, kind: str, nbytes: int, state: State, ties: Mapping[str, str]
 ) -> Saved:
-    """Report on an output that holds only the model's tensors.
-
-    Args:
-        checkpoint: what the state was taken from.
-        path: the output.
-        kind: its format.
-        nbytes: its size.
-        state: the state that was written.
-        ties: names that were written as another name of a tensor.
-    """
+    """Report on an output that holds only the model's tensors."""
     lost = _beside(checkpoint, state) + checkpoint.unread
     if kind == sharding.TORCH:  # has no place for the text of a safetensors header, and keeps what is shared
         lost += _lost_metadata(checkpoint)

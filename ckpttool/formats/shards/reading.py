@@ -24,11 +24,11 @@ from ..safetensors import format as safetensors
 from ..safetensors.strict_json import parse_object
 from .writing import SAFETENSORS, TIES, TORCH
 
+# The most bytes of an index; as many as a safetensors header may have.
 MAX_INDEX = 100_000_000
-"""The most bytes of an index; as many as a safetensors header may have."""
 
+# Entries of an index's metadata that are counted anew, or read here.
 KNOWN_FACTS = {"total_size", "total_parameters", full_json.ENTRY, TIES}
-"""Entries of an index's metadata that are counted anew, or read here."""
 
 SHARD_FORMATS = ((safetensors, SAFETENSORS), (torch_zip, TORCH), (torch_legacy, TORCH))
 
@@ -39,15 +39,7 @@ def sniff(head: bytes) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """Read the index and the headers of all shards: one state in several files.
-
-    Args:
-        source: the index; the shards are in the same folder, or below it.
-
-    Raises:
-        Damaged: a shard is missing or malformed, or differs from the index; the message names shard and key.
-        Unsupported: the file is JSON, but not an index.
-    """
+    """Read the index and the headers of all shards: one state in several files."""
     index = _parse(source)
     wanted = _wanted(source, index)
     folder = source.path if os.path.isdir(source.path) else os.path.dirname(source.path)
@@ -85,12 +77,7 @@ def read(source: Source) -> Checkpoint:
 
 
 def shard_names(source: Source) -> list[str]:
-    """Return the names of the shards that an index names, without opening them.
-
-    Raises:
-        Damaged: the index is malformed, or names a file outside its folder.
-        Unsupported: it is JSON, but not an index.
-    """
+    """Return the names of the shards that an index names, without opening them."""
     return list(_wanted(source, _parse(source)))
 
 

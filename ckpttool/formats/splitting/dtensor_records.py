@@ -19,15 +19,7 @@ DTENSOR = Global(TENSOR, "DTensor")
 
 
 class Shards:
-    """The pieces of one rank, on a mesh of one axis, cut along the first dimension as FSDP2 cuts parameters.
-
-    Args:
-        path: the file that the tensors come from, for messages.
-        rank: who holds the pieces.
-        ranks: how many there are.
-        device: the type of the ranks' devices: `cuda`, `cpu`.
-        axis: the name of the mesh's axis; None without one.
-    """
+    """The pieces of one rank, on a mesh of one axis, cut along the first dimension as FSDP2 does."""
 
     def __init__(self, path: str, rank: int, ranks: int, device: str, axis: str | None) -> None:
         self.path, self.rank, self.ranks = path, rank, ranks
@@ -35,12 +27,7 @@ class Shards:
         self._made: dict[tuple[object, ...], Record] = {}
 
     def record(self, name: str, whole: TensorRef) -> Record:
-        """Return a tensor's piece as the DTensor that this rank would save; one object for tied names.
-
-        Args:
-            name: of the tensor, for messages.
-            whole: the tensor, of one axis or more.
-        """
+        """Return a tensor's piece as the DTensor that this rank would save; one object for tied names."""
         if whole.view not in self._made:
             self._made[whole.view] = self._new(whole, self._piece(name, whole))
         return self._made[whole.view]

@@ -18,19 +18,7 @@ Shape = tuple[int, ...]
 
 
 class SplitOptimizer:
-    """An optimizer's state, and which of its tensors are cut.
-
-    Args:
-        file: the name of its file, for errors.
-        path: the keys that lead to it.
-        value: a dict with `state` and `param_groups`.
-        tensors: the tensors of the model's state by name.
-        sharded: the names of those that are cut.
-        asked: whether parameters stay whole because the user named them: then each name must be known.
-
-    Raises:
-        Refused: it is unknown how ranks cut a tensor that it keeps.
-    """
+    """An optimizer's state, and which of its tensors are cut."""
 
     def __init__(
         self,
@@ -99,11 +87,7 @@ class SplitOptimizer:
         return Refused(self.file, f"the optimizer {why}", hint=hint)
 
     def _shaped(self, key: object) -> Iterator[tuple[object, TensorRef]]:
-        """Yield what is kept of a parameter in tensors with axes, which are cut.
-
-        Raises:
-            Refused: a tensor is not a plain one, or lies deeper.
-        """
+        """Yield what is kept of a parameter in tensors with axes, which are cut."""
         entry = self.value["state"][key]
         for kept, value in entry.items() if isinstance(entry, dict) else [("all", entry)]:
             tensor = plain_tensor(value)

@@ -56,13 +56,7 @@ class Split:
 
 
 class SplitPlan:
-    """The parts of a checkpoint, and which tensors are cut.
-
-    Args:
-        checkpoint: what is split.
-        where: dotted path of the model's state.
-        patterns: of names that stay whole.
-    """
+    """The parts of a checkpoint, and which tensors are cut."""
 
     def __init__(self, checkpoint: Checkpoint, where: str | None, patterns: tuple[str, ...]) -> None:
         self.checkpoint = checkpoint
@@ -152,11 +146,7 @@ class SplitPlan:
         return 0 if dry else cut + repeated + 2 * verify * sum(nbytes.values())
 
     def compare(self, folder: str, path: str, *, values: bool, progress: Progress | None) -> None:
-        """Compare what was written with what was meant, as the merged whole reads back.
-
-        Raises:
-            Damaged: they differ.
-        """
+        """Compare what was written with what was meant, as the merged whole reads back."""
         problem = "does not read back as intended, and was not kept"
         try:
             with open_any(folder) as found:

@@ -26,11 +26,11 @@ from .plan import EXTRA, MODEL, OPTIMIZER, Files, Split, SplitPlan
 
 NAME = "dtensor-ranks"
 
+# The names of the files that are written, and that a new folder replaces.
 FILE = re.compile(rf"(?:{MODEL}|{OPTIMIZER}|{EXTRA})_world_size_[0-9]+_rank_[0-9]+\.pt")
-"""The names of the files that are written, and that a new folder replaces."""
 
+# The most files that are made of each kind.
 MAX_RANKS = 65_536
-"""The most files that are made of each kind."""
 
 
 @takes_checkpoint
