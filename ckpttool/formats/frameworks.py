@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,12 +13,15 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.ranks import HINT, Ranks
 from ..checkpoint.states import is_optimizer
 from ..errors import Damaged, UsageFault
+from ..files.open_source import open_source_descriptor
+from ..files.suggestions import names_in
+from ..tensors.ref import Source
 from .dcp import reading as dcp
-from .dcp.several import joined, read_own, read_together
+from .dcp.beside import not_read
 from .deepspeed import reading as deepspeed
 from .ranks import dtensor_files as rank_files
 from .ranks import hugging_face as hf_pieces
-from .ranks.framework import Framework, is_known, opened
+from .ranks.pieces import Framework, is_known, opened
 
 FRAMEWORKS: tuple[Framework, ...] = (deepspeed, hf_pieces, rank_files)
 
@@ -173,3 +177,50 @@ def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
             inputs = [shlex.join(paths[:4]) + " …" * bool(paths[4:])]
         found += [f"ckpttool merge {each} OUTPUT" for each in inputs]
     return "; ".join(found)
+
+
+# Names of DCP folders that are parts of one checkpoint.
+TOGETHER = re.compile(r"(?:pytorch_model|model|optimizer)(?:_fsdp)?(?:_\d+)?")
+
+# What else of a run lies beside them, and is left out.
+BESIDE = re.compile(r"random_states_\d+\.pkl|scheduler(_\d+)?\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl")
+
+
+def read_together(folder: str) -> Checkpoint | None:
+    """Return the DCP folders in a folder as one checkpoint; None if there are none that belong together."""
+    inside = names_in(folder)
+    names = [name for name in inside if os.path.exists(os.path.join(folder, name, dcp.METADATA))]
+    if not names or not all(map(TOGETHER.fullmatch, names)):
+        return None
+    parts = [_read(os.path.join(folder, name)) for name in names]
+    tree: dict[object, object] = {}
+    for part in parts:
+        assert isinstance(part.tree, dict)
+        if twice := tree.keys() & part.tree.keys():
+            raise Damaged(part.path, f"has '{str(twice.pop())[:80]}', and so has another folder beside it")
+        tree = joined(tree, part.tree)
+    telling = Source(folder, os.dup(parts[0].source.fd))
+    telling.size = 0  # its bytes are those of the first folder's metadata, which counts itself
+    return replace(
+        parts[0],
+        source=telling,
+        tree=tree,
+        shards=tuple(source for part in parts for source in (part.source, *part.shards)),
+        unread=tuple(not_read(name) for name in inside if BESIDE.fullmatch(name)),
+        names=frozenset().union(*(part.names for part in parts)),
+    )
+
+
+def read_own(folder: str) -> Checkpoint | None:
+    """Return what a folder holds as DCP itself; None if it has no metadata."""
+    return _read(folder) if os.path.exists(os.path.join(folder, dcp.METADATA)) else None
+
+
+def joined(tree: Mapping[object, object], more: Mapping[object, object]) -> dict[object, object]:
+    """Return two trees without a key in common as one, the model first."""
+    both = {**tree, **more}
+    return {key: both[key] for key in sorted(both, key=lambda key: key != "model")}
+
+
+def _read(folder: str) -> Checkpoint:
+    return dcp.read(Source(folder, open_source_descriptor(os.path.join(folder, dcp.METADATA))))

@@ -315,3 +315,19 @@ def _stranger(name: str, head: bytes) -> Unsupported:
         listed = f"see what is in it, without running it: python -m pickletools {shlex.quote(name)}"
         return Unsupported(name, "is a pickle, but not one that torch.save wrote", hint=listed)
     return Unsupported(name, "is not a checkpoint in any format known here")
+
+
+# A checkpoint that `open` returned, or the path of one.
+File = Checkpoint | str | os.PathLike[str]
+
+
+@contextmanager
+def opened(file: File) -> Iterator[Checkpoint]:
+    """Give a checkpoint; one that was opened from a path is closed at the end."""
+    if isinstance(file, Checkpoint):
+        yield file
+        return
+    if not isinstance(file, str | os.PathLike):
+        raise TypeError(f"takes a path or an open checkpoint, not {type(file).__name__}")
+    with open(file) as checkpoint:
+        yield checkpoint

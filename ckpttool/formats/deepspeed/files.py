@@ -17,8 +17,7 @@ from ...inert_pickle.values import Record
 from ...tensors.ref import Source
 from ..pytorch import zip as torch_zip
 from ..pytorch.archive import Archive
-from ..ranks.framework import Candidates
-from ..ranks.pieces import RankFile, in_order
+from ..ranks.pieces import Candidates, RankFile, in_order
 
 LATEST = "latest"
 

@@ -14,9 +14,8 @@ from ...checkpoint.ranks import HINT
 from ...errors import Damaged
 from ...inert_pickle.values import Record, in_brief, tensor_of
 from ...tensors.ref import TensorRef
+from ..ranks.agreement import Held, Numbers, require_one, same
 from ..ranks.pieces import RankFile, Wholes
-from ..ranks.same_values import same
-from ..ranks.steps import Held, Numbers, require_one
 from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, of_optimizer
 from .zero import Layout, given_order, joined
 

@@ -23,10 +23,9 @@ from ...inert_pickle.values import Record, remade, tensor_of, walk
 from ...tensors.cast import Caster
 from ...tensors.dtypes import DTYPES
 from ...tensors.ref import TensorRef
-from ..ranks.framework import whole_of
+from ..ranks.agreement import same
 from ..ranks.merge_trees import SideBySide
-from ..ranks.pieces import RankFile, Wholes, require_rank
-from ..ranks.same_values import same
+from ..ranks.pieces import RankFile, Wholes, require_rank, whole_of
 from .files import OF_STAGE_3, OF_STAGES_1_AND_2, Files, contents, entry, is_ours, of_optimizer, sorted_out
 from .files import candidates as candidates
 from .optimizer import dealt_out, merged

@@ -19,7 +19,7 @@ from ...tensors.ref import ByteRange, Source, Storage
 from ..zip.inflate import Inflated, inflated, inflated_bytes
 from ..zip.reader import Record, read_directory
 from ..zip.writer import DEFLATED, STORED
-from .storage_id import StorageForm
+from .fast_path import StorageForm
 from .tensor_pickle import ZIP_PARTS, read_torch_pickle
 
 PICKLE = "/data.pkl"

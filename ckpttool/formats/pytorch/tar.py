@@ -31,8 +31,8 @@ from ...tensors.ref import (
     checked_tensor,
     is_count,
 )
+from .legacy import read_unsized
 from .tensor_pickle import StorageView
-from .unsized_pickle import read_unsized
 
 NAME = "torch-tar"
 MEMBERS = ("storages", "tensors", "pickle")

@@ -20,8 +20,15 @@ from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, OrderedDict_, R
 from ...inert_pickle.writer import write_pickle
 from ...tensors.dtypes import DTYPES, STORAGE_DTYPES, DType
 from ...tensors.ref import BadTensor, Storage, TensorRef, checked_tensor, is_count
-from .fast_path import TensorPattern
-from .storage_id import UNTYPED, FindStorage, StorageForm, element_type, itemsize, parse_storage_id
+from .fast_path import (
+    UNTYPED,
+    FindStorage,
+    StorageForm,
+    TensorPattern,
+    element_type,
+    itemsize,
+    parse_storage_id,
+)
 
 REBUILD_V1 = Global("torch._utils", "_rebuild_tensor")
 REBUILD_V2 = Global("torch._utils", "_rebuild_tensor_v2")

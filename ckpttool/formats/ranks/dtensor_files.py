@@ -22,12 +22,11 @@ from ...checkpoint.states import is_optimizer
 from ...errors import Damaged, Unsupported
 from ...files.suggestions import CHECKPOINT_ENDINGS, names_in
 from ...inert_pickle.values import tensor_of
+from .agreement import step_of
 from .device_meshes import Mesh
-from .framework import Candidates, whole_of
 from .merge_trees import SideBySide
-from .pieces import RankFile, RankFiles, Wholes, in_order, require_rank
+from .pieces import Candidates, RankFile, RankFiles, Wholes, in_order, require_rank, whole_of
 from .sharded_values import DTENSOR, Sharded, ShardedValues, unless_sharded
-from .steps import step_of
 
 FORMATS = DTENSORS, FSDP = "dtensor-ranks", "fsdp-ranks"
 

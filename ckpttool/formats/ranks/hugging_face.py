@@ -20,9 +20,8 @@ from ...errors import Damaged
 from ...files.suggestions import names_in
 from ...inert_pickle.values import OrderedDict_
 from ...tensors.ref import TensorRef
-from ..safetensors.strict_json import parse_object
-from .framework import Candidates, whole_of
-from .pieces import MAX_RANKS, Piece, Wholes
+from ..safetensors.format import parse_object
+from .pieces import MAX_RANKS, Candidates, Piece, Wholes, whole_of
 
 NAME = "safetensors-ranks"
 

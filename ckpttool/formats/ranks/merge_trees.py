@@ -11,10 +11,9 @@ from ...checkpoint.ranks import HINT
 from ...errors import Damaged, Refused
 from ...inert_pickle.values import LEAVES, MAX_DEPTH, Record, in_brief, remade, tensor_of, with_tensor
 from ...tensors.ref import TensorRef
+from .agreement import STEPS, Held, Numbers, require_one, same
 from .pieces import Piece, RankFile, Wholes
-from .same_values import same
 from .sharded_values import Sharded, ShardedValues, is_sharded, unless_sharded
-from .steps import STEPS, Held, Numbers, require_one
 
 Path = tuple[object, ...]
 

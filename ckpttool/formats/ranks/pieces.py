@@ -20,13 +20,22 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import NamedTuple, Protocol
 
-from ...checkpoint.ranks import HINT, require_all
-from ...errors import Damaged, UsageFault
+from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.ranks import HINT, Ranks, require_all
+from ...errors import Damaged, Unreadable, UsageFault
+from ...files.descriptors import allow_open_files
+from ...files.open_source import open_source_descriptor
 from ...tensors.chunks import Index, Part, assembled
 from ...tensors.dtypes import DType
 from ...tensors.ref import BadTensor, Computed, Source, Storage, TensorRef, contiguous_stride, extent
 from ...tensors.values import MAX_EXPANSION
+from ..pytorch import legacy as torch_legacy
+from ..pytorch import zip as torch_zip
+from ..safetensors import format as safetensors
+from .sharded_values import with_pieces
 
 # The most ranks of a run: a larger number in a file or its name is a mistake, or means harm.
 MAX_RANKS = 1 << 16
@@ -204,3 +213,71 @@ def require_rank(path: str, take_rank: int | None, ranks: Iterable[int]) -> None
             f"{path}: no file of it was written by rank {take_rank}",
             hint=f"see which ranks there are: ckpttool inspect {shlex.quote(path)}",
         )
+
+
+READERS = (torch_zip, torch_legacy, safetensors)
+
+
+class Candidates(NamedTuple):
+    """The paths of the files that may be a run's, and the open files that named them."""
+
+    paths: list[str]
+    telling: tuple[Source, ...] = ()
+
+
+class Framework(Protocol):
+    """A module that reads the files of one framework's ranks."""
+
+    def candidates(self, folder: str) -> Candidates:
+        """Return the files in a folder whose names are those of this framework's ranks."""
+        # They may lie in folders below it. No file is opened, but one that names others.
+
+    def read(self, path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
+        """Return the files of a run's ranks as one checkpoint; None if they are something else."""
+
+
+def opened(paths: Sequence[str]) -> list[Checkpoint]:
+    """Return files as checkpoints, each by itself, in whose trees sharded tensors are `Sharded` ones."""
+    allow_open_files(len(paths), paths[0])
+    files = []
+    for path in paths:
+        source = Source(path, open_source_descriptor(path))
+        reader = _reader_of(source)
+        if reader is None:
+            raise Unreadable(
+                path,
+                "is not a file that torch or safetensors wrote",
+                hint="copy it again, or name the files to merge",
+            )
+        files.append(with_pieces(reader.read(source)))
+    return files
+
+
+def is_known(path: str) -> bool:
+    """Return whether a file begins as those do that torch or safetensors write; Unreadable if it can't be."""
+    return _reader_of(Source(path, open_source_descriptor(path))) is not None
+
+
+def _reader_of(source: Source) -> ModuleType | None:
+    head = source.read(0, min(source.size, 512))
+    return next((reader for reader in READERS if reader.sniff(head)), None)
+
+
+def whole_of(
+    path: str, kind: str, tree: object, files: Sequence[Checkpoint], ranks: Ranks, unread: tuple[str, ...]
+) -> Checkpoint:
+    """Return the files of ranks as one checkpoint."""
+    telling = Source(path, os.dup(files[0].source.fd))
+    telling.size = 0  # its bytes are those of the first file, which counts itself
+    return Checkpoint(
+        telling,
+        kind,
+        tree,
+        max(file.protocol for file in files),
+        shards=tuple(file.source for file in files),
+        unread=unread,
+        names=frozenset().union(*(file.names for file in files)),
+        remarks=tuple(remark for file in files for remark in file.remarks),
+        device="cpu",  # each rank's storages are tagged with its own device
+        ranks=ranks,
+    )

@@ -22,8 +22,7 @@ from ...errors import Damaged, Unsupported
 from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of
 from ...tensors.dtypes import DType
 from ...tensors.ref import TensorRef, is_count
-from .device_meshes import MAX_CHUNKS, Mesh, read_mesh
-from .intervals import Intervals, boxes, share
+from .device_meshes import MAX_CHUNKS, Intervals, Mesh, boxes, read_mesh, share
 
 DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
 

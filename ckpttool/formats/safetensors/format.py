@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import le, sub
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from ...tensors.ref import (
     is_count,
 )
 from ...tensors.values import require_bounded, stream
-from .strict_json import Pairs, parse_object
 
 NAME = "safetensors"
 EXTENSIONS = (".safetensors",)
@@ -283,3 +282,72 @@ def header(
     if len(raw) > MAX_HEADER:
         raise Refused(path, "its names need a header of more than 100 MB", hint="write a .pt file instead")
     return struct.pack("<Q", len(raw)) + raw
+
+
+# The names and values of an object.
+Pairs = list[tuple[str, Any]]
+
+
+def parse_object(
+    path: str, raw: bytes, what: str, usual: Callable[[Pairs], object] = lambda pairs: None
+) -> dict[str, Any]:
+    """Parse JSON and return the object in it."""
+
+    def once(pairs: Pairs) -> object:
+        if (found := usual(pairs)) is not None:
+            return found
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise Damaged(path, f"{what} has the same name twice")
+        return made
+
+    # A call for each number takes time; so does the search for two bytes, a hundred times that for one.
+    parse_int = _but_minus_zero if b"-" in raw and b"-0" in raw else None
+    try:
+        found = json.loads(raw.decode("utf-8"), object_pairs_hook=once, parse_int=parse_int)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(path, f"{what} is not JSON: {str(error)[:80]}") from None
+    if not isinstance(found, dict):
+        raise Damaged(path, f"{what} is not a JSON object")
+    return found
+
+
+def _but_minus_zero(text: str) -> int:
+    """Return an integer; refuse -0, which Python alone takes for one and others for a float."""
+    if text == "-0":
+        raise ValueError("a number is -0")
+    return int(text)
+
+
+def payload_start(source: Source, tensors: Mapping[str, TensorRef]) -> int | None:
+    """Return the byte at which a file's payload begins; None if these tensors are not exactly its payload."""
+    if not all(
+        t.is_plain and isinstance(t.data, ByteRange) and t.data.source is source for t in tensors.values()
+    ):
+        return None
+    places = sorted(map(_place, tensors.values()))
+    ends = [offset + nbytes for offset, nbytes in places]
+    if [offset for offset, _ in places[1:]] + [source.size] != ends:
+        return None
+    return places[0][0]
+
+
+def by_place(item: tuple[str, TensorRef]) -> tuple[int, int]:
+    """Return the key that sorts (name, tensor) pairs by their place in the file."""
+    return _place(item[1])
+
+
+def _place(tensor: TensorRef) -> tuple[int, int]:
+    """Return a tensor's offset in the file, and its bytes."""
+    where = tensor.storage.data
+    offset = where.offset if isinstance(where, ByteRange) else 0
+    return offset + tensor.offset * tensor.dtype.itemsize, tensor.nbytes
+
+
+def write_with_header(source: Source, header: bytes, out: Output) -> None:
+    """Write a file with another header of the same length, the payload shared with the old file or copied."""
+    # A header that others may be reading can't be changed where it lies: a write is no single step, neither
+    # for a process that reads or maps the file (ext4 locks no page against readers) nor for a disk that loses
+    # power. So the output is always a new file, which shares blocks where the file system can (btrfs, xfs).
+    out.write(header)
+    out.copy(ByteRange(source, len(header), source.size - len(header)))

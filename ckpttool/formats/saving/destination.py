@@ -6,18 +6,15 @@ import os
 import re
 import shlex
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import OutputExists, UsageFault
 from .. import folders
-from ..dcp import reading as dcp
 from ..pytorch import zip as torch_zip
 from ..safetensors import format as safetensors
 from ..shards import writing as sharding
-from .report import PICKLES
-
-# Formats that hold everything in a checkpoint, not only the model's state.
-WHOLE = (torch_zip.NAME, dcp.NAME)
+from .report import PICKLES, WHOLE
 
 # Formats whose header holds text.
 SAFETENSORS = (safetensors.NAME, sharding.SAFETENSORS)
@@ -28,20 +25,60 @@ ENDINGS = {
 }
 
 
-def format_of_output(path: str, checkpoint: Checkpoint, to: str | None) -> str:
-    """Return the format that a name asks for, or that the folder there has."""
-    if to is not None:
-        known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
-        if to not in known:
-            raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")
-        return to
-    if folders.is_in_place(checkpoint, path):
-        return checkpoint.format
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a checkpoint is written, in which format, and what that format holds of it."""
+
+    path: str
+    format: str
+    full: bool  # everything, although the format is one of tensors
+
+    @property
+    def holds_all(self) -> bool:
+        return self.full or self.format in WHOLE
+
+    @property
+    def has_metadata(self) -> bool:
+        return self.format in SAFETENSORS
+
+    @property
+    def is_folder(self) -> bool:
+        return self.format in folders.NAMES
+
+
+def destination(
+    path: str, checkpoint: Checkpoint, to: str | None, *, full: bool | None = None, keep: bool = False
+) -> Destination:
+    """Return where `save` would write a checkpoint; the one place that decides an output's format.
+
+    `keep`: a new folder gets the format of the folder that the checkpoint was read from.
+    """
+    kind = _named(to) if to is not None else _format(path, checkpoint, keep)
+    return Destination(path, kind, kind not in PICKLES and (checkpoint.full if full is None else full))
+
+
+def format_of_name(path: str) -> str | None:
+    """Return the format that a path asks for by its ending or by what is there; None if it asks for none."""
     if path.endswith("/") or os.path.isdir(path):
         return folders.kind_of(path) or folders.NAMES[0]
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix in ENDINGS:
-        return ENDINGS[suffix]
+    return ENDINGS.get(os.path.splitext(path)[1].lower())
+
+
+def _named(to: str) -> str:
+    known = (*dict.fromkeys(ENDINGS.values()), *folders.NAMES)
+    if to not in known:
+        raise UsageFault(f"there is no format '{to}'", hint=f"one of {', '.join(known)}")
+    return to
+
+
+def _format(path: str, checkpoint: Checkpoint, keep: bool) -> str:
+    if folders.is_in_place(checkpoint, path):
+        return checkpoint.format
+    found = format_of_name(path)
+    if keep and found in folders.NAMES and checkpoint.format in folders.NAMES and not folders.kind_of(path):
+        return checkpoint.format
+    if found is not None:
+        return found
     if path == "-":
         return torch_zip.NAME if checkpoint.format.startswith("torch") else safetensors.NAME
     raise UsageFault(

@@ -21,6 +21,8 @@ from ..safetensors import format as safetensors
 from ..shards import writing as sharding
 
 PICKLES = (torch_zip.NAME, sharding.TORCH)
+# Formats that hold everything in a checkpoint, not only the model's state.
+WHOLE = (torch_zip.NAME, dcp.NAME)
 TENSORS_ALONE = (safetensors.NAME, sharding.SAFETENSORS, sharding.TORCH)
 
 

@@ -21,7 +21,7 @@ from ...tensors.ref import Source, TensorRef
 from ..pytorch import legacy as torch_legacy
 from ..pytorch import zip as torch_zip
 from ..safetensors import format as safetensors
-from ..safetensors.strict_json import parse_object
+from ..safetensors.format import parse_object
 from .writing import SAFETENSORS, TIES, TORCH
 
 # The most bytes of an index; as many as a safetensors header may have.

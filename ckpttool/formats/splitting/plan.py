@@ -18,8 +18,7 @@ from ...files.copying import Progress
 from ...inert_pickle.values import remade
 from ...tensors.ref import TensorRef
 from ..reading import open as open_any
-from .dtensor_records import Shards
-from .optimizer import SplitOptimizer
+from .cut import Shards, SplitOptimizer
 
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 
