@@ -35,37 +35,59 @@ Names = Sequence[Sequence[str]]
 def merged(
     files: Files, layout: Layout, names: Names, wholes: Wholes
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the optimizer's state by parameter name."""
-    kept = {rank: of_optimizer(file).get(KEPT[files.stage]) for rank, file in files.optims.items()}
-    held, left = [*kept.values()], [*_beside(files)]
-    if not any(held):
-        return None, left
-    state: dict[str, dict[str, object]] = {name: {} for group in names for name in group}
-    numbers = Numbers()
-    lean = all(isinstance(each, list) for each in held)  # elastic_checkpoint: a list of states, no settings
+    """Return the optimizer's state by parameter name, and in words what it lacks of the files."""
+    by_rank = {rank: of_optimizer(file).get(KEPT[files.stage]) for rank, file in files.optims.items()}
+    if not any(by_rank.values()):
+        return None, [*_left_out(files)]
+    joining = _Joining(files, layout, wholes)
     for group, listed in enumerate(names):
-        entries = {rank: _entry(files.optims[rank], each, group) for rank, each in kept.items()}
-        slots = [slot for slot in layout.slots if slot.group == group]
-        for key in _common_keys(files, entries):
-            values = {rank: found[key] for rank, found in entries.items()}
+        entries = {rank: _entry(files.optims[rank], kept, group) for rank, kept in by_rank.items()}
+        joining.add(group, listed, entries)
+    state = {name: joining.state[name] for listed in names for name in listed if name in joining.state}
+    if all(isinstance(kept, list) for kept in by_rank.values()):  # elastic_checkpoint keeps states alone
+        missing = "the settings of the optimizer's parameter groups, which `elastic_checkpoint` leaves out"
+        groups = [{"params": list(listed)} for listed in names]
+        return {"state": state, "param_groups": groups}, [*_left_out(files), *joining.left, missing]
+    groups = _param_groups(files, by_rank, names)
+    return {"state": state, "param_groups": groups}, [*_left_out(files), *joining.left]
+
+
+class _Joining:
+    """Joins what the ranks keep of each group into `state`, by parameter name."""
+
+    def __init__(self, files: Files, layout: Layout, wholes: Wholes) -> None:
+        self.files, self.layout, self.wholes = files, layout, wholes
+        self.state: dict[str, dict[str, object]] = {}
+        self.left: list[str] = []
+        self._numbers = Numbers()
+
+    def add(self, group: int, names: Sequence[str], entries: Mapping[int, Mapping[str, Any]]) -> None:
+        """Add a group, of which each rank keeps an entry."""
+        for key in _common_keys(self.files, entries):
+            values = {rank: entry[key] for rank, entry in entries.items()}
             parts = {rank: part for rank, value in values.items() if (part := tensor_of(value)) is not None}
-            if key == "step" or not all(part.shape for part in parts.values()) or len(parts) < len(values):
-                counted = [Held(files.optims[rank], value) for rank, value in sorted(values.items())]
-                require_one(f"'{key[:80]}' of its optimizer", counted, numbers)
-                for name in listed:
-                    state[name][key] = _copied(values[min(values)])
-                continue
-            if not any(layout.fits(rank, group, part) for rank, part in parts.items()):
-                left.append(f"'{key[:80]}' of the optimizer's state, of other sizes than the parameters")
-                continue
-            for rank, part in parts.items():
-                layout.check(rank, group, part, f"momentum '{key[:80]}'")
-            for slot in slots:
-                state[slot.name][key] = joined(wholes, slot, parts, f"{slot.name}.{key}")
-    if lean:
-        left.append("the settings of the optimizer's parameter groups, which `elastic_checkpoint` leaves out")
-    groups = [{"params": list(group)} for group in names] if lean else _param_groups(files, kept, names)
-    return {"state": {name: entry for name, entry in state.items() if entry}, "param_groups": groups}, left
+            if key == "step" or len(parts) < len(values) or not all(part.shape for part in parts.values()):
+                self._add_common(key, names, values)
+            elif any(self.layout.fits(rank, group, part) for rank, part in parts.items()):
+                self._add_momentum(key, group, parts)
+            else:
+                self.left.append(f"'{key[:80]}' of the optimizer's state, of other sizes than the parameters")
+
+    def _add_common(self, key: str, names: Sequence[str], values: Mapping[int, object]) -> None:
+        """Add what is one value for the group on all ranks, such as the step."""
+        held = [Held(self.files.optims[rank], value) for rank, value in sorted(values.items())]
+        require_one(f"'{key[:80]}' of its optimizer", held, self._numbers)
+        for name in names:
+            self.state.setdefault(name, {})[key] = _copied(held[0].value)
+
+    def _add_momentum(self, key: str, group: int, parts: Mapping[int, TensorRef]) -> None:
+        """Add what is cut as the parameters are."""
+        for rank, part in parts.items():
+            self.layout.check(rank, group, part, f"momentum '{key[:80]}'")
+        for slot in self.layout.slots:
+            if slot.group == group:
+                momentum = joined(self.wholes, slot, parts, f"{slot.name}.{key}")
+                self.state.setdefault(slot.name, {})[key] = momentum
 
 
 def _entry(file: RankFile, kept: object, group: int) -> dict[str, Any]:
@@ -138,7 +160,7 @@ def dealt_out(files: Files) -> bool:
     return files.stage < 3 and isinstance(zero, dict) and zero.get("round_robin_gradients") is True
 
 
-def _beside(files: Files) -> Iterator[str]:
+def _left_out(files: Files) -> Iterator[str]:
     """Yield in words what the optimizer's files hold and a merged checkpoint does not."""
     states = next(map(of_optimizer, files.optims.values()), {})
     scaler = states.get("loss_scaler")

@@ -22,7 +22,7 @@ from ...errors import Damaged, Unsupported
 from ...inert_pickle.values import FROM_TYPE, PARAMETER, Global, Record, in_brief, tensor_of
 from ...tensors.dtypes import DType
 from ...tensors.ref import TensorRef, is_count
-from .device_meshes import MAX_CHUNKS, Intervals, Mesh, boxes, read_mesh, share
+from .device_meshes import MAX_CHUNKS, BadMesh, Intervals, Mesh, boxes, read_mesh, share
 
 DTENSOR, SHARDED_TENSOR = "DTensor", "ShardedTensor"
 
@@ -137,10 +137,10 @@ class ShardedValues:
 
     def _mesh(self, name: str, value: object) -> Mesh:
         if id(value) not in self._meshes:
-            found = read_mesh(value)
-            if found is None:
-                raise Damaged(self.path, f"'{name[:80]}' is a DTensor whose device mesh is malformed")
-            self._meshes[id(value)] = found
+            try:
+                self._meshes[id(value)] = read_mesh(value)
+            except BadMesh as fault:
+                raise Damaged(self.path, f"'{name[:80]}' is a DTensor whose device mesh {fault}") from None
         return self._meshes[id(value)]
 
     # ShardedTensor
