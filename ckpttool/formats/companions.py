@@ -1,4 +1,4 @@
-"""The small files beside a checkpoint that a model needs too: its configuration, its tokenizer."""
+"""The small files that a model needs next to its checkpoint: its configuration, its tokenizer."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ NO_COMPANIONS = (*CHECKPOINT_ENDINGS, ".distcp", ".pkl", ".pickle", sharding.IND
 BELOW = "huggingface"
 
 
-def beside(checkpoint: Checkpoint, path: str) -> tuple[list[str], list[str]]:
+def listed(checkpoint: Checkpoint, path: str) -> tuple[list[str], list[str]]:
     """Return what lies in the folder of a checkpoint or in `huggingface/` there: companions, and the rest."""
     folder = folders.folder_of(checkpoint)
     if folder is None:
         return [], []
-    names = folders.beside(checkpoint, path)
+    names = folders.other_files(checkpoint, path)
     below = os.path.join(folder, BELOW)
     if BELOW in names and os.path.isdir(below):
         inside = sorted(name for name in os.listdir(below) if not name.startswith("."))
         names = [name for name in names if name != BELOW] + [os.path.join(BELOW, name) for name in inside]
-    found = [name for name in names if _is_companion(os.path.join(folder, name))]
-    rest = [name for name in names if name not in found and name not in OF_DEEPSPEED]
-    return [os.path.join(folder, name) for name in found], rest
+    companions = [name for name in names if _is_companion(os.path.join(folder, name))]
+    rest = [name for name in names if name not in companions and name not in OF_DEEPSPEED]
+    return [os.path.join(folder, name) for name in companions], rest
 
 
 def _is_companion(path: str) -> bool:
@@ -48,24 +48,24 @@ def _is_companion(path: str) -> bool:
 
 
 def targets(paths: Sequence[str], output: str, *, is_folder: bool, force: bool) -> list[str]:
-    """Return where companions are copied to: into an output that is a folder, else beside it."""
+    """Return where companions are copied to: into an output that is a folder, else next to it."""
     folder = output if is_folder else os.path.dirname(output) or "."
-    found = [os.path.join(folder, os.path.basename(path)) for path in paths]
-    for number, target in enumerate(found):
-        if target in found[:number]:
-            both = f"{paths[found.index(target)]} and {paths[number]}"
+    places = [os.path.join(folder, os.path.basename(path)) for path in paths]
+    for number, target in enumerate(places):
+        if target in places[:number]:
+            both = f"{paths[places.index(target)]} and {paths[number]}"
             raise UsageFault(
                 f"{both} would both become {target}", hint="copy one by hand, without --companions"
             )
-    for path, target in zip(paths, found, strict=True):
+    for path, target in zip(paths, places, strict=True):
         if os.path.lexists(target) and not force and not _is_same(path, target):
             raise OutputExists(f"{target}: already exists", hint="write it anyway with --force")
-    return found
+    return places
 
 
-def _is_same(one: str, other: str) -> bool:
+def _is_same(path: str, other: str) -> bool:
     """Return whether two files hold the same bytes."""
-    return os.path.isfile(other) and filecmp.cmp(one, other, shallow=False)
+    return os.path.isfile(other) and filecmp.cmp(path, other, shallow=False)
 
 
 def copy(paths: Sequence[str], places: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from ..files.open_source import open_source_descriptor
 from ..files.suggestions import names_in
 from ..tensors.ref import Source
 from .dcp import reading as dcp
-from .dcp.beside import not_read
+from .dcp.extras import not_read
 from .deepspeed import reading as deepspeed
 from .ranks import dtensor_files as rank_files
 from .ranks import hugging_face as hf_pieces
@@ -37,7 +37,7 @@ OF_OPTIMIZER = {"optimizer", "optimizer_states"}
 
 def read_folder(folder: str, take_rank: int | None = None) -> Checkpoint | None:
     """Return what ranks wrote into a folder as one checkpoint; None if no framework knows the files."""
-    # Model and optimizer may be files of two kinds: DTensors beside a DCP folder's own, or beside pieces as
+    # Model and optimizer may be files of two kinds: DTensors next to a DCP folder's own, or to pieces as
     # safetensors. A DCP folder alone is not meant: one process may have written it.
     parts = [*_by_ranks(folder, take_rank)]
     if together := read_together(folder):
@@ -57,10 +57,10 @@ def _by_ranks(folder: str, take_rank: int | None) -> Iterator[Checkpoint]:
     for framework in FRAMEWORKS:
         named, telling = framework.candidates(folder)
         paths = [path for path in named if path not in taken and (not is_dcp or is_known(path))]
-        found = framework.read(folder, opened(paths), take_rank) if paths else None
-        if found is not None:
+        checkpoint = framework.read(folder, opened(paths), take_rank) if paths else None
+        if checkpoint is not None:
             taken.update(paths)
-            yield replace(found, shards=(*found.shards, *telling))
+            yield replace(checkpoint, shards=(*checkpoint.shards, *telling))
 
 
 def read_files(paths: Sequence[str], take_rank: int | None = None) -> Checkpoint:
@@ -69,10 +69,10 @@ def read_files(paths: Sequence[str], take_rank: int | None = None) -> Checkpoint
     name = folders.pop() if len(folders) == 1 else paths[0]
     files = opened(paths)
     for framework in FRAMEWORKS:
-        found = framework.read(name, files, take_rank)
-        if found is not None:
-            _require_to_compare(name, [found], take_rank)
-            return found
+        checkpoint = framework.read(name, files, take_rank)
+        if checkpoint is not None:
+            _require_to_compare(name, [checkpoint], take_rank)
+            return checkpoint
     raise UsageFault(
         f"{paths[0]}: holds no piece of a tensor that one rank of several wrote",
         hint="for the mean of checkpoints: ckpttool average; for shards, name their index or folder",
@@ -141,10 +141,10 @@ def _framework(part: Checkpoint) -> str:
 def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
     """Return what is known of the run of all parts."""
     known = [part.ranks for part in parts if part.ranks]
-    held: dict[int, int] = {}
+    nbytes_of: dict[int, int] = {}
     for ranks in known:
         for rank, nbytes in ranks.held.items():
-            held[rank] = held.get(rank, 0) + nbytes
+            nbytes_of[rank] = nbytes_of.get(rank, 0) + nbytes
     for words, stated in (
         ("ranks", {ranks.world_size for ranks in known}),
         ("training steps", {ranks.step for ranks in known}),
@@ -157,7 +157,7 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
         next((ranks.world_size for ranks in known if ranks.world_size is not None), None),
         next((ranks.mesh for ranks in known if ranks.mesh), ""),
         next((ranks.step for ranks in known if ranks.step is not None), None),
-        dict(sorted(held.items())),
+        dict(sorted(nbytes_of.items())),
         missing=tuple(sorted({rank for ranks in known for rank in ranks.missing})),
         lacking=tuple(name for ranks in known for name in ranks.lacking),
     )
@@ -165,7 +165,7 @@ def _of_one_run(folder: str, parts: Sequence[Checkpoint]) -> Ranks:
 
 def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
     """Return the command that merges each part by itself."""
-    found, here = [], os.path.dirname(os.path.join(folder, ""))
+    commands, here = [], os.path.dirname(os.path.join(folder, ""))
     for part in parts:
         paths = [source.path for source in part.shards]
         inside = sorted({path if os.path.isdir(path) else os.path.dirname(path) for path in paths})
@@ -175,14 +175,14 @@ def _commands(folder: str, parts: Sequence[Checkpoint]) -> str:
             inputs = [shlex.quote(each) for each in below]
         else:
             inputs = [shlex.join(paths[:4]) + " …" * bool(paths[4:])]
-        found += [f"ckpttool merge {each} OUTPUT" for each in inputs]
-    return "; ".join(found)
+        commands += [f"ckpttool merge {each} OUTPUT" for each in inputs]
+    return "; ".join(commands)
 
 
 # Names of DCP folders that are parts of one checkpoint.
 TOGETHER = re.compile(r"(?:pytorch_model|model|optimizer)(?:_fsdp)?(?:_\d+)?")
 
-# What else of a run lies beside them, and is left out.
+# What else of a run lies next to them, and is left out.
 BESIDE = re.compile(r"random_states_\d+\.pkl|scheduler(_\d+)?\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl")
 
 
@@ -197,7 +197,7 @@ def read_together(folder: str) -> Checkpoint | None:
     for part in parts:
         assert isinstance(part.tree, dict)
         if twice := tree.keys() & part.tree.keys():
-            raise Damaged(part.path, f"has '{str(twice.pop())[:80]}', and so has another folder beside it")
+            raise Damaged(part.path, f"has '{str(twice.pop())[:80]}', and so has another folder next to it")
         tree = joined(tree, part.tree)
     telling = Source(folder, os.dup(parts[0].source.fd))
     telling.size = 0  # its bytes are those of the first folder's metadata, which counts itself

@@ -60,7 +60,7 @@ def command(
       ckpttool merge rank0.pt rank1.pt model.safetensors
     """
     from ... import formats
-    from ...formats import companions as beside
+    from ...formats import companions as of_model
     from ...formats.saving.destination import destination
 
     console = options.console(given)
@@ -72,9 +72,9 @@ def command(
         target = destination(given["output"], checkpoint, to, full=full or None)
         named = shlex.quote(given["output"]) if target.holds_all else None
         new, outcome = _merged(checkpoint, dtype, given["state"], named)
-        found, others = beside.beside(checkpoint, given["output"])
+        found, others = of_model.listed(checkpoint, given["output"])
         if companions:
-            places = beside.targets(found, target.path, is_folder=target.is_folder, force=given["force"])
+            places = of_model.targets(found, target.path, is_folder=target.is_folder, force=given["force"])
             copied.extend(zip(found, places, strict=True))
             kept.extend(map(os.path.basename, places))
             outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
@@ -94,7 +94,7 @@ def command(
         with opening() as checkpoint:
             raise _all_that_differ(console, checkpoint) from None
     if copied and not given["dry_run"]:
-        beside.copy([path for path, _ in copied], [place for _, place in copied])
+        of_model.copy([path for path, _ in copied], [place for _, place in copied])
         console.note(f"copied along: {console.names([place for _, place in copied])}")
 
 

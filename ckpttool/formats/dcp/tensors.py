@@ -83,10 +83,10 @@ class _KeepsError:
 
 def _save(tensor: torch.Tensor, file: BinaryIO) -> None:
     """Save a tensor; raise the full disk or the signal of which torch's C++ writer says nothing."""
-    kept = _KeepsError(file)
+    target = _KeepsError(file)
     try:
-        torch.save(tensor, kept)  # type: ignore[arg-type]
+        torch.save(tensor, target)  # type: ignore[arg-type]
     except RuntimeError:
-        if kept.error is None:
+        if target.error is None:
             raise
-        raise kept.error from None
+        raise target.error from None

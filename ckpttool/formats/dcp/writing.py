@@ -149,13 +149,13 @@ def without_models(checkpoint: Checkpoint) -> Checkpoint:
 def lost(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the dotted names of what DCP does not keep."""
     # These are empty dicts, the module versions of a state dict, and of a pickled model its class.
-    whole = without_models(checkpoint)
+    plain = without_models(checkpoint)
     names: list[str] = []
-    for name, value in _dicts(whole.tree):
+    for name, value in _dicts(plain.tree):
         names += [] if value else [name]
         if isinstance(value, OrderedDict_) and isinstance(value.attributes, dict):
             names += [f"{name}.{attribute}" if name else attribute for attribute in value.attributes]
-    return (*names, *whole.opened)
+    return (*names, *plain.opened)
 
 
 def with_keys_made_text(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -189,7 +189,7 @@ def _is_taken_apart(value: list[object]) -> bool:
 
 def _in_tuples(tree: object) -> list[TensorRef]:
     """Return the tensors in tuples and sets, which DCP pickles whole."""
-    found: dict[int, TensorRef] = {}
+    tensors: dict[int, TensorRef] = {}
     seen: set[int] = set()
     stack = [tree]
     while stack:
@@ -201,8 +201,8 @@ def _in_tuples(tree: object) -> list[TensorRef]:
             stack.extend(value.values() if isinstance(value, dict) else value)
         elif isinstance(value, tuple | set | frozenset):
             inside = (tensor_of(inner) for inner in walk(value))
-            found.update((id(tensor), tensor) for tensor in inside if tensor is not None)
-    return list(found.values())
+            tensors.update((id(tensor), tensor) for tensor in inside if tensor is not None)
+    return list(tensors.values())
 
 
 class _Live:

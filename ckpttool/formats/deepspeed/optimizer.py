@@ -22,7 +22,7 @@ from .zero import Layout, given_order, joined
 # Where each stage keeps the state of the optimizer that it wraps.
 KEPT = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
 
-# Entries beside it that are read here or elsewhere, or say what the configuration says too.
+# Other entries, that are read here or elsewhere, or say what the configuration says too.
 IN_USE = {
     *(*KEPT.values(), OF_STAGE_3, OF_STAGES_1_AND_2, "zero_stage", "partition_count", "param_slice_mappings"),
     *("group_paddings", "param_alignment_paddings", "loss_scaler", "ds_version", "ds_config", "clip_grad"),
@@ -90,24 +90,24 @@ class _Joining:
                 self.state.setdefault(slot.name, {})[key] = momentum
 
 
-def _entry(file: RankFile, kept: object, group: int) -> dict[str, Any]:
+def _entry(file: RankFile, base: object, group: int) -> dict[str, Any]:
     """Return a rank's state of a group; {} when the optimizer never made a step."""
-    states = kept.get("state") if isinstance(kept, dict) else None
-    if isinstance(kept, list):
-        states = dict(enumerate(kept))
-    found = states.get(group, {}) if isinstance(states, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+    states = base.get("state") if isinstance(base, dict) else None
+    if isinstance(base, list):
+        states = dict(enumerate(base))
+    entry = states.get(group, {}) if isinstance(states, dict) else None
+    if not isinstance(entry, dict) or not all(isinstance(key, str) for key in entry):
         raise Damaged(file.source.path, f"has a malformed optimizer state of group {group}", hint=HINT)
-    return found
+    return entry
 
 
 def _common_keys(files: Files, entries: Mapping[int, Mapping[str, Any]]) -> list[str]:
     first = min(entries)
-    for rank, found in entries.items():
-        if found.keys() != entries[first].keys():
+    for rank, entry in entries.items():
+        if entry.keys() != entries[first].keys():
             raise Damaged(
                 files.optims[rank].source.path,
-                f"keeps {_listed(found)} of a parameter, and {files.optims[first].source.path} "
+                f"keeps {_listed(entry)} of a parameter, and {files.optims[first].source.path} "
                 f"{_listed(entries[first])}",
                 hint=HINT,
             )
@@ -125,11 +125,11 @@ def _copied(value: object) -> object:
     return value
 
 
-def _param_groups(files: Files, kept: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
+def _param_groups(files: Files, bases: Mapping[int, Any], names: Names) -> list[dict[str, Any]]:
     """Return the settings of the parameter groups, which list their parameters by name."""
-    first = min(kept)
-    groups, file = _groups(kept[first]), files.optims[first]
-    for rank, each in kept.items():
+    first = min(bases)
+    groups, file = _groups(bases[first]), files.optims[first]
+    for rank, each in bases.items():
         if not same(_groups(each), groups):
             raise Damaged(
                 files.optims[rank].source.path,
@@ -141,16 +141,16 @@ def _param_groups(files: Files, kept: Mapping[int, Any], names: Names) -> list[d
     if numbers != [*range(len(names))]:
         reason = "has an optimizer of other parameter groups than its model"
         raise Damaged(file.source.path, reason, hint=HINT)
-    ordered = [given_order(each, files.world_size) if dealt_out(files) else list(each) for each in names]
+    ordered = [given_order(name, files.world_size) if dealt_out(files) else list(name) for name in names]
     return [
         {**group, "params": [name for number in group["params"] for name in ordered[number]]}
         for group in groups
     ]
 
 
-def _groups(kept: object) -> list[Any]:
-    found = kept.get("param_groups") if isinstance(kept, dict) else None
-    return found if isinstance(found, list) else []
+def _groups(base: object) -> list[Any]:
+    groups = base.get("param_groups") if isinstance(base, dict) else None
+    return groups if isinstance(groups, list) else []
 
 
 def dealt_out(files: Files) -> bool:

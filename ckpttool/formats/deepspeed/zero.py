@@ -74,11 +74,11 @@ class Layout:
 
     def held_by(self, rank: int) -> list[dict[str, tuple[int, int]]]:
         """Return the runs of each group that a rank holds: name -> (start, count)."""
-        found: list[dict[str, tuple[int, int]]] = [{} for _ in self.least[rank]]
+        runs: list[dict[str, tuple[int, int]]] = [{} for _ in self.least[rank]]
         for name, group, run in ((slot.name, slot.group, run) for slot in self.slots for run in slot.runs):
             if run.rank == rank:
-                found[group][name] = run.start, run.count
-        return found
+                runs[group][name] = run.start, run.count
+        return runs
 
 
 def vectors_cut(
@@ -107,9 +107,9 @@ def _runs(at: int, count: int, size: int) -> Iterator[Run]:
     done = 0
     while done < count:
         rank, start = divmod(at + done, size)
-        here = min(size - start, count - done)
-        yield Run(rank, done, start, here)
-        done += here
+        length = min(size - start, count - done)
+        yield Run(rank, done, start, length)
+        done += length
 
 
 def parameters_cut(groups: Sequence[Group], world_size: int, ranks: Sequence[int]) -> Layout:
@@ -129,9 +129,9 @@ def parameters_cut(groups: Sequence[Group], world_size: int, ranks: Sequence[int
 def _shares(count: int, start: int, world_size: int, ranks: Iterable[int]) -> Iterator[Run]:
     share = -(-count // world_size)
     for rank in ranks:
-        here = min(share, count - rank * share)
-        if here > 0:
-            yield Run(rank, rank * share, start, here)
+        length = min(share, count - rank * share)
+        if length > 0:
+            yield Run(rank, rank * share, start, length)
 
 
 def joined(wholes: Wholes, slot: Slot, parts: Mapping[int, TensorRef], name: str = "") -> TensorRef:
@@ -157,8 +157,8 @@ def alone(tensor: TensorRef) -> TensorRef:
     old = tensor.storage
     if old.nbytes == tensor.nbytes:
         return tensor
-    own = Storage(tensor.data, old.kind, byteorder=old.byteorder, origins=(old,))
-    return replace(tensor, storage=own, offset=0)
+    storage = Storage(tensor.data, old.kind, byteorder=old.byteorder, origins=(old,))
+    return replace(tensor, storage=storage, offset=0)
 
 
 def given_order(names: Sequence[str], world_size: int) -> list[str]:

@@ -117,8 +117,8 @@ class Archive:
         """Remark on a version that torch refuses; torch reads its first digits, as C's `strtoull` does."""
         folder = f"{self.root}/".lower()
         ending = (name for name in self.records if name[-7:].lower() == "version")
-        found = {name.lower().removeprefix(folder): name for name in ending}
-        full_name = found.get(".data/version") or found.get("version")
+        names = {name.lower().removeprefix(folder): name for name in ending}
+        full_name = names.get(".data/version") or names.get("version")
         if full_name is None:
             yield Remark("record 'version'", "is missing: torch refuses the file")
             return
@@ -163,7 +163,7 @@ def is_intact(source: Source, record: Record) -> bool | None:
 
 def _root(source: Source, records: dict[str, Record]) -> str:
     """The folder of `data.pkl`."""
-    # Nearly all records are storages, `<root>/data/<key>`; those looked up are beside that folder.
+    # Nearly all records are storages, `<root>/data/<key>`; those looked up are next to that folder.
     top = [name for name in records if "/data/" not in name and name.count("/") == 1]
     for name in top:
         if name.lower().endswith(LOOKED_UP) and not name.endswith(LOOKED_UP):

@@ -23,7 +23,7 @@ STORAGE_MODULES = ("torch", "torch.cuda", "torch.storage")
 
 
 class StorageForm(NamedTuple):
-    """What a persistent id says of a storage beside its key. `numel` counts elements of the class `kind`."""
+    """What a persistent id says of a storage besides its key. `numel` counts elements of the class `kind`."""
 
     kind: str
     location: str
@@ -80,7 +80,7 @@ def parse_storage_id(identity: object) -> StorageId:
     return StorageId(key, form, view)
 
 
-# Named groups are what alike tensors have in common, and the storage's key; unnamed ones are memo indices.
+# Named groups are what tensors of one form have in common, and the storage's key; unnamed ones are memo indices.
 GET = rb"(?:h.|j....)"
 PUT = rb"r(....)"
 NUMBER = rb"(?:K.|M..|J....)"
@@ -113,10 +113,10 @@ WIDEST = 16
 
 
 class _Form(NamedTuple):
-    """What alike tensors have in common."""
+    """What tensors of one form have in common."""
 
     kind: Global  # the class under which torch pickles their storages
-    storage: StorageForm  # what their persistent ids say beside the key
+    storage: StorageForm  # what their persistent ids say besides the key
     key_length: int  # of the storage's key, in bytes
     # bytes from the beginning of the storage to the end of the tensor; 0 for a tensor without elements.
     end: int
@@ -230,5 +230,5 @@ def _memo_indices(match: re.Match[bytes]) -> struct.Struct:
 
 
 def _numbers(opcodes: bytes) -> tuple[int, ...]:
-    found = EACH_NUMBER.findall(opcodes)
-    return tuple(int.from_bytes(each[1:], "little", signed=each[:1] == b"J") for each in found)
+    numbers = EACH_NUMBER.findall(opcodes)
+    return tuple(int.from_bytes(number[1:], "little", signed=number[:1] == b"J") for number in numbers)

@@ -34,13 +34,13 @@ def read_unsized(
     while True:
         data = source.read(start, min(size, end - start))
         try:
-            found = read(data)
+            pickle = read(data)
         except CutShort:
             if size >= end - start:
                 raise
             size *= GROWTH
         else:
-            return replace(found, end=start + found.end)
+            return replace(pickle, end=start + pickle.end)
 
 
 NAME = "torch-legacy"

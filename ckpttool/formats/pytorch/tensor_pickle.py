@@ -76,7 +76,7 @@ class _Identities:
 
     def find(self, identity: object) -> object:
         if isinstance(identity, tuple) and len(identity) == 4 and identity[0] == "module":
-            return identity[1]  # a class beside its source text, in whole models pickled by torch before 1.6
+            return identity[1]  # a class with its source text, in whole models pickled by torch before 1.6
         key, form, view = parse_storage_id(identity)
         if isinstance(identity, tuple) and len(identity) != self.parts:
             self.remark(
@@ -84,32 +84,32 @@ class _Identities:
             )
         if key in self.views:
             raise PickleFault(f"its pickle uses the key '{key[:80]}' for a storage and for a view of one")
-        found = self.of_class(key, form)
-        self.whole.setdefault(key, found)
-        return found if view is None else self.view(found, form, *view)
+        storage = self.of_class(key, form)
+        self.whole.setdefault(key, storage)
+        return storage if view is None else self.view(storage, form, *view)
 
     def of_class(self, key: str, form: StorageForm) -> Storage | StorageView:
         """The storage of a key, seen under the class that the persistent id names."""
-        found, dtype = self.storage(key, form), element_type(form.kind)
-        if dtype is element_type(found.kind):
-            return found
-        if found.nbytes:
-            return StorageView(found, 0, form.numel, form.kind)
+        storage, dtype = self.storage(key, form), element_type(form.kind)
+        if dtype is element_type(storage.kind):
+            return storage
+        if storage.nbytes:
+            return StorageView(storage, 0, form.numel, form.kind)
         # torch saves one under several classes: there are no bytes to share
-        own = Storage(found.data, form.kind, form.location, found.crc32, found.byteorder)
-        return self.empty.setdefault((key, dtype), own)
+        empty = Storage(storage.data, form.kind, form.location, storage.crc32, storage.byteorder)
+        return self.empty.setdefault((key, dtype), empty)
 
     def view(
         self, of: Storage | StorageView, form: StorageForm, key: str, offset: int, numel: int
     ) -> Storage | StorageView:
         root = of.storage if isinstance(of, StorageView) else of
         made = StorageView(root, offset, numel, form.kind)
-        found = self.whole.get(key) or self.views.setdefault(key, made)
-        if found != made:
+        known = self.whole.get(key) or self.views.setdefault(key, made)
+        if known != made:
             self.remark(
                 f"storage view '{key[:80]}'", "is described twice, differently: torch takes the first"
             )
-        return found
+        return known
 
     def remark(self, name: str, message: str) -> None:
         remark = Remark(name, message)

@@ -177,13 +177,15 @@ class _Modules:
     def read_code(self, module: str) -> dict[Global, Declared]:
         """Return the module classes of one code file by name."""
         text = self.archive.bytes_of(f"code/{module.replace('.', '/')}.py").decode("utf-8", "replace")
-        found: dict[Global, Declared] = {}
+        declared: dict[Global, Declared] = {}
         for match in CLASS.finditer(text):
             if match["base"] == "Module":
                 end = END.search(text, match.end())
                 body = text[match.end() : end.start() if end else len(text)]
-                lists = {each["kind"]: tuple(QUOTED.findall(each["names"])) for each in LIST.finditer(body)}
-                found[Global(module, match["name"])] = Declared(
+                lists = {
+                    listed["kind"]: tuple(QUOTED.findall(listed["names"])) for listed in LIST.finditer(body)
+                }
+                declared[Global(module, match["name"])] = Declared(
                     lists.get("parameters", ()), lists.get("buffers")
                 )
-        return found
+        return declared

@@ -22,12 +22,12 @@ SMALL = 1 << 16
 BLOCK = 1 << 18
 
 
-def same(one: object, other: object) -> bool:
+def same(first: object, second: object) -> bool:
     """Return whether two values are the same, to the type; NaN is the same as NaN."""
     # Tensors are by dtype, shape and bytes, on whatever device they were. Of those of more than 64 KiB the
     # checksums are compared instead where both files state them. Those that repeat their elements very often
     # count as different.
-    stack, seen = [(one, other)], set[tuple[int, int]]()
+    stack, seen = [(first, second)], set[tuple[int, int]]()
     while stack:
         a, b = stack.pop()
         if a is b or (id(a), id(b)) in seen:
@@ -58,10 +58,10 @@ def _same_tensor(one: TensorRef, other: TensorRef) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     both = one, other
-    sums = {each.storage.crc32 for each in both}
-    if one.nbytes > SMALL and None not in sums and all(is_whole(each) for each in both):
+    sums = {tensor.storage.crc32 for tensor in both}
+    if one.nbytes > SMALL and None not in sums and all(is_whole(tensor) for tensor in both):
         return len(sums) == 1
-    if any(each.nbytes > each.storage.nbytes + MAX_EXPANSION for each in both):
+    if any(tensor.nbytes > tensor.storage.nbytes + MAX_EXPANSION for tensor in both):
         return False
     pieces = zip(
         in_pieces(one, BLOCK * one.dtype.part), in_pieces(other, BLOCK * one.dtype.part), strict=True
@@ -122,26 +122,26 @@ def _read(tensor: TensorRef) -> Number:
     raw = b"".join(map(bytes, stream(tensor)))
     if tensor.dtype.name == "bfloat16":
         return float(struct.unpack("<f", b"\0\0" + raw)[0])
-    found: Number = struct.unpack(f"<{CODES[tensor.dtype.name]}", raw)[0]
-    return found
+    number: Number = struct.unpack(f"<{CODES[tensor.dtype.name]}", raw)[0]
+    return number
 
 
 def require_one(what: str, held: Sequence[Held], numbers: Numbers, *, hint: str = HINT) -> None:
     """Check what is the same in all files of one save, as a step is: equal numbers, or else equal values."""
     first, *others = held
     wanted = numbers.of(first.value)
-    for each in others:
-        found = numbers.of(each.value)
+    for other in others:
+        found = numbers.of(other.value)
         if wanted is None or found is None:
-            if same(first.value, each.value):
+            if same(first.value, other.value):
                 continue
         elif found == wanted or (found != found and wanted != wanted):
             continue
         there = first.file.source.path
         said = f"holds other values as {what} than {there}"
-        if not any(_is_unshown(one.value, number) for one, number in ((first, wanted), (each, found))):
-            said = f"{what} is {_shown(each.value, found)}, and {_shown(first.value, wanted)} in {there}"
-        raise Damaged(each.file.source.path, f"is of another save: {said}", hint=hint)
+        if not any(_is_unshown(place.value, number) for place, number in ((first, wanted), (other, found))):
+            said = f"{what} is {_shown(other.value, found)}, and {_shown(first.value, wanted)} in {there}"
+        raise Damaged(other.file.source.path, f"is of another save: {said}", hint=hint)
 
 
 def _is_unshown(value: object, number: Number | None) -> bool:

@@ -145,13 +145,13 @@ def _is_counts(value: object) -> TypeGuard[Sequence[int]]:
 Intervals = list[tuple[int, int]]
 
 
-def share(held: Intervals, ranks: int, at: int, chunks: int) -> Intervals:
+def share(intervals: Intervals, ranks: int, at: int, chunks: int) -> Intervals:
     """Return the share of one rank of an index set, as `torch.chunk` cuts it."""
     taken: Intervals = []
-    for first, last in _chunks(sum(stop - start for start, stop in held), chunks):
+    for first, last in _chunks(sum(stop - start for start, stop in intervals), chunks):
         step = -(-(last - first) // ranks)
         start = min(first + at * step, last)
-        taken += _between(held, start, min(start + step, last))
+        taken += _between(intervals, start, min(start + step, last))
     return taken or [(0, 0)]
 
 
@@ -160,27 +160,29 @@ def _chunks(size: int, count: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, size)) for start in range(0, size, step or 1))
 
 
-def _between(held: Intervals, start: int, stop: int) -> Iterator[tuple[int, int]]:
+def _between(intervals: Intervals, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """Yield the intervals of the numbers from `start` to `stop` of an index set."""
     before = 0
-    for first, last in held:
+    for first, last in intervals:
         low, high = max(start - before, 0) + first, min(stop - before, last - first) + first
         if low < high:
             yield low, high
         before += last - first
 
 
-def boxes(local: TensorRef, held: Sequence[Intervals]) -> Iterator[tuple[tuple[int, ...], TensorRef]]:
+def boxes(local: TensorRef, index_sets: Sequence[Intervals]) -> Iterator[tuple[tuple[int, ...], TensorRef]]:
     """Cut a rank's values into boxes of the whole: each is begin and values."""
-    if all(len(each) == 1 for each in held):
-        yield tuple(start for [(start, _)] in held), local
+    if all(len(intervals) == 1 for intervals in index_sets):
+        yield tuple(start for [(start, _)] in index_sets), local
         return
-    places = [list(zip(_starts(each), each, strict=True)) for each in held]
+    places = [list(zip(_starts(intervals), intervals, strict=True)) for intervals in index_sets]
     for box in itertools.product(*places):
-        offset = local.offset + sum(here * step for (here, _), step in zip(box, local.stride, strict=True))
+        offset = local.offset + sum(
+            local_start * step for (local_start, _), step in zip(box, local.stride, strict=True)
+        )
         shape = tuple(stop - start for _, (start, stop) in box)
         yield tuple(start for _, (start, _) in box), replace(local, shape=shape, offset=offset)
 
 
-def _starts(held: Intervals) -> Iterator[int]:
-    return itertools.accumulate((stop - start for start, stop in held[:-1]), initial=0)
+def _starts(intervals: Intervals) -> Iterator[int]:
+    return itertools.accumulate((stop - start for start, stop in intervals[:-1]), initial=0)

@@ -89,31 +89,31 @@ class RankFiles:
 
 def in_order(files: Iterable[RankFile]) -> RankFiles:
     """Return the files of one run in the order of its ranks."""
-    found: dict[int, RankFile] = {}
+    by_rank: dict[int, RankFile] = {}
     world: tuple[int, RankFile] | None = None
     for file in files:
-        here = file.source.path
+        path = file.source.path
         if max(file.rank, (file.world_size or 1) - 1) >= MAX_RANKS:
-            raise Damaged(here, f"says that rank {file.rank} of {file.world_size or 'many'} ranks wrote it")
+            raise Damaged(path, f"says that rank {file.rank} of {file.world_size or 'many'} ranks wrote it")
         if file.world_size is not None:
             world = world or (file.world_size, file)
             if world[0] != file.world_size:
                 raise Damaged(
-                    here,
+                    path,
                     f"was written by one of {file.world_size} ranks, and {world[1].source.path} by one of "
                     f"{world[0]}",
                     hint="take the files of the other run out of the folder, or name the files to merge",
                 )
-        other = found.setdefault(file.rank, file)
+        other = by_rank.setdefault(file.rank, file)
         if other is not file:
-            raise Damaged(here, f"was written by rank {file.rank}, and so was {other.source.path}", hint=HINT)
+            raise Damaged(path, f"was written by rank {file.rank}, and so was {other.source.path}", hint=HINT)
     size = world[0] if world else None
-    for rank, file in sorted(found.items()):
+    for rank, file in sorted(by_rank.items()):
         if size is not None and rank >= size:
             raise Damaged(file.source.path, f"says that rank {rank} of {size} ranks wrote it")
-    ranks = range(size if size is not None else max(found) + 1)
-    missing = tuple(rank for rank in ranks if rank not in found)
-    return RankFiles(tuple(file for _, file in sorted(found.items())), size, missing)
+    ranks = range(size if size is not None else max(by_rank) + 1)
+    missing = tuple(rank for rank in ranks if rank not in by_rank)
+    return RankFiles(tuple(file for _, file in sorted(by_rank.items())), size, missing)
 
 
 @dataclass(slots=True)
@@ -141,13 +141,13 @@ class Wholes:
             grid = (extent(shape) if 0 not in shape else 0,) if flat else shape
             for piece in pieces:
                 _check(name, dtype, grid, piece)
-            found = self._joined(name, dtype, grid, pieces)
+            whole = self._joined(name, dtype, grid, pieces)
             if flat:
-                found = replace(found, shape=shape, stride=contiguous_stride(shape))
-            self._made[key] = found
+                whole = replace(whole, shape=shape, stride=contiguous_stride(shape))
+            self._made[key] = whole
             boxes = [(piece.begin, piece.tensor.shape) for piece in pieces if piece.tensor.numel]
             if len({*boxes}) < len(boxes):
-                self._of_several.add(id(found))
+                self._of_several.add(id(whole))
         self.note(name, self._made[key])
         return self._made[key]
 
@@ -161,7 +161,7 @@ class Wholes:
         for piece in pieces:
             if piece.tensor.numel:
                 boxes.setdefault((piece.begin, piece.tensor.shape), []).append(piece)
-        parts = [self._part(held) for held in boxes.values()]
+        parts = [self._part(replicas) for replicas in boxes.values()]
         if len(parts) == 1 and parts[0].tensor.shape == grid and not parts[0].copies:
             return replace(parts[0].tensor, requires_grad=False)
         try:
@@ -171,13 +171,13 @@ class Wholes:
                 raise Damaged(self.path, str(fault)) from None
             return self._with_gaps(dtype, grid)
 
-    def _part(self, held: list[Piece]) -> Part:
-        held = sorted(held, key=lambda piece: (piece.rank != self.take_rank, piece.rank))
-        first, *others = held
+    def _part(self, replicas: list[Piece]) -> Part:
+        replicas = sorted(replicas, key=lambda piece: (piece.rank != self.take_rank, piece.rank))
+        first, *others = replicas
         if self.take_rank is not None:
             others = []
         ranks = tuple(each.rank for each in (first, *others))
-        return Part(first.begin, first.tensor, tuple(each.tensor for each in others), ranks)
+        return Part(first.begin, first.tensor, tuple(other.tensor for other in others), ranks)
 
     def _with_gaps(self, dtype: DType, shape: Index) -> TensorRef:
         """Return a tensor of which some values are not there; reading them raises Damaged."""

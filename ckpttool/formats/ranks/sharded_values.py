@@ -54,10 +54,10 @@ class ShardedValues:
         """Return what a value has of a sharded tensor, or is; None when it is anything else."""
         if isinstance(value, Sharded):
             return value
-        found = _subclass(value)
-        if found is None:
+        subclass = _subclass(value)
+        if subclass is None:
             return None
-        kind, args, state = found
+        kind, args, state = subclass
         shape, dtype = (
             shape_of(args[2]) if len(args) > 2 else None,
             torch_dtype(args[1]) if len(args) > 1 else None,
@@ -88,15 +88,15 @@ class ShardedValues:
         mesh = self._mesh(name, spec.get("mesh"))
         if len(placements) != len(mesh.sizes):
             raise self._malformed(name)
-        held: list[Intervals] = [[(0, size)] for size in shape]
+        index_sets: list[Intervals] = [[(0, size)] for size in shape]
         for dim, cuts in self._cuts(name, placements, len(shape), spec.get("shard_order")):
             for axis, chunks in cuts.items():
-                held[dim] = share(held[dim], mesh.sizes[axis], mesh.coordinate[axis], chunks)
-        sizes = tuple(sum(stop - start for start, stop in each) for each in held)
+                index_sets[dim] = share(index_sets[dim], mesh.sizes[axis], mesh.coordinate[axis], chunks)
+        sizes = tuple(sum(stop - start for start, stop in intervals) for intervals in index_sets)
         if local.shape != sizes:
             what = f"has shape {list(local.shape)}, and its placement says {list(sizes)}"
             raise Damaged(self.path, f"its piece of '{name[:80]}' {what}")
-        places = boxes(local, held) if local.numel else ()
+        places = boxes(local, index_sets) if local.numel else ()
         pieces = tuple((self._once(begin), piece) for begin, piece in places)
         return Sharded(DTENSOR, dtype, shape, mesh.rank, mesh.world_size, mesh.ranks, pieces, mesh)
 
@@ -104,12 +104,12 @@ class ShardedValues:
         self, name: str, placements: Sequence[object], dims: int, stated: object
     ) -> Iterable[tuple[int, Mapping[int, int]]]:
         """Yield each dimension that is cut, with axis of the mesh -> chunks, in the order of cutting."""
-        found: dict[int, dict[int, int]] = {}
+        cuts_of: dict[int, dict[int, int]] = {}
         for axis, placement in enumerate(placements):
             if cut := self._cut_of(name, placement, dims):
-                found.setdefault(cut[0], {})[axis] = cut[1]
+                cuts_of.setdefault(cut[0], {})[axis] = cut[1]
         order = dict(map(_order_of, stated)) if isinstance(stated, tuple | list) else {}
-        for dim, cuts in found.items():
+        for dim, cuts in cuts_of.items():
             is_strided = any(chunks > 1 for chunks in cuts.values())  # which states an order by itself
             known = len(cuts) == 1 or is_strided or not order
             axes = [*cuts] if known else order.get(dim, [])
@@ -168,8 +168,8 @@ class ShardedValues:
 
     def _owners(self, name: str, listed: Sequence[object]) -> tuple[int, ...]:
         ranks = []
-        for each in map(attributes, listed):
-            device = attributes(each.get("placement"))
+        for shard in map(attributes, listed):
+            device = attributes(shard.get("placement"))
             if not is_count(rank := device.get("_rank")):
                 raise self._malformed(name)
             ranks.append(rank)
@@ -201,11 +201,11 @@ def with_pieces(file: Checkpoint) -> Checkpoint:
     """Put what a file has of each sharded tensor, a `Sharded`, in the place of the tensor."""
     reader, made = ShardedValues(file.path), dict[int, Sharded | None]()
     for path, value in file.named(unless_sharded):
-        for key, each in _places(value):
-            if isinstance(each, Record) and is_sharded(each):
-                if id(each) not in made:  # tied names are one object, and stay one
-                    made[id(each)] = reader.read(dotted((*path, in_brief(key))), each)
-                value[key] = made[id(each)]  # type: ignore[index]
+        for key, item in _places(value):
+            if isinstance(item, Record) and is_sharded(item):
+                if id(item) not in made:  # tied names are one object, and stay one
+                    made[id(item)] = reader.read(dotted((*path, in_brief(key))), item)
+                value[key] = made[id(item)]  # type: ignore[index]
     return file
 
 

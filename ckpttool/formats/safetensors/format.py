@@ -111,10 +111,10 @@ def _entry(pairs: Pairs) -> tuple[Any, ...] | None:
     return dtype, tuple(shape), *place
 
 
-def _metadata(source: Source, found: object) -> dict[str, str]:
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+def _metadata(source: Source, metadata: object) -> dict[str, str]:
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Damaged(source.path, "its __metadata__ is not a map of text to text")
-    return found
+    return metadata
 
 
 def _tensors(source: Source, header: dict[str, Any], start: int) -> dict[str, TensorRef]:
@@ -155,7 +155,7 @@ def _columns(source: Source, header: dict[str, Any]) -> _Columns:
     """Return name, type, shape, begin and end of all tensors, in the order of the payload."""
     if not header:
         return (), (), (), (), ()
-    entries = [each if type(each) is tuple else _reordered(each) for each in header.values()]
+    entries = [entry if type(entry) is tuple else _reordered(entry) for entry in header.values()]
     types, shapes, begins, ends = zip(*entries, strict=True)
     try:
         numbers = [*begins, *ends, *chain.from_iterable(shapes)]
@@ -168,7 +168,7 @@ def _columns(source: Source, header: dict[str, Any]) -> _Columns:
     except TypeError:
         is_regular = False
     if not is_regular:
-        name = next(name for name, each in zip(header, entries, strict=True) if not _is_regular(*each))
+        name = next(name for name, entry in zip(header, entries, strict=True) if not _is_regular(*entry))
         raise Damaged(source.path, f"its header has a malformed entry for '{name[:80]}'")
     if all(map(le, ends, begins[1:])):
         return [*header], types, shapes, begins, ends
@@ -179,10 +179,10 @@ def _columns(source: Source, header: dict[str, Any]) -> _Columns:
 
 def _reordered(entry: Any) -> tuple[Any, ...]:
     """Return an entry whose fields are in another order as a tuple too; what is none, as an irregular one."""
-    found = None
+    usual = None
     if isinstance(entry, dict) and entry.keys() == {*FIELD_NAMES}:
-        found = _entry([(name, entry[name]) for name in FIELD_NAMES])
-    return found or (None, (), 0, 0)
+        usual = _entry([(name, entry[name]) for name in FIELD_NAMES])
+    return usual or (None, (), 0, 0)
 
 
 def _is_regular(type_name: object, shape: tuple[object, ...], begin: object, end: object) -> bool:
@@ -294,8 +294,8 @@ def parse_object(
     """Parse JSON and return the object in it."""
 
     def once(pairs: Pairs) -> object:
-        if (found := usual(pairs)) is not None:
-            return found
+        if (parsed := usual(pairs)) is not None:
+            return parsed
         made = dict(pairs)
         if len(made) != len(pairs):
             raise Damaged(path, f"{what} has the same name twice")
@@ -304,12 +304,12 @@ def parse_object(
     # A call for each number takes time; so does the search for two bytes, a hundred times that for one.
     parse_int = _but_minus_zero if b"-" in raw and b"-0" in raw else None
     try:
-        found = json.loads(raw.decode("utf-8"), object_pairs_hook=once, parse_int=parse_int)
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=once, parse_int=parse_int)
     except (ValueError, RecursionError) as error:
         raise Damaged(path, f"{what} is not JSON: {str(error)[:80]}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise Damaged(path, f"{what} is not a JSON object")
-    return found
+    return parsed
 
 
 def _but_minus_zero(text: str) -> int:

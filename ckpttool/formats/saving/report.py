@@ -114,7 +114,9 @@ def saved_state(
 def _devices(checkpoint: Checkpoint, values: Iterable[object]) -> tuple[str, ...]:
     """Return the devices other than the CPU that the storages among some values are written with."""
     storages = (value.storage if isinstance(value, TensorRef) else value for value in values)
-    locations = {written_device(each, checkpoint.device) for each in storages if isinstance(each, Storage)}
+    locations = {
+        written_device(storage, checkpoint.device) for storage in storages if isinstance(storage, Storage)
+    }
     return tuple(sorted(locations - {"cpu", "meta"}))
 
 
@@ -161,11 +163,11 @@ def copied(state: State) -> tuple[str, ...]:
     storages: dict[int, list[tuple[int, int, str]]] = {}
     for name, tensor in state.tensors.items():
         storages.setdefault(id(tensor.storage), []).append((*tensor.span, name))
-    found = set()
+    names = set()
     for spans in storages.values():
         reached = 0
         for begin, end, name in sorted(spans, key=lambda span: span[0]):
             if begin < min(end, reached):
-                found.add(name)
+                names.add(name)
             reached = max(reached, end)
-    return tuple(name for name in state.tensors if name in found)
+    return tuple(name for name in state.tensors if name in names)

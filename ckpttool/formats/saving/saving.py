@@ -51,10 +51,10 @@ class SavePlan:
                 f"{checkpoint.opened[0]} is a pickled object, and its keys can't be changed inside it",
                 hint="write .safetensors, or extract the state first: ckpttool slim",
             )
-        held = None if self.state is None else self.state.likes
+        special = None if self.state is None else self.state.likes
         if kind == dcp.NAME and not full:
-            held = dict(checkpoint.special_tensors())
-        require_plain(checkpoint.path, held or {}, f"can't be held by {kind}", holds=False)
+            special = dict(checkpoint.special_tensors())
+        require_plain(checkpoint.path, special or {}, f"can't be held by {kind}", holds=False)
         self.ties: dict[str, str] = {}
         shares = kind == sharding.TORCH  # a pickle keeps ties by itself
         if self.state is not None and not (keep_copies or shares):
@@ -90,14 +90,14 @@ class SavePlan:
 
         def check_folder(folder: str) -> None:
             try:
-                found = open_any(folder)
+                written = open_any(folder)
             except FileError as fault:
                 reason = fault.message.replace(f"{folder}{os.sep}", "").replace(f"{folder}: ", "")
                 raise Damaged(
                     self.path, f"does not read back as intended, and was not kept: {reason}"
                 ) from None
-            with found:
-                check(found)
+            with written:
+                check(written)
 
         return self._saved(plan.write(self.path, opened, check_folder))
 
@@ -135,8 +135,8 @@ class SavePlan:
 
     def _metadata(self) -> dict[str, str]:
         """Return the text of a safetensors header; none of ours if nothing is tied, as `save_file` has it."""
-        own = dict(self.checkpoint.metadata)
-        return OF_TORCH | own | self.ties if self.ties else own
+        metadata = dict(self.checkpoint.metadata)
+        return OF_TORCH | metadata | self.ties if self.ties else metadata
 
     @cached_property
     def _header_in_place(self) -> bytes | None:
@@ -152,15 +152,15 @@ class SavePlan:
         header = safetensors.header(source.path, ordered, self._metadata(), fill=start)
         return header if len(header) == start else None
 
-    def compare(self, found: Checkpoint, *, values: bool, progress: Progress | None) -> None:
+    def compare(self, written: Checkpoint, *, values: bool, progress: Progress | None) -> None:
         """Compare what was written with what was intended."""
         meant = self.tensors()
-        there = dict(found.tensors()) if self.state is None else found.state("").tensors
-        same = _structure(meant) == _structure(there)
+        tensors = dict(written.tensors()) if self.state is None else written.state("").tensors
+        same = _structure(meant) == _structure(tensors)
         if same and values:
             from ...files.digest import digest  # whose hashlib loads OpenSSL
 
-            same = digest(meant, progress) == digest(there, progress)
+            same = digest(meant, progress) == digest(tensors, progress)
         if not same:
             raise Damaged(self.path, "does not read back as intended, and was not kept")
 

@@ -27,7 +27,7 @@ from .writing import SAFETENSORS, TIES, TORCH
 # The most bytes of an index; as many as a safetensors header may have.
 MAX_INDEX = 100_000_000
 
-# Entries of an index's metadata that are counted anew, or read here.
+# Entries of an index's metadata that are counted again, or read here.
 KNOWN_FACTS = {"total_size", "total_parameters", full_json.ENTRY, TIES}
 
 SHARD_FORMATS = ((safetensors, SAFETENSORS), (torch_zip, TORCH), (torch_legacy, TORCH))
@@ -170,14 +170,16 @@ def _take(
     index: Source,
     state: dict[Any, object],
     name: str,
-    found: Mapping[str, object],
+    tensors: Mapping[str, object],
     wanted: Mapping[str, set[str]],
 ) -> None:
     """Add a shard to the whole. A tie that the shard itself records needs no entry in the index."""
-    for key in sorted(wanted[name] - found.keys()):
+    for key in sorted(wanted[name] - tensors.keys()):
         raise Damaged(index.path, f"'{key}' should be in the shard '{name}', and is not")
-    ties = {id(value) for key, value in found.items() if key in wanted[name] and isinstance(value, TensorRef)}
-    for key, value in found.items():
+    ties = {
+        id(value) for key, value in tensors.items() if key in wanted[name] and isinstance(value, TensorRef)
+    }
+    for key, value in tensors.items():
         if key in state:
             raise Damaged(index.path, f"'{key}' is in the shard '{name}' and in another")
         if key not in wanted[name] and id(value) not in ties:
