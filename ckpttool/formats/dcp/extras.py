@@ -1,4 +1,4 @@
-"""What frameworks keep in a DCP folder besides DCP's own files: Lightning's `meta.pt`, Megatron's `common.pt`."""
+"""What frameworks add to a DCP folder: Lightning's `meta.pt`, Megatron's `common.pt`."""
 
 from __future__ import annotations
 

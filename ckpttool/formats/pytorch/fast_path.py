@@ -80,7 +80,7 @@ def parse_storage_id(identity: object) -> StorageId:
     return StorageId(key, form, view)
 
 
-# Named groups are what tensors of one form have in common, and the storage's key; unnamed ones are memo indices.
+# Named groups are what tensors of one form have in common, and the key; unnamed ones are memo indices.
 GET = rb"(?:h.|j....)"
 PUT = rb"r(....)"
 NUMBER = rb"(?:K.|M..|J....)"

@@ -72,8 +72,8 @@ class _Facts:
 def read(path: str, files: Sequence[Checkpoint], take_rank: int | None) -> Checkpoint | None:
     """Return the files of ranks as one checkpoint; None if none of them holds a sharded tensor."""
     # What several kinds of files hold (`model_…`, `optim_…`) becomes one dict. Of files without any sharded
-    # tensor it gets the entries that are the same on all ranks, or those of `take_rank`; what `extra_state_…` has
-    # joins the model. The rest is left out, by name, and so are such files that are not those of all
+    # tensor it gets the entries that are the same on all ranks, or those of `take_rank`; the contents of
+    # `extra_state_…` join the model. The rest is left out, by name, as are files that are not those of all
     # ranks of the run.
     facts = [_facts(file) for file in files]
     first = next((each.sharded for each in facts if each.sharded), None)
