@@ -15,6 +15,7 @@ from pathlib import Path
 from .case import Benchmark, Case, Need, Way
 from .commands import CHILDREN, PYTHON, peer, tool
 from .process import timed
+from .program import main
 from .sizes import show_size
 from .targets import at_least_times_faster, at_most_times, peak_at_most
 
@@ -90,7 +91,4 @@ BENCHMARKS = [
 
 
 if __name__ == "__main__":
-    from .__main__ import main
-
-    only = [word for benchmark in BENCHMARKS for word in ("--only", benchmark.name)]
-    sys.exit(main([*only, *sys.argv[1:]]))
+    sys.exit(main(BENCHMARKS))

@@ -9,8 +9,7 @@ from itertools import islice
 
 from ..inert_pickle.values import Record
 from ..tensors.ref import TensorRef
-from .dotted_names import Path
-from .nested_states import Container, holds_only_tensors, is_tensor
+from .dotted_names import Container, Path, holds_only_tensors, is_tensor
 from .pickled_modules import is_module
 from .rebuilt_tensors import plain_tensor, special_tensor
 

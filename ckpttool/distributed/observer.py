@@ -10,10 +10,12 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import TypeVar
 
-from . import hangs, processes, stacks
+from . import hangs, processes
 from .hangs import Beat
 
 T = TypeVar("T")
@@ -107,7 +109,7 @@ class Observer:
         if marks != self._marks:
             self._marks, self._marked = marks, now
         frame = sys._current_frames().get(self._thread) if now - self._marked > 2 * self.interval else None
-        if frame is not None and stacks.is_debugged(frame):
+        if frame is not None and is_debugged(frame):
             self._marked = now  # a person looks at it
         age = now - self._marked
         if self._works(age) and age < hangs.WORKING_FACTOR * self.watched.timeout:
@@ -118,9 +120,9 @@ class Observer:
             phase=self.watched.doing,
             age=age,
             idle=now - max(self._marked, self._worked),
-            waits=frame is not None and stacks.waits(frame),
+            waits=frame is not None and is_in_collective(frame),
             counts=dict(self.watched.counts),
-            stack=stacks.shown(frame) if frame is not None else "",
+            stack=shown_stack(frame) if frame is not None else "",
         )
         self._arm()
 
@@ -161,3 +163,34 @@ class RunningClock:
             self.total += min(now - self.last, self.most)
             self.last = now
             return self.total
+
+
+DEBUGGERS = {"pdb", "bdb", "ipdb", "pudb"}
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_debugged(frame: FrameType) -> bool:
+    """Return whether a person looks at the thread in a debugger."""
+    return any(each.f_globals.get("__name__") in DEBUGGERS for each in _outwards(frame))
+
+
+def shown_stack(frame: FrameType) -> str:
+    """Return the innermost calls, without those that DDP and modules put between a model and its layers."""
+    inner = ("torch.nn.modules.module", "torch.nn.parallel.distributed")
+    frames = [
+        each for each in _outwards(frame) if each is frame or each.f_globals.get("__name__") not in inner
+    ]
+    lines = [line for each in reversed(frames[:8]) for line in traceback.format_stack(each, limit=1)]
+    return "".join(lines)[-4000:]
+
+
+def is_in_collective(frame: FrameType) -> bool:
+    """Return whether a thread is in a collective: in a call of torch.distributed, of DDP, or in a backward
+    pass that runs no Python and so only computes or waits for the reduction."""
+    name = str(frame.f_globals.get("__name__"))
+    return name.startswith(("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph"))

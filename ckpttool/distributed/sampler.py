@@ -12,7 +12,7 @@ from torch.utils.data import DistributedSampler, Sampler
 
 from ..errors import UsageFault
 from . import collectives
-from .place import given_world_size
+from .group import given_world_size
 from .plan import Plan, check, deal
 from .randomness import seed_from, seeded
 
