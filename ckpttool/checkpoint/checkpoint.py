@@ -20,25 +20,20 @@ from .special_tensors import SpecialTensor
 from .state import State, StateSearch, in_part
 from .states import follow, is_offered
 
+# The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
+# header that has metadata but not this entry.
 OF_TORCH = {"format": "pt"}
-"""The metadata that transformers writes into each safetensors header. Several versions 4 of it refuse a
-header that has metadata but not this entry."""
 
 
+# The metadata by which HuggingFaceStorageWriter says where a rank's pieces lie in their tensors.
 SHARDING = "DCP_SHARDING_INFO"
-"""The metadata by which HuggingFaceStorageWriter says where a rank's pieces lie in their tensors."""
 
 
 class Remark(NamedTuple):
-    """Something in a file that its format does not allow.
+    """Something in a file that its format does not allow."""
 
-    Attributes:
-        name: the record, tensor or storage.
-        message: what is wrong with it, to be read after the name.
-    """
-
-    name: str
-    message: str
+    name: str  # the record, tensor or storage
+    message: str  # what is wrong with it, to be read after the name
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,11 +285,7 @@ R = TypeVar("R")
 
 
 def takes_checkpoint(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function whose first parameter, `checkpoint`, is an open Checkpoint.
-
-    Raises:
-        TypeError: the function is called with something else, such as a path.
-    """
+    """Decorate a function whose first parameter, `checkpoint`, is an open Checkpoint."""
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:

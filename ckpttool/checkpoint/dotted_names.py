@@ -9,8 +9,8 @@ from ..tensors.ref import TensorRef
 from .pickled_modules import inside, is_module
 from .rebuilt_tensors import plain_tensor, special_tensor
 
+# Characters that the dotted names of a file may have together, whatever its size.
 MAX_NAMES = 16 << 20
-"""Characters that the dotted names of a file may have together, whatever its size."""
 
 Path = tuple[str, ...]
 Entry = tuple[str | None, object]
@@ -27,10 +27,7 @@ def contents(value: object) -> Iterable[Entry] | None:
 
 
 def entries(value: object) -> Iterator[Entry]:
-    """Yield the entries directly inside a container under the names a person would use.
-
-    A name is None when the entry adds no step to the path, as the attributes of an object do not.
-    """
+    """Yield the entries directly inside a container under the names a person would use."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield in_brief(key), item
@@ -62,20 +59,7 @@ class TooManyNames(ValueError):
 def named_values(
     root: object, inside: Callable[[object], Iterable[Entry] | None], limit: int
 ) -> Iterator[tuple[Path, object]]:
-    """Yield every value of a tree with its path, in the file's order, a container before its contents.
-
-    A container that appears in several places is entered once, at the first. No container is entered below
-    MAX_DEPTH levels, which no honest file reaches.
-
-    Args:
-        root: the tree.
-        inside: returns the entries of a value by name, or None for a value not to be entered. Never called
-            for tensors.
-        limit: the most characters of all paths together.
-
-    Raises:
-        TooManyNames: the paths have more than `limit` characters.
-    """
+    """Yield every value of a tree with its path, in the file's order, a container before its contents."""
     seen: set[int] = set()
     stack: list[tuple[Path, object]] = [((), root)]
     while stack:
@@ -97,11 +81,11 @@ def named_values(
 
 Container = dict[object, object]
 
+# The end of the name under which a module keeps what it likes: one entry, even when it is a dict.
 EXTRA_STATE = "_extra_state"
-"""The end of the name under which a module keeps what it likes: one entry, even when it is a dict."""
 
+# Characters that each name counts beside its own, as shared dicts can have very many short names.
 PER_NAME = 100
-"""Characters that each name counts beside its own, as shared dicts can have very many short names."""
 
 
 class TwiceNamed(ValueError):
@@ -114,11 +98,7 @@ def is_tensor(value: object) -> bool:
 
 
 def holds_only_tensors(root: Container) -> bool:
-    """Return whether a dict holds dicts, and these together nothing but tensors under text keys.
-
-    Args:
-        root: the dict; entries named `_extra_state` may be anything.
-    """
+    """Return whether a dict holds dicts, and these together nothing but tensors under text keys."""
     seen: set[int] = set()
     found = False
     stack = [root]
@@ -140,18 +120,7 @@ def holds_only_tensors(root: Container) -> bool:
 
 
 def flattened(root: Container, limit: int) -> dict[str, Path]:
-    """Return the path of each entry of nested dicts by its dotted name, in their order.
-
-    A dict is opened when its keys are text and a tensor is inside; it is an entry itself otherwise.
-
-    Args:
-        root: the outermost dict.
-        limit: the most characters of all names together.
-
-    Raises:
-        TooManyNames: the names have more than `limit` characters, or the dicts are nested too deeply.
-        TwiceNamed: two entries have one name.
-    """
+    """Return the path of each entry of nested dicts by its dotted name, in their order."""
     places: dict[str, Path] = {}
     opened = _with_tensors(root)
     stack: list[tuple[Path, object]] = [((), root)]
@@ -197,13 +166,7 @@ def _with_tensors(root: Container) -> set[int]:
 
 
 def regrouped(root: Container, places: Mapping[str, Path], entries: Mapping[object, object]) -> Container:
-    """Return nested dicts like those that `entries` were flattened from; or `entries`, when names changed.
-
-    Args:
-        root: the outermost dict.
-        places: the path of each entry in it, by dotted name.
-        entries: values by dotted name, a part of those names or all.
-    """
+    """Return nested dicts like those that `entries` were flattened from; or `entries`, when names changed."""
     if not all(name in places for name in entries):
         return dict(entries)
     made: dict[Path, Container] = {(): remade(root, ())}

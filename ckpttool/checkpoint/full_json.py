@@ -17,22 +17,12 @@ from ..tensors.ref import Storage, TensorRef, checked_tensor
 from .dotted_names import TooManyNames
 from .full_encoding import VERSION, Flat, Unholdable, encode, usual_kind
 
+# The name of the text in a file of `--full`: in a header's metadata, in an index, or in a DCP folder.
 ENTRY = "ckpttool.full"
-"""The name of the text in a file of `--full`: in a header's metadata, in an index, or in a DCP folder."""
 
 
 def encode_entry(path: str, tree: object, protocol: int) -> Flat:
-    """Encode the tree of a file.
-
-    Args:
-        path: the file, for messages.
-        tree: its contents.
-        protocol: the pickle protocol to keep with them.
-
-    Raises:
-        Refused: the tree is nested too deeply, its dotted names need too much memory, or it has a value that
-            JSON can't hold.
-    """
+    """Encode the tree of a file."""
     try:
         return encode(tree, protocol)
     except TooDeep:
@@ -46,16 +36,7 @@ def encode_entry(path: str, tree: object, protocol: int) -> Flat:
 
 
 def decode_entry(path: str, state: Mapping[str, object], text: str) -> tuple[object, int]:
-    """Decode the text of a file and return the tree and its pickle protocol.
-
-    Args:
-        path: the file, for messages.
-        state: the tensors of the file by name; other values are ignored.
-        text: the JSON.
-
-    Raises:
-        Damaged: the text is not one that `encode` writes, or it names a tensor that the file lacks.
-    """
+    """Decode the text of a file and return the tree and its pickle protocol."""
     try:
         return decode({name: value for name, value in state.items() if isinstance(value, TensorRef)}, text)
     except BadJson as fault:
@@ -67,15 +48,7 @@ class BadJson(ValueError):
 
 
 def decode(tensors: Mapping[str, TensorRef], text: str) -> tuple[object, int]:
-    """Return the tree, and the pickle protocol that was kept with it.
-
-    Args:
-        tensors: the tensors of the file by name.
-        text: the JSON.
-
-    Raises:
-        BadJson: the text is malformed, or names a tensor that is not in `tensors`.
-    """
+    """Return the tree, and the pickle protocol that was kept with it."""
     try:
         document = json.loads(text, object_pairs_hook=_once, parse_constant=_no_json)
         version, protocol, tree = (document[key] for key in ("version", "protocol", "tree"))

@@ -137,15 +137,7 @@ def _outer(key: object, prefix: str) -> object:
 
 
 def part(whole: State, prefix: str) -> State | None:
-    """Return the part of a state whose keys begin with a prefix, without it; or all others, for `!prefix`.
-
-    Args:
-        whole: the state.
-        prefix: with its dot at the end.
-
-    Returns:
-        The part; None if it has no tensor, or if no key begins with what it leaves out.
-    """
+    """Return the part of a state whose keys begin with a prefix, without it; or all others, for `!prefix`."""
     cut = 0 if prefix.startswith("!") else len(prefix)
     found = {key: value for key, value in whole.container.items() if in_part(key, prefix)}
     if not cut and len(found) == len(whole.container):
@@ -163,16 +155,7 @@ def make_state(
     places: Mapping[str, Path] | None = None,
     elsewhere: Mapping[str, Shape] | None = None,
 ) -> State:
-    """Return a dict as a state, its tensors apart from its other entries.
-
-    Args:
-        path: the keys that lead to the dict.
-        container: the dict.
-        module: the pickled model that the dict was made from; None when the file holds the dict itself.
-        nested: the outermost of the nested dicts whose entries `container` lists; None for one dict.
-        places: the path of each entry in `nested`.
-        elsewhere: the shapes of parameters whose values may be in other files (`placeholders`).
-    """
+    """Return a dict as a state, its tensors apart from its other entries."""
     tensors: dict[str, TensorRef] = {}
     others: dict[str, object] = {}
     likes: dict[str, SpecialTensor] = {}
@@ -198,10 +181,7 @@ def make_state(
 
 
 def _empty(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, SpecialTensor]:
-    """Return the empty tensors of a state that stand for parameters in other files.
-
-    Names that are not listed were renamed since, so when none is listed, every empty float tensor counts.
-    """
+    """Return the empty tensors of a state that stand for parameters in other files."""
     tensors = {str(key): plain_tensor(value) for key, value in container.items()} if elsewhere else {}
     empty = {name: t for name, t in tensors.items() if t is not None and t.shape == (0,)}
     listed = [name for name in tensors if name in elsewhere]
@@ -214,13 +194,7 @@ def _empty(container: Container, elsewhere: Mapping[str, Shape]) -> dict[str, Sp
 
 @dataclass(frozen=True, slots=True)
 class StateSearch:
-    """Finds states in a tree of values, and names values.
-
-    Attributes:
-        path: the file, for messages.
-        tree: its contents.
-        most: the most characters that all dotted names together may have.
-    """
+    """Finds states in a tree of values, and names values."""
 
     path: str
     tree: object
@@ -238,21 +212,11 @@ class StateSearch:
         return [path for _, path in self._ranked()]
 
     def only(self) -> State:
-        """Return the one state that is likelier than all others.
-
-        Raises:
-            NoState: there is none, or several are equally likely.
-            Damaged, Refused, Unsupported: as `Checkpoint.state`.
-        """
+        """Return the one state that is likelier than all others."""
         return self.at(self._only())
 
     def by_name(self, where: str) -> State:
-        """Return the state behind a dotted name, or the part of one whose keys begin so.
-
-        Raises:
-            NoState: there is none.
-            Damaged, Refused, Unsupported: as `Checkpoint.state`.
-        """
+        """Return the state behind a dotted name, or the part of one whose keys begin so."""
         if (path := self._named(where)) is not None:
             return self.at(path)
         if (found := self._part(where)) is not None:
@@ -260,12 +224,7 @@ class StateSearch:
         raise NoState(self.path, f"holds no state named '{where[:80]}'", hint=self._where_to_look())
 
     def at(self, path: Path) -> State:
-        """Return the state at a path.
-
-        Raises:
-            NoState: the path leads to no dict of tensors.
-            Damaged, Refused, Unsupported: as `Checkpoint.state`.
-        """
+        """Return the state at a path."""
         value, elsewhere = follow(self.tree, path), placeholders(self.tree)
         if isinstance(value, Record) and is_module(value):
             return make_state(path, self._of_module(value), module=value, elsewhere=elsewhere)

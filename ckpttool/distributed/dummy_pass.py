@@ -96,12 +96,7 @@ def _set(layers: list[_NormBase], name: str, value: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module, kept: Collection[int] = ()) -> Iterator[None]:
-    """Restore the buffers of a model after the block, also those that it replaces.
-
-    Args:
-        model: whose buffers are copied meanwhile.
-        kept: the `id` of each buffer that is left as the block leaves it.
-    """
+    """Restore the buffers of a model after the block, also those that it replaces."""
     before = [
         (module._buffers, name, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -127,11 +122,7 @@ def _random_state_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def modes_kept(model: nn.Module) -> Iterator[None]:
-    """Give each module its own mode again after the block.
-
-    `model.train(was_training)` would not: it also wakes layers that were frozen by `layer.eval()`, whose
-    running statistics then drift.
-    """
+    """Give each module its own mode again after the block."""
     before = [(module, module.training) for module in model.modules()]
     try:
         yield

@@ -87,11 +87,11 @@ def find_place(backend: str = "auto") -> Place:
     return Place(given_rank(), given_world_size(), backend, torch.device("cuda", local_rank))
 
 
+# Seconds that a rank waits for the others to come, and then for their addresses.
 JOIN_TIMEOUT = 60.0
-"""Seconds that a rank waits for the others to come, and then for their addresses."""
 
+# Seconds between two looks at what the other ranks have written.
 POLL = 0.05
-"""Seconds between two looks at what the other ranks have written."""
 
 
 @contextlib.contextmanager
@@ -148,11 +148,7 @@ def process_group(
 
 
 def _store(place: Place, timeout: float) -> dict[str, Any]:
-    """Return the arguments of `init_process_group` that say where ranks meet.
-
-    torchrun serves one store and keeps it over restarts, with the addresses of ranks that are dead: a rank
-    that is started again may read those and wait for them (torch 2.15). So each attempt has its own keys.
-    """
+    """Return the arguments of `init_process_group` that say where ranks meet."""
     from torch.distributed import (  # type: ignore[attr-defined]
         HashStore,
         PrefixStore,
@@ -169,20 +165,7 @@ def _store(place: Place, timeout: float) -> dict[str, Any]:
 
 
 def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -> str:
-    """Return a name that all live ranks of this attempt agree on, and no earlier attempt has used.
-
-    torchrun's own count of restarts is no such name, as each machine counts its own. Here each rank writes a
-    number that nobody else has, rank 0 lists the numbers of all, and a rank that finds its own in the list
-    counts itself in. A list with a number of a dead rank never becomes complete, and rank 0 replaces it when
-    the rank that was started again has written its number.
-
-    Args:
-        store: may outlive the attempts.
-        timeout: seconds to wait for the other ranks.
-
-    Raises:
-        CheckFailed: some rank has not come within the timeout; names those that have not.
-    """
+    """Return a name that all live ranks of this attempt agree on, and no earlier attempt has used."""
     own, name, deadline = uuid.uuid4().hex, "", time.monotonic() + timeout
     store.set(f"ckpttool/rank/{rank}", own)
     while time.monotonic() < deadline:
@@ -219,10 +202,7 @@ def _late(ranks: list[int], rank: int, timeout: float) -> CheckFailed:
 
 
 def _shares_store() -> bool:
-    """Return whether torchrun's own store is the ranks' too.
-
-    If so, torch 2.15 tells new machines no address of it, and the others that of a machine that is gone.
-    """
+    """Return whether torchrun's own store is the ranks' too."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

@@ -26,11 +26,11 @@ from . import hangs, processes
 from .hangs import Beat, Seen, Verdict
 from .observer import Observer, Watch
 
+# Seconds that a rank waits for the launcher to end it after another rank has failed, and reported that.
 PATIENCE = 5.0
-"""Seconds that a rank waits for the launcher to end it after another rank has failed, and reported that."""
 
+# Seconds after which a rank that others wait for is called slow, unless half of the timeout is shorter.
 WARN_AFTER = 30.0
-"""Seconds after which a rank that others wait for is called slow, unless half of the timeout is shorter."""
 
 
 class Pulse:
@@ -74,11 +74,7 @@ class Pulse:
             thread.start()
 
     def stop(self, end: str, error: BaseException | str = "") -> None:
-        """Tell the others how the block has ended here, and stop the threads.
-
-        The thread tells them, which nothing interrupts: a signal may raise another error here, as that of a
-        loading process which has died.
-        """
+        """Tell the others how the block has ended here, and stop the threads."""
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             end = hangs.LEFT
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
@@ -170,10 +166,7 @@ class Pulse:
             _say("warning", self.rank, lines)
 
     def explain(self, *, timed_out: bool) -> str:
-        """Return which rank was lost, after a collective has failed, and write it; empty if nobody knows.
-
-        It is written at once, since the launcher will end this process as soon as it sees the other one dead.
-        """
+        """Return which rank was lost, after a collective has failed, and write it; empty if nobody knows."""
         verdict = None
         for _ in range(5):
             with contextlib.suppress(RuntimeError):
@@ -289,13 +282,7 @@ def excuse(call: Callable[[], object]) -> None:
 
 
 def end_as_told(signal: str) -> None:
-    """Tell the other ranks that this process ends now, in the middle of its work, as a signal told it to.
-
-    To be called in any thread just before the process ends.
-
-    Args:
-        signal: its name.
-    """
+    """Tell the other ranks that this process ends now, in the middle of its work, as a signal told it to."""
     if _pulse is not None:
         _pulse.stop(hangs.TOLD, signal)
 

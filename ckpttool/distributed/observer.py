@@ -20,11 +20,11 @@ from .hangs import Beat
 
 T = TypeVar("T")
 
+# Seconds of processor time per second from which a rank is taken to compute.
 BUSY = 0.05
-"""Seconds of processor time per second from which a rank is taken to compute."""
 
+# Bytes read or written per second from which a rank is taken to read or write.
 BUSY_BYTES = 200_000
-"""Bytes read or written per second from which a rank is taken to read or write."""
 
 
 class Watch:
@@ -69,23 +69,10 @@ class Watch:
 
 
 class Observer:
-    """Looks at this process from time to time.
-
-    Attributes:
-        beat: what it has seen last.
-        dump: the descriptor of a file with the stack of a process whose interpreter is held; None where the
-            system has no such files.
-        clock: by which it measures.
-    """
+    """Looks at this process from time to time."""
 
     def __init__(self, watched: Watch, interval: float, over: threading.Event) -> None:
-        """Prepare, in the thread that trains.
-
-        Args:
-            watched: what that thread tells of itself.
-            interval: seconds between two looks.
-            over: set when that thread is to be looked at no more.
-        """
+        """Prepare, in the thread that trains."""
         self.watched, self.interval, self.over = watched, interval, over
         self.clock, self.beat = RunningClock(3 * interval + 1), Beat()
         self.dump = os.memfd_create("stack") if hasattr(os, "memfd_create") else None
@@ -146,12 +133,7 @@ class Observer:
 
 
 class RunningClock:
-    """Seconds in which this process ran. What it slept through, as its machine or all ranks were stopped,
-    hardly counts, so that no rank is blamed for it.
-
-    Args:
-        most: seconds that can pass between two calls.
-    """
+    """Seconds in which this process ran."""
 
     def __init__(self, most: float) -> None:
         self.most, self.last, self.total = most, time.monotonic(), 0.0

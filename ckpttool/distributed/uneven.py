@@ -19,11 +19,11 @@ from .heartbeat import is_lost_rank
 
 Batch = TypeVar("Batch")
 
+# One for each use, the same on all ranks, so that a failure is not taken for one of another use.
 NUMBERS = itertools.count()
-"""One for each use, the same on all ranks, so that a failure is not taken for one of another use."""
 
+# Marks in what a rank tells the others: it has no more batches; it has nothing to stand in with.
 OVER, NEEDS = 1, 2
-"""Marks in what a rank tells the others: it has no more batches; it has nothing to stand in with."""
 
 
 class Uneven(Generic[Batch]):
@@ -168,11 +168,7 @@ class Uneven(Generic[Batch]):
         return count << 2 | (self._last is None) * NEEDS | self._over * OVER
 
     def _borrow(self, lender: int) -> None:
-        """Let ranks that never had a batch stand in with one of another rank.
-
-        What is on the lender's GPU travels through memory to the device of the borrower's model. What is not
-        stays off it, as a loop that moves its batches itself expects.
-        """
+        """Let ranks that never had a batch stand in with one of another rank."""
         mine = self._last if collectives.rank() == lender else None
         on_gpu = [not tensor.is_cpu for tensor in nested.tensors(mine)]
         if any(on_gpu):
@@ -186,12 +182,7 @@ class Uneven(Generic[Batch]):
 
 
 def length(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of the first axis of its tensors.
-
-    Raises:
-        UsageFault: the batch is no tensor or flat list, tuple or mapping of tensors, or their first axes
-            differ.
-    """
+    """Return the number of samples in a batch: the length of the first axis of its tensors."""
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     tensors = [parts] if isinstance(parts, torch.Tensor) else list(parts)
     plain = all(isinstance(one, torch.Tensor) and one.dim() for one in tensors)

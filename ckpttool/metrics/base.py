@@ -78,16 +78,7 @@ def share(part: int, of: int) -> float:
 
 
 def as_floats(values: Any, *, dims: int | None = None) -> NDArray[Any]:
-    """Return numbers as float64, which holds every float32, float16 and bfloat16 exactly.
-
-    Args:
-        values: booleans, integers or floats.
-        dims: the number of axes that there must be; None for any.
-
-    Raises:
-        TypeError: the values are not real numbers.
-        ValueError: another number of axes, or a number that float64 can't hold exactly.
-    """
+    """Return numbers as float64, which holds every float32, float16 and bfloat16 exactly."""
     import numpy as np
 
     found = _array(values)
@@ -105,12 +96,7 @@ def as_floats(values: Any, *, dims: int | None = None) -> NDArray[Any]:
 
 
 def as_scores(values: Any) -> NDArray[Any]:
-    """Return scores [n, classes] in their own type.
-
-    Raises:
-        TypeError: the scores are not real numbers.
-        ValueError: another shape.
-    """
+    """Return scores [n, classes] in their own type."""
     found = _array(values)
     if found.dtype.kind not in "fiub":
         raise TypeError(f"expected scores, not {found.dtype}")
@@ -120,12 +106,7 @@ def as_scores(values: Any) -> NDArray[Any]:
 
 
 def as_predictions(values: Any) -> NDArray[Any]:
-    """Return classes [n] as int64; of scores [n, classes], the class of the first largest.
-
-    Raises:
-        TypeError: the classes are not integers, or the scores not real numbers.
-        ValueError: another shape.
-    """
+    """Return classes [n] as int64; of scores [n, classes], the class of the first largest."""
     found = _array(values)
     if found.ndim != 2:
         return as_labels(found)
@@ -134,16 +115,7 @@ def as_predictions(values: Any) -> NDArray[Any]:
 
 
 def as_labels(values: Any, *, below: int | None = None) -> NDArray[Any]:
-    """Return classes [n] as int64.
-
-    Args:
-        values: integers or booleans [n].
-        below: the number of classes, which are 0 to below - 1; None to take any integer.
-
-    Raises:
-        TypeError: the classes are not integers.
-        ValueError: another shape, or a class out of range.
-    """
+    """Return classes [n] as int64."""
     import numpy as np
 
     found = _array(values)
