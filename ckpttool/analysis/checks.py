@@ -11,7 +11,7 @@ from ..checkpoint.state import State
 from ..errors import Refused, UsageFault
 from ..files import digest as hashing
 from ..files.copying import Progress
-from ..formats.opened import File, opened
+from ..formats.reading import File, opened
 from ..tensors.dtypes import DTYPES
 from ..tensors.ref import Computed, Storage, TensorRef
 from . import compare as comparing

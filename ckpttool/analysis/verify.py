@@ -17,10 +17,9 @@ from ..errors import RanksDiffer
 from ..files.copying import Buffers, Progress
 from ..files.threads import cores, cut, map_pieces
 from ..formats.dcp import reading as dcp
-from ..formats.opened import File, opened
-from ..formats.pytorch import torchscript
 from ..formats.pytorch import zip as torch_zip
 from ..formats.pytorch.archive import is_intact
+from ..formats.reading import File, opened
 from ..formats.shards.writing import TORCH
 from ..formats.zip.reader import Record, read_directory
 from ..inert_pickle.known_names import names_in, names_that_run
@@ -32,7 +31,7 @@ from ..transforms.keys import stripping
 from .compare import Change, both_states, compare
 from .zip_structure import zip_frame
 
-ZIPS = (torch_zip.NAME, torchscript.NAME, TORCH)  # The formats that are zips, or folders of zips
+ZIPS = (torch_zip.NAME, torch_zip.TORCHSCRIPT, TORCH)  # The formats that are zips, or folders of zips
 
 # The records that torch.save writes in addition to storages.
 OWN_RECORDS = {
@@ -161,7 +160,7 @@ def _code(checkpoint: Checkpoint, strays: list[Problem]) -> list[Problem]:
     """Return what could run, and records that nothing refers to; TorchScript has its code in such."""
     running = names_that_run(checkpoint.names | names_in(checkpoint.tree))
     problems = [Problem("code", name, "could run, when loaded without weights_only") for name in running]
-    return problems if checkpoint.format == torchscript.NAME else strays + problems
+    return problems if checkpoint.format == torch_zip.TORCHSCRIPT else strays + problems
 
 
 class _Read:

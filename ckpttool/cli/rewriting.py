@@ -6,7 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageFault
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
     from ..checkpoint.state import State
     from ..formats import Saved
+    from ..formats.saving.destination import Destination
     from ..tensors.cast import CastReport
     from ..transforms.renaming import Renaming
 
@@ -26,19 +27,10 @@ OTHERS = "other files of the folder, not copied"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the output goes, and which state the user named for it."""
+    """What the user asked for: which state of INPUT, and where the output goes."""
 
-    path: str
-    format: str
     state: str | None
-    full: bool
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the format holds everything in a checkpoint, not only the model's state."""
-        from ..formats.saving.destination import WHOLE
-
-        return self.format in WHOLE
+    place: Destination
 
 
 @dataclass(slots=True)
@@ -82,16 +74,19 @@ def rewrite(
 ) -> None:
     """Open INPUT, transform it, write OUTPUT and report it; `choices` are further ones of `formats.save`."""
     from .. import formats
+    from ..formats.saving.destination import destination
 
     started, console = time.perf_counter(), console_of(given)
     shared = ("state", "shard_size", "device", "verify", "force", "dry_run")
     choices = {name: given.get(name) for name in shared} | choices
     with opening() if opening else formats.open(given["input"]) as checkpoint:
-        target = _target(checkpoint, given["output"], given["state"], choices)
-        new, outcome = transform(checkpoint, target)
-        if target.is_whole and not (outcome.of_state or target.full):
-            _refuse_state(target, choices["state"], given["input"])
-        elif not target.full:
+        to, full = choices.get("to"), choices.get("full")
+        place = destination(given["output"], checkpoint, to, full=full, keep="to" not in choices)
+        choices["to"] = place.format
+        new, outcome = transform(checkpoint, Target(given["state"], place))
+        if replace(place, full=False).holds_all and not (outcome.of_state or full):
+            _refuse_state(choices["state"], given["input"], place.path)
+        elif not full:
             note_state(console, checkpoint, choices["state"])
         if new.opened != checkpoint.opened:
             _name_attributes(checkpoint.state(choices["state"]), outcome)
@@ -100,9 +95,9 @@ def rewrite(
         with console.bar("writing") as bar:
             if console.draws:
                 choices |= {"progress": bar.add, "expect": bar.expect}
-            saved = formats.save(new, target.path, **choices)
+            saved = formats.save(new, place.path, **choices)
     outcome.left_out += new.unread
-    if saved.format == "dcp" and target.full and _has_optimizer(new):
+    if saved.format == "dcp" and full and _has_optimizer(new):
         outcome.notes.append(
             "torch's dcp.load finds only the tensors of its optimizer: --full puts the settings into an "
             "entry of ckpttool's own; without --full dcp.load finds them too"
@@ -110,24 +105,12 @@ def rewrite(
     _report(console, outcome, saved, time.perf_counter() - started, dry=choices["dry_run"])
 
 
-def _target(checkpoint: Checkpoint, output: str, state: str | None, choices: dict[str, Any]) -> Target:
-    """Decide the output's format, and put it into what `save` is told."""
-    from ..formats import folders
-    from ..formats.saving.destination import format_of_output
-
-    if "to" not in choices and checkpoint.format in folders.NAMES and not folders.kind_of(output):
-        # a new folder gets INPUT's format
-        choices["to"] = checkpoint.format if output.endswith("/") or os.path.isdir(output) else None
-    choices["to"] = kind = format_of_output(output, checkpoint, choices.get("to"))
-    return Target(output, kind, state, bool(choices.get("full")))
-
-
-def _refuse_state(target: Target, state: str | None, path: str) -> None:
+def _refuse_state(state: str | None, path: str, output: str) -> None:
     """Raise UsageFault if --state is given, which has no effect where everything is written unchanged."""
     if state is not None:
-        words = ["ckpttool", "slim", "--state", state, path, target.path]
+        words = ["ckpttool", "slim", "--state", state, path, output]
         raise UsageFault(
-            f"{target.path}: gets everything in the input, so --state '{state}' would have no effect",
+            f"{output}: gets everything in the input, so --state '{state}' would have no effect",
             hint=f"for that state alone: {shlex.join(words)}",
         )
 

@@ -157,13 +157,11 @@ def _cast(checkpoint: Checkpoint, outcome: Outcome, options: dict[str, Any]) -> 
 
 def _described(checkpoint: Checkpoint, metadata: Sequence[tuple[str, str]], target: Target) -> Checkpoint:
     from ...errors import UsageFault
-    from ...formats.saving.destination import SAFETENSORS
     from ...transforms.selection import with_metadata
 
     if not metadata:
         return checkpoint
-    if target.format not in SAFETENSORS:
-        raise UsageFault(
-            f"--metadata: {target.format} has no place for it", hint="write safetensors, or leave it out"
-        )
+    if not target.place.has_metadata:
+        what = f"--metadata: {target.place.format} has no place for it"
+        raise UsageFault(what, hint="write safetensors, or leave it out")
     return with_metadata(checkpoint, dict(metadata), state=target.state)

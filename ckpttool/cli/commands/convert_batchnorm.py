@@ -102,7 +102,7 @@ def command(
         if inputs[1:]:
             of_ranks = {"cumulative": cumulative, "momentum": momentum, "keep_first": keep_first}
             checkpoint, pooled = _pool(checkpoint, inputs[1:], counts, **of_ranks, **choices)
-        as_text = target.format.startswith("safetensors") and not checkpoint.full
+        as_text = target.place.has_metadata and not target.place.full
         try:
             checkpoint, report = convert(
                 checkpoint, plain_or_sync, as_text=as_text, kinds=_kinds(model), **choices

@@ -71,9 +71,9 @@ def _keep_alone(
     from ...errors import NothingToDo, UsageFault
     from ...transforms.selection import drop
 
-    if not target.is_whole:
+    if not target.place.holds_all:
         raise UsageFault(
-            f"--keep: {target.format} holds only the tensors of the state",
+            f"--keep: {target.place.format} holds only the tensors of the state",
             hint="name a .pt file, which holds what --keep names",
         )
     state = checkpoint.state(target.state)

@@ -60,8 +60,7 @@ def command(
       ckpttool merge rank0.pt rank1.pt model.safetensors
     """
     from ... import formats
-    from ...formats import companions as files_of_model
-    from ...formats import folders
+    from ...formats import companions as of_model
 
     console = options.console(given)
     options.require_new_output(inputs, given["output"], given["force"], alone=False)
@@ -70,10 +69,10 @@ def command(
 
     def transform(checkpoint: Checkpoint, target: Target) -> tuple[Checkpoint, Outcome]:
         new, outcome = _merged(checkpoint, dtype, target)
-        found, others = files_of_model.beside(checkpoint, target.path)
+        found, others = of_model.listed(checkpoint, target.place.path)
         if companions:
-            is_folder = target.format in folders.NAMES
-            places = files_of_model.targets(found, target.path, is_folder=is_folder, force=given["force"])
+            place, force = target.place, given["force"]
+            places = of_model.targets(found, place.path, is_folder=place.is_folder, force=force)
             copied.extend(zip(found, places, strict=True))
             kept.extend(map(os.path.basename, places))
             outcome.fields = {**outcome.fields, "companions": [place for _, place in copied]}
@@ -93,7 +92,7 @@ def command(
         with opening() as checkpoint:
             raise _all_that_differ(console, checkpoint) from None
     if copied and not given["dry_run"]:
-        files_of_model.copy([path for path, _ in copied], [place for _, place in copied])
+        of_model.copy([path for path, _ in copied], [place for _, place in copied])
         console.note_names("copied along", [place for _, place in copied])
 
 
@@ -111,8 +110,8 @@ def _merged(checkpoint: Checkpoint, dtype: str | None, target: Target) -> tuple[
             outcome.notes.append(
                 f"no file says how many ranks there were; those of {len(ranks.held)} were found"
             )
-    if target.full or target.is_whole:
-        checkpoint = with_names(checkpoint, outcome, shlex.quote(target.path))
+    if target.place.holds_all:
+        checkpoint = with_names(checkpoint, outcome, shlex.quote(target.place.path))
     if dtype:
         to = dtype_of(dtype.lower())
         try:
