@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import UsageFault
 from .console import Console, counted, fields_of, note_fields, printable, show_bytes
 from .options import console as console_of
-from .reading import note_state
+from .reading import note_state, open_file
 
 if TYPE_CHECKING:
     from ..checkpoint.checkpoint import Checkpoint
@@ -121,12 +121,13 @@ def rewrite(
 ) -> None:
     """Open INPUT, transform it, write OUTPUT and report it; `choices` are further ones of `formats.save`."""
     from .. import formats
+    from ..formats.one_of_several import piece_of
     from ..formats.saving.destination import destination
 
     started, console = time.perf_counter(), console_of(given)
     shared = ("state", "shard_size", "device", "verify", "force", "dry_run")
     choices = {name: given.get(name) for name in shared} | choices
-    with opening() if opening else formats.open(given["input"]) as checkpoint:
+    with opening() if opening else open_file(console, given["input"]) as checkpoint:
         to, full = choices.get("to"), choices.get("full")
         place = destination(given["output"], checkpoint, to, full=full, keep="to" not in choices)
         choices["to"] = place.format
@@ -144,6 +145,8 @@ def rewrite(
             if console.draws:
                 choices |= {"progress": bar.add, "expect": bar.expect}
             saved = formats.save(new, place.path, kept=companions.names, **choices)
+    if not opening and (piece := piece_of(given["input"])):
+        outcome.fields = {**outcome.fields, "piece": fields_of(piece)}
     outcome.left_out += new.unread
     if saved.format == "dcp" and full and _has_optimizer(new):
         outcome.notes.append(

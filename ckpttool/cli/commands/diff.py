@@ -11,7 +11,7 @@ import click
 
 from .. import options
 from ..console import Console, counted, fields_of, printable, terminal_width
-from ..reading import note_state, note_unread
+from ..reading import note_state, note_unread, open_file
 
 if TYPE_CHECKING:
     from ...analysis.compare import Change, Comparison
@@ -62,12 +62,11 @@ def command(
       ckpttool diff model.bin model.safetensors --atol 1e-6
       ckpttool diff last.pt model.safetensors --ignore-prefix
     """
-    from ... import formats
     from ...analysis.checks import diff
 
     console = options.console(given)
     with ExitStack() as stack:
-        mine, theirs = (stack.enter_context(formats.open(path)) for path in (a, b))
+        mine, theirs = (stack.enter_context(open_file(console, path)) for path in (a, b))
         with console.progress(mine.nbytes, "comparing") as progress:
             choices: dict[str, Any] = {name: given[name] for name in ("rtol", "atol", "ignore_prefix")}
             choices |= {"model_only": model_only, "state": state, "verify": not no_verify}

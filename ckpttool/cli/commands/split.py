@@ -10,7 +10,7 @@ import click
 
 from .. import options
 from ..console import counted, fields_of, note_fields, show_bytes
-from ..reading import note_state
+from ..reading import note_state, open_file
 from ..rewriting import Companions, Outcome, Target, report_written, rewrite
 from .merge import with_names
 
@@ -122,13 +122,12 @@ def _wrappers(checkpoint: Checkpoint, where: str | None) -> list[str]:
 
 
 def _as_dtensors(given: dict[str, Any], ranks: int, device: str, choices: dict[str, Any]) -> None:
-    from ... import formats
     from ...formats.saving.destination import Destination
     from ...formats.splitting.splitting import split
 
     console, started = options.console(given), time.perf_counter()
     choices |= {name: given[name] for name in ("state", "verify", "force", "dry_run")}
-    with formats.open(given["input"]) as checkpoint, console.bar("writing") as bar:
+    with open_file(console, given["input"]) as checkpoint, console.bar("writing") as bar:
         companions = Companions.of(checkpoint, given, Destination(given["output"], "dtensor-ranks", True))
         note_state(console, checkpoint, given["state"])
         wrappers = _wrappers(checkpoint, given["state"])
