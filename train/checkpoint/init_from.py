@@ -1,7 +1,7 @@
-"""Start a training from the weights of a file: `--init FILE`. Imports torch.
+"""Start a run from the weights of a file: `--init FILE`. Imports torch.
 
 Every rank that has the file loads it before any process group starts, so a file that does not fit is refused
-on all of them alike. On several machines only rank 0's needs it: DDP sends rank 0's weights to all others.
+on all of them. On several machines only rank 0's needs it: DDP sends rank 0's weights to all others.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ckpttool.analysis import checks
 from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.checkpoint.dotted_names import dotted
 from ckpttool.checkpoint.state import State
+from ckpttool.distributed.place import given_rank
 from ckpttool.errors import Mismatch, NoState, NothingToDo, UsageFault
 from ckpttool.models.diagnosis import Diagnosis, diagnose
 from ckpttool.models.diagnosis.case import Case
@@ -32,39 +33,29 @@ from ckpttool.models.diagnosis.treatment import treat
 from ckpttool.models.loading_rules import accepts
 from ckpttool.models.reloading import Reloaded, reload
 from ckpttool.transforms.wrappers import found_prefixes
-from train.launch import program as launch
 
+# Names of one kind that an error lists if no command helps; it counts the rest.
 LISTED = 200
-"""Names of one kind that an error lists if no command helps; it counts the rest."""
 
+# Names that any other list shows.
 SHOWN = 8
-"""Names that any other list shows."""
 
+# Kinds of problems that the lists of names show.
 LISTED_ALREADY = ("missing", "unexpected", "size", "head")
-"""Kinds of problems that the lists of names show."""
 
 
 def load(model: nn.Module, path: str, allow_missing: Sequence[str] = ()) -> list[str]:
-    """Load a file's weights into a model, strictly.
+    """Load a file's weights into a model, strictly but for names that match a pattern of `allow_missing`.
 
-    Args:
-        model: plain, as built; on the CPU.
-        path: any checkpoint that `ckpttool.open` reads, with or without wrappers' prefixes.
-        allow_missing: shell patterns of names of the model that keep its values if the file lacks them or
-            has them in another shape.
-
-    Returns:
-        Remarks for the user: what was loaded, and what was not. None on a rank without the file, unless it
-        is rank 0, whose weights all ranks get.
+    Returns remarks for the user; none on a rank without the file, unless it is rank 0, whose weights all get.
 
     Raises:
         UsageFault: the weights do not fit the model, or some are NaN or infinite, or a pattern matches no
             name of the model. The hint lists every name and the commands that fix the file.
-        Unreadable, Damaged, Unsupported, Refused: the file can't be read, or its bytes do not match their
-            checksums.
+        Unreadable, Damaged, Unsupported, Refused: the file can't be read, or fails its checksums.
         NoState: it holds no model's state, or several and nothing says which to take.
     """
-    if launch.rank() != 0 and not os.path.exists(path):
+    if given_rank() != 0 and not os.path.exists(path):
         return []
     with formats.open(path) as checkpoint:
         state = _state(checkpoint)
@@ -80,10 +71,7 @@ def load(model: nn.Module, path: str, allow_missing: Sequence[str] = ()) -> list
 
 
 def digest(path: str) -> str:
-    """Return the SHA-256 of what `--init` takes from a file: names, types, shapes and values.
-
-    It is the same for a copy elsewhere, or in another format. Raises as `load` does for unreadable files.
-    """
+    """Return the SHA-256 of what `--init` takes from a file, the same for a copy in another format."""
     with formats.open(path) as checkpoint:
         _state(checkpoint)
         return checks.digest(checkpoint, verify=False)
@@ -93,7 +81,7 @@ def _state(checkpoint: Checkpoint) -> State:
     try:
         return checkpoint.state()
     except NoState as error:
-        names = [dotted(each) for each in checkpoint.states()]
+        names = [dotted(path) for path in checkpoint.states()]
         if len(names) < 2:
             raise
         taken_out = _slim(checkpoint.path, names[0])
@@ -118,7 +106,7 @@ def _require_finite(path: str, model: nn.Module) -> None:
     if bad:
         verb = "is" if len(bad) == 1 else "are"
         raise UsageFault(
-            f"--init {path}: {_listed(bad)} {verb} NaN or infinite: nothing can be learned from there",
+            f"--init {path}: {_listed(bad)} {verb} NaN or infinite: not a state to train from",
             hint=f"see where: {command_line(['ckpttool', 'verify', path])}",
         )
 

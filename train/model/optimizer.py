@@ -1,10 +1,9 @@
-"""The optimizer, its learning rate schedule, and what happens to gradients before a step."""
+"""The optimizer, and what happens to gradients before a step. Imports torch."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from ckpttool.errors import UsageFault
 from train.config.training import TrainConfig
@@ -107,38 +105,6 @@ def restore(optimizer: Optimizer, state: dict[str, Any]) -> None:
     entries = {index: dict(entry) for index, entry in state["state"].items()}
     optimizer.load_state_dict({**state, "state": copy.deepcopy(entries)})
     optimizer.state.clear()
-
-
-def build_scheduler(
-    config: TrainConfig, optimizer: Optimizer, total_steps: int, steps_per_epoch: int | None = None
-) -> LambdaLR:
-    """Return the scheduler, which is to be called after each step that was not skipped.
-
-    Args:
-        total_steps: optimizer steps in the whole training.
-        steps_per_epoch: for a warm-up in epochs; by default the training's steps over its epochs.
-    """
-    warmup = config.warmup.in_steps(steps_per_epoch or total_steps // config.epochs)
-    return LambdaLR(optimizer, lambda step: rate(config.scheduler, step, total_steps, warmup))
-
-
-def rate(course: str, step: int, steps: int, warmup: int) -> float:
-    """Return the factor of the learning rate in step `step` (from 0) of `steps`.
-
-    Args:
-        course: `none`, `cosine`, `linear` or `step`; the second and third would be 0 in step `steps`.
-        warmup: steps over which the factor rises to 1.
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    if course == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * done))
-    if course == "linear":
-        return 1.0 - done
-    if course == "step":  # as for the ResNets of arXiv 1512.03385
-        return 0.1 ** ((step >= steps / 2) + (step >= steps * 3 / 4))
-    return 1.0
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float | None) -> torch.Tensor:

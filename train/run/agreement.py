@@ -15,18 +15,17 @@ from ckpttool.distributed import collectives
 from train.checkpoint.saver import Saver
 from train.launch.stopping import Stop
 
+# Seconds between two messages. Where steps are shorter, there is none in some of them.
 SPACING = 0.02
-"""Seconds between two messages. Where steps are shorter, there is none in some of them."""
 
+# Steps between two messages at most.
 MOST = 10
-"""Steps between two messages at most."""
 
+# Seconds from which on a step is long: what is sent in it is read at its end, not at that of the next.
 LONG = 1.0
-"""Seconds from which on a step is long: what is sent in it is read at its end, not at that of the next."""
 
-
+# Seconds that are told of a step at most.
 LONGEST = 1e6
-"""Seconds that are told of a step at most."""
 
 
 class Agreement:
@@ -37,19 +36,14 @@ class Agreement:
 
     To read a message in its own step is to wait once more for the slowest rank, which costs some per cent of
     a short step. By the next one it has arrived: the gradients have made the ranks wait for each other.
-
-    Attributes:
-        stop: what this rank was told.
-        saver: of this rank.
     """
 
     def __init__(self, stop: Stop, saver: Saver) -> None:
-        """Prepare. A collective: over NCCL the CPU would wait for the GPU, so there it makes a gloo group."""
         self.stop, self.saver = stop, saver
         self._is_alone = collectives.world_size() == 1
         self._group: dist.ProcessGroup | None = None
         if not self._is_alone and dist.get_backend() != "gloo":
-            group = dist.new_group(backend="gloo")
+            group = dist.new_group(backend="gloo")  # over NCCL the CPU would wait for the GPU
             assert isinstance(group, dist.ProcessGroup)  # of all ranks, and this is one
             self._group = group
         self._sent: deque[_Message] = deque()
@@ -67,16 +61,9 @@ class Agreement:
             self._send()
 
     def finish(self, *, wait: bool = False) -> str:
-        """Act on what the ranks have told, the same on each. A collective where a message was sent.
+        """Act on what the ranks have told, the same on each; return the signal by which one was told to end.
 
-        Args:
-            wait: leave nothing to the next step, as more is to be done after this one.
-
-        Returns:
-            The signal by which any rank was told to end; `""` if none was.
-
-        Raises:
-            CheckFailed, RanksDiffer: as `Saver.advance`.
+        A collective where a message was sent, and raises as `Saver.advance`. `wait` leaves nothing for later.
         """
         signal_of_any = self._act(self._word()) if self._is_alone else ""
         while self._sent and (wait or self._waits or signal_of_any or self._sent[0].step < self._step):
@@ -87,7 +74,7 @@ class Agreement:
         return signal_of_any
 
     def ask(self) -> str:
-        """Send a message in any case, and wait for it. A collective. Returns and raises as `finish`."""
+        """Send a message in any case, and wait for it. A collective, as `finish`."""
         if not self._is_alone:
             self._send()
         return self.finish(wait=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from train.config.parser import arguments_of
 from train.config.shared import DataConfig
 from train.config.training import TrainConfig
+from train.launch import spawn as spawning
 
 
 def program(name: str) -> str:
@@ -51,3 +54,15 @@ def flags_of_bits(device: torch.device) -> list[str]:
     """Return the flags with which an evaluation gives the same numbers to the last digit."""
     threads = torch.get_num_threads()
     return ["--threads", str(threads)] if device.type == "cpu" and threads != 1 else []
+
+
+def to_go_on(config: TrainConfig, folder: str, ranks: int, step: int) -> str:
+    """Return how to start an interrupted run again, from its last checkpoint."""
+    spawned = ranks if spawning.started_by_spawn() else None
+    resumed = replace(config, out=folder, resume="auto", force=False, spawn=spawned)
+    if resumed.stop_at and resumed.stop_at <= step:
+        resumed = replace(resumed, stop_at=None)
+    if ranks != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        return f"to continue, start it as before with --out {shlex.quote(folder)} --resume auto"
+    start = ["python"] if spawned or ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
+    return f"to continue:\n{to_paste([*start, program('main'), *arguments_of(resumed)])}"

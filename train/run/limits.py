@@ -26,26 +26,11 @@ class Position(Protocol):
 
 @dataclass(frozen=True)
 class Due:
-    """What is to be done after a step.
-
-    Attributes:
-        evaluate: score the test set.
-        save: write last.pt.
-        end: what ends the run here, as `--max-time`; `""` if it goes on.
-    """
+    """What is to be done after a step."""
 
     evaluate: bool = False
-    save: bool = False
-    end: str = ""
-
-
-def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Return the optimizer steps of the whole training, over which the learning rate follows its schedule.
-
-    `--epochs` or `--max-steps`, whichever ends first. `--max-time` does not count: it interrupts a training.
-    """
-    steps = config.epochs * steps_per_epoch
-    return min(steps, config.max_steps) if config.max_steps else steps
+    save: bool = False  # last.pt
+    end: str = ""  # what ends the run here, as `--max-time`
 
 
 class Limits:
@@ -54,13 +39,7 @@ class Limits:
     def __init__(
         self, config: TrainConfig, steps_per_epoch: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start the clock, from which `--max-time` and the times of `--save-every` count.
-
-        Args:
-            config: of the run.
-            steps_per_epoch: the same on every rank.
-            clock: returns seconds; only rank 0's is read.
-        """
+        # `--max-time` and the times of `--save-every` count from here; only rank 0's clock is read.
         self.config, self.steps_per_epoch, self.clock = config, steps_per_epoch, clock
         self.began = self.saved = clock()
 
