@@ -9,31 +9,8 @@ from ckpttool.errors import UsageFault
 if TYPE_CHECKING:
     from train.trainer.trainer import Trainer
 
-CHANGEABLE = {
-    *("lr", "momentum", "weight_decay", "scheduler", "warmup", "clip_norm"),
-    *("label_smoothing", "augment", "mixup", "cutmix"),
-}
-"""The others are another training: other samples in a step, or other things to be trained."""
-
 OF_GROUPS = ("momentum", "weight_decay")
 """Settings that the optimizer's state holds too."""
-
-
-def fields(names: tuple[str, ...]) -> set[str]:
-    """Return the fields that `--change` names: `weight-decay` or `weight_decay`.
-
-    Raises:
-        UsageFault: one can't be changed.
-    """
-    found = {name: name.removeprefix("--").replace("-", "_") for name in names}
-    for name, field in found.items():
-        if field not in CHANGEABLE:
-            known = ", ".join(each.replace("_", "-") for each in sorted(CHANGEABLE))
-            raise UsageFault(
-                f"--change {name}: can't differ from the saved run's",
-                hint=f"{known} can; --init starts another training from a checkpoint's weights",
-            )
-    return set(found.values())
 
 
 def require_same_groups(now: dict[str, Any], then: dict[str, Any], allowed: set[str]) -> None:

@@ -23,6 +23,7 @@ from ckpttool.analysis import checks
 from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.checkpoint.dotted_names import dotted
 from ckpttool.checkpoint.state import State
+from ckpttool.distributed.place import given_rank
 from ckpttool.errors import Mismatch, NoState, NothingToDo, UsageFault
 from ckpttool.models.diagnosis import Diagnosis, diagnose
 from ckpttool.models.diagnosis.case import Case
@@ -32,7 +33,6 @@ from ckpttool.models.diagnosis.treatment import treat
 from ckpttool.models.loading_rules import accepts
 from ckpttool.models.reloading import Reloaded, reload
 from ckpttool.transforms.wrappers import found_prefixes
-from train.launch import program as launch
 
 LISTED = 200
 """Names of one kind that an error lists if no command helps; it counts the rest."""
@@ -64,7 +64,7 @@ def load(model: nn.Module, path: str, allow_missing: Sequence[str] = ()) -> list
             checksums.
         NoState: it holds no model's state, or several and nothing says which to take.
     """
-    if launch.rank() != 0 and not os.path.exists(path):
+    if given_rank() != 0 and not os.path.exists(path):
         return []
     with formats.open(path) as checkpoint:
         state = _state(checkpoint)

@@ -12,11 +12,11 @@ from train.checkpoint import changing
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import format as checkpoints
 from train.checkpoint.saver import versions
-from train.config.training import TrainConfig
+from train.config.training import CHANGEABLE, TrainConfig, fields
 from train.data.data_set import Data
 from train.data.fingerprint import Contents, flat
 from train.model import optimizer as optimizers
-from train.run.limits import total_steps
+from train.model.schedule import total_steps
 from train.trainer import shares
 from train.trainer.trainer import Progress, Trainer
 
@@ -156,13 +156,13 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
 
 def _check_same_training(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     now, then = trainer.config.plain(), {**TrainConfig().plain(), **BEFORE, **state["config"]}
-    allowed = changing.fields(trainer.config.change)
+    allowed = fields(trainer.config.change)
     free = FREE | COMPARED_BY_CONTENT | allowed
     other = [name for name in now if name not in free and now[name] != then.get(name)]
     if other:
         flags = " ".join(_flag(name, then.get(name)) for name in other)
         may = " ".join(f"--change {name.replace('_', '-')}" for name in other)
-        instead = may if {*other} <= changing.CHANGEABLE else "start another run"
+        instead = may if {*other} <= CHANGEABLE else "start another run"
         raise UsageFault(f"{path}: belongs to a training with {flags}", hint=f"give the same, or {instead}")
     changing.require_same_groups(now, then, allowed)
     if trainer.config.init and _weights(trainer.config) != state["plan"].get("init"):
@@ -270,7 +270,7 @@ def _remarks(trainer: Trainer, state: dict[str, Any], path: str) -> list[str]:
     then = {**TrainConfig().plain(), **state["config"]}
     remarks += [
         f"{name.replace('_', '-')} {then[name]} -> {now}"
-        for name in sorted(changing.fields(config.change))
+        for name in sorted(fields(config.change))
         if then[name] != (now := config.plain()[name])
     ]
     before_it = replace(config, epochs=then["epochs"], max_steps=then["max_steps"])

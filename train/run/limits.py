@@ -39,15 +39,6 @@ class Due:
     end: str = ""
 
 
-def total_steps(config: TrainConfig, steps_per_epoch: int) -> int:
-    """Return the optimizer steps of the whole training, over which the learning rate follows its schedule.
-
-    `--epochs` or `--max-steps`, whichever ends first. `--max-time` does not count: it interrupts a training.
-    """
-    steps = config.epochs * steps_per_epoch
-    return min(steps, config.max_steps) if config.max_steps else steps
-
-
 class Limits:
     """Says after each step what is due, the same on every rank."""
 

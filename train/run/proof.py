@@ -24,9 +24,9 @@ from ckpttool.errors import FileError
 from ckpttool.files import chain
 from ckpttool.files.chain import Link
 from ckpttool.files.failures import naming
-from train.config.parser import arguments_of
+from train.config.command_line import arguments_of
 from train.config.training import TrainConfig
-from train.log.held_lines import HeldLines
+from train.log.log_file import HeldLines
 
 if TYPE_CHECKING:
     from train.trainer.trainer import Trainer

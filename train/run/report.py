@@ -13,19 +13,19 @@ from typing import Any
 
 from ckpttool.distributed import collectives
 from ckpttool.distributed.plan import Plan, dealt_sizes
+from ckpttool.distributed.processes import started_by_spawn
 from ckpttool.errors import CheckFailed
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from train import console
 from train.checkpoint.files import BEST, LAST
-from train.config.parser import arguments_of
+from train.config.command_line import arguments_of
 from train.config.training import TrainConfig
 from train.data.data_set import Data
 from train.data.samples import count
-from train.launch import spawn as spawning
 from train.launch.stopping import Stop
 from train.log import log_file
 from train.run import commands
-from train.tasks.task import Classification
+from train.tasks.builtin import Classification
 from train.trainer import scoring
 from train.trainer.scoring import Score
 from train.trainer.trainer import Trainer, TrainScore
@@ -261,7 +261,7 @@ class Report:
         place = self.trainer.place
         if not any(os.path.exists(os.path.join(self.folder, name)) for name in (LAST, BEST)):
             return "nothing was saved yet (--save-every N[steps|epochs])"
-        spawn = place.world_size if spawning.started_by_spawn() else None
+        spawn = place.world_size if started_by_spawn() else None
         resumed = replace(self.trainer.config, out=self.folder, resume="auto", force=False, spawn=spawn)
         if resumed.stop_at and resumed.stop_at <= self.trainer.progress.global_step:
             resumed = replace(resumed, stop_at=None)

@@ -26,9 +26,10 @@ from train.data.data_set import Data
 from train.data.samples import count
 from train.model import optimizer as optimizers
 from train.model import precision, wrapping
-from train.run.limits import total_steps
-from train.tasks.loss_pair import PAIR
-from train.tasks.task import Classification, Task, UserTask
+from train.model.schedule import total_steps
+from train.tasks.builtin import Classification
+from train.tasks.own import PAIR, UserTask
+from train.tasks.task import Task
 from train.trainer import virtual_ranks
 
 

@@ -14,7 +14,8 @@ from ckpttool.metrics.evaluating import Evaluated, Evaluator, measures
 from ckpttool.metrics.predictions import Evaluation
 from train.data.batches import load
 from train.data.data_set import Data
-from train.tasks.task import Classification, Task
+from train.tasks.builtin import Classification
+from train.tasks.task import Task
 
 Score = Certificate | LossCertificate
 """Of classification, what is correct of each class; of other tasks, their loss and metrics."""

@@ -33,11 +33,12 @@ from train.data.samples import count
 from train.log.step_log import StepLog
 from train.model import wrapping
 from train.model.ema import Ema
-from train.model.optimizer import build_optimizer, build_scheduler, clip
+from train.model.optimizer import build_optimizer, clip
 from train.model.precision import Precision
-from train.run.limits import total_steps
+from train.model.schedule import build_scheduler, total_steps
 from train.run.proof import Proof
-from train.tasks.task import Classification, Task
+from train.tasks.builtin import Classification
+from train.tasks.task import Task
 from train.trainer.scoring import Score, Scorer, selection_score
 
 
