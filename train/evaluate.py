@@ -198,7 +198,7 @@ def load(job: Job) -> str:
 
 
 def prepare_output(config: EvaluateConfig) -> list[str]:
-    """Make the folder of `--out`; return the files of an earlier evaluation in it, for `--force` to remove."""
+    """Make the folder of `--out`; return the files of an earlier evaluation in it, for --force to remove."""
     from train.run.folder import check_writable
 
     if config.out is None:
