@@ -94,11 +94,7 @@ def begin_broadcast(data: torch.Tensor, source: int) -> dist.Work:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values as a flat uint8 tensor on the same device, row by row.
-
-    Raises:
-        TypeError: the tensor is sparse, quantized or on the meta device, so its values are not plain bytes.
-    """
+    """Return a tensor's values as a flat uint8 tensor on the same device, row by row."""
     require_plain(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # One value or none is contiguous whatever its stride, but torch views only a stride of 1 as bytes.
@@ -124,12 +120,7 @@ def to_bytes(data: torch.Tensor) -> bytes:
 
 
 def pickle_without_tensors(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return a value pickled with only the dtype and shape of each tensor, and the tensors in that order.
-
-    Raises:
-        TypeError: a tensor is sparse, quantized or on the meta device.
-        Exception: whatever pickle raises for a value that can't be pickled.
-    """
+    """Return a value pickled with only the dtype and shape of each tensor, and the tensors in that order."""
     file, tensors = io.BytesIO(), list[torch.Tensor]()
     _WithoutTensors(file, tensors).dump(value)
     return file.getvalue(), tensors

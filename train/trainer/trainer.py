@@ -19,9 +19,8 @@ from torch.utils.data import default_collate
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, heartbeat, randomness
-from ckpttool.distributed.buckets import settle_buckets
-from ckpttool.distributed.dummy_pass import run_dummy_pass
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.dummy_pass import run_dummy_pass, settle_buckets
+from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Step
 from ckpttool.errors import CheckFailed
 from train.config import plan as planning
