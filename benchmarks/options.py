@@ -12,8 +12,8 @@ from .sizes import parse_size
 SIZES = [2_000_000_000, 4_000_000_000]
 ROOT = Path(__file__).parents[1]
 TABLES, SUMMARY = Path("docs", "benchmarks.md"), Path("README.md")
+# What `--markdown` updates: all tables in the one, a summary in the other.
 PAGES = (TABLES, SUMMARY)
-"""What `--markdown` updates: all tables in the one, a summary in the other."""
 
 
 def parse(arguments: Sequence[str] | None, names: Iterable[str]) -> argparse.Namespace:

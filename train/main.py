@@ -31,12 +31,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpttool.distributed.place import given_rank
+from ckpttool.distributed.group import given_rank
 from ckpttool.errors import CkptToolError
-from train.config import parser as flags
+from train.config import command_line
 from train.config.training import TrainConfig
 from train.launch import program as launch
-from train.launch import spawn as spawning
 from train.launch.stopping import Starting
 
 # torch is imported only where it is needed, so that wrong flags are refused within a tenth of a second.
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program on this rank and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        config = flags.parse(arguments)
+        config = command_line.parse(arguments)
     except CkptToolError as fault:
         return launch.complain(fault, echo=given_rank() != 0)
     if config.preview:
@@ -58,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return launch.run_program(lambda: preview.run(config), lambda _: None)
     if config.spawn:
-        return spawning.spawn(__file__, flags.without("--spawn", arguments), config.spawn)
+        return launch.spawn(__file__, command_line.without("--spawn", arguments), config.spawn)
     with Starting(given_rank()):
         return launch.run_program(lambda: prepare(config), work)
 
@@ -68,13 +67,13 @@ def prepare(config: TrainConfig) -> Job:
     import torch._dynamo  # as DDP does; inside a process group, it would keep the group alive
 
     from ckpttool.distributed import randomness
-    from ckpttool.distributed.place import find_place
+    from ckpttool.distributed.group import find_place
     from train.checkpoint import init_from
     from train.data import data_set
     from train.log import trackers
     from train.model import builtin as models
     from train.run.run import Job
-    from train.tasks import task as tasks
+    from train.tasks import builtin as tasks
     from train.trainer import preflight
 
     trackers.check(config)

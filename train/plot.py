@@ -4,8 +4,8 @@
     python train/plot.py runs/a runs/b runs/c -o curves.svg --force
 
 One panel each for the loss, for every score that the runs have (accuracy, or what their task measures), for
-the learning rate, and for the throughput. Curves of the test set are bold, with marks; those of the training
-are thin. Runs may differ in batch size and in number of ranks: all curves are over epochs.
+the learning rate, and for the throughput. Curves of the test set are bold, with marks; those of the
+training are thin. Runs may differ in batch size and in number of ranks: all curves are over epochs.
 
 Needs matplotlib: pip install 'ckpttool[plots]'. Exit codes: 0 drawn, 2 wrong flags or matplotlib is missing,
 3 a log is missing, empty or malformed.
@@ -25,8 +25,8 @@ from ckpttool.errors import CkptToolError, OutputExists, UsageFault
 from ckpttool.files.commit import replacing
 from ckpttool.files.failures import naming
 from train import console
-from train.config import parser as flags
-from train.launch import program as launch
+from train.config.command_line import Parser
+from train.launch import program
 from train.log import curves
 
 if TYPE_CHECKING:
@@ -73,11 +73,8 @@ TITLES = {
     "mae": "Mean absolute error",
     "r2": "R²",
 }
-MIN_SPAN = 0.05
-"""The least part of an axis of accuracy that is shown: a tenth of a per cent shall not look like much."""
-
-MAX_SCORES = 6
-"""Panels of scores, beyond which a picture could not be read."""
+MIN_SPAN = 0.05  # the least part of an axis of accuracy: a tenth of a per cent shall not look like much
+MAX_SCORES = 6  # panels of scores, beyond which a picture could not be read
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,19 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         draw(sys.argv[1:] if arguments is None else arguments)
     except CkptToolError as fault:
-        return launch.complain(fault)
+        return program.complain(fault)
     return 0
 
 
 def draw(arguments: Sequence[str]) -> None:
-    """Draw what a command line asks for, and say where it is.
-
-    Raises:
-        UsageFault: the picture's name has another ending, it exists, or matplotlib is missing.
-        Unreadable, Damaged: a log can't be read.
-        FileError: the picture can't be written.
-    """
-    parser = flags.Parser(
+    """Draw what a command line asks for, and say where it is."""
+    parser = Parser(
         prog="train/plot.py",
         usage="python train/plot.py RUN... -o PICTURE [flags]",
         description="Draw the curves of one or several runs into one picture.",
@@ -120,7 +111,7 @@ def draw(arguments: Sequence[str]) -> None:
 
 
 def check_output(path: str, *, force: bool) -> None:
-    """Raise UsageFault if the picture has an unknown ending, or exists and may not be overwritten."""
+    """Refuse a picture with an unknown ending, or one that exists and may not be overwritten."""
     if not path.lower().endswith(ENDINGS):
         raise UsageFault(f"-o {path}: has none of the endings {' '.join(ENDINGS)}", hint="-o curves.png")
     if os.path.lexists(path) and not force:
@@ -128,7 +119,7 @@ def check_output(path: str, *, force: bool) -> None:
 
 
 def write(figure: Figure, path: str) -> None:
-    """Write a picture; the same logs give the same bytes. Raise FileError if it can't be written."""
+    """Write a picture; the same logs give the same bytes."""
     ending = os.path.splitext(path)[1].lower()
     without_date = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
     with naming(path), replacing(path) as file, _style():
@@ -163,8 +154,8 @@ def picture(runs: Sequence[curves.Run]) -> Figure:
         layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - head / height), h_pad=0.12, w_pad=0.12)
         figure = Figure(figsize=(10, height), dpi=150, layout=layout)
         axes = figure.subplots(rows, 2, squeeze=False).flatten()
-        for each, quantity in zip(axes, quantities, strict=False):
-            _draw_panel(each, quantity, runs)
+        for panel, quantity in zip(axes, quantities, strict=False):
+            _draw_panel(panel, quantity, runs)
         for unused in axes[len(quantities) :]:
             unused.set_visible(False)
         _draw_legend(figure, runs, height)
@@ -250,7 +241,7 @@ def _draw_key(axes: Axes) -> None:
 
 
 def legend_columns(runs: Sequence[curves.Run]) -> int:
-    """Return how many names of runs stand side by side above the panels."""
+    """Return how many names of runs stand in one row above the panels."""
     longest = max(len(run.name) for run in runs)
     return max(1, min(len(runs), 4, 110 // (longest + 6)))
 

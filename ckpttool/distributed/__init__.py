@@ -22,7 +22,6 @@ from ..lazy import attributes
 if TYPE_CHECKING:
     from . import gather_rows as gather_rows
     from . import randomness as randomness
-    from .buckets import settle_buckets as settle_buckets
     from .collectives import RankFailed as RankFailed
     from .collectives import RankLost as RankLost
     from .collectives import agree as agree
@@ -40,22 +39,22 @@ if TYPE_CHECKING:
     from .collectives import world_size as world_size
     from .dummy_pass import leaving_no_trace as leaving_no_trace
     from .dummy_pass import run_dummy_pass as run_dummy_pass
+    from .dummy_pass import settle_buckets as settle_buckets
+    from .group import Place as Place
+    from .group import find_place as find_place
     from .group import process_group as process_group
     from .heartbeat import watch as watch
-    from .mean_loss import global_mean_loss as global_mean_loss
-    from .place import Place as Place
-    from .place import find_place as find_place
     from .plan import Plan as Plan
     from .randomness import Keyed as Keyed
     from .sampler import ExactBatchSampler as ExactBatchSampler
     from .sampler import distribute as distribute
     from .uneven import Uneven as Uneven
+    from .uneven import global_mean_loss as global_mean_loss
 else:
     __getattr__, __dir__, __all__ = attributes(
         __name__,
         {
             "": ("gather_rows", "randomness"),
-            "buckets": ("settle_buckets",),
             "collectives": (
                 "RankFailed",
                 "RankLost",
@@ -73,14 +72,12 @@ else:
                 "total",
                 "world_size",
             ),
-            "group": ("process_group",),
+            "group": ("Place", "find_place", "process_group"),
             "heartbeat": ("watch",),
-            "mean_loss": ("global_mean_loss",),
-            "place": ("Place", "find_place"),
             "plan": ("Plan",),
             "randomness": ("Keyed",),
             "sampler": ("ExactBatchSampler", "distribute"),
-            "dummy_pass": ("run_dummy_pass", "leaving_no_trace"),
-            "uneven": ("Uneven",),
+            "dummy_pass": ("leaving_no_trace", "run_dummy_pass", "settle_buckets"),
+            "uneven": ("Uneven", "global_mean_loss"),
         },
     )

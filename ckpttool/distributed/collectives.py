@@ -254,16 +254,7 @@ def compare(values: Mapping[str, Any], when: str = "", *, hint: str | None = Non
 def compare_digests(
     look: Callable[[], Mapping[str, bytes]], when: str = "", *, hint: str | None = None
 ) -> None:
-    """Check that all ranks hold the same values, whose digests are known already, as by another thread.
-
-    Args:
-        look: returns what `digest_each` returned.
-        when, hint: as for `compare`.
-
-    Raises:
-        RanksDiffer: as `compare`.
-        Exception: what `look` raised; RankFailed on the other ranks.
-    """
+    """Check that all ranks hold the same values, whose digests are known already, as by another thread."""
     _compare(lambda: (dict(look()), 0), when, hint)
 
 
@@ -340,10 +331,7 @@ def combined(digests: Mapping[str, bytes]) -> bytes:
 
 
 def _difference(digests: list[dict[str, bytes]], when: str, hint: str | None) -> RanksDiffer:
-    """Return the error for the first name on which ranks differ.
-
-    The ranks that hold what most ranks hold are right; of equally many, those that hold what rank 0 holds.
-    """
+    """Return the error for the first name on which ranks differ."""
     after = f", {when}" if when else ""
     names = list(dict.fromkeys(name for of_rank in digests for name in of_rank))
     differing = [name for name in names if len({of_rank.get(name) for of_rank in digests}) > 1]

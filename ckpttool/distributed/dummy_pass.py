@@ -96,12 +96,7 @@ def _set(layers: list[_NormBase], name: str, value: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def buffers_restored(model: nn.Module, kept: Collection[int] = ()) -> Iterator[None]:
-    """Restore the buffers of a model after the block, also those that it replaces.
-
-    Args:
-        model: whose buffers are copied meanwhile.
-        kept: the `id` of each buffer that is left as the block leaves it.
-    """
+    """Restore the buffers of a model after the block, also those that it replaces."""
     before = [
         (module._buffers, name, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -123,3 +118,37 @@ def _random_state_restored() -> Iterator[None]:
         yield
     finally:
         randomness.put_back(before)
+
+
+@contextlib.contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Give each module its own mode again after the block."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def settle_buckets(ddp: nn.Module, one_pass: Callable[[], None]) -> None:
+    """Let DDP settle on its buckets now. A collective; call it once, before the first step.
+
+    DDP groups gradients into buckets, and groups them anew after the first backward pass, in the order in
+    which gradients became ready (`rebuild_buckets` in torch's reducer.cpp, called by the second forward
+    pass). With three or more ranks a gradient's sum depends in its last bits on where in a bucket it lies. So
+    a resumed run, whose first step is in the old order, would differ from a run that never stopped. If both
+    begin with this, they do not. With `find_unused_parameters=True` DDP never groups anew, and this does
+    nothing of use.
+
+    Args:
+        ddp: the DistributedDataParallel module; its mode is restored; its gradients are cleared.
+        one_pass: runs one forward and backward pass that leaves no trace, in training mode, such as
+            `lambda: run_dummy_pass(ddp, batch, together=False)`. It is called twice.
+    """
+    with modes_kept(ddp):
+        ddp.train()
+        for _ in range(2):
+            one_pass()
+    for parameter in ddp.parameters():
+        parameter.grad = None

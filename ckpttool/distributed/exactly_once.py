@@ -10,20 +10,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 VERSION = b"ckpttool index set 1\n"
+# How many samples, or runs of consecutive samples, a message names.
 MOST_SHOWN = 6
-"""How many samples, or runs of consecutive samples, a message names."""
 
 
 def faults(parts: Mapping[str, NDArray[Any]], samples: int) -> list[str]:
-    """Describe each way in which the samples 0 to `samples` - 1 do not appear exactly once over all parts.
-
-    Args:
-        parts: name of a part, as messages name it -> int64 [n], its samples in any order.
-        samples: the number of samples.
-
-    Returns:
-        A sentence on samples out of range, one on repeated and one on missing ones; empty if all is well.
-    """
+    """Describe each way in which the samples 0 to `samples` - 1 do not appear exactly once over all parts."""
     import numpy as np
 
     if _each_once(parts.values(), samples):

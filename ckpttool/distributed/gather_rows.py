@@ -22,11 +22,11 @@ from .exactly_once import faults
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+# Bytes of all ranks' rows in flight at a time. More than that leaves the cache and takes longer per byte.
 PIECE = 8 << 20
-"""Bytes of all ranks' rows in flight at a time. More than that leaves the cache and takes longer per byte."""
 
+# Each column begins at a multiple of this many bytes in a message, so that it can be viewed as numbers.
 ALIGNED = 8
-"""Each column begins at a multiple of this many bytes in a message, so that it can be viewed as numbers."""
 
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -77,15 +77,7 @@ def gather(
 
 
 def gather_arrays(own: NDArray[Any], kind: str = "") -> list[NDArray[Any]]:
-    """Return every rank's array, in rank order, on every rank. A collective.
-
-    Args:
-        own: int64 [n]; n may differ between ranks.
-        kind: says what the array is, and must be the same on all ranks.
-
-    Raises:
-        RanksDiffer: the ranks have different kinds.
-    """
+    """Return every rank's array, in rank order, on every rank. A collective."""
     hint = "reduce the same metrics, in the same order, on every rank"
     counts = collectives.agree(lambda: ({kind: None}, len(own)), "in reduce", hint=hint)
     parts = [torch.empty(count, dtype=torch.int64) for count in counts]
@@ -149,10 +141,7 @@ def _row_bytes(column: torch.Tensor) -> int:
 def _pieces(
     columns: Sequence[torch.Tensor], counts: list[int], piece: int
 ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-    """Yield all ranks' rows piece by piece: (rank, first row, the bytes of each column).
-
-    The bytes may lie in a buffer, which is overwritten when the next piece is asked for.
-    """
+    """Yield all ranks' rows piece by piece: (rank, first row, the bytes of each column)."""
     widths = [_row_bytes(column) for column in columns]
     data = [transport.as_bytes(column) for column in columns]
     if len(counts) == 1:
@@ -167,10 +156,7 @@ def _pieces(
 def _exchange(
     data: list[torch.Tensor], widths: list[int], counts: list[int], at_once: int
 ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-    """Send `at_once` rows of every rank that has rows left per round, and yield them as `_pieces` does.
-
-    Each rank's rows are broadcast, because gloo does that in place; its all-gather copies everything twice.
-    """
+    """Send `at_once` rows of every rank that has rows left per round, and yield them as `_pieces` does."""
     sizes = [_size(widths, min(at_once, count)) for count in counts]
     buffers = [torch.empty(size, dtype=torch.uint8, device=transport.device()) for size in sizes]
     for start in range(0, max(counts), at_once):

@@ -17,20 +17,81 @@ import time
 import traceback
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckFailed, UsageFault
-from .place import Place, find_place, started_by_launcher
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-JOIN_TIMEOUT = 60.0
-"""Seconds that a rank waits for the others to come, and then for their addresses."""
 
+@dataclass(frozen=True)
+class Place:
+    """The place of this process among the ranks.
+
+    Attributes:
+        rank: from 0.
+        world_size: the number of ranks.
+        backend: `gloo` or `nccl`.
+        device: of this rank.
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+    device: torch.device
+
+
+def given_rank() -> int:
+    """Return this process's rank as set by torchrun, 0 without it; needs no torch."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def given_world_size() -> int:
+    """Return the number of ranks as set by torchrun, 1 without it; needs no torch."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def started_by_launcher() -> bool:
+    """Return whether torchrun, or a launcher that sets the same variables, has given this process a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def find_place(backend: str = "auto") -> Place:
+    """Return this process's place: with NCCL if each rank here can have its own GPU, else gloo on the CPU.
+
+    Args:
+        backend: `auto`, `nccl` or `gloo`.
+
+    Raises:
+        UsageFault: `nccl` was asked for, and this machine has fewer GPUs than ranks.
+    """
+    import torch
+
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "auto":
+        backend = "nccl" if gpus >= wanted else "gloo"
+    if backend == "gloo":
+        return Place(given_rank(), given_world_size(), "gloo", torch.device("cpu"))
+    if gpus < wanted:
+        raise UsageFault(
+            f"{backend}: {wanted} rank{'s' * (wanted != 1)} on this machine, which has {gpus} usable "
+            f"GPU{'s' * (gpus != 1)}",
+            hint="start fewer ranks, or use gloo (--backend gloo)",
+        )
+    return Place(given_rank(), given_world_size(), backend, torch.device("cuda", local_rank))
+
+
+# Seconds that a rank waits for the others to come, and then for their addresses.
+JOIN_TIMEOUT = 60.0
+
+# Seconds between two looks at what the other ranks have written.
 POLL = 0.05
-"""Seconds between two looks at what the other ranks have written."""
 
 
 @contextlib.contextmanager
@@ -87,11 +148,7 @@ def process_group(
 
 
 def _store(place: Place, timeout: float) -> dict[str, Any]:
-    """Return the arguments of `init_process_group` that say where ranks meet.
-
-    torchrun serves one store and keeps it over restarts, with the addresses of ranks that are dead: a rank
-    that is started again may read those and wait for them (torch 2.15). So each attempt has its own keys.
-    """
+    """Return the arguments of `init_process_group` that say where ranks meet."""
     from torch.distributed import (  # type: ignore[attr-defined]
         HashStore,
         PrefixStore,
@@ -108,20 +165,7 @@ def _store(place: Place, timeout: float) -> dict[str, Any]:
 
 
 def agree_on_attempt(store: Store, rank: int, world_size: int, timeout: float) -> str:
-    """Return a name that all live ranks of this attempt agree on, and no earlier attempt has used.
-
-    torchrun's own count of restarts is no such name, as each machine counts its own. Here each rank writes a
-    number that nobody else has, rank 0 lists the numbers of all, and a rank that finds its own in the list
-    counts itself in. A list with a number of a dead rank never becomes complete, and rank 0 replaces it when
-    the rank that was started again has written its number.
-
-    Args:
-        store: may outlive the attempts.
-        timeout: seconds to wait for the other ranks.
-
-    Raises:
-        CheckFailed: some rank has not come within the timeout; names those that have not.
-    """
+    """Return a name that all live ranks of this attempt agree on, and no earlier attempt has used."""
     own, name, deadline = uuid.uuid4().hex, "", time.monotonic() + timeout
     store.set(f"ckpttool/rank/{rank}", own)
     while time.monotonic() < deadline:
@@ -158,10 +202,7 @@ def _late(ranks: list[int], rank: int, timeout: float) -> CheckFailed:
 
 
 def _shares_store() -> bool:
-    """Return whether torchrun's own store is the ranks' too.
-
-    If so, torch 2.15 tells new machines no address of it, and the others that of a machine that is gone.
-    """
+    """Return whether torchrun's own store is the ranks' too."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

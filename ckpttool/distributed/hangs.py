@@ -9,65 +9,44 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+# A rank that computes, reads or writes is given this many times the timeout.
 WORKING_FACTOR = 10
-"""A rank that computes, reads or writes is given this many times the timeout."""
 
+# How a rank's block ended: by an exception of its own, because another rank was lost, well, or as a signal
+# told it to.
 FAILED, LOST, LEFT, TOLD = "failed", "lost", "left", "told"
-"""How a rank's block ended: by an exception of its own, because another rank was lost, well, or as a signal
-told it to."""
 
+# The states of a stopped process, by proc(5).
 STOPPED = ("T", "t")
-"""The states of a stopped process, by proc(5)."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself.
+    """What a rank says of itself."""
 
-    Attributes:
-        number: of the beat; a rank whose number does not change is silent.
-        step: that it takes or has just taken; 0 before the first.
-        phase: what it does in it.
-        age: seconds since its last sign of progress, as entering the phase.
-        idle: the same, where computing, reading and writing count as signs too.
-        waits: whether its main thread is in a collective, and so waits for other ranks.
-        counts: how often it has entered each phase.
-        stack: of its main thread, if there was no progress for a while.
-        end: how its block ended, one of `FAILED`, `LOST`, `LEFT` and `TOLD`; empty while it is in it.
-        error: what ended it, an exception or a signal.
-    """
-
-    number: int = 0
-    step: int = 0
-    phase: str = "start"
-    age: float = 0.0
-    idle: float = 0.0
-    waits: bool = False
-    counts: dict[str, int] = field(default_factory=dict)
-    stack: str = ""
-    end: str = ""
-    error: str = ""
+    number: int = 0  # of the beat; a rank whose number does not change is silent
+    step: int = 0  # that it takes or has just taken; 0 before the first
+    phase: str = "start"  # what it does in it
+    age: float = 0.0  # seconds since its last sign of progress, as entering the phase
+    idle: float = 0.0  # the same, where computing, reading and writing count as signs too
+    waits: bool = False  # whether its main thread is in a collective, and so waits for other ranks
+    counts: dict[str, int] = field(default_factory=dict)  # how often it has entered each phase
+    stack: str = ""  # of its main thread, if there was no progress for a while
+    end: str = ""  # how its block ended, one of `FAILED`, `LOST`, `LEFT` and `TOLD`; empty while it is in it
+    error: str = ""  # what ended it, an exception or a signal
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank as another one sees it.
+    """A rank as another one sees it."""
 
-    Attributes:
-        rank: which one.
-        beat: its last.
-        silent: seconds since that came.
-        host: the machine's name.
-        pid: of its process there.
-        process: the state of its process by the letter of proc(5), "" if it has ended; None if it runs on
-            another machine.
-    """
-
-    rank: int
-    beat: Beat
-    silent: float = 0.0
-    host: str = ""
-    pid: int = 0
+    rank: int  # which one
+    beat: Beat  # its last
+    silent: float = 0.0  # seconds since that came
+    host: str = ""  # the machine's name
+    pid: int = 0  # of its process there
+    # the state of its process by the letter of proc(5), "" if it has ended; None if it runs on another
+    # machine
     process: str | None = None
 
     @property
@@ -84,17 +63,12 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which ranks are to blame, and why.
+    """Which ranks are to blame, and why."""
 
-    Attributes:
-        kind: `failed`, `gone`, `told`, `stopped`, `silent`, `hangs`, `skipped`, `left`, `deadlock` or `slow`.
-        ranks: to blame; none of a deadlock.
-        lines: what to tell the user.
-    """
-
+    # `failed`, `gone`, `told`, `stopped`, `silent`, `hangs`, `skipped`, `left`, `deadlock` or `slow`
     kind: str
-    ranks: Sequence[int]
-    lines: Sequence[str]
+    ranks: Sequence[int]  # to blame; none of a deadlock
+    lines: Sequence[str]  # what to tell the user
 
     @property
     def is_final(self) -> bool:
@@ -106,12 +80,7 @@ class Verdict:
 
 
 def judge(ranks: Sequence[Seen], timeout: float) -> Verdict | None:
-    """Return who keeps the others from going on; None if nobody does, or it is too early to tell.
-
-    Args:
-        ranks: all of them.
-        timeout: seconds after which a rank that does nothing is taken for hung.
-    """
+    """Return who keeps the others from going on; None if nobody does, or it is too early to tell."""
     dead = _dead(ranks)
     if dead is not None:
         return dead
@@ -131,12 +100,7 @@ def judge(ranks: Sequence[Seen], timeout: float) -> Verdict | None:
 
 
 def lost(ranks: Sequence[Seen], own: int, silence: float, *, timed_out: bool) -> Verdict | None:
-    """Return who was lost, after a collective of rank `own` has failed; None if that can't be told yet.
-
-    Args:
-        silence: seconds without a heartbeat from which a rank counts as lost.
-        timed_out: the collective failed because others did not come in time, not as a connection broke.
-    """
+    """Return who was lost, after a collective of rank `own` has failed; None if that can't be told yet."""
     dead = _dead(ranks)
     if dead is not None:
         return dead
@@ -165,13 +129,7 @@ def _dead(ranks: Sequence[Seen]) -> Verdict | None:
 
 
 def slow(ranks: Sequence[Seen], after: Sequence[float]) -> Verdict | None:
-    """Return who lets the others wait, long before it is taken for hung.
-
-    A rank that computes or writes, as in a long save, is not named; one that waits for data is.
-
-    Args:
-        after: for each rank, the seconds after which it is slow.
-    """
+    """Return who lets the others wait, long before it is taken for hung."""
     inside = [one for one in ranks if not one.beat.end]
     if not inside or min(one.beat.age for one in inside) < min(after) / 2:
         return None

@@ -10,11 +10,7 @@ import torch
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, in order.
-
-    Args:
-        value: a tensor, or tuples, lists, mappings and dataclasses of tensors and others, in any nesting.
-    """
+    """Yield the tensors in a value, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -29,13 +25,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a value with each tensor replaced by what `change` returns for it; the rest stays as it is.
-
-    Args:
-        value: as for `tensors`. Lists, tuples, named tuples, dicts and dataclasses keep their types; another
-            mapping becomes a dict.
-        change: returns a tensor.
-    """
+    """Return a value with each tensor replaced by what `change` returns for it; the rest stays as it is."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -10,19 +10,21 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import TypeVar
 
-from . import hangs, processes, stacks
+from . import hangs, processes
 from .hangs import Beat
 
 T = TypeVar("T")
 
+# Seconds of processor time per second from which a rank is taken to compute.
 BUSY = 0.05
-"""Seconds of processor time per second from which a rank is taken to compute."""
 
+# Bytes read or written per second from which a rank is taken to read or write.
 BUSY_BYTES = 200_000
-"""Bytes read or written per second from which a rank is taken to read or write."""
 
 
 class Watch:
@@ -67,23 +69,10 @@ class Watch:
 
 
 class Observer:
-    """Looks at this process from time to time.
-
-    Attributes:
-        beat: what it has seen last.
-        dump: the descriptor of a file with the stack of a process whose interpreter is held; None where the
-            system has no such files.
-        clock: by which it measures.
-    """
+    """Looks at this process from time to time."""
 
     def __init__(self, watched: Watch, interval: float, over: threading.Event) -> None:
-        """Prepare, in the thread that trains.
-
-        Args:
-            watched: what that thread tells of itself.
-            interval: seconds between two looks.
-            over: set when that thread is to be looked at no more.
-        """
+        """Prepare, in the thread that trains."""
         self.watched, self.interval, self.over = watched, interval, over
         self.clock, self.beat = RunningClock(3 * interval + 1), Beat()
         self.dump = os.memfd_create("stack") if hasattr(os, "memfd_create") else None
@@ -107,7 +96,7 @@ class Observer:
         if marks != self._marks:
             self._marks, self._marked = marks, now
         frame = sys._current_frames().get(self._thread) if now - self._marked > 2 * self.interval else None
-        if frame is not None and stacks.is_debugged(frame):
+        if frame is not None and is_debugged(frame):
             self._marked = now  # a person looks at it
         age = now - self._marked
         if self._works(age) and age < hangs.WORKING_FACTOR * self.watched.timeout:
@@ -118,9 +107,9 @@ class Observer:
             phase=self.watched.doing,
             age=age,
             idle=now - max(self._marked, self._worked),
-            waits=frame is not None and stacks.waits(frame),
+            waits=frame is not None and is_in_collective(frame),
             counts=dict(self.watched.counts),
-            stack=stacks.shown(frame) if frame is not None else "",
+            stack=shown_stack(frame) if frame is not None else "",
         )
         self._arm()
 
@@ -144,12 +133,7 @@ class Observer:
 
 
 class RunningClock:
-    """Seconds in which this process ran. What it slept through, as its machine or all ranks were stopped,
-    hardly counts, so that no rank is blamed for it.
-
-    Args:
-        most: seconds that can pass between two calls.
-    """
+    """Seconds in which this process ran."""
 
     def __init__(self, most: float) -> None:
         self.most, self.last, self.total = most, time.monotonic(), 0.0
@@ -161,3 +145,34 @@ class RunningClock:
             self.total += min(now - self.last, self.most)
             self.last = now
             return self.total
+
+
+DEBUGGERS = {"pdb", "bdb", "ipdb", "pudb"}
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def is_debugged(frame: FrameType) -> bool:
+    """Return whether a person looks at the thread in a debugger."""
+    return any(each.f_globals.get("__name__") in DEBUGGERS for each in _outwards(frame))
+
+
+def shown_stack(frame: FrameType) -> str:
+    """Return the innermost calls, without those that DDP and modules put between a model and its layers."""
+    inner = ("torch.nn.modules.module", "torch.nn.parallel.distributed")
+    frames = [
+        each for each in _outwards(frame) if each is frame or each.f_globals.get("__name__") not in inner
+    ]
+    lines = [line for each in reversed(frames[:8]) for line in traceback.format_stack(each, limit=1)]
+    return "".join(lines)[-4000:]
+
+
+def is_in_collective(frame: FrameType) -> bool:
+    """Return whether a thread is in a collective: in a call of torch.distributed, of DDP, or in a backward
+    pass that runs no Python and so only computes or waits for the reduction."""
+    name = str(frame.f_globals.get("__name__"))
+    return name.startswith(("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph"))

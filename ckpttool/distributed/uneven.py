@@ -13,18 +13,17 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 from ..errors import CheckFailed, UsageFault
-from . import collectives, nested
+from . import collectives, nested, transport
 from .dummy_pass import leaving_no_trace, require_no_torch_sync
-from .lost_rank import is_lost_rank
-from .mean_loss import global_mean_loss
+from .heartbeat import is_lost_rank
 
 Batch = TypeVar("Batch")
 
+# One for each use, the same on all ranks, so that a failure is not taken for one of another use.
 NUMBERS = itertools.count()
-"""One for each use, the same on all ranks, so that a failure is not taken for one of another use."""
 
+# Marks in what a rank tells the others: it has no more batches; it has nothing to stand in with.
 OVER, NEEDS = 1, 2
-"""Marks in what a rank tells the others: it has no more batches; it has nothing to stand in with."""
 
 
 class Uneven(Generic[Batch]):
@@ -169,11 +168,7 @@ class Uneven(Generic[Batch]):
         return count << 2 | (self._last is None) * NEEDS | self._over * OVER
 
     def _borrow(self, lender: int) -> None:
-        """Let ranks that never had a batch stand in with one of another rank.
-
-        What is on the lender's GPU travels through memory to the device of the borrower's model. What is not
-        stays off it, as a loop that moves its batches itself expects.
-        """
+        """Let ranks that never had a batch stand in with one of another rank."""
         mine = self._last if collectives.rank() == lender else None
         on_gpu = [not tensor.is_cpu for tensor in nested.tensors(mine)]
         if any(on_gpu):
@@ -187,12 +182,7 @@ class Uneven(Generic[Batch]):
 
 
 def length(batch: Any) -> int:
-    """Return the number of samples in a batch: the length of the first axis of its tensors.
-
-    Raises:
-        UsageFault: the batch is no tensor or flat list, tuple or mapping of tensors, or their first axes
-            differ.
-    """
+    """Return the number of samples in a batch: the length of the first axis of its tensors."""
     parts = list(batch.values()) if isinstance(batch, Mapping) else batch
     tensors = [parts] if isinstance(parts, torch.Tensor) else list(parts)
     plain = all(isinstance(one, torch.Tensor) and one.dim() for one in tensors)
@@ -203,3 +193,25 @@ def length(batch: Any) -> int:
             hint="give count=, a function that returns it for a batch",
         )
     return lengths.pop()
+
+
+def global_mean_loss(loss_sum: torch.Tensor, global_count: int | torch.Tensor) -> torch.Tensor:
+    """Return the loss on which a rank calls backward, so that DDP ends with the gradient of the global mean.
+
+    DDP averages gradients over the W ranks. The gradient of the mean loss over all N samples of a global
+    batch is the average of each rank's gradient of W · Σℓ / N, with Σℓ over its own samples: exact for
+    shares of any size, 0 included. The usual mean of each rank's mean is not, when shares differ.
+
+    Args:
+        loss_sum: the sum of the losses of this rank's samples, tokens or pixels in a pass; a scalar. With
+            several passes before a step, each pass's own sum.
+        global_count: how many samples, tokens or pixels all ranks have together in the whole step; the same
+            number on every rank. A tensor on a GPU is waited for.
+
+    Raises:
+        ValueError: the count is 0 or less, on every rank alike: no mean exists. Skip such a step.
+    """
+    count = int(global_count)
+    if count <= 0:
+        raise ValueError(f"the mean loss over {count} samples has no value: skip the step on every rank")
+    return loss_sum * (transport.world_size() / count)

@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ckpttool import distributed
 from ckpttool.distributed import heartbeat
 from ckpttool.distributed.hangs import Seen
+from ckpttool.distributed.heartbeat import Pulse
 from ckpttool.distributed.observer import Observer
-from ckpttool.distributed.pulse import Pulse
 from tests.ranks import mortal
 from tests.ranks.mortal import Ended
 

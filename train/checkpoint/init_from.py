@@ -23,7 +23,7 @@ from ckpttool.analysis import checks
 from ckpttool.checkpoint.checkpoint import Checkpoint
 from ckpttool.checkpoint.dotted_names import dotted
 from ckpttool.checkpoint.state import State
-from ckpttool.distributed.place import given_rank
+from ckpttool.distributed.group import given_rank
 from ckpttool.errors import Mismatch, NoState, NothingToDo, UsageFault
 from ckpttool.models.diagnosis import Diagnosis, diagnose
 from ckpttool.models.diagnosis.case import Case

@@ -10,10 +10,21 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ckpttool.distributed.place import started_by_launcher
+from ckpttool.distributed.group import started_by_launcher
 from ckpttool.errors import UsageFault
-from train.config.shared import DataConfig, RanksConfig, check_pictures, flag
-from train.config.values import Every, duration, every, integer, integers, integers_or_auto, number
+from train.config.shared import (
+    DataConfig,
+    Every,
+    RanksConfig,
+    check_pictures,
+    duration,
+    every,
+    flag,
+    integer,
+    integers,
+    integers_or_auto,
+    number,
+)
 
 # The defaults of each optimizer; those of another one of torch.optim are at the end.
 OPTIMIZERS: dict[str, dict[str, float]] = {
@@ -24,7 +35,6 @@ OTHER_OPTIMIZERS = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 
 NO_WARMUP = Every(0, "epochs")
 EACH_EPOCH = Every(1, "epochs")
-
 
 # Settings that a resumed run may change if --change names them. The others are another training.
 CHANGEABLE = {
@@ -278,20 +288,14 @@ class TrainConfig(RanksConfig, DataConfig):
 
     def plain(self) -> dict[str, Any]:
         """Return the fields as primitives, as stored in a checkpoint."""
-        fields = dataclasses.asdict(self)
         return {
             name: str(value) if isinstance(getattr(self, name), Every) else value
-            for name, value in fields.items()
+            for name, value in dataclasses.asdict(self).items()
         }
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse values that are wrong whatever the data and the model.
-
-    Raises:
-        UsageFault: flags contradict each other, one lacks another that it needs, or the batch is smaller
-            than the number of passes; names the flag.
-    """
+    """Refuse values that are wrong whatever the data and the model."""
     if config.optimizer in ("adam", "adamw") and config.momentum:
         raise UsageFault(f"--momentum: {config.optimizer} has none", hint="leave it out")
     if config.resume == "auto" and config.out is None:
@@ -317,13 +321,13 @@ def check(config: TrainConfig) -> None:
 
 
 def fields(names: tuple[str, ...]) -> set[str]:
-    """Return the fields that `--change` names: `weight-decay` or `weight_decay`."""
-    found = {name: name.removeprefix("--").replace("-", "_") for name in names}
-    for name, field in found.items():
+    """Return the fields that `--change` names, as `weight-decay` or `weight_decay`."""
+    field_of = {name: name.removeprefix("--").replace("-", "_") for name in names}
+    for name, field in field_of.items():
         if field not in CHANGEABLE:
             known = ", ".join(changeable.replace("_", "-") for changeable in sorted(CHANGEABLE))
             raise UsageFault(
                 f"--change {name}: can't differ from the saved run's",
-                hint=f"{known} can; --init starts another training from a checkpoint's weights",
+                hint=f"{known} can; --init starts another run from a checkpoint's weights",
             )
-    return set(found.values())
+    return set(field_of.values())

@@ -1,4 +1,4 @@
-"""What the log of a run says, as curves over the epochs of its training. Needs no torch."""
+"""What the log of a run says, as curves over the epochs of its training."""
 
 from __future__ import annotations
 
@@ -11,22 +11,15 @@ from typing import Any
 from ckpttool.errors import Damaged
 from train.log import log_file
 
+# (epochs, value), in the order of the training; a value is NaN where the log has null.
 Points = list[tuple[float, float]]
-"""(epochs, value), in the order of the training; a value is NaN where the log has null."""
 
-MAX_NAME = 44
-"""Characters of a run's name, beyond which its middle is left out."""
+MAX_NAME = 44  # characters of a run's name, beyond which its middle is left out
 
 
 @dataclass(frozen=True)
 class Run:
-    """The curves of one run.
-
-    Attributes:
-        name: that tells it from the other runs.
-        train: quantity -> points of the training: `loss`, `accuracy`, `lr`, `samples_per_second`.
-        test: quantity -> points on the test set: `loss`, and `accuracy` or whatever its task measures.
-    """
+    """The curves of one run, by quantity: `loss`, `accuracy` or what its task measures, `lr`, and so on."""
 
     name: str
     train: dict[str, Points] = field(default_factory=dict)
@@ -34,11 +27,7 @@ class Run:
 
 
 def read(paths: Sequence[str]) -> list[Run]:
-    """Return the runs with these logs or folders, in this order.
-
-    Raises:
-        Unreadable, Damaged: as `log_file.read`; Damaged also if no entry has a loss or a score.
-    """
+    """Return the runs with these logs or folders, in this order."""
     runs = [curves(name, log_file.read(path)) for name, path in zip(names_of(paths), paths, strict=True)]
     for run, path in zip(runs, paths, strict=True):
         if not run.train and not run.test:
@@ -81,8 +70,8 @@ def _add_epoch(run: Run, entry: Mapping[str, Any]) -> None:
 
 def _add_score(test: dict[str, Points], at: float, entry: Mapping[str, Any]) -> None:
     metrics = entry.get("metrics")
-    found = {name: entry[name] for name in ("loss", "accuracy") if name in entry}
-    for name, value in {**found, **(metrics if isinstance(metrics, dict) else {})}.items():
+    scores = {name: entry[name] for name in ("loss", "accuracy") if name in entry}
+    for name, value in {**scores, **(metrics if isinstance(metrics, dict) else {})}.items():
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
             _add(test, name, at, value)
 
@@ -104,28 +93,28 @@ def names_of(paths: Sequence[str]) -> list[str]:
     A run that is given twice gets a number.
     """
     folders = [_folder(path) for path in paths]
-    found: list[str] = []
+    names: list[str] = []
     for folder in folders:
         others = set(folders) - {folder}
         parts = folder.strip(os.sep).split(os.sep)
         tails = [os.sep.join(parts[-length:]) for length in range(1, len(parts) + 1)]
         name = next((t for t in tails if not any(f"/{o}".endswith(f"/{t}") for o in others)), folder)
-        found.append(shortened(name))
+        names.append(shortened(name))
     return [
-        f"{name} ({found[: index + 1].count(name)})" if found.count(name) > 1 else name
-        for index, name in enumerate(found)
+        f"{name} ({names[: index + 1].count(name)})" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
     ]
 
 
 def _folder(path: str) -> str:
     """Return the absolute folder of a run, or a log's own path where it has another name."""
-    whole = os.path.abspath(path)
-    return os.path.dirname(whole) if os.path.basename(whole) == log_file.LOG else whole
+    absolute = os.path.abspath(path)
+    return os.path.dirname(absolute) if os.path.basename(absolute) == log_file.LOG else absolute
 
 
 def shortened(name: str) -> str:
     """Return a name without its middle, if it is long: its beginning and its end tell most."""
     if len(name) <= MAX_NAME:
         return name
-    kept = MAX_NAME - 1
-    return f"{name[: kept // 2]}…{name[-(kept - kept // 2) :]}"
+    head = (MAX_NAME - 1) // 2
+    return f"{name[:head]}…{name[-(MAX_NAME - 1 - head) :]}"

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ckpttool import batchnorm
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from train.config.training import TrainConfig

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import torch
 
-from train.config.parser import arguments_of
+from ckpttool.distributed.processes import started_by_spawn
+from train.config.command_line import arguments_of
 from train.config.shared import DataConfig
 from train.config.training import TrainConfig
-from train.launch import spawn as spawning
 
 
 def program(name: str) -> str:
@@ -58,7 +58,7 @@ def flags_of_bits(device: torch.device) -> list[str]:
 
 def to_go_on(config: TrainConfig, folder: str, ranks: int, step: int) -> str:
     """Return how to start an interrupted run again, from its last checkpoint."""
-    spawned = ranks if spawning.started_by_spawn() else None
+    spawned = ranks if started_by_spawn() else None
     resumed = replace(config, out=folder, resume="auto", force=False, spawn=spawned)
     if resumed.stop_at and resumed.stop_at <= step:
         resumed = replace(resumed, stop_at=None)

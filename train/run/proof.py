@@ -25,9 +25,9 @@ from ckpttool.files import chain
 from ckpttool.files.chain import Link
 from ckpttool.files.failures import naming
 from train.checkpoint.capture import versions
-from train.config.parser import arguments_of
+from train.config.command_line import arguments_of
 from train.config.training import TrainConfig
-from train.log.held_lines import HeldLines
+from train.log.log_file import HeldLines
 from train.trainer.progress import Recorder
 from train.trainer.trainer import Trainer
 

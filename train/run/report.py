@@ -22,7 +22,7 @@ from train.data.samples import count
 from train.launch.stopping import Stop
 from train.log import log_file
 from train.run import commands
-from train.tasks.task import Classification
+from train.tasks.builtin import Classification
 from train.trainer import scoring
 from train.trainer.progress import TrainScore
 from train.trainer.scoring import Score

@@ -10,8 +10,8 @@ from functools import partial
 from torch import nn
 
 from ckpttool.distributed import collectives, heartbeat
-from ckpttool.distributed.lost_rank import is_lost_rank, is_timeout
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
+from ckpttool.distributed.heartbeat import is_lost_rank, is_timeout
 from train.checkpoint.resume import resume
 from train.checkpoint.saver import Saver
 from train.config.training import TrainConfig

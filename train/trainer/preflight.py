@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from ckpttool.batchnorm import RunningStatistics
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import CkptToolError, UsageFault
 from ckpttool.metrics.evaluating import measures, update
@@ -25,8 +25,9 @@ from train.data.augment import augmented
 from train.data.data_set import Data
 from train.data.samples import count
 from train.model import batchnorm, optimizer, precision, schedule, wrapping
-from train.tasks.loss_pair import PAIR
-from train.tasks.task import Classification, Task, UserTask
+from train.tasks.builtin import Classification
+from train.tasks.own import PAIR, UserTask
+from train.tasks.task import Task
 from train.trainer import virtual_ranks
 
 

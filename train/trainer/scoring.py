@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.metrics.certificate import Certificate, LossCertificate
 from ckpttool.metrics.evaluating import Evaluated, Evaluator, measures
 from ckpttool.metrics.predictions import Evaluation
 from train.data.batches import load
 from train.data.data_set import Data
-from train.tasks.task import Classification, Task
+from train.tasks.builtin import Classification
+from train.tasks.task import Task
 
 # Of classification, what is correct of each class; of other tasks, their loss and metrics.
 Score = Certificate | LossCertificate

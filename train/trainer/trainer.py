@@ -16,9 +16,8 @@ from torch.utils.data import default_collate
 from ckpttool import batchnorm
 from ckpttool.batchnorm import RunningStatistics
 from ckpttool.distributed import collectives, heartbeat, randomness
-from ckpttool.distributed.buckets import settle_buckets
-from ckpttool.distributed.dummy_pass import run_dummy_pass
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.dummy_pass import run_dummy_pass, settle_buckets
+from ckpttool.distributed.group import Place
 from ckpttool.distributed.plan import Plan, Step, check
 from ckpttool.errors import CheckFailed
 from train.config import plan as planning
@@ -29,7 +28,8 @@ from train.data.data_set import Data
 from train.data.samples import count
 from train.log.step_log import StepLog
 from train.model import wrapping
-from train.tasks.task import Classification, Task
+from train.tasks.builtin import Classification
+from train.tasks.task import Task
 from train.trainer.progress import Progress, Recorder, Sums, TrainScore
 from train.trainer.scoring import Score, Scorer
 from train.trainer.updater import Updater

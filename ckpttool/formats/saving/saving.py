@@ -7,8 +7,7 @@ from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
-from ...checkpoint.argument import takes_checkpoint
-from ...checkpoint.checkpoint import Checkpoint
+from ...checkpoint.checkpoint import Checkpoint, takes_checkpoint
 from ...checkpoint.checksums import Checksums
 from ...files.commit import require_folder
 from ...files.copying import Output, Progress

@@ -26,8 +26,8 @@ from tests.support.running import ROOT
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint import format as checkpoints
 from train.checkpoint import saver as saving
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
 from train.main import steps_of_epoch
 from train.model import builtin as models
 from train.run import folder as run_folder

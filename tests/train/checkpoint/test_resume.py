@@ -19,10 +19,10 @@ from ckpttool.distributed import collectives
 from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
 from train.checkpoint import format as checkpoints
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
 from train.main import Job, train
-from train.tasks import task
+from train.tasks import builtin as tasks
 
 EPOCHS, STEPS = 3, 4
 
@@ -49,7 +49,7 @@ def run(rank: int, world_size: int, folder: str, settings: dict[str, Any], sampl
     config = TrainConfig(**{"out": folder, "keep": 99, "save_every": Every(1, "steps"), **settings})
     data = trainings.tensors((10,), samples)
     model = trainings.seeded(Restless)
-    job = Job(config, trainings.place(rank, world_size), data, model, task.build(config, data), [])
+    job = Job(config, trainings.place(rank, world_size), data, model, tasks.build(config, data), [])
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said):

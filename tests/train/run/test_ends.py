@@ -25,7 +25,7 @@ from tests.ranks import trainings
 from tests.ranks.forked import Program
 from tests.ranks.programs import PATIENCE, ROOT, TINY, TORCHRUN, environment, start
 from train import main
-from train.config import parser as flags
+from train.config import command_line
 from train.config.training import TrainConfig
 from train.launch import program as launch
 from train.run import commands, report
@@ -170,7 +170,9 @@ def test_ctrl_c_saves_and_prints_the_command_that_continues(tmp_path, ranks):
     command = ended.partition("\nto continue:\n  ")[2].replace(" \\\n     ", "")
     program, arguments = command.split(f" {ROOT}/train/main.py ")  # not under the folder that it runs in
     assert program == "python"
-    assert flags.parse(shlex.split(arguments)) == flags.parse([*given, *spawn, "--resume", "auto"])
+    assert command_line.parse(shlex.split(arguments)) == command_line.parse(
+        [*given, *spawn, "--resume", "auto"]
+    )
 
 
 def test_a_run_started_by_torchrun_is_continued_by_torchrun(tmp_path, monkeypatch):

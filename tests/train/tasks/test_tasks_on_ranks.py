@@ -18,10 +18,11 @@ from torch.utils.data import Dataset, TensorDataset
 from ckpttool.distributed.plan import Plan
 from tests.ranks import trainings
 from train import main
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
 from train.data.data_set import Data
-from train.tasks import task
+from train.tasks import builtin as tasks
+from train.tasks.task import Task
 from train.trainer.trainer import Trainer
 
 SETTINGS: dict[str, Any] = {"lr": 0.3, "momentum": 0.9, "weight_decay": 0.01}
@@ -44,7 +45,7 @@ def lines() -> TensorDataset:
     tokens = torch.randint(7, (SAMPLES, 41), generator=generator)
     targets = tokens[:, 1:].clone()
     for row, length in enumerate([40, 1, 2, 1, 33, 1, 0, 5, 1, 40, 3, 1, 17]):
-        targets[row, length:] = task.IGNORED
+        targets[row, length:] = tasks.IGNORED
     return TensorDataset(tokens[:, :-1], targets)
 
 
@@ -135,8 +136,8 @@ def data_of(kind: str) -> Data:
     return Data(kind, samples, samples, (), (6,), kind, task=kind)
 
 
-def task_of(kind: str, config: TrainConfig, data: Data) -> task.Task:
-    return task.adapt(of_names(), "own.py:make") if kind == "own" else task.build(config, data)
+def task_of(kind: str, config: TrainConfig, data: Data) -> Task:
+    return tasks.adapt(of_names(), "own.py:make") if kind == "own" else tasks.build(config, data)
 
 
 def expected(kind: str, make: Any) -> list[torch.Tensor]:
@@ -207,12 +208,12 @@ def test_unequal_shares_and_clipping_are_those_of_one_process(run_ranks: Any, ki
 
 def train_on_nothing(rank: int, world_size: int) -> tuple[str, str]:
     whole = lines()
-    whole.tensors[1].fill_(task.IGNORED)
+    whole.tensors[1].fill_(tasks.IGNORED)
     data = replace(data_of("language-model"), train=whole)
     config = TrainConfig(task="language-model", batch_size=BATCH)
     try:
         trainer = Trainer(
-            config, data, OfTokens(), trainings.place(rank, world_size), task.build(config, data)
+            config, data, OfTokens(), trainings.place(rank, world_size), tasks.build(config, data)
         )
         trainings.finish_epoch(trainer)
     except Exception as error:

@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from ckpttool.distributed import collectives
-from ckpttool.distributed.place import Place
+from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
 from train.checkpoint import resume as resuming
 from train.checkpoint import saver as saving
-from train.config import parser as flags
+from train.config import command_line
 from train.config.training import TrainConfig
 from train.main import steps_of_epoch
 from train.model import builtin as models
-from train.tasks import task
+from train.tasks import builtin as tasks
 from train.trainer import preflight
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
@@ -265,7 +265,7 @@ def check(
     data = trainings.tensors(SHAPE, samples, dtype=torch.float64)
     place = Place(0, world_size, "gloo", torch.device(device))
     config = TrainConfig(scheduler="none", **settings)
-    preflight.check(config, data, model, place, task.build(config, data))
+    preflight.check(config, data, model, place, tasks.build(config, data))
 
 
 @pytest.mark.parametrize("kind", ["sync", "pooled"])
@@ -355,7 +355,7 @@ def test_one_sample_a_rank_is_a_batch_for_sync_and_not_for_plain() -> None:
 
 
 def test_the_flag_is_read_and_plain_is_the_default() -> None:
-    assert flags.parse([]).batchnorm == "plain"
-    assert flags.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
+    assert command_line.parse([]).batchnorm == "plain"
+    assert command_line.parse(["--batchnorm", "pooled"]).batchnorm == "pooled"
     with pytest.raises(UsageFault, match="--batchnorm"):
-        flags.parse(["--batchnorm", "global"])
+        command_line.parse(["--batchnorm", "global"])

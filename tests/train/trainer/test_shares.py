@@ -18,10 +18,10 @@ from torch.nn import functional as F
 from ckpttool.distributed.plan import Plan
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
+from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.config.values import Every
 from train.main import Job, train
-from train.tasks import task
+from train.tasks import builtin as tasks
 from train.trainer import preflight, shares
 from train.trainer.shares import Speed, propose
 
@@ -125,7 +125,7 @@ def test_with_torchs_sampler_the_repeats_count_as_samples(run_ranks):
 def test_a_share_of_one_sample_is_refused_for_batchnorm(settings, said, hint):
     config, data = TrainConfig(**settings), data_of(44)
     with pytest.raises(UsageFault) as refused:
-        preflight.check(config, data, normalised(), trainings.place(0, 2), task.build(config, data))
+        preflight.check(config, data, normalised(), trainings.place(0, 2), tasks.build(config, data))
     assert said in str(refused.value)
     assert hint in refused.value.hint
 
@@ -181,7 +181,7 @@ def train_by_speed(rank: int, world_size: int, folder: str, settings: dict[str, 
     place = trainings.place(rank, world_size)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        train(Job(config, place, data, Slow(rank), task.build(config, data), []))
+        train(Job(config, place, data, Slow(rank), tasks.build(config, data), []))
     return said.getvalue()
 
 
@@ -230,7 +230,7 @@ def train_with_shares(rank: int, world_size: int, folder: str, settings: dict[st
     )
     data, place = data_of(64), trainings.place(rank, world_size)
     with contextlib.redirect_stdout(io.StringIO()):
-        train(Job(config, place, data, trainings.seeded(plain), task.build(config, data), []))
+        train(Job(config, place, data, trainings.seeded(plain), tasks.build(config, data), []))
 
 
 def test_a_run_continues_with_other_shares_on_other_ranks(run_ranks, tmp_path):
