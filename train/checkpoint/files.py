@@ -168,9 +168,7 @@ def _is_foreign(path: str) -> bool:
         with zipfile.ZipFile(path) as file:
             name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
             begin = file.open(name).read(LONGEST_PICKLE)
-    except (
-        Exception
-    ) as error:  # another program's file may be anything; each decompressor has errors of its own
+    except Exception as error:  # of any kind: another program's file may be anything
         behind = system_error(error)
         if behind is None or behind.errno in (errno.EINVAL, errno.EACCES, errno.EPERM):
             return True  # EINVAL: a zip that speaks of a place before its start

@@ -96,7 +96,7 @@ def _slim(path: str, where: str) -> str:
 
 
 def _require_finite(path: str, model: nn.Module) -> None:
-    """Refuse weights from which nothing can be learned. Buffers may be infinite on purpose: masks are."""
+    """Refuse weights from which no training recovers. Buffers may be infinite on purpose: masks are."""
     bad = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
     bad += [
         name
@@ -126,12 +126,9 @@ def _remarks(
         if not any(fnmatchcase(name, pattern) for name in loaded.kept):
             yield f"--init-allow-missing {shlex.quote(pattern)}: the file has all of it"
     if loaded.added:
-        begin = (
-            "counter of BatchNorm, which begins"
-            if len(loaded.added) == 1
-            else "counters of BatchNorm, which begin"
-        )
-        yield f"the file lacks {len(loaded.added)} {begin} at 0"
+        count = len(loaded.added)
+        plural = "s" * (count > 1)
+        yield f"the file lacks {count} counter{plural} of BatchNorm, which begin{'s' * (not plural)} at 0"
     yield from _casts(state, model)
     for other in checkpoint.other_states(state.path):
         yield f"it also holds '{other}'; to start from that: {_slim(checkpoint.path, other)}"
@@ -143,12 +140,12 @@ def _remarks(
 
 def _casts(state: State, model: nn.Module) -> Iterator[str]:
     """Yield a remark for each change of an element type."""
-    own = {str(value.dtype).removeprefix("torch.") for value in model.parameters()}
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in model.parameters()}
     types = Counter(tensor.dtype.name for tensor in state.tensors.values() if "float" in tensor.dtype.name)
-    if len(own) == 1:
+    if len(dtypes) == 1:
         for name, count in types.items():
-            if name not in own:
-                yield f"{count} tensors are {name} in the file and {next(iter(own))} here"
+            if name not in dtypes:
+                yield f"{count} tensors are {name} in the file and {next(iter(dtypes))} here"
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -192,22 +189,20 @@ def _paragraph(kind: str, names: Sequence[str], shown: int) -> list[str]:
 
 def _advice(checkpoint: Checkpoint, model: nn.Module, patterns: tuple[str, ...]) -> tuple[list[str], bool]:
     """Return the commands that make the file fit and the flags that let it differ; and whether they do."""
-    found = _diagnosis(checkpoint, model, patterns)
+    diagnosis = _diagnosis(checkpoint, model, patterns)
     fresh: tuple[str, ...] = ()
-    if found.then is None:
+    if diagnosis.then is None:
         fresh = tuple(_patterns(_wanting(checkpoint, model), list(model.state_dict())))
         again = _diagnosis(checkpoint, model, (*patterns, *fresh))
-        fresh, found = (fresh, again) if fresh and again.then else ((), found)
-    if found.then is None:
-        problems = [each for each in found.problems if each.kind not in LISTED_ALREADY and not each.is_remark]
-        words = [each.message.partition(";")[0] for each in problems]  # what follows are names again
+        fresh, diagnosis = (fresh, again) if fresh and again.then else ((), diagnosis)
+    if diagnosis.then is None:
+        problems = [p for p in diagnosis.problems if p.kind not in LISTED_ALREADY and not p.is_remark]
+        words = [problem.message.partition(";")[0] for problem in problems]  # what follows are names again
         return [*words, f"see what is in it: {command_line(['ckpttool', 'inspect', checkpoint.path])}"], False
-    commands = [each.command for each in found.problems if each.command and not each.is_remark]
-    result = shlex.split(found.then)[2]
-    wrappers = [
-        each.prefix for each in found_prefixes(checkpoint.state().tensors, checkpoint.state().versions)
-    ]
-    if len(commands) == 1 and any(shlex.split(commands[0])[4:] == ["--prefix", each] for each in wrappers):
+    commands = [p.command for p in diagnosis.problems if p.command and not p.is_remark]
+    result, state = shlex.split(diagnosis.then)[2], checkpoint.state()
+    wrappers = [["--prefix", found.prefix] for found in found_prefixes(state.tensors, state.versions)]
+    if len(commands) == 1 and shlex.split(commands[0])[4:] in wrappers:
         commands, result = [], checkpoint.path  # loading takes it off too
     lines = ["rewrite the file:", *(f"  {command}" for command in commands)] if commands else []
     flags = [word for pattern in (*patterns, *fresh) for word in ("--init-allow-missing", pattern)]

@@ -15,9 +15,9 @@ done the ranks tell each other in later steps (`word`, `advance`). A save passes
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,12 +36,6 @@ ON_SOME_RANKS = "look for code that changes weights, buffers or the optimizer on
 NOTICEABLE = 1.0
 
 
-class Tell(Protocol):
-    """Says on rank 0 what has happened to a save, and logs it. A collective."""
-
-    def __call__(self, event: str, text: str, step: int, **fields: Any) -> None: ...
-
-
 class Saver:
     """Writes the checkpoints of a run: last.pt, and best.pt for the best model so far.
 
@@ -49,7 +43,9 @@ class Saver:
     next save tries again. `finish` raises it if no later save of that file succeeded.
     """
 
-    def __init__(self, trainer: Trainer, folder: str, tell: Tell | None = None) -> None:
+    def __init__(
+        self, trainer: Trainer, folder: str, tell: Callable[..., None] = lambda *_, **__: None
+    ) -> None:
         self.trainer, self.folder, self._tell = trainer, folder, tell
         self._staging = Staging()
         self._pending: Save | None = None
@@ -173,8 +169,7 @@ class Saver:
             self._pending.leave(patience=self.trainer.config.grace)
 
     def _say(self, event: str, text: str, **fields: Any) -> None:
-        if self._tell is not None:
-            self._tell(event, text, self.trainer.progress.global_step, **fields)
+        self._tell(event, text, self.trainer.progress.global_step, **fields)
 
 
 def _outcome(save: Save) -> tuple[FileError | None, list[str]]:

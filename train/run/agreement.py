@@ -6,7 +6,6 @@ import math
 import signal
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -46,7 +45,8 @@ class Agreement:
             group = dist.new_group(backend="gloo")  # over NCCL the CPU would wait for the GPU
             assert isinstance(group, dist.ProcessGroup)  # of all ranks, and this is one
             self._group = group
-        self._sent: deque[_Message] = deque()
+        # In which step, this rank's values, and the work after which they are the largest of all ranks'.
+        self._sent: deque[tuple[int, torch.Tensor, dist.Work | None]] = deque()
         self._step = self._sent_in = 0
         self._spacing, self._waits = 1, True
         self._began, self._gap, self._seconds = time.monotonic(), math.inf, math.inf
@@ -66,11 +66,11 @@ class Agreement:
         A collective where a message was sent, and raises as `Saver.advance`. `wait` leaves nothing for later.
         """
         signal_of_any = self._act(self._word()) if self._is_alone else ""
-        while self._sent and (wait or self._waits or signal_of_any or self._sent[0].step < self._step):
-            message = self._sent.popleft()
-            if message.work is not None:
-                message.work.wait()
-            signal_of_any = self._act([int(value) for value in message.values.tolist()]) or signal_of_any
+        while self._sent and (wait or self._waits or signal_of_any or self._sent[0][0] < self._step):
+            _, values, work = self._sent.popleft()
+            if work is not None:
+                work.wait()
+            signal_of_any = self._act([int(value) for value in values.tolist()]) or signal_of_any
         return signal_of_any
 
     def ask(self) -> str:
@@ -91,7 +91,7 @@ class Agreement:
     def _send(self) -> None:
         values = torch.tensor(self._word(), dtype=torch.int64)
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._sent.append(_Message(self._step, values, work))
+        self._sent.append((self._step, values, work))
         self._sent_in = self._step
 
     def _word(self) -> list[int]:
@@ -99,12 +99,3 @@ class Agreement:
         number = self.stop.number
         since = int(self.stop.seconds() * 1e3) if number else 0
         return [number, since, int(min(self._seconds, LONGEST) * 1e6), *self.saver.word()]
-
-
-@dataclass(frozen=True, slots=True)
-class _Message:
-    """What is sent in a step: this rank's values, and when `work` is done, the largest of all ranks'."""
-
-    step: int
-    values: torch.Tensor
-    work: dist.Work | None

@@ -11,7 +11,6 @@ import torch
 
 from ckpttool.distributed.processes import started_by_spawn
 from train.config.command_line import arguments_of
-from train.config.shared import DataConfig
 from train.config.training import TrainConfig
 
 
@@ -37,17 +36,9 @@ def to_paste(words: Sequence[str], columns: int = 80) -> str:
 
 def flags_of(config: TrainConfig) -> list[str]:
     """Return the flags with which an evaluation builds the same model and takes the same samples."""
-    flags = ["--model", config.model, "--data", config.data]
-    if config.task != DataConfig.task:
-        flags += ["--task", config.task]
-    if config.eval_batch != DataConfig.eval_batch:
-        flags += ["--eval-batch", str(config.eval_batch)]
-    for name, values in (("mean", config.mean), ("std", config.std)):
-        if values:
-            flags.append(f"--{name}={','.join(map(str, values))}")
-    if config.resize:
-        flags += ["--resize", str(config.resize)]
-    return flags
+    names = ("task", "eval_batch", "mean", "std", "resize")
+    usual = TrainConfig(**{name: getattr(config, name) for name in names})
+    return ["--model", config.model, "--data", config.data, *arguments_of(usual)]
 
 
 def flags_of_bits(device: torch.device) -> list[str]:

@@ -146,8 +146,8 @@ def _try_training(config: TrainConfig, trial: Trial, model: nn.Module, plan: Pla
     try:
         outputs, batch = trial.forward(copied, smallest)
     except Exception as error:
-        if config.batchnorm == "pooled" and _can_not_be_compiled(error):
-            raise _compiled_whole(config.model) from error
+        if config.batchnorm == "pooled":
+            _refuse_whole_graph(config.model, error)
         if smallest == 1 and not isinstance(error, CkptToolError) and _takes_two(trial, model):
             raise batchnorm.batch_of_one(config.model, plan, world_size) from error
         raise trial.unfit(error) from error
@@ -205,15 +205,12 @@ def _takes_two(trial: Trial, model: nn.Module) -> bool:
     return True
 
 
-def _can_not_be_compiled(error: Exception) -> bool:
+def _refuse_whole_graph(name: str, error: Exception) -> None:
     from torch._dynamo.exc import Unsupported  # imported here, because it takes a second
 
-    return isinstance(error, Unsupported)
-
-
-def _compiled_whole(name: str) -> UsageFault:
-    return UsageFault(
-        f"--batchnorm pooled: {name} is compiled with fullgraph=True, but the samples that a BatchNorm "
-        "sees are counted outside the compiled graph",
-        hint="leave out fullgraph, or give --batchnorm plain or sync",
-    )
+    if isinstance(error, Unsupported):
+        raise UsageFault(
+            f"--batchnorm pooled: {name} is compiled with fullgraph=True, but the samples that a BatchNorm "
+            "sees are counted outside the compiled graph",
+            hint="leave out fullgraph, or give --batchnorm plain or sync",
+        ) from error
