@@ -104,9 +104,11 @@ def train(job: Job) -> int:
     """
     from ckpttool.distributed import collectives
     from train.data import data_set
+    from train.launch import same_settings
     from train.run import folder as folders
     from train.run.run import Run
 
+    same_settings.report(job.config)
     # Each rank has loaded its own copy: if they differed, samples would be used twice, or never.
     data_set.compare(job.data, "before training")
     with contextlib.ExitStack() as stack:

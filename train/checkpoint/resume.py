@@ -26,6 +26,7 @@ FREE = {
     *("epochs", "max_steps", "accumulate", "workers", "backend", "spawn", "deterministic"),
     *("timeout", "join_timeout", "hang_timeout", "grace", "prove_every", "stop_at"),
     *("out", "save_every", "save", "keep", "resume", "force", "change", "data_root", "download"),
+    "mixed_torch",
     *("rank_batch", "rank_share"),  # who takes which sample of a batch, not which samples are in it
     *("zero", "grad_checkpoint"),  # the same bits
     *("max_time", "eval_every", "eval_batch", "log_every", "tensorboard", "wandb", "preview", "json"),
