@@ -27,8 +27,9 @@ from torch.utils.data import Dataset
 
 from ckpttool import distributed
 from train import main
-from train.checkpoint.saver import Saver, capture
-from train.checkpoint.staging import tensors_of
+from train.checkpoint.capture import capture
+from train.checkpoint.pending_save import tensors_of
+from train.checkpoint.saver import Saver
 from train.config import command_line
 from train.launch.stopping import Stop
 from train.run.agreement import Agreement

@@ -16,7 +16,8 @@ from ckpttool.errors import CkptToolError
 from tests.ranks import trainings
 from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.main import Job, train
+from train.main import train
+from train.run.run import Job
 from train.tasks import builtin as tasks
 
 SHAPE = (3, 8, 8)

@@ -15,7 +15,7 @@ from ckpttool.errors import CkptToolError, Damaged
 from train import main
 from train.checkpoint import format as checkpoints
 from train.checkpoint import resume as resuming
-from train.checkpoint import saver as saving
+from train.checkpoint.capture import capture
 from train.config import command_line
 from train.main import steps_of_epoch
 from train.trainer.trainer import Trainer
@@ -128,7 +128,7 @@ def test_a_changed_field_without_the_digest_of_the_run_is_refused_or_harmless(ru
                 assert "\n" not in str(error), path
                 continue
             next(steps_of_epoch(trainer))
-            saving.capture(trainer)
+            capture(trainer)
 
 
 def test_the_program_ends_in_one_line(run: Any, capsys: Any) -> None:

@@ -20,8 +20,9 @@ from tests.ranks import runs, trainings
 from tests.ranks.forked import Program
 from tests.ranks.programs import ROOT, TORCHRUN, environment, start
 from train.config.training import TrainConfig
-from train.main import Job, train
+from train.main import train
 from train.run import agreement
+from train.run.run import Job
 from train.tasks import builtin as tasks
 from train.trainer.scoring import Scorer
 from train.trainer.trainer import Trainer

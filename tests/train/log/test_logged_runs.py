@@ -17,7 +17,8 @@ from tests.ranks import trainings
 from train.config.shared import Every
 from train.config.training import TrainConfig
 from train.log.step_log import PHASES
-from train.main import Job, train
+from train.main import train
+from train.run.run import Job
 from train.tasks import builtin as tasks
 
 EPOCHS, STEPS, SAMPLES = 2, 5, 55

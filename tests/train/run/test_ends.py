@@ -29,6 +29,7 @@ from train.config import command_line
 from train.config.training import TrainConfig
 from train.launch import program as launch
 from train.run import commands, report
+from train.run.run import Job
 from train.trainer.trainer import Trainer
 
 
@@ -253,7 +254,7 @@ def test_the_process_group_is_destroyed_with_its_threads_on_every_way_out(monkey
     monkeypatch.setattr(launch, "PATIENCE", 0)
     seen = []
 
-    def train(job: main.Job) -> None:
+    def train(job: Job) -> None:
         trainer = Trainer(job.config, job.data, job.model, job.place, job.task)
         seen.append(dist.is_initialized() and bool(gloo_threads()))
         if error is not None:
@@ -270,7 +271,7 @@ def test_the_process_group_is_destroyed_with_its_threads_on_every_way_out(monkey
 
 
 def test_a_bug_is_not_hidden_and_the_process_group_is_destroyed(monkeypatch, tmp_path):
-    def train(job: main.Job) -> None:
+    def train(job: Job) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(main, "train", train)

@@ -9,8 +9,9 @@ import pytest
 from ckpttool.distributed import collectives
 from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.run.limits import Due, Limits, total_steps
-from train.trainer.trainer import Progress
+from train.model.schedule import total_steps
+from train.run.limits import Due, Limits
+from train.trainer.progress import Progress
 
 STEPS = 4
 

@@ -22,8 +22,9 @@ from train import main
 from train.checkpoint import init_from
 from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.main import Job, train
+from train.main import train
 from train.model import builtin as models
+from train.run.run import Job
 from train.tasks import builtin as tasks
 
 SAMPLES, BATCH, STEPS, EPOCHS = 22, 6, 4, 2

@@ -21,6 +21,7 @@ from train import main
 from train.config.shared import Every
 from train.config.training import TrainConfig
 from train.data.data_set import Data
+from train.run.run import Job
 from train.tasks import builtin as tasks
 from train.tasks.task import Task
 from train.trainer.trainer import Trainer
@@ -247,7 +248,7 @@ def run(rank: int, world_size: int, kind: str, folder: str, settings: dict[str, 
     model = trainings.seeded(KINDS[kind][1])
     place = trainings.place(rank, world_size)
     with contextlib.redirect_stdout(io.StringIO()):
-        main.train(main.Job(config, place, data, model, task_of(kind, config, data), []))
+        main.train(Job(config, place, data, model, task_of(kind, config, data), []))
 
 
 @pytest.mark.parametrize("kind", KINDS)

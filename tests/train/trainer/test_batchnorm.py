@@ -13,8 +13,7 @@ from ckpttool.distributed import collectives
 from ckpttool.distributed.group import Place
 from ckpttool.errors import UsageFault
 from tests.ranks import trainings
-from train.checkpoint import resume as resuming
-from train.checkpoint import saver as saving
+from train.checkpoint.capture import capture, restore
 from train.config import command_line
 from train.config.training import TrainConfig
 from train.main import steps_of_epoch
@@ -132,7 +131,7 @@ def train_branches(rank: int, world_size: int, dtype: torch.dtype, settings: dic
     trainer = trainings.trainer(rank, world_size, data, model, **settings)
     trainings.finish_epoch(trainer)
     trainings.finish_epoch(trainer)
-    saved = saving.capture(trainer)["model"]
+    saved = capture(trainer)["model"]
     return state(trainer.ddp.module), {name.removeprefix("module."): value for name, value in saved.items()}
 
 
@@ -191,14 +190,14 @@ def go_on(rank: int, world_size: int, stop: int | None) -> Any:
     trainer = make_trainer(rank, world_size, 60, **settings)
     for step, _ in enumerate(steps_of_epoch(trainer), 1):
         if step == stop:
-            saved = copy.deepcopy(saving.capture(trainer))
+            saved = copy.deepcopy(capture(trainer))
             trainer = make_trainer(rank, world_size, 60, **settings)
-            resuming.restore(trainer, saved)
+            restore(trainer, saved)
             trainer.evaluate()
             for _ in steps_of_epoch(trainer):
                 pass
             break
-    return collectives.digest_all(saving.capture(trainer)["model"])
+    return collectives.digest_all(capture(trainer)["model"])
 
 
 def test_a_resumed_pooled_run_equals_one_that_never_stopped(run_ranks: Any) -> None:

@@ -20,7 +20,8 @@ from ckpttool.errors import UsageFault
 from tests.ranks import trainings
 from train.config.shared import Every
 from train.config.training import TrainConfig
-from train.main import Job, train
+from train.main import train
+from train.run.run import Job
 from train.tasks import builtin as tasks
 from train.trainer import preflight, shares
 from train.trainer.shares import Speed, propose
@@ -147,11 +148,11 @@ def test_no_other_shares_would_be_done_sooner_than_those_proposed(speeds, times)
     ranks = [Speed(*speed) for speed in speeds]
     sizes = propose(ranks, Plan(10_000, 16 * len(ranks) * times, drop_last=True))
     assert sum(sizes) == 16 * len(ranks) * times
-    done = [rank.pause + size * rank.each for rank, size in zip(ranks, sizes, strict=True)]
+    done = [rank.pause + size * rank.per_sample for rank, size in zip(ranks, sizes, strict=True)]
     slowest = done.index(max(done))
     if sizes[slowest] > 2:  # fewer would leave BatchNorm a single sample
         for number, rank in enumerate(ranks):
-            assert number == slowest or done[number] + rank.each >= done[slowest] - 1e-9
+            assert number == slowest or done[number] + rank.per_sample >= done[slowest] - 1e-9
 
 
 def test_no_share_leaves_a_rank_a_single_sample_in_the_last_batch():
@@ -220,7 +221,7 @@ def test_measuring_leaves_no_trace(run_ranks):
     for same, same_random_state, speed, gradients in run_ranks(2, measure_and_compare):
         assert same
         assert same_random_state
-        assert speed.each > 0
+        assert speed.per_sample > 0
         assert gradients == [None] * len(gradients)
 
 
