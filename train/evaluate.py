@@ -138,6 +138,7 @@ def prepare(config: EvaluateConfig) -> Job:
 
     torch.set_num_threads(config.threads)  # the default differs with and without torchrun
     place = find_place(config.backend)
+    program.keep_importable(config.data, config.model, config.task)
     data = data_set.load_test(config)
     task = tasks.build(config, data)
     model = models.build(config.model, shape=data.shape, classes=task.outputs(data))

@@ -82,6 +82,7 @@ def prepare(config: TrainConfig) -> Job:
         randomness.make_deterministic()
     if config.virtual_ranks and place.device.type == "cpu":
         torch.set_num_threads(1)  # another number, as torchrun and --spawn set it, gives other last bits
+    launch.keep_importable(config.data, config.model, config.task)
     data = data_set.load(config, seed=config.seed)
     randomness.seed_all(randomness.seed_from(config.seed, "weights"))
     task = tasks.build(config, data)

@@ -1,16 +1,16 @@
-"""What the ranks of a process group do together, without one of them left waiting for another.
+"""What the ranks of a process group do together, without leaving one waiting for another.
 
     from ckpttool import distributed
 
     folder = distributed.from_rank_zero(choose_folder)  # called on rank 0; every rank gets its value
     state = distributed.broadcast(lambda: torch.load(path))  # rank 0 reads; tensors of any dtype travel
-    with distributed.fail_together():                             # fails on every rank if it fails on any
+    with distributed.fail_together():                        # fails on every rank if it fails on any
         if distributed.rank() == 0:
             write(folder)
     distributed.compare(model.state_dict(), "before saving") # names the tensor and the rank that differ
 
-Without a process group there is one rank, and everything works there too. Importing this package imports
-nothing else; each name imports torch when it is first used.
+Without a process group there is one rank, and everything works there too. Each name imports torch when it is
+first used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .collectives import RankFailed as RankFailed
     from .collectives import RankLost as RankLost
     from .collectives import agree as agree
-    from .collectives import alike as alike
     from .collectives import broadcast as broadcast
     from .collectives import broadcast_into as broadcast_into
     from .collectives import compare as compare
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from .collectives import from_rank_zero as from_rank_zero
     from .collectives import gather as gather
     from .collectives import rank as rank
+    from .collectives import report_once as report_once
     from .collectives import total as total
     from .collectives import world_size as world_size
     from .dummy_pass import leaving_no_trace as leaving_no_trace
@@ -59,7 +59,7 @@ else:
                 "RankFailed",
                 "RankLost",
                 "agree",
-                "alike",
+                "report_once",
                 "broadcast",
                 "broadcast_into",
                 "compare",

@@ -1,9 +1,9 @@
-"""The threads of a rank's heartbeat: what it tells the others, and what it makes of what they tell.
+"""A heartbeat of each rank, which says who hangs and ends the job. Imports torch where it is used.
 
-Imports torch where it is used. One thread exchanges beats through the store of the process group, by a
-connection of its own, since a client of a TCPStore waits in one call at a time. The other judges
-(`hangs.py`), because a call to a store whose machine has stopped never returns. Neither needs the main
-thread, so a rank that hangs still says where; one that is stopped or killed does not, which tells them apart.
+Of a rank's two threads one exchanges beats through the store of the process group, over its own connection,
+since a client of a TCPStore waits in one call at a time. The other judges (`hangs.py`), because a call to a
+store whose machine has stopped never returns. Neither needs the main thread, so a rank that hangs still says
+where; one that is stopped or killed does not, which tells them apart.
 """
 
 from __future__ import annotations
@@ -33,6 +33,20 @@ PATIENCE = 5.0
 WARN_AFTER = 30.0
 
 
+LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.IGNORECASE)
+TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Return whether an error of gloo or NCCL says that another rank has gone, by its message."""
+    return isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error)))
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether an error of gloo or NCCL says that another rank has not answered, by its message."""
+    return isinstance(error, RuntimeError) and bool(TIMED_OUT.search(str(error)))
+
+
 class Pulse:
     """The two threads of a rank, and what they know of the others. Made by all ranks together."""
 
@@ -47,13 +61,13 @@ class Pulse:
         self.over, self.speaks = threading.Event(), threading.Lock()
         self.own = Observer(watched, self.interval, self.over)
         self.memory_kills = processes.memory_kills()
-        own: dict[str, Any] = {
+        about: dict[str, Any] = {
             "host": socket.gethostname(),
             "machine": processes.machine(),
             "pid": os.getpid(),
         }
-        own |= {"began": processes.began(os.getpid()), "dump": self.own.dump}
-        met = collectives.gather((uuid.uuid4().hex, own))
+        about |= {"began": processes.began(os.getpid()), "dump": self.own.dump}
+        met = collectives.gather((uuid.uuid4().hex, about))
         self.about = [about for _, about in met]
         # Keys of this watch alone: a store may outlive a job, with what ranks that are dead have written.
         self.keys = [f"ckpttool/watch/{met[0][0]}/{name}" for name in (*range(self.size), "verdict")]
@@ -75,6 +89,8 @@ class Pulse:
 
     def stop(self, end: str, error: BaseException | str = "") -> None:
         """Tell the others how the block has ended here, and stop the threads."""
+        # The thread tells them: a signal, as of a loader process that died, may raise another error in this
+        # one.
         if isinstance(error, KeyboardInterrupt | GeneratorExit):
             end = hangs.LEFT
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else error
@@ -105,7 +121,7 @@ class Pulse:
 
     def _receive(self, store: Any) -> None:
         read = store.multi_get(self.keys) if store.has_extended_api() else map(store.get, self.keys)
-        *beats, verdict = [bytes(one).decode() for one in read]
+        *beats, verdict = [bytes(value).decode() for value in read]
         now = self.clock.now()
         for rank, written in enumerate(beats):
             beat = Beat(**json.loads(written))
@@ -115,14 +131,14 @@ class Pulse:
 
     def seen(self) -> list[Seen]:
         """Return all ranks as this one sees them."""
-        now, found = self.clock.now(), []
+        now, ranks = self.clock.now(), []
         for rank, (about, (beat, came)) in enumerate(zip(self.about, self.beats, strict=True)):
             beat, silent = (self.own.beat, 0.0) if rank == self.rank else (beat, now - came)
             process = self._process(rank)
             if silent >= self.timeout and process and not beat.end:
                 beat = dataclasses.replace(beat, stack=_dumped(about))
-            found.append(Seen(rank, beat, silent, about["host"], about["pid"], process))
-        return found
+            ranks.append(Seen(rank, beat, silent, about["host"], about["pid"], process))
+        return ranks
 
     def _process(self, rank: int) -> str | None:
         """Return the state of a rank's process; None if it runs on another machine."""
@@ -151,9 +167,9 @@ class Pulse:
                 self._leave(self._agreed(verdict))
 
     def _warn(self, ranks: list[Seen]) -> None:
-        """Warn of a rank that others wait for, on the first of these; each time after twice as long."""
+        """Warn of a rank that others wait for, on the first of these, each time after twice as long."""
         if self.slow and all(ranks[rank].beat.age < 3 * self.interval for rank in self.slow):
-            _say("warning", self.rank, [f"rank {', '.join(map(str, self.slow))} goes on"])
+            _say("warning", self.rank, [f"rank {', '.join(map(str, self.slow))} has continued"])
             self.slow = ()
         verdict = hangs.slow(ranks, self.warn_after)
         if verdict is None:
@@ -162,11 +178,12 @@ class Pulse:
             self.warn_after[rank] *= 2
         if self.rank == min(set(range(self.size)) - set(verdict.ranks)):
             self.slow = verdict.ranks
-            lines = [*verdict.lines, f"it is taken for hung once it has done nothing for {self.timeout:g} s"]
+            lines = [*verdict.lines, f"it counts as hung once it has done nothing for {self.timeout:g} s"]
             _say("warning", self.rank, lines)
 
     def explain(self, *, timed_out: bool) -> str:
         """Return which rank was lost, after a collective has failed, and write it; empty if nobody knows."""
+        # Written at once, since the launcher ends this process as soon as it sees the other one dead.
         verdict = None
         for _ in range(5):
             with contextlib.suppress(RuntimeError):
@@ -212,16 +229,16 @@ class Pulse:
         if verdict.kind == "told":
             self.watched.excuse()
         if verdict.kind == "gone" and processes.memory_kills() > self.memory_kills:
-            lines.append("meanwhile the kernel has killed a process of this machine as memory ran out")
+            lines.append("meanwhile the kernel killed a process on this machine, as memory ran out")
         return lines
 
     def _release(self, ranks: Iterable[int]) -> None:
         """End ranks of this machine that can't end themselves; a launcher would wait for them."""
-        for one in self.seen():
-            if one.rank in ranks and one.silent >= self.timeout and one.process and not one.beat.end:
-                stopped = one.process in ("T", "t")  # when it goes on it will read the verdict
+        for seen in self.seen():
+            if seen.rank in ranks and seen.silent >= self.timeout and seen.process and not seen.beat.end:
+                stopped = seen.process in hangs.STOPPED  # when it goes on it will read the verdict
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(one.pid, signal.SIGCONT if stopped else signal.SIGKILL)
+                    os.kill(seen.pid, signal.SIGCONT if stopped else signal.SIGKILL)
 
 
 def _say(kind: str, rank: int, lines: Iterable[str]) -> None:
@@ -239,50 +256,33 @@ def _dumped(about: dict[str, Any]) -> str:
     return ""
 
 
-LOST_PEER = re.compile(r"connection (closed|reset) by peer|broken pipe|remote process exited", re.IGNORECASE)
-TIMED_OUT = re.compile(r"timed out waiting|operation timeout", re.IGNORECASE)
-
-
-def is_lost_rank(error: BaseException) -> bool:
-    """Return whether an error of gloo or NCCL says that another rank has gone, by its message."""
-    return isinstance(error, RuntimeError) and bool(LOST_PEER.search(str(error)))
-
-
-def is_timeout(error: BaseException) -> bool:
-    """Return whether an error of gloo or NCCL says that another rank has not answered, by its message."""
-    return isinstance(error, RuntimeError) and bool(TIMED_OUT.search(str(error)))
-
-
-_current: Watch | None = None
+# What is in force; without a `watch` block, something that nobody looks at.
+_current = Watch(0.0)
 _pulse: Pulse | None = None
 
 
 def phase(name: str) -> None:
-    """Note that this rank now does `name`, for the `watch` that is in force, if any."""
-    if _current is not None:
-        _current.phase(name)
+    """Note for the `watch` in force that this rank now does `name`."""
+    _current.phase(name)
 
 
 def begin_step(number: int) -> None:
-    """Note that this rank begins an optimizer step, for the `watch` that is in force, if any."""
-    if _current is not None:
-        _current.step = number
+    """Note for the `watch` in force that this rank begins an optimizer step."""
+    _current.step = number
 
 
 def progress() -> None:
-    """Note that this rank has come forward within its phase, for the `watch` that is in force, if any."""
-    if _current is not None:
-        _current.marks += 1
+    """Note for the `watch` in force that this rank has made progress within its phase."""
+    _current.marks += 1
 
 
 def excuse(call: Callable[[], object]) -> None:
-    """Have `call` called if the job ends because another rank has called `end_as_told`."""
-    if _current is not None:
-        _current.excuse = call
+    """Call `call` if the job ends because another rank has called `end_as_told`."""
+    _current.excuse = call
 
 
 def end_as_told(signal: str) -> None:
-    """Tell the other ranks that this process ends now, in the middle of its work, as a signal told it to."""
+    """Tell the other ranks that a signal ends this process now, just before it does. For any thread."""
     if _pulse is not None:
         _pulse.stop(hangs.TOLD, signal)
 
@@ -312,15 +312,15 @@ def watch(timeout: float = 300.0) -> Iterator[Watch]:
     from . import collectives
 
     global _current, _pulse
-    own = Watch(timeout)
+    watched = Watch(timeout)
     if not timeout or collectives.world_size() == 1:
-        yield own
+        yield watched
         return
-    pulse = Pulse(own)
-    before, _current, _pulse = (_current, _pulse), own, pulse
+    pulse = Pulse(watched)
+    before, _current, _pulse = (_current, _pulse), watched, pulse
     end, cause = hangs.LEFT, cast("BaseException | str", "")
     try:
-        yield own
+        yield watched
     except BaseException as error:
         end, cause = hangs.FAILED, error
         if isinstance(error, RuntimeError) and (is_lost_rank(error) or is_timeout(error)):

@@ -1,7 +1,4 @@
-"""What a rank is doing: told by the thread that trains, looked at by another one.
-
-Needs no torch.
-"""
+"""What a rank is doing: told by the thread that trains, observed by another one. Needs no torch."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ from .hangs import Beat
 
 T = TypeVar("T")
 
-# Seconds of processor time per second from which a rank is taken to compute.
+# From this much processor time per second a rank counts as computing.
 BUSY = 0.05
 
-# Bytes read or written per second from which a rank is taken to read or write.
+# From this many bytes per second it counts as reading or writing.
 BUSY_BYTES = 200_000
 
 
@@ -31,7 +28,7 @@ class Watch:
     """What this rank does now.
 
     Attributes:
-        timeout: seconds after which a rank that does nothing is taken for hung.
+        timeout: seconds after which a rank that does nothing counts as hung.
         step: that it takes or has just taken; 0 before the first.
         doing: the phase.
         counts: how often each phase was entered.
@@ -72,9 +69,10 @@ class Observer:
     """Looks at this process from time to time."""
 
     def __init__(self, watched: Watch, interval: float, over: threading.Event) -> None:
-        """Prepare, in the thread that trains."""
+        # Called in the thread that trains, which `threading.get_ident` names.
         self.watched, self.interval, self.over = watched, interval, over
         self.clock, self.beat = RunningClock(3 * interval + 1), Beat()
+        # Receives the stack of a process whose interpreter is held; None where the system has no such files.
         self.dump = os.memfd_create("stack") if hasattr(os, "memfd_create") else None
         self._thread = threading.get_ident()
 
@@ -91,7 +89,6 @@ class Observer:
             os.close(self.dump)
 
     def look(self) -> None:
-        """Write down what this rank does."""
         now, marks = self.clock.now(), self.watched.marks
         if marks != self._marks:
             self._marks, self._marked = marks, now
@@ -114,16 +111,15 @@ class Observer:
         self._arm()
 
     def _arm(self) -> None:
-        """Let the stack be written if nobody calls this again: if something holds the interpreter, no thread
-        of Python can say where it is."""
+        """Have the stack written unless this is called again in time."""
+        # If something holds the interpreter, no Python thread can say where it is; faulthandler can.
         if self.dump is not None and not self.over.is_set():
             os.ftruncate(self.dump, 0)
             os.lseek(self.dump, 0, os.SEEK_SET)
             faulthandler.dump_traceback_later(self.watched.timeout / 2, file=self.dump)
 
     def _works(self, age: float) -> bool:
-        """Return whether this process, or one that it started, has computed, read or written since the last
-        look."""
+        """Return whether this process or its children computed, read or wrote since the last look."""
         work, children = processes.work(), processes.children_seconds() if age > 3 * self.interval else -1.0
         seconds, moved = work[0] - self._work[0], work[1] - self._work[1]
         if children >= 0 <= self._children:
@@ -133,7 +129,9 @@ class Observer:
 
 
 class RunningClock:
-    """Seconds in which this process ran."""
+    """Seconds in which this process ran, so that no rank is blamed for time when it was stopped."""
+
+    # Of a gap between two calls only `most` seconds count: its machine, or all ranks, slept through the rest.
 
     def __init__(self, most: float) -> None:
         self.most, self.last, self.total = most, time.monotonic(), 0.0
@@ -157,22 +155,22 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def is_debugged(frame: FrameType) -> bool:
-    """Return whether a person looks at the thread in a debugger."""
-    return any(each.f_globals.get("__name__") in DEBUGGERS for each in _outwards(frame))
+    """Return whether the thread is in a debugger."""
+    return any(outer.f_globals.get("__name__") in DEBUGGERS for outer in _outwards(frame))
 
 
 def shown_stack(frame: FrameType) -> str:
     """Return the innermost calls, without those that DDP and modules put between a model and its layers."""
     inner = ("torch.nn.modules.module", "torch.nn.parallel.distributed")
     frames = [
-        each for each in _outwards(frame) if each is frame or each.f_globals.get("__name__") not in inner
+        outer for outer in _outwards(frame) if outer is frame or outer.f_globals.get("__name__") not in inner
     ]
-    lines = [line for each in reversed(frames[:8]) for line in traceback.format_stack(each, limit=1)]
+    lines = [line for outer in reversed(frames[:8]) for line in traceback.format_stack(outer, limit=1)]
     return "".join(lines)[-4000:]
 
 
 def is_in_collective(frame: FrameType) -> bool:
-    """Return whether a thread is in a collective: in a call of torch.distributed, of DDP, or in a backward
-    pass that runs no Python and so only computes or waits for the reduction."""
+    """Return whether a thread is in a collective: in torch.distributed, in DDP, or in a backward pass."""
+    # A backward pass that runs no Python only computes, or waits for the reduction.
     name = str(frame.f_globals.get("__name__"))
     return name.startswith(("torch.distributed.", "torch.nn.parallel.distributed", "torch.autograd.graph"))

@@ -1,7 +1,6 @@
 """Bytes from rank to rank, over gloo and over NCCL, which carries only what lies on a GPU. Imports torch.
 
-Every function that sends is a collective: all ranks call it, in the same order. Without a process group there
-is one rank, and nothing is sent.
+Every function that sends is a collective. Without a process group there is one rank, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ def gather_bytes(message: bytes) -> list[bytes]:
     own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device())
     received = torch.empty(world_size() * len(message), dtype=torch.uint8, device=own.device)
     all_gather_tensor(received, own)
-    whole, length = to_bytes(received), len(message)
-    return [whole[start : start + length] for start in range(0, len(whole), length)]
+    joined, length = to_bytes(received), len(message)
+    return [joined[start : start + length] for start in range(0, len(joined), length)]
 
 
 def broadcast_bytes(payload: bytes, source: int) -> bytes:
@@ -94,7 +93,7 @@ def begin_broadcast(data: torch.Tensor, source: int) -> dist.Work:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values as a flat uint8 tensor on the same device, row by row."""
+    """Return a plain tensor's values as a flat uint8 tensor on the same device, row by row."""
     require_plain(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # One value or none is contiguous whatever its stride, but torch views only a stride of 1 as bytes.

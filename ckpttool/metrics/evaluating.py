@@ -191,7 +191,7 @@ class Evaluator:
         whole = _predictions({"index": torch.arange(self.samples), **joined})
         said = self.described(about)
         return Evaluated(
-            _predictions(own), collectives.alike(lambda: certify(whole, said, self.rank_samples))
+            _predictions(own), collectives.report_once(lambda: certify(whole, said, self.rank_samples))
         )
 
     def rows(

@@ -157,7 +157,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until everything is written. A collective; FileError if the last save of a file failed."""
         self.finish_save()
-        collectives.alike(self._raise_failure)
+        collectives.report_once(self._raise_failure)
 
     def _raise_failure(self) -> None:
         for failure in self._failed.values():

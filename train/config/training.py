@@ -1,4 +1,4 @@
-"""The configuration of a training: every setting once, with its default, its help and how its flag is read.
+"""Every setting of a training run once, with its default, its help and how its flag is read.
 
 The flags of the command line are made from these fields; a field's name is its flag's name. The checks here
 need no torch, so wrong flags are refused within a tenth of a second.

@@ -1,27 +1,20 @@
 """The log of a run while it trains: loss, learning rate, gradient norm, speed, and where the time goes.
 
     log = StepLog(50, device, sinks)
-    with log.phase("data"):
-        batch = next(batches)
-    with log.phase("forward"):
-        loss, count = ...
     with log.phase("backward", loss):
         loss.backward()
     log.add(loss, count)
-    with log.phase("update"):
-        optimizer.step()
     log.step(number, samples=..., lr=..., epochs=...)
 
-**What it costs.** A step reads the clock some ten times and adds the loss to a sum on the device. Nothing is
-read from the device, and nothing is sent, but once per interval.
+A step reads the clock some ten times and adds the loss to a sum on the device. Nothing is read from the
+device, and nothing is sent, but once per interval.
 
-**What a phase is.** On a CPU, the time that this rank spent in it. On a GPU, where kernels run long after
-they were launched, the time between two events on its stream, which includes the time it stood idle there.
+On a CPU, a phase is the time that this rank spent in it. On a GPU, where kernels run long after they were
+launched, it is the time between two events on its stream, which includes the time it stood idle there.
 
-**What `reduce` is.** DDP sums gradients over ranks while backward is still computing others, so the two can't
-be told apart in full. `backward` ends when this rank has computed its own gradients; `reduce` is what it then
-waits until they are summed: the part of the communication that computing does not hide, and the time that a
-faster rank waits for slower ones.
+DDP sums gradients over ranks while backward is still computing others, so the two can't be told apart in
+full. `backward` ends when this rank has computed its own gradients; `reduce` is what it then waits until they
+are summed: communication that computing does not hide, and the wait for slower ranks.
 """
 
 from __future__ import annotations
@@ -130,15 +123,12 @@ class StepLog:
                 sink.write(entry, step)
 
     def seconds(self) -> dict[str, float]:
-        """Return this rank's seconds in the interval so far: of whole steps as "step", and by phase."""
+        """Return this rank's seconds in the interval: of whole steps as "step", and by phase."""
         self._clock.settle(self._seconds, wait=True)
         return dict(self._seconds)
 
     def state(self) -> list[float]:
-        """Return this rank's sums of the unfinished interval, for a checkpoint: what is equal in each run.
-
-        Times are not among them, so the first entry after a resume has those of the steps since then.
-        """
+        """Return this rank's sums of the unfinished interval, for a checkpoint: all but the times."""
         return [float(self._steps), float(self._loss), float(self._count)]
 
     def restore(self, states: Sequence[Sequence[float]], rank: int, world_size: int) -> None:

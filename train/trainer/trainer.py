@@ -166,7 +166,7 @@ class Trainer:
             return
         total = float(collectives.total(torch.tensor(float(sums.count), dtype=torch.float64)))
         if not total > 0:
-            collectives.alike(self._refuse_to_count_nothing)
+            collectives.report_once(self._refuse_to_count_nothing)
         if total != step.global_size:
             gradients = [p.grad for p in self.ddp.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, step.global_size / total)
@@ -205,7 +205,7 @@ class Trainer:
         )
         may_overflow = self.config.amp == "fp16"  # the scaler then leaves the step out
         if loss is not None and math.isnan(loss) and not may_overflow:
-            collectives.alike(self._refuse_nan)
+            collectives.report_once(self._refuse_nan)
         self.recorder.step(progress.global_step)
 
     def _refuse_nan(self) -> NoReturn:
