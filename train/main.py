@@ -141,6 +141,7 @@ def after_step(run: Run) -> str:
     if due.evaluate and not signal:
         tested, signal = run.evaluate()
     progress.unscored = due.evaluate and tested is None
+    run.report.uncounted()
     if not progress.unscored:
         trained = trainer.finish_epoch() if trainer.epoch_is_done() else None
         best = tested is not None and progress.note_best(tested)
@@ -196,9 +197,9 @@ def take_step(trainer: Trainer, step: Step, batches: Iterator[Any]) -> None:
         sums.add(loss, count, task.correct(outputs, batch), samples=len(step.micro_batches[number - 1]))
     with log.phase("reduce"):
         trainer.check_gradients()  # before the next collective: DDP may still wait for a missing gradient
-        trainer.average_over_count(step, sums)
+        counted = trainer.average_over_count(step, sums)
     with log.phase("update"):
-        norm = trainer.update()
+        norm = trainer.update(counted=counted)
     trainer.end_step(step, sums, norm)
 
 

@@ -47,6 +47,7 @@ STRUCTURE: dict[str, Any] = {
         "global_step": int,
         "samples": int,
         "best": NUMBER,
+        "uncounted": int,
         "sums": Each(Each(NUMBER)),
         "unscored": bool,
         "lr": NUMBER,

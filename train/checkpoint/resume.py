@@ -118,7 +118,7 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
     """Raise Damaged if the checkpoint's position is none in this training, or ranks are missing in it."""
     progress, ranks = state["progress"], state["plan"]["world_size"]
     steps = trainer.feed.steps_per_epoch
-    if min(progress["epoch"], progress["global_step"], progress["samples"]) < 0:
+    if min(progress[name] for name in ("epoch", "global_step", "samples", "uncounted")) < 0:
         raise Damaged(path, "its progress is negative")
     # All of them are done only where a signal has cut short the evaluation that ends the epoch.
     if not 0 <= progress["step"] < steps + progress["unscored"]:
@@ -133,7 +133,7 @@ def _check_position(path: str, state: dict[str, Any], trainer: Trainer) -> None:
         kinds = (int, float) if isinstance(value, float) else type(value)
         if not isinstance(saved.get(name, value), kinds):
             raise Damaged(path, f"scheduler.{name} is a {type(saved[name]).__name__}")
-    skipped = state["scaler"].get("skipped", 0)
+    skipped = state["scaler"].get("skipped", 0) + progress["uncounted"]
     if saved["last_epoch"] + skipped != progress["global_step"]:
         raise Damaged(
             path, f"scheduler.last_epoch is {saved['last_epoch']} after {progress['global_step']} steps"

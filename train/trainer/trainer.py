@@ -155,34 +155,36 @@ class Trainer:
         """Return a context in which a model that is compiled runs as it is."""
         return wrapping.not_compiled() if self.config.compile else contextlib.nullcontext()
 
-    def average_over_count(self, step: Step, sums: Sums) -> None:
+    def average_over_count(self, step: Step, sums: Sums) -> bool:
         """Make the reduced gradients those of the mean over all that the ranks counted. A collective.
+
+        Returns whether anything counted: else the mean loss has no value, and the step is to change nothing.
 
         They are those of the sum divided by the number of samples, which every rank knows before any pass. If
         a task counts tokens or pixels, their number is known only afterwards. It is one factor for all ranks
         after the reduction, so this is exact under SyncBatchNorm and accumulation too.
         """
         if self.task.counts_samples:
-            return
+            return True
         total = float(collectives.total(torch.tensor(float(sums.count), dtype=torch.float64)))
         if not total > 0:
-            collectives.report_once(self._refuse_to_count_nothing)
+            sums.loss = sums.count = 0  # a user's own sum over nothing may be NaN
+            return False
         if total != step.global_size:
             gradients = [p.grad for p in self.ddp.parameters() if p.grad is not None]
             torch._foreach_mul_(gradients, step.global_size / total)
+        return True
 
-    def _refuse_to_count_nothing(self) -> NoReturn:
-        raise CheckFailed(
-            f"--task {self.config.task}: counted nothing in step {self.progress.global_step + 1}, whose mean "
-            "loss has no value",
-            hint="leave out samples without anything that counts, or take a larger --batch-size",
-        )
-
-    def update(self) -> torch.Tensor | None:
+    def update(self, *, counted: bool) -> torch.Tensor | None:
         """Change the weights by the gradients. Return the gradient's norm if the log will want it."""
         self.before_update()
         if self.statistics:
             self.statistics.end_step()
+        if not counted:
+            self.updater.optimizer.zero_grad(set_to_none=True)
+            self.progress.uncounted += 1
+            self.progress.lr = self.updater.lr
+            return None
         measured = self.log.due(self.progress.global_step + 1)
         self.progress.lr, norm = self.updater.step(measured=measured)
         return norm

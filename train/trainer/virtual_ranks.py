@@ -81,9 +81,9 @@ def take_step(
     with trainer.log.phase("reduce"):
         gradients.sum_over_ranks()
         broadcast_buffers(model)
-        trainer.average_over_count(step, sums)
+        counted = trainer.average_over_count(step, sums)
     with trainer.log.phase("update"):
-        norm = trainer.update()
+        norm = trainer.update(counted=counted)
     trainer.end_step(step, sums, norm)
 
 
