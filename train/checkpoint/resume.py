@@ -17,7 +17,7 @@ from train.config import training
 from train.config.training import CHANGEABLE, TrainConfig
 from train.data.data_set import Data
 from train.data.fingerprint import Contents, flat
-from train.model.schedule import total_steps
+from train.model.optimizer import total_steps
 from train.trainer.progress import Sums
 from train.trainer.trainer import Trainer
 

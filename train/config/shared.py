@@ -148,11 +148,7 @@ class RanksConfig:
     """How the ranks start and wait for each other."""
 
     workers: int = flag(
-        0,
-        "ranks",
-        "processes that load data, per rank (0: the rank itself)",
-        type=integer(0),
-        metavar="N",
+        0, "ranks", "processes that load data, per rank (0: the rank itself)", type=integer(0), metavar="N"
     )
     backend: str = flag(
         "auto",
@@ -162,11 +158,7 @@ class RanksConfig:
     )
     mixed_torch: bool = flag(False, "ranks", "let ranks run different minor versions of torch")
     timeout: float = flag(
-        600.0,
-        "ranks",
-        "how long a rank waits for the others (600)",
-        type=number(above=0),
-        metavar="SECONDS",
+        600.0, "ranks", "how long a rank waits for the others (600)", type=number(above=0), metavar="SECONDS"
     )
     hang_timeout: float = flag(
         300.0,

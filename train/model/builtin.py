@@ -52,10 +52,7 @@ def simple_cnn(num_classes: int = 10, channels: int = 1, height: int = 8, width:
         features += [nn.Conv2d(width_of_layer, wider, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
         width_of_layer, height, width = wider, height // 2, width // 2
     classifier = nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(width_of_layer * height * width, 64),
-        nn.ReLU(),
-        nn.Linear(64, num_classes),
+        nn.Flatten(), nn.Linear(width_of_layer * height * width, 64), nn.ReLU(), nn.Linear(64, num_classes)
     )
     return nn.Sequential(OrderedDict(features=nn.Sequential(*features), classifier=classifier))
 

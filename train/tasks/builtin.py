@@ -14,8 +14,7 @@ from ckpttool.errors import UsageFault
 from ckpttool.models import factory
 from train.config.shared import DataConfig
 from train.data.samples import kind_of
-from train.tasks.own import UserTask
-from train.tasks.task import Loss, Task, numbers_of, scores_in, target_of, trimmed
+from train.tasks.task import Loss, Task, UserTask, numbers_of, scores_in, target_of, trimmed
 
 if TYPE_CHECKING:
     from train.data.data_set import Data

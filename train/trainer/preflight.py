@@ -24,10 +24,9 @@ from train.config.training import TrainConfig
 from train.data.augment import augmented
 from train.data.data_set import Data
 from train.data.samples import count
-from train.model import batchnorm, optimizer, precision, schedule, wrapping
+from train.model import batchnorm, optimizer, precision, wrapping
 from train.tasks.builtin import Classification
-from train.tasks.own import PAIR, UserTask
-from train.tasks.task import Task
+from train.tasks.task import PAIR, Task, UserTask
 from train.trainer import virtual_ranks
 
 
@@ -45,7 +44,7 @@ def check(config: TrainConfig, data: Data, model: nn.Module, place: Place, task:
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageFault(f"--model {config.model}: has no parameters to train")
-    schedule.check(config, in_epoch)
+    optimizer.check_warmup(config, in_epoch)
     augmented(data.train, config, len(data.classes))
     precision.check(config.amp, place.device, model)
     virtual_ranks.check(config, model)

@@ -11,7 +11,6 @@ from torch import nn
 from ckpttool.errors import UsageFault
 from train.config.training import TrainConfig
 from train.model import optimizer as optimizers
-from train.model import schedule
 from train.model.ema import Ema
 from train.model.precision import Precision
 
@@ -30,10 +29,10 @@ class Updater:
         self.parameters = [
             (name.removeprefix("module."), p) for name, p in model.named_parameters() if p.requires_grad
         ]
-        self.total_steps = schedule.total_steps(config, steps_per_epoch)
+        self.total_steps = optimizers.total_steps(config, steps_per_epoch)
         self.precision = Precision(config.amp, device)
         self.optimizer = optimizers.build_optimizer(config, model)
-        self.scheduler = schedule.build_scheduler(config, self.optimizer, self.total_steps, steps_per_epoch)
+        self.scheduler = optimizers.build_scheduler(config, self.optimizer, self.total_steps, steps_per_epoch)
         self.ema = Ema(model, config.ema) if config.ema else None
 
     @property

@@ -15,7 +15,6 @@ from ckpttool.errors import UsageFault
 from train.checkpoint import format as checkpoints
 from train.config.training import Every, TrainConfig
 from train.model import optimizer as optimizers
-from train.model import schedule
 
 OTHERS = [
     "ASGD",
@@ -189,7 +188,7 @@ def test_a_gradient_without_a_finite_norm_is_not_hidden_by_clipping(value: float
 def test_the_rate_rises_over_the_warm_up_and_falls_over_the_rest(course: str, rates: list[float]) -> None:
     optimizer = optimizers.build_optimizer(config(lr=2.0), Net())
     chosen = TrainConfig(scheduler=course, warmup=Every(2, "steps"), epochs=2)
-    scheduler = schedule.build_scheduler(chosen, optimizer, 6)
+    scheduler = optimizers.build_scheduler(chosen, optimizer, 6)
     met = []
     for _ in range(6):
         met.append([group["lr"] / 2 for group in optimizer.param_groups])

@@ -23,8 +23,7 @@ from tests.support.run_log import epochs_of
 from train import evaluate, main
 from train.config.training import TrainConfig
 from train.tasks import builtin as tasks
-from train.tasks.own import UserTask
-from train.tasks.task import Task
+from train.tasks.task import Task, UserTask
 
 CLASSES = trainings.tensors((10,), 6)
 SCORES = torch.randn(6, 10, generator=torch.Generator().manual_seed(1))
