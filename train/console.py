@@ -6,6 +6,7 @@ import contextlib
 import sys
 
 from ckpttool.errors import CheckFailed
+from ckpttool.files.failures import reason
 
 
 def say(text: str) -> None:
@@ -17,7 +18,7 @@ def say(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        raise CheckFailed(f"standard output: {(error.strerror or str(error)).lower()}") from error
+        raise CheckFailed(f"standard output: {reason(error)}") from error
 
 
 def note(text: str) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpttool.distributed.place import started_by_launcher
 from ckpttool.errors import CkptToolError, UsageFault
+from ckpttool.files.failures import reason
 from train import console
 from train.config import parser as flags
 from train.config.shared import DataConfig, RanksConfig, check_pictures, flag
@@ -243,7 +244,7 @@ def prepare_output(config: EvaluateConfig) -> list[str]:
         os.makedirs(config.out, exist_ok=True)
         check_writable(config.out)
     except OSError as error:
-        raise UsageFault(f"--out {config.out}: {(error.strerror or str(error)).lower()}") from error
+        raise UsageFault(f"--out {config.out}: {reason(error)}") from error
     earlier = [name for name in os.listdir(config.out) if name == STATEMENT or RANK_FILE.fullmatch(name)]
     if earlier and not config.force:
         raise OutputExists(f"--out {config.out}: holds an evaluation", hint="overwrite it with --force")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..inert_pickle.key_guard import KeyGuard
+from ..inert_pickle.machine import KeyGuard
 from ..inert_pickle.values import FrozenSet_, Global, OrderedDict_, Record, Set_
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
 from ..tensors.ref import Storage, TensorRef, checked_tensor

@@ -7,21 +7,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """An element type.
-
-    Attributes:
-        name: torch's name, `float32`.
-        itemsize: bytes per element.
-        storage: the class under which torch pickles it, `FloatStorage`; types younger than torch 2.0 have
-            none and go as `UntypedStorage` beside their dtype.
-        safetensors: the name in a safetensors header, `F32`; None where that format has no such type.
-        part: bytes of the unit that byte order and sign apply to: half an element for complex types.
-    """
+    """An element type."""
 
     name: str
     itemsize: int
+    # The class under which torch pickles it, `FloatStorage`; types younger than torch 2.0 have none and go as
+    # `UntypedStorage` beside their dtype
     storage: str | None
+    # The name in a safetensors header, `F32`; None where that format has no such type
     safetensors: str | None
+    # Bytes of the unit that byte order and sign apply to: half an element for complex types
     part: int
 
 
@@ -68,19 +63,19 @@ def _table() -> dict[str, DType]:
     }
 
 
+# Every known element type by torch's name
 DTYPES = _table()
-"""Every known element type by torch's name."""
 
+# Element types by the storage class under which torch pickles them
 STORAGE_DTYPES = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage}
-"""Element types by the storage class under which torch pickles them."""
 
+# The types of the real and imaginary parts of complex types
 REAL_TYPES = {
     "complex128": DTYPES["float64"],
     "complex64": DTYPES["float32"],
     "complex32": DTYPES["float16"],
     "bcomplex32": DTYPES["bfloat16"],
 }
-"""The types of the real and imaginary parts of complex types."""
 
 
 def real_dtype(dtype: DType) -> DType:
@@ -88,5 +83,5 @@ def real_dtype(dtype: DType) -> DType:
     return REAL_TYPES.get(dtype.name, dtype)
 
 
+# Types that torch's lazy negative may be set on: flipping the sign bit is all it means
 SIGNED = ("float16", "float32", "float64", "bfloat16", "complex", "bcomplex")
-"""Types that torch's lazy negative may be set on: flipping the sign bit is all it means."""

@@ -16,25 +16,7 @@ if TYPE_CHECKING:
 
 
 def live_tensors(tensors: Mapping[str, TensorRef], *, mapped: bool = True) -> dict[str, torch.Tensor]:
-    """Return torch tensors that view the file through a private mapping: nothing is read until it is used.
-
-    A process that uses a mapping of a file which became shorter is killed by SIGBUS.
-
-    Tensors that share a storage in the file share memory here. Values that are not plain bytes of the file
-    (lazy bits, big-endian, computed, misaligned) are read at once.
-
-    Args:
-        tensors: name -> tensor, any layout.
-        mapped: False to read the storages into memory at once.
-
-    Returns:
-        name -> torch tensor of the same dtype, shape and stride, on the CPU.
-
-    Raises:
-        Unsupported: an element type that this torch does not have.
-        Refused: a tensor that must be read expands its storage by more than 1 GiB.
-        Damaged: a file that must be read ends early.
-    """
+    """Return torch tensors that view the file through a private mapping: nothing is read until it is used."""
     import torch
 
     maps: dict[int, mmap.mmap] = {}
@@ -57,17 +39,7 @@ def live_tensors(tensors: Mapping[str, TensorRef], *, mapped: bool = True) -> di
 
 
 def loaded_tensor(name: str, tensor: TensorRef) -> torch.Tensor:
-    """Return a torch tensor in memory of its own, read at once, with the same strides where it can be.
-
-    Args:
-        name: the tensor's, for messages.
-        tensor: any layout.
-
-    Raises:
-        Unsupported: an element type that this torch does not have.
-        Refused: it repeats elements of its storage, which are more than 1 GiB larger than that.
-        Damaged: the file ends early.
-    """
+    """Return a torch tensor in memory of its own, read at once, with the same strides where it can be."""
     import torch
 
     dtype = torch_dtype(name, tensor)
@@ -94,11 +66,7 @@ def has_to_be_made(tensor: TensorRef) -> bool:
 
 
 def torch_dtype(name: str, tensor: TensorRef) -> torch.dtype:
-    """Return torch's element type of a tensor.
-
-    Raises:
-        Unsupported: this torch does not have it.
-    """
+    """Return torch's element type of a tensor."""
     import torch
 
     dtype = getattr(torch, tensor.dtype.name, None)

@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from ckpttool.distributed.randomness import Keyed
 from ckpttool.errors import Unreadable, UsageFault
+from ckpttool.files.failures import reason
 from ckpttool.models import factory
 from train.config.shared import DataConfig
 from train.data.fingerprint import CLASSIFICATION
@@ -61,12 +62,10 @@ class Named(Keyed):
             return super().drawn(index)
         except OSError as error:
             sample = f"{self.part} sample {index}"
-            reason = (error.strerror or str(error) or type(error).__name__).lower()
             if error.filename is None:
-                raise Unreadable(f"--data {self.data}", f"{sample} can't be read: {reason}") from error
-            raise Unreadable(
-                os.fsdecode(error.filename), f"{reason}: {sample} of --data {self.data}"
-            ) from error
+                raise Unreadable(f"--data {self.data}", f"{sample} can't be read: {reason(error)}") from error
+            path = os.fsdecode(error.filename)
+            raise Unreadable(path, f"{reason(error)}: {sample} of --data {self.data}") from error
 
 
 def _classes(samples: Any, config: DataConfig) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ckpttool.errors import Damaged, FileError, Refused, Unreadable, UsageFault
+from ckpttool.files.failures import reason
 from train.config.shared import DataConfig
 from train.data.samples import Parts, Scale, scale_of, split
 
@@ -159,7 +160,7 @@ class Folder(Dataset[tuple[torch.Tensor, int]]):
 
 def _unreadable(path: str, error: Exception) -> FileError:
     if isinstance(error, OSError) and error.errno is not None:
-        return Unreadable(path, (error.strerror or str(error)).lower())
+        return Unreadable(path, reason(error))
     if type(error).__name__ == "DecompressionBombError":
         return Refused(path, "is an image of more pixels than Pillow decodes: a decompression bomb?")
     return Damaged(path, "is not a readable image")

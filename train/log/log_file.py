@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpttool.errors import Damaged, Unreadable
-from ckpttool.files import lines
-from ckpttool.files.commit import replacing
-from ckpttool.files.failures import naming
+from ckpttool.files.commit import append_line, replacing
+from ckpttool.files.failures import naming, reason
 
 LOG = "log.jsonl"
 
@@ -30,7 +29,7 @@ def append(folder: str, entry: Mapping[str, Any]) -> None:
     """
     path = os.path.join(folder, LOG)
     with naming(path):
-        lines.append(path, json.dumps(_finite(entry)).encode())
+        append_line(path, json.dumps(_finite(entry)).encode())
 
 
 def cut(folder: str, *, epoch: int, step: int) -> None:
@@ -92,7 +91,7 @@ def _entries(path: str) -> Iterator[dict[str, Any]]:
     except FileNotFoundError:
         raise Unreadable(path, "no such file", hint=f"give the folder of a run, or its {LOG}") from None
     except OSError as error:
-        raise Unreadable(path, (error.strerror or str(error)).lower()) from error
+        raise Unreadable(path, reason(error)) from error
     for number, line in enumerate(found, start=1):
         entry = parsed(line)
         if entry is not None:

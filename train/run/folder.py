@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from ckpttool.errors import UsageFault
 from ckpttool.files import chain
+from ckpttool.files.failures import reason
 from ckpttool.files.temporaries import remove_abandoned
 from train.checkpoint import files as checkpoint_files
 from train.checkpoint.files import BEST, LAST, LINK, NUMBERED
@@ -64,7 +65,7 @@ def claimed(config: TrainConfig, now: str) -> Iterator[str]:
             if not config.resume:
                 _clear(folder)
         except OSError as error:
-            raise UsageFault(f"--out {folder}: {(error.strerror or str(error)).lower()}") from error
+            raise UsageFault(f"--out {folder}: {reason(error)}") from error
         yield folder
 
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from ...checkpoint.checkpoint import Checkpoint
 from ...errors import Damaged
-from ...files.open_source import open_source_descriptor
-from ...files.suggestions import names_in
+from ...files.open_source import names_in, open_source_descriptor
 from ...tensors.ref import Source
 from . import reading as dcp
 from .beside import not_read

@@ -19,8 +19,7 @@ from typing import NamedTuple, Protocol
 from ...checkpoint.checkpoint import Checkpoint
 from ...checkpoint.ranks import Ranks
 from ...errors import Unreadable
-from ...files.descriptors import allow_open_files
-from ...files.open_source import open_source_descriptor
+from ...files.open_source import allow_open_files, open_source_descriptor
 from ...tensors.ref import Source
 from ..pytorch import legacy as torch_legacy
 from ..pytorch import zip as torch_zip
