@@ -129,8 +129,8 @@ def _exists(path: str) -> bool:
 
 def _keep_permissions_of_files(new: str, old: str, replaced: Collection[str]) -> None:
     """Give new files the permissions of old ones: of the same name, or of the most private one replaced."""
-    found = {*os.listdir(old)}
-    files = [path for name in replaced if name in found and os.path.isfile(path := os.path.join(old, name))]
+    names = {*os.listdir(old)}
+    files = [path for name in replaced if name in names and os.path.isfile(path := os.path.join(old, name))]
     most_private = min(files, key=_openness, default=None)
     for name in os.listdir(new):
         same = os.path.join(old, name)

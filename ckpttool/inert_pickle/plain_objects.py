@@ -13,7 +13,7 @@ from typing import Any
 
 from .machine import BadKey, KeyGuard
 from .numpy_values import NUMBERS, element_of, scalar_of
-from .values import RECONSTRUCTOR, Global, Record, names_of
+from .values import RECONSTRUCTOR, Global, Record, attributes_in, names_of
 
 OBJECT = names_of("builtins __builtin__: object")
 DEFAULT_DICT = Global("collections", "defaultdict")
@@ -123,7 +123,7 @@ def attributes_of(record: Record) -> dict[Any, Any] | list[Any] | None:
     """Return an object's attributes, a dict's items or a list's elements, if its pickle has nothing else."""
     if not (_is_bare(record) or record.callable in (DEFAULT_DICT, DEQUE)):
         return None
-    attributes = _state(record)
+    attributes = attributes_in(record.state)
     if attributes is None:
         return None
     if record.elements or record.callable == DEQUE:
@@ -136,7 +136,7 @@ def attributes_of(record: Record) -> dict[Any, Any] | list[Any] | None:
 
 
 def settings_of(record: Record) -> tuple[str, ...]:
-    """Return the names of the settings that a dict or list of a class of the library has beside its items."""
+    """Return the names of the settings that a standard dict or list class has besides its items."""
     args = record.args if isinstance(record.args, tuple) else ()
     if record.callable == DEFAULT_DICT and args:
         return ("default_factory",)
@@ -155,15 +155,6 @@ def _is_bare(record: Record) -> bool:
     return record.how == "newobj"
 
 
-def _state(record: Record) -> dict[Any, Any] | None:
-    """Return the attributes of an object, slots included; None where its state is something else."""
-    state: Any = record.state
-    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-    if not all(part is None or isinstance(part, dict) for part in parts):
-        return None
-    return {key: value for part in parts if part for key, value in part.items()}
-
-
 def _is_same(a: object, b: object) -> bool:
     return a is b or (isinstance(a, bool | int | float | str) and type(a) is type(b) and a == b)
 
@@ -179,11 +170,8 @@ def _items(record: Record) -> dict[Any, Any] | None:
     return items
 
 
-# Characters of a text
-MAX_LENGTH = 1000
-
-# Levels of nesting that are written
-MAX_LEVELS = 20
+# An object as the text that would make it, such as `Config(lr=0.1)`: for keys, which torch takes as text.
+MAX_LENGTH, MAX_LEVELS = 1000, 20  # of such a text: characters, levels of nesting
 
 
 class NoText(ValueError):
@@ -191,7 +179,7 @@ class NoText(ValueError):
 
 
 def described(value: object) -> str:
-    """Return a text with all values of an object, such as `Config(lr=0.1, name='a')`."""
+    """Return a text with all values of an object, such as `Config(lr=0.1, name='a')`; raise NoText."""
     text, left = [], MAX_LENGTH
     for piece in _pieces(value, MAX_LEVELS):
         text.append(piece)
@@ -212,10 +200,10 @@ def _pieces(value: object, levels: int) -> Iterator[str]:
     elif value is None or isinstance(value, int | float | Global):
         yield str(value)
     elif isinstance(value, dict):
-        yield from _joined("{", (_pair(key, ": ", each, levels) for key, each in value.items()), "}")
+        yield from _joined("{", (_pair(key, ": ", item, levels) for key, item in value.items()), "}")
     elif isinstance(value, list | tuple | set | frozenset):
         opening, closing = "()" if isinstance(value, tuple) else "[]" if isinstance(value, list) else "{}"
-        yield from _joined(opening, (_pieces(each, levels - 1) for each in value), closing)
+        yield from _joined(opening, (_pieces(item, levels - 1) for item in value), closing)
     elif isinstance(value, Record):
         yield from _of_object(value, levels - 1)
     else:
@@ -238,15 +226,15 @@ def _of_object(record: Record, levels: int) -> Iterator[str]:
         parts = [*_arguments(record.args, levels), *_arguments(record.kwargs, levels)]
         if record.has_state:
             parts.append(_pair("state", "=", record.state, levels))
-        parts += [_pieces([*each], levels) for each in (record.elements, record.items) if each]
+        parts += [_pieces([*contents], levels) for contents in (record.elements, record.items) if contents]
     yield from _joined("(", parts, ")")
 
 
 def _arguments(values: object, levels: int) -> Iterator[Iterator[str]]:
     if isinstance(values, dict) and all(isinstance(key, str) and key.isidentifier() for key in values):
-        yield from (_pair(key, "=", each, levels) for key, each in values.items())
+        yield from (_pair(key, "=", value, levels) for key, value in values.items())
     elif isinstance(values, tuple):
-        yield from (_pieces(each, levels) for each in values)
+        yield from (_pieces(value, levels) for value in values)
     elif values is not None:
         yield _pieces(values, levels)
 

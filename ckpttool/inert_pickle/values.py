@@ -166,6 +166,14 @@ PARAMETER = names_of("torch._utils: _rebuild_parameter _rebuild_parameter_with_s
 WRAPPERS = PARAMETER | FROM_TYPE
 
 
+def attributes_in(state: object) -> dict[Any, Any] | None:
+    """Return the attributes in a pickled state, slots included; None where it is something else."""
+    parts: tuple[Any, ...] = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+    if not all(part is None or isinstance(part, dict) for part in parts):
+        return None
+    return {name: value for part in parts if part for name, value in part.items()}
+
+
 def tensor_of(value: object) -> TensorRef | None:
     """Return the tensor that a value is or wraps, as a saved `nn.Parameter` does; None for anything else."""
     if isinstance(value, TensorRef):
@@ -234,14 +242,13 @@ def walk(root: object) -> Iterator[object]:
 
 def is_plain(value: object) -> bool:
     """Whether a tree is made of containers, tensors, numbers and text alone, so that no code makes it."""
-    return all(
-        each is None or isinstance(each, (dict, list, tuple, TensorRef, str, int, float, complex, bytes))
-        for each in walk(value)
-    )
+    plain = (dict, list, tuple, TensorRef, str, int, float, complex, bytes, type(None))
+    return all(isinstance(part, plain) for part in walk(value))
 
 
 def rebuild(root: object, change: Callable[[object], object]) -> object:
-    """Return a copy of a tree in which `change` may replace any container."""
+    """Return a copy of a tree in which `change` may replace any container; raise TooDeep."""
+    # Values that were in several places are one value in the copy too. Leaves are shared with the original.
     return _Copier(change).copy(root)
 
 

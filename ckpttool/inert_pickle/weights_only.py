@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..tensors.dtypes import DTYPES, STORAGE_DTYPES
 from ..tensors.ref import TensorRef
 from .known_names import names_in
-from .values import PARAMETER, Global, OrderedDict_, Record, names_of, tensor_of, walk
+from .values import PARAMETER, Global, OrderedDict_, Record, attributes_in, names_of, tensor_of, walk
 
 MAX_INTEGER = 2040  # bits of an integer: longer ones take an opcode that torch's reader does not know
 
@@ -163,19 +163,15 @@ def wraps(record: Record) -> Wrapping:
     padded: tuple[Any, ...] = (*args, None, None, None)
     _, first, second, third, *_ = padded
     is_parameter = record.callable in PARAMETER
-    state = third if is_parameter else second
-    parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-    readable = all(part is None or isinstance(part, dict) for part in parts)
-    attributes = {name: value for part in parts if part for name, value in part.items()} if readable else {}
-    settable = {name: value for name, value in attributes.items() if _is_settable(name)}
-    left_out = [str(name) for name in attributes if name not in settable]
-    if not readable:
+    attributes = attributes_in(third if is_parameter else second)
+    left_out = [str(name) for name in attributes or () if not _is_settable(name)]
+    if attributes is None:
         left_out.append("__setstate__")
     if is_parameter and second:
         left_out.append("_backward_hooks")
-    if is_parameter:
-        return Wrapping(None, first is not False, settable, (*left_out,))
-    return Wrapping(first, None, settable, (*left_out,))
+    settable = {name: value for name, value in (attributes or {}).items() if _is_settable(name)}
+    kind, requires_grad = (None, first is not False) if is_parameter else (first, None)
+    return Wrapping(kind, requires_grad, settable, tuple(left_out))
 
 
 def wrapped(tensor: TensorRef, requires_grad: bool | None, attributes: dict[str, object]) -> object:

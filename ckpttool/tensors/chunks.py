@@ -63,10 +63,10 @@ def assembled(
     parts = sorted((part for part in parts if part.tensor.numel), key=lambda part: part.begin)
     if extent(shape) * dtype.itemsize > MAX_BYTES or not _tile(shape, parts):
         raise BadTensor(f"'{name}' of shape {str(list(shape))[:80]} whose chunks are not the whole of it")
-    whole = _Whole(path, name, dtype.itemsize, shape, parts)
+    joined = _Whole(path, name, dtype.itemsize, shape, parts)
     if origins is None:
         origins = tuple(tensor.storage for part in parts for tensor in (part.tensor, *part.copies))
-    data = Computed.filling(path, math.prod(shape) * dtype.itemsize, whole.fill)
+    data = Computed.filling(path, math.prod(shape) * dtype.itemsize, joined.fill)
     storage = Storage(data, dtype.storage or "UntypedStorage", origins=origins)
     return TensorRef.contiguous(storage, dtype, shape)
 

@@ -239,8 +239,9 @@ def _window(tensor: TensorRef, begin: int, end: int) -> Iterator[memoryview]:
     """Give the bytes of a tensor's storage from `begin` to `end`: mapped from the file, or computed."""
     where, size = tensor.storage.data, tensor.dtype.itemsize
     if isinstance(where, Computed):  # only whole elements can be made
-        whole = memoryview(where.part(begin - begin % size, end + -end % size - begin + begin % size).read())
-        yield whole[begin % size :][: end - begin]
+        first = begin - begin % size
+        elements = memoryview(where.part(first, end + -end % size - first).read())
+        yield elements[begin - first :][: end - begin]
         return
     skip = (where.offset + begin) % mmap.ALLOCATIONGRANULARITY
     length, offset = skip + end - begin, where.offset + begin - skip

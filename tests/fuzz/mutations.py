@@ -25,8 +25,8 @@ Change = Callable[[bytes, Random], bytes]
 
 NUMBERS = (0, 1, -1, 2, 127, 128, 255, 256, 1000, 0x7FFF, 0xFFFF, 0x10000, 2**31 - 1, 2**31, 2**32 - 1, 2**32)
 LARGE = (2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, -(2**31), -(2**63))
+# Bytes to which a repeated part grows at most
 LARGEST = 1 << 20
-"""Bytes to which a repeated part grows at most."""
 
 
 def number(random: Random) -> int:

@@ -14,9 +14,7 @@ import torch
 from ckpttool.checkpoint import checksums
 from ckpttool.formats.safetensors import format as safetensors_format
 from ckpttool.tensors import ref
-from tests.fuzz.campaign import files_of, judged
-from tests.fuzz.corpus import kept
-from tests.fuzz.minimise import minimised
+from tests.fuzz.campaign import files_of, judged, kept, minimised
 from tests.fuzz.seeds import SEEDS, Files, seeds
 from tests.fuzz.worker import Worker
 
