@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeGuard
 
 from ..tensors.ref import Storage, TensorRef
@@ -180,21 +180,18 @@ class _Writer:
             self.out += b"b"
 
     def append(self, items: Iterable[object]) -> None:
-        pending = iter(items)
-        while batch := list(islice(pending, BATCH)):
-            self.out += b"("
-            for item in batch:
-                self.save(item)
-            self.out += b"e"
+        self.in_batches(((item,) for item in items), b"e")
 
     def set_items(self, items: Iterable[tuple[object, object]]) -> None:
+        self.in_batches(items, b"u")
+
+    def in_batches(self, items: Iterable[tuple[object, ...]], opcode: bytes) -> None:
         pending = iter(items)
         while batch := list(islice(pending, BATCH)):
             self.out += b"("
-            for key, value in batch:
-                self.save(key)
-                self.save(value)
-            self.out += b"u"
+            for part in chain.from_iterable(batch):
+                self.save(part)
+            self.out += opcode
 
     # Objects.
 

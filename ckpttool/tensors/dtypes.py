@@ -9,19 +9,18 @@ from dataclasses import dataclass
 class DType:
     """An element type."""
 
-    name: str
-    itemsize: int
-    # The class under which torch pickles it, `FloatStorage`; types younger than torch 2.0 have none and go as
-    # `UntypedStorage` beside their dtype
+    name: str  # torch's, `float32`
+    itemsize: int  # bytes per element
+    # The class under which torch pickles it, `FloatStorage`. Types younger than torch 2.0 have none and go as
+    # `UntypedStorage` with their dtype.
     storage: str | None
-    # The name in a safetensors header, `F32`; None where that format has no such type
-    safetensors: str | None
-    # Bytes of the unit that byte order and sign apply to: half an element for complex types
-    part: int
+    safetensors: str | None  # the name in a safetensors header, `F32`, if that format has the type
+    part: int  # bytes of the unit that byte order and sign apply to: half an element for complex types
 
 
-def _table() -> dict[str, DType]:
-    rows = [
+DTYPES = {
+    name: DType(name, size, storage, safetensors, size // 2 if "complex" in name else size)
+    for name, size, storage, safetensors in (
         ("float64", 8, "DoubleStorage", "F64"),
         ("float32", 4, "FloatStorage", "F32"),
         ("float16", 2, "HalfStorage", "F16"),
@@ -56,15 +55,8 @@ def _table() -> dict[str, DType]:
         ("bits1x8", 1, None, None),
         ("bits2x4", 1, None, None),
         ("bits4x2", 1, None, None),
-    ]
-    return {
-        name: DType(name, size, storage, st, size // 2 if "complex" in name else size)
-        for name, size, storage, st in rows
-    }
-
-
-# Every known element type by torch's name
-DTYPES = _table()
+    )
+}
 
 # Element types by the storage class under which torch pickles them
 STORAGE_DTYPES = {dtype.storage: dtype for dtype in DTYPES.values() if dtype.storage}

@@ -182,7 +182,7 @@ class Bench:
         return wrong
 
     def _others(self) -> list[str]:
-        """Say what has changed beside the targets, but for new temporaries."""
+        """Say what has changed besides the targets, but for new temporaries."""
         wrong, left = [], set(self._leftovers())
         for path in {**self.old, **self.current}:
             if self._target_of(path) or path in left or self.current.get(path) == self.old.get(path):

@@ -29,7 +29,7 @@ ROOM = 4 << 30
 
 
 class Worker:
-    """Examines files in a process of its own, which is started anew when one has ended it."""
+    """Examines files in a process of its own, which is started again when one has ended it."""
 
     def __init__(self, hole: Any = None) -> None:
         self.hole = hole
