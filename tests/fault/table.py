@@ -17,7 +17,7 @@ BEGIN, END = "<!-- fault -->\n", "<!-- /fault -->"
 def table(tried: Sequence[Tried], seed: int, seconds: float) -> str:
     """Return the table in Markdown, with the date, the seed and the totals below it."""
     lines = [
-        f"| command | formats | calls | tried | {' | '.join(HOW)} | old | new | held |",
+        f"| command | formats | calls | tried | {' | '.join(HOW)} | old | new | passed |",
         f"|---|---|{'---:|' * (len(HOW) + 5)}",
     ]
     for each in tried:
