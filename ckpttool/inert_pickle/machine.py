@@ -189,7 +189,7 @@ class Machine:
         target = self.stack[-1]
         if type(target) is list:
             target.extend(items)
-        elif type(target) is Record:
+        elif type(target) is Record and id(target.callable) not in self.reducers:
             if not target.elements:
                 target.elements = []
             target.elements.extend(items)
@@ -207,7 +207,7 @@ class Machine:
         elif isinstance(target, dict):
             for key, value in zip(keys, values, strict=True):
                 target[key if isinstance(key, PLAIN_KEYS) else self.key(key, target)] = value
-        elif type(target) is Record:
+        elif type(target) is Record and id(target.callable) not in self.reducers:
             if not target.items:
                 target.items = []
             target.items.extend(zip(keys, values, strict=True))
@@ -258,7 +258,7 @@ class Machine:
         target = self.stack[-1]
         if type(target) is OrderedDict_ and target.attributes is None:
             target.attributes = state
-        elif type(target) is Record and not target.has_state:
+        elif type(target) is Record and not target.has_state and id(target.callable) not in self.reducers:
             target.state, target.has_state = state, True
         else:
             fault(f"its pickle sets the state of a {type(target).__name__}")

@@ -293,6 +293,11 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= MAX_BYTES
 
 
+def has_gradients(dtype: DType) -> bool:
+    """Return whether torch lets a tensor of this type require gradients."""
+    return "float" in dtype.name or "complex" in dtype.name
+
+
 def checked_tensor(
     storage: Storage,
     dtype: DType,
@@ -315,6 +320,8 @@ def checked_tensor(
             raise BadTensor("of malformed size, stride or offset")
     if (conj and "complex" not in dtype.name) or (neg and not dtype.name.startswith(SIGNED)):
         raise BadTensor(f"that is a conjugate or negative view of {dtype.name}")
+    if requires_grad and not has_gradients(dtype):
+        raise BadTensor(f"of {dtype.name} that requires gradients")
     if extent(shape) * dtype.itemsize > MAX_BYTES:
         raise BadTensor("of a shape larger than any file")
     tensor = TensorRef(storage, dtype, shape, stride, offset, requires_grad, conj, neg)
